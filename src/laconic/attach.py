@@ -1,0 +1,137 @@
+"""The front door: one line added to a training loop."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from laconic.errors import check_float, check_int
+from laconic.exchanges import Mean
+from laconic.links import Link, TorchLink
+from laconic.links.simulated import current_link, single_link
+from laconic.round import Recipe, Round
+from laconic.schedules import Schedule, Unless, any_of, every
+from laconic.synchronizer import Synchronizer
+from laconic.updates import Average
+
+_attached: weakref.WeakKeyDictionary[Optimizer, Synchronizer] = weakref.WeakKeyDictionary()
+
+
+def init() -> None:
+    """Set up torch's process group from torchrun's environment, or for one process without it.
+
+    NCCL where CUDA is there (and the card of LOCAL_RANK becomes the current one), gloo elsewhere.
+    Does nothing if a process group exists already.
+    """
+    if dist.is_initialized():
+        return
+    cuda = torch.cuda.is_available() and dist.is_nccl_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizer,
+    recipe: Recipe,
+    *,
+    nprocs_per_node: int | Literal["env"] = 1,
+    buffers: Literal["average", "keep"] = "average",
+    scaler: torch.amp.GradScaler | None = None,
+    link: Link | None = None,
+    timeout: float = 600.0,
+) -> Synchronizer:
+    """Have ``recipe`` keep this rank's ``model`` in step with the other ranks'.
+
+    All ranks start from rank 0's parameters and buffers. From then on the optimiser's own
+    ``step()`` runs the rounds; the training loop stays as it is. At its end call
+    ``sync.finish()``, or use the synchroniser in a ``with``.
+
+    ``nprocs_per_node``: ranks that make up one worker (``"env"``: torchrun's LOCAL_WORLD_SIZE);
+    their gradients are averaged in every backward pass, and each carries its part of the rounds.
+    ``buffers``: average the module's floating-point buffers with the rounds, or keep each
+    worker's. ``scaler``: the GradScaler, so that steps it skips are counted. ``link``: the
+    network to use in place of torch's process group. ``timeout``: seconds after which a rank that
+    does not answer is an error on all others.
+
+    Raises ``ValueError`` for what cannot work, on every rank, and `laconic.LinkError` later where
+    a rank is lost.
+    """
+    _check(model, optimizer, recipe)
+    check_float("timeout", timeout, 0.0, strict=True)
+    device = next(p.device for group in optimizer.param_groups for p in group["params"])
+    world = link or current_link.get() or _torch_link(device, timedelta(seconds=timeout))
+    sets, inner = _sets(world, nprocs_per_node)
+    recipe = (*_within_workers(recipe), *recipe) if inner > 1 else recipe
+    sync = Synchronizer(model, optimizer, recipe, sets, device, buffers)
+    if scaler is not None:
+        sync.count_skipped_steps(scaler)
+    _attached[optimizer] = sync
+    return sync
+
+
+def _check(model: nn.Module, optimizer: Optimizer, recipe: Recipe) -> None:
+    if not isinstance(recipe, tuple) or not all(isinstance(r, Round) for r in recipe):
+        raise ValueError(
+            f"recipe must be what a recipe function returns, as laconic.local_sgd(12), not "
+            f"{recipe!r}"
+        )
+    known = {id(p) for p in model.parameters()}
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if not params or not any(id(p) in known for p in params):
+        raise ValueError("the optimizer holds no parameter of the model")
+    if any(p.device.type == "meta" for p in params):
+        raise ValueError("the model's parameters are on the meta device: materialise them first")
+    before = _attached.get(optimizer)
+    if before is not None and before.attached:
+        raise ValueError("this optimizer is attached already: call sync.detach() first")
+
+
+def _torch_link(device: torch.device, timeout: timedelta) -> Link:
+    if not dist.is_initialized():
+        raise ValueError(
+            "no process group: call laconic.init() (under torchrun, or for one process) or "
+            "torch.distributed.init_process_group(), run inside laconic.simulate, or pass link="
+        )
+    return TorchLink.world(device, timeout)
+
+
+def _sets(world: Link, nprocs_per_node: int | Literal["env"]) -> tuple[dict[str, Link], int]:
+    """The named sets of ranks, and the number of ranks in one worker."""
+    if nprocs_per_node == "env":
+        inner = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    else:
+        inner = check_int("nprocs_per_node", nprocs_per_node, 1)
+    everyone = world.gather(torch.tensor([inner])).flatten().tolist()
+    if world.size % inner or any(value != inner for value in everyone):
+        raise ValueError(
+            f"nprocs_per_node must be alike on all ranks and divide their number: there are "
+            f"{world.size} ranks, and they say {everyone}"
+        )
+    if inner == 1:
+        return {"world": world, "workers": world, "replica": single_link()}, 1
+    ranks = range(world.size)
+    replica = world.split([ranks[i : i + inner] for i in ranks[::inner]])
+    workers = world.split([ranks[i::inner] for i in range(inner)])
+    return {"world": world, "workers": workers, "replica": replica}, inner
+
+
+def _within_workers(recipe: Recipe) -> Recipe:
+    """Gradients averaged inside a worker wherever the recipe does not average them over all."""
+    when: Schedule = every(1)
+    over_all = [r.when for r in recipe if r.on == "gradients" and r.over == "world"]
+    if over_all:
+        when = Unless(when, any_of(*over_all))
+    return (Round(when, Average(), Mean(), on="gradients", over="replica"),)

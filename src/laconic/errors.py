@@ -1,0 +1,44 @@
+"""Checks of what a user passes, and the errors they raise: one line that names the choices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+
+class LinkError(RuntimeError):
+    """A round could not be completed: a rank died, hung, or is doing something else.
+
+    Raised on every rank that still runs; the message names the rank, the round and the remedy.
+    """
+
+
+def check_int(name: str, value: object, least: int) -> int:
+    """Return ``value`` if it is an integer of at least ``least``, else raise ``ValueError``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
+    return value
+
+
+def check_float(
+    name: str, value: object, least: float, below: float = math.inf, *, strict: bool = False
+) -> float:
+    """Return ``value`` as a float if ``least <= value < below``, else raise ``ValueError``.
+
+    With ``strict``, ``value`` must exceed ``least``.
+    """
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    number = float(value) if isinstance(value, (int, float)) else math.nan
+    if not ok or not least <= number < below or (strict and number == least):
+        bound = f"greater than {least:g}" if strict else f"at least {least:g}"
+        upper = "" if below == math.inf else f" and below {below:g}"
+        raise ValueError(f"{name} must be a finite number {bound}{upper}, not {value!r}")
+    return number
+
+
+def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
+    """Return ``value`` if it is one of ``choices``, else raise ``ValueError`` naming them."""
+    names = list(choices)
+    if not isinstance(value, str) or value not in names:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, names))}, not {value!r}")
+    return value

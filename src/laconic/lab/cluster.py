@@ -1,0 +1,336 @@
+"""An emulated cluster on one machine: hosts with their own network, and programs run on them.
+
+`Cluster` is the network, `Loopback` the same interface where there is none to be had, `launch`
+starts one program on every host with the variables that torchrun sets.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final, final
+
+from laconic.lab.jobs import (
+    KILL_SECONDS,
+    Job,
+    Outcome,
+    Output,
+    Processes,
+    close_all,
+    open_logs,
+    read_all,
+    signals_deferred,
+    tail,
+    terminate_as_exit,
+)
+from laconic.lab.namespaces import Entry, Plan
+
+__all__ = [
+    "Cluster",
+    "Job",
+    "Loopback",
+    "NamespacesUnavailable",
+    "Outcome",
+    "launch",
+    "terminate_as_exit",
+]
+
+_MOST_HOSTS: Final = 250  # descriptors in one message (253) and addresses in a /24
+_SLOWEST: Final = 8e3  # bit/s
+_FASTEST: Final = 32e9  # bit/s; the shaper counts bytes per second in 32 bits
+
+
+class NamespacesUnavailable(OSError):  # noqa: N818
+    """Network namespaces cannot be had here; the message says why in one line."""
+
+
+@final
+class Cluster:
+    """Hosts joined by a switch on this machine, each with its own address, name and bandwidth.
+
+    Host h is `host{h}` at `addresses[h]`, reachable from the other hosts and from nowhere else.
+    `bandwidth` (bit/s) is what each host may send, None for no limit; `host_bandwidth` sets
+    another one for single hosts. What arrives at a host is limited by the senders alone.
+
+    Everything ends with the `with` block, and with this process however it ends. Raises ValueError
+    for arguments out of range and NamespacesUnavailable where the kernel refuses.
+    """
+
+    emulated: Final = True
+    interface: Final = "eth0"
+
+    def __init__(
+        self,
+        hosts: int = 4,
+        *,
+        bandwidth: float | None = 100e6,
+        host_bandwidth: Mapping[int, float] | None = None,
+    ) -> None:
+        _check_hosts(hosts)
+        rates = [bandwidth] * hosts
+        for host, rate in (host_bandwidth or {}).items():
+            _check_host(host, hosts)
+            rates[host] = rate
+        self.addresses = [f"10.77.0.{host + 1}" for host in range(hosts)]
+        self._ports = itertools.cycle(range(29500, 32000))  # below the ephemeral ones
+        plan = Plan(
+            launcher=os.getpid(),
+            addresses=self.addresses,
+            prefix=24,
+            rates=[_bytes_per_second(rate) for rate in rates],
+            path=sys.path,
+        )
+        with signals_deferred():
+            self._keeper, channel, user, descriptors = _start_keeper(plan)
+            held = [channel, *user, *descriptors]
+            self._release = weakref.finalize(self, close_all, held)
+            self._user = user
+            self._counters, _, *self._networks = descriptors
+            self._processes = Processes()
+
+    def start(
+        self,
+        host: int,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdout: Output = None,
+        stderr: Output = None,
+    ) -> subprocess.Popen[bytes]:
+        """Start `argv` on `host` with exactly the environment `env`, in a session of its own.
+
+        The process dies with this one. Where the program cannot be run it ends with exit code 127
+        and says so on its stderr. Raises ValueError for a host that does not exist.
+        """
+        _check_host(host, len(self.addresses))
+        if not self._release.alive:
+            raise ValueError("the cluster is closed")
+        entry = Entry(
+            launcher=os.getpid(),
+            user=self._user[0] if self._user else None,
+            net=self._networks[host],
+            name=f"host{host}",
+            hosts_file=self._hosts_file(),
+        )
+        inherited = (*self._user, self._networks[host])
+        return self._processes.start(entry.command(argv), env, stdout, stderr, inherited)
+
+    def tx_bytes(self) -> list[int]:
+        """Return the bytes each host has sent so far, counted at its end of the switch.
+
+        Link-layer frames: the payload, protocol headers and acknowledgements.
+        """
+        received = {}  # at the switch, hence sent by the host
+        for line in read_all(self._counters).decode().splitlines():
+            name, colon, counts = line.partition(":")
+            if colon:
+                received[name.strip()] = int(counts.split()[0])
+        return [received[f"host{host}"] for host in range(len(self.addresses))]
+
+    def free_port(self) -> int:
+        """Return a port for a server on a host, another one at each call."""
+        return next(self._ports)
+
+    def close(self) -> None:
+        """End all processes on the hosts and remove the network; a second call does nothing."""
+        with signals_deferred():
+            self._processes.close()
+            self._release()  # the keeper sees it, and kills what strayed from its session
+            try:
+                self._keeper.wait(KILL_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._keeper.kill()
+                self._keeper.wait()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _hosts_file(self) -> str:
+        names = [f"{address} host{host}" for host, address in enumerate(self.addresses)]
+        return "\n".join(["127.0.0.1 localhost", *names, ""])
+
+
+@final
+class Loopback:
+    """The interface of `Cluster` without a network: every host is this machine, nothing is shaped.
+
+    Raises ValueError for a number of hosts out of range.
+    """
+
+    emulated: Final = False
+    interface: Final = "lo" if sys.platform == "linux" else "lo0"
+
+    def __init__(self, hosts: int = 4) -> None:
+        _check_hosts(hosts)
+        self.addresses = ["127.0.0.1"] * hosts
+        self._processes = Processes()
+
+    def start(
+        self,
+        host: int,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdout: Output = None,
+        stderr: Output = None,
+    ) -> subprocess.Popen[bytes]:
+        """Start `argv` as `Cluster.start` does, on this machine.
+
+        The process dies with this one; what it started itself does so only after `close`.
+        """
+        _check_host(host, len(self.addresses))
+        command = Entry(launcher=os.getpid()).command(argv)
+        return self._processes.start(command, env, stdout, stderr, ())
+
+    def tx_bytes(self) -> None:
+        """Return None: all hosts share one interface, so nothing is known of a single one."""
+
+    def free_port(self) -> int:
+        """Return a port on which nobody listens now."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return int(probe.getsockname()[1])
+
+    def close(self) -> None:
+        """End all processes; a second call does nothing."""
+        with signals_deferred():
+            self._processes.close()
+
+    def __enter__(self) -> Loopback:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def launch(
+    cluster: Cluster | Loopback,
+    argv: Sequence[str],
+    *,
+    per_host: int = 1,
+    env: Mapping[str, str] | None = None,
+    log_dir: str | Path | None = None,
+) -> Job:
+    """Start `argv` `per_host` times on every host, as torchrun would on a real cluster.
+
+    The processes see this process's environment, over it `env`, and over that RANK and the other
+    variables of torchrun, and the network interface to use. OMP_NUM_THREADS is 1 if not set. What
+    they print goes to `log_dir`/rank{r}.out and .err, or to unnamed files which `Job.stdout` and
+    `Job.stderr` read. Raises ValueError for a `per_host` below 1.
+    """
+    if per_host < 1:
+        raise ValueError(f"per_host must be at least 1, not {per_host}")
+    hosts = [host for host in range(len(cluster.addresses)) for _ in range(per_host)]
+    logs = [open_logs(log_dir, rank) for rank in range(len(hosts))]
+    job = Job(cluster._processes, hosts, logs)
+    # An outer torchrun's variables would make the ranks look for its store.
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+    shared = {"OMP_NUM_THREADS": "1", **inherited, **(env or {}), **_job_variables(cluster)}
+    try:
+        for rank, host in enumerate(hosts):
+            variables = {**shared, **_rank_variables(rank, host, per_host, len(hosts))}
+            out, err = logs[rank]
+            job.add(cluster.start(host, argv, env=variables, stdout=out, stderr=err))
+    except BaseException:
+        job.kill()
+        raise
+    return job
+
+
+def _start_keeper(plan: Plan) -> tuple[subprocess.Popen[bytes], int, list[int], list[int]]:
+    """Start the process that builds the network.
+
+    Returns it, our end of its channel, the user namespace if it made one, and the counters'
+    descriptor followed by those of the switch and the hosts. Raises NamespacesUnavailable.
+    """
+    if sys.platform != "linux":
+        raise NamespacesUnavailable(f"network namespaces need Linux, not {sys.platform}")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, tempfile.TemporaryFile() as errors:
+        with theirs:
+            keeper = subprocess.Popen(
+                plan.command(theirs.fileno()),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                cwd="/",
+            )
+        message, descriptors, _, _ = socket.recv_fds(ours, 1 << 16, len(plan.addresses) + 3)
+        for descriptor in descriptors:
+            os.set_inheritable(descriptor, False)
+        if not message or "error" in (report := json.loads(message)):
+            keeper.wait()
+            reason = report["error"] if message else tail(errors.fileno()).rpartition("\n")[2]
+            raise NamespacesUnavailable(f"no network namespaces: {reason}")
+        user = [descriptors.pop(0)] if report["user"] else []
+        return keeper, ours.detach(), user, descriptors
+
+
+def _job_variables(cluster: Cluster | Loopback) -> dict[str, str]:
+    """Return the variables that are alike on all ranks."""
+    interfaces = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+    return {
+        **dict.fromkeys(interfaces, cluster.interface),
+        "MASTER_ADDR": cluster.addresses[0],
+        "MASTER_PORT": str(cluster.free_port()),
+        "GROUP_WORLD_SIZE": str(len(cluster.addresses)),
+        "ROLE_NAME": "default",
+    }
+
+
+def _rank_variables(rank: int, host: int, per_host: int, world: int) -> dict[str, str]:
+    """Return the variables of one rank, named as torchrun names them."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank % per_host),
+        "LOCAL_WORLD_SIZE": str(per_host),
+        "GROUP_RANK": str(host),
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(world),
+    }
+
+
+def _check_hosts(hosts: int) -> None:
+    if not 1 <= hosts <= _MOST_HOSTS:
+        raise ValueError(f"hosts must be from 1 to {_MOST_HOSTS}, not {hosts}")
+
+
+def _check_host(host: int, hosts: int) -> None:
+    if not 0 <= host < hosts:
+        raise ValueError(f"there is no host {host}; hosts are numbered 0 to {hosts - 1}")
+
+
+def _bytes_per_second(rate: float | None) -> int | None:
+    """Return `rate` (bit/s) for the shaper; raises ValueError where it cannot be kept."""
+    if rate is None:
+        return None
+    if not (math.isfinite(rate) and _SLOWEST <= rate <= _FASTEST):
+        accepted = f"{_SLOWEST:g} to {_FASTEST:g} bit/s, or None for no limit"
+        raise ValueError(f"bandwidth must be {accepted}, not {rate!r}")
+    return round(rate / 8)

@@ -1,0 +1,298 @@
+"""The result of a race between recipes: its data, as JSON, and the fair ways to compare it.
+
+Losses are compared twice, always: at equal time, which is what a user waits for, and after equal
+steps, which is what an algorithm costs. The row without communication is shown beside the others
+and never competes: its workers never talk, so it is the compute alone, and its loss is the mean
+over the workers of each one's own model.
+
+Symbols: t, seconds of training (validation excluded); MB, 10^6 bytes sent per host; loss, in
+nats, of the consensus model on the validation set; None wherever a figure is not finite.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from operator import attrgetter
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, Literal
+
+from laconic.units import format_rate
+
+NO_COMMUNICATION = "no communication"
+"""Name of the row whose workers never talk."""
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _plain(value: object) -> object:
+    """What JSON can hold: numbers that are not finite become None, tuples lists, others text."""
+    if isinstance(value, float):
+        return _finite(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One validation: `seconds` on the training clock and `megabytes` sent per host so far."""
+
+    step: int
+    seconds: float
+    megabytes: float
+    loss: float | None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "loss", _finite(self.loss))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One recipe's run.
+
+    Args:
+        recipe: its name with arguments, or `NO_COMMUNICATION`.
+        error: why it failed or diverged; the first line is shown.
+        steps, seconds: what it did, on the training clock.
+        seconds_per_step: a median, say, that a hiccup does not move; NaN where there is none.
+        loss: at the end; None where it is not finite.
+        ledger_bytes_per_step: payload sent per host, by laconic's own ledger.
+        interface_bytes_per_step: sent per host by the network interface's counter, with headers.
+        waiting: share of the seconds spent waiting for the network, 0 to 1.
+        curve: validations in the order of time.
+        notes: anything a reader must know; shown below the table.
+    """
+
+    recipe: str
+    status: Literal["ok", "diverged", "failed"]
+    error: str | None
+    steps: int
+    seconds: float
+    seconds_per_step: float
+    loss: float | None
+    ledger_bytes_per_step: float
+    interface_bytes_per_step: float | None
+    waiting: float
+    curve: tuple[Point, ...]
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "loss", _finite(self.loss))
+        object.__setattr__(self, "interface_bytes_per_step", _finite(self.interface_bytes_per_step))
+
+
+@dataclass(frozen=True)
+class Result:
+    """A race: its rows and all that is needed to run it again.
+
+    `settings` holds workload, parameters, hosts, per_host, bandwidth (bit/s), latency (s),
+    seconds or steps, seed, network ("emulated" or "throttled") and data. A key that is missing or
+    None is left out of the texts. Values that JSON has no word for become text.
+    """
+
+    rows: tuple[Row, ...]
+    settings: dict[str, object]
+    machine: dict[str, str]
+    versions: dict[str, str]
+    command: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "settings", _plain(self.settings))
+
+    def to_json(self) -> str:
+        """Standard JSON: a number that is not finite is null."""
+        return json.dumps(_plain(asdict(self)), indent=1, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Result:
+        """The result that `to_json` wrote. Raises `ValueError` for anything else."""
+        try:
+            fields = json.loads(text)
+            rows = tuple(_row(row) for row in fields["rows"])
+            return cls(**{**fields, "rows": rows})
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"this is not the result of a race: {error}") from error
+
+
+def _row(fields: dict[str, Any]) -> Row:
+    numbers = ("seconds", "seconds_per_step", "ledger_bytes_per_step", "waiting")
+    return Row(
+        **{
+            **fields,
+            **{name: math.nan for name in numbers if fields[name] is None},
+            "curve": tuple(Point(**point) for point in fields["curve"]),
+            "notes": tuple(fields["notes"]),
+        }
+    )
+
+
+def read(path: Path) -> Result:
+    """The result in a file, or in the `results.json` of a directory, as `write` left it.
+
+    Raises:
+        ValueError: there is none, or it is not a result.
+    """
+    path = path / "results.json" if path.is_dir() else path
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read a result from {path}: {error}") from error
+    return Result.from_json(text)
+
+
+# --- comparing ------------------------------------------------------------------------------------
+
+Axis = Callable[[Point], float]
+STEPS: Axis = attrgetter("step")
+SECONDS: Axis = attrgetter("seconds")
+MEGABYTES: Axis = attrgetter("megabytes")
+
+
+def line(row: Row, axis: Axis) -> list[tuple[float, float]]:
+    """The row's (position, loss) pairs along `axis`, those whose loss is finite."""
+    return [(axis(point), point.loss) for point in row.curve if point.loss is not None]
+
+
+def loss_at(row: Row, axis: Axis, position: float) -> float | None:
+    """Loss of the row there, linear between validations; None outside its curve."""
+    pairs = line(row, axis)
+    if pairs and position == pairs[-1][0]:
+        return pairs[-1][1]
+    for (left, before), (right, after) in pairwise(pairs):
+        if left <= position < right:
+            return before + (after - before) * (position - left) / (right - left)
+    return None
+
+
+def competing(result: Result) -> list[Row]:
+    """The rows that are compared: they communicate, finished, and have a curve."""
+    return [row for row in finished(result) if row.recipe != NO_COMMUNICATION]
+
+
+def finished(result: Result) -> list[Row]:
+    """The rows that came to the end and have a curve, the one without communication included."""
+    return [row for row in result.rows if row.status == "ok" and line(row, STEPS)]
+
+
+def common(result: Result, axis: Axis) -> float | None:
+    """How far along `axis` all rows that finished came; None when none did.
+
+    A row without communication that stopped far short of the others, as it does in a race over
+    a number of steps, does not hold them back.
+    """
+    rivals: list[float] = []
+    silent: list[float] = []
+    for row in finished(result):
+        ends = silent if row.recipe == NO_COMMUNICATION else rivals
+        ends.append(line(row, axis)[-1][0])
+    if not rivals:
+        return min(silent, default=None)
+    return min(rivals + [end for end in silent if end > 0.9 * min(rivals)])
+
+
+def _losses(result: Result, axis: Axis) -> dict[str, float]:
+    position = common(result, axis)
+    if position is None:
+        return {}
+    losses = {row.recipe: loss_at(row, axis, position) for row in finished(result)}
+    return {recipe: loss for recipe, loss in losses.items() if loss is not None}
+
+
+def equal_steps(result: Result) -> dict[str, float]:
+    """Validation loss of each row that finished, at the largest step that all of them reached."""
+    return _losses(result, STEPS)
+
+
+def equal_time(result: Result) -> dict[str, float]:
+    """Validation loss of each row that finished, at the time when the first of them ended."""
+    return _losses(result, SECONDS)
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+def three_digits(value: float | None) -> str:
+    """Three significant digits, no exponent; a dash where there is no figure."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{min(digits, 6)}f}"
+
+
+def brief(value: float) -> str:
+    """Like `three_digits`, without zeros at the end: 30, 2.5, 100."""
+    text = three_digits(value)
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def loss_format(result: Result) -> Callable[[float | None], str]:
+    """As many decimals in every text on this result as its smallest loss needs."""
+    smallest = min([*equal_time(result).values(), *equal_steps(result).values()], default=1.0)
+    decimals = 2 if smallest >= 1 else 3 if smallest >= 0.1 else 4
+    return lambda loss: "–" if loss is None else f"{loss:.{decimals}f}"
+
+
+def number(result: Result, key: str) -> float | None:
+    """A setting that is a number; None when it is missing or anything else."""
+    value = result.settings.get(key)
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def bandwidth(result: Result) -> str:
+    """Like "100 Mbit/s"; empty where the network has no limit."""
+    bits = number(result, "bandwidth")
+    return format_rate(bits) if bits and math.isfinite(bits) else ""
+
+
+def network(result: Result) -> str:
+    """The network in words: hosts, bandwidth, latency, and whether it was emulated or throttled."""
+    parts = []
+    hosts, each = number(result, "hosts"), number(result, "per_host")
+    if hosts is not None:
+        processes = f" × {each:.0f} process{'es' * (each != 1)}" if each is not None else ""
+        parts.append(f"{hosts:.0f} host{'s' * (hosts != 1)}{processes}")
+    parts.append(bandwidth(result))
+    latency = number(result, "latency")
+    parts.append(f"{brief(latency * 1e3)} ms latency" if latency else "")
+    if result.settings.get("network") == "throttled":
+        parts.append("throttled link: this system does not permit network namespaces")
+    elif result.settings.get("network") == "emulated":
+        parts.append("emulated with network namespaces")
+    return ", ".join(part for part in parts if part)
+
+
+def task(result: Result) -> str:
+    """The workload in words: name, data, parameters, what each recipe was given, seed."""
+    parts = []
+    workload, data = result.settings.get("workload"), result.settings.get("data")
+    if workload is not None:
+        parts.append(f"workload {workload}" + (f" ({data})" if data else ""))
+    parameters, seconds = number(result, "parameters"), number(result, "seconds")
+    parts.append(f"{parameters:,.0f} parameters" if parameters else "")
+    steps = number(result, "steps")
+    if seconds:
+        parts.append(f"{brief(seconds)} s per recipe")
+    elif steps:
+        parts.append(f"{steps:,.0f} steps per recipe")
+    seed = number(result, "seed")
+    parts.append("one run each" + (f", seed {seed:.0f}" if seed is not None else ""))
+    return ", ".join(part for part in parts if part)
+
+
+def reason(row: Row) -> str:
+    """Why a row has no result, in one line: "diverged: ...". Empty for a row that finished."""
+    if row.status == "ok":
+        return ""
+    lines = (row.error or "").strip().splitlines()
+    return row.status + (f": {shorten(lines[0], 160, placeholder=' …')}" if lines else "")

@@ -1,0 +1,320 @@
+"""What the lab trains: small, real tasks that two cores learn something from within a minute.
+
+A workload is everything a race needs to know about a task and nothing about communication:
+how to build the model, its optimiser, each worker's endless stream of batches, the loss, and a
+validation set that is the same for everybody. Data and crops are functions of
+(seed, worker, workers) alone, so two runs that differ in the recipe see the same batches.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from itertools import count
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Batch = tuple[Tensor, Tensor]
+"""Inputs and targets; the first dimension counts samples."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A task to train.
+
+    Args:
+        name: what the command line calls it.
+        model: builds the model; call it under `torch.manual_seed` to get the same one everywhere.
+        optimizer: builds the optimiser for a model, at the peak learning rate.
+        batches: (worker, workers, seed) -> endless batches: deterministic, other ones for every
+            worker. Raises `ValueError` unless 0 <= worker < workers.
+        loss: mean loss over a batch, in nats, with a gradient.
+        validation: batches of equal size, so that the mean of their losses is the loss. They can
+            be dealt out to the workers and evaluated a share each.
+        warmup: share of the steps over which the learning rate rises linearly, from 0 up to 1.
+        final: learning rate at the last step, as a share of the peak.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    batches: Callable[[int, int, int], Iterator[Batch]]
+    loss: Callable[[nn.Module, Batch], Tensor]
+    validation: Sequence[Batch]
+    warmup: float = 0.05
+    final: float = 0.1
+
+
+def lr_factor(step: float, steps: float, workload: Workload) -> float:
+    """Share of the peak learning rate to use at `step` of `steps`, counted from 1.
+
+    It rises linearly during the first `warmup` of the run and falls from 1 to `final` along a
+    half cosine during the rest; after `steps` it stays at `final`. Only the ratio of the two
+    matters, so seconds do as well as steps where a run is limited by time.
+
+    Raises:
+        ValueError: `step` or `steps` is not positive.
+    """
+    if step <= 0 or steps <= 0:
+        raise ValueError(f"step ({step}) and steps ({steps}) must be positive")
+    progress = min(step / steps, 1.0)
+    if progress < workload.warmup:
+        return progress / workload.warmup
+    if workload.warmup >= 1:
+        return 1.0
+    cosine = math.cos(math.pi * (progress - workload.warmup) / (1 - workload.warmup))
+    return workload.final + (1 - workload.final) * (1 + cosine) / 2
+
+
+def load(name: str, *, data: Path | None = None) -> Workload:
+    """The workload called `name`: "digits" or "text".
+
+    Args:
+        data: for "text", the file whose bytes to learn; by default, Python's standard library.
+
+    Raises:
+        ValueError: an unknown name (the choices are named), or a data file that is missing,
+            unreadable, too small, or given to a workload that takes none.
+        ImportError: "digits" without scikit-learn.
+    """
+    if name not in _LOADERS:
+        raise ValueError(f"no workload {name!r}: choose from {', '.join(sorted(_LOADERS))}")
+    return _LOADERS[name](data)
+
+
+def _generator(*keys: int) -> torch.Generator:
+    """A generator that every process seeds alike from `keys`; similar keys, unrelated streams."""
+    digest = blake2b(repr(keys).encode(), digest_size=4).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+
+
+def _check_worker(worker: int, workers: int) -> None:
+    if not 0 <= worker < workers:
+        raise ValueError(f"worker {worker} is not one of {workers} workers counted from 0")
+
+
+# --- digits: 8x8 pictures of digits, an MLP ------------------------------------------------------
+
+DIGITS_BATCH = 8
+"""Pictures per worker and step."""
+_DIGITS_HELD_OUT = 360  # of 1797: a fifth, and divisible into equal batches
+_DIGITS_VALIDATION_BATCH = 45
+
+
+def _digits(data: Path | None) -> Workload:
+    if data is not None:
+        raise ValueError(f"the digits workload brings its own data: it takes no file ({data})")
+    try:
+        datasets = importlib.import_module("sklearn.datasets")
+    except ImportError as error:
+        raise ImportError("the digits workload needs the package scikit-learn") from error
+    pictures, classes = datasets.load_digits(return_X_y=True)
+    order = torch.randperm(len(classes), generator=_generator(0))  # one split for every seed
+    inputs = (torch.from_numpy(pictures).float() / 16)[order]
+    targets = torch.from_numpy(classes).long()[order]
+    held_out = zip(
+        torch.split(inputs[:_DIGITS_HELD_OUT], _DIGITS_VALIDATION_BATCH),
+        torch.split(targets[:_DIGITS_HELD_OUT], _DIGITS_VALIDATION_BATCH),
+        strict=True,
+    )
+    return Workload(
+        name="digits",
+        model=_mlp,
+        optimizer=_nesterov,
+        batches=partial(_digits_batches, inputs[_DIGITS_HELD_OUT:], targets[_DIGITS_HELD_OUT:]),
+        loss=_classification_loss,
+        validation=tuple(held_out),
+    )
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+def _nesterov(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+
+
+def _classification_loss(model: nn.Module, batch: Batch) -> Tensor:
+    inputs, targets = batch
+    return F.cross_entropy(model(inputs), targets)
+
+
+def _digits_batches(
+    inputs: Tensor, targets: Tensor, worker: int, workers: int, seed: int
+) -> Iterator[Batch]:
+    """Every worker's own share of the pictures, all of it in every epoch."""
+    _check_worker(worker, workers)
+    if workers > len(targets):
+        raise ValueError(f"{workers} workers are too many for {len(targets)} training pictures")
+    own = torch.arange(worker, len(targets), workers)
+
+    def stream() -> Iterator[Batch]:
+        queue = own[:0]
+        for epoch in count():
+            shuffled = torch.randperm(len(own), generator=_generator(seed, worker, epoch))
+            queue = torch.cat((queue, own[shuffled]))  # a batch may straddle two epochs
+            while len(queue) >= DIGITS_BATCH:
+                batch, queue = queue[:DIGITS_BATCH], queue[DIGITS_BATCH:]
+                yield inputs[batch], targets[batch]
+
+    return stream()
+
+
+# --- text: the bytes of any file, a decoder-only transformer -------------------------------------
+
+VOCABULARY, WIDTH, LAYERS, HEADS, CONTEXT = 256, 128, 4, 4, 64
+TEXT_BATCH = 16
+"""Crops per worker and step: 1024 bytes, about 70 ms on one core."""
+_VALIDATION_CROPS = 640
+_CORPUS_BYTES = 4_000_000
+_NOT_PROSE = {"encodings", "pydoc_data"}  # tables and one giant string: nothing to learn from
+_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+def _text(data: Path | None) -> Workload:
+    source = standard_library() if data is None else _read(data)
+    if len(source) < 10 * (CONTEXT + 1):
+        raise ValueError(
+            f"the text to learn is too small: {len(source)} bytes, need {10 * (CONTEXT + 1)}"
+        )
+    corpus = torch.frombuffer(bytearray(source), dtype=torch.uint8)
+    split = len(corpus) * 9 // 10
+    return Workload(
+        name="text",
+        model=ByteTransformer,
+        optimizer=_adamw,
+        batches=partial(_text_batches, corpus[:split]),
+        loss=_next_byte_loss,
+        validation=_validation_crops(corpus[split:]),
+    )
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read the text to learn: {path}: {error.strerror}") from error
+
+
+def standard_library() -> bytes:
+    """Source of Python's standard library: its modules in the order of their names, up to 4 MB.
+
+    The same bytes for everyone with the same Python version: tests, installed packages and files
+    that an installation writes for itself are left out.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [
+            name
+            for name in subfolders
+            if name not in _NOT_LIBRARY | _NOT_PROSE and not name.startswith("config-")
+        ]
+        paths += [
+            Path(folder, name)
+            for name in files
+            if name.endswith(".py")
+            and not name.startswith(("_sysconfigdata", "sitecustomize", "usercustomize"))
+        ]
+    source = bytearray()
+    for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
+        source += path.read_bytes()
+        if len(source) >= _CORPUS_BYTES:
+            break
+    return bytes(source[:_CORPUS_BYTES])
+
+
+def _text_batches(corpus: Tensor, worker: int, workers: int, seed: int) -> Iterator[Batch]:
+    """Crops from anywhere in the corpus, drawn by a generator of each worker's own."""
+    _check_worker(worker, workers)
+
+    def stream() -> Iterator[Batch]:
+        generator = _generator(seed, worker)
+        while True:
+            starts = torch.randint(len(corpus) - CONTEXT, (TEXT_BATCH,), generator=generator)
+            yield _crops(corpus, starts)
+
+    return stream()
+
+
+def _crops(corpus: Tensor, starts: Tensor) -> Batch:
+    """(crops, CONTEXT) bytes from each start, and the bytes that follow each of them."""
+    crops = corpus[starts[:, None] + torch.arange(CONTEXT + 1)].long()
+    return crops[:, :-1], crops[:, 1:]
+
+
+def _validation_crops(corpus: Tensor) -> tuple[Batch, ...]:
+    """Evenly spaced crops without overlap, in batches of equal size."""
+    crops = min(_VALIDATION_CROPS, len(corpus) // (CONTEXT + 1))
+    size = min(TEXT_BATCH, crops)
+    crops -= crops % size
+    starts = torch.arange(crops) * (len(corpus) // crops)
+    return tuple(_crops(corpus, part) for part in torch.split(starts, size))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block: x + attention(norm(x)), then x + MLP(norm(x))."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.output = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.mlp_norm = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (batch, HEADS, length, WIDTH / HEADS)
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.output(heads.transpose(1, 2).reshape(batch, length, WIDTH))
+        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
+
+
+class ByteTransformer(nn.Module):
+    """Decoder-only transformer over bytes, 865,280 parameters, learned positions, untied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        for embedding in (self.bytes, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(batch, length <= CONTEXT) bytes -> (batch, length, VOCABULARY) logits."""
+        x = self.bytes(inputs) + self.positions.weight[: inputs.shape[1]]
+        return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.95))
+
+
+def _next_byte_loss(model: nn.Module, batch: Batch) -> Tensor:
+    inputs, targets = batch
+    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+
+_LOADERS: dict[str, Callable[[Path | None], Workload]] = {"digits": _digits, "text": _text}

@@ -1,0 +1,61 @@
+"""The cost model: bytes and seconds of each collective. One piece of code, used by the throttled
+link, the ledger and whoever predicts.
+
+For ``B`` bytes on each of ``n`` ranks, what one rank sends, and how many messages follow one
+another:
+
+==============  ===============  ==========  ========================================
+collective      bytes sent       messages    how it is carried
+==============  ===============  ==========  ========================================
+mean            2(n-1)/n * B     2(n-1)      ring all-reduce
+reduce_scatter  (n-1)/n * B      1           direct exchange, then a local sum
+all_gather      (n-1)/n * B      1           direct exchange (B: the gathered bytes)
+broadcast       (n-1)/n * B      ceil(lb n)  tree; the mean over the ranks
+gather          (n-1) * B        1           direct exchange (B: one rank's bytes)
+==============  ===============  ==========  ========================================
+
+Seconds are ``messages * latency + 8 * bytes / rate``: latency in seconds, one way; rate in bit/s
+of one host's card in one direction.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one rank sends for a collective: payload bytes, and messages that must follow."""
+
+    bytes: int
+    messages: int
+
+    def seconds(self, rate: float, latency: float) -> float:
+        """Time on a link of ``rate`` bit/s and ``latency`` seconds."""
+        return self.messages * latency + 8 * self.bytes / rate
+
+
+def mean(size: int, n: int) -> Cost:
+    """All-reduce of ``size`` bytes."""
+    return Cost(2 * (n - 1) * size // n, 2 * (n - 1))
+
+
+def reduce_scatter(size: int, n: int) -> Cost:
+    """Reduce-scatter of ``size`` bytes: each rank ends with ``size/n``."""
+    return Cost((n - 1) * size // n, min(n - 1, 1))
+
+
+def all_gather(size: int, n: int) -> Cost:
+    """All-gather into ``size`` bytes: each rank starts with ``size/n``."""
+    return Cost((n - 1) * size // n, min(n - 1, 1))
+
+
+def broadcast(size: int, n: int) -> Cost:
+    """Broadcast of ``size`` bytes, as the mean over the ranks."""
+    return Cost((n - 1) * size // n, math.ceil(math.log2(n)))
+
+
+def gather(size: int, n: int) -> Cost:
+    """Every rank's ``size`` bytes to every other."""
+    return Cost((n - 1) * size, min(n - 1, 1))

@@ -1,0 +1,233 @@
+"""Workers as threads of one process: exact, fast, the same from run to run.
+
+Only one worker runs at a time. A worker keeps the turn until it waits on a link; then the next
+one gets it, with its own random state. So a simulated run is the real run, bit for bit wherever
+the reduction is exact: sums are taken in rank order, which is also what `TorchLink` does when it
+reduces by slices; gloo's and NCCL's own all-reduce sum in an order of theirs, which shows from
+three workers on, in the last digits.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import random
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from laconic.errors import LinkError, check_int
+from laconic.links.link import Link
+from laconic.tensors import mean_in_rank_order
+
+T = TypeVar("T")
+Compute = Callable[[list[Tensor]], Tensor]
+
+current_link: contextvars.ContextVar[Link | None] = contextvars.ContextVar("link", default=None)
+"""The link of the simulated worker that runs in this thread."""
+
+
+@dataclass
+class _Meeting:
+    """One collective under way: who came, with what."""
+
+    members: Sequence[int]
+    call: str
+    brought: dict[int, Tensor] = field(default_factory=dict)
+    result: Tensor | None = None
+
+
+class _RandomState:
+    """torch's, Python's and (where loaded) NumPy's global random state, of one worker."""
+
+    def __init__(self) -> None:
+        self.save()
+
+    def save(self) -> None:
+        self.torch = torch.get_rng_state()
+        self.python = random.getstate()
+        self.numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.torch)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+
+
+class _Stage:
+    """Gives one worker at a time the turn, and brings the members of a collective together."""
+
+    def __init__(self, workers: int) -> None:
+        self.turn = 0
+        self.condition = threading.Condition()
+        self.runnable = [True] * workers
+        self.random = [_RandomState() for _ in range(workers)]
+        self.meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
+        self.failure: str | None = None
+        self.left: list[int] = []
+
+    def take_turn(self, rank: int) -> None:
+        with self.condition:
+            self.condition.wait_for(lambda: self.turn == rank)
+        self.random[rank].restore()
+
+    def pass_turn(self, rank: int) -> None:
+        """To the next worker that can run; if none can, they wait for each other in vain."""
+        self.random[rank].save()
+        size = len(self.runnable)
+        with self.condition:
+            order = [(rank + i) % size for i in range(1, size + 1)]
+            able = [r for r in order if self.runnable[r]]
+            if not able and len(self.left) < size:
+                waiting = [m for m in self.meetings.values() if m.result is None]
+                stuck = "; ".join(f"ranks {sorted(m.brought)} in {m.call}" for m in waiting)
+                ended = f"; ranks {sorted(self.left)} have ended" if self.left else ""
+                self.fail(f"the workers wait for each other in vain: {stuck}{ended}")
+                able = [r for r in order if self.runnable[r]]
+            if able:
+                self.turn = able[0]
+                self.condition.notify_all()
+
+    def fail(self, reason: str) -> None:
+        """Every worker that waits, or comes to wait, gets ``reason`` as an error."""
+        self.failure = self.failure or reason
+        self.runnable = [r not in self.left for r in range(len(self.runnable))]
+
+    def leave(self, rank: int, error: BaseException | None) -> None:
+        with self.condition:
+            self.left.append(rank)
+            self.runnable[rank] = False
+            if error is not None:
+                self.fail(f"rank {rank} failed: {type(error).__name__}: {error}")
+        self.pass_turn(rank)
+
+    def meet(
+        self, rank: int, members: Sequence[int], count: int, call: str, x: Tensor, compute: Compute
+    ) -> Tensor:
+        """Deposit ``x``, wait for the other members, return ``compute`` of all, in rank order."""
+        if self.failure is not None:
+            raise LinkError(self.failure)
+        key = (tuple(members), count)
+        meeting = self.meetings.setdefault(key, _Meeting(members, call))
+        if meeting.call != call:
+            self.fail(
+                f"ranks disagree on what comes next: rank {rank} calls {call} where ranks "
+                f"{sorted(meeting.brought)} call {meeting.call}"
+            )
+            raise LinkError(str(self.failure))
+        meeting.brought[rank] = x
+        if len(meeting.brought) == len(members):
+            meeting.result = compute([meeting.brought[r] for r in members])
+            meeting.brought.clear()
+            del self.meetings[key]
+            for r in members:
+                self.runnable[r] = True
+        else:
+            self.runnable[rank] = False
+            self.pass_turn(rank)
+            self.take_turn(rank)
+        if meeting.result is None:
+            raise LinkError(str(self.failure))
+        return meeting.result
+
+
+class SimulatedLink:
+    """The link of one simulated worker to the ``members`` of its set."""
+
+    threaded = False
+
+    def __init__(self, stage: _Stage, me: int, members: Sequence[int]) -> None:
+        self._stage = stage
+        self._me = me
+        self._members = members
+        self._count = 0
+        self.rank = members.index(me)
+        self.size = len(members)
+
+    def _meet(self, call: str, x: Tensor, compute: Compute) -> Tensor:
+        self._count += 1
+        call = f"{call}{list(x.shape)}"
+        return self._stage.meet(self._me, self._members, self._count, call, x, compute)
+
+    def agree(self, step: int, code: int, names: Sequence[str]) -> None:
+        call = f"{names[code]} after {step} steps "
+        self._meet(call, torch.empty(0), lambda _: torch.empty(0))
+
+    def mean(self, x: Tensor) -> None:
+        x.copy_(self._meet("mean", x, mean_in_rank_order))
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        mean = self._meet("reduce_scatter", x, mean_in_rank_order)
+        return mean.view(self.size, -1)[self.rank].clone()
+
+    def all_gather(self, mine: Tensor, out: Tensor) -> None:
+        out.copy_(self._meet("all_gather", mine, torch.cat))
+
+    def broadcast(self, x: Tensor) -> None:
+        x.copy_(self._meet("broadcast", x, lambda everyone: everyone[0].clone()))
+
+    def gather(self, x: Tensor) -> Tensor:
+        return self._meet("gather", x, torch.stack).clone()
+
+    def split(self, sets: Sequence[Sequence[int]]) -> Link:
+        mine = next(ranks for ranks in sets if self.rank in ranks)
+        return SimulatedLink(self._stage, self._me, [self._members[r] for r in mine])
+
+    def status(self, text: str) -> None:
+        """Nothing to tell: errors name the calls in which workers wait."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def single_link() -> Link:
+    """The link of a set of one rank: nothing to send."""
+    return SimulatedLink(_Stage(1), 0, [0])
+
+
+def simulate(
+    worker_fn: Callable[[int], T],
+    workers: int = 8,
+    link: Callable[[Link], Link] | None = None,
+) -> list[T]:
+    """Run ``worker_fn(rank)`` for every rank below ``workers``, as threads that take turns.
+
+    `laconic.attach` inside ``worker_fn`` finds its link by itself. ``link`` wraps each worker's,
+    for instance ``lambda link: Throttled(link, "100mbit")``. Every worker starts from the
+    caller's random state. Returns what the workers return, by rank.
+
+    Raises ``ValueError`` for fewer than one worker, and the first worker's own exception if one
+    fails; the others then get a `LinkError` at their next round and end too.
+    """
+    check_int("workers", workers, 1)
+    stage = _Stage(workers)
+    results: dict[int, Any] = {}
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        error: BaseException | None = None
+        stage.take_turn(rank)
+        try:
+            own: Link = SimulatedLink(stage, rank, range(workers))
+            current_link.set(own if link is None else link(own))
+            results[rank] = worker_fn(rank)
+        except BaseException as caught:
+            error = caught
+            errors.append(caught)
+        stage.leave(rank, error)
+
+    before = _RandomState()
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    before.restore()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(workers)]

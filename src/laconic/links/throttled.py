@@ -1,0 +1,82 @@
+"""A slow network where there is none: a link that takes as long as the cost model says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from laconic.links import cost
+from laconic.links.cost import Cost
+from laconic.links.link import Link
+from laconic.links.metered import size_of
+from laconic.units import parse_duration, parse_rate
+
+
+class Throttled:
+    """``link``, slowed down to ``bandwidth`` per rank and ``latency`` per message.
+
+    ``bandwidth``: bit/s, or text such as ``"100mbit"``; None: unlimited. ``latency``: seconds, or
+    text such as ``"20ms"``. A collective returns the cost model's seconds after the last rank
+    joined it. Its start cannot be seen from outside the link inside, so that link's own time
+    comes on top: use it over links that are fast by comparison.
+    """
+
+    def __init__(
+        self, link: Link, bandwidth: float | str | None = None, latency: float | str = 0.0
+    ) -> None:
+        self.link = link
+        self.bandwidth, self.latency = bandwidth, parse_duration(str(latency))
+        self._rate = float("inf") if bandwidth is None else parse_rate(str(bandwidth))
+
+    @property
+    def rank(self) -> int:
+        return self.link.rank
+
+    @property
+    def size(self) -> int:
+        return self.link.size
+
+    @property
+    def threaded(self) -> bool:
+        return self.link.threaded
+
+    def _pass(self, amount: Cost) -> None:
+        time.sleep(amount.seconds(self._rate, self.latency))
+
+    def agree(self, step: int, code: int, names: Sequence[str]) -> None:
+        self.link.agree(
+            step, code, names
+        )  # travels beside the round's own messages: no time of its own
+
+    def mean(self, x: Tensor) -> None:
+        self.link.mean(x)
+        self._pass(cost.mean(size_of(x), self.size))
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        own = self.link.reduce_scatter(x)
+        self._pass(cost.reduce_scatter(size_of(x), self.size))
+        return own
+
+    def all_gather(self, mine: Tensor, out: Tensor) -> None:
+        self.link.all_gather(mine, out)
+        self._pass(cost.all_gather(size_of(out), self.size))
+
+    def broadcast(self, x: Tensor) -> None:
+        self.link.broadcast(x)
+        self._pass(cost.broadcast(size_of(x), self.size))
+
+    def gather(self, x: Tensor) -> Tensor:
+        everyone = self.link.gather(x)
+        self._pass(cost.gather(size_of(x), self.size))
+        return everyone
+
+    def split(self, sets: Sequence[Sequence[int]]) -> Link:
+        return Throttled(self.link.split(sets), self.bandwidth, self.latency)
+
+    def status(self, text: str) -> None:
+        self.link.status(text)
+
+    def close(self) -> None:
+        self.link.close()

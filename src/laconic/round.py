@@ -1,0 +1,155 @@
+"""The four questions every algorithm answers: when to communicate, what to send and how to fold in
+what came back, with whom, and over which tensors.
+
+An algorithm is a tuple of `Round` values. Symbols are those of the papers:
+
+======  =====================================================================================
+``x``   this worker's parameters (a flat tensor: one bucket, or any stretch of one)
+``a``   the anchor: the last parameters the workers agreed on; starts as the common ``x0``
+``d``   the pseudo-gradient ``a - x``
+``u``   outer (slow) momentum
+``lr``  the *current* learning rate of the parameter group the tensor belongs to
+``n``   number of workers
+``H``   period: local steps between two rounds
+``y``   ``x`` as it was when a delayed message was sent
+======  =====================================================================================
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
+
+from torch import Tensor
+
+from laconic.errors import check_choice, check_int
+from laconic.links.link import Link
+from laconic.schedules import Schedule
+from laconic.tensors import Selector, parameters
+
+State = dict[str, Tensor]
+"""The state of one update on one bucket: named tensors, alike in name on every rank."""
+
+Slot = Literal["owner", "everywhere", "private"]
+"""Where a state tensor lives. ``owner``: the same value on every worker and needed only where a
+message is combined, so a sharded exchange keeps one slice per worker. ``everywhere``: the same
+value, needed on every worker. ``private``: this worker's own."""
+
+OptimizerState = Literal["keep", "average", "reset"]
+Combine = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What an update may know of time: the step (from 1), its group's current ``lr``, how many
+    rounds of its kind were executed before this one, and the round's delay in steps."""
+
+    step: int
+    lr: float
+    executed: int
+    delay: int
+
+
+class Update:
+    """The mathematics of a round, written for one flat tensor ``x``; every default does nothing.
+
+    All methods are elementwise in ``x`` and its state, so the same lines run on a bucket, on the
+    slice a worker owns, or on one parameter. ``init`` is called when training starts, with the
+    common ``x0``; the others in the order in which they stand here.
+    """
+
+    slots: ClassVar[Mapping[str, Slot]] = {}
+    """Where each state tensor lives; those not listed live with the ``owner``."""
+    anchor: ClassVar[str | None] = None
+    """The state tensor that is the consensus of the workers; None: the mean of x is."""
+    every_step: ClassVar[bool] = False
+    """Whether `before_step` and `after_step` do anything."""
+    replaces: ClassVar[bool] = True
+    """Whether without a delay what arrives simply replaces x (`fold` is then not called)."""
+    keeps_sent: ClassVar[bool] = False
+    """Whether a delayed `fold` needs ``y``."""
+    settles: ClassVar[bool] = False
+    """Whether every other round must come to rest first, as an outer step asks."""
+
+    def init(self, x: Tensor) -> State:
+        """State for the common start ``x``; tensors of its size, or of no dimension."""
+        return {}
+
+    def before_step(self, x: Tensor, state: State, clock: Clock) -> None:
+        """Before the user's optimiser moves ``x``; in place."""
+
+    def after_step(self, x: Tensor, state: State, clock: Clock) -> None:
+        """After every step of the user's optimiser; in place."""
+
+    def send(self, x: Tensor, state: State, clock: Clock) -> Tensor:
+        """The message for the exchange; may change ``x`` in place (push-sum keeps its share)."""
+        return x
+
+    def combine(self, mean: Tensor, state: State, clock: Clock) -> Tensor:
+        """The outer step: from the workers' mean, what is handed out to all of them. Runs on the
+        owner's slice where the exchange shards, on everything elsewhere; may overwrite ``mean``."""
+        return mean
+
+    def fold(
+        self, x: Tensor, received: Tensor, sent: Tensor | None, state: State, clock: Clock
+    ) -> Tensor:
+        """The new ``x``; may overwrite the old. ``sent`` is ``y`` where the update keeps it and
+        the round has a delay, else None."""
+        return received
+
+    def settle(self, x: Tensor, state: State) -> None:
+        """Come to rest: push weights back to 1 (what is in flight was folded before)."""
+
+
+class Exchange(Protocol):
+    """With whom a message is exchanged and how it is encoded."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all workers hold the same result afterwards."""
+        ...
+
+    def region(self, link: Link, length: int) -> slice:
+        """The stretch of a bucket on which this rank combines, and keeps ``owner`` state for."""
+        ...
+
+    def run(self, link: Link, message: Tensor, combine: Combine) -> Tensor:
+        """Carry ``message`` (which it may overwrite) over ``link``, call ``combine`` where the
+        mean arrives, and return the result, as long as the message."""
+        ...
+
+
+@dataclass(frozen=True)
+class Round:
+    """One kind of communication, as data. A recipe is a tuple of these."""
+
+    when: Schedule
+    update: Update
+    exchange: Exchange
+    part: Selector = parameters
+    on: Literal["params", "gradients"] = "params"
+    over: str = "workers"
+    delay: int = 0
+    optimizer_state: OptimizerState = "keep"
+
+    def __post_init__(self) -> None:
+        check_int("delay", self.delay, 0)
+        check_choice("optimizer_state", self.optimizer_state, ("keep", "average", "reset"))
+        check_choice("on", self.on, ("params", "gradients"))
+        assert self.on == "params" or (self.delay == 0 and self.optimizer_state == "keep")
+
+    @property
+    def name(self) -> str:
+        """How messages to the user call this round."""
+        kind = "gradient round" if self.on == "gradients" else "round"
+        return f"{type(self.update).__name__} {kind}"
+
+
+Recipe = tuple[Round, ...]
+
+
+def describe(recipe: Recipe) -> str:
+    """A recipe as text, alike in every process: functions by name, without their addresses."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(recipe))

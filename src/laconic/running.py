@@ -1,0 +1,218 @@
+"""A round at work on one model: its buckets, its state, its messages in flight. Belongs to the
+synchroniser, which says when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from laconic.lane import Lane, Pending
+from laconic.links.link import Link
+from laconic.round import Clock, Round, State
+from laconic.tensors import Bucket, Scratch, bucketize, parameters, state_dtype
+
+
+@dataclass
+class Message:
+    """One bucket's message in flight: ``sent`` is y where the update keeps it."""
+
+    bucket: Bucket
+    state: State
+    sent: Tensor | None
+    pending: Pending[Tensor]
+
+
+@dataclass
+class Flight:
+    """One delayed round in flight, to be folded after step ``due``."""
+
+    due: int
+    messages: list[Message]
+
+
+@dataclass
+class Surroundings:
+    """What all rounds of one synchroniser share."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    lane: Lane
+    scratch: Scratch
+    replica: Link
+
+
+class RunningRound:
+    """``round`` at work over ``link``."""
+
+    def __init__(self, round: Round, link: Link, shared: Surroundings) -> None:
+        self.round = round
+        self.link = link
+        self.buckets: list[Bucket] = []
+        self.states: list[State] = []
+        self.executed = 0
+        self.flights: list[Flight] = []
+        self._shared = shared
+        self._groups = 0
+
+    def grow(self) -> None:
+        """Take in the parameter groups added since the last call; called where x is x0."""
+        groups = self.round.part(self._shared.model, self._shared.optimizer)
+        pieces = self.link.size * self._shared.replica.size
+        new = bucketize(groups[self._groups :], pieces, first_group=self._groups)
+        self._groups = len(groups)
+        self.buckets += new
+        self.states += [self._init(bucket) for bucket in new]
+
+    def _init(self, bucket: Bucket) -> State:
+        update = self.round.update
+        if not update.slots:
+            return {}
+        x = bucket.pack(self._room(bucket)).to(state_dtype(bucket.dtype))
+        owned = update.init(x[self.region(bucket)])
+        if all(self._is_owned(name, t) for name, t in owned.items()):
+            return owned
+        whole = update.init(x)
+        return {name: owned[name] if self._is_owned(name, t) else t for name, t in whole.items()}
+
+    def _is_owned(self, name: str, tensor: Tensor) -> bool:
+        return tensor.dim() == 0 or self.round.update.slots.get(name, "owner") == "owner"
+
+    def region(self, bucket: Bucket) -> slice:
+        """The stretch of ``bucket`` whose ``owner`` state is kept here: within the part that this
+        rank carries for its worker, what the exchange leaves to it."""
+        replica = self._shared.replica
+        part = bucket.length // replica.size
+        within = self.round.exchange.region(self.link, part)
+        return slice(replica.rank * part + within.start, replica.rank * part + within.stop)
+
+    def _room(self, bucket: Bucket) -> Tensor:
+        return self._shared.scratch.take(bucket.length, bucket.dtype, bucket.device)
+
+    def _clock(self, bucket: Bucket, step: int) -> Clock:
+        lr = float(self._shared.optimizer.param_groups[bucket.group]["lr"])
+        return Clock(step, lr, self.executed, self.round.delay)
+
+    def _carry(self, message: Tensor, state: State, clock: Clock) -> Tensor:
+        """The message to the other workers and back, with the outer step in between. The ranks
+        of one worker hold the same message: each carries its part across, then they share."""
+
+        def combine(mean: Tensor) -> Tensor:
+            return self.round.update.combine(mean.to(state_dtype(mean.dtype)), state, clock)
+
+        replica = self._shared.replica
+        part = message.view(replica.size, -1)[replica.rank]
+        result = self.round.exchange.run(self.link, part, combine)
+        if replica.size == 1:
+            return result
+        replica.all_gather(result.clone(), message)
+        return message
+
+    # -- one step of the way ----
+
+    def start(self, step: int) -> None:
+        """Send this round's messages after ``step``; without a delay, fold the answers too."""
+        if self.round.part is not parameters and not self.round.update.slots:
+            self.buckets, self.states, self._groups = [], [], 0
+            self.grow()
+        if self.round.delay:
+            messages = [self._launch(b, s, step) for b, s in self._pairs()]
+            self.flights.append(Flight(step + self.round.delay, messages))
+        else:
+            for bucket, state in self._pairs():
+                self._exchange(bucket, state, step)
+        self.executed += 1
+        if self.round.optimizer_state == "reset":
+            self._forget()
+
+    def _pairs(self) -> Iterable[tuple[Bucket, State]]:
+        return zip(self.buckets, self.states, strict=True)
+
+    def _exchange(self, bucket: Bucket, state: State, step: int) -> None:
+        update, clock = self.round.update, self._clock(bucket, step)
+        message = update.send(bucket.pack(self._room(bucket)), state, clock)
+        received = self._shared.lane.call(partial(self._carry, message, state, clock))
+        if not update.replaces:
+            x = bucket.pack(bucket.empty())
+            received = update.fold(x, received, None, state, clock)
+        bucket.unpack(received)
+
+    def _launch(self, bucket: Bucket, state: State, step: int) -> Message:
+        update, clock = self.round.update, self._clock(bucket, step)
+        y = bucket.pack(bucket.empty())
+        message = update.send(y, state, clock)
+        if update.keeps_sent and message is y:
+            message = y.clone()
+        pending = self._shared.lane.submit(partial(self._carry, message, state, clock))
+        return Message(bucket, state, y if update.keeps_sent else None, pending)
+
+    def fold_due(self, step: int, *, early: bool = False) -> None:
+        """Fold what is due after ``step``; ``early``: everything in flight."""
+        while self.flights and (early or self.flights[0].due <= step):
+            for message in self.flights.pop(0).messages:
+                bucket, clock = message.bucket, self._clock(message.bucket, step)
+                received = message.pending.wait()
+                x = bucket.pack(self._room(bucket))
+                fold = self.round.update.fold
+                bucket.unpack(fold(x, received, message.sent, message.state, clock))
+
+    def settle(self, step: int) -> None:
+        """Come to rest, as an outer step above asks: nothing in flight, update settled."""
+        self.fold_due(step, early=True)
+        for x, state, _ in self._stretches(step):
+            self.round.update.settle(x, state)
+
+    def before_step(self, step: int) -> None:
+        """The update's `before_step` on every parameter; ``step`` is the one about to be taken."""
+        if self.round.update.every_step:
+            for x, state, clock in self._stretches(step):
+                self.round.update.before_step(x, state, clock)
+
+    def after_step(self, step: int) -> None:
+        """The update's `after_step` on every parameter."""
+        if self.round.update.every_step:
+            for x, state, clock in self._stretches(step):
+                self.round.update.after_step(x, state, clock)
+
+    def _stretches(self, step: int) -> Iterable[tuple[Tensor, State, Clock]]:
+        """Every parameter with its stretch of the state that lives on all workers; what is done
+        to it in place is written back."""
+        for bucket, state in self._pairs():
+            clock = self._clock(bucket, step)
+            here = {name: t for name, t in state.items() if t.shape[:1] != (bucket.length,)}
+            cut = {name: bucket.split(t) for name, t in state.items() if name not in here}
+            for index, segment in enumerate(bucket.segments):
+                x = segment.view()
+                stretch = {name: pieces[index] for name, pieces in cut.items()}
+                yield x, here | stretch, clock
+                segment.write(x)
+
+    def _forget(self) -> None:
+        """The optimiser's own state for this round's parameters, as before its first step."""
+        for group in self.round.part(self._shared.model, self._shared.optimizer):
+            for p in group:
+                self._shared.optimizer.state.pop(p, None)
+
+    # -- what the workers agree on ----
+
+    def write_anchor(self) -> None:
+        """x <- a, gathered from its owners where it is sharded."""
+        assert self.round.update.anchor is not None
+        for bucket, state in self._pairs():
+            anchor = state[self.round.update.anchor]
+            flat = self._shared.lane.call(partial(self._whole, anchor, bucket))
+            bucket.unpack(flat)
+
+    def _whole(self, owned: Tensor, bucket: Bucket) -> Tensor:
+        """A bucket's tensor from the slices of it that its owners keep."""
+        replica = self._shared.replica
+        for link, length in ((self.link, bucket.length // replica.size), (replica, bucket.length)):
+            if owned.numel() < length:
+                gathered = owned.new_empty(length)
+                link.all_gather(owned, gathered)
+                owned = gathered
+        assert owned.numel() == bucket.length
+        return owned

@@ -1,0 +1,457 @@
+"""Drives the rounds of a recipe for one model and optimiser, and owns all their state."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from laconic import checkpoint
+from laconic.errors import check_choice
+from laconic.exchanges import Mean
+from laconic.gradients import GradientRound
+from laconic.lane import Lane
+from laconic.links.link import Link
+from laconic.links.metered import Ledger, Metered
+from laconic.round import Recipe, Round, describe
+from laconic.running import RunningRound, Surroundings
+from laconic.schedules import any_of
+from laconic.tensors import Scratch, bucketize, local, module_buffers, optimizer_state
+from laconic.updates import Average
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a synchroniser did so far on this rank; payload bytes, seconds of waiting.
+
+    ``seconds_waiting``: host time in which training stood still for a round. On CUDA a round
+    that is not delayed waits on the card, which this does not see.
+    """
+
+    steps: int
+    rounds: int
+    bytes_sent: int
+    bytes_received: int
+    bytes_by_collective: Mapping[str, int]
+    seconds_waiting: float
+
+
+class Synchronizer:
+    """The rounds of ``recipe`` at work on ``model`` and ``optimizer``; made by `laconic.attach`.
+
+    One step's way: ``backward()`` runs the gradient rounds; ``optimizer.step()`` moves x; the
+    optimiser's post-step hook counts the step and, round by round in recipe order, folds what is
+    due and sends what falls due.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        recipe: Recipe,
+        sets: Mapping[str, Link],
+        device: torch.device,
+        buffers: str,
+    ) -> None:
+        ledger = Ledger()
+        self._links = {name: Metered(link, ledger) for name, link in sets.items()}
+        self._world, self._workers = self._links["world"], self._links["workers"]
+        self._ledger = ledger
+        self._model = model
+        self._optimizer = optimizer
+        self._recipe = recipe
+        self._average_buffers = check_choice("buffers", buffers, ("average", "keep")) == "average"
+        self._lane = Lane(self._world.threaded, device)
+        self._device = device
+        self._sync_gradients = True
+        self._fingerprint: Tensor | None = None
+        self._handles: list[RemovableHandle] = []
+        self._rounds_done = 0
+        self._unwrap: Callable[[], None] = lambda: None
+        self.step = 0
+        """Optimiser steps taken since `laconic.attach`."""
+        self._agree_on_setup()
+        self._broadcast()
+        self._start_rounds()
+        self._groups = len(optimizer.param_groups)
+        self._handles += [
+            optimizer.register_step_pre_hook(lambda *_: self._before_step()),
+            optimizer.register_step_post_hook(lambda *_: self._after_step()),
+        ]
+        self._status("computing")
+
+    # -- setting up ----
+
+    def _agree_on_setup(self) -> None:
+        groups = [
+            [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in group["params"]]
+            for group in self._optimizer.param_groups
+        ]
+        text = repr((describe(self._recipe), groups, self._average_buffers))
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        everyone = self._gather(torch.tensor([digest], dtype=torch.int64)).flatten().tolist()
+        other = [rank for rank, value in enumerate(everyone) if value != everyone[0]]
+        if other:
+            raise ValueError(
+                f"ranks {other} attach something else than rank 0: recipe, buffers=, and the "
+                "optimiser's parameters (groups, shapes, dtypes, requires_grad) must be alike"
+            )
+
+    def _broadcast(self, tensors: Sequence[Tensor] | None = None) -> None:
+        """Rank 0's parameters and buffers to everyone."""
+        if tensors is None:
+            tensors = [*self._model.parameters(), *self._model.buffers(), *self._held()]
+        unique = list({id(t): t for t in tensors}.values())
+        for bucket in bucketize([unique], 1):
+            flat = bucket.pack(bucket.empty())
+            self._lane.call(partial(self._world.broadcast, flat))
+            bucket.unpack(flat)
+
+    def _start_rounds(self) -> None:
+        self._shared = Surroundings(
+            self._model, self._optimizer, self._lane, Scratch(), self._links["replica"]
+        )
+        self._rounds = [
+            RunningRound(r, self._links[r.over], self._shared) for r in self._all_rounds()
+        ]
+        self._names = [running.round.name for running in self._rounds]
+        self._names += ["finish()", "consensus()", "mean()", "load_state_dict()"]
+        for running in self._rounds:
+            running.grow()
+        self._gradient_rounds = [
+            GradientRound(
+                self._links[r.over], self._lane, self._optimizer, partial(self._averages, r)
+            )
+            for r in self._recipe
+            if r.on == "gradients"
+        ]
+        for gradient_round in self._gradient_rounds:
+            gradient_round.before_first = self._before_first_gradients
+
+    def _all_rounds(self) -> list[Round]:
+        """The recipe's parameter rounds, each followed by the averaging of optimiser state that
+        it asks for; and the averaging of module buffers with all of them."""
+        rounds: list[Round] = []
+        for r in self._recipe:
+            if r.on == "params":
+                rounds.append(r)
+                if r.optimizer_state == "average":
+                    rounds.append(Round(r.when, Average(), Mean(), optimizer_state, over=r.over))
+        if rounds and self._average_buffers and module_buffers(self._model, self._optimizer)[0]:
+            when = any_of(*(r.when for r in rounds))
+            rounds.append(Round(when, Average(), Mean(), module_buffers))
+        return rounds
+
+    def _averages(self, r: Round) -> bool:
+        """Whether the backward passes of the step under way average gradients for ``r``."""
+        return self._sync_gradients and r.when(self.step + 1)
+
+    # -- one step ----
+
+    @torch.no_grad()
+    def _before_step(self) -> None:
+        if self.step == 0:
+            self._note_fingerprint()
+        for gradient_round in self._gradient_rounds:
+            gradient_round.flush()
+        for running in self._rounds:
+            running.before_step(self.step + 1)
+
+    @torch.no_grad()
+    def _after_step(self) -> None:
+        self.step += 1
+        if self.step == 1:
+            self._warn_of_identical_gradients()
+        for gradient_round in self._gradient_rounds:
+            gradient_round.averaged = False
+            gradient_round.refresh()
+        for running in self._rounds:
+            running.after_step(self.step)
+        for code, running in enumerate(self._rounds):
+            running.fold_due(self.step)
+            if running.round.when(self.step):
+                self._run(code, running)
+        if len(self._optimizer.param_groups) > self._groups:
+            self._grow()
+
+    def _run(self, code: int, running: RunningRound) -> None:
+        if running.round.update.settles:
+            for other in self._rounds:
+                if other is not running:
+                    other.settle(self.step)
+        self._status(f"{running.round.name} after step {self.step}")
+        if running.round.exchange.agrees:
+            self._announce(code, running.link)
+        running.start(self.step)
+        self._rounds_done += 1
+        self._status("computing")
+
+    def _announce(self, code: int, link: Link) -> None:
+        """Tell the other ranks which call comes next, on the link that it will use."""
+        self._lane.call(partial(link.agree, self.step, code, self._names))
+
+    def _call(self, name: str) -> None:
+        self._status(f"{name} after step {self.step}")
+        self._announce(self._names.index(name), self._workers)
+
+    def _status(self, text: str) -> None:
+        self._world.status(f"{text} ({self.step} steps done)")
+
+    def _grow(self) -> None:
+        """Parameter groups were added: they join with rank 0's values."""
+        new = self._optimizer.param_groups[self._groups :]
+        self._broadcast([p for group in new for p in group["params"]])
+        for running in self._rounds:
+            running.grow()
+        self._groups = len(self._optimizer.param_groups)
+
+    # -- are the workers reading the same batches? ----
+
+    def _before_first_gradients(self) -> None:
+        if self.step == 0:
+            self._note_fingerprint()
+        self._status(f"gradient round of step {self.step + 1}")
+
+    def _note_fingerprint(self) -> None:
+        """Two sums over this rank's own gradients, before they are averaged."""
+        if self._fingerprint is None:
+            own = [local(p.grad).double() for p in self._held() if p.grad is not None]
+            sums = [torch.stack([g.sum(), g.square().sum()]).to(self._device) for g in own]
+            zero = torch.zeros(2, dtype=torch.float64, device=self._device)
+            self._fingerprint = torch.stack([zero, *sums]).sum(0)
+
+    def _warn_of_identical_gradients(self) -> None:
+        assert self._fingerprint is not None, "the optimiser's pre-step hook comes first"
+        everyone = self._gather(self._fingerprint).tolist()
+        if len(everyone) > 1 and everyone[0][1] > 0 and all(f == everyone[0] for f in everyone):
+            warnings.warn(
+                "the first gradients are identical on all workers: they are reading the same "
+                "batches. Give each its share of the data (DistributedSampler, or seed by rank)",
+                stacklevel=2,
+            )
+
+    def _gather(self, x: Tensor) -> Tensor:
+        return self._lane.call(partial(self._world.gather, x.to(self._device)))
+
+    # -- what the workers agree on ----
+
+    @torch.no_grad()
+    def _write_consensus(self) -> None:
+        """Consensus weights (and averaged buffers) into the model: anchors where rounds keep
+        them, and the mean over workers where these, or x, differ; without parameter rounds
+        replicas are equal already."""
+        anchored = [running for running in self._rounds if running.round.update.anchor]
+        covered = {
+            id(segment.tensor)
+            for running in anchored
+            if running.round.exchange.agrees
+            for bucket in running.buckets
+            for segment in bucket.segments
+        }
+        for running in anchored:
+            running.write_anchor()
+        groups = [
+            [p for p in group["params"] if id(p) not in covered]
+            for group in self._optimizer.param_groups
+        ]
+        mean = groups if self._workers_differ() else []
+        buffers = module_buffers(self._model, self._optimizer) if self._average_buffers else []
+        for bucket in bucketize([*mean, *buffers], self._workers.size):
+            flat = bucket.pack(bucket.empty())
+            self._lane.call(partial(self._workers.mean, flat))
+            bucket.unpack(flat)
+
+    def _workers_differ(self) -> bool:
+        """Whether workers can hold different x: always, unless gradients alone are averaged."""
+        kinds = {(r.on, r.over) for r in self._recipe}
+        return ("gradients", "world") not in kinds or any(on == "params" for on, _ in kinds)
+
+    @contextmanager
+    def consensus(self) -> Iterator[nn.Module]:
+        """A context in which the model holds the consensus weights, for validation; every rank
+        must enter it. Afterwards the worker's own weights are back, bit for bit.
+
+        Needs room for one copy of the model."""
+        tensors = [*self._held(), *self._model.buffers()]
+        self._call("consensus()")
+        kept = [local(t).clone() for t in tensors]
+        try:
+            self._write_consensus()
+            self._status("in consensus()")
+            yield self._model
+        finally:
+            for tensor, values in zip(tensors, kept, strict=True):
+                local(tensor).copy_(values)
+            self._status("computing")
+
+    def consensus_state_dict(self) -> dict[str, Any]:
+        """A copy of the model's ``state_dict()`` with the consensus weights, to ship. Every rank
+        must call it."""
+        with self.consensus() as model:
+            return {
+                key: value.detach().clone() if isinstance(value, Tensor) else value
+                for key, value in model.state_dict().items()
+            }
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Fold what is in flight and leave every worker with the consensus model.
+
+        Every rank must call it, after the same number of steps. Training may go on afterwards.
+        """
+        self._call("finish()")
+        for running in self._rounds:
+            running.settle(self.step)
+        self._write_consensus()
+        self._status("finished")
+
+    @property
+    def attached(self) -> bool:
+        """Whether the optimiser's steps still run the rounds."""
+        return bool(self._handles)
+
+    def count_skipped_steps(self, scaler: torch.amp.GradScaler) -> None:
+        """Count steps that ``scaler`` skips after an overflow, on this rank alone perhaps: the
+        optimiser's hooks do not see them, and ranks that disagree on the step wait in vain."""
+        original = scaler.step
+
+        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+            before = self.step
+            result = original(optimizer, *args, **kwargs)
+            if optimizer is self._optimizer and self.step == before and self.attached:
+                self._before_step()
+                self._after_step()
+            return result
+
+        scaler.step = step  # type: ignore[method-assign]
+        self._unwrap = partial(setattr, scaler, "step", original)
+
+    def detach(self) -> None:
+        """Take the hooks off the optimiser and the parameters; no communication. The model keeps
+        the weights that it has."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._unwrap()
+        for gradient_round in self._gradient_rounds:
+            gradient_round.detach()
+        self._lane.close()
+        for link in self._links.values():
+            link.close()
+
+    def __enter__(self) -> Synchronizer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.finish()
+        self.detach()
+
+    # -- saving ----
+
+    def _held(self) -> list[Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: every rank saves its own, with its model's and optimiser's. Starts no
+        communication; waits for what is in flight, and stores it as arrived but not folded."""
+        return {
+            "version": checkpoint.VERSION,
+            "recipe": describe(self._recipe),
+            "ranks": self._world.size,
+            "rank": self._world.rank,
+            "step": self.step,
+            "parameters": checkpoint.checksum(self._held()),
+            "rounds": [checkpoint.round_state(running) for running in self._rounds],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Put back what `state_dict` returned: this rank's own, or, for another number of ranks,
+        the list of all ranks' (sharded state is then cut anew). Every rank must call it, after
+        `laconic.attach` and after loading the model's and the optimiser's own state.
+
+        Raises ``ValueError`` on every rank where any of them cannot load its part.
+        """
+        parts = [state] if isinstance(state, Mapping) else list(state)
+        problem = self._load(parts)
+        self._announce(self._names.index("load_state_dict()"), self._world)
+        everyone = self._gather(torch.tensor([float(problem is not None)])).flatten().tolist()
+        failed = [rank for rank, value in enumerate(everyone) if value]
+        if failed:
+            raise ValueError(problem or f"ranks {failed} could not load their state: see there")
+
+    def _load(self, parts: Sequence[Mapping[str, Any]]) -> str | None:
+        """Load, and return what is wrong rather than raise it on one rank alone."""
+        saved, rank = parts[0], self._world.rank
+        same = saved["ranks"] == self._world.size
+        if saved["recipe"] != describe(self._recipe):
+            return f"the state was saved with another recipe: {saved['recipe']}"
+        if len(parts) not in (1, saved["ranks"]) or (len(parts) == 1 and not same):
+            return (
+                f"the state was saved by {saved['ranks']} ranks and there are {self._world.size} "
+                "now: pass the list of all ranks' states, in rank order"
+            )
+        mine = (0 if len(parts) == 1 else rank) if same else None
+        own = parts[mine or 0]
+        if mine is not None and own["rank"] != rank:
+            return f"this is rank {rank}, and the state is rank {own['rank']}'s: each loads its own"
+        if mine is not None and own["parameters"] != checkpoint.checksum(self._held()):
+            return (
+                "the model's parameters are not those that were saved with this state: load the "
+                "model saved by this rank, after laconic.attach and before sync.load_state_dict"
+            )
+        try:
+            for index, running in enumerate(self._rounds):
+                checkpoint.load_round(running, [part["rounds"][index] for part in parts], mine)
+        except ValueError as error:
+            return str(error)
+        self.step = own["step"]
+        return None
+
+    # -- for the user's loop ----
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context in which backward passes average no gradients, to accumulate several; those
+        of the next backward pass outside it (or the step) are averaged as a whole."""
+        before, self._sync_gradients = self._sync_gradients, False
+        try:
+            yield
+        finally:
+            self._sync_gradients = before
+
+    def mean(self, value: Tensor | float) -> float:
+        """The mean of a number (a loss) over all ranks; every rank must call it."""
+        own = torch.as_tensor(value, dtype=torch.float64).detach().reshape(1).to(self._device)
+        own = own.clone()
+        self._announce(self._names.index("mean()"), self._world)
+        self._lane.call(partial(self._world.mean, own))
+        return float(own)
+
+    def stats(self) -> Stats:
+        """Bytes, rounds and waiting so far, on this rank."""
+        return Stats(
+            self.step,
+            self._rounds_done,
+            self._ledger.bytes_sent,
+            self._ledger.bytes_received,
+            dict(self._ledger.by_collective),
+            self._lane.seconds_waiting,
+        )

@@ -1,0 +1,208 @@
+"""Tensors as the rounds see them: which ones (selectors), cut into flat buckets.
+
+The only code that knows sharded tensors (`torch.distributed.tensor.DTensor`): a round averages
+each rank's local shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+BUCKET_BYTES = 25 * 2**20
+"""Most bytes a bucket holds: large enough that bytes, not messages, take the time."""
+
+Selector = Callable[[nn.Module, Optimizer], list[list[Tensor]]]
+"""Which tensors a round is about: the tensors by parameter group, in the same order on every
+rank. Called once for `parameters`, before every round for the others."""
+
+
+def parameters(model: nn.Module, optimizer: Optimizer) -> list[list[Tensor]]:
+    """All parameters of the optimiser, in group order: the papers' ``x``."""
+    return [list(group["params"]) for group in optimizer.param_groups]
+
+
+def optimizer_state(model: nn.Module, optimizer: Optimizer) -> list[list[Tensor]]:
+    """The floating-point state that the optimiser keeps for its parameters (momenta, counters).
+
+    A parameter that never had a gradient on this rank has no state here but may have elsewhere:
+    it takes part with zeros, and what comes back for it is dropped.
+    """
+    groups = []
+    for group in optimizer.param_groups:
+        states = [(p, optimizer.state.get(p, {})) for p in group["params"]]
+        shapes = {
+            name: value.dim()
+            for _, state in states
+            for name, value in state.items()
+            if isinstance(value, Tensor) and value.is_floating_point()
+        }
+        groups.append(
+            [
+                state[name]
+                if isinstance(state.get(name), Tensor)
+                else torch.zeros_like(p if shapes[name] else p.new_zeros(()))
+                for name in sorted(shapes)
+                for p, state in states
+            ]
+        )
+    return groups
+
+
+def module_buffers(model: nn.Module, optimizer: Optimizer) -> list[list[Tensor]]:
+    """The model's floating-point buffers (running statistics; integer counters are left alone)."""
+    return [[b for b in model.buffers() if b.is_floating_point()]]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of ``tensor``, without its history: itself, or a DTensor's local shard."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return tensor.detach()
+    from torch.distributed.tensor import DTensor  # slow to import, and seldom needed
+
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums and outer state: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def mean_in_rank_order(tensors: Sequence[Tensor], *, reuse: bool = False) -> Tensor:
+    """``(x_0 + x_1 + ... ) / n``, added in this order, in float32 at least; with ``reuse`` in
+    place of ``x_0`` where its dtype allows."""
+    total = tensors[0].to(state_dtype(tensors[0].dtype), copy=not reuse)
+    for x in tensors[1:]:
+        total += x
+    return total.div_(len(tensors))
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements ``start`` to ``stop`` of a tensor, in the tensor's own order."""
+
+    tensor: Tensor
+    start: int
+    stop: int
+
+    def view(self) -> Tensor:
+        """The elements, flat, sharing storage where the tensor is contiguous.
+
+        Looked up at every use: a user may rebind ``p.data`` between two rounds."""
+        flat = local(self.tensor)
+        return flat.reshape(-1)[self.start : self.stop]
+
+    def write(self, values: Tensor) -> None:
+        """``values`` into the elements."""
+        own = local(self.tensor)
+        if own.is_contiguous():
+            own.view(-1)[self.start : self.stop].copy_(values)
+        else:
+            assert (self.start, self.stop) == (0, own.numel()), "a strided tensor is never cut"
+            own.copy_(values.view(own.shape))
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Stretches of tensors of one parameter group, dtype and device, taken as one flat tensor of
+    ``length`` elements; the last ``length - numel`` of them are padding, always zero."""
+
+    segments: tuple[Segment, ...]
+    group: int
+    dtype: torch.dtype
+    device: torch.device
+    length: int
+
+    @property
+    def numel(self) -> int:
+        """Elements that are not padding."""
+        return sum(s.stop - s.start for s in self.segments)
+
+    def empty(self) -> Tensor:
+        """A flat tensor of the bucket's length, not filled."""
+        return torch.empty(self.length, dtype=self.dtype, device=self.device)
+
+    def pack(self, out: Tensor) -> Tensor:
+        """The tensors' values, one after the other, into ``out``; returns it."""
+        numel = self.numel
+        torch.cat([s.view() for s in self.segments], out=out[:numel])
+        out[numel:].zero_()
+        return out
+
+    def unpack(self, flat: Tensor) -> None:
+        """``flat`` back into the tensors."""
+        for segment, values in zip(self.segments, self.split(flat), strict=True):
+            segment.write(values)
+
+    def split(self, flat: Tensor) -> Sequence[Tensor]:
+        """``flat`` as one view for each segment."""
+        return torch.split(flat[: self.numel], [s.stop - s.start for s in self.segments])
+
+
+def _segments(tensors: Iterable[Tensor], first: int, most: int) -> Iterable[list[Segment]]:
+    """Tensors in order, cut into lists of segments of at most ``most`` elements each, the first
+    of at most ``first``."""
+    segments: list[Segment] = []
+    room = first
+    for tensor in tensors:
+        own = local(tensor)
+        size, start = own.numel(), 0
+        while start < size:
+            # a strided tensor has no flat view to write to, so it is never cut
+            take = min(room, size - start) if own.is_contiguous() else size
+            segments.append(Segment(tensor, start, start + take))
+            start += take
+            room -= take
+            if room <= 0:
+                yield segments
+                segments, room = [], most
+    if segments:
+        yield segments
+
+
+def bucketize(
+    groups: Sequence[Sequence[Tensor]],
+    multiple: int,
+    *,
+    first_group: int = 0,
+    most_bytes: int | None = None,
+    first_bytes: int | None = None,
+) -> list[Bucket]:
+    """Buckets over ``groups`` of tensors: each of one group, dtype and device, at most
+    ``most_bytes`` long (the first of a kind at most ``first_bytes``), padded to a multiple of
+    ``multiple`` elements. A tensor larger than a bucket is cut. The same tensors give the same
+    buckets on every rank. ``first_group`` is the number of the first group."""
+    buckets = []
+    most_bytes = most_bytes or BUCKET_BYTES
+    for index, group in enumerate(groups, first_group):
+        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for tensor in group:
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        for (dtype, device), tensors in kinds.items():
+            most = max(most_bytes // dtype.itemsize, 1)
+            first = max((first_bytes or most_bytes) // dtype.itemsize, 1)
+            for segments in _segments(tensors, first, most):
+                numel = sum(s.stop - s.start for s in segments)
+                length = -(-numel // multiple) * multiple
+                buckets.append(Bucket(tuple(segments), index, dtype, device, length))
+    return buckets
+
+
+class Scratch:
+    """Reused room for one bucket at a time, so that a round holds two buckets and no more."""
+
+    def __init__(self) -> None:
+        self._room: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def take(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """``length`` elements; what was taken before is overwritten."""
+        room = self._room.get((dtype, device))
+        if room is None or room.numel() < length:
+            room = torch.empty(length, dtype=dtype, device=device)
+            self._room[dtype, device] = room
+        return room[:length]

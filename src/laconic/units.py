@@ -1,0 +1,70 @@
+"""Rates, durations and sizes as people write them, and back: pure functions without state.
+
+Rates are bits per second in powers of ten, as networks are sold ("100 mbit" is 1e8 bit/s).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+__all__ = ["format_rate", "parse_duration", "parse_rate"]
+
+_NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-zµμ/]*)\s*")
+_RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_RATE_FORMS = "a positive number of bit/s, or one with bit, kbit, mbit or gbit (100mbit, 10 Gbit/s)"
+_DURATION_FORMS = "a number of seconds from 0 up, or one with us, ms or s (20ms, 1.5 s)"
+
+
+def parse_rate(text: str) -> float:
+    """Return `text` ("100mbit", "10 Gbit/s", "2.5e8") in bit/s; case does not matter.
+
+    Raises ValueError for another unit and for what is not positive and finite.
+    """
+    rate = _parse(text, _RATES, suffix="/s")
+    if rate is None or not 0.0 < rate < math.inf:
+        raise ValueError(f"not a rate: {text!r}; give {_RATE_FORMS}")
+    return rate
+
+
+def parse_duration(text: str) -> float:
+    """Return `text` ("20ms", "100 us", "1.5") in seconds; case does not matter.
+
+    Zero is a duration (no added latency). Raises ValueError for another unit and for what is
+    negative or not finite.
+    """
+    seconds = _parse(text, _DURATIONS, suffix="")
+    if seconds is None or not 0.0 <= seconds < math.inf:
+        raise ValueError(f"not a duration: {text!r}; give {_DURATION_FORMS}")
+    return seconds
+
+
+def format_rate(rate: float) -> str:
+    """Return `rate` (bit/s) for a reader, to four significant digits: 1e8 is "100 Mbit/s".
+
+    Raises ValueError for a rate that is negative or not finite.
+    """
+    if not 0.0 <= rate < math.inf:
+        raise ValueError(f"not a rate: {rate!r}; give a number of bit/s from 0 up")
+    # Round first, so that 999,999 bit/s reads 1 Mbit/s and not 1e+03 kbit/s.
+    rounded = float(f"{rate:.4g}")
+    prefix, scale = "", 1.0
+    for name, size in (("k", 1e3), ("M", 1e6), ("G", 1e9)):
+        if rounded >= size:
+            prefix, scale = name, size
+    number = rounded / scale
+    return f"{number:.0f} {prefix}bit/s" if number >= 1e4 else f"{number:.4g} {prefix}bit/s"
+
+
+def _parse(text: str, units: Mapping[str, float], suffix: str) -> float | None:
+    """Return `text` in the base unit, or None when it has no number or a unit of another kind."""
+    match = _NUMBER.fullmatch(text.lower())
+    if match is None:
+        return None
+    number, unit = match.groups()
+    scale = units.get(unit.replace("µ", "u").replace("μ", "u").removesuffix(suffix), None)
+    if unit == "":
+        scale = 1.0
+    return None if scale is None else float(number) * scale

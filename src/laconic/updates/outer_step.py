@@ -1,0 +1,79 @@
+"""Delta = a - mean(x) ;  a <- outer(a, Delta) ;  x <- a    (late: x <- mix*x + (1-mix)*a)
+
+DiLoCo: Douillard et al. 2023, arXiv 2311.08105, Algorithm 1; the delayed mix: Douillard et al.
+2025, arXiv 2501.18512, Algorithm 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from laconic.round import Clock, Slot, State, Update
+
+OuterFactory = Callable[[list[Tensor]], Optimizer]
+
+
+@dataclass(frozen=True)
+class OuterStep(Update):
+    """The outer step of DiLoCo (Douillard et al. 2023, Algorithm 1): the pseudo-gradient
+    ``Delta = mean(a - x)`` handed to an outer optimiser, by default torch's Nesterov SGD::
+
+        m <- mu*m + Delta ;  a <- a - eta*(Delta + mu*m) ;  x <- a
+
+    ``lr`` is eta (> 0), ``momentum`` is mu (0 <= mu < 1). ``outer`` makes any other torch
+    optimiser from a list of flat tensors; it must be elementwise (SGD, Adam, ...: not LAMB or
+    Muon), because it sees buckets, or slices of them. With a delay the step is computed from y,
+    and x is mixed: ``x <- mix*x + (1-mix)*a`` (Streaming DiLoCo's alpha).
+    """
+
+    lr: float
+    momentum: float
+    outer: OuterFactory | None = field(default=None, repr=False)
+    mix: float = 0.5
+
+    slots: ClassVar[dict[str, Slot]] = {"anchor": "owner", "m": "owner"}
+    anchor = "anchor"
+
+    def init(self, x: Tensor) -> State:
+        state = {"anchor": x.clone()}
+        if self.outer is None and self.momentum:
+            state["m"] = torch.zeros_like(x)
+        return state
+
+    def combine(self, mean: Tensor, state: State, clock: Clock) -> Tensor:
+        a = state["anchor"]
+        delta = torch.sub(a, mean, out=mean)  # Delta = a - mean(x), in the room of the mean
+        if self.outer is not None:
+            self._step_with(self.outer, delta, state)
+        elif not self.momentum:
+            a.sub_(delta, alpha=self.lr)
+        else:
+            m = state["m"].mul_(self.momentum).add_(delta)  # m <- mu*m + Delta
+            a.sub_(delta.add_(m, alpha=self.momentum), alpha=self.lr)  # a <- a - eta*(Delta + mu*m)
+        return a
+
+    def _step_with(self, outer: OuterFactory, delta: Tensor, state: State) -> None:
+        """One step of a torch optimiser whose state lives in ``state``, so that it is sharded,
+        saved and restored like any other."""
+        a = state["anchor"]
+        optimizer = outer([a])
+        kept = {name.removeprefix("outer."): v for name, v in state.items() if name != "anchor"}
+        if kept:
+            optimizer.state[a].update(kept)
+        a.grad = delta
+        optimizer.step()
+        a.grad = None
+        for name, value in optimizer.state[a].items():
+            if isinstance(value, Tensor):
+                state[f"outer.{name}"] = value
+
+    def fold(
+        self, x: Tensor, received: Tensor, sent: Tensor | None, state: State, clock: Clock
+    ) -> Tensor:
+        return x.mul_(self.mix).add_(received, alpha=1 - self.mix)

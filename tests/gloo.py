@@ -1,0 +1,93 @@
+"""A pool of gloo processes on 127.0.0.1 that run functions of test modules, started once."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from laconic.links import Link, TorchLink
+
+TIMEOUT = timedelta(seconds=20)
+Task = Callable[..., Any]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+_groups: dict[int, dist.ProcessGroup] = {}
+
+
+def link_of(ranks: int) -> Link:
+    """A link over the first ``ranks`` processes; for those alone."""
+    return TorchLink(_groups[ranks], torch.device("cpu"), TIMEOUT)
+
+
+def _serve(rank: int, size: int, port: int, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    dist.init_process_group("gloo", rank=rank, world_size=size, timeout=TIMEOUT)
+    for ranks in range(1, size + 1):
+        _groups[ranks] = dist.new_group(list(range(ranks)), timeout=TIMEOUT)
+    while (message := connection.recv()) is not None:
+        task, arguments = message
+        try:
+            connection.send((True, task(rank, *arguments)))
+        except Exception:
+            connection.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class Pool:
+    """``size`` processes in one default process group."""
+
+    def __init__(self, size: int) -> None:
+        context = mp.get_context("spawn")
+        port = free_port()
+        self.processes: list[SpawnProcess] = []
+        self.connections: list[Connection] = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
+            process.start()
+            self.processes.append(process)
+            self.connections.append(ours)
+            theirs.close()
+
+    def run(self, task: Task, *arguments: Any, ranks: int, timeout: float = 60) -> list[Any]:
+        """``task(rank, *arguments)`` on the first ``ranks`` processes; what each returns."""
+        connections = self.connections[:ranks]
+        for connection in connections:
+            connection.send((task, arguments))
+        end, answers = time.monotonic() + timeout, []
+        for rank, connection in enumerate(connections):
+            assert connection.poll(max(end - time.monotonic(), 0)), f"rank {rank} is silent"
+            answers.append(connection.recv())
+        failures = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(answers) if not ok]
+        assert not failures, "\n".join(failures)
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        for connection in self.connections:
+            try:
+                connection.send(None)
+            except OSError:
+                continue  # that process has ended
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
