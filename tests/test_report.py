@@ -288,7 +288,7 @@ def test_verdict_of_losses_that_are_level() -> None:
     twin = replace(LOCAL, recipe="twin()")
     third = replace(LOCAL, recipe="third()")
     assert report.verdict(result(LOCAL, twin)) == (
-        "In 30.5 s per recipe on this 100 Mbit/s network, local_sgd(12) and twin() end level at a "
+        "In 30 s per recipe on this 100 Mbit/s network, local_sgd(12) and twin() end level at a "
         "validation loss of 2.01; after the same 240 steps both are level (2.01)."
     )
     assert "all are level" in report.verdict(result(LOCAL, twin, third))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 __all__ = ["format_rate", "parse_duration", "parse_rate"]
 
-_NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-zµμ/]*)\s*")
+_NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-zµμ/]*)\s*", re.ASCII)
 _RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _RATE_FORMS = "a positive number of bit/s, or one with bit, kbit, mbit or gbit (100mbit, 10 Gbit/s)"

@@ -47,6 +47,7 @@ __all__ = [
 
 _MOST_HOSTS: Final = 250  # descriptors in one message (253) and addresses in a /24
 _SLOWEST: Final = 8e3  # bit/s
+_BUILD_SECONDS: Final = 60.0  # for the keeper to set up the network; it takes 0.2
 _FASTEST: Final = 32e9  # bit/s; the shaper counts bytes per second in 32 bits
 
 
@@ -88,12 +89,12 @@ class Cluster:
             addresses=self.addresses,
             prefix=24,
             rates=[_bytes_per_second(rate) for rate in rates],
-            path=sys.path,
+            path=[os.path.abspath(entry) for entry in sys.path],
         )
         with signals_deferred():
-            self._keeper, channel, user, descriptors = _start_keeper(plan)
+            keeper, channel, user, descriptors = _start_keeper(plan)
             held = [channel, *user, *descriptors]
-            self._release = weakref.finalize(self, close_all, held)
+            self._release = weakref.finalize(self, _end_keeper, keeper, held)
             self._user = user
             self._counters, _, *self._networks = descriptors
             self._processes = Processes()
@@ -110,11 +111,10 @@ class Cluster:
         """Start `argv` on `host` with exactly the environment `env`, in a session of its own.
 
         The process dies with this one. Where the program cannot be run it ends with exit code 127
-        and says so on its stderr. Raises ValueError for a host that does not exist.
+        and says so on its stderr. Raises ValueError for a host that does not exist and once the
+        cluster is closed.
         """
         _check_host(host, len(self.addresses))
-        if not self._release.alive:
-            raise ValueError("the cluster is closed")
         entry = Entry(
             launcher=os.getpid(),
             user=self._user[0] if self._user else None,
@@ -128,8 +128,11 @@ class Cluster:
     def tx_bytes(self) -> list[int]:
         """Return the bytes each host has sent so far, counted at its end of the switch.
 
-        Link-layer frames: the payload, protocol headers and acknowledgements.
+        Link-layer frames: the payload, protocol headers and acknowledgements. Raises ValueError
+        once the cluster is closed.
         """
+        if not self._release.alive:
+            raise ValueError("the cluster is closed")
         received = {}  # at the switch, hence sent by the host
         for line in read_all(self._counters).decode().splitlines():
             name, colon, counts = line.partition(":")
@@ -145,12 +148,7 @@ class Cluster:
         """End all processes on the hosts and remove the network; a second call does nothing."""
         with signals_deferred():
             self._processes.close()
-            self._release()  # the keeper sees it, and kills what strayed from its session
-            try:
-                self._keeper.wait(KILL_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._keeper.kill()
-                self._keeper.wait()
+            self._release()
 
     def __enter__(self) -> Cluster:
         return self
@@ -280,15 +278,31 @@ def _start_keeper(plan: Plan) -> tuple[subprocess.Popen[bytes], int, list[int], 
                 start_new_session=True,
                 cwd="/",
             )
-        message, descriptors, _, _ = socket.recv_fds(ours, 1 << 16, len(plan.addresses) + 3)
+        ours.settimeout(_BUILD_SECONDS)
+        try:
+            message, descriptors, _, _ = socket.recv_fds(ours, 1 << 16, len(plan.addresses) + 3)
+        except TimeoutError:
+            keeper.kill()
+            message, descriptors = b"", []
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
         if not message or "error" in (report := json.loads(message)):
             keeper.wait()
-            reason = report["error"] if message else tail(errors.fileno()).rpartition("\n")[2]
+            said = tail(errors.fileno()).rpartition("\n")[2] or f"exit code {keeper.returncode}"
+            reason = report["error"] if message else f"setting them up failed, {said}"
             raise NamespacesUnavailable(f"no network namespaces: {reason}")
         user = [descriptors.pop(0)] if report["user"] else []
         return keeper, ours.detach(), user, descriptors
+
+
+def _end_keeper(keeper: subprocess.Popen[bytes], held: Sequence[int]) -> None:
+    """Close our descriptors; the keeper sees it, kills what strayed from its session, and ends."""
+    close_all(held)
+    try:
+        keeper.wait(KILL_SECONDS)
+    except subprocess.TimeoutExpired:
+        keeper.kill()
+        keeper.wait()
 
 
 def _job_variables(cluster: Cluster | Loopback) -> dict[str, str]:

@@ -89,6 +89,11 @@ class Job:
         with self._processes.changed:
             return self._outcomes() if self._settled() else None
 
+    def settled(self, timeout: float) -> bool:
+        """Whether all have ended, or one has failed, within `timeout` seconds."""
+        with self._processes.changed:
+            return self._processes.changed.wait_for(self._settled, timeout)
+
     def wait(self, timeout: float | None = None, *, grace: float = 5.0) -> list[Outcome]:
         """Return the outcomes by rank once all have ended.
 
@@ -124,6 +129,7 @@ class Job:
         return read_all(self._logs[rank][1]).decode(errors="replace")
 
     def add(self, process: subprocess.Popen[bytes]) -> None:
+        """Take in the process of the next rank."""
         self._ranks.append(process)
 
     def _all_ended(self) -> bool:
@@ -174,6 +180,7 @@ class Processes:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self._children: list[subprocess.Popen[bytes]] = []
+        self._closed = False
         # The kernel kills a child when the thread that started it ends: one thread for them all.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="laconic-start")
 
@@ -185,7 +192,10 @@ class Processes:
         stderr: Output,
         inherited: Sequence[int],
     ) -> subprocess.Popen[bytes]:
-        """Start `command` with the descriptors `inherited`; stdin is empty."""
+        """Start `command` with the descriptors `inherited`; stdin is empty.
+
+        Raises ValueError after `close`.
+        """
 
         def spawn() -> subprocess.Popen[bytes]:
             process = subprocess.Popen(
@@ -202,6 +212,8 @@ class Processes:
             threading.Thread(target=self._await_end, args=(process,), daemon=True).start()
             return process
 
+        if self._closed:
+            raise ValueError("the cluster is closed")
         return self._starter.submit(spawn).result()
 
     def signal(self, process: subprocess.Popen[bytes], number: int) -> None:
@@ -213,6 +225,7 @@ class Processes:
 
     def close(self) -> None:
         """End all: SIGTERM, and after a while SIGKILL."""
+        self._closed = True
         for number, seconds in (
             (signal.SIGTERM, _TERMINATE_SECONDS),
             (signal.SIGKILL, KILL_SECONDS),
@@ -245,10 +258,12 @@ def signals_deferred() -> Iterator[None]:
     Python runs handlers in the main thread only, so in another one there is nothing to do.
     """
     came: list[int] = []
-    with _handlers((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), lambda n, _: came.append(n)):
-        yield
-    for number in came:
-        signal.raise_signal(number)
+    try:
+        with _handlers((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), lambda n, _: came.append(n)):
+            yield
+    finally:
+        for number in dict.fromkeys(came):
+            signal.raise_signal(number)
 
 
 @contextlib.contextmanager
@@ -288,6 +303,7 @@ def _unnamed_file() -> int:
 
 
 def close_all(descriptors: Sequence[int]) -> None:
+    """Close the descriptors."""
     for descriptor in descriptors:
         os.close(descriptor)
 

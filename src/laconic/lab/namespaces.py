@@ -46,7 +46,7 @@ _MTU: Final = 9000
 # A bucket of 128 KiB makes every round after a pause 3% faster than the link (and one of 50 kB
 # free of charge at 10 Mbit/s); with these the all-reduce takes 0.7 to 1% more than bytes / rate
 # from 10 Mbit/s to 1 Gbit/s, with pauses and without.
-_BURST_SECONDS: Final = 0.003
+_BURST_SECONDS: Final = 0.001
 _LEAST_BURST: Final = 24 * 1024
 _GSO_SLACK: Final = 4 * 1024
 _GSO_MOST: Final = 65536

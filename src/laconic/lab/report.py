@@ -28,6 +28,7 @@ from laconic.lab.result import (
     bandwidth,
     brief,
     common,
+    compared,
     competing,
     equal_steps,
     equal_time,
@@ -63,10 +64,15 @@ __all__ = [
 
 def write(result: Result, directory: Path) -> list[Path]:
     """`results.json` and the plots in `directory`, made if need be; returns what it wrote."""
+    return [save(result, directory), *plots(result, directory)]
+
+
+def save(result: Result, directory: Path) -> Path:
+    """`results.json` alone, in `directory`, made if need be."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "results.json"
     path.write_text(result.to_json() + "\n", encoding="utf-8")
-    return [path, *plots(result, directory)]
+    return path
 
 
 # --- the sentence ---------------------------------------------------------------------------------
@@ -108,8 +114,7 @@ Standing = list[tuple[Row, float]]
 
 
 def _standing(result: Result, axis: Axis) -> Standing:
-    position = common(result, axis)
-    losses = [(row, loss_at(row, axis, position or 0)) for row in competing(result)]
+    losses = [(row, compared(result, row, axis)) for row in competing(result)]
     return sorted(
         ((row, loss) for row, loss in losses if loss is not None), key=lambda pair: pair[1]
     )
@@ -252,17 +257,15 @@ def _columns(result: Result) -> list[Column]:
     def times_compute(row: Row) -> float | None:
         return row.seconds_per_step / compute[0] if pace(row) and compute and compute[0] else None
 
-    def loss(axis: Axis, position: float | None) -> Callable[[Row], float | None]:
-        return lambda row: (
-            loss_at(row, axis, position) if row.status == "ok" and position is not None else None
-        )
+    def loss(axis: Axis) -> Callable[[Row], float | None]:
+        return lambda row: compared(result, row, axis) if row.status == "ok" else None
 
     return [
         ("s/step", pace, three_digits, min),
         ("× no\ncomm.", times_compute, three_digits, min),
         ("steps\ndone", lambda row: row.steps, lambda n: f"{n:,.0f}", max),
-        (f"loss at\n{brief(seconds or 0)} s", loss(SECONDS, seconds), show, min),
-        (f"loss at\nstep {steps or 0:,.0f}", loss(STEPS, steps), show, min),
+        (f"loss at\n{brief(seconds or 0)} s", loss(SECONDS), show, min),
+        (f"loss at\nstep {steps or 0:,.0f}", loss(STEPS), show, min),
         ("MB per\nstep", lambda row: _megabytes(row) if row.steps else None, three_digits, min),
         ("waiting", lambda row: row.waiting if row.steps else None, _percent, min),
     ]

@@ -154,6 +154,8 @@ def read(path: Path) -> Result:
 Axis = Callable[[Point], float]
 STEPS: Axis = attrgetter("step")
 SECONDS: Axis = attrgetter("seconds")
+LATE = 1.05
+"""How far beyond its time, as a ratio, a row may end and count as in time."""
 MEGABYTES: Axis = attrgetter("megabytes")
 
 
@@ -184,11 +186,15 @@ def finished(result: Result) -> list[Row]:
 
 
 def common(result: Result, axis: Axis) -> float | None:
-    """How far along `axis` all rows that finished came; None when none did.
+    """Where along `axis` the rows are compared; None when none finished.
 
-    A row without communication that stopped far short of the others, as it does in a race over
-    a number of steps, does not hold them back.
+    Over time it is the time that each was given. Over steps (and in a race of a number of steps)
+    it is how far all came; a row without communication that stopped far short of the others does
+    not hold them back.
     """
+    budget = number(result, "seconds")
+    if axis is SECONDS and budget is not None and finished(result):
+        return budget
     rivals: list[float] = []
     silent: list[float] = []
     for row in finished(result):
@@ -199,11 +205,23 @@ def common(result: Result, axis: Axis) -> float | None:
     return min(rivals + [end for end in silent if end > 0.9 * min(rivals)])
 
 
+def compared(result: Result, row: Row, axis: Axis) -> float | None:
+    """The row's loss where rows are compared along `axis`; None where it has none.
+
+    A row that ended before the time given to it was up has, at that time, what it ended with; so
+    has one that ended a trifle late, whose last step was planned to be in time.
+    """
+    position, pairs = common(result, axis), line(row, axis)
+    if position is None or not pairs:
+        return None
+    end = pairs[-1][0]
+    if axis is SECONDS and number(result, "seconds") is not None and end <= LATE * position:
+        position = end
+    return loss_at(row, axis, position)
+
+
 def _losses(result: Result, axis: Axis) -> dict[str, float]:
-    position = common(result, axis)
-    if position is None:
-        return {}
-    losses = {row.recipe: loss_at(row, axis, position) for row in finished(result)}
+    losses = {row.recipe: compared(result, row, axis) for row in finished(result)}
     return {recipe: loss for recipe, loss in losses.items() if loss is not None}
 
 
@@ -213,7 +231,8 @@ def equal_steps(result: Result) -> dict[str, float]:
 
 
 def equal_time(result: Result) -> dict[str, float]:
-    """Validation loss of each row that finished, at the time when the first of them ended."""
+    """Validation loss that each row that finished has to show when the time given to each is up;
+    in a race of a number of steps, when the first of them ended."""
     return _losses(result, SECONDS)
 
 

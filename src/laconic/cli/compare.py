@@ -1,0 +1,168 @@
+"""``laconic compare``: race recipes on a slow network, on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from laconic.recipes import RECIPES
+from laconic.units import parse_duration, parse_rate
+
+if TYPE_CHECKING:
+    from laconic.lab.race import Event
+    from laconic.lab.result import Result
+
+DEFAULT = (
+    "ddp()",
+    "local_sgd(12)",
+    "slowmo(local_sgd(12), period=48)",
+    "diloco(24, momentum=0.5)",
+)
+"""What is compared when no recipe is named."""
+
+
+def add(commands: Any) -> None:
+    """Add the command to the parser's."""
+    parser = commands.add_parser(
+        "compare",
+        help="race recipes on an emulated slow network",
+        description="Train the same model under each recipe on hosts joined by a slow network, "
+        "emulated on this machine, and show what each costs and gains.",
+        epilog=f"Recipes: {', '.join(RECIPES)}; written as in Python, such as "
+        "'slowmo(local_sgd(12), period=48)'.",
+    )
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"default: {DEFAULT}")
+    parser.add_argument("--hosts", type=int, default=4, help="default: %(default)s")
+    parser.add_argument("--per-host", type=int, default=1, help="processes on each (%(default)s)")
+    parser.add_argument(
+        "--bandwidth", default="100mbit", help="of each host, such as 20mbit (%(default)s)"
+    )
+    parser.add_argument("--latency", default="0", help="added to each message, such as 20ms")
+    parser.add_argument("--workload", default="text", help="digits or text (%(default)s)")
+    parser.add_argument("--data", metavar="FILE", help="what the text workload learns")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--seconds", type=float, help="training time of each recipe (30)")
+    length.add_argument("--steps", type=int, help="steps of each recipe, in place of seconds")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("laconic-compare"), metavar="DIR")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0 when every recipe finished; 1 when one failed or diverged."""
+    try:
+        import matplotlib  # noqa: F401
+        import rich  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"laconic compare needs {error.name}: pip install 'laconic[lab]'"
+        ) from None
+    from laconic.lab import race, report
+    from laconic.lab.jobs import terminate_as_exit
+
+    settings = race.Settings(
+        recipes=tuple(arguments.recipes or DEFAULT),
+        hosts=arguments.hosts,
+        per_host=arguments.per_host,
+        bandwidth=parse_rate(arguments.bandwidth),
+        latency=parse_duration(arguments.latency),
+        workload=arguments.workload,
+        data=arguments.data and str(Path(arguments.data).resolve()),
+        seconds=None if arguments.steps else arguments.seconds or 30.0,
+        steps=arguments.steps,
+        seed=arguments.seed,
+    )
+    settings.check()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    command = shlex.join(["laconic", *sys.argv[1:]])
+    result = None
+    try:
+        with terminate_as_exit(), Display(settings) as display:
+            for result in race.run(settings, command, display.watch):
+                report.save(result, arguments.out)
+    finally:
+        if result is not None:
+            show(result, arguments.out)
+    assert result is not None, "a race has at least the row without communication"
+    return 0 if all(row.status == "ok" for row in result.rows) else 1
+
+
+def show(result: Result, directory: Path) -> None:
+    """The table, the verdict, and where the rest is."""
+    from rich.console import Console
+
+    from laconic.lab import report
+
+    console = Console()
+    console.print(report.table(result))
+    console.print(report.verdict(result), highlight=False)
+    paths = report.write(result, directory)
+    console.print("Written: " + ", ".join(str(path) for path in paths), highlight=False)
+
+
+class Display:
+    """A bar for each recipe while the race runs; plain lines where nobody watches."""
+
+    def __init__(self, settings: Any) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        console = Console(stderr=True)
+        self._live = console.is_terminal
+        self._console = console
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[told]}"),
+            console=console,
+            disable=not self._live,
+        )
+        from laconic.lab.result import NO_COMMUNICATION
+
+        self._tasks = {
+            name: self._progress.add_task(name, total=None, start=False, told="waiting")
+            for name in (NO_COMMUNICATION, *settings.recipes)
+        }
+        self._steps: dict[str, int] = {}
+
+    def __enter__(self) -> Display:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def watch(self, name: str, event: Event) -> None:
+        """Show what a row's worker said."""
+        task = self._tasks[name]
+        kind = event["event"]
+        if kind in ("launched", "planning"):
+            told = {"launched": "starting", "planning": "timing its steps"}[kind]
+            self._progress.start_task(task)
+            self._progress.update(task, told=told)
+        elif kind == "start":
+            self._steps[name] = event["steps"]
+            self._progress.update(task, total=event["steps"], told="training")
+        elif kind == "step":
+            self._steps[name] = event["steps"]
+            told = (
+                f"step {event['step']}/{event['steps']}  loss {event['loss']:.3f}  "
+                f"{event['pace']:.3f} s/step  {event['sent'] / 1e6:.1f} MB"
+            )
+            self._progress.update(task, total=event["steps"], completed=event["step"], told=told)
+        elif kind == "done":
+            self._finish(name, event["row"])
+
+    def _finish(self, name: str, row: Any) -> None:
+        loss = "" if row.loss is None else f"  validation loss {row.loss:.3f}"
+        told = row.error or f"{row.steps} steps  {row.seconds_per_step:.3f} s/step{loss}"
+        task = self._tasks[name]
+        total = self._steps.get(name, 1)
+        self._progress.update(
+            task, total=total, completed=row.steps if row.status != "failed" else 0, told=told
+        )
+        if not self._live:
+            self._console.print(f"{name}: {row.status}: {told}", highlight=False, markup=False)

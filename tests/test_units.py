@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laconic.units import format_rate, parse_duration, parse_rate
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("100mbit", 100e6),
+        ("100 Mbit/s", 100e6),
+        (" 10 Gbit/s ", 10e9),
+        ("56kbit", 56e3),
+        ("2.5gbit", 2.5e9),
+        (".5 mbit", 0.5e6),
+        ("9600 bit", 9600.0),
+        ("9600", 9600.0),
+        ("1e6", 1e6),
+    ],
+)
+def test_rates(text: str, rate: float) -> None:
+    assert parse_rate(text) == pytest.approx(rate, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("20ms", 0.02),
+        ("100 us", 1e-4),
+        ("100 µs", 1e-4),
+        ("1.5 S", 1.5),
+        ("2", 2.0),
+        ("0", 0.0),
+        ("0ms", 0.0),
+    ],
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_duration(text) == pytest.approx(seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "fast", "mbit", "0", "0mbit", "-1mbit", "nan", "inf", "1e999", "5 parsec", "5ms", "١"],
+)
+def test_what_is_no_rate_is_named_in_one_line(text: str) -> None:
+    refused(text)
+
+
+@pytest.mark.parametrize("text", ["10 mbit/h", "10/s", "1_000", "10 Mbyte", "1 2", "10 mbit 5"])
+def test_what_is_almost_a_rate_is_refused_too(text: str) -> None:
+    refused(text)
+
+
+def refused(text: str) -> None:
+    with pytest.raises(ValueError, match="mbit") as raised:
+        parse_rate(text)
+    message = str(raised.value)
+    assert repr(text) in message and "\n" not in message
+
+
+@pytest.mark.parametrize("text", ["", "soon", "ms", "-1ms", "nan", "inf", "1e999", "5 h", "5mbit"])
+def test_what_is_no_duration_is_named_in_one_line(text: str) -> None:
+    with pytest.raises(ValueError, match="ms") as raised:
+        parse_duration(text)
+    message = str(raised.value)
+    assert repr(text) in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [
+        (100e6, "100 Mbit/s"),
+        (10e9, "10 Gbit/s"),
+        (2.5e9, "2.5 Gbit/s"),
+        (56e3, "56 kbit/s"),
+        (999_999, "1 Mbit/s"),
+        (800, "800 bit/s"),
+        (0, "0 bit/s"),
+        (123_456_789, "123.5 Mbit/s"),
+        (4e13, "40000 Gbit/s"),
+    ],
+)
+def test_rates_for_a_reader(rate: float, text: str) -> None:
+    assert format_rate(rate) == text
+
+
+@pytest.mark.parametrize("rate", [-1.0, math.nan, math.inf])
+def test_no_rate_is_not_formatted(rate: float) -> None:
+    with pytest.raises(ValueError, match="not a rate"):
+        format_rate(rate)
+
+
+@given(st.floats(1.0, 1e15))
+def test_what_is_formatted_parses_to_four_digits(rate: float) -> None:
+    assert parse_rate(format_rate(rate)) == pytest.approx(rate, rel=1e-3)
