@@ -109,7 +109,9 @@ def test_equal_time_interpolates_where_the_first_row_ended() -> None:
     losses = report.equal_time(FULL)
     assert losses["ddp()"] == 2.45
     assert losses[NO_COMMUNICATION] == 2.9
-    assert losses["local_sgd(12)"] == pytest.approx(2.01 + 0.49 * 0.5 / 21.3)
+    assert losses["local_sgd(12)"] == 2.01  # half a second late: counted with what it ended with
+    late = row("late()", (0, 0, 5.5), (10, 20, 3.0), (20, 40, 2.0))
+    assert report.equal_time(result(DDP, late))["late()"] == pytest.approx(2.5)
 
 
 def test_the_silent_row_does_not_hold_back_a_race_over_steps() -> None:
@@ -189,7 +191,7 @@ def test_table_shows_the_figures_at_every_width(width: int) -> None:
     ddp = next(each for each in text.splitlines() if each.startswith("ddp()"))
     assert ddp.split() == ["ddp()", "0.400", "4.00", "75", "2.45", "2.45", "2.00", "25%"]
     local = next(each for each in text.splitlines() if each.startswith("local_sgd(12)"))
-    assert local.split() == ["local_sgd(12)", "0.127", "1.27", "240", "2.02", "2.60", "2.00", "25%"]
+    assert local.split() == ["local_sgd(12)", "0.127", "1.27", "240", "2.01", "2.60", "2.00", "25%"]
     words = " ".join(text.split())
     assert "4 hosts × 1 process, 100 Mbit/s, emulated with network namespaces" in words
     assert "865,280 parameters" in words
@@ -254,7 +256,7 @@ def test_table_takes_any_result(rows: tuple[Row, ...], width: int) -> None:
 def test_verdict_when_time_and_steps_disagree() -> None:
     assert report.verdict(result(SILENT, DDP, LOCAL)) == (
         "In 30 s per recipe on this 100 Mbit/s network, local_sgd(12) reached the lowest "
-        "validation loss (2.02), with 3.2 times as many steps as ddp() (2.45); after the same 75 "
+        "validation loss (2.01), with 3.2 times as many steps as ddp() (2.45); after the same 75 "
         "steps ddp() is ahead (2.45 against 2.60)."
     )
 
@@ -263,7 +265,7 @@ def test_verdict_when_ddp_wins() -> None:
     ahead = row("ddp()", (0, 0, 5.5), (200, 30, 1.9))
     assert report.verdict(result(SILENT, ahead, LOCAL, network="throttled")) == (
         "In 30 s per recipe on a link throttled to 100 Mbit/s, ddp() reached the lowest validation "
-        "loss (1.90), in 200 steps against the 240 of local_sgd(12) (2.02); after the same "
+        "loss (1.90), in 200 steps against the 240 of local_sgd(12) (2.01); after the same "
         "200 steps it is ahead too (1.90 against 2.13 for local_sgd(12))."
     )
 
@@ -293,7 +295,7 @@ def test_verdict_of_losses_that_are_level() -> None:
     )
     assert "all are level" in report.verdict(result(LOCAL, twin, third))
     shared = report.verdict(result(LOCAL, twin, DDP))
-    assert "local_sgd(12) and twin() share the lowest validation loss (2.02) ahead of" in shared
+    assert "local_sgd(12) and twin() share the lowest validation loss (2.01) ahead of" in shared
     assert "after the same 75 steps ddp() is ahead (2.45 against 2.60)" in shared
     late = row("late()", (0, 0, 5.5), (75, 20, 2.45), (90, 30, 2.3))
     assert "ddp() and late() share the lead (2.45)" in report.verdict(result(DDP, late, LOCAL))

@@ -162,7 +162,10 @@ class Cluster:
         self.close()
 
     def _hosts_file(self) -> str:
-        names = [f"{address} host{host}" for host, address in enumerate(self.addresses)]
+        # Twice each: torch's store asks for the names of the addresses as IPv6 sockets see them,
+        # which without an answer here is a look-up in vain and a warning on every rank.
+        forms = ("", "::ffff:")
+        names = [f"{form}{a} host{h}" for form in forms for h, a in enumerate(self.addresses)]
         return "\n".join(["127.0.0.1 localhost", *names, ""])
 
 

@@ -43,9 +43,9 @@ _SCRATCH: Final = "/tmp"  # covered for a moment, in a mount namespace nobody el
 # Measured at 100 Mbit/s, ring all-reduce of 3.46 MB on 4 hosts against bytes / rate: 0.9% more
 # with frames of 9000 bytes, 4.4% more with 1500.
 _MTU: Final = 9000
-# A bucket of 128 KiB makes every round after a pause 3% faster than the link (and one of 50 kB
-# free of charge at 10 Mbit/s); with these the all-reduce takes 0.7 to 1% more than bytes / rate
-# from 10 Mbit/s to 1 Gbit/s, with pauses and without.
+# A bucket of 128 KiB makes that all-reduce 2% faster after a pause (and one of 50 kB at 10 Mbit/s
+# free of charge); with these it takes 0.7 to 2.6% more than bytes / rate from 10 Mbit/s to
+# 1 Gbit/s, with pauses and without, on two busy cores.
 _BURST_SECONDS: Final = 0.001
 _LEAST_BURST: Final = 24 * 1024
 _GSO_SLACK: Final = 4 * 1024
@@ -57,7 +57,7 @@ _LEAST_QUEUE: Final = 4 << 20
 _SETTINGS: Final = {
     # No router solicitations and the like: they would count as traffic of the host.
     "ipv6/conf/default/disable_ipv6": "1",
-    # Else that of the machine. BBR paces by its own estimate of the rate: 3 to 10% slower.
+    # Else that of the machine. BBR paces by its own estimate of the rate: 3% slower.
     "ipv4/tcp_congestion_control": "reno",
 }
 
