@@ -414,10 +414,8 @@ def test_a_user_without_privilege_gets_a_cluster_or_a_reason(tmp_path: Path) -> 
 @with_namespaces
 def test_a_missing_library_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [])
-        with pytest.raises(
-            NamespacesUnavailable, match=r"^no network namespaces: pyroute2 is needed"
-        ):
-            Cluster(1)
+    with pytest.raises(NamespacesUnavailable, match="namespaces: pyroute2 is needed"):
+        Cluster(1)
 
 
 @pytest.mark.timeout(30)

@@ -133,9 +133,9 @@ class Run:
 
 @pytest.fixture(scope="module")
 def context() -> Any:
-    """Processes forked from one that has torch: a test that needs its own is then cheap."""
+    """Processes forked from one that has imported what they need: each is then cheap."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "laconic", "torch.distributed"])
+    context.set_forkserver_preload(["torch", "torch._dynamo", "pytest", "laconic", "gloo"])
     return context
 
 
@@ -191,8 +191,9 @@ def check_lost(said: dict[int, tuple[str, str]], story: Story) -> None:
         assert re.search(rf"\b({AT}|{AT + 1})\b", text), f"the step is not named: {text}"
 
 
-@pytest.mark.parametrize("culprit", [0, 2])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "culprit"), [("ddp", 0), ("local_sgd", 2), ("delayed", 0), ("slowmo", 2)]
+)
 def test_a_rank_that_is_killed(context: Any, recipe: str, culprit: int) -> None:
     story = Story(recipe, "is silent", culprit)
     with running(context, story) as run:
@@ -208,7 +209,7 @@ def test_a_rank_that_hangs(context: Any, recipe: str) -> None:
         assert any("does not answer" in text for _, text in said.values())
 
 
-@pytest.mark.parametrize("recipe", ["ddp", "delayed", "slowmo"])
+@pytest.mark.parametrize("recipe", ["ddp", "slowmo"])
 def test_a_rank_that_raises_in_its_loop(context: Any, recipe: str) -> None:
     story = Story(recipe, "raises")
     with running(context, story) as run:
@@ -217,11 +218,14 @@ def test_a_rank_that_raises_in_its_loop(context: Any, recipe: str) -> None:
         assert ended(run, [story.culprit])
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("deed", ["finishes", "skips a step"])
+PLACES = [(recipe, "finishes") for recipe in RECIPES]
+PLACES += [("ddp", "skips a step"), ("slowmo", "skips a step")]
+
+
+@pytest.mark.parametrize(("recipe", "deed"), PLACES)
 def test_ranks_that_are_at_different_places(context: Any, recipe: str, deed: str) -> None:
-    """They meet, and find that they do not belong together: an error on all, at once, and never
-    an average of what is not alike."""
+    """They meet, and find that they do not belong together: an error on all, and never an average
+    of what is not alike. A step skipped in the data alone shows at the end, in `finish()`."""
     story = Story(recipe, deed)
     with running(context, story) as run:
         assert run.hear(story.culprit, 60) == ("acts", "")
@@ -231,7 +235,7 @@ def test_ranks_that_are_at_different_places(context: Any, recipe: str, deed: str
         assert kind == "LinkError", text
         assert f"rank {story.culprit}" in text
         assert "same optimiser steps" in text, "no advice"
-    assert any("finish()" in text for _, text in said.values()) == (deed == "finishes")
+        assert "finish()" in text
 
 
 # -- the same in simulation ----
@@ -437,33 +441,38 @@ def in_simulation(worker: Callable[[int], None]) -> Callable[[], Any]:
     return partial(la.simulate, worker, workers=2)
 
 
+LOOSE: Any = la
+"""The library without its types: what is passed here is wrong on purpose."""
 INTEGER = "integer of at least 1, not"
 CHOICES = "'keep', 'average', 'reset'"
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
-    "period 0": (lambda: la.local_sgd(0), f"period must be an {INTEGER} 0"),
-    "period -3": (lambda: la.local_sgd(-3), f"period must be an {INTEGER} -3"),
-    "period 2.0": (lambda: la.local_sgd(2.0), f"period must be an {INTEGER} 2.0"),  # type: ignore[arg-type]
-    "period True": (lambda: la.local_sgd(True), f"period must be an {INTEGER} True"),
-    "period '4'": (lambda: la.slowmo(None, "4"), f"period must be an {INTEGER} '4'"),  # type: ignore[arg-type]
-    "period None": (lambda: la.diloco(None), f"period must be an {INTEGER} None"),  # type: ignore[arg-type]
-    "every 0": (lambda: la.every(0), f"period must be an {INTEGER} 0"),
-    "after -1": (lambda: la.after(-1, la.every(1)), "start must be an integer of at least 0"),
-    "until 1.5": (lambda: la.until(1.5, la.every(1)), "end must be an integer of at least 0"),  # type: ignore[arg-type]
-    "start -1": (lambda: la.post_local_sgd(-1, 2), "start|end"),
-    "delay -1": (lambda: la.local_sgd(2, delay=-1), "delay must be an integer of at least 0"),
-    "delay 0.5": (lambda: la.diloco(2, delay=0.5), "delay must be an integer of at least 0"),  # type: ignore[arg-type]
-    "optimizer_state": (lambda: la.local_sgd(2, optimizer_state="drop"), CHOICES),  # type: ignore[arg-type]
-    "optimizer_state of slowmo": (lambda: la.slowmo(None, optimizer_state=None), CHOICES),  # type: ignore[arg-type]
-    "momentum 1": (lambda: la.slowmo(None, 4, 1.0), "momentum must be .* at least 0 and below 1"),
-    "momentum -0.1": (lambda: la.diloco(4, 0.7, -0.1), "momentum must be .*, not -0.1"),
-    "momentum nan": (lambda: la.diloco(4, 0.7, float("nan")), "momentum must be .* finite"),
-    "momentum text": (lambda: la.slowmo(None, 4, "0.5"), "momentum must be .*, not '0.5'"),  # type: ignore[arg-type]
-    "lr 0": (lambda: la.slowmo(None, 4, 0.5, 0.0), "lr must be .* greater than 0"),
-    "lr inf": (lambda: la.diloco(4, float("inf")), "lr must be a finite number"),
-    "lr True": (lambda: la.diloco(4, True), "lr must be a finite number"),
-    "base not called": (lambda: la.slowmo(la.local_sgd), r"laconic\.local_sgd\("),  # type: ignore[arg-type]
-    "base a number": (lambda: la.slowmo(48), "base"),  # type: ignore[arg-type]
-    "outer not callable": (lambda: la.diloco(4, outer=0.7), "outer"),  # type: ignore[arg-type]
+    "period 0": (lambda: LOOSE.local_sgd(0), f"period must be an {INTEGER} 0"),
+    "period -3": (lambda: LOOSE.local_sgd(-3), f"period must be an {INTEGER} -3"),
+    "period 2.0": (lambda: LOOSE.local_sgd(2.0), f"period must be an {INTEGER} 2.0"),
+    "period True": (lambda: LOOSE.local_sgd(True), f"period must be an {INTEGER} True"),
+    "period '4'": (lambda: LOOSE.slowmo(None, "4"), f"period must be an {INTEGER} '4'"),
+    "period None": (lambda: LOOSE.diloco(None), f"period must be an {INTEGER} None"),
+    "every 0": (lambda: LOOSE.every(0), f"period must be an {INTEGER} 0"),
+    "after -1": (lambda: LOOSE.after(-1, la.every(1)), "start must be an integer of at least 0"),
+    "until 1.5": (lambda: LOOSE.until(1.5, la.every(1)), "end must be an integer of at least 0"),
+    "start -1": (lambda: LOOSE.post_local_sgd(-1, 2), "start|end"),
+    "delay -1": (lambda: LOOSE.local_sgd(2, delay=-1), "delay must be an integer of at least 0"),
+    "delay 0.5": (lambda: LOOSE.diloco(2, delay=0.5), "delay must be an integer of at least 0"),
+    "optimizer_state": (lambda: LOOSE.local_sgd(2, optimizer_state="drop"), CHOICES),
+    "optimizer_state of slowmo": (lambda: LOOSE.slowmo(None, optimizer_state=None), CHOICES),
+    "momentum 1": (
+        lambda: LOOSE.slowmo(None, 4, 1.0),
+        "momentum must be .* at least 0 and below 1",
+    ),
+    "momentum -0.1": (lambda: LOOSE.diloco(4, 0.7, -0.1), "momentum must be .*, not -0.1"),
+    "momentum nan": (lambda: LOOSE.diloco(4, 0.7, float("nan")), "momentum must be .* finite"),
+    "momentum text": (lambda: LOOSE.slowmo(None, 4, "0.5"), "momentum must be .*, not '0.5'"),
+    "lr 0": (lambda: LOOSE.slowmo(None, 4, 0.5, 0.0), "lr must be .* greater than 0"),
+    "lr inf": (lambda: LOOSE.diloco(4, float("inf")), "lr must be a finite number"),
+    "lr True": (lambda: LOOSE.diloco(4, True), "lr must be a finite number"),
+    "base not called": (lambda: LOOSE.slowmo(la.local_sgd), r"laconic\.local_sgd\("),
+    "base a number": (lambda: LOOSE.slowmo(48), "base"),
+    "outer not callable": (lambda: LOOSE.diloco(4, outer=0.7), "outer"),
     "recipe not called": (
         lambda: attach_in_simulation(recipe=la.local_sgd),
         r"as laconic\.local_sgd\(12\), not <function local_sgd",
@@ -475,12 +484,20 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         r"as laconic\.local_sgd\(12\)",
     ),
     "recipe over an unknown set": (
-        lambda: attach_in_simulation(recipe=(la.Round(la.every(1), Average(), Mean(), over="all"),)),
+        lambda: attach_in_simulation(
+            recipe=(la.Round(la.every(1), Average(), Mean(), over="all"),)
+        ),
         "over.*'workers'",
     ),
     "buffers": (lambda: attach_in_simulation(buffers="mean"), "'average', 'keep', not 'mean'"),
-    "nprocs_per_node 3 of 4": (lambda: attach_in_simulation(nprocs_per_node=3), "divide .* 4 ranks"),
-    "nprocs_per_node 8 of 4": (lambda: attach_in_simulation(nprocs_per_node=8), "divide .* 4 ranks"),
+    "nprocs_per_node 3 of 4": (
+        lambda: attach_in_simulation(nprocs_per_node=3),
+        "divide .* 4 ranks",
+    ),
+    "nprocs_per_node 8 of 4": (
+        lambda: attach_in_simulation(nprocs_per_node=8),
+        "divide .* 4 ranks",
+    ),
     "nprocs_per_node 0": (lambda: attach_in_simulation(nprocs_per_node=0), f"{INTEGER} 0"),
     "nprocs_per_node True": (lambda: attach_in_simulation(nprocs_per_node=True), f"{INTEGER} True"),
     "nprocs_per_node auto": (lambda: attach_in_simulation(nprocs_per_node="auto"), "'env'"),
@@ -491,7 +508,10 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "optimizer of another model": (in_simulation(attach_other_model), "no parameter of the model"),
     "attached twice": (in_simulation(attach_twice), r"sync\.detach\(\) first"),
     "on the meta device": (in_simulation(attach_meta), "materialise"),
-    "workers 0": (lambda: la.simulate(lambda rank: rank, workers=0), f"workers must be an {INTEGER}"),
+    "workers 0": (
+        lambda: LOOSE.simulate(lambda rank: rank, workers=0),
+        f"workers must be an {INTEGER}",
+    ),
     "bandwidth": (lambda: throttled("100 apples"), "100mbit"),
     "bandwidth 0": (lambda: throttled("0"), "positive"),
     "latency": (lambda: throttled("1mbit", "-3ms"), "20ms"),

@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from test_exactness import ROWS
-
 import laconic as la
+from test_exactness import ROWS
 
 import gloo
 import reference as ref

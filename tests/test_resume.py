@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from test_exactness import ROWS
-
 import laconic as la
+from test_exactness import ROWS
 
 import gloo
 import training
@@ -281,7 +280,9 @@ def only(rank: int, broken: int, right: Any, wrong: Any) -> Any:
 
 WRONG = {
     "the states swapped": Wrong(lambda r, s: (*s[r][:2], s[1 - r][2]), "each loads its own"),
-    "one rank's state on both": Wrong(lambda r, s: (*s[r][:2], s[0][2]), "each loads its own|ranks"),
+    "one rank's state on both": Wrong(
+        lambda r, s: (*s[r][:2], s[0][2]), "each loads its own|ranks"
+    ),
     "rank 0 loads rank 1's": Wrong(
         lambda r, s: (*s[r][:2], only(r, 0, s[r][2], s[1][2])), "each loads its own|ranks \\[0\\]"
     ),
@@ -299,9 +300,7 @@ WRONG = {
     "the list in another order": Wrong(
         lambda r, s: (*s[r][:2], [s[1][2], s[0][2]]), "each loads its own|rank order"
     ),
-    "another version": Wrong(
-        lambda r, s: (*s[r][:2], {**s[r][2], "version": 999}), "version|999"
-    ),
+    "another version": Wrong(lambda r, s: (*s[r][:2], {**s[r][2], "version": 999}), "version|999"),
     "something else altogether": Wrong(lambda r, s: (*s[r][:2], {"step": 3}), "state"),
     "something else on one rank": Wrong(
         lambda r, s: (*s[r][:2], only(r, 1, s[r][2], {"step": 3})), "state"

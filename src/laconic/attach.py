@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from laconic.synchronizer import Synchronizer
 from laconic.updates import Average
 
 _attached: weakref.WeakKeyDictionary[Optimizer, Synchronizer] = weakref.WeakKeyDictionary()
+_watched: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
 
 
 def init() -> None:
@@ -63,8 +64,8 @@ def attach(
     their gradients are averaged in every backward pass, and each carries its part of the rounds.
     ``buffers``: average the module's floating-point buffers with the rounds, or keep each
     worker's. ``scaler``: the GradScaler, so that steps it skips are counted. ``link``: the
-    network to use in place of torch's process group. ``timeout``: seconds after which a rank that
-    does not answer is an error on all others.
+    network to use in place of torch's process group. ``timeout``: seconds after which, on that
+    process group, a rank that does not answer is an error on all others.
 
     Raises ``ValueError`` for what cannot work, on every rank, and `laconic.LinkError` later where
     a rank is lost.
@@ -77,7 +78,7 @@ def attach(
     recipe = (*_within_workers(recipe), *recipe) if inner > 1 else recipe
     sync = Synchronizer(model, optimizer, recipe, sets, device, buffers)
     if scaler is not None:
-        sync.count_skipped_steps(scaler)
+        _count_skipped_steps(scaler)
     _attached[optimizer] = sync
     return sync
 
@@ -123,7 +124,7 @@ def _sets(world: Link, nprocs_per_node: int | Literal["env"]) -> tuple[dict[str,
     if inner == 1:
         return {"world": world, "workers": world, "replica": single_link()}, 1
     ranks = range(world.size)
-    replica = world.split([ranks[i : i + inner] for i in ranks[::inner]])
+    replica = world.split([ranks[i : i + inner] for i in range(0, world.size, inner)])
     workers = world.split([ranks[i::inner] for i in range(inner)])
     return {"world": world, "workers": workers, "replica": replica}, inner
 
@@ -135,3 +136,22 @@ def _within_workers(recipe: Recipe) -> Recipe:
     if over_all:
         when = Unless(when, any_of(*over_all))
     return (Round(when, Average(), Mean(), on="gradients", over="replica"),)
+
+
+def _count_skipped_steps(scaler: torch.amp.GradScaler) -> None:
+    """Have the synchroniser of an optimiser hear of the steps that ``scaler`` skips, which the
+    optimiser's own hooks do not see. One scaler may serve several optimisers."""
+    if scaler in _watched:
+        return
+    original = scaler.step
+
+    def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        sync = _attached.get(optimizer)
+        before = None if sync is None else sync.step
+        result = original(optimizer, *args, **kwargs)
+        if sync is not None and sync.attached and sync.step == before:
+            sync.step_skipped()
+        return result
+
+    scaler.step = step  # type: ignore[method-assign]
+    _watched.add(scaler)

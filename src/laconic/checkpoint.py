@@ -7,14 +7,13 @@ the parts of all ranks and cuts them anew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from laconic.lane import Pending
-from laconic.round import State
 from laconic.running import Flight, Message, RunningRound
 from laconic.tensors import Bucket, local
 
@@ -22,25 +21,30 @@ VERSION = 1
 Saved = dict[str, Any]
 
 
+_CHUNK = 2**20
+
+
 def checksum(tensors: Sequence[Tensor]) -> int:
     """A number that tells apart parameters that differ in any bit (but for rare accidents)."""
     total = 0
     for index, tensor in enumerate(tensors, 1):
-        words = local(tensor).contiguous().view(-1).view(torch.uint8)
-        pad = -words.numel() % 4
-        words = torch.nn.functional.pad(words, (0, pad)).view(torch.int32).long()
-        place = torch.arange(1, words.numel() + 1, device=words.device) % 65521
-        total += index * int((words * place).sum())
+        data = local(tensor).contiguous().reshape(-1).view(torch.uint8)
+        for place, chunk in enumerate(torch.split(data, _CHUNK), 1):
+            weights = torch.arange(1, len(chunk) + 1, device=chunk.device) % 65521
+            total += index * place * int((chunk * weights).sum())
     return total % 2**61
 
 
 def round_state(running: RunningRound) -> Saved:
     """What ``running`` needs to go on: waits for what is in flight, sends nothing."""
+    flights = [_flight_state(f) for f in running.flights]  # first: arriving may change the state
+    regions = [running.region(bucket) for bucket in running.buckets]
     return {
         "executed": running.executed,
         "sizes": [bucket.numel for bucket in running.buckets],
+        "starts": [region.start for region in regions],
         "state": [{k: t.clone() for k, t in state.items()} for state in running.states],
-        "flights": [_flight_state(flight) for flight in running.flights],
+        "flights": flights,
     }
 
 
@@ -59,9 +63,9 @@ def load_round(running: RunningRound, parts: Sequence[Saved], mine: int | None) 
     Raises ``ValueError`` where the parts do not fit the model, or cannot be cut anew.
     """
     own = parts[mine] if mine is not None else parts[0]
-    stateless = not running.round.update.slots
+    keeps_state = any(running.states)
     sizes = [bucket.numel for bucket in running.buckets]
-    if own["sizes"] != sizes and not (stateless and not own["flights"]):
+    if own["sizes"] != sizes and (keeps_state or own["flights"]):
         raise ValueError("the state was saved for other parameters: their sizes differ")
     if mine is None and any(part["flights"] for part in parts):
         raise ValueError(
@@ -69,40 +73,37 @@ def load_round(running: RunningRound, parts: Sequence[Saved], mine: int | None) 
             "number of workers: save after sync.finish()"
         )
     running.executed = own["executed"]
-    if not stateless:
+    if keeps_state:
         for index, (bucket, state) in enumerate(zip(running.buckets, running.states, strict=True)):
-            saved = [part["state"][index] for part in parts]
-            _load_state(running, bucket, state, saved, mine)
+            state.clear()
+            for name in own["state"][index]:
+                if mine is not None:
+                    value = own["state"][index][name]
+                else:
+                    pieces = [(part["starts"][index], part["state"][index][name]) for part in parts]
+                    value = _cut_anew(running, bucket, name, pieces)
+                state[name] = value.to(bucket.device if value.dim() else "cpu", copy=True)
     running.flights = [_load_flight(running, flight) for flight in own["flights"]]
 
 
-def _load_state(
-    running: RunningRound,
-    bucket: Bucket,
-    state: State,
-    saved: Sequence[Mapping[str, Tensor]],
-    mine: int | None,
-) -> None:
-    names = saved[0] if mine is None else saved[mine]
-    for name in names:
-        if mine is not None:
-            value = saved[mine][name]
-        elif running.round.update.slots.get(name) == "private":
-            raise ValueError(f"{name!r} is each worker's own: it needs the same number of workers")
-        else:
-            value = _cut_anew(running, bucket, [part[name] for part in saved])
-        state[name] = value.to(bucket.device if value.dim() else "cpu", copy=True)
-
-
-def _cut_anew(running: RunningRound, bucket: Bucket, slices: Sequence[Tensor]) -> Tensor:
-    """This rank's slice of what other slices make up together."""
-    if not slices[0].dim():
-        return slices[0]
-    sharded = slices[0].numel() < bucket.numel
-    whole = torch.cat(list(slices)) if sharded else slices[0]
-    padded = whole.new_zeros(bucket.length)
-    padded[: bucket.numel] = whole[: bucket.numel]
-    return padded[running.region(bucket)]
+def _cut_anew(
+    running: RunningRound, bucket: Bucket, name: str, pieces: Sequence[tuple[int, Tensor]]
+) -> Tensor:
+    """This rank's piece of a state tensor, from the (start, piece) that other ranks kept of it."""
+    first = pieces[0][1]
+    owned = running.is_owned(name, first)
+    shared = running.round.exchange.agrees if owned else first.dim() == 0
+    if running.round.update.slots.get(name) == "everywhere":
+        shared = True
+    if not shared:
+        raise ValueError(f"{name!r} is each worker's own: it needs the same number of workers")
+    if first.dim() == 0:
+        return first
+    whole = first.new_zeros(bucket.length)
+    for start, piece in pieces if owned else [(0, first)]:
+        stop = min(start + piece.numel(), bucket.numel)
+        whole[start:stop] = piece[: stop - start]
+    return whole[running.region(bucket)] if owned else whole
 
 
 def _load_flight(running: RunningRound, saved: Saved) -> Flight:

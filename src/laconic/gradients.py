@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from laconic.lane import Lane, Pending
 from laconic.links.link import Link
-from laconic.tensors import Bucket, Segment, bucketize, local, parameters
+from laconic.tensors import Bucket, Segment, bucketize, local
 
 FIRST_BYTES = 2**20
 """The first bucket is small, so that sending starts early in the backward pass."""
@@ -27,47 +28,51 @@ FIRST_BYTES = 2**20
 
 class GradientRound:
     """Averages the gradients of the optimiser's parameters over ``link`` in every backward pass
-    for which ``active()``."""
+    for which ``active()``. ``announce`` is called before the first bucket of each, as a job."""
 
     def __init__(
-        self, link: Link, lane: Lane, optimizer: Optimizer, active: Callable[[], bool]
+        self,
+        link: Link,
+        lane: Lane,
+        optimizer: Optimizer,
+        active: Callable[[], bool],
+        announce: Callable[[], Callable[[], None]],
     ) -> None:
         self._link = link
         self._lane = lane
         self._optimizer = optimizer
         self._active = active
-        self._params: list[nn.Parameter] = []
+        self._announce = announce
+        self._params: list[Tensor] = []
         self._hooks: list[RemovableHandle] = []
         self._buckets: list[Bucket] = []
         self._flats: list[Tensor] = []
         self._pending: list[Pending[None]] = []
         self._missing: list[int] = []
         self._seen: set[int] = set()
-        self._running = False
-        self.averaged = False
-        self.before_first: Callable[[], None] | None = None
+        self._task: int | None = None
+        self._averaged = False
         self.refresh()
 
-    def refresh(self) -> None:
-        """Follow the optimiser's parameters: groups added, parameters frozen or thawed."""
-        groups = parameters(nn.Module(), self._optimizer)
-        params = [p for group in groups for p in group if p.requires_grad]
+    def refresh(self) -> bool:
+        """Follow the optimiser's parameters: groups added, parameters frozen or thawed. Returns
+        whether there was anything to follow."""
+        groups = self._optimizer.param_groups
+        params = [p for g in groups for p in g["params"] if p.requires_grad and p.numel()]
         if [id(p) for p in params] == [id(p) for p in self._params]:
-            return
+            return False
         self.detach()
-        self._params = params  # type: ignore[assignment]
+        self._params = params
         self._buckets = bucketize([params[::-1]], self._link.size, first_bytes=FIRST_BYTES)
-        self._flats = [bucket.empty() for bucket in self._buckets]
+        self._flats = []
         members = [[id(s.tensor) for s in bucket.segments] for bucket in self._buckets]
         self._counts = [len(set(m)) for m in members]
         self._homes: dict[int, list[int]] = {}
         for index, member in enumerate(members):
             for key in dict.fromkeys(member):
                 self._homes.setdefault(key, []).append(index)
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
-            for p in params
-        ]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in params]
+        return True
 
     def detach(self) -> None:
         """Take the hooks off."""
@@ -77,18 +82,23 @@ class GradientRound:
 
     # -- during backward ----
 
-    def _begin(self) -> None:
-        self._running = True
+    def _begin(self, task: int) -> None:
+        for pending in self._pending:  # of a backward pass that raised half-way
+            pending.wait()
+        self._task = task
         self._missing = list(self._counts)
         self._seen = set()
         self._pending = []
+        if not self._flats:
+            self._flats = [bucket.empty() for bucket in self._buckets]
 
     def _arrived(self, p: Tensor) -> None:
         """A parameter's gradient is complete."""
         if not self._active():
             return
-        if not self._running:
-            self._begin()
+        task = torch._C._current_graph_task_id()
+        if self._task != task:
+            self._begin(task)
             Variable._execution_engine.queue_callback(self._end)
         if id(p) in self._seen:
             raise RuntimeError(
@@ -104,17 +114,24 @@ class GradientRound:
     @torch.no_grad()
     def _send(self) -> None:
         """The next bucket, in order."""
-        if not self._pending and self.before_first is not None:
-            self.before_first()
         bucket, flat = self._buckets[len(self._pending)], self._flats[len(self._pending)]
         for segment, values in zip(bucket.segments, bucket.split(flat), strict=True):
             gradient = segment.tensor.grad
             if gradient is None:
                 values.zero_()
+            elif gradient.is_sparse:
+                raise ValueError("sparse gradients cannot be averaged: use sparse=False")
             else:
                 values.copy_(local(gradient).reshape(-1)[segment.start : segment.stop])
         flat[bucket.numel :].zero_()
-        self._pending.append(self._lane.submit(partial(self._link.mean, flat)))
+        job: Callable[[], Any] = partial(self._link.mean, flat)
+        if not self._pending:
+            job = partial(self._first, self._announce(), flat)
+        self._pending.append(self._lane.submit(job))
+
+    def _first(self, announce: Callable[[], None], flat: Tensor) -> None:
+        announce()
+        self._link.mean(flat)
 
     def _end(self) -> None:
         """The backward pass is over: send what is left, wait, and write the means back."""
@@ -124,17 +141,23 @@ class GradientRound:
             for pending in self._pending:
                 pending.wait()
         finally:
-            self._running = False
+            self._task, self._pending = None, []
         self._write()
-        self.averaged = True
+        self._averaged = True
 
-    def flush(self) -> None:
-        """Average now, where no backward pass did: this rank had no gradient at all, or all its
-        backward passes were under ``no_sync()``."""
-        self._running = False  # a backward pass that raised half-way never came to its end
-        if not self.averaged and self._active():
-            self._begin()
+    def before_step(self) -> None:
+        """Average now, where no backward pass did: this rank had no gradient at all, all its
+        backward passes were under ``no_sync()``, or parameters have joined since."""
+        joined = self.refresh()
+        if self._active() and self._buckets and (joined or not self._averaged):
+            self._begin(-1)
             self._end()
+
+    def after_step(self, next_due: bool) -> None:
+        """Forget the step's averaging; give back the room if the next step averages nothing."""
+        self._averaged = False
+        if not next_due:
+            self._flats = []
 
     @torch.no_grad()
     def _write(self) -> None:
@@ -148,7 +171,9 @@ class GradientRound:
                     continue
                 if p.grad is None:
                     p.grad = torch.zeros_like(p)
-                elif not local(p.grad).is_contiguous():
+                elif local(p).is_contiguous() and not local(p.grad).is_contiguous():
+                    # p may be cut, and its gradient must be too; any other layout is kept, as
+                    # fused optimisers walk p and its gradient side by side
                     p.grad = p.grad.contiguous()
                 Segment(p.grad, segment.start, segment.stop).write(values)
 
@@ -156,13 +181,17 @@ class GradientRound:
         """Parameters without a gradient on any rank. All ranks see the same means, so all see
         the same parameters with a mean of nothing but zeros; only for those do they ask each
         other, which is seldom."""
-        alive: set[int] = set()
-        for bucket, flat in zip(self._buckets, self._flats, strict=True):
-            pieces = bucket.split(flat)
-            firsts = torch.stack([piece[0] for piece in pieces]).tolist()
-            for segment, piece, first in zip(bucket.segments, pieces, firsts, strict=True):
-                if first != 0 or bool(piece.any()):
-                    alive.add(id(segment.tensor))
+        pieces = [
+            (segment.tensor, piece)
+            for bucket, flat in zip(self._buckets, self._flats, strict=True)
+            for segment, piece in zip(bucket.segments, bucket.split(flat), strict=True)
+        ]
+        firsts = torch.stack([piece[0].float() for _, piece in pieces]).tolist()
+        alive = {
+            id(p)
+            for (p, piece), first in zip(pieces, firsts, strict=True)
+            if first != 0 or bool(piece.any())
+        }
         doubtful = [p for p in self._params if id(p) not in alive]
         if not doubtful:
             return set()

@@ -24,7 +24,7 @@ class Pending(Generic[T]):
     def __init__(self, lane: Lane | None) -> None:
         self._lane = lane
         self._event = threading.Event()
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._result: T | None = None
         self._ready: torch.cuda.Event | None = None
 
@@ -46,8 +46,8 @@ class Pending(Generic[T]):
             self._event.wait()
             if self._lane is not None:
                 self._lane.seconds_waiting += time.perf_counter() - start
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         if self._ready is not None:
             self._ready.wait()
         return self._result  # type: ignore[return-value]
@@ -58,7 +58,12 @@ class Pending(Generic[T]):
             self._result = job()
             self._ready = None if stream is None else stream.record_event()
         except BaseException as error:  # whatever it is, it belongs to who waits
-            self._error = error
+            self.error = error
+        self._event.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Keep ``error`` for who waits."""
+        self.error = error
         self._event.set()
 
 
@@ -74,11 +79,14 @@ class Lane:
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
         self._latest: Pending[Any] | None = None
+        self._error: BaseException | None = None
 
     def call(self, job: Callable[[], T]) -> T:
         """Run ``job`` after those before it and return its result; counts as waiting."""
         if self._latest is not None and not self._latest.done():
             return self.submit(job).wait()
+        if self._latest is not None:
+            self._latest.wait()  # raises what it raised; on CUDA, the card waits for its work
         start = time.perf_counter()
         try:
             return job()
@@ -86,7 +94,8 @@ class Lane:
             self.seconds_waiting += time.perf_counter() - start
 
     def submit(self, job: Callable[[], T]) -> Pending[T]:
-        """Have ``job`` run after those before it, beside what the caller does next."""
+        """Have ``job`` run after those before it, beside what the caller does next. After one that
+        failed none runs: they get its error."""
         pending: Pending[T] = Pending(self)
         if not self._threaded:
             pending.run(job)
@@ -99,8 +108,15 @@ class Lane:
             now = torch.cuda.current_stream(self._device).record_event()
             self._jobs.put(lambda: self._run_on_stream(pending, job, now))
         else:
-            self._jobs.put(lambda: pending.run(job))
+            self._jobs.put(lambda: self._run(pending, job))
         return pending
+
+    def _run(self, pending: Pending[Any], job: Callable[[], Any]) -> None:
+        if self._error is None:
+            pending.run(job, self._stream)
+            self._error = pending.error
+        else:
+            pending.fail(self._error)
 
     def _run_on_stream(
         self, pending: Pending[T], job: Callable[[], T], after: torch.cuda.Event
@@ -109,7 +125,7 @@ class Lane:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             after.wait()
-            pending.run(job, self._stream)
+            self._run(pending, job)
 
     def _work(self) -> None:
         torch.set_grad_enabled(False)

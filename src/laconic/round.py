@@ -43,13 +43,15 @@ Combine = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Clock:
-    """What an update may know of time: the step (from 1), its group's current ``lr``, how many
-    rounds of its kind were executed before this one, and the round's delay in steps."""
+    """What an update may know: the step (from 1), its group's current ``lr`` (NaN where the
+    optimiser has none), how many rounds of its kind were executed before this one, the round's
+    delay in steps, and how many workers take part."""
 
     step: int
     lr: float
     executed: int
     delay: int
+    workers: int
 
 
 class Update:
@@ -65,16 +67,18 @@ class Update:
     anchor: ClassVar[str | None] = None
     """The state tensor that is the consensus of the workers; None: the mean of x is."""
     every_step: ClassVar[bool] = False
-    """Whether `before_step` and `after_step` do anything."""
+    """Whether `before_step`, `after_step` and `settle` do anything."""
     replaces: ClassVar[bool] = True
-    """Whether without a delay what arrives simply replaces x (`fold` is then not called)."""
+    """Whether without a delay what arrives simply replaces x: `fold` is then called for delayed
+    rounds only, and no second copy of x is made."""
     keeps_sent: ClassVar[bool] = False
     """Whether a delayed `fold` needs ``y``."""
     settles: ClassVar[bool] = False
     """Whether every other round must come to rest first, as an outer step asks."""
 
     def init(self, x: Tensor) -> State:
-        """State for the common start ``x``; tensors of its size, or of no dimension."""
+        """State for the common start ``x``, a copy that the state may keep: tensors of its size,
+        or of no dimension."""
         return {}
 
     def before_step(self, x: Tensor, state: State, clock: Clock) -> None:
@@ -84,7 +88,7 @@ class Update:
         """After every step of the user's optimiser; in place."""
 
     def send(self, x: Tensor, state: State, clock: Clock) -> Tensor:
-        """The message for the exchange; may change ``x`` in place (push-sum keeps its share)."""
+        """The message for the exchange, from a copy of x that it may overwrite."""
         return x
 
     def combine(self, mean: Tensor, state: State, clock: Clock) -> Tensor:
@@ -138,7 +142,19 @@ class Round:
         check_int("delay", self.delay, 0)
         check_choice("optimizer_state", self.optimizer_state, ("keep", "average", "reset"))
         check_choice("on", self.on, ("params", "gradients"))
-        assert self.on == "params" or (self.delay == 0 and self.optimizer_state == "keep")
+        check_choice("over", self.over, ("world", "workers", "replica"))
+        if self.on == "gradients" and not self._is_plain_mean():
+            raise ValueError(
+                "a round on gradients is Average over Mean, of all parameters, without a delay"
+            )
+
+    def _is_plain_mean(self) -> bool:
+        from laconic.exchanges import Mean
+        from laconic.updates import Average
+
+        rest = (self.part, self.delay, self.optimizer_state)
+        plain = isinstance(self.update, Average) and isinstance(self.exchange, Mean)
+        return plain and rest == (parameters, 0, "keep")
 
     @property
     def name(self) -> str:

@@ -3,6 +3,7 @@ synchroniser, which says when."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laconic.lane import Lane, Pending
-from laconic.links.link import Link
+from laconic.links.link import Link, common
+from laconic.links.simulated import single_link
 from laconic.round import Clock, Round, State
 from laconic.tensors import Bucket, Scratch, bucketize, parameters, state_dtype
 
@@ -51,6 +53,9 @@ class RunningRound:
     def __init__(self, round: Round, link: Link, shared: Surroundings) -> None:
         self.round = round
         self.link = link
+        # a set that crosses workers is one of equal places in them: the ranks of a worker share
+        # what it has to carry. In any other set each rank speaks for itself.
+        self._replica = shared.replica if round.over == "workers" else single_link()
         self.buckets: list[Bucket] = []
         self.states: list[State] = []
         self.executed = 0
@@ -61,30 +66,57 @@ class RunningRound:
     def grow(self) -> None:
         """Take in the parameter groups added since the last call; called where x is x0."""
         groups = self.round.part(self._shared.model, self._shared.optimizer)
-        pieces = self.link.size * self._shared.replica.size
-        new = bucketize(groups[self._groups :], pieces, first_group=self._groups)
-        self._groups = len(groups)
+        self._add([list(group.values()) for group in groups[self._groups :]])
+
+    def _add(self, groups: list[list[Tensor]]) -> None:
+        pieces = self.link.size * self._replica.size
+        new = bucketize(groups, pieces, first_group=self._groups)
+        self._groups += len(groups)
         self.buckets += new
         self.states += [self._init(bucket) for bucket in new]
 
-    def _init(self, bucket: Bucket) -> State:
-        update = self.round.update
-        if not update.slots:
-            return {}
-        x = bucket.pack(self._room(bucket)).to(state_dtype(bucket.dtype))
-        owned = update.init(x[self.region(bucket)])
-        if all(self._is_owned(name, t) for name, t in owned.items()):
-            return owned
-        whole = update.init(x)
-        return {name: owned[name] if self._is_owned(name, t) else t for name, t in whole.items()}
+    def _select_again(self) -> None:
+        """Tensors that come and go, such as an optimiser's state: those that all ranks have."""
+        groups = self.round.part(self._shared.model, self._shared.optimizer)
+        keys = [
+            [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in group.items()] for group in groups
+        ]
+        everywhere = self._shared.lane.call(
+            partial(
+                common, self.link, [f"{g} {key}" for g, group in enumerate(keys) for key in group]
+            )
+        )
+        self.buckets, self.states, self._groups = [], [], 0
+        self._add(
+            [
+                [
+                    t
+                    for key, t in zip(group_keys, group.values(), strict=True)
+                    if f"{g} {key}" in everywhere
+                ]
+                for g, (group_keys, group) in enumerate(zip(keys, groups, strict=True))
+            ]
+        )
 
-    def _is_owned(self, name: str, tensor: Tensor) -> bool:
-        return tensor.dim() == 0 or self.round.update.slots.get(name, "owner") == "owner"
+    def _init(self, bucket: Bucket) -> State:
+        """The update's state on its stretch of x0; each piece of state gets a copy of its own."""
+        update = self.round.update
+        x = bucket.pack(self._room(bucket))
+        dtype = state_dtype(bucket.dtype)
+        owned = update.init(x[self.region(bucket)].to(dtype, copy=True))
+        if all(self.is_owned(name, t) for name, t in owned.items()):
+            return owned
+        whole = update.init(x.to(dtype, copy=True))
+        return {name: owned[name] if self.is_owned(name, t) else t for name, t in whole.items()}
+
+    def is_owned(self, name: str, tensor: Tensor) -> bool:
+        """Whether a state tensor is kept for this rank's `region` of a bucket only."""
+        return tensor.dim() > 0 and self.round.update.slots.get(name, "owner") == "owner"
 
     def region(self, bucket: Bucket) -> slice:
         """The stretch of ``bucket`` whose ``owner`` state is kept here: within the part that this
         rank carries for its worker, what the exchange leaves to it."""
-        replica = self._shared.replica
+        replica = self._replica
         part = bucket.length // replica.size
         within = self.round.exchange.region(self.link, part)
         return slice(replica.rank * part + within.start, replica.rank * part + within.stop)
@@ -93,8 +125,8 @@ class RunningRound:
         return self._shared.scratch.take(bucket.length, bucket.dtype, bucket.device)
 
     def _clock(self, bucket: Bucket, step: int) -> Clock:
-        lr = float(self._shared.optimizer.param_groups[bucket.group]["lr"])
-        return Clock(step, lr, self.executed, self.round.delay)
+        lr = float(self._shared.optimizer.param_groups[bucket.group].get("lr", math.nan))
+        return Clock(step, lr, self.executed, self.round.delay, self.link.size)
 
     def _carry(self, message: Tensor, state: State, clock: Clock) -> Tensor:
         """The message to the other workers and back, with the outer step in between. The ranks
@@ -103,21 +135,20 @@ class RunningRound:
         def combine(mean: Tensor) -> Tensor:
             return self.round.update.combine(mean.to(state_dtype(mean.dtype)), state, clock)
 
-        replica = self._shared.replica
+        replica = self._replica
         part = message.view(replica.size, -1)[replica.rank]
         result = self.round.exchange.run(self.link, part, combine)
         if replica.size == 1:
             return result
-        replica.all_gather(result.clone(), message)
+        replica.all_gather(result, message)
         return message
 
     # -- one step of the way ----
 
     def start(self, step: int) -> None:
         """Send this round's messages after ``step``; without a delay, fold the answers too."""
-        if self.round.part is not parameters and not self.round.update.slots:
-            self.buckets, self.states, self._groups = [], [], 0
-            self.grow()
+        if self.round.part is not parameters and not any(self.states):
+            self._select_again()
         if self.round.delay:
             messages = [self._launch(b, s, step) for b, s in self._pairs()]
             self.flights.append(Flight(step + self.round.delay, messages))
@@ -162,8 +193,9 @@ class RunningRound:
     def settle(self, step: int) -> None:
         """Come to rest, as an outer step above asks: nothing in flight, update settled."""
         self.fold_due(step, early=True)
-        for x, state, _ in self._stretches(step):
-            self.round.update.settle(x, state)
+        if self.round.update.every_step:
+            for x, state, _ in self._stretches(step):
+                self.round.update.settle(x, state)
 
     def before_step(self, step: int) -> None:
         """The update's `before_step` on every parameter; ``step`` is the one about to be taken."""
@@ -182,8 +214,12 @@ class RunningRound:
         to it in place is written back."""
         for bucket, state in self._pairs():
             clock = self._clock(bucket, step)
-            here = {name: t for name, t in state.items() if t.shape[:1] != (bucket.length,)}
-            cut = {name: bucket.split(t) for name, t in state.items() if name not in here}
+            cut = {
+                name: bucket.split(t)
+                for name, t in state.items()
+                if t.dim() and not self.is_owned(name, t)
+            }
+            here = {name: t for name, t in state.items() if name not in cut}
             for index, segment in enumerate(bucket.segments):
                 x = segment.view()
                 stretch = {name: pieces[index] for name, pieces in cut.items()}
@@ -193,7 +229,7 @@ class RunningRound:
     def _forget(self) -> None:
         """The optimiser's own state for this round's parameters, as before its first step."""
         for group in self.round.part(self._shared.model, self._shared.optimizer):
-            for p in group:
+            for p in group.values():
                 self._shared.optimizer.state.pop(p, None)
 
     # -- what the workers agree on ----
@@ -208,7 +244,7 @@ class RunningRound:
 
     def _whole(self, owned: Tensor, bucket: Bucket) -> Tensor:
         """A bucket's tensor from the slices of it that its owners keep."""
-        replica = self._shared.replica
+        replica = self._replica
         for link, length in ((self.link, bucket.length // replica.size), (replica, bucket.length)):
             if owned.numel() < length:
                 gathered = owned.new_empty(length)

@@ -77,7 +77,6 @@ class Synchronizer:
         self._fingerprint: Tensor | None = None
         self._handles: list[RemovableHandle] = []
         self._rounds_done = 0
-        self._unwrap: Callable[[], None] = lambda: None
         self.step = 0
         """Optimiser steps taken since `laconic.attach`."""
         self._agree_on_setup()
@@ -85,7 +84,7 @@ class Synchronizer:
         self._start_rounds()
         self._groups = len(optimizer.param_groups)
         self._handles += [
-            optimizer.register_step_pre_hook(lambda *_: self._before_step()),
+            optimizer.register_step_pre_hook(self._pre_hook),
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
         ]
         self._status("computing")
@@ -97,7 +96,7 @@ class Synchronizer:
             [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in group["params"]]
             for group in self._optimizer.param_groups
         ]
-        text = repr((describe(self._recipe), groups, self._average_buffers))
+        text = repr((self._describe(), groups, self._workers.size))
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
         everyone = self._gather(torch.tensor([digest], dtype=torch.int64)).flatten().tolist()
         other = [rank for rank, value in enumerate(everyone) if value != everyone[0]]
@@ -106,6 +105,11 @@ class Synchronizer:
                 f"ranks {other} attach something else than rank 0: recipe, buffers=, and the "
                 "optimiser's parameters (groups, shapes, dtypes, requires_grad) must be alike"
             )
+
+    def _describe(self) -> str:
+        """What decides which rounds there are, but for the number of ranks."""
+        own = tuple(r for r in self._recipe if r.over != "replica")
+        return f"{describe(own)}, buffers={'average' if self._average_buffers else 'keep'}"
 
     def _broadcast(self, tensors: Sequence[Tensor] | None = None) -> None:
         """Rank 0's parameters and buffers to everyone."""
@@ -125,18 +129,26 @@ class Synchronizer:
             RunningRound(r, self._links[r.over], self._shared) for r in self._all_rounds()
         ]
         self._names = [running.round.name for running in self._rounds]
-        self._names += ["finish()", "consensus()", "mean()", "load_state_dict()"]
+        self._names += ["gradients", "finish()", "consensus()", "mean()", "load_state_dict()"]
         for running in self._rounds:
             running.grow()
         self._gradient_rounds = [
-            GradientRound(
-                self._links[r.over], self._lane, self._optimizer, partial(self._averages, r)
-            )
-            for r in self._recipe
-            if r.on == "gradients"
+            (r, self._gradient_round(r)) for r in self._recipe if r.on == "gradients"
         ]
-        for gradient_round in self._gradient_rounds:
-            gradient_round.before_first = self._before_first_gradients
+
+    def _gradient_round(self, r: Round) -> GradientRound:
+        link = self._links[r.over]
+
+        def active() -> bool:
+            return self._sync_gradients and r.when(self.step + 1)
+
+        def announce() -> Callable[[], None]:
+            if self.step == 0:
+                self._note_fingerprint()
+            self._status(f"gradient round of step {self.step + 1}")
+            return partial(link.agree, self.step, self._names.index("gradients"), self._names)
+
+        return GradientRound(link, self._lane, self._optimizer, active, announce)
 
     def _all_rounds(self) -> list[Round]:
         """The recipe's parameter rounds, each followed by the averaging of optimiser state that
@@ -149,21 +161,20 @@ class Synchronizer:
                     rounds.append(Round(r.when, Average(), Mean(), optimizer_state, over=r.over))
         if rounds and self._average_buffers and module_buffers(self._model, self._optimizer)[0]:
             when = any_of(*(r.when for r in rounds))
-            rounds.append(Round(when, Average(), Mean(), module_buffers))
+            rounds.append(Round(when, Average(), Mean(), module_buffers, over="world"))
         return rounds
-
-    def _averages(self, r: Round) -> bool:
-        """Whether the backward passes of the step under way average gradients for ``r``."""
-        return self._sync_gradients and r.when(self.step + 1)
 
     # -- one step ----
 
     @torch.no_grad()
-    def _before_step(self) -> None:
-        if self.step == 0:
-            self._note_fingerprint()
-        for gradient_round in self._gradient_rounds:
-            gradient_round.flush()
+    def _before_step(self, closure: bool) -> None:
+        """The optimiser is about to step; with a closure, its gradients are still to come."""
+        if len(self._optimizer.param_groups) > self._groups:
+            self._grow()
+        if not closure:
+            if self.step == 0:
+                self._note_fingerprint()
+            self.average_gradients()
         for running in self._rounds:
             running.before_step(self.step + 1)
 
@@ -171,18 +182,19 @@ class Synchronizer:
     def _after_step(self) -> None:
         self.step += 1
         if self.step == 1:
+            self._note_fingerprint()
             self._warn_of_identical_gradients()
-        for gradient_round in self._gradient_rounds:
-            gradient_round.averaged = False
-            gradient_round.refresh()
+        for r, gradient_round in self._gradient_rounds:
+            gradient_round.after_step(r.when(self.step + 1))
         for running in self._rounds:
             running.after_step(self.step)
         for code, running in enumerate(self._rounds):
             running.fold_due(self.step)
             if running.round.when(self.step):
                 self._run(code, running)
-        if len(self._optimizer.param_groups) > self._groups:
-            self._grow()
+
+    def _pre_hook(self, _: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self._before_step(closure=bool(args) or options.get("closure") is not None)
 
     def _run(self, code: int, running: RunningRound) -> None:
         if running.round.update.settles:
@@ -191,18 +203,20 @@ class Synchronizer:
                     other.settle(self.step)
         self._status(f"{running.round.name} after step {self.step}")
         if running.round.exchange.agrees:
-            self._announce(code, running.link)
+            announce = partial(running.link.agree, self.step, code, self._names)
+            if running.round.delay:
+                self._lane.submit(announce)  # beside the training, like the messages it announces
+            else:
+                self._lane.call(announce)
         running.start(self.step)
         self._rounds_done += 1
         self._status("computing")
 
-    def _announce(self, code: int, link: Link) -> None:
-        """Tell the other ranks which call comes next, on the link that it will use."""
-        self._lane.call(partial(link.agree, self.step, code, self._names))
-
     def _call(self, name: str) -> None:
+        """Tell the other ranks which call of the user's comes next."""
         self._status(f"{name} after step {self.step}")
-        self._announce(self._names.index(name), self._workers)
+        code = self._names.index(name)
+        self._lane.call(partial(self._world.agree, self.step, code, self._names))
 
     def _status(self, text: str) -> None:
         self._world.status(f"{text} ({self.step} steps done)")
@@ -217,21 +231,21 @@ class Synchronizer:
 
     # -- are the workers reading the same batches? ----
 
-    def _before_first_gradients(self) -> None:
-        if self.step == 0:
-            self._note_fingerprint()
-        self._status(f"gradient round of step {self.step + 1}")
-
     def _note_fingerprint(self) -> None:
         """Two sums over this rank's own gradients, before they are averaged."""
         if self._fingerprint is None:
-            own = [local(p.grad).double() for p in self._held() if p.grad is not None]
-            sums = [torch.stack([g.sum(), g.square().sum()]).to(self._device) for g in own]
-            zero = torch.zeros(2, dtype=torch.float64, device=self._device)
-            self._fingerprint = torch.stack([zero, *sums]).sum(0)
+            total = torch.zeros(2, dtype=torch.float64, device=self._device)
+            for p in self._held():
+                if p.grad is not None and not p.grad.is_sparse:
+                    g = local(p.grad)
+                    norm = torch.linalg.vector_norm(
+                        g, dtype=torch.promote_types(g.dtype, torch.float64)
+                    )
+                    total += torch.stack([g.sum(dtype=norm.dtype).abs(), norm]).to(total)
+            self._fingerprint = total
 
     def _warn_of_identical_gradients(self) -> None:
-        assert self._fingerprint is not None, "the optimiser's pre-step hook comes first"
+        assert self._fingerprint is not None, "noted before or after the first step"
         everyone = self._gather(self._fingerprint).tolist()
         if len(everyone) > 1 and everyone[0][1] > 0 and all(f == everyone[0] for f in everyone):
             warnings.warn(
@@ -260,15 +274,20 @@ class Synchronizer:
         }
         for running in anchored:
             running.write_anchor()
-        groups = [
-            [p for p in group["params"] if id(p) not in covered]
-            for group in self._optimizer.param_groups
-        ]
-        mean = groups if self._workers_differ() else []
-        buffers = module_buffers(self._model, self._optimizer) if self._average_buffers else []
-        for bucket in bucketize([*mean, *buffers], self._workers.size):
+        if self._workers_differ():
+            groups = [
+                [p for p in group["params"] if id(p) not in covered]
+                for group in self._optimizer.param_groups
+            ]
+            self._write_mean(groups, self._workers)
+        if self._average_buffers:
+            buffers = module_buffers(self._model, self._optimizer)
+            self._write_mean([list(group.values()) for group in buffers], self._world)
+
+    def _write_mean(self, groups: Sequence[Sequence[Tensor]], link: Link) -> None:
+        for bucket in bucketize(groups, link.size):
             flat = bucket.pack(bucket.empty())
-            self._lane.call(partial(self._workers.mean, flat))
+            self._lane.call(partial(link.mean, flat))
             bucket.unpack(flat)
 
     def _workers_differ(self) -> bool:
@@ -320,21 +339,12 @@ class Synchronizer:
         """Whether the optimiser's steps still run the rounds."""
         return bool(self._handles)
 
-    def count_skipped_steps(self, scaler: torch.amp.GradScaler) -> None:
-        """Count steps that ``scaler`` skips after an overflow, on this rank alone perhaps: the
-        optimiser's hooks do not see them, and ranks that disagree on the step wait in vain."""
-        original = scaler.step
-
-        def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-            before = self.step
-            result = original(optimizer, *args, **kwargs)
-            if optimizer is self._optimizer and self.step == before and self.attached:
-                self._before_step()
-                self._after_step()
-            return result
-
-        scaler.step = step  # type: ignore[method-assign]
-        self._unwrap = partial(setattr, scaler, "step", original)
+    def step_skipped(self) -> None:
+        """Count a step that the optimiser did not take: a GradScaler skips one after an overflow,
+        on this rank alone perhaps, and ranks that disagree on the step would wait in vain."""
+        with torch.no_grad():
+            self._before_step(closure=False)
+            self._after_step()
 
     def detach(self) -> None:
         """Take the hooks off the optimiser and the parameters; no communication. The model keeps
@@ -342,12 +352,10 @@ class Synchronizer:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._unwrap()
-        for gradient_round in self._gradient_rounds:
+        for _, gradient_round in self._gradient_rounds:
             gradient_round.detach()
         self._lane.close()
-        for link in self._links.values():
-            link.close()
+        self._status("detached")
 
     def __enter__(self) -> Synchronizer:
         return self
@@ -373,8 +381,9 @@ class Synchronizer:
         communication; waits for what is in flight, and stores it as arrived but not folded."""
         return {
             "version": checkpoint.VERSION,
-            "recipe": describe(self._recipe),
+            "recipe": self._describe(),
             "ranks": self._world.size,
+            "workers": self._workers.size,
             "rank": self._world.rank,
             "step": self.step,
             "parameters": checkpoint.checksum(self._held()),
@@ -391,7 +400,7 @@ class Synchronizer:
         """
         parts = [state] if isinstance(state, Mapping) else list(state)
         problem = self._load(parts)
-        self._announce(self._names.index("load_state_dict()"), self._world)
+        self._call("load_state_dict()")
         everyone = self._gather(torch.tensor([float(problem is not None)])).flatten().tolist()
         failed = [rank for rank, value in enumerate(everyone) if value]
         if failed:
@@ -399,33 +408,54 @@ class Synchronizer:
 
     def _load(self, parts: Sequence[Mapping[str, Any]]) -> str | None:
         """Load, and return what is wrong rather than raise it on one rank alone."""
+        try:
+            mine = self._own_part(parts)
+            for index, running in enumerate(self._rounds):
+                checkpoint.load_round(running, [part["rounds"][index] for part in parts], mine)
+            self.step = int(parts[mine or 0]["step"])
+        except ValueError as error:
+            return str(error)
+        except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+            return f"this is not what sync.state_dict() returned: {type(error).__name__}: {error}"
+        return None
+
+    def _own_part(self, parts: Sequence[Mapping[str, Any]]) -> int | None:
+        """Which of ``parts`` to take as it is; None where they must be cut anew."""
         saved, rank = parts[0], self._world.rank
-        same = saved["ranks"] == self._world.size
-        if saved["recipe"] != describe(self._recipe):
-            return f"the state was saved with another recipe: {saved['recipe']}"
+        ranks, workers = self._world.size, self._workers.size
+        if saved["version"] != checkpoint.VERSION:
+            raise ValueError(f"the state has version {saved['version']}, not {checkpoint.VERSION}")
+        if saved["recipe"] != self._describe():
+            raise ValueError(f"the state was saved with another recipe: {saved['recipe']}")
+        same = (saved["ranks"], saved["workers"]) == (ranks, workers)
         if len(parts) not in (1, saved["ranks"]) or (len(parts) == 1 and not same):
-            return (
-                f"the state was saved by {saved['ranks']} ranks and there are {self._world.size} "
-                "now: pass the list of all ranks' states, in rank order"
+            raise ValueError(
+                f"the state was saved by {saved['ranks']} ranks in {saved['workers']} workers, and "
+                f"there are {ranks} in {workers} now: pass the list of all ranks' states, by rank"
             )
-        mine = (0 if len(parts) == 1 else rank) if same else None
-        own = parts[mine or 0]
-        if mine is not None and own["rank"] != rank:
-            return f"this is rank {rank}, and the state is rank {own['rank']}'s: each loads its own"
-        if mine is not None and own["parameters"] != checkpoint.checksum(self._held()):
-            return (
+        if not same:
+            return None
+        mine = 0 if len(parts) == 1 else rank
+        if parts[mine]["rank"] != rank:
+            raise ValueError(
+                f"this is rank {rank}, and the state is rank {parts[mine]['rank']}'s: each rank "
+                "saves and loads its own"
+            )
+        if parts[mine]["parameters"] != checkpoint.checksum(self._held()):
+            raise ValueError(
                 "the model's parameters are not those that were saved with this state: load the "
                 "model saved by this rank, after laconic.attach and before sync.load_state_dict"
             )
-        try:
-            for index, running in enumerate(self._rounds):
-                checkpoint.load_round(running, [part["rounds"][index] for part in parts], mine)
-        except ValueError as error:
-            return str(error)
-        self.step = own["step"]
-        return None
+        return mine
 
     # -- for the user's loop ----
+
+    def average_gradients(self) -> None:
+        """Average the gradients now, if the recipe does so in this step and no backward pass did:
+        for a rank that had no loss to differentiate, before it clips. ``optimizer.step()`` does it
+        by itself otherwise."""
+        for _, gradient_round in self._gradient_rounds:
+            gradient_round.before_step()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -441,8 +471,9 @@ class Synchronizer:
         """The mean of a number (a loss) over all ranks; every rank must call it."""
         own = torch.as_tensor(value, dtype=torch.float64).detach().reshape(1).to(self._device)
         own = own.clone()
-        self._announce(self._names.index("mean()"), self._world)
+        self._call("mean()")
         self._lane.call(partial(self._world.mean, own))
+        self._status("computing")
         return float(own)
 
     def stats(self) -> Stats:

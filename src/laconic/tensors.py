@@ -16,46 +16,37 @@ from torch.optim import Optimizer
 BUCKET_BYTES = 25 * 2**20
 """Most bytes a bucket holds: large enough that bytes, not messages, take the time."""
 
-Selector = Callable[[nn.Module, Optimizer], list[list[Tensor]]]
-"""Which tensors a round is about: the tensors by parameter group, in the same order on every
-rank. Called once for `parameters`, before every round for the others."""
+Selector = Callable[[nn.Module, Optimizer], list[dict[str, Tensor]]]
+"""Which tensors a round is about: named tensors by parameter group. Asked once by updates that
+keep state and for `parameters`; before every round by the others, which then take the names that
+all ranks have."""
 
 
-def parameters(model: nn.Module, optimizer: Optimizer) -> list[list[Tensor]]:
+def parameters(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Tensor]]:
     """All parameters of the optimiser, in group order: the papers' ``x``."""
-    return [list(group["params"]) for group in optimizer.param_groups]
+    return [
+        {str(index): p for index, p in enumerate(group["params"])}
+        for group in optimizer.param_groups
+    ]
 
 
-def optimizer_state(model: nn.Module, optimizer: Optimizer) -> list[list[Tensor]]:
-    """The floating-point state that the optimiser keeps for its parameters (momenta, counters).
-
-    A parameter that never had a gradient on this rank has no state here but may have elsewhere:
-    it takes part with zeros, and what comes back for it is dropped.
-    """
-    groups = []
-    for group in optimizer.param_groups:
-        states = [(p, optimizer.state.get(p, {})) for p in group["params"]]
-        shapes = {
-            name: value.dim()
-            for _, state in states
-            for name, value in state.items()
-            if isinstance(value, Tensor) and value.is_floating_point()
+def optimizer_state(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Tensor]]:
+    """The floating-point state that the optimiser keeps for its parameters (momenta); counters,
+    which are alike on all workers, are left alone."""
+    return [
+        {
+            f"{index}.{name}": value
+            for index, p in enumerate(group["params"])
+            for name, value in optimizer.state.get(p, {}).items()
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dim()
         }
-        groups.append(
-            [
-                state[name]
-                if isinstance(state.get(name), Tensor)
-                else torch.zeros_like(p if shapes[name] else p.new_zeros(()))
-                for name in sorted(shapes)
-                for p, state in states
-            ]
-        )
-    return groups
+        for group in optimizer.param_groups
+    ]
 
 
-def module_buffers(model: nn.Module, optimizer: Optimizer) -> list[list[Tensor]]:
+def module_buffers(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Tensor]]:
     """The model's floating-point buffers (running statistics; integer counters are left alone)."""
-    return [[b for b in model.buffers() if b.is_floating_point()]]
+    return [{name: b for name, b in model.named_buffers() if b.is_floating_point()}]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -73,13 +64,25 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def mean_in_rank_order(tensors: Sequence[Tensor], *, reuse: bool = False) -> Tensor:
-    """``(x_0 + x_1 + ... ) / n``, added in this order, in float32 at least; with ``reuse`` in
-    place of ``x_0`` where its dtype allows."""
-    total = tensors[0].to(state_dtype(tensors[0].dtype), copy=not reuse)
+def mean_in_rank_order(tensors: Sequence[Tensor]) -> Tensor:
+    """``(x_0 + x_1 + ... ) / n``, added in this order, in float32 at least."""
+    total = tensors[0].to(state_dtype(tensors[0].dtype), copy=True)
     for x in tensors[1:]:
         total += x
     return total.div_(len(tensors))
+
+
+def mean_in_ring_order(tensors: Sequence[Tensor]) -> Tensor:
+    """The mean as a ring adds it: slice k of n in the order ``x_{k+1} + x_{k+2} + ... + x_k``.
+    Half precision does not travel as sums, and is added in rank order."""
+    n, dtype = len(tensors), tensors[0].dtype
+    if dtype != state_dtype(dtype):
+        return mean_in_rank_order(tensors)
+    slices = [x.view(n, -1) for x in tensors]
+    means = [
+        mean_in_rank_order([slices[(k + 1 + hop) % n][k] for hop in range(n)]) for k in range(n)
+    ]
+    return torch.cat(means)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ the message can name who is gone, who hangs and who is somewhere else.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import os
 import socket
 import threading
@@ -37,32 +37,29 @@ class Beacon:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._server = socket.create_server((host, 0), family=family)
         self.address = f"{host}|{self._server.getsockname()[1]}"
-        self._status = "starting"
+        self.status = "starting"
         self._since = time.monotonic()
         threading.Thread(target=self._serve, daemon=True, name="laconic-beacon").start()
 
     def set(self, status: str) -> None:
         """What this process is doing from now on."""
-        self._status, self._since = status, time.monotonic()
+        self.status, self._since = status, time.monotonic()
 
     def _serve(self) -> None:
         while True:
-            try:
-                connection, _ = self._server.accept()
-            except OSError:
-                return  # closed
+            connection, _ = self._server.accept()
             with connection:
                 seconds = time.monotonic() - self._since
                 try:
-                    connection.sendall(f"{self._status}, for {seconds:.0f} s".encode())
+                    connection.sendall(f"{self.status}, for {seconds:.0f} s".encode())
                 except OSError:
                     continue  # who asked has gone
 
-    def close(self) -> None:
-        """Stop answering."""
-        with contextlib.suppress(OSError):  # not every system shuts a listening socket down
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
+
+@functools.cache
+def beacon() -> Beacon:
+    """This process's own, lit at the first call and as long as the process lives."""
+    return Beacon()
 
 
 def ask(address: str) -> str:

@@ -5,8 +5,10 @@ gives every rank one order of collectives."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -34,21 +36,23 @@ class Link(Protocol):
 
     def agree(self, step: int, code: int, names: Sequence[str]) -> None:
         """Announce the call about to be made after ``step`` steps, ``names[code]``; if the ranks
-        announce different ones, the next collective raises `LinkError` on all of them instead of
-        averaging what does not belong together. At most 256 names, alike on every rank."""
+        announce different ones, raises `LinkError` on all of them, before anything is averaged
+        that does not belong together. At most 256 names, alike on every rank."""
         ...
 
     def mean(self, x: Tensor) -> None:
-        """``x <- mean over ranks of x``, in place. The length is a multiple of n."""
+        """``x <- mean over ranks of x``, in place; the same bits on every rank."""
         ...
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """The mean of slice ``rank`` of ``x`` (length/n elements), summed in rank order, in
-        float32 at least. Overwrites ``x``; the result is valid until the next call."""
+        """The mean of slice ``rank`` of ``x`` (length/n elements), in float32 at least but with
+        NCCL, which sums in x's dtype. Overwrites ``x``, and may be a view of it. The length is a
+        multiple of n."""
         ...
 
     def all_gather(self, mine: Tensor, out: Tensor) -> None:
-        """``out`` <- the ranks' ``mine`` one after the other, cast to ``out``'s dtype."""
+        """``out`` <- the ranks' ``mine`` one after the other, cast to ``out``'s dtype. ``mine``
+        may be its own place in ``out``."""
         ...
 
     def broadcast(self, x: Tensor) -> None:
@@ -67,6 +71,12 @@ class Link(Protocol):
         """What this rank is doing, for other ranks' error messages."""
         ...
 
-    def close(self) -> None:
-        """Give back what the link holds; no communication."""
-        ...
+
+def common(link: Link, names: Sequence[str]) -> set[str]:
+    """Those of ``names`` that all ranks of ``link`` have."""
+    digests = [int.from_bytes(blake2b(n.encode(), digest_size=7).digest(), "big") for n in names]
+    counts = link.gather(torch.tensor([len(names)])).flatten().tolist()
+    padded = torch.zeros(max(counts), dtype=torch.int64)
+    padded[: len(names)] = torch.tensor(digests, dtype=torch.int64)
+    held = [set(row.tolist()) for row in link.gather(padded)] if max(counts) else []
+    return {n for n, d in zip(names, digests, strict=True) if all(d in own for own in held)}

@@ -1,10 +1,9 @@
 """Workers as threads of one process: exact, fast, the same from run to run.
 
 Only one worker runs at a time. A worker keeps the turn until it waits on a link; then the next
-one gets it, with its own random state. So a simulated run is the real run, bit for bit wherever
-the reduction is exact: sums are taken in rank order, which is also what `TorchLink` does when it
-reduces by slices; gloo's and NCCL's own all-reduce sum in an order of theirs, which shows from
-three workers on, in the last digits.
+one gets it, with its own random state. Sums are taken in the order in which `TorchLink` takes
+them on the CPU, so a simulated run is the real run, bit for bit. (NCCL sums in an order of its
+own, which shows from three workers on, in the last digits.)
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from laconic.errors import LinkError, check_int
 from laconic.links.link import Link
-from laconic.tensors import mean_in_rank_order
+from laconic.tensors import mean_in_rank_order, mean_in_ring_order
 
 T = TypeVar("T")
 Compute = Callable[[list[Tensor]], Tensor]
@@ -159,14 +158,15 @@ class SimulatedLink:
         self._meet(call, torch.empty(0), lambda _: torch.empty(0))
 
     def mean(self, x: Tensor) -> None:
-        x.copy_(self._meet("mean", x, mean_in_rank_order))
+        order = mean_in_rank_order if x.numel() % self.size else mean_in_ring_order
+        x.copy_(self._meet("mean", x, order))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        mean = self._meet("reduce_scatter", x, mean_in_rank_order)
+        mean = self._meet("reduce_scatter", x, mean_in_ring_order)
         return mean.view(self.size, -1)[self.rank].clone()
 
     def all_gather(self, mine: Tensor, out: Tensor) -> None:
-        out.copy_(self._meet("all_gather", mine, torch.cat))
+        out.copy_(self._meet("all_gather", mine.to(out.dtype), torch.cat))
 
     def broadcast(self, x: Tensor) -> None:
         x.copy_(self._meet("broadcast", x, lambda everyone: everyone[0].clone()))
@@ -180,9 +180,6 @@ class SimulatedLink:
 
     def status(self, text: str) -> None:
         """Nothing to tell: errors name the calls in which workers wait."""
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 def single_link() -> Link:

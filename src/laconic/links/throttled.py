@@ -77,6 +77,3 @@ class Throttled:
 
     def status(self, text: str) -> None:
         self.link.status(text)
-
-    def close(self) -> None:
-        self.link.close()

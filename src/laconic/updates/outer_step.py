@@ -41,7 +41,7 @@ class OuterStep(Update):
     anchor = "anchor"
 
     def init(self, x: Tensor) -> State:
-        state = {"anchor": x.clone()}
+        state = {"anchor": x}
         if self.outer is None and self.momentum:
             state["m"] = torch.zeros_like(x)
         return state

@@ -5,6 +5,7 @@ SlowMo: Wang et al., ICLR 2020, arXiv 1910.00643, Algorithm 1, lines 5-8.
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 from typing import ClassVar
@@ -39,11 +40,13 @@ class SlowMomentum(Update):
     settles = True
 
     def init(self, x: Tensor) -> State:
-        return {"anchor": x.clone(), "u": torch.zeros_like(x), "lr": torch.tensor(0.0)}
+        return {"anchor": x, "u": torch.zeros_like(x), "lr": torch.tensor(0.0)}
 
     def combine(self, mean: Tensor, state: State, clock: Clock) -> Tensor:
         a, u, lr = state["anchor"], state["u"], clock.lr
         d = torch.sub(a, mean, out=mean)  # d = a - mean(x), in the room of the mean
+        if math.isnan(lr):
+            raise ValueError("SlowMo needs an optimiser whose parameter groups have an lr")
         if lr == 0:
             return a.sub_(d, alpha=self.lr)  # a <- a - alpha*d
         self._check_restart(state["lr"], lr)

@@ -1,0 +1,1 @@
+"""What laconic costs, as ratios measured side by side: ``make bench``."""

@@ -1,0 +1,74 @@
+"""Run every benchmark and print its figures beside the bounds that the project sets itself.
+
+    python -m benchmarks [NAME ...]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measure import Figure
+from laconic.lab.cluster import Cluster, Loopback, NamespacesUnavailable, launch
+
+ALL = {
+    # name: (processes, whether they need a 100 Mbit/s network, what it measures)
+    "step": (1, False, "a step without a round, attached / bare, text model"),
+    "round": (4, False, "a local_sgd round / a bare flat all-reduce of the same bytes"),
+    "round2": (2, False, "the same with two processes"),
+    "ddp": (4, False, "a step under ddp() / under torch's DistributedDataParallel, text model"),
+    "slow": (4, True, "a round at 100 Mbit/s / its bytes over the rate"),
+    "memory": (4, False, "extra memory / (8/n bytes per parameter and two buckets)"),
+}
+TIMEOUT = 600.0
+
+
+def run(name: str) -> list[Figure]:
+    """The figures of one benchmark, from processes of its own."""
+    processes, slow, _ = ALL[name]
+    cluster = Cluster(processes, bandwidth=100e6) if slow else Loopback(processes)
+    with cluster:
+        argv = [sys.executable, "-m", "benchmarks.measure", name.rstrip("2")]
+        job = launch(cluster, argv, env={"MALLOC_MMAP_THRESHOLD_": "1048576"})
+        outcomes = job.wait(TIMEOUT)
+        for outcome in outcomes:
+            if outcome.failed:
+                raise SystemExit(f"benchmark {name}: {outcome}\n{outcome.stderr}")
+        lines = [line for line in job.stdout(0).splitlines() if line.startswith("{")]
+    return [Figure(**json.loads(line)) for line in lines]
+
+
+def main() -> None:
+    names = sys.argv[1:] or list(ALL)
+    unknown = [name for name in names if name not in ALL]
+    if unknown:
+        raise SystemExit(f"no benchmark {unknown[0]!r}: choose from {', '.join(ALL)}")
+    table = Table(title="What laconic costs: medians of interleaved pairs")
+    for column in ("what", "median", "quartiles", "pairs", "bound", ""):
+        table.add_column(column)
+    for name in names:
+        what = ALL[name][2]
+        try:
+            figures = run(name)
+        except NamespacesUnavailable as error:
+            table.add_row(what, "-", "-", "-", "-", str(error))
+            continue
+        for f in figures:
+            quartiles = "" if f.low is None else f"{f.low:.3f} - {f.high:.3f}"
+            within = "within" if f.median <= f.bound else "beyond"
+            table.add_row(
+                f"{what}{': ' if f.detail else ''}{f.detail}",
+                f"{f.median:.3f}",
+                quartiles,
+                str(f.pairs),
+                f"{f.bound:.2f}",
+                within,
+            )
+    Console(width=None if Console().is_terminal else 140).print(table)
+
+
+if __name__ == "__main__":
+    main()

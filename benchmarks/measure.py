@@ -1,0 +1,176 @@
+"""The benchmarks themselves: one process of one of them. Started by ``python -m benchmarks``."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import laconic
+from laconic.lab import workloads
+from laconic.tensors import BUCKET_BYTES
+
+PAIRS = 40
+PARAMETERS = 865_280
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A ratio: its median over ``pairs``, quartiles where there are pairs, and its bound."""
+
+    detail: str
+    median: float
+    low: float | None
+    high: float | None
+    pairs: int
+    bound: float
+
+
+def say(figure: Figure) -> None:
+    if int(os.environ["RANK"]) == 0:
+        print(json.dumps(asdict(figure)), flush=True)
+
+
+def ratio(detail: str, ones: list[float], others: list[float], bound: float) -> Figure:
+    """Of pairs of times, pair by pair."""
+    ratios = [one / other for one, other in zip(ones, others, strict=True)]
+    low, median, high = statistics.quantiles(ratios, n=4)
+    return Figure(detail, median, low, high, len(ratios), bound)
+
+
+def slowest(seconds: float) -> float:
+    """The time of the rank that took longest."""
+    mine = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(mine, dist.ReduceOp.MAX)
+    return float(mine)
+
+
+def timed(job: Callable[[], object]) -> float:
+    """Seconds of ``job``, all ranks starting together, until the last has finished."""
+    dist.barrier()
+    start = time.perf_counter()
+    job()
+    return slowest(time.perf_counter() - start)
+
+
+def pairs(one: Callable[[], object], other: Callable[[], object], count: int = PAIRS) -> tuple[
+    list[float], list[float]
+]:
+    """Times of both, in turn, after a warm-up; each goes first in half of the pairs."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for index in range(count + 4):
+        order = (0, 1) if index % 2 else (1, 0)
+        for which in order:
+            seconds = timed((one, other)[which])
+            if index >= 4:
+                times[which].append(seconds)
+    return times
+
+
+class Training:
+    """The text model and its optimiser, and one training step of it."""
+
+    def __init__(self, wrap: bool = False) -> None:
+        rank = int(os.environ["RANK"])
+        self.workload = workloads.load("text")
+        torch.manual_seed(0)
+        self.model = self.workload.model()
+        self.optimizer = self.workload.optimizer(self.model)
+        self.forward: nn.Module = DistributedDataParallel(self.model) if wrap else self.model
+        self.batches = self.workload.batches(rank, dist.get_world_size(), 0)
+
+    def step(self) -> None:
+        loss = self.workload.loss(self.forward, next(self.batches))
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+
+def step() -> None:
+    bare, attached = Training(), Training()
+    laconic.attach(attached.model, attached.optimizer, laconic.local_sgd(10**9))
+    say(ratio("", *pairs(attached.step, bare.step), bound=1.02))
+
+
+def round() -> None:
+    training = Training()
+    # a step in which no parameter has a gradient moves nothing: the round is all there is to it
+    laconic.attach(training.model, training.optimizer, laconic.local_sgd(1))
+    flat = torch.randn(PARAMETERS)
+    ours, bare = pairs(training.optimizer.step, lambda: dist.all_reduce(flat), count=3 * PAIRS)
+    milliseconds = statistics.median(bare) * 1e3
+    say(ratio(f"n = {dist.get_world_size()}, {milliseconds:.1f} ms bare", ours, bare, bound=1.10))
+
+
+def ddp() -> None:
+    theirs, ours = Training(wrap=True), Training()
+    laconic.attach(ours.model, ours.optimizer, laconic.ddp())
+    say(ratio("", *pairs(ours.step, theirs.step), bound=1.05))
+
+
+def slow() -> None:
+    recipes = {
+        "local_sgd": laconic.local_sgd(1),
+        "slowmo": laconic.slowmo(None, 1),
+        "diloco": laconic.diloco(1),
+    }
+    n = dist.get_world_size()
+    ideal = 8 * 2 * (n - 1) / n * 4 * PARAMETERS / 100e6
+    for name, recipe in recipes.items():
+        training = Training()
+        sync = laconic.attach(training.model, training.optimizer, recipe)
+        times = [timed(training.optimizer.step) for _ in range(33)][3:]
+        sync.detach()
+        say(ratio(f"{name}, {ideal:.3f} s", times, [ideal] * len(times), bound=1.10))
+
+
+def peak() -> int:
+    """Most bytes of memory resident since the last `reset_peak`."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("VmHWM:")[1].split()[0])
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def memory() -> None:
+    count = 48 * 2**20
+    n = dist.get_world_size()
+    for name, recipe in (("slowmo", laconic.slowmo(None, 1)), ("diloco", laconic.diloco(1))):
+        model = nn.ParameterList([nn.Parameter(torch.ones(count // 16)) for _ in range(16)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        # the buffers of a first all-reduce of a bucket are the back end's, with laconic or without
+        dist.all_reduce(torch.ones(BUCKET_BYTES // 4))
+        reset_peak()
+        before = peak()
+        sync = laconic.attach(model, optimizer, recipe)
+        for _ in range(3):
+            optimizer.step()
+        extra = peak() - before
+        sync.detach()
+        allowed = 8 / n * count + 2 * BUCKET_BYTES
+        detail = f"{name}, {count / 2**20:.0f} Mi parameters, n = {n}, {extra / 2**20:.0f} MiB"
+        say(Figure(detail, extra / allowed, None, None, 1, 1.0))
+        del model, optimizer, sync
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    laconic.init()
+    {"step": step, "round": round, "ddp": ddp, "slow": slow, "memory": memory}[sys.argv[1]]()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,422 @@
+"""The byte ledger against the law it claims, the cost model against arithmetic, the throttled link
+against the clock."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import laconic as la
+from laconic import gradients, tensors
+from laconic.links import Ledger, Metered, Throttled, cost
+
+import gloo
+
+PERIOD, STEPS = 4, 14
+SHAPES = [(7, 5), (7,), (11, 7), (11,)]
+"""Odd sizes, so that the padding is seen."""
+WORKERS = [2, 3, 4]
+
+
+class Plain(nn.Module):
+    """Parameters of given shapes and dtypes, all of which get a gradient."""
+
+    def __init__(self, dtypes: list[torch.dtype]) -> None:
+        super().__init__()
+        self.all = nn.ParameterList(
+            nn.Parameter(torch.randn(shape, dtype=dtype))
+            for shape, dtype in zip(SHAPES, dtypes, strict=True)
+        )
+
+    def forward(self, scale: float) -> torch.Tensor:
+        return torch.stack([(scale * p.float() + 1).square().mean() for p in self.all]).sum()
+
+
+SINGLE = [torch.float32] * 4
+MIXED = [torch.float32, torch.bfloat16, torch.float32, torch.bfloat16]
+
+
+def padded(elements: int, n: int) -> int:
+    """Elements of a bucket: a multiple of n."""
+    return math.ceil(elements / n) * n
+
+
+def parameter_bytes(dtypes: list[torch.dtype], n: int) -> int:
+    """One bucket for each dtype (all of them small), padded to a multiple of n elements."""
+    total = 0
+    for dtype in set(dtypes):
+        pairs = zip(SHAPES, dtypes, strict=True)
+        elements = sum(math.prod(shape) for shape, d in pairs if d == dtype)
+        total += padded(elements, n) * dtype.itemsize
+    return total
+
+
+def ring(size: int, n: int) -> int:
+    """Bytes that a rank sends in an all-reduce of ``size`` bytes."""
+    assert 2 * (n - 1) * size % n == 0
+    return 2 * (n - 1) * size // n
+
+
+def exact_slices(size: int, n: int) -> int:
+    """Bytes that a rank sends in a reduce-scatter or an all-gather of ``size`` bytes."""
+    assert (n - 1) * size % n == 0
+    return (n - 1) * size // n
+
+
+def deltas(
+    recipe: la.Recipe, n: int, dtypes: list[torch.dtype] = SINGLE
+) -> list[list[dict[str, int]]]:
+    """By rank and step: bytes by collective that the step sent, those of nothing left out."""
+
+    def run(rank: int) -> list[dict[str, int]]:
+        torch.manual_seed(rank)
+        model = Plain(dtypes)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        sync, found = la.attach(model, optimizer, recipe), []
+        before = dict(sync.stats().bytes_by_collective)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model(1.0 + rank).backward()
+            optimizer.step()
+            after = dict(sync.stats().bytes_by_collective)
+            found.append(difference(before, after))
+            before = after
+        return found
+
+    return la.simulate(run, workers=n)
+
+
+def difference(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    changes = {name: size - before.get(name, 0) for name, size in after.items()}
+    return {name: size for name, size in changes.items() if size}
+
+
+FINGERPRINT = 16
+"""Bytes of the two sums by which ranks compare their first gradients, gathered once."""
+
+
+def announcement(n: int) -> int:
+    return ring(8 * n, n)
+
+
+@pytest.mark.parametrize("dtypes", [SINGLE, MIXED])
+@pytest.mark.parametrize("n", WORKERS)
+def test_ddp_sends_the_padded_gradients_once_a_step(n: int, dtypes: list[torch.dtype]) -> None:
+    expected = ring(parameter_bytes(dtypes, n), n)
+    for run in deltas(la.ddp(), n, dtypes):
+        assert [step.get("mean", 0) for step in run] == [expected] * STEPS
+        assert [step.get("gather", 0) for step in run] == [(n - 1) * FINGERPRINT] + [0] * 13
+        assert {name for step in run for name in step} <= {"mean", "gather", "agree"}
+
+
+@pytest.mark.parametrize("dtypes", [SINGLE, MIXED])
+@pytest.mark.parametrize("n", WORKERS)
+def test_local_sgd_sends_the_same_once_a_period(n: int, dtypes: list[torch.dtype]) -> None:
+    expected = ring(parameter_bytes(dtypes, n), n)
+    for run in deltas(la.local_sgd(PERIOD), n, dtypes):
+        for t, step in enumerate(run, 1):
+            due = t % PERIOD == 0
+            assert step.get("mean", 0) == due * expected
+            assert step.get("agree", 0) == due * announcement(n)
+            assert step.get("gather", 0) == (t == 1) * (n - 1) * FINGERPRINT
+
+
+@pytest.mark.parametrize("n", WORKERS)
+def test_a_delayed_round_costs_the_same(n: int) -> None:
+    plain = deltas(la.local_sgd(PERIOD), n)
+    assert deltas(la.local_sgd(PERIOD, delay=3), n) == plain
+
+
+@pytest.mark.parametrize("dtypes", [SINGLE, MIXED])
+@pytest.mark.parametrize("n", WORKERS)
+@pytest.mark.parametrize("recipe", [la.slowmo(None, PERIOD), la.diloco(PERIOD)])
+def test_a_sharded_outer_step_costs_one_all_reduce(
+    recipe: la.Recipe, n: int, dtypes: list[torch.dtype]
+) -> None:
+    each = exact_slices(parameter_bytes(dtypes, n), n)
+    for run in deltas(recipe, n, dtypes):
+        for t, step in enumerate(run, 1):
+            due = t % PERIOD == 0
+            assert step.get("reduce_scatter", 0) == step.get("all_gather", 0) == due * each
+            assert step.get("mean", 0) == 0
+    assert 2 * each == ring(parameter_bytes(dtypes, n), n)
+
+
+@pytest.mark.parametrize("n", WORKERS)
+@pytest.mark.parametrize(
+    "recipe", [la.slowmo(None, PERIOD, sharded=False), la.diloco(PERIOD, sharded=False)]
+)
+def test_an_unsharded_outer_step_is_one_all_reduce(recipe: la.Recipe, n: int) -> None:
+    expected = ring(parameter_bytes(SINGLE, n), n)
+    for run in deltas(recipe, n):
+        assert [step.get("mean", 0) for step in run[:PERIOD]] == [0, 0, 0, expected]
+        assert not {"reduce_scatter", "all_gather"} & {name for step in run for name in step}
+
+
+def test_rounds_without_average_send_nothing() -> None:
+    for run in deltas(la.slowmo(None, PERIOD, average=False), 3):
+        assert [set(step) for step in run] == [{"gather"}] + [set()] * (STEPS - 1)
+
+
+@pytest.mark.parametrize("n", WORKERS)
+@pytest.mark.parametrize("recipe", [la.ddp(), la.local_sgd(2), la.diloco(2)])
+def test_cutting_into_many_buckets_costs_padding_alone(
+    recipe: la.Recipe, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 40 bytes a bucket, 130 elements make 13 buckets of 10, each padded by itself."""
+    monkeypatch.setattr(tensors, "BUCKET_BYTES", 40)
+    monkeypatch.setattr(gradients, "FIRST_BYTES", 40)
+    elements = sum(map(math.prod, SHAPES))
+    assert elements == 130
+    expected = 13 * ring(4 * padded(10, n), n)
+    for run in deltas(recipe, n):
+        collectives = ("mean", "reduce_scatter", "all_gather")
+        assert sum(run[1].get(name, 0) for name in collectives) == expected
+
+
+@pytest.mark.parametrize("n", WORKERS)
+def test_calls_are_booked_each_under_its_own_name(n: int) -> None:
+    size = parameter_bytes(SINGLE, n)
+
+    def run(rank: int) -> dict[str, dict[str, int]]:
+        torch.manual_seed(rank)
+        model = Plain(SINGLE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        sync = la.attach(model, optimizer, la.slowmo(la.local_sgd(2), 4))
+        book = {"attach": dict(sync.stats().bytes_by_collective)}
+
+        def booked(name: str, call: Callable[[], Any]) -> None:
+            before = dict(sync.stats().bytes_by_collective)
+            call()
+            book[name] = difference(before, dict(sync.stats().bytes_by_collective))
+
+        booked("consensus", sync.consensus_state_dict)
+        booked("mean", partial(sync.mean, 1.0))
+        booked("finish", sync.finish)
+        booked("state_dict", sync.state_dict)
+        booked("load_state_dict", partial(sync.load_state_dict, sync.state_dict()))
+        total = sync.stats()
+        assert total.bytes_sent == total.bytes_received == sum(total.bytes_by_collective.values())
+        return book
+
+    anchors = 4 * padded(sum(map(math.prod, SHAPES)), n)
+    for book in la.simulate(run, workers=n):
+        attached = {name: value for name, value in book["attach"].items() if value}
+        assert (
+            attached
+            == {
+                "gather": (n - 1) * 2 * 8,  # nprocs_per_node, and the digest of the set-up
+                "broadcast": (n - 1) * 4 * sum(map(math.prod, SHAPES)) // n,
+            }
+            or attached["gather"] == (n - 1) * 8
+        )
+        consensus = {"agree": announcement(n), "all_gather": exact_slices(anchors, n)}
+        assert book["consensus"] == consensus
+        assert book["finish"] == consensus
+        assert book["mean"] == {"agree": announcement(n), "mean": 2 * (n - 1) * 8 // n}
+        assert book["state_dict"] == {}
+        assert book["load_state_dict"].keys() == {"agree", "gather"}
+    assert size == anchors
+
+
+def test_the_consensus_of_local_sgd_is_one_mean() -> None:
+    def run(rank: int) -> dict[str, int]:
+        model = Plain(SINGLE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        sync = la.attach(model, optimizer, la.local_sgd(2))
+        before = dict(sync.stats().bytes_by_collective)
+        with sync.consensus():
+            pass
+        return difference(before, dict(sync.stats().bytes_by_collective))
+
+    expected = {"agree": announcement(3), "mean": ring(parameter_bytes(SINGLE, 3), 3)}
+    assert la.simulate(run, workers=3) == [expected] * 3
+
+
+def over_gloo(rank: int, recipe: la.Recipe, workers: int) -> dict[str, int]:
+    torch.manual_seed(rank)
+    model = Plain(MIXED)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    sync = la.attach(model, optimizer, recipe, link=gloo.link_of(workers))
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(1.0 + rank).backward()
+        optimizer.step()
+    sync.detach()
+    return dict(sync.stats().bytes_by_collective)
+
+
+@pytest.mark.parametrize("recipe", [la.ddp(), la.local_sgd(2, delay=1), la.slowmo(None, 2)])
+def test_both_links_book_the_same(pool: gloo.Pool, recipe: la.Recipe) -> None:
+    def simulated(rank: int) -> dict[str, int]:
+        torch.manual_seed(rank)
+        model = Plain(MIXED)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        sync = la.attach(model, optimizer, recipe)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(1.0 + rank).backward()
+            optimizer.step()
+        return dict(sync.stats().bytes_by_collective)
+
+    assert pool.run(over_gloo, recipe, 3, ranks=3) == la.simulate(simulated, workers=3)
+
+
+def test_a_metered_link_books_what_passes_through_it() -> None:
+    """Every collective by hand, against the table of the cost model."""
+
+    def run(rank: int) -> dict[str, int]:
+        def wrap(link: la.links.Link) -> dict[str, int]:
+            ledger = Ledger()
+            metered = Metered(link, ledger)
+            metered.mean(torch.zeros(6))
+            metered.reduce_scatter(torch.zeros(9, dtype=torch.float64))
+            metered.all_gather(torch.zeros(2), torch.zeros(6))
+            metered.broadcast(torch.zeros(5, dtype=torch.uint8))
+            metered.gather(torch.zeros(7))
+            metered.split([[0, 1, 2]]).mean(torch.zeros(6))
+            assert ledger.bytes_sent == ledger.bytes_received == sum(ledger.by_collective.values())
+            return ledger.by_collective
+
+        return wrap(links[rank])
+
+    links: dict[int, la.links.Link] = {}
+
+    def keep(link: la.links.Link) -> la.links.Link:
+        links[link.rank] = link
+        return link
+
+    assert (
+        la.simulate(run, workers=3, link=keep)
+        == [
+            {
+                "mean": 2 * (2 * 2 * 24 // 3),
+                "reduce_scatter": 2 * 72 // 3,
+                "all_gather": 2 * 24 // 3,
+                "broadcast": 2 * 5 // 3,
+                "gather": 2 * 28,
+            }
+        ]
+        * 3
+    )
+
+
+# -- the cost model ----
+
+COUNTS = st.integers(min_value=1, max_value=64)
+SIZES = st.integers(min_value=0, max_value=2**40)
+
+
+@given(COUNTS, SIZES)
+@settings(deadline=None)
+def test_reduce_scatter_and_all_gather_make_a_mean(n: int, slice_bytes: int) -> None:
+    size = n * slice_bytes
+    parts = cost.reduce_scatter(size, n).bytes + cost.all_gather(size, n).bytes
+    assert parts == cost.mean(size, n).bytes == 2 * (n - 1) * slice_bytes
+
+
+@given(COUNTS, SIZES)
+@settings(deadline=None)
+def test_costs_are_whole_bytes_and_never_negative(n: int, size: int) -> None:
+    for law in (cost.mean, cost.reduce_scatter, cost.all_gather, cost.broadcast, cost.gather):
+        found = law(size, n)
+        assert isinstance(found.bytes, int) and found.bytes >= 0
+        assert (found.messages == 0) == (n == 1)
+        assert found.bytes == 0 or n > 1
+        assert found.bytes <= law(size + 1, n).bytes
+
+
+@given(st.integers(min_value=2, max_value=64), st.integers(min_value=1, max_value=2**30))
+@settings(deadline=None)
+def test_costs_by_the_table(n: int, each: int) -> None:
+    size = n * each
+    assert cost.mean(size, n) == cost.Cost(2 * (n - 1) * each, 2 * (n - 1))
+    assert cost.reduce_scatter(size, n) == cost.all_gather(size, n) == cost.Cost((n - 1) * each, 1)
+    assert cost.gather(size, n) == cost.Cost((n - 1) * size, 1)
+    broadcast = cost.broadcast(size, n)
+    assert broadcast.bytes == (n - 1) * each
+    assert 2 ** (broadcast.messages - 1) < n <= 2**broadcast.messages
+
+
+@given(SIZES, COUNTS, st.floats(1e3, 1e11), st.floats(0, 1))
+@settings(max_examples=50, deadline=None)
+def test_seconds(size: int, n: int, rate: float, latency: float) -> None:
+    found = cost.mean(size, n)
+    expected = found.messages * latency + found.bytes / (rate / 8)
+    assert math.isclose(found.seconds(rate, latency), expected, rel_tol=1e-12, abs_tol=1e-12)
+
+
+@pytest.mark.parametrize(("n", "seconds"), [(2, 0.320), (3, 0.427), (4, 0.480), (8, 0.560)])
+def test_four_megabytes_at_100_mbit(n: int, seconds: float) -> None:
+    assert math.isclose(cost.mean(4_000_000, n).seconds(1e8, 0.0), seconds, abs_tol=5e-4)
+
+
+# -- the throttled link ----
+
+
+def timed(elements: int, workers: int, bandwidth: str | None, latency: str) -> list[float]:
+    """Seconds of one mean, from the moment at which all workers stand before it."""
+
+    links: dict[int, la.links.Link] = {}
+
+    def keep(link: la.links.Link) -> la.links.Link:
+        links[link.rank] = link
+        return link
+
+    def run(rank: int) -> tuple[float, float]:
+        link = Throttled(links[rank], bandwidth, latency)
+        links[rank].gather(torch.zeros(1))
+        start = time.perf_counter()
+        link.mean(torch.zeros(elements))
+        return start, time.perf_counter()
+
+    times = la.simulate(run, workers=workers, link=keep)
+    last = max(start for start, _ in times)
+    return [end - last for _, end in times]
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "latency"), [("20mbit", "0"), (None, "100ms"), ("20mbit", "100ms")]
+)
+def test_a_throttled_mean_takes_the_cost_models_time(bandwidth: str | None, latency: str) -> None:
+    elements = 50_000
+    amount = cost.mean(4 * elements, 2)
+    rate = math.inf if bandwidth is None else 20e6
+    law = amount.seconds(rate, 0.0 if latency == "0" else 0.1)
+    assert law > 0.05
+    best = min(max(timed(elements, 2, bandwidth, latency)) for _ in range(3))
+    assert law <= best <= 1.3 * law + 0.05
+
+
+def test_a_throttled_link_is_never_too_fast() -> None:
+    for seconds in timed(60_000, 3, "20mbit", "1ms"):
+        assert seconds >= cost.mean(4 * 60_000, 3).seconds(20e6, 0.001)
+
+
+def test_a_throttled_run_computes_the_same_and_books_the_same() -> None:
+    def run(rank: int) -> tuple[list[float], dict[str, int], bool]:
+        torch.manual_seed(rank)
+        model = Plain(SINGLE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with la.attach(model, optimizer, la.slowmo(la.local_sgd(1), 2)) as sync:
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(1.0 + rank).backward()
+                optimizer.step()
+        stats = sync.stats()
+        flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
+        return flat, dict(stats.bytes_by_collective), stats.seconds_waiting >= 0.004
+
+    fast = la.simulate(run, workers=2)
+    slow = la.simulate(run, workers=2, link=lambda link: Throttled(link, "100mbit", "1ms"))
+    assert [r[:2] for r in fast] == [r[:2] for r in slow]
+    assert all(waited for _, _, waited in slow)
