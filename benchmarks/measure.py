@@ -147,6 +147,10 @@ def reset_peak() -> None:
 def memory() -> None:
     count = 48 * 2**20
     n = dist.get_world_size()
+    small = nn.Linear(4, 4)  # what a first use of any size costs is not the recipe's
+    warm = torch.optim.SGD(small.parameters(), lr=0.1)
+    laconic.attach(small, warm, laconic.slowmo(None, 1))
+    warm.step()
     for name, recipe in (("slowmo", laconic.slowmo(None, 1)), ("diloco", laconic.diloco(1))):
         model = nn.ParameterList([nn.Parameter(torch.ones(count // 16)) for _ in range(16)])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -188,7 +188,9 @@ def check_lost(said: dict[int, tuple[str, str]], story: Story) -> None:
         assert "checkpoint" in text, "no advice"
     for _, text in said.values():
         assert ROUNDS[story.recipe] in text, f"the round is not named: {text}"
-        assert re.search(rf"\b({AT}|{AT + 1})\b", text), f"the step is not named: {text}"
+        steps = range(AT - (story.recipe == "delayed"), AT + 2)
+        named = any(re.search(rf"\b{step}\b", text) for step in steps)
+        assert named, f"the step is not named: {text}"
 
 
 @pytest.mark.parametrize(
@@ -225,7 +227,8 @@ PLACES += [("ddp", "skips a step"), ("slowmo", "skips a step")]
 @pytest.mark.parametrize(("recipe", "deed"), PLACES)
 def test_ranks_that_are_at_different_places(context: Any, recipe: str, deed: str) -> None:
     """They meet, and find that they do not belong together: an error on all, and never an average
-    of what is not alike. A step skipped in the data alone shows at the end, in `finish()`."""
+    of what is not alike. A batch that was skipped shows at the next gradient round; where there
+    is none, at the end, in `finish()`."""
     story = Story(recipe, deed)
     with running(context, story) as run:
         assert run.hear(story.culprit, 60) == ("acts", "")
@@ -235,7 +238,7 @@ def test_ranks_that_are_at_different_places(context: Any, recipe: str, deed: str
         assert kind == "LinkError", text
         assert f"rank {story.culprit}" in text
         assert "same optimiser steps" in text, "no advice"
-        assert "finish()" in text
+        assert ("finish()" in text) == (deed == "finishes" or recipe == "slowmo")
 
 
 # -- the same in simulation ----

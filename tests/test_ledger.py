@@ -105,7 +105,8 @@ FINGERPRINT = 16
 
 
 def announcement(n: int) -> int:
-    return ring(8 * n, n)
+    """Bytes of the one word by which a rank tells every other which call comes next."""
+    return (n - 1) * 8
 
 
 @pytest.mark.parametrize("dtypes", [SINGLE, MIXED])
@@ -115,7 +116,8 @@ def test_ddp_sends_the_padded_gradients_once_a_step(n: int, dtypes: list[torch.d
     for run in deltas(la.ddp(), n, dtypes):
         assert [step.get("mean", 0) for step in run] == [expected] * STEPS
         assert [step.get("gather", 0) for step in run] == [(n - 1) * FINGERPRINT] + [0] * 13
-        assert {name for step in run for name in step} <= {"mean", "gather", "agree"}
+        assert [step.get("agree", 0) for step in run] == [announcement(n)] * STEPS
+        assert {name for step in run for name in step} == {"mean", "gather", "agree"}
 
 
 @pytest.mark.parametrize("dtypes", [SINGLE, MIXED])
@@ -320,8 +322,10 @@ SIZES = st.integers(min_value=0, max_value=2**40)
 @settings(deadline=None)
 def test_reduce_scatter_and_all_gather_make_a_mean(n: int, slice_bytes: int) -> None:
     size = n * slice_bytes
-    parts = cost.reduce_scatter(size, n).bytes + cost.all_gather(size, n).bytes
-    assert parts == cost.mean(size, n).bytes == 2 * (n - 1) * slice_bytes
+    parts = cost.reduce_scatter(size, n), cost.all_gather(size, n)
+    whole = cost.mean(size, n)
+    assert sum(part.bytes for part in parts) == whole.bytes == 2 * (n - 1) * slice_bytes
+    assert sum(part.messages for part in parts) == whole.messages
 
 
 @given(COUNTS, SIZES)
@@ -340,7 +344,8 @@ def test_costs_are_whole_bytes_and_never_negative(n: int, size: int) -> None:
 def test_costs_by_the_table(n: int, each: int) -> None:
     size = n * each
     assert cost.mean(size, n) == cost.Cost(2 * (n - 1) * each, 2 * (n - 1))
-    assert cost.reduce_scatter(size, n) == cost.all_gather(size, n) == cost.Cost((n - 1) * each, 1)
+    half = cost.Cost((n - 1) * each, n - 1)
+    assert cost.reduce_scatter(size, n) == cost.all_gather(size, n) == half
     assert cost.gather(size, n) == cost.Cost((n - 1) * size, 1)
     broadcast = cost.broadcast(size, n)
     assert broadcast.bytes == (n - 1) * each

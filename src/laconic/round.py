@@ -43,9 +43,9 @@ Combine = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Clock:
-    """What an update may know: the step (from 1), its group's current ``lr`` (NaN where the
-    optimiser has none), how many rounds of its kind were executed before this one, the round's
-    delay in steps, and how many workers take part."""
+    """What an update may know: the step (from 1), its group's current ``lr`` (NaN unless the
+    update uses it and the optimiser has one), how many rounds of its kind were executed before
+    this one, the round's delay in steps, and how many workers take part."""
 
     step: int
     lr: float
@@ -66,6 +66,8 @@ class Update:
     """Where each state tensor lives; those not listed live with the ``owner``."""
     anchor: ClassVar[str | None] = None
     """The state tensor that is the consensus of the workers; None: the mean of x is."""
+    uses_lr: ClassVar[bool] = False
+    """Whether ``clock.lr`` enters: buckets then hold one parameter group each, else any."""
     every_step: ClassVar[bool] = False
     """Whether `before_step`, `after_step` and `settle` do anything."""
     replaces: ClassVar[bool] = True

@@ -70,7 +70,9 @@ class RunningRound:
 
     def _add(self, groups: list[list[Tensor]]) -> None:
         pieces = self.link.size * self._replica.size
-        new = bucketize(groups, pieces, first_group=self._groups)
+        one_each = self.round.update.uses_lr
+        joined = groups if one_each else [[t for group in groups for t in group]]
+        new = bucketize(joined, pieces, first_group=self._groups)
         self._groups += len(groups)
         self.buckets += new
         self.states += [self._init(bucket) for bucket in new]
@@ -125,7 +127,8 @@ class RunningRound:
         return self._shared.scratch.take(bucket.length, bucket.dtype, bucket.device)
 
     def _clock(self, bucket: Bucket, step: int) -> Clock:
-        lr = float(self._shared.optimizer.param_groups[bucket.group].get("lr", math.nan))
+        group = self._shared.optimizer.param_groups[bucket.group]
+        lr = float(group.get("lr", math.nan)) if self.round.update.uses_lr else math.nan
         return Clock(step, lr, self.executed, self.round.delay, self.link.size)
 
     def _carry(self, message: Tensor, state: State, clock: Clock) -> Tensor:

@@ -64,25 +64,13 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def mean_in_rank_order(tensors: Sequence[Tensor]) -> Tensor:
-    """``(x_0 + x_1 + ... ) / n``, added in this order, in float32 at least."""
-    total = tensors[0].to(state_dtype(tensors[0].dtype), copy=True)
+def mean_in_rank_order(tensors: Sequence[Tensor], *, reuse: bool = False) -> Tensor:
+    """``(x_0 + x_1 + ... ) / n``, added in this order, in float32 at least; with ``reuse`` in the
+    room of ``x_0`` where its dtype allows."""
+    total = tensors[0].to(state_dtype(tensors[0].dtype), copy=not reuse)
     for x in tensors[1:]:
         total += x
     return total.div_(len(tensors))
-
-
-def mean_in_ring_order(tensors: Sequence[Tensor]) -> Tensor:
-    """The mean as a ring adds it: slice k of n in the order ``x_{k+1} + x_{k+2} + ... + x_k``.
-    Half precision does not travel as sums, and is added in rank order."""
-    n, dtype = len(tensors), tensors[0].dtype
-    if dtype != state_dtype(dtype):
-        return mean_in_rank_order(tensors)
-    slices = [x.view(n, -1) for x in tensors]
-    means = [
-        mean_in_rank_order([slices[(k + 1 + hop) % n][k] for hop in range(n)]) for k in range(n)
-    ]
-    return torch.cat(means)
 
 
 @dataclass(frozen=True)
@@ -94,11 +82,8 @@ class Segment:
     stop: int
 
     def view(self) -> Tensor:
-        """The elements, flat, sharing storage where the tensor is contiguous.
-
-        Looked up at every use: a user may rebind ``p.data`` between two rounds."""
-        flat = local(self.tensor)
-        return flat.reshape(-1)[self.start : self.stop]
+        """The elements, flat, sharing storage where the tensor is contiguous."""
+        return local(self.tensor).reshape(-1)[self.start : self.stop]
 
     def write(self, values: Tensor) -> None:
         """``values`` into the elements."""
@@ -110,41 +95,56 @@ class Segment:
             own.copy_(values.view(own.shape))
 
 
-@dataclass(frozen=True)
 class Bucket:
-    """Stretches of tensors of one parameter group, dtype and device, taken as one flat tensor of
-    ``length`` elements; the last ``length - numel`` of them are padding, always zero."""
+    """Stretches of tensors of one dtype and device (and of one parameter group, ``group``, where
+    it matters), taken as one flat tensor of ``length`` elements; the last ``length - numel`` of
+    them are padding, always zero."""
 
-    segments: tuple[Segment, ...]
-    group: int
-    dtype: torch.dtype
-    device: torch.device
-    length: int
-
-    @property
-    def numel(self) -> int:
+    def __init__(self, segments: Sequence[Segment], group: int, multiple: int) -> None:
+        self.segments = tuple(segments)
+        self.group = group
+        self.dtype = local(segments[0].tensor).dtype
+        self.device = local(segments[0].tensor).device
+        self.sizes = [s.stop - s.start for s in segments]
+        self.numel = sum(self.sizes)
         """Elements that are not padding."""
-        return sum(s.stop - s.start for s in self.segments)
+        self.length = -(-self.numel // multiple) * multiple
+        self._views: list[Tensor] | None = None
+        self._pointers: list[int] = []
 
     def empty(self) -> Tensor:
         """A flat tensor of the bucket's length, not filled."""
         return torch.empty(self.length, dtype=self.dtype, device=self.device)
 
+    def views(self) -> list[Tensor] | None:
+        """The stretches as flat views of the tensors' own storage; None if one is strided.
+
+        Made once, and again after a user rebinds ``p.data``."""
+        pointers = [s.tensor.data_ptr() for s in self.segments]
+        if self._views is None or pointers != self._pointers:
+            contiguous = all(local(s.tensor).is_contiguous() for s in self.segments)
+            self._views = [s.view() for s in self.segments] if contiguous else None
+            self._pointers = pointers
+        return self._views
+
     def pack(self, out: Tensor) -> Tensor:
         """The tensors' values, one after the other, into ``out``; returns it."""
-        numel = self.numel
-        torch.cat([s.view() for s in self.segments], out=out[:numel])
-        out[numel:].zero_()
+        torch.cat(self.views() or [s.view() for s in self.segments], out=out[: self.numel])
+        out[self.numel :].zero_()
         return out
 
     def unpack(self, flat: Tensor) -> None:
         """``flat`` back into the tensors."""
-        for segment, values in zip(self.segments, self.split(flat), strict=True):
-            segment.write(values)
+        views = self.views()
+        if views is not None:
+            torch._foreach_copy_(views, list(self.split(flat)))
+        else:
+            for segment, values in zip(self.segments, self.split(flat), strict=True):
+                segment.write(values)
 
     def split(self, flat: Tensor) -> Sequence[Tensor]:
         """``flat`` as one view for each segment."""
-        return torch.split(flat[: self.numel], [s.stop - s.start for s in self.segments])
+        return torch.split(flat[: self.numel], self.sizes)
 
 
 def _segments(tensors: Iterable[Tensor], first: int, most: int) -> Iterable[list[Segment]]:
@@ -186,18 +186,16 @@ def bucketize(
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for tensor in group:
             kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        for (dtype, device), tensors in kinds.items():
+        for (dtype, _), tensors in kinds.items():
             most = max(most_bytes // dtype.itemsize, 1)
             first = max((first_bytes or most_bytes) // dtype.itemsize, 1)
             for segments in _segments(tensors, first, most):
-                numel = sum(s.stop - s.start for s in segments)
-                length = -(-numel // multiple) * multiple
-                buckets.append(Bucket(tuple(segments), index, dtype, device, length))
+                buckets.append(Bucket(segments, index, multiple))
     return buckets
 
 
 class Scratch:
-    """Reused room for one bucket at a time, so that a round holds two buckets and no more."""
+    """Reused room for one bucket at a time: a round holds one bucket, and the link a slice."""
 
     def __init__(self) -> None:
         self._room: dict[tuple[torch.dtype, torch.device], Tensor] = {}

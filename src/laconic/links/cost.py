@@ -7,9 +7,9 @@ another:
 ==============  ===============  ==========  ========================================
 collective      bytes sent       messages    how it is carried
 ==============  ===============  ==========  ========================================
-mean            2(n-1)/n * B     2(n-1)      reduce_scatter and all_gather
-reduce_scatter  (n-1)/n * B      n-1         ring
-all_gather      (n-1)/n * B      n-1         ring (B: the gathered bytes)
+mean            2(n-1)/n * B     2           reduce_scatter, then all_gather
+reduce_scatter  (n-1)/n * B      1           direct exchange, then a local sum
+all_gather      (n-1)/n * B      1           direct exchange (B: the gathered bytes)
 broadcast       (n-1)/n * B      ceil(lb n)  tree; the mean over the ranks
 gather          (n-1) * B        1           direct exchange (B: one rank's bytes)
 ==============  ===============  ==========  ========================================
@@ -38,17 +38,17 @@ class Cost:
 
 def mean(size: int, n: int) -> Cost:
     """All-reduce of ``size`` bytes."""
-    return Cost(2 * (n - 1) * size // n, 2 * (n - 1))
+    return Cost(2 * (n - 1) * size // n, 2 * min(n - 1, 1))
 
 
 def reduce_scatter(size: int, n: int) -> Cost:
     """Reduce-scatter of ``size`` bytes: each rank ends with ``size/n``."""
-    return Cost((n - 1) * size // n, n - 1)
+    return Cost((n - 1) * size // n, min(n - 1, 1))
 
 
 def all_gather(size: int, n: int) -> Cost:
     """All-gather into ``size`` bytes: each rank starts with ``size/n``."""
-    return Cost((n - 1) * size // n, n - 1)
+    return Cost((n - 1) * size // n, min(n - 1, 1))
 
 
 def broadcast(size: int, n: int) -> Cost:

@@ -1,7 +1,7 @@
 """Workers as threads of one process: exact, fast, the same from run to run.
 
 Only one worker runs at a time. A worker keeps the turn until it waits on a link; then the next
-one gets it, with its own random state. Sums are taken in the order in which `TorchLink` takes
+one gets it, with its own random state. Sums are taken in rank order, as `TorchLink` takes
 them on the CPU, so a simulated run is the real run, bit for bit. (NCCL sums in an order of its
 own, which shows from three workers on, in the last digits.)
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from laconic.errors import LinkError, check_int
 from laconic.links.link import Link
-from laconic.tensors import mean_in_rank_order, mean_in_ring_order
+from laconic.tensors import mean_in_rank_order
 
 T = TypeVar("T")
 Compute = Callable[[list[Tensor]], Tensor]
@@ -158,11 +158,10 @@ class SimulatedLink:
         self._meet(call, torch.empty(0), lambda _: torch.empty(0))
 
     def mean(self, x: Tensor) -> None:
-        order = mean_in_rank_order if x.numel() % self.size else mean_in_ring_order
-        x.copy_(self._meet("mean", x, order))
+        x.copy_(self._meet("mean", x, mean_in_rank_order))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        mean = self._meet("reduce_scatter", x, mean_in_ring_order)
+        mean = self._meet("reduce_scatter", x, mean_in_rank_order)
         return mean.view(self.size, -1)[self.rank].clone()
 
     def all_gather(self, mine: Tensor, out: Tensor) -> None:

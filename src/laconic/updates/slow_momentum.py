@@ -37,6 +37,7 @@ class SlowMomentum(Update):
 
     slots: ClassVar[dict[str, Slot]] = {"anchor": "owner", "u": "owner", "lr": "everywhere"}
     anchor = "anchor"
+    uses_lr = True
     settles = True
 
     def init(self, x: Tensor) -> State:
