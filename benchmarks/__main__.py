@@ -15,23 +15,24 @@ from benchmarks.measure import Figure
 from laconic.lab.cluster import Cluster, Loopback, NamespacesUnavailable, launch
 
 ALL = {
-    # name: (processes, whether they need a 100 Mbit/s network, what it measures)
-    "step": (1, False, "a step without a round, attached / bare, text model"),
-    "round": (4, False, "a local_sgd round / a bare flat all-reduce of the same bytes"),
-    "round2": (2, False, "the same with two processes"),
-    "ddp": (4, False, "a step under ddp() / under torch's DistributedDataParallel, text model"),
-    "slow": (4, True, "a round at 100 Mbit/s / its bytes over the rate"),
-    "memory": (4, False, "extra memory / (8/n bytes per parameter and two buckets)"),
+    # name: (processes, whether they need a 100 Mbit/s network, arguments, what it measures)
+    "step": (1, False, ["step"], "a step without a round, attached / bare, text model"),
+    "round": (4, False, ["round"], "a local_sgd round / a bare flat all-reduce of the same bytes"),
+    "round2": (2, False, ["round"], "the same with two processes"),
+    "ddp": (4, False, ["ddp"], "a step under ddp() / under torch's DistributedDataParallel"),
+    "slow": (4, True, ["slow"], "a round at 100 Mbit/s / its bytes over the rate"),
+    "memory": (4, False, ["memory", "slowmo"], "extra memory / (8/n bytes each + two buckets)"),
+    "memory2": (4, False, ["memory", "diloco"], "extra memory / (8/n bytes each + two buckets)"),
 }
 TIMEOUT = 600.0
 
 
 def run(name: str) -> list[Figure]:
     """The figures of one benchmark, from processes of its own."""
-    processes, slow, _ = ALL[name]
+    processes, slow, arguments, _ = ALL[name]
     cluster = Cluster(processes, bandwidth=100e6) if slow else Loopback(processes)
     with cluster:
-        argv = [sys.executable, "-m", "benchmarks.measure", name.rstrip("2")]
+        argv = [sys.executable, "-m", "benchmarks.measure", *arguments]
         job = launch(cluster, argv, env={"MALLOC_MMAP_THRESHOLD_": "1048576"})
         outcomes = job.wait(TIMEOUT)
         for outcome in outcomes:
@@ -50,7 +51,7 @@ def main() -> None:
     for column in ("what", "median", "quartiles", "pairs", "bound", ""):
         table.add_column(column)
     for name in names:
-        what = ALL[name][2]
+        what = ALL[name][3]
         try:
             figures = run(name)
         except NamespacesUnavailable as error:

@@ -144,35 +144,34 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def memory() -> None:
+def memory(name: str) -> None:
     count = 48 * 2**20
     n = dist.get_world_size()
-    small = nn.Linear(4, 4)  # what a first use of any size costs is not the recipe's
+    recipe = {"slowmo": laconic.slowmo(None, 1), "diloco": laconic.diloco(1)}[name]
+    # what a first use of any size costs, and the back end's own buffers, are not the recipe's
+    small = nn.Linear(4, 4)
     warm = torch.optim.SGD(small.parameters(), lr=0.1)
-    laconic.attach(small, warm, laconic.slowmo(None, 1))
+    laconic.attach(small, warm, recipe)
     warm.step()
-    for name, recipe in (("slowmo", laconic.slowmo(None, 1)), ("diloco", laconic.diloco(1))):
-        model = nn.ParameterList([nn.Parameter(torch.ones(count // 16)) for _ in range(16)])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        # the buffers of a first all-reduce of a bucket are the back end's, with laconic or without
-        dist.all_reduce(torch.ones(BUCKET_BYTES // 4))
-        reset_peak()
-        before = peak()
-        sync = laconic.attach(model, optimizer, recipe)
-        for _ in range(3):
-            optimizer.step()
-        extra = peak() - before
-        sync.detach()
-        allowed = 8 / n * count + 2 * BUCKET_BYTES
-        detail = f"{name}, {count / 2**20:.0f} Mi parameters, n = {n}, {extra / 2**20:.0f} MiB"
-        say(Figure(detail, extra / allowed, None, None, 1, 1.0))
-        del model, optimizer, sync
+    dist.all_reduce(torch.ones(BUCKET_BYTES // 4))
+    model = nn.ParameterList([nn.Parameter(torch.ones(count // 16)) for _ in range(16)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reset_peak()
+    before = peak()
+    laconic.attach(model, optimizer, recipe)
+    for _ in range(3):
+        optimizer.step()
+    extra = peak() - before
+    allowed = 8 / n * count + 2 * BUCKET_BYTES
+    detail = f"{name}, {count / 2**20:.0f} Mi parameters, n = {n}, {extra / 2**20:.0f} MiB"
+    say(Figure(detail, extra / allowed, None, None, 1, 1.0))
 
 
 def main() -> None:
     torch.set_num_threads(1)
     laconic.init()
-    {"step": step, "round": round, "ddp": ddp, "slow": slow, "memory": memory}[sys.argv[1]]()
+    name, *arguments = sys.argv[1:]
+    {"step": step, "round": round, "ddp": ddp, "slow": slow, "memory": memory}[name](*arguments)
     os._exit(0)
 
 

@@ -307,7 +307,7 @@ def alternating(rank: int, recipe: la.Recipe, attach: bool, xs: list[Tensor]) ->
         torch.optim.SGD(model[0].parameters(), 0.2, momentum=0.9),
         torch.optim.SGD(model[2].parameters(), 0.1),
     ]
-    syncs = [la.attach(model, o, recipe) for o in optimizers] if attach else []
+    syncs = [la.attach(model, o, recipe, timeout=20) for o in optimizers] if attach else []
     for t, x in enumerate(xs):
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -607,7 +607,8 @@ def test_buffers_start_from_rank_0s() -> None:
             norm_of(model).running_mean += rank + 1
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         la.attach(model, optimizer, la.local_sgd(3), buffers="keep")
-        return norm_of(model).running_mean.clone()
+        mean: Tensor = norm_of(model).running_mean
+        return mean.clone()
 
     assert [x.tolist() for x in la.simulate(run, workers=WORKERS)] == [[1.0] * 4] * WORKERS
 
@@ -775,7 +776,7 @@ def test_one_worker_that_differs_is_enough_not_to_warn() -> None:
 def attached(rank: int, recipe: la.Recipe) -> tuple[nn.Module, Any, la.Synchronizer]:
     model = network(rank)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    return model, optimizer, la.attach(model, optimizer, recipe)
+    return model, optimizer, la.attach(model, optimizer, recipe, timeout=20)
 
 
 @pytest.mark.parametrize("make", [float, torch.tensor, lambda v: torch.tensor([v])])

@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import laconic as la
+from laconic.exchanges import Mean
+from laconic.round import Clock, Slot, State, Update
 from test_exactness import ROWS
 
 import gloo
@@ -148,6 +150,40 @@ def test_resume_with_workers_of_two_ranks(row: str, tmp_path: Path) -> None:
     saving = la.simulate(lambda r: straight(r, job, tmp_path), workers=4)
     for step in SAVES:
         tails = la.simulate(partial(_resumed, job, tmp_path, step), workers=4)
+        assert same([t for t, _ in saving], tails, step), f"saved after step {step}"
+
+
+@dataclass(frozen=True)
+class Homemade(Update):
+    """An update of a user's own, which needs all that may be kept: state of its own on every
+    worker, and the count of rounds before this one."""
+
+    slots: ClassVar[dict[str, Slot]] = {"sum": "private", "last": "private"}
+
+    def init(self, x: Tensor) -> State:
+        return {"sum": torch.zeros_like(x), "last": torch.tensor(0.0)}
+
+    def send(self, x: Tensor, state: State, clock: Clock) -> Tensor:
+        state["sum"] += x
+        state["last"].fill_(clock.step)
+        return x + 0.01 * state["sum"]
+
+    def combine(self, mean: Tensor, state: State, clock: Clock) -> Tensor:
+        return mean * (1.0 - 0.01 * clock.executed)
+
+
+HOMEMADE: dict[str, la.Recipe] = {
+    "at once": (la.Round(la.every(3), Homemade(), Mean()),),
+    "delayed": (la.Round(la.every(3), Homemade(), Mean(), delay=4),),
+}
+
+
+@pytest.mark.parametrize("name", HOMEMADE)
+def test_resume_of_an_update_of_ones_own(name: str, tmp_path: Path) -> None:
+    job = Job(HOMEMADE[name], 3, STEPS, lr=plain_lr)
+    saving = la.simulate(lambda r: straight(r, job, tmp_path), workers=3)
+    for step in SAVES:
+        tails = la.simulate(partial(_resumed, job, tmp_path, step), workers=3)
         assert same([t for t, _ in saving], tails, step), f"saved after step {step}"
 
 
@@ -491,15 +527,18 @@ def test_recipes_without_state_go_on_with_another_number(ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "text"),
+    ("recipe", "text"),
     [
-        ("diloco(4, delay=3)", "flight"),
-        ("local_sgd(3, delay=7)", "flight"),
-        ("slowmo(local_sgd(2), 6, no average)", "own"),
+        (la.diloco(4, delay=3), "flight"),
+        (la.local_sgd(3, delay=7), "flight"),
+        (la.slowmo(la.local_sgd(2), 6, average=False), "own"),
+        (HOMEMADE["at once"], "own"),
     ],
 )
-def test_what_is_each_workers_own_is_not_given_to_another_number(row: str, text: str) -> None:
-    job = Job(ROWS[row][0], 4, 12)
+def test_what_is_each_workers_own_is_not_given_to_another_number(
+    recipe: la.Recipe, text: str
+) -> None:
+    job = Job(recipe, 4, 12)
     saved = la.simulate(partial(save_at, job, 6), workers=4)
 
     def run(rank: int) -> str:

@@ -16,7 +16,7 @@ from laconic.errors import check_float, check_int
 from laconic.exchanges import Mean
 from laconic.links import Link, TorchLink
 from laconic.links.simulated import current_link, single_link
-from laconic.round import Recipe, Round
+from laconic.round import Recipe, Round, is_recipe
 from laconic.schedules import Schedule, Unless, any_of, every
 from laconic.synchronizer import Synchronizer
 from laconic.updates import Average
@@ -71,6 +71,8 @@ def attach(
     a rank is lost.
     """
     _check(model, optimizer, recipe)
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ValueError(f"scaler must be a torch.amp.GradScaler, not {scaler!r}")
     check_float("timeout", timeout, 0.0, strict=True)
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
     world = link or current_link.get() or _torch_link(device, timedelta(seconds=timeout))
@@ -84,7 +86,7 @@ def attach(
 
 
 def _check(model: nn.Module, optimizer: Optimizer, recipe: Recipe) -> None:
-    if not isinstance(recipe, tuple) or not all(isinstance(r, Round) for r in recipe):
+    if not is_recipe(recipe):
         raise ValueError(
             f"recipe must be what a recipe function returns, as laconic.local_sgd(12), not "
             f"{recipe!r}"
@@ -114,7 +116,7 @@ def _sets(world: Link, nprocs_per_node: int | Literal["env"]) -> tuple[dict[str,
     if nprocs_per_node == "env":
         inner = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     else:
-        inner = check_int("nprocs_per_node", nprocs_per_node, 1)
+        inner = check_int("nprocs_per_node (or 'env')", nprocs_per_node, 1)
     everyone = world.gather(torch.tensor([inner])).flatten().tolist()
     if world.size % inner or any(value != inner for value in everyone):
         raise ValueError(

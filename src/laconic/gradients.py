@@ -28,7 +28,8 @@ FIRST_BYTES = 2**20
 
 class GradientRound:
     """Averages the gradients of the optimiser's parameters over ``link`` in every backward pass
-    for which ``active()``. ``announce`` is called before the first bucket of each, as a job."""
+    for which ``active()``. ``announce()`` gives the job that tells the other ranks of the pass, and
+    what to call it."""
 
     def __init__(
         self,
@@ -36,7 +37,7 @@ class GradientRound:
         lane: Lane,
         optimizer: Optimizer,
         active: Callable[[], bool],
-        announce: Callable[[], Callable[[], None]],
+        announce: Callable[[], tuple[Callable[[], None], str]],
     ) -> None:
         self._link = link
         self._lane = lane
@@ -52,6 +53,7 @@ class GradientRound:
         self._seen: set[int] = set()
         self._task: int | None = None
         self._averaged = False
+        self._label = ""
         self.refresh()
 
     def refresh(self) -> bool:
@@ -126,8 +128,9 @@ class GradientRound:
         flat[bucket.numel :].zero_()
         job: Callable[[], Any] = partial(self._link.mean, flat)
         if not self._pending:
-            job = partial(self._first, self._announce(), flat)
-        self._pending.append(self._lane.submit(job))
+            announce, self._label = self._announce()
+            job = partial(self._first, announce, flat)
+        self._pending.append(self._lane.submit(job, self._label))
 
     def _first(self, announce: Callable[[], None], flat: Tensor) -> None:
         announce()
@@ -197,5 +200,5 @@ class GradientRound:
             return set()
         had = torch.tensor([float(p.grad is not None) for p in doubtful])
         had = had.to(self._flats[0].device)
-        self._lane.call(partial(self._link.mean, had))
+        self._lane.call(partial(self._link.mean, had), self._label)
         return {id(p) for p, share in zip(doubtful, had.tolist(), strict=True) if share == 0}

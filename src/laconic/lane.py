@@ -11,9 +11,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
+
+from laconic.errors import LinkError
 
 T = TypeVar("T")
 
@@ -81,24 +84,26 @@ class Lane:
         self._latest: Pending[Any] | None = None
         self._error: BaseException | None = None
 
-    def call(self, job: Callable[[], T]) -> T:
-        """Run ``job`` after those before it and return its result; counts as waiting."""
+    def call(self, job: Callable[[], T], label: str) -> T:
+        """Run ``job`` after those before it and return its result; counts as waiting. ``label``
+        says what it is, should its link fail."""
         if self._latest is not None and not self._latest.done():
-            return self.submit(job).wait()
+            return self.submit(job, label).wait()
         if self._latest is not None:
             self._latest.wait()  # raises what it raised; on CUDA, the card waits for its work
         start = time.perf_counter()
         try:
-            return job()
+            return _labelled(job, label)
         finally:
             self.seconds_waiting += time.perf_counter() - start
 
-    def submit(self, job: Callable[[], T]) -> Pending[T]:
+    def submit(self, job: Callable[[], T], label: str) -> Pending[T]:
         """Have ``job`` run after those before it, beside what the caller does next. After one that
         failed none runs: they get its error."""
         pending: Pending[T] = Pending(self)
+        named = partial(_labelled, job, label)
         if not self._threaded:
-            pending.run(job)
+            pending.run(named)
             return pending
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, daemon=True, name="laconic-lane")
@@ -106,9 +111,9 @@ class Lane:
         self._latest = pending
         if self._device.type == "cuda":
             now = torch.cuda.current_stream(self._device).record_event()
-            self._jobs.put(lambda: self._run_on_stream(pending, job, now))
+            self._jobs.put(lambda: self._run_on_stream(pending, named, now))
         else:
-            self._jobs.put(lambda: self._run(pending, job))
+            self._jobs.put(lambda: self._run(pending, named))
         return pending
 
     def _run(self, pending: Pending[Any], job: Callable[[], Any]) -> None:
@@ -135,3 +140,11 @@ class Lane:
     def close(self) -> None:
         """Let the thread end after the jobs it has."""
         self._jobs.put(None)
+
+
+def _labelled(job: Callable[[], T], label: str) -> T:
+    try:
+        with torch.inference_mode(False), torch.no_grad():  # its tensors outlive the caller's mode
+            return job()
+    except LinkError as error:
+        raise LinkError(f"{label}: {error}") from error

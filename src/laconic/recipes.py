@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from laconic.errors import check_float
 from laconic.exchanges import Alone, Mean, ShardedMean
-from laconic.round import OptimizerState, Recipe, Round
+from laconic.round import OptimizerState, Recipe, Round, is_recipe
 from laconic.schedules import Schedule, Unless, after, every, until
 from laconic.updates import Average, OuterStep, SlowMomentum
 from laconic.updates.outer_step import OuterFactory
@@ -67,6 +67,8 @@ def slowmo(
     its own x. ``optimizer_state="reset"`` serves Nesterov SGD, ``"keep"`` Adam.
     """
     slow = every(period)
+    if base is not None and not is_recipe(base):
+        raise ValueError(f"base must be a recipe, as laconic.local_sgd(12), or None, not {base!r}")
     check_float("momentum", momentum, 0.0, 1.0)
     check_float("lr", lr, 0.0, strict=True)
     exchange = Alone() if not average else ShardedMean() if sharded else Mean()
@@ -96,6 +98,11 @@ def diloco(
     """
     check_float("momentum", momentum, 0.0, 1.0)
     check_float("lr", lr, 0.0, strict=True)
+    if outer is not None and not callable(outer):
+        raise ValueError(
+            "outer must make an optimiser from tensors, as lambda tensors: "
+            f"torch.optim.Adam(tensors, lr=1e-3), not {outer!r}"
+        )
     update = OuterStep(lr, momentum, outer)
     return (Round(every(period), update, ShardedMean() if sharded else Mean(), delay=delay),)
 

@@ -168,6 +168,11 @@ class Round:
 Recipe = tuple[Round, ...]
 
 
+def is_recipe(value: object) -> bool:
+    """Whether ``value`` is a tuple of rounds."""
+    return isinstance(value, tuple) and all(isinstance(r, Round) for r in value)
+
+
 def describe(recipe: Recipe) -> str:
     """A recipe as text, alike in every process: functions by name, without their addresses."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(recipe))

@@ -63,6 +63,10 @@ class RunningRound:
         self._shared = shared
         self._groups = 0
 
+    def label(self, step: int) -> str:
+        """What messages to the user call it."""
+        return f"{self.round.name} after step {step}"
+
     def grow(self) -> None:
         """Take in the parameter groups added since the last call; called where x is x0."""
         groups = self.round.part(self._shared.model, self._shared.optimizer)
@@ -86,7 +90,8 @@ class RunningRound:
         everywhere = self._shared.lane.call(
             partial(
                 common, self.link, [f"{g} {key}" for g, group in enumerate(keys) for key in group]
-            )
+            ),
+            self.label(0),
         )
         self.buckets, self.states, self._groups = [], [], 0
         self._add(
@@ -106,7 +111,7 @@ class RunningRound:
         x = bucket.pack(self._room(bucket))
         dtype = state_dtype(bucket.dtype)
         owned = update.init(x[self.region(bucket)].to(dtype, copy=True))
-        if all(self.is_owned(name, t) for name, t in owned.items()):
+        if all(t.dim() == 0 or self.is_owned(name, t) for name, t in owned.items()):
             return owned
         whole = update.init(x.to(dtype, copy=True))
         return {name: owned[name] if self.is_owned(name, t) else t for name, t in whole.items()}
@@ -168,7 +173,9 @@ class RunningRound:
     def _exchange(self, bucket: Bucket, state: State, step: int) -> None:
         update, clock = self.round.update, self._clock(bucket, step)
         message = update.send(bucket.pack(self._room(bucket)), state, clock)
-        received = self._shared.lane.call(partial(self._carry, message, state, clock))
+        received = self._shared.lane.call(
+            partial(self._carry, message, state, clock), self.label(step)
+        )
         if not update.replaces:
             x = bucket.pack(bucket.empty())
             received = update.fold(x, received, None, state, clock)
@@ -180,7 +187,9 @@ class RunningRound:
         message = update.send(y, state, clock)
         if update.keeps_sent and message is y:
             message = y.clone()
-        pending = self._shared.lane.submit(partial(self._carry, message, state, clock))
+        pending = self._shared.lane.submit(
+            partial(self._carry, message, state, clock), self.label(step)
+        )
         return Message(bucket, state, y if update.keeps_sent else None, pending)
 
     def fold_due(self, step: int, *, early: bool = False) -> None:
@@ -242,7 +251,7 @@ class RunningRound:
         assert self.round.update.anchor is not None
         for bucket, state in self._pairs():
             anchor = state[self.round.update.anchor]
-            flat = self._shared.lane.call(partial(self._whole, anchor, bucket))
+            flat = self._shared.lane.call(partial(self._whole, anchor, bucket), "consensus")
             bucket.unpack(flat)
 
     def _whole(self, owned: Tensor, bucket: Bucket) -> Tensor:

@@ -118,7 +118,7 @@ class Synchronizer:
         unique = list({id(t): t for t in tensors}.values())
         for bucket in bucketize([unique], 1):
             flat = bucket.pack(bucket.empty())
-            self._lane.call(partial(self._world.broadcast, flat))
+            self._lane.call(partial(self._world.broadcast, flat), "sharing rank 0's parameters")
             bucket.unpack(flat)
 
     def _start_rounds(self) -> None:
@@ -142,11 +142,13 @@ class Synchronizer:
         def active() -> bool:
             return self._sync_gradients and r.when(self.step + 1)
 
-        def announce() -> Callable[[], None]:
+        def announce() -> tuple[Callable[[], None], str]:
             if self.step == 0:
                 self._note_fingerprint()
-            self._status(f"gradient round of step {self.step + 1}")
-            return partial(link.agree, self.step, self._names.index("gradients"), self._names)
+            label = f"{r.name} of step {self.step + 1}"
+            self._status(label)
+            code = self._names.index("gradients")
+            return partial(link.agree, self.step, code, self._names), label
 
         return GradientRound(link, self._lane, self._optimizer, active, announce)
 
@@ -194,29 +196,34 @@ class Synchronizer:
                 self._run(code, running)
 
     def _pre_hook(self, _: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        self._before_step(closure=bool(args) or options.get("closure") is not None)
+        given = [*args, options.get("closure")]
+        closures = [g for g in given if callable(g) and not isinstance(g, Optimizer)]
+        self._before_step(closure=bool(closures))
 
     def _run(self, code: int, running: RunningRound) -> None:
         if running.round.update.settles:
             for other in self._rounds:
                 if other is not running:
                     other.settle(self.step)
-        self._status(f"{running.round.name} after step {self.step}")
+        self._status(running.label(self.step))
         if running.round.exchange.agrees:
             announce = partial(running.link.agree, self.step, code, self._names)
+            label = running.label(self.step)
             if running.round.delay:
-                self._lane.submit(announce)  # beside the training, like the messages it announces
+                self._lane.submit(announce, label)  # beside the training, like its messages
             else:
-                self._lane.call(announce)
+                self._lane.call(announce, label)
         running.start(self.step)
         self._rounds_done += 1
         self._status("computing")
 
-    def _call(self, name: str) -> None:
-        """Tell the other ranks which call of the user's comes next."""
+    def _call(self, name: str, step: int) -> None:
+        """Tell the other ranks which call of the user's comes next, after which step."""
         self._status(f"{name} after step {self.step}")
         code = self._names.index(name)
-        self._lane.call(partial(self._world.agree, self.step, code, self._names))
+        self._lane.call(
+            partial(self._world.agree, step, code, self._names), f"{name} after step {self.step}"
+        )
 
     def _status(self, text: str) -> None:
         self._world.status(f"{text} ({self.step} steps done)")
@@ -255,7 +262,9 @@ class Synchronizer:
             )
 
     def _gather(self, x: Tensor) -> Tensor:
-        return self._lane.call(partial(self._world.gather, x.to(self._device)))
+        return self._lane.call(
+            partial(self._world.gather, x.to(self._device)), "comparing the ranks"
+        )
 
     # -- what the workers agree on ----
 
@@ -287,7 +296,7 @@ class Synchronizer:
     def _write_mean(self, groups: Sequence[Sequence[Tensor]], link: Link) -> None:
         for bucket in bucketize(groups, link.size):
             flat = bucket.pack(bucket.empty())
-            self._lane.call(partial(link.mean, flat))
+            self._lane.call(partial(link.mean, flat), "consensus")
             bucket.unpack(flat)
 
     def _workers_differ(self) -> bool:
@@ -302,7 +311,7 @@ class Synchronizer:
 
         Needs room for one copy of the model."""
         tensors = [*self._held(), *self._model.buffers()]
-        self._call("consensus()")
+        self._call("consensus()", self.step)
         kept = [local(t).clone() for t in tensors]
         try:
             self._write_consensus()
@@ -328,7 +337,7 @@ class Synchronizer:
 
         Every rank must call it, after the same number of steps. Training may go on afterwards.
         """
-        self._call("finish()")
+        self._call("finish()", self.step)
         for running in self._rounds:
             running.settle(self.step)
         self._write_consensus()
@@ -399,8 +408,8 @@ class Synchronizer:
         Raises ``ValueError`` on every rank where any of them cannot load its part.
         """
         parts = [state] if isinstance(state, Mapping) else list(state)
+        self._call("load_state_dict()", 0)  # ranks may have come to it after different steps
         problem = self._load(parts)
-        self._call("load_state_dict()")
         everyone = self._gather(torch.tensor([float(problem is not None)])).flatten().tolist()
         failed = [rank for rank, value in enumerate(everyone) if value]
         if failed:
@@ -471,8 +480,8 @@ class Synchronizer:
         """The mean of a number (a loss) over all ranks; every rank must call it."""
         own = torch.as_tensor(value, dtype=torch.float64).detach().reshape(1).to(self._device)
         own = own.clone()
-        self._call("mean()")
-        self._lane.call(partial(self._world.mean, own))
+        self._call("mean()", self.step)
+        self._lane.call(partial(self._world.mean, own), "mean()")
         self._status("computing")
         return float(own)
 

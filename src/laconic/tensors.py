@@ -73,6 +73,11 @@ def mean_in_rank_order(tensors: Sequence[Tensor], *, reuse: bool = False) -> Ten
     return total.div_(len(tensors))
 
 
+def _empty(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # kept and used again, whatever mode the caller is in
+        return torch.empty(length, dtype=dtype, device=device)
+
+
 @dataclass(frozen=True)
 class Segment:
     """Elements ``start`` to ``stop`` of a tensor, in the tensor's own order."""
@@ -114,7 +119,7 @@ class Bucket:
 
     def empty(self) -> Tensor:
         """A flat tensor of the bucket's length, not filled."""
-        return torch.empty(self.length, dtype=self.dtype, device=self.device)
+        return _empty(self.length, self.dtype, self.device)
 
     def views(self) -> list[Tensor] | None:
         """The stretches as flat views of the tensors' own storage; None if one is strided.
@@ -204,6 +209,6 @@ class Scratch:
         """``length`` elements; what was taken before is overwritten."""
         room = self._room.get((dtype, device))
         if room is None or room.numel() < length:
-            room = torch.empty(length, dtype=dtype, device=device)
+            room = _empty(length, dtype, device)
             self._room[dtype, device] = room
         return room[:length]

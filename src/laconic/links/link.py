@@ -34,6 +34,11 @@ class Link(Protocol):
         """Whether calls may come from a thread beside the training."""
         ...
 
+    @property
+    def joined(self) -> float:
+        """When (`time.perf_counter`) the last collective was complete, as far as is known."""
+        ...
+
     def agree(self, step: int, code: int, names: Sequence[str]) -> None:
         """Announce the call about to be made after ``step`` steps, ``names[code]``; if the ranks
         announce different ones, raises `LinkError` on all of them, before anything is averaged

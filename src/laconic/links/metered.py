@@ -55,6 +55,10 @@ class Metered:
     def threaded(self) -> bool:
         return self.link.threaded
 
+    @property
+    def joined(self) -> float:
+        return self.link.joined
+
     def agree(self, step: int, code: int, names: Sequence[str]) -> None:
         self.link.agree(step, code, names)
         self.ledger.add("agree", cost.gather(8, self.size))  # one 64-bit word

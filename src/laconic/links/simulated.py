@@ -12,6 +12,7 @@ import contextvars
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -38,6 +39,7 @@ class _Meeting:
     call: str
     brought: dict[int, Tensor] = field(default_factory=dict)
     result: Tensor | None = None
+    joined: float = 0.0
 
 
 class _RandomState:
@@ -107,8 +109,9 @@ class _Stage:
 
     def meet(
         self, rank: int, members: Sequence[int], count: int, call: str, x: Tensor, compute: Compute
-    ) -> Tensor:
-        """Deposit ``x``, wait for the other members, return ``compute`` of all, in rank order."""
+    ) -> tuple[Tensor, float]:
+        """Deposit ``x``, wait for the other members, return ``compute`` of all, in rank
+        order, and when the last came."""
         if self.failure is not None:
             raise LinkError(self.failure)
         key = (tuple(members), count)
@@ -122,6 +125,7 @@ class _Stage:
         meeting.brought[rank] = x
         if len(meeting.brought) == len(members):
             meeting.result = compute([meeting.brought[r] for r in members])
+            meeting.joined = time.perf_counter()
             meeting.brought.clear()
             del self.meetings[key]
             for r in members:
@@ -132,7 +136,7 @@ class _Stage:
             self.take_turn(rank)
         if meeting.result is None:
             raise LinkError(str(self.failure))
-        return meeting.result
+        return meeting.result, meeting.joined
 
 
 class SimulatedLink:
@@ -145,13 +149,17 @@ class SimulatedLink:
         self._me = me
         self._members = members
         self._count = 0
+        self.joined = 0.0
         self.rank = members.index(me)
         self.size = len(members)
 
     def _meet(self, call: str, x: Tensor, compute: Compute) -> Tensor:
         self._count += 1
         call = f"{call}{list(x.shape)}"
-        return self._stage.meet(self._me, self._members, self._count, call, x, compute)
+        result, self.joined = self._stage.meet(
+            self._me, self._members, self._count, call, x, compute
+        )
+        return result
 
     def agree(self, step: int, code: int, names: Sequence[str]) -> None:
         call = f"{names[code]} after {step} steps "

@@ -28,6 +28,7 @@ class Throttled:
     ) -> None:
         self.link = link
         self.bandwidth, self.latency = bandwidth, parse_duration(str(latency))
+        self._free = 0.0
         self._rate = float("inf") if bandwidth is None else parse_rate(str(bandwidth))
 
     @property
@@ -42,8 +43,15 @@ class Throttled:
     def threaded(self) -> bool:
         return self.link.threaded
 
+    @property
+    def joined(self) -> float:
+        return self._free
+
     def _pass(self, amount: Cost) -> None:
-        time.sleep(amount.seconds(self._rate, self.latency))
+        """The link is taken for the collective's time, from when it was complete without."""
+        start = max(self.link.joined, self._free)
+        self._free = start + amount.seconds(self._rate, self.latency)
+        time.sleep(max(self._free - time.perf_counter(), 0.0))
 
     def agree(self, step: int, code: int, names: Sequence[str]) -> None:
         self.link.agree(

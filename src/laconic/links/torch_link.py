@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import NoReturn
@@ -49,6 +50,7 @@ class TorchLink:
         self.size = group.size()
         self._ranks = list(range(self.size)) if ranks is None else list(ranks)
         self._scratch = Scratch()
+        self.joined = time.perf_counter()
         self._beacon = health.beacon()
         self._addresses = self._share(self._beacon.address)
 
@@ -85,6 +87,7 @@ class TorchLink:
                 work.wait()
         except RuntimeError as error:
             self._lost(error)
+        self.joined = time.perf_counter()
 
     def _lost(self, error: RuntimeError) -> NoReturn:
         others = [r for r in range(self.size) if r != self.rank]
@@ -92,10 +95,9 @@ class TorchLink:
         missing = {r: a for r, a in answers.items() if a.startswith(("is ", "does "))}
         told = missing or {r: f"is {a}" for r, a in answers.items()}
         who = "; ".join(f"rank {r} {answer}" for r, answer in told.items())
-        doing = self._beacon.status
         lost = ", ".join(f"rank {r}" for r in missing) or "the connection"
-        self.status(f"stopped in {doing}: lost {lost}")
-        raise LinkError(f"{doing}: {who}. {ADVICE}. ({str(error).splitlines()[0]})") from error
+        self.status(f"stopped: it lost {lost} when {self._beacon.status}")
+        raise LinkError(f"{who}. {ADVICE}. ({str(error).splitlines()[0]})") from error
 
     def status(self, text: str) -> None:
         self._beacon.set(text)
