@@ -148,7 +148,7 @@ class Synchronizer:
             label = f"{r.name} of step {self.step + 1}"
             self._status(label)
             code = self._names.index("gradients")
-            return partial(link.agree, self.step, code, self._names), label
+            return partial(link.agree, self.step, code, self._names, wait=False), label
 
         return GradientRound(link, self._lane, self._optimizer, active, announce)
 
@@ -207,7 +207,7 @@ class Synchronizer:
                     other.settle(self.step)
         self._status(running.label(self.step))
         if running.round.exchange.agrees:
-            announce = partial(running.link.agree, self.step, code, self._names)
+            announce = partial(running.link.agree, self.step, code, self._names, wait=False)
             label = running.label(self.step)
             if running.round.delay:
                 self._lane.submit(announce, label)  # beside the training, like its messages
@@ -222,7 +222,8 @@ class Synchronizer:
         self._status(f"{name} after step {self.step}")
         code = self._names.index(name)
         self._lane.call(
-            partial(self._world.agree, step, code, self._names), f"{name} after step {self.step}"
+            partial(self._world.agree, step, code, self._names, wait=True),
+            f"{name} after step {self.step}",
         )
 
     def _status(self, text: str) -> None:
@@ -478,8 +479,9 @@ class Synchronizer:
 
     def mean(self, value: Tensor | float) -> float:
         """The mean of a number (a loss) over all ranks; every rank must call it."""
-        own = torch.as_tensor(value, dtype=torch.float64).detach().reshape(1).to(self._device)
-        own = own.clone()
+        with torch.inference_mode(False):  # validation may run in that mode; the link does not
+            own = torch.as_tensor(value, dtype=torch.float64).detach().reshape(1).clone()
+        own = own.to(self._device)
         self._call("mean()", self.step)
         self._lane.call(partial(self._world.mean, own), "mean()")
         self._status("computing")

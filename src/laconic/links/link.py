@@ -39,10 +39,11 @@ class Link(Protocol):
         """When (`time.perf_counter`) the last collective was complete, as far as is known."""
         ...
 
-    def agree(self, step: int, code: int, names: Sequence[str]) -> None:
+    def agree(self, step: int, code: int, names: Sequence[str], *, wait: bool) -> None:
         """Announce the call about to be made after ``step`` steps, ``names[code]``; if the ranks
-        announce different ones, raises `LinkError` on all of them, before anything is averaged
-        that does not belong together. At most 256 names, alike on every rank."""
+        announce different ones, all of them raise `LinkError` before anything is averaged that
+        does not belong together: now if ``wait``, else in the call's first collective, with which
+        the announcement travels. At most 256 names, alike on every rank."""
         ...
 
     def mean(self, x: Tensor) -> None:

@@ -59,8 +59,8 @@ class Metered:
     def joined(self) -> float:
         return self.link.joined
 
-    def agree(self, step: int, code: int, names: Sequence[str]) -> None:
-        self.link.agree(step, code, names)
+    def agree(self, step: int, code: int, names: Sequence[str], *, wait: bool) -> None:
+        self.link.agree(step, code, names, wait=wait)
         self.ledger.add("agree", cost.gather(8, self.size))  # one 64-bit word
 
     def mean(self, x: Tensor) -> None:

@@ -161,7 +161,7 @@ class SimulatedLink:
         )
         return result
 
-    def agree(self, step: int, code: int, names: Sequence[str]) -> None:
+    def agree(self, step: int, code: int, names: Sequence[str], *, wait: bool) -> None:
         call = f"{names[code]} after {step} steps "
         self._meet(call, torch.empty(0), lambda _: torch.empty(0))
 

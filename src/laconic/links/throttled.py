@@ -53,10 +53,10 @@ class Throttled:
         self._free = start + amount.seconds(self._rate, self.latency)
         time.sleep(max(self._free - time.perf_counter(), 0.0))
 
-    def agree(self, step: int, code: int, names: Sequence[str]) -> None:
-        self.link.agree(
-            step, code, names
-        )  # travels beside the round's own messages: no time of its own
+    def agree(self, step: int, code: int, names: Sequence[str], *, wait: bool) -> None:
+        self.link.agree(step, code, names, wait=wait)
+        if wait:
+            self._pass(cost.gather(8, self.size))
 
     def mean(self, x: Tensor) -> None:
         self.link.mean(x)

@@ -21,6 +21,7 @@ ADVICE = (
     "where a rank is only slow, pass a longer timeout= to laconic.attach"
 )
 ADDRESS_BYTES = 64
+ANNOUNCEMENT = 0
 
 
 class TorchLink:
@@ -50,6 +51,9 @@ class TorchLink:
         self.size = group.size()
         self._ranks = list(range(self.size)) if ranks is None else list(ranks)
         self._scratch = Scratch()
+        self._tag = 0
+        self._announced: tuple[int, Sequence[str]] | None = None
+        self._under_way: list[dist.Work] = []
         self.joined = time.perf_counter()
         self._beacon = health.beacon()
         self._addresses = self._share(self._beacon.address)
@@ -66,9 +70,18 @@ class TorchLink:
 
     # -- the call announced, and errors ----
 
-    def agree(self, step: int, code: int, names: Sequence[str]) -> None:
-        mine = step * 256 + code
-        words = self.gather(torch.tensor([mine], dtype=torch.int64)).flatten().tolist()
+    def agree(self, step: int, code: int, names: Sequence[str], *, wait: bool) -> None:
+        word = step * 256 + code
+        self._tag = 1 + word % 2**30  # messages of different calls never meet
+        self._announced = word, names
+        if self._native:
+            self._announced = None
+            self._compare(self.gather(torch.tensor([word])), word, names)
+        elif wait:
+            self._exchange((), ())
+
+    def _compare(self, everyone: Tensor, mine: int, names: Sequence[str]) -> None:
+        words = everyone.flatten().tolist()
         if any(word != mine for word in words):
             where = "; ".join(
                 f"rank {self._ranks[r]}: {names[word % 256]} after {word // 256} steps"
@@ -105,12 +118,27 @@ class TorchLink:
     # -- point to point ----
 
     def _exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
-        """``sends[r]`` to every other rank r, and theirs into ``receives[r]``. All at once: a rank
-        waits for no message that it does not need."""
-        others = [(self.rank + hop) % self.size for hop in range(1, self.size)]
-        works = [self._group.recv([receives[r]], r, 0) for r in reversed(others)]
-        works += [self._group.send([sends[r]], r, 0) for r in others]
-        self._wait(*works)
+        """``sends[r]`` to every other rank r, and theirs into ``receives[r]``, all at once, so that
+        a rank waits for no message that it does not need. What was announced travels along, and
+        is looked at first."""
+        if self._announced is None:
+            self._wait(*self._post(sends, receives, self._tag))
+            return
+        (word, names), self._announced = self._announced, None
+        everyone = torch.full((self.size, 1), word)
+        rows = everyone.unbind()
+        announcement = self._post([rows[self.rank]] * self.size, rows, ANNOUNCEMENT)
+        self._under_way = self._post(sends, receives, self._tag)  # kept, should they differ
+        self._wait(*announcement)
+        self._compare(everyone, word, names)
+        self._wait(*self._under_way)
+
+    def _post(
+        self, sends: Sequence[Tensor], receives: Sequence[Tensor], tag: int
+    ) -> list[dist.Work]:
+        others = [(self.rank + hop) % self.size for hop in range(1, self.size) if sends]
+        works = [self._group.recv([receives[r]], r, tag) for r in reversed(others)]
+        return works + [self._group.send([sends[r]], r, tag) for r in others]
 
     # -- collectives ----
 
@@ -155,11 +183,11 @@ class TorchLink:
         x = x.to(self._device)
         everyone = x.new_empty(self.size, *x.shape)
         everyone[self.rank] = x
+        rows = list(everyone.unbind())
         if self._native:
-            rows = list(everyone.unbind())
             self._wait(dist.all_gather(rows, x, group=self._group, async_op=True))
             return torch.stack(rows)
-        self._exchange([everyone[self.rank]] * self.size, everyone.unbind())
+        self._exchange([rows[self.rank]] * self.size, rows)
         return everyone
 
     def split(self, sets: Sequence[Sequence[int]]) -> Link:
