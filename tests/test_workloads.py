@@ -212,7 +212,7 @@ def test_load_names_the_choices() -> None:
 
 
 def test_load_refuses_files_it_cannot_use(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="cannot read .*nowhere.txt: No such file"):
+    with pytest.raises(ValueError, match=r"cannot read .*nowhere.txt: No such file"):
         load("text", data=tmp_path / "nowhere.txt")
     with pytest.raises(ValueError, match="cannot read"):
         load("text", data=tmp_path)

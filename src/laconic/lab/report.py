@@ -102,7 +102,24 @@ def verdict(result: Result) -> str:
         )
     leaders = _leaders(result, standing)
     clauses = _at_the_limit(result, first, where), _the_other_way(result, second, leaders)
-    return "; ".join(filter(None, clauses)) + end
+    return "; ".join(filter(None, clauses)) + end + _silence(result, first, standing[0][1])
+
+
+def _silence(result: Result, axis: Axis, best: float) -> str:
+    """What a reader of a short race would otherwise be left to find out."""
+    show = loss_format(result)
+    for row in finished(result):
+        loss = compared(result, row, axis)
+        if (
+            row.recipe == NO_COMMUNICATION
+            and loss is not None
+            and float(show(loss)) < float(show(best))
+        ):
+            return (
+                f" Workers that never talk are at {show(loss)}: so early on, steps count for more "
+                "than agreement; give the race more time."
+            )
+    return ""
 
 
 def _listed(names: Sequence[str]) -> str:
