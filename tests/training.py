@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ import reference
 
 def changing_lr(group: int, step: int) -> float:
     """Different in the two groups, different in every step, up and down."""
-    return (0.05, 0.02)[group] * (1.0 + 0.5 * np.sin(step + group))
+    return (0.05, 0.02)[group] * (1.0 + 0.5 * math.sin(step + group))
 
 
 def constant_lr(group: int, step: int) -> float:

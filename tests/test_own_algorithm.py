@@ -1,0 +1,208 @@
+"""Algorithms written by a user, with what the shipped recipes do not use: a pull at every step, a
+centre on every worker, a private residual, a part of the parameters."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import laconic as la
+from laconic.exchanges import Mean
+from laconic.round import Clock, Slot, State, Update
+from laconic.tensors import parameters
+from laconic.updates import Average, OuterStep
+
+import reference as ref
+from training import Job, build, largest_difference, same_bits, simulated, step, values
+
+
+@dataclass(frozen=True)
+class Elastic(Update):
+    """x <- x - beta/n*(x - a) ;  a <- (1-beta)*a + beta*mean(x)
+    every step before:  x <- (1-p)*x + p*a"""
+
+    beta: float
+    pull: float
+
+    slots: ClassVar[dict[str, Slot]] = {"a": "everywhere"}
+    anchor = "a"
+    replaces = False
+    every_step = True
+
+    def init(self, x: Tensor) -> State:
+        return {"a": x}
+
+    def after_step(self, x: Tensor, state: State, clock: Clock) -> None:
+        x.lerp_(state["a"], self.pull)
+
+    def fold(
+        self, x: Tensor, received: Tensor, sent: Tensor | None, state: State, clock: Clock
+    ) -> Tensor:
+        a = state["a"]
+        x = x - self.beta / clock.workers * (x - a)
+        a.lerp_(received, self.beta)
+        return x
+
+
+@dataclass
+class ElasticLoop(ref.Recipe):
+    """The same, over a list of workers."""
+
+    period: int
+    beta: float
+    pull: float
+    a: ref.Params = field(default_factory=dict)
+
+    def start(self, x0: ref.Params, n: int) -> None:
+        self.a = ref.copy(x0)
+
+    def after_step(self, t: int, workers: list[ref.Worker], lr: ref.Rates) -> None:
+        for w in workers:
+            for k in w.x:
+                w.x[k] = (1 - self.pull) * w.x[k] + self.pull * self.a[k]
+        if t % self.period == 0:
+            mean = ref.mean([w.x for w in workers])
+            for w in workers:
+                for k in w.x:
+                    w.x[k] = w.x[k] - self.beta / len(workers) * (w.x[k] - self.a[k])
+            self.a = {k: (1 - self.beta) * self.a[k] + self.beta * mean[k] for k in self.a}
+
+    def consensus(self, workers: list[ref.Worker]) -> ref.Params:
+        return self.a
+
+
+@dataclass(frozen=True)
+class Coarse(Update):
+    """q = round(x + e, 1/4) ;  e <- x + e - q ;  x <- mean(q)"""
+
+    slots: ClassVar[dict[str, Slot]] = {"e": "private"}
+
+    def init(self, x: Tensor) -> State:
+        return {"e": torch.zeros_like(x)}
+
+    def send(self, x: Tensor, state: State, clock: Clock) -> Tensor:
+        wanted = x + state["e"]
+        q = (wanted * 4).round() / 4
+        state["e"].copy_(wanted - q)
+        return q
+
+
+@dataclass
+class CoarseLoop(ref.Recipe):
+    """The same, over a list of workers."""
+
+    period: int
+    e: list[ref.Params] = field(default_factory=list)
+
+    def start(self, x0: ref.Params, n: int) -> None:
+        self.e = [{k: np.zeros_like(v) for k, v in x0.items()} for _ in range(n)]
+
+    def after_step(self, t: int, workers: list[ref.Worker], lr: ref.Rates) -> None:
+        if t % self.period:
+            return
+        wanted = [{k: w.x[k] + e[k] for k in e} for w, e in zip(workers, self.e, strict=True)]
+        q = [{k: np.round(v * 4) / 4 for k, v in x.items()} for x in wanted]
+        self.e = [{k: x[k] - y[k] for k in x} for x, y in zip(wanted, q, strict=True)]
+        for w in workers:
+            w.x = ref.copy(ref.mean(q))
+
+
+OWN: dict[str, tuple[la.Recipe, Callable[[], ref.Recipe]]] = {
+    "elastic": (
+        (la.Round(la.every(3), Elastic(0.9, 0.05), Mean()),),
+        lambda: ElasticLoop(3, 0.9, 0.05),
+    ),
+    "coarse": ((la.Round(la.every(3), Coarse(), Mean()),), lambda: CoarseLoop(3)),
+}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", OWN)
+def test_own_algorithm_equals_its_loop(name: str, workers: int) -> None:
+    recipe, loop = OWN[name]
+    job = Job(recipe, workers)
+    assert largest_difference(simulated(job), job.expected(loop())) < 1e-10
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_own_algorithm_with_workers_of_two_ranks(name: str) -> None:
+    runs = simulated(Job(OWN[name][0], 4, options=(("nprocs_per_node", 2),)))
+    assert same_bits([runs[0], runs[2]], [runs[1], runs[3]])
+    assert not same_bits([runs[0]], [runs[2]])
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_own_algorithm_resumes_exactly(name: str) -> None:
+    job = Job(OWN[name][0], 2)
+    whole = simulated(job)
+
+    def resumed(rank: int) -> list[object]:
+        model, optimizer = build(job, rank)
+        sync = la.attach(model, optimizer, job.recipe)
+        for t in range(1, 8):
+            step(job, model, optimizer, job.data()[rank][t - 1], t)
+        saved = torch.load(
+            _bytes((sync.state_dict(), model.state_dict(), optimizer.state_dict())),
+            weights_only=True,
+        )
+        sync.detach()
+        model, optimizer = build(job, rank)
+        sync = la.attach(model, optimizer, job.recipe)
+        model.load_state_dict(saved[1])
+        optimizer.load_state_dict(saved[2])
+        sync.load_state_dict(saved[0])
+        trace = []
+        for t in range(8, job.steps + 1):
+            step(job, model, optimizer, job.data()[rank][t - 1], t)
+            with sync.consensus():
+                consensus = values(model)
+            trace.append((values(model), consensus))
+        return trace
+
+    assert same_bits(la.simulate(resumed, workers=2), [run[7:] for run in whole])
+
+
+def _bytes(value: object) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file
+
+
+def half(which: int) -> Callable[..., list[dict[str, Tensor]]]:
+    """A selector: the first or the second parameter of each group."""
+
+    def select(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Tensor]]:
+        groups = parameters(model, optimizer)
+        return [{k: p for k, p in group.items() if int(k) % 2 == which} for group in groups]
+
+    return select
+
+
+def test_fragments_cover_the_model_like_one_round() -> None:
+    whole = la.Round(la.every(4), OuterStep(0.7, 0.9), Mean())
+    fragments = tuple(replace(whole, part=half(which)) for which in (0, 1))
+    assert same_bits(simulated(Job(fragments, 3)), simulated(Job((whole,), 3)))
+
+
+def test_a_round_of_its_own_on_the_workers_of_a_node() -> None:
+    """`over="replica"`: the ranks of one worker, each for itself."""
+    recipe = (la.Round(la.every(1), Average(), Mean(), over="replica"),)
+
+    def run(rank: int) -> float:
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        la.attach(model, optimizer, recipe, nprocs_per_node=2)
+        with torch.no_grad():
+            model.weight.fill_(float(rank))
+        optimizer.step()
+        return model.weight.item()
+
+    assert la.simulate(run, workers=4) == [0.5, 0.5, 2.5, 2.5]
