@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 DEFAULT = (
     "ddp()",
     "local_sgd(12)",
-    "slowmo(local_sgd(12), period=48)",
-    "diloco(24, momentum=0.5)",
+    "slowmo(local_sgd(12), period=24, momentum=0.2)",
+    "diloco(48, momentum=0.3)",
 )
 """What is compared when no recipe is named."""
 
