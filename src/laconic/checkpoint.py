@@ -7,7 +7,7 @@ the parts of all ranks and cuts them anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,50 @@ def checksum(tensors: Sequence[Tensor]) -> int:
             weights = torch.arange(1, len(chunk) + 1, device=chunk.device) % 65521
             total += index * place * int((chunk * weights).sum())
     return total % 2**61
+
+
+def header(recipe: str, ranks: int, workers: int, rank: int, params: Sequence[Tensor]) -> Saved:
+    """What tells whether a saved state belongs to this recipe, this rank and these parameters."""
+    return {
+        "version": VERSION,
+        "recipe": recipe,
+        "ranks": ranks,
+        "workers": workers,
+        "rank": rank,
+        "parameters": checksum(params),
+    }
+
+
+def own_part(parts: Sequence[Mapping[str, Any]], here: Saved) -> int | None:
+    """Which of ``parts`` this rank, whose `header` is ``here``, takes as it is; None where the
+    number of ranks or workers differs and all must be cut anew. Raises ``ValueError`` where they
+    do not belong here."""
+    saved = parts[0]
+    if saved["version"] != VERSION:
+        raise ValueError(f"the state has version {saved['version']}, not {VERSION}")
+    if saved["recipe"] != here["recipe"]:
+        raise ValueError(f"the state was saved with another recipe: {saved['recipe']}")
+    same = all(saved[key] == here[key] for key in ("ranks", "workers"))
+    if len(parts) not in (1, saved["ranks"]) or (len(parts) == 1 and not same):
+        raise ValueError(
+            f"the state was saved by {saved['ranks']} ranks in {saved['workers']} workers, and "
+            f"there are {here['ranks']} in {here['workers']} now: pass the list of all ranks' "
+            "states, by rank"
+        )
+    if not same:
+        return None
+    mine = 0 if len(parts) == 1 else int(here["rank"])
+    if parts[mine]["rank"] != here["rank"]:
+        raise ValueError(
+            f"this is rank {here['rank']}, and the state is rank {parts[mine]['rank']}'s: each "
+            "rank saves and loads its own"
+        )
+    if parts[mine]["parameters"] != here["parameters"]:
+        raise ValueError(
+            "the model's parameters are not those that were saved with this state: load the "
+            "model saved by this rank, after laconic.attach and before sync.load_state_dict"
+        )
+    return mine
 
 
 def round_state(running: RunningRound) -> Saved:

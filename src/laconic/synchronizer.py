@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from laconic import checkpoint
+from laconic import batches, checkpoint
 from laconic.errors import check_choice
 from laconic.exchanges import Mean
 from laconic.gradients import GradientRound
@@ -240,27 +239,12 @@ class Synchronizer:
     # -- are the workers reading the same batches? ----
 
     def _note_fingerprint(self) -> None:
-        """Two sums over this rank's own gradients, before they are averaged."""
         if self._fingerprint is None:
-            total = torch.zeros(2, dtype=torch.float64, device=self._device)
-            for p in self._held():
-                if p.grad is not None and not p.grad.is_sparse:
-                    g = local(p.grad)
-                    norm = torch.linalg.vector_norm(
-                        g, dtype=torch.promote_types(g.dtype, torch.float64)
-                    )
-                    total += torch.stack([g.sum(dtype=norm.dtype).abs(), norm]).to(total)
-            self._fingerprint = total
+            self._fingerprint = batches.fingerprint(self._held(), self._device)
 
     def _warn_of_identical_gradients(self) -> None:
         assert self._fingerprint is not None, "noted before or after the first step"
-        everyone = self._gather(self._fingerprint).tolist()
-        if len(everyone) > 1 and everyone[0][1] > 0 and all(f == everyone[0] for f in everyone):
-            warnings.warn(
-                "the first gradients are identical on all workers: they are reading the same "
-                "batches. Give each its share of the data (DistributedSampler, or seed by rank)",
-                stacklevel=2,
-            )
+        batches.warn_if_identical(self._gather(self._fingerprint).tolist())
 
     def _gather(self, x: Tensor) -> Tensor:
         return self._lane.call(
@@ -390,15 +374,19 @@ class Synchronizer:
         """This rank's state: every rank saves its own, with its model's and optimiser's. Starts no
         communication; waits for what is in flight, and stores it as arrived but not folded."""
         return {
-            "version": checkpoint.VERSION,
-            "recipe": self._describe(),
-            "ranks": self._world.size,
-            "workers": self._workers.size,
-            "rank": self._world.rank,
+            **self._header(),
             "step": self.step,
-            "parameters": checkpoint.checksum(self._held()),
             "rounds": [checkpoint.round_state(running) for running in self._rounds],
         }
+
+    def _header(self) -> dict[str, Any]:
+        return checkpoint.header(
+            self._describe(),
+            self._world.size,
+            self._workers.size,
+            self._world.rank,
+            self._held(),
+        )
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -419,7 +407,7 @@ class Synchronizer:
     def _load(self, parts: Sequence[Mapping[str, Any]]) -> str | None:
         """Load, and return what is wrong rather than raise it on one rank alone."""
         try:
-            mine = self._own_part(parts)
+            mine = checkpoint.own_part(parts, self._header())
             for index, running in enumerate(self._rounds):
                 checkpoint.load_round(running, [part["rounds"][index] for part in parts], mine)
             self.step = int(parts[mine or 0]["step"])
@@ -428,35 +416,6 @@ class Synchronizer:
         except (LookupError, TypeError, AttributeError, RuntimeError) as error:
             return f"this is not what sync.state_dict() returned: {type(error).__name__}: {error}"
         return None
-
-    def _own_part(self, parts: Sequence[Mapping[str, Any]]) -> int | None:
-        """Which of ``parts`` to take as it is; None where they must be cut anew."""
-        saved, rank = parts[0], self._world.rank
-        ranks, workers = self._world.size, self._workers.size
-        if saved["version"] != checkpoint.VERSION:
-            raise ValueError(f"the state has version {saved['version']}, not {checkpoint.VERSION}")
-        if saved["recipe"] != self._describe():
-            raise ValueError(f"the state was saved with another recipe: {saved['recipe']}")
-        same = (saved["ranks"], saved["workers"]) == (ranks, workers)
-        if len(parts) not in (1, saved["ranks"]) or (len(parts) == 1 and not same):
-            raise ValueError(
-                f"the state was saved by {saved['ranks']} ranks in {saved['workers']} workers, and "
-                f"there are {ranks} in {workers} now: pass the list of all ranks' states, by rank"
-            )
-        if not same:
-            return None
-        mine = 0 if len(parts) == 1 else rank
-        if parts[mine]["rank"] != rank:
-            raise ValueError(
-                f"this is rank {rank}, and the state is rank {parts[mine]['rank']}'s: each rank "
-                "saves and loads its own"
-            )
-        if parts[mine]["parameters"] != checkpoint.checksum(self._held()):
-            raise ValueError(
-                "the model's parameters are not those that were saved with this state: load the "
-                "model saved by this rank, after laconic.attach and before sync.load_state_dict"
-            )
-        return mine
 
     # -- for the user's loop ----
 
