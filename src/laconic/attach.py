@@ -21,7 +21,10 @@ from laconic.schedules import Schedule, Unless, any_of, every
 from laconic.synchronizer import Synchronizer
 from laconic.updates import Average
 
-_attached: weakref.WeakKeyDictionary[Optimizer, Synchronizer] = weakref.WeakKeyDictionary()
+_attached: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Synchronizer]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Weak on both sides: an attached optimiser's hooks keep its synchroniser alive."""
 _watched: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
 
 
@@ -81,8 +84,14 @@ def attach(
     sync = Synchronizer(model, optimizer, recipe, sets, device, buffers)
     if scaler is not None:
         _count_skipped_steps(scaler)
-    _attached[optimizer] = sync
+    _attached[optimizer] = weakref.ref(sync)
     return sync
+
+
+def _synchronizer(optimizer: Optimizer) -> Synchronizer | None:
+    """The one that was attached to ``optimizer`` last, if it still exists."""
+    held = _attached.get(optimizer)
+    return None if held is None else held()
 
 
 def _check(model: nn.Module, optimizer: Optimizer, recipe: Recipe) -> None:
@@ -97,7 +106,7 @@ def _check(model: nn.Module, optimizer: Optimizer, recipe: Recipe) -> None:
         raise ValueError("the optimizer holds no parameter of the model")
     if any(p.device.type == "meta" for p in params):
         raise ValueError("the model's parameters are on the meta device: materialise them first")
-    before = _attached.get(optimizer)
+    before = _synchronizer(optimizer)
     if before is not None and before.attached:
         raise ValueError("this optimizer is attached already: call sync.detach() first")
 
@@ -148,7 +157,7 @@ def _count_skipped_steps(scaler: torch.amp.GradScaler) -> None:
     original = scaler.step
 
     def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        sync = _attached.get(optimizer)
+        sync = _synchronizer(optimizer)
         before = None if sync is None else sync.step
         result = original(optimizer, *args, **kwargs)
         if sync is not None and sync.attached and sync.step == before:

@@ -11,15 +11,18 @@ from torch import Tensor
 
 from laconic.tensors import local
 
+CHUNK = 2**20
+"""Elements summed at a time, so that no copy of a large gradient is made."""
+
 
 def fingerprint(params: Sequence[Tensor], device: torch.device) -> Tensor:
     """Two sums over a rank's own gradients, as float64 of shape (2,) on ``device``."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for p in params:
         if p.grad is not None and not p.grad.is_sparse:
-            g = local(p.grad)
-            norm = torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float64))
-            total += torch.stack([g.sum(dtype=norm.dtype).abs(), norm]).to(total)
+            for piece in torch.split(local(p.grad).reshape(-1), CHUNK):
+                g = piece.abs().double()  # abs: of complex gradients too
+                total += torch.stack([g.sum(), g.square().sum()]).to(device)
     return total
 
 

@@ -145,7 +145,7 @@ def _cut_anew(
         return first
     whole = first.new_zeros(bucket.length)
     for start, piece in pieces if owned else [(0, first)]:
-        stop = min(start + piece.numel(), bucket.numel)
+        stop = max(min(start + piece.numel(), bucket.numel), start)
         whole[start:stop] = piece[: stop - start]
     return whole[running.region(bucket)] if owned else whole
 

@@ -58,9 +58,10 @@ class GradientRound:
 
     def refresh(self) -> bool:
         """Follow the optimiser's parameters: groups added, parameters frozen or thawed. Returns
-        whether there was anything to follow."""
+        whether any joined."""
         groups = self._optimizer.param_groups
         params = [p for g in groups for p in g["params"] if p.requires_grad and p.numel()]
+        before = {id(p) for p in self._params}
         if [id(p) for p in params] == [id(p) for p in self._params]:
             return False
         self.detach()
@@ -74,7 +75,7 @@ class GradientRound:
             for key in dict.fromkeys(member):
                 self._homes.setdefault(key, []).append(index)
         self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in params]
-        return True
+        return any(id(p) not in before for p in params)
 
     def detach(self) -> None:
         """Take the hooks off."""
@@ -97,6 +98,7 @@ class GradientRound:
     def _arrived(self, p: Tensor) -> None:
         """A parameter's gradient is complete."""
         if not self._active():
+            self._averaged = False  # what no_sync() adds is averaged with the next pass, or step
             return
         task = torch._C._current_graph_task_id()
         if self._task != task:

@@ -87,19 +87,23 @@ class Lane:
     def call(self, job: Callable[[], T], label: str) -> T:
         """Run ``job`` after those before it and return its result; counts as waiting. ``label``
         says what it is, should its link fail."""
-        if self._latest is not None and not self._latest.done():
-            return self.submit(job, label).wait()
         if self._latest is not None:
             self._latest.wait()  # raises what it raised; on CUDA, the card waits for its work
+            self._latest = None
+        if self._error is not None:
+            raise self._error
         start = time.perf_counter()
         try:
             return _labelled(job, label)
+        except LinkError as error:
+            self._error = error
+            raise
         finally:
             self.seconds_waiting += time.perf_counter() - start
 
     def submit(self, job: Callable[[], T], label: str) -> Pending[T]:
-        """Have ``job`` run after those before it, beside what the caller does next. After one that
-        failed none runs: they get its error."""
+        """Have ``job`` run after those before it, beside what the caller does next. After one whose
+        link failed none runs: they get its error."""
         pending: Pending[T] = Pending(self)
         named = partial(_labelled, job, label)
         if not self._threaded:

@@ -17,12 +17,12 @@ def parse_recipe(text: str) -> Recipe:
     Raises ``ValueError``, in one line that names the choices, for everything else.
     """
     try:
-        node = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError:
+        return _recipe(ast.parse(text.strip(), mode="eval").body, text)
+    except (SyntaxError, UnicodeError, RecursionError, MemoryError):
+        said = text if len(text) < 100 else text[:97] + "..."
         raise ValueError(
-            f"cannot read the recipe {text!r}: write it as in Python, like 'local_sgd(12)'"
+            f"cannot read the recipe {said!r}: write it as in Python, like 'local_sgd(12)'"
         ) from None
-    return _recipe(node, text)
 
 
 def _recipe(node: ast.expr, text: str) -> Recipe:
@@ -39,6 +39,8 @@ def _recipe(node: ast.expr, text: str) -> Recipe:
             said = f"option {keyword.arg!r}" if keyword.arg else "options after **"
             choices = ", ".join(signature.parameters) or "none"
             raise ValueError(f"{name} has no {said}: its options are {choices}")
+        if keyword.arg in options:
+            raise ValueError(f"{name}: option {keyword.arg!r} is given twice, in {text!r}")
         options[keyword.arg] = _value(keyword.value, text)
     try:
         signature.bind(*arguments, **options)
@@ -62,7 +64,7 @@ def _value(node: ast.expr, text: str) -> Any:
         return _recipe(node, text)
     try:
         return ast.literal_eval(node)
-    except ValueError:
+    except (ValueError, TypeError):
         said = ast.unparse(node)
         raise ValueError(
             f"cannot read {said!r} in {text!r}: numbers, words in quotes, True, False, None and "

@@ -67,7 +67,7 @@ class Update:
     anchor: ClassVar[str | None] = None
     """The state tensor that is the consensus of the workers; None: the mean of x is."""
     uses_lr: ClassVar[bool] = False
-    """Whether ``clock.lr`` enters: buckets then hold one parameter group each, else any."""
+    """Whether ``clock.lr`` enters: buckets then hold one parameter group each."""
     every_step: ClassVar[bool] = False
     """Whether `before_step`, `after_step` and `settle` do anything."""
     replaces: ClassVar[bool] = True
@@ -94,8 +94,11 @@ class Update:
         return x
 
     def combine(self, mean: Tensor, state: State, clock: Clock) -> Tensor:
-        """The outer step: from the workers' mean, what is handed out to all of them. Runs on the
-        owner's slice where the exchange shards, on everything elsewhere; may overwrite ``mean``."""
+        """The outer step: from the workers' mean, what is handed out to all of them. Runs where
+        the mean arrives, which may be a slice of the bucket (a sharded exchange, a worker of
+        several ranks), and perhaps beside the training: so it is given the state that lives with
+        the ``owner``, and numbers, alone. Mathematics with other state belongs in `fold`. May
+        overwrite ``mean``, but not keep it."""
         return mean
 
     def fold(
@@ -111,6 +114,11 @@ class Update:
 
 class Exchange(Protocol):
     """With whom a message is exchanged and how it is encoded."""
+
+    @property
+    def communicates(self) -> bool:
+        """Whether anything is sent at all."""
+        ...
 
     @property
     def agrees(self) -> bool:

@@ -63,6 +63,12 @@ class RunningRound:
         self._shared = shared
         self._groups = 0
 
+    @property
+    def communicates(self) -> bool:
+        """Whether its messages leave this rank."""
+        across = self.link.size > 1 and self.round.exchange.communicates
+        return across or self._replica.size > 1
+
     def label(self, step: int) -> str:
         """What messages to the user call it."""
         return f"{self.round.name} after step {step}"
@@ -74,12 +80,16 @@ class RunningRound:
 
     def _add(self, groups: list[list[Tensor]]) -> None:
         pieces = self.link.size * self._replica.size
-        one_each = self.round.update.uses_lr
-        joined = groups if one_each else [[t for group in groups for t in group]]
+        joined = [[t for group in groups for t in group]] if self._joins_groups() else groups
         new = bucketize(joined, pieces, first_group=self._groups)
         self._groups += len(groups)
         self.buckets += new
         self.states += [self._init(bucket) for bucket in new]
+
+    def _joins_groups(self) -> bool:
+        """Whether buckets may span parameter groups: where neither lr nor anything kept from one
+        round to another (which a group that is added later would shift) depends on them."""
+        return not (self.round.update.uses_lr or self.round.update.slots or self.round.delay)
 
     def _select_again(self) -> None:
         """Tensors that come and go, such as an optimiser's state: those that all ranks have."""
@@ -141,7 +151,10 @@ class RunningRound:
         of one worker hold the same message: each carries its part across, then they share."""
 
         def combine(mean: Tensor) -> Tensor:
-            return self.round.update.combine(mean.to(state_dtype(mean.dtype)), state, clock)
+            owned = {k: t for k, t in state.items() if not t.dim() or self.is_owned(k, t)}
+            result = self.round.update.combine(mean.to(state_dtype(mean.dtype)), owned, clock)
+            state.update(owned)  # an outer optimiser makes its state in its first step
+            return result
 
         replica = self._replica
         part = message.view(replica.size, -1)[replica.rank]

@@ -95,14 +95,17 @@ class Synchronizer:
             [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in group["params"]]
             for group in self._optimizer.param_groups
         ]
-        text = repr((self._describe(), groups, self._workers.size))
+        rest = [*self._model.parameters(), *self._model.buffers()]
+        shapes = [(tuple(t.shape), str(t.dtype)) for t in rest]
+        text = repr((self._describe(), groups, shapes, self._workers.size))
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
         everyone = self._gather(torch.tensor([digest], dtype=torch.int64)).flatten().tolist()
         other = [rank for rank, value in enumerate(everyone) if value != everyone[0]]
         if other:
             raise ValueError(
-                f"ranks {other} attach something else than rank 0: recipe, buffers=, and the "
-                "optimiser's parameters (groups, shapes, dtypes, requires_grad) must be alike"
+                f"ranks {other} attach something else than rank 0: recipe, buffers=, the model's "
+                "parameters and buffers (shapes, dtypes) and the optimiser's groups (also "
+                "requires_grad) must be alike"
             )
 
     def _describe(self) -> str:
@@ -128,7 +131,17 @@ class Synchronizer:
             RunningRound(r, self._links[r.over], self._shared) for r in self._all_rounds()
         ]
         self._names = [running.round.name for running in self._rounds]
-        self._names += ["gradients", "finish()", "consensus()", "mean()", "load_state_dict()"]
+        self._names += [
+            "gradients",
+            "first step",
+            "groups added",
+            "finish()",
+            "consensus()",
+            "mean()",
+            "load_state_dict()",
+        ]
+        if len(self._names) > 256:
+            raise ValueError(f"a recipe has at most 240 rounds, not {len(self._recipe)}")
         for running in self._rounds:
             running.grow()
         self._gradient_rounds = [
@@ -182,8 +195,10 @@ class Synchronizer:
     @torch.no_grad()
     def _after_step(self) -> None:
         self.step += 1
+        self._status("computing")
         if self.step == 1:
             self._note_fingerprint()
+            self._call("first step", self.step)
             self._warn_of_identical_gradients()
         for r, gradient_round in self._gradient_rounds:
             gradient_round.after_step(r.when(self.step + 1))
@@ -205,7 +220,7 @@ class Synchronizer:
                 if other is not running:
                     other.settle(self.step)
         self._status(running.label(self.step))
-        if running.round.exchange.agrees:
+        if running.communicates:
             announce = partial(running.link.agree, self.step, code, self._names, wait=False)
             label = running.label(self.step)
             if running.round.delay:
@@ -231,6 +246,8 @@ class Synchronizer:
     def _grow(self) -> None:
         """Parameter groups were added: they join with rank 0's values."""
         new = self._optimizer.param_groups[self._groups :]
+        self._call("groups added", self.step)
+        self._agree_on_setup()
         self._broadcast([p for group in new for p in group["params"]])
         for running in self._rounds:
             running.grow()

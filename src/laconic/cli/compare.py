@@ -63,6 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
     from laconic.lab import race, report
     from laconic.lab.jobs import terminate_as_exit
 
+    seconds = arguments.seconds
+    if seconds is None and arguments.steps is None:
+        seconds = 30.0
     settings = race.Settings(
         recipes=tuple(arguments.recipes or DEFAULT),
         hosts=arguments.hosts,
@@ -71,12 +74,12 @@ def run(arguments: argparse.Namespace) -> int:
         latency=parse_duration(arguments.latency),
         workload=arguments.workload,
         data=arguments.data and str(Path(arguments.data).resolve()),
-        seconds=None if arguments.steps else arguments.seconds or 30.0,
+        seconds=seconds,
         steps=arguments.steps,
         seed=arguments.seed,
     )
     settings.check()
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    report.prepare(arguments.out)
     command = shlex.join(["laconic", *sys.argv[1:]])
     result = None
     try:
@@ -85,19 +88,22 @@ def run(arguments: argparse.Namespace) -> int:
                 report.save(result, arguments.out)
     finally:
         if result is not None:
-            show(result, arguments.out)
+            left = len(settings.recipes) + 1 - len(result.rows)
+            show(result, arguments.out, left)
     assert result is not None, "a race has at least the row without communication"
     return 0 if all(row.status == "ok" for row in result.rows) else 1
 
 
-def show(result: Result, directory: Path) -> None:
-    """The table, the verdict, and where the rest is."""
+def show(result: Result, directory: Path, left: int) -> None:
+    """The table, the verdict, and where the rest is; ``left`` recipes did not have their turn."""
     from rich.console import Console
 
     from laconic.lab import report
 
     console = Console()
     console.print(report.table(result))
+    if left:
+        console.print(f"Interrupted: {left} of the recipes had no turn.", highlight=False)
     console.print(report.verdict(result), highlight=False)
     paths = report.write(result, directory)
     console.print("Written: " + ", ".join(str(path) for path in paths), highlight=False)

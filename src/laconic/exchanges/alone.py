@@ -14,6 +14,7 @@ from laconic.round import Combine
 class Alone:
     """Nothing is sent; each worker combines its own message, and they go on disagreeing."""
 
+    communicates = False
     agrees = False
 
     def region(self, link: Link, length: int) -> slice:

@@ -14,6 +14,7 @@ from laconic.round import Combine
 class Mean:
     """All-reduce; every worker then combines everything. Sends 2(n-1)/n of the message."""
 
+    communicates = True
     agrees = True
 
     def region(self, link: Link, length: int) -> slice:
@@ -30,6 +31,7 @@ class ShardedMean:
     """Reduce-scatter, combine on the owner's slice, all-gather: the bytes of one all-reduce, 1/n
     of the outer step's arithmetic and state on each worker."""
 
+    communicates = True
     agrees = True
 
     def region(self, link: Link, length: int) -> slice:

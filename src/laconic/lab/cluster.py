@@ -77,7 +77,7 @@ class Cluster:
         bandwidth: float | None = 100e6,
         host_bandwidth: Mapping[int, float] | None = None,
     ) -> None:
-        _check_hosts(hosts)
+        check_hosts(hosts)
         rates = [bandwidth] * hosts
         for host, rate in (host_bandwidth or {}).items():
             _check_host(host, hosts)
@@ -180,7 +180,7 @@ class Loopback:
     interface: Final = "lo" if sys.platform == "linux" else "lo0"
 
     def __init__(self, hosts: int = 4) -> None:
-        _check_hosts(hosts)
+        check_hosts(hosts)
         self.addresses = ["127.0.0.1"] * hosts
         self._processes = Processes()
 
@@ -333,7 +333,7 @@ def _rank_variables(rank: int, host: int, per_host: int, world: int) -> dict[str
     }
 
 
-def _check_hosts(hosts: int) -> None:
+def check_hosts(hosts: int) -> None:
     if not 1 <= hosts <= _MOST_HOSTS:
         raise ValueError(f"hosts must be from 1 to {_MOST_HOSTS}, not {hosts}")
 
@@ -347,7 +347,12 @@ def _bytes_per_second(rate: float | None) -> int | None:
     """Return `rate` (bit/s) for the shaper; raises ValueError where it cannot be kept."""
     if rate is None:
         return None
+    check_rate(rate)
+    return round(rate / 8)
+
+
+def check_rate(rate: float) -> None:
+    """Raise ValueError for a rate (bit/s) that the shaper cannot keep."""
     if not (math.isfinite(rate) and _SLOWEST <= rate <= _FASTEST):
         accepted = f"{_SLOWEST:g} to {_FASTEST:g} bit/s, or None for no limit"
         raise ValueError(f"bandwidth must be {accepted}, not {rate!r}")
-    return round(rate / 8)

@@ -33,25 +33,34 @@ def first_steps(recipe: Recipe, horizon: int = HORIZON) -> dict[Kind, int]:
 
 
 def outermost(recipe: Recipe, step: int) -> bool:
-    """Whether the consensus model is fresh after ``step``: the recipe's last parameter round
-    fell due, or there is none to wait for."""
+    """Whether the consensus model is fresh after ``step``: the recipe's last parameter round fell
+    due, there is none to wait for, or gradients were averaged and no anchor lags behind."""
     last = [r for r in recipe if r.on == "params"][-1:]
-    return not last or last[0].when(step)
+    if not last or last[0].when(step):
+        return True
+    agreed = any(r.on == "gradients" and r.when(step) for r in recipe)
+    return agreed and last[0].update.anchor is None
+
+
+def cost_of(recipe: Recipe, step: int, costs: Mapping[Kind, float]) -> float:
+    """Seconds of ``step``; a kind that was not timed counts as the dearest."""
+    return costs.get(kind_of(recipe, step), max(costs.values()))
 
 
 def steps_within(
     recipe: Recipe, costs: Mapping[Kind, float], seconds: float, after: int = 0
 ) -> int:
     """The last step, counted on from ``after``, by which the steps' costs (seconds by kind) add
-    up to at most ``seconds``, and after which the consensus model is fresh; ``after`` itself where
-    there is none."""
-    spent, last = 0.0, after
+    up to at most ``seconds``, and after which the consensus model is fresh. Where there is none,
+    ``after`` itself; for a whole run, the last that is in time."""
+    spent, fresh, inside = 0.0, after, after
     for step in range(after + 1, after + HORIZON):
-        spent += costs[kind_of(recipe, step)]
+        spent += cost_of(recipe, step, costs)
         if spent > seconds:
             break
-        last = step if outermost(recipe, step) else last
-    return last
+        inside = step
+        fresh = step if outermost(recipe, step) else fresh
+    return inside if fresh == after == 0 else fresh
 
 
 @dataclass
@@ -87,7 +96,7 @@ class Schedule:
         self._next_look = step + max(self.steps // self.looks, 1)
         if self.seconds is not None:
             for s in range(self._counted + 1, step + 1):
-                self._planned += self.costs[kind_of(self.recipe, s)]
+                self._planned += cost_of(self.recipe, s, self.costs)
             self._counted = step
             slower = elapsed / self._planned
             costs = {kind: cost * slower for kind, cost in self.costs.items()}

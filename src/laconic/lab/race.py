@@ -17,7 +17,14 @@ import torch
 
 from laconic.errors import check_choice, check_int
 from laconic.lab import workloads
-from laconic.lab.cluster import Cluster, Loopback, NamespacesUnavailable, launch
+from laconic.lab.cluster import (
+    Cluster,
+    Loopback,
+    NamespacesUnavailable,
+    check_hosts,
+    check_rate,
+    launch,
+)
 from laconic.lab.jobs import Job, Outcome
 from laconic.lab.result import NO_COMMUNICATION, Point, Result, Row
 from laconic.lab.worker import Spec
@@ -31,6 +38,8 @@ Watch = Callable[[str, Event], None]
 
 FEW_ROUNDS = 100
 """Outer rounds below which DiLoCo's usual momentum of 0.9 overshoots."""
+DIVERGED = 3.0
+"""A loss this many times the one before the first step counts as diverged."""
 RANK_TIMEOUT = 60.0
 """Seconds after which a rank that does not answer fails its row."""
 
@@ -59,13 +68,15 @@ class Settings:
         for text in self.recipes:
             parse_recipe(text)
         check_int("hosts", self.hosts, 1)
+        check_hosts(self.hosts)
+        check_rate(self.bandwidth)
         check_int("per-host", self.per_host, 1)
+        if self.steps is not None:
+            check_int("steps", self.steps, 1)
         if (self.seconds is None) == (self.steps is None):
             raise ValueError("give either seconds or steps")
         if self.seconds is not None and not 1 <= self.seconds < math.inf:
-            raise ValueError(f"seconds must be at least 1, not {self.seconds:g}")
-        if self.steps is not None:
-            check_int("steps", self.steps, 1)
+            raise ValueError(f"seconds must be a finite number of at least 1, not {self.seconds:g}")
         check_choice("workload", self.workload, ("digits", "text"))
         data = None if self.data is None else Path(self.data)
         workload = workloads.load(self.workload, data=data)
@@ -154,7 +165,8 @@ def _row(
     )
     watch(name, {"event": "launched"})
     argv = [sys.executable, "-m", "laconic.lab.worker", spec.to_json()]
-    job = launch(cluster, argv, per_host=settings.per_host)
+    # the user's current directory may hold modules named like those of the standard library
+    job = launch(cluster, argv, per_host=settings.per_host, env={"PYTHONSAFEPATH": "1"})
     last: Event = {}
     for event in _events(job):
         watch(name, event)
@@ -188,11 +200,14 @@ def _read(name: str, last: Event, outcomes: list[Outcome], settings: Settings) -
         )  # fmt: skip
     steps, each = last["steps"], settings.per_host
     curve = tuple(Point(s, seconds, mb * each, loss) for s, seconds, mb, loss in last["curve"])
-    diverged = curve[-1].loss is None
+    lost = curve[-1].loss is None
+    diverged = lost or (curve[0].loss or 0) * DIVERGED < (curve[-1].loss or 0)
     row = Row(
         recipe=name,
         status="diverged" if diverged else "ok",
-        error=f"the loss is not a number after step {steps}" if diverged else None,
+        error=f"the loss is {'not a number' if lost else curve[-1].loss} after step {steps}"
+        if diverged
+        else None,
         steps=steps,
         seconds=last["seconds"],
         seconds_per_step=last["seconds"] / steps,
@@ -216,12 +231,16 @@ def _advice(name: str, steps: int) -> tuple[str, ...]:
     """What a reader must know of a recipe in a run this short."""
     if name == NO_COMMUNICATION:
         return ()
-    for r in parse_recipe(name):
+    recipe = parse_recipe(name)
+    last = [r for r in recipe if r.on == "params"][-1:]
+    if last and not any(last[0].when(step) for step in range(1, steps + 1)):
+        return ("the run ended before its first round: give it more time",)
+    for r in recipe:
         if isinstance(r.update, OuterStep) and r.update.outer is None and r.update.momentum > 0.6:
             rounds = sum(r.when(step) for step in range(1, steps + 1))
             if rounds < FEW_ROUNDS:
                 return (
-                    f"{name}: {rounds} outer rounds; below about {FEW_ROUNDS} an outer momentum of "
+                    f"{rounds} outer rounds; below about {FEW_ROUNDS} an outer momentum of "
                     f"{r.update.momentum:g} overshoots, try 0.3 to 0.6",
                 )
     return ()

@@ -67,6 +67,20 @@ def write(result: Result, directory: Path) -> list[Path]:
     return [save(result, directory), *plots(result, directory)]
 
 
+def prepare(directory: Path) -> None:
+    """Make ``directory`` and see that results can be written there, before they are won.
+
+    Raises `OSError` where they cannot.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "results.json"
+    existed = path.exists()
+    with path.open("a", encoding="utf-8"):
+        pass
+    if not existed:
+        path.unlink()
+
+
 def save(result: Result, directory: Path) -> Path:
     """`results.json` alone, in `directory`, made if need be."""
     directory.mkdir(parents=True, exist_ok=True)

@@ -52,8 +52,8 @@ class Link(Protocol):
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """The mean of slice ``rank`` of ``x`` (length/n elements), in float32 at least but with
-        NCCL, which sums in x's dtype. Overwrites ``x``, and may be a view of it. The length is a
-        multiple of n."""
+        NCCL, which sums in x's dtype. Overwrites ``x``; the result is the link's or a view of x,
+        valid until the next call. The length is a multiple of n."""
         ...
 
     def all_gather(self, mine: Tensor, out: Tensor) -> None:

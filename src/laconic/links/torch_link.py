@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import NoReturn
 
@@ -51,7 +52,7 @@ class TorchLink:
         self.size = group.size()
         self._ranks = list(range(self.size)) if ranks is None else list(ranks)
         self._scratch = Scratch()
-        self._tag = 0
+        self._serial = 0
         self._announced: tuple[int, Sequence[str]] | None = None
         self._under_way: list[dist.Work] = []
         self.joined = time.perf_counter()
@@ -72,13 +73,18 @@ class TorchLink:
 
     def agree(self, step: int, code: int, names: Sequence[str], *, wait: bool) -> None:
         word = step * 256 + code
-        self._tag = 1 + word % 2**30  # messages of different calls never meet
+        self._serial += 1
         self._announced = word, names
         if self._native:
             self._announced = None
             self._compare(self.gather(torch.tensor([word])), word, names)
         elif wait:
             self._exchange((), ())
+
+    def _tag(self, x: Tensor) -> int:
+        """Messages meet only within one announced call, and only if they are equally long: gloo
+        ends the process where a message is longer than the room for it."""
+        return 1 + (self._serial * 1_000_003 + x.numel() * x.element_size()) % 2**30
 
     def _compare(self, everyone: Tensor, mine: int, names: Sequence[str]) -> None:
         words = everyone.flatten().tolist()
@@ -104,7 +110,9 @@ class TorchLink:
 
     def _lost(self, error: RuntimeError) -> NoReturn:
         others = [r for r in range(self.size) if r != self.rank]
-        answers = {self._ranks[r]: health.ask(self._addresses[r]) for r in others}
+        with ThreadPoolExecutor(max(len(others), 1)) as pool:
+            said = pool.map(health.ask, [self._addresses[r] for r in others])
+            answers = dict(zip([self._ranks[r] for r in others], said, strict=True))
         missing = {r: a for r, a in answers.items() if a.startswith(("is ", "does "))}
         told = missing or {r: f"is {a}" for r, a in answers.items()}
         who = "; ".join(f"rank {r} {answer}" for r, answer in told.items())
@@ -122,23 +130,28 @@ class TorchLink:
         a rank waits for no message that it does not need. What was announced travels along, and
         is looked at first."""
         if self._announced is None:
-            self._wait(*self._post(sends, receives, self._tag))
+            self._wait(*self._post(sends, receives, self._tag(sends[0])))
             return
         (word, names), self._announced = self._announced, None
         everyone = torch.full((self.size, 1), word)
         rows = everyone.unbind()
         announcement = self._post([rows[self.rank]] * self.size, rows, ANNOUNCEMENT)
-        self._under_way = self._post(sends, receives, self._tag)  # kept, should they differ
+        data = self._post(sends, receives, self._tag(sends[0])) if sends else []
+        self._under_way = data  # kept alive, should the ranks differ
         self._wait(*announcement)
         self._compare(everyone, word, names)
-        self._wait(*self._under_way)
+        self._wait(*data)
+        self._under_way = []
 
     def _post(
         self, sends: Sequence[Tensor], receives: Sequence[Tensor], tag: int
     ) -> list[dist.Work]:
-        others = [(self.rank + hop) % self.size for hop in range(1, self.size) if sends]
-        works = [self._group.recv([receives[r]], r, tag) for r in reversed(others)]
-        return works + [self._group.send([sends[r]], r, tag) for r in others]
+        others = [(self.rank + hop) % self.size for hop in range(1, self.size)]
+        try:
+            works = [self._group.recv([receives[r]], r, tag) for r in reversed(others)]
+            return works + [self._group.send([sends[r]], r, tag) for r in others]
+        except RuntimeError as error:  # a connection that is known to be closed
+            self._lost(error)
 
     # -- collectives ----
 
@@ -177,7 +190,11 @@ class TorchLink:
 
     def broadcast(self, x: Tensor) -> None:
         source = dist.get_global_rank(self._group, 0)
-        self._wait(dist.broadcast(x, source, group=self._group, async_op=True))
+        try:
+            work = dist.broadcast(x, source, group=self._group, async_op=True)
+        except RuntimeError as error:
+            self._lost(error)
+        self._wait(work)
 
     def gather(self, x: Tensor) -> Tensor:
         x = x.to(self._device)
