@@ -70,16 +70,18 @@ class Clock:
         self._sync = sync
         self._interface = interface
         self._started: tuple[float, ...] | None = None
+        self._frames = 0.0
         self.steps = 0
         self.seconds = self.waiting = self.sent = self.frames = 0.0
 
     def _read(self) -> tuple[float, ...]:
         stats = self._sync.stats()
-        frames = interface_bytes(self._interface)
-        return time.perf_counter(), stats.seconds_waiting, float(stats.bytes_sent), frames
+        return time.perf_counter(), stats.seconds_waiting, float(stats.bytes_sent)
 
     def start(self) -> None:
-        """Go on counting."""
+        """Go on counting, all ranks at once."""
+        self._sync.mean(0.0)
+        self._frames = interface_bytes(self._interface)
         self._started = self._read()
 
     def running(self) -> float:
@@ -89,14 +91,16 @@ class Clock:
 
     def stop(self, step: int) -> None:
         """Stop counting, after ``step``."""
-        self.steps = step
         assert self._started is not None, "stopped before it was started"
         now = self._read()
         spent = [after - before for before, after in zip(self._started, now, strict=True)]
+        self.steps = step
         self.seconds += spent[0]
         self.waiting += spent[1]
         self.sent += spent[2]
-        self.frames += spent[3]
+        self._started = None
+        self._sync.mean(0.0)  # what a rank has sent may still be queued at its card; now it is not
+        self.frames += interface_bytes(self._interface) - self._frames
 
     def figures(self) -> dict[str, float]:
         """What was counted, as means over the ranks; every rank must call it."""
@@ -210,7 +214,6 @@ def train(run: Run, planned: plan.Schedule) -> list[tuple[int, float, float, flo
     """The run; (step, seconds, megabytes, validation loss) from before the first step on."""
     clock, reported, step = run.clock, 0.0, 0
     curve = [(0, 0.0, 0.0, run.validation_loss())]
-    run.sync.mean(0.0)
     clock.start()
     while step < planned.steps and math.isfinite(curve[-1][3]):
         step += 1
@@ -225,7 +228,6 @@ def train(run: Run, planned: plan.Schedule) -> list[tuple[int, float, float, flo
             elapsed, megabytes = run.sync.mean(clock.seconds), run.sync.mean(clock.sent) / 1e6
             if planned.look(step, elapsed):
                 curve.append((step, elapsed, megabytes, run.validation_loss()))
-            run.sync.mean(0.0)
             clock.start()
     clock.stop(step)
     return curve
