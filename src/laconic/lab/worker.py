@@ -70,7 +70,7 @@ class Clock:
         self._sync = sync
         self._interface = interface
         self._started: tuple[float, ...] | None = None
-        self._frames = 0.0
+        self._frames = self._meeting = 0.0
         self.steps = 0
         self.seconds = self.waiting = self.sent = self.frames = 0.0
 
@@ -78,10 +78,17 @@ class Clock:
         stats = self._sync.stats()
         return time.perf_counter(), stats.seconds_waiting, float(stats.bytes_sent)
 
+    def _meet(self) -> float:
+        """Wait for all ranks; what the interface has sent by then."""
+        self._sync.mean(0.0)
+        return interface_bytes(self._interface)
+
     def start(self) -> None:
         """Go on counting, all ranks at once."""
-        self._sync.mean(0.0)
-        self._frames = interface_bytes(self._interface)
+        self._frames = self._meet()
+        if not self.steps:  # what a meeting itself sends
+            self._meeting = self._meet() - self._frames
+            self._frames += self._meeting
         self._started = self._read()
 
     def running(self) -> float:
@@ -99,8 +106,9 @@ class Clock:
         self.waiting += spent[1]
         self.sent += spent[2]
         self._started = None
-        self._sync.mean(0.0)  # what a rank has sent may still be queued at its card; now it is not
-        self.frames += interface_bytes(self._interface) - self._frames
+        # what a rank has sent may be queued at its card still; when all have met, it is not
+        met = self._meet()
+        self.frames += met - self._frames - self._meeting
 
     def figures(self) -> dict[str, float]:
         """What was counted, as means over the ranks; every rank must call it."""
