@@ -475,6 +475,11 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "lr True": (lambda: LOOSE.diloco(4, True), "lr must be a finite number"),
     "base not called": (lambda: LOOSE.slowmo(la.local_sgd), r"base must be .*local_sgd\(12\)"),
     "base a number": (lambda: LOOSE.slowmo(48), "base"),
+    "sharded a word": (
+        lambda: LOOSE.slowmo(None, 4, sharded="no"),
+        "sharded must be True or False",
+    ),
+    "average a number": (lambda: LOOSE.slowmo(None, 4, average=3), "average must be True or False"),
     "outer not callable": (lambda: LOOSE.diloco(4, outer=0.7), "outer"),
     "recipe not called": (
         lambda: attach_in_simulation(recipe=la.local_sgd),

@@ -42,3 +42,10 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
     if not isinstance(value, str) or value not in names:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, names))}, not {value!r}")
     return value
+
+
+def check_bool(name: str, value: object) -> bool:
+    """Return ``value`` if it is True or False, else raise ``ValueError``."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, not {value!r}")
+    return value

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from laconic.errors import check_float
+from laconic.errors import check_bool, check_float
 from laconic.exchanges import Alone, Mean, ShardedMean
 from laconic.round import OptimizerState, Recipe, Round, is_recipe
 from laconic.schedules import Schedule, Unless, after, every, until
@@ -71,6 +71,7 @@ def slowmo(
         raise ValueError(f"base must be a recipe, as laconic.local_sgd(12), or None, not {base!r}")
     check_float("momentum", momentum, 0.0, 1.0)
     check_float("lr", lr, 0.0, strict=True)
+    sharded, average = check_bool("sharded", sharded), check_bool("average", average)
     exchange = Alone() if not average else ShardedMean() if sharded else Mean()
     update = SlowMomentum(momentum, lr)
     return (
@@ -103,8 +104,8 @@ def diloco(
             "outer must make an optimiser from tensors, as lambda tensors: "
             f"torch.optim.Adam(tensors, lr=1e-3), not {outer!r}"
         )
-    update = OuterStep(lr, momentum, outer)
-    return (Round(every(period), update, ShardedMean() if sharded else Mean(), delay=delay),)
+    exchange = ShardedMean() if check_bool("sharded", sharded) else Mean()
+    return (Round(every(period), OuterStep(lr, momentum, outer), exchange, delay=delay),)
 
 
 def _skip(r: Round, skipped: Schedule) -> Round:
