@@ -120,8 +120,8 @@ class Display:
         self._live = console.is_terminal
         self._console = console
         self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
+            TextColumn("{task.fields[short]}"),
+            BarColumn(bar_width=16),
             TextColumn("{task.fields[told]}"),
             console=console,
             disable=not self._live,
@@ -129,7 +129,9 @@ class Display:
         from laconic.lab.result import NO_COMMUNICATION
 
         self._tasks = {
-            name: self._progress.add_task(name, total=None, start=False, told="waiting")
+            name: self._progress.add_task(
+                name, total=None, start=False, told="waiting", short=_short(name)
+            )
             for name in (NO_COMMUNICATION, *settings.recipes)
         }
         self._steps: dict[str, int] = {}
@@ -155,16 +157,16 @@ class Display:
         elif kind == "step":
             self._steps[name] = event["steps"]
             told = (
-                f"step {event['step']}/{event['steps']}  loss {event['loss']:.3f}  "
-                f"{event['pace']:.3f} s/step  {event['sent'] / 1e6:.1f} MB"
+                f"{event['step']}/{event['steps']}  loss {event['loss']:.2f}  "
+                f"{event['pace']:.3g} s/step  {event['sent'] / 1e6:.1f} MB"
             )
             self._progress.update(task, total=event["steps"], completed=event["step"], told=told)
         elif kind == "done":
             self._finish(name, event["row"])
 
     def _finish(self, name: str, row: Any) -> None:
-        loss = "" if row.loss is None else f"  validation loss {row.loss:.3f}"
-        told = row.error or f"{row.steps} steps  {row.seconds_per_step:.3f} s/step{loss}"
+        loss = "" if row.loss is None else f"loss {row.loss:.3f}  "
+        told = row.error or f"{row.steps} steps  {loss}{row.seconds_per_step:.3g} s/step"
         task = self._tasks[name]
         total = self._steps.get(name, 1)
         self._progress.update(
@@ -172,3 +174,8 @@ class Display:
         )
         if not self._live:
             self._console.print(f"{name}: {row.status}: {told}", highlight=False, markup=False)
+
+
+def _short(name: str) -> str:
+    """A recipe's name in the room that a terminal of 80 columns leaves for it."""
+    return name if len(name) <= 24 else name[:23] + "…"

@@ -7,6 +7,7 @@ network it was, and that a link was throttled rather than emulated where it was.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from textwrap import shorten
@@ -246,13 +247,15 @@ def table(result: Result) -> Table:
         caption_justify="left",
         caption_style="",
     )
-    shown.add_column("recipe", vertical="bottom")
+    words = [word for row in result.rows for word in _breakable(row.recipe).split()]
+    widest = min(max(map(len, words), default=0), MOST_NAME)
+    shown.add_column("recipe", vertical="bottom", min_width=widest, overflow="fold")
     for header, *_ in columns:
         shown.add_column(header, justify="right", vertical="bottom", no_wrap=True)
     bests = [_best(column, rivals) for column in columns]
     for row in result.rows:
         silent = row.recipe == NO_COMMUNICATION
-        cells = [Text(row.recipe + "†" * silent)]
+        cells = [Text(_breakable(row.recipe) + "†" * silent)]
         for (_, figure, written, _), best in zip(columns, bests, strict=True):
             text = written(figure(row))
             cells.append(Text(text, style="bold" if row in rivals and text == best else ""))
@@ -260,6 +263,15 @@ def table(result: Result) -> Table:
             cells[4] = Text(row.status, style="red")
         shown.add_row(*cells, style="dim" if silent else None)
     return shown
+
+
+MOST_NAME = 22
+"""Columns that a word of a recipe's name is sure to get; longer ones are folded."""
+
+
+def _breakable(name: str) -> str:
+    """A recipe's name with room for a line break after every comma and before a nested recipe."""
+    return re.sub(r",\s*", ", ", name)
 
 
 def _best(column: Column, rivals: list[Row]) -> str:
@@ -270,7 +282,8 @@ def _best(column: Column, rivals: list[Row]) -> str:
 
 
 def _megabytes(row: Row) -> float:
-    return row.ledger_bytes_per_step / 1e6
+    megabytes = row.ledger_bytes_per_step / 1e6
+    return megabytes if megabytes >= 5e-5 else 0.0  # announcements of a few bytes are nothing
 
 
 def _percent(share: float | None) -> str:
