@@ -1,6 +1,6 @@
 """Run every benchmark and print its figures beside the bounds that the project sets itself.
 
-    python -m benchmarks [NAME ...]
+python -m benchmarks [NAME ...]
 """
 
 from __future__ import annotations

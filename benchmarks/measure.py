@@ -63,9 +63,9 @@ def timed(job: Callable[[], object]) -> float:
     return slowest(time.perf_counter() - start)
 
 
-def pairs(one: Callable[[], object], other: Callable[[], object], count: int = PAIRS) -> tuple[
-    list[float], list[float]
-]:
+def pairs(
+    one: Callable[[], object], other: Callable[[], object], count: int = PAIRS
+) -> tuple[list[float], list[float]]:
     """Times of both, in turn, after a warm-up; each goes first in half of the pairs."""
     times: tuple[list[float], list[float]] = ([], [])
     for index in range(count + 4):
