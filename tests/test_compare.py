@@ -199,7 +199,7 @@ def test_a_race_of_steps(tmp_path: Path) -> None:
 
     # bytes: by the law, and by the interface's counter
     silent, *rivals = result.rows
-    small = 24 * (hosts - 1)  # an announcement of 8 bytes a round, and once two figures of 8
+    small = 24 * (hosts - 1)  # once: an announcement of 8 bytes, and two figures of 8
     assert silent.ledger_bytes_per_step <= small
     for row in rivals:
         sent = law(row.recipe, steps, hosts)

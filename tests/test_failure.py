@@ -87,7 +87,7 @@ def act(story: Story, sync: la.Synchronizer, connection: Connection) -> bool:
     connection.send(("acts", ""))
     if story.act == "is silent":
         time.sleep(300)  # until the test stops or kills this process
-    if story.act == "raises":
+    if story.act.startswith("raises"):
         raise BrokenLoopError("the user's own trouble")
     if story.act == "finishes":
         sync.finish()
@@ -111,6 +111,8 @@ def live(rank: int, story: Story, port: int, connection: Connection) -> None:
         connection.send(("nothing", f"{AT + 20} steps"))
     except Exception as error:
         connection.send((type(error).__name__, str(error)))
+    if story.act == "raises and lives on" and rank == story.culprit:
+        time.sleep(300)  # until the test kills this process
 
 
 @dataclass
@@ -218,6 +220,19 @@ def test_a_rank_that_raises_in_its_loop(context: Any, recipe: str) -> None:
         check_lost(tell(run, story, None), story)
         assert run.hear(story.culprit, 5) == ("BrokenLoopError", "the user's own trouble")
         assert ended(run, [story.culprit])
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "local_sgd", "delayed"])
+def test_a_rank_that_has_left_but_lives(context: Any, recipe: str) -> None:
+    """No connection closes, and it would be waited for in vain."""
+    story = Story(recipe, "raises and lives on")
+    with running(context, story) as run:
+        said = tell(run, story, None)
+        assert run.processes[story.culprit].is_alive()
+    for kind, text in said.values():
+        assert kind == "LinkError", text
+        assert re.search(rf"rank {story.culprit}: [^;]* and has left", text), text
+        assert ROUNDS[story.recipe] in text
 
 
 PLACES = [(recipe, "finishes") for recipe in RECIPES]

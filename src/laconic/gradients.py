@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +27,8 @@ FIRST_BYTES = 2**20
 
 class GradientRound:
     """Averages the gradients of the optimiser's parameters over ``link`` in every backward pass
-    for which ``active()``. ``announce()`` gives the job that tells the other ranks of the pass, and
-    what to call it."""
+    for which ``active()``. ``announce()`` tells the other ranks of the pass, and returns what to
+    call it."""
 
     def __init__(
         self,
@@ -37,7 +36,7 @@ class GradientRound:
         lane: Lane,
         optimizer: Optimizer,
         active: Callable[[], bool],
-        announce: Callable[[], tuple[Callable[[], None], str]],
+        announce: Callable[[], str],
     ) -> None:
         self._link = link
         self._lane = lane
@@ -128,15 +127,9 @@ class GradientRound:
             else:
                 values.copy_(local(gradient).reshape(-1)[segment.start : segment.stop])
         flat[bucket.numel :].zero_()
-        job: Callable[[], Any] = partial(self._link.mean, flat)
         if not self._pending:
-            announce, self._label = self._announce()
-            job = partial(self._first, announce, flat)
-        self._pending.append(self._lane.submit(job, self._label))
-
-    def _first(self, announce: Callable[[], None], flat: Tensor) -> None:
-        announce()
-        self._link.mean(flat)
+            self._label = self._announce()
+        self._pending.append(self._lane.submit(partial(self._link.mean, flat), self._label))
 
     def _end(self) -> None:
         """The backward pass is over: send what is left, wait, and write the means back."""

@@ -21,11 +21,17 @@ from laconic.errors import LinkError
 T = TypeVar("T")
 
 
+FIRST_LOOK, LAST_LOOK = 1.0, 30.0
+"""Seconds of waiting after which one asks where the other ranks are, and again, twice as long each
+time, up to the second figure."""
+
+
 class Pending(Generic[T]):
     """The result of a job handed to a lane."""
 
-    def __init__(self, lane: Lane | None) -> None:
+    def __init__(self, lane: Lane | None, label: str = "") -> None:
         self._lane = lane
+        self._label = label
         self._event = threading.Event()
         self.error: BaseException | None = None
         self._result: T | None = None
@@ -44,11 +50,12 @@ class Pending(Generic[T]):
 
     def wait(self) -> T:
         """The result; raises what the job raised."""
-        if not self._event.is_set():
-            start = time.perf_counter()
-            self._event.wait()
-            if self._lane is not None:
-                self._lane.seconds_waiting += time.perf_counter() - start
+        if self._lane is not None and not self._event.is_set():
+            start, patience = time.perf_counter(), FIRST_LOOK
+            while not self._event.wait(patience):
+                self._lane.look(self._label)
+                patience = min(2 * patience, LAST_LOOK)
+            self._lane.seconds_waiting += time.perf_counter() - start
         if self.error is not None:
             raise self.error
         if self._ready is not None:
@@ -72,29 +79,38 @@ class Pending(Generic[T]):
 
 class Lane:
     """Runs jobs in the order in which they come. ``threaded``: in a thread of its own; otherwise,
-    as simulated workers need, at once."""
+    as simulated workers need, at once. ``check`` raises a `LinkError` if other ranks are known not
+    to come to what this one waits for."""
 
-    def __init__(self, threaded: bool, device: torch.device) -> None:
+    def __init__(self, threaded: bool, device: torch.device, check: Callable[[], None]) -> None:
         self.seconds_waiting = 0.0
         self._threaded = threaded
         self._device = device
+        self._check = check
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
         self._latest: Pending[Any] | None = None
+        self._preface: Callable[[], object] | None = None
         self._error: BaseException | None = None
+
+    def announce(self, preface: Callable[[], object]) -> None:
+        """Run ``preface`` right before the next job, and as a part of it."""
+        self._preface = preface
 
     def call(self, job: Callable[[], T], label: str) -> T:
         """Run ``job`` after those before it and return its result; counts as waiting. ``label``
         says what it is, should its link fail."""
+        if self._threaded and self._device.type == "cpu":
+            return self.submit(job, label).wait()
         if self._latest is not None:
-            self._latest.wait()  # raises what it raised; on CUDA, the card waits for its work
+            self._latest.wait()  # raises what it raised; the card waits for its work
             self._latest = None
         if self._error is not None:
             raise self._error
         start = time.perf_counter()
         try:
-            return _labelled(job, label)
+            return self._whole(job, label)()
         except LinkError as error:
             self._error = error
             raise
@@ -104,8 +120,8 @@ class Lane:
     def submit(self, job: Callable[[], T], label: str) -> Pending[T]:
         """Have ``job`` run after those before it, beside what the caller does next. After one whose
         link failed none runs: they get its error."""
-        pending: Pending[T] = Pending(self)
-        named = partial(_labelled, job, label)
+        pending: Pending[T] = Pending(self, label)
+        named = self._whole(job, label)
         if not self._threaded:
             pending.run(named)
             return pending
@@ -123,7 +139,7 @@ class Lane:
     def _run(self, pending: Pending[Any], job: Callable[[], Any]) -> None:
         if self._error is None:
             pending.run(job, self._stream)
-            self._error = pending.error
+            self._error = self._error or pending.error
         else:
             pending.fail(self._error)
 
@@ -145,10 +161,24 @@ class Lane:
         """Let the thread end after the jobs it has."""
         self._jobs.put(None)
 
+    def look(self, label: str) -> None:
+        """Raise if what is waited for will not come; no later job runs then."""
+        try:
+            _labelled(self._check, label)
+        except LinkError as error:
+            self._error = error
+            raise
 
-def _labelled(job: Callable[[], T], label: str) -> T:
+    def _whole(self, job: Callable[[], T], label: str) -> Callable[[], T]:
+        preface, self._preface = self._preface, None
+        return partial(_labelled, job, label, preface)
+
+
+def _labelled(job: Callable[[], T], label: str, preface: Callable[[], object] | None = None) -> T:
     try:
         with torch.inference_mode(False), torch.no_grad():  # its tensors outlive the caller's mode
+            if preface is not None:
+                preface()
             return job()
     except LinkError as error:
         raise LinkError(f"{label}: {error}") from error

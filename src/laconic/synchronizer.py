@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -70,7 +70,8 @@ class Synchronizer:
         self._optimizer = optimizer
         self._recipe = recipe
         self._average_buffers = check_choice("buffers", buffers, ("average", "keep")) == "average"
-        self._lane = Lane(self._world.threaded, device)
+        threaded = self._world.threaded and self._world.size > 1
+        self._lane = Lane(threaded, device, self._world.check)
         self._device = device
         self._sync_gradients = True
         self._fingerprint: Tensor | None = None
@@ -154,13 +155,14 @@ class Synchronizer:
         def active() -> bool:
             return self._sync_gradients and r.when(self.step + 1)
 
-        def announce() -> tuple[Callable[[], None], str]:
+        def announce() -> str:
             if self.step == 0:
                 self._note_fingerprint()
             label = f"{r.name} of step {self.step + 1}"
             self._status(label)
             code = self._names.index("gradients")
-            return partial(link.agree, self.step, code, self._names, wait=False), label
+            self._lane.announce(partial(link.agree, self.step, code, self._names, wait=False))
+            return label
 
         return GradientRound(link, self._lane, self._optimizer, active, announce)
 
@@ -221,12 +223,8 @@ class Synchronizer:
                     other.settle(self.step)
         self._status(running.label(self.step))
         if running.communicates:
-            announce = partial(running.link.agree, self.step, code, self._names, wait=False)
-            label = running.label(self.step)
-            if running.round.delay:
-                self._lane.submit(announce, label)  # beside the training, like its messages
-            else:
-                self._lane.call(announce, label)
+            agree = running.link.agree
+            self._lane.announce(partial(agree, self.step, code, self._names, wait=False))
         running.start(self.step)
         self._rounds_done += 1
         self._status("computing")
@@ -366,6 +364,7 @@ class Synchronizer:
         for _, gradient_round in self._gradient_rounds:
             gradient_round.detach()
         self._lane.close()
+        self._world.leave()
         self._status("detached")
 
     def __enter__(self) -> Synchronizer:

@@ -64,13 +64,17 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def mean_in_rank_order(tensors: Sequence[Tensor], *, reuse: bool = False) -> Tensor:
-    """``(x_0 + x_1 + ... ) / n``, added in this order, in float32 at least; with ``reuse`` in the
-    room of ``x_0`` where its dtype allows."""
-    total = tensors[0].to(state_dtype(tensors[0].dtype), copy=not reuse)
-    for x in tensors[1:]:
+def mean_in_rank_order(tensors: Iterable[Tensor], *, reuse: bool = False) -> Tensor:
+    """``(x_0 + x_1 + ... ) / n``, added in this order, each as it comes, in float32 at least; with
+    ``reuse`` in the room of ``x_0`` where its dtype allows."""
+    rest = iter(tensors)
+    first = next(rest)
+    total = first.to(state_dtype(first.dtype), copy=not reuse)
+    count = 1
+    for x in rest:
         total += x
-    return total.div_(len(tensors))
+        count += 1
+    return total.div_(count)
 
 
 def _empty(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,17 +1,24 @@
-"""Who is still there: a beacon in every process that tells others what it is doing.
+"""Who is still there, and where: a beacon in every process that tells others what it is doing.
 
 A back end reports a lost peer as a closed connection or a time-out, on some ranks at once and on
-others late, and never by rank. After such an error each rank asks the others' beacons, so that
-the message can name who is gone, who hangs and who is somewhere else.
+others late, and never by rank; ranks in different calls it does not report at all. So a rank that
+waits long, or whose connection broke, asks the others' beacons, and the message can name who is
+gone, who hangs and who is somewhere else.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import json
 import os
 import socket
 import threading
 import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 ANSWER_SECONDS = 2.0
 """How long a beacon is given to answer; it does nothing else."""
@@ -29,17 +36,49 @@ def own_address() -> str:
         return "127.0.0.1"
 
 
+class Place(NamedTuple):
+    """Where a rank is in its sequence of calls: the number of calls so far, the word that says
+    which one the last is, whether no more will come."""
+
+    serial: int = 0
+    word: int = 0
+    left: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a beacon said: the process's status, and its place in each of its sequences of calls;
+    or, with no places, what its silence means."""
+
+    status: str
+    places: dict[str, Place] = field(default_factory=dict)
+
+    @property
+    def lost(self) -> bool:
+        return not self.places
+
+
 class Beacon:
-    """Answers every connection with this process's status, from a thread of its own."""
+    """Answers every connection with what this process is doing, from a thread of its own, and
+    takes in what others found out: `verdicts`, one for each sequence of calls."""
 
     def __init__(self) -> None:
         host = own_address()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._server = socket.create_server((host, 0), family=family)
-        self.address = f"{host}|{self._server.getsockname()[1]}"
+        self._address = f"{host}|{self._server.getsockname()[1]}"
+        self._keys = itertools.count()
         self.status = "starting"
+        self.places: dict[str, Place] = {}
+        self.verdicts: dict[str, str] = {}
         self._since = time.monotonic()
         threading.Thread(target=self._serve, daemon=True, name="laconic-beacon").start()
+
+    def enroll(self) -> str:
+        """The address under which others ask for a new sequence of calls of this process."""
+        key = str(next(self._keys))
+        self.places[key] = Place()
+        return f"{self._address}|{key}"
 
     def set(self, status: str) -> None:
         """What this process is doing from now on."""
@@ -50,10 +89,16 @@ class Beacon:
             connection, _ = self._server.accept()
             with connection:
                 seconds = time.monotonic() - self._since
+                answer = [f"{self.status}, for {seconds:.0f} s", dict(self.places)]
                 try:
-                    connection.sendall(f"{self.status}, for {seconds:.0f} s".encode())
-                except OSError:
-                    continue  # who asked has gone
+                    connection.settimeout(ANSWER_SECONDS)
+                    connection.sendall(json.dumps(answer).encode())
+                    connection.shutdown(socket.SHUT_WR)
+                    if told := _read(connection):
+                        key, verdict = json.loads(told)
+                        self.verdicts.setdefault(key, verdict)
+                except (OSError, ValueError):
+                    continue  # who asked has gone, or is none of ours
 
 
 @functools.cache
@@ -62,14 +107,37 @@ def beacon() -> Beacon:
     return Beacon()
 
 
-def ask(address: str) -> str:
-    """What the process at ``address`` says, or what its silence means."""
-    host, port = address.rsplit("|", 1)
+def key_of(address: str) -> str:
+    """The last part of what `Beacon.enroll` returned."""
+    return address.rpartition("|")[2]
+
+
+def _read(connection: socket.socket) -> bytes:
+    """What comes until the other side has said all."""
+    return b"".join(iter(functools.partial(connection.recv, 4096), b""))
+
+
+def ask(address: str, verdict: str = "") -> Answer:
+    """What the process at ``address`` says, or what its silence means; and, if there is one, tell
+    it the verdict on the calls enrolled under this address."""
+    host, port, key = address.rsplit("|", 2)
     try:
         with socket.create_connection((host, int(port)), timeout=ANSWER_SECONDS) as connection:
-            answer = connection.recv(256).decode()
-            return answer or "is gone (its process is ending)"
+            connection.sendall(json.dumps([key, verdict]).encode() if verdict else b"")
+            connection.shutdown(socket.SHUT_WR)
+            text = _read(connection)
+        if not text:
+            return Answer("is gone (its process is ending)")
+        status, places = json.loads(text)
+        return Answer(status, {key: Place(*place) for key, place in places.items()})
     except ConnectionError:
-        return "is gone (its process has ended)"
-    except OSError:
-        return "does not answer (hung, or its host is unreachable)"
+        return Answer("is gone (its process has ended)")
+    except (OSError, ValueError):
+        return Answer("does not answer (hung, or its host is unreachable)")
+
+
+def ask_all(addresses: Iterable[str], verdict: str = "") -> list[Answer]:
+    """All at once."""
+    asked = list(addresses)
+    with ThreadPoolExecutor(max(len(asked), 1)) as pool:
+        return list(pool.map(functools.partial(ask, verdict=verdict), asked))

@@ -39,11 +39,20 @@ class Link(Protocol):
         """When (`time.perf_counter`) the last collective was complete, as far as is known."""
         ...
 
-    def agree(self, step: int, code: int, names: Sequence[str], *, wait: bool) -> None:
-        """Announce the call about to be made after ``step`` steps, ``names[code]``; if the ranks
-        announce different ones, all of them raise `LinkError` before anything is averaged that
-        does not belong together: now if ``wait``, else in the call's first collective, with which
-        the announcement travels. At most 256 names, alike on every rank."""
+    def agree(self, step: int, code: int, names: Sequence[str], *, wait: bool) -> bool:
+        """Announce the call about to be made after ``step`` steps, ``names[code]``. Where ranks
+        announce different ones nothing is averaged that does not belong together, and all of them
+        raise `LinkError`: here if ``wait``, else in the call's collectives or in `check`. At most
+        256 names, alike on every rank. Returns whether it took messages."""
+        ...
+
+    def check(self) -> None:
+        """Raise `LinkError` if another rank is known to be in another call, or to have left; for
+        whoever waits for a collective beside the thread that makes it."""
+        ...
+
+    def leave(self) -> None:
+        """This rank will make no more calls."""
         ...
 
     def mean(self, x: Tensor) -> None:

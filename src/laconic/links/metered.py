@@ -59,9 +59,17 @@ class Metered:
     def joined(self) -> float:
         return self.link.joined
 
-    def agree(self, step: int, code: int, names: Sequence[str], *, wait: bool) -> None:
-        self.link.agree(step, code, names, wait=wait)
-        self.ledger.add("agree", cost.gather(8, self.size))  # one 64-bit word
+    def agree(self, step: int, code: int, names: Sequence[str], *, wait: bool) -> bool:
+        spoke = self.link.agree(step, code, names, wait=wait)
+        if spoke:
+            self.ledger.add("agree", cost.gather(8, self.size))  # one 64-bit word
+        return spoke
+
+    def check(self) -> None:
+        self.link.check()
+
+    def leave(self) -> None:
+        self.link.leave()
 
     def mean(self, x: Tensor) -> None:
         self.link.mean(x)

@@ -161,9 +161,16 @@ class SimulatedLink:
         )
         return result
 
-    def agree(self, step: int, code: int, names: Sequence[str], *, wait: bool) -> None:
+    def agree(self, step: int, code: int, names: Sequence[str], *, wait: bool) -> bool:
         call = f"{names[code]} after {step} steps "
         self._meet(call, torch.empty(0), lambda _: torch.empty(0))
+        return wait
+
+    def check(self) -> None:
+        """Nothing to find: nobody waits beside the thread that makes the call."""
+
+    def leave(self) -> None:
+        """The stage sees workers end."""
 
     def mean(self, x: Tensor) -> None:
         x.copy_(self._meet("mean", x, mean_in_rank_order))

@@ -53,10 +53,17 @@ class Throttled:
         self._free = start + amount.seconds(self._rate, self.latency)
         time.sleep(max(self._free - time.perf_counter(), 0.0))
 
-    def agree(self, step: int, code: int, names: Sequence[str], *, wait: bool) -> None:
-        self.link.agree(step, code, names, wait=wait)
-        if wait:
+    def agree(self, step: int, code: int, names: Sequence[str], *, wait: bool) -> bool:
+        spoke = self.link.agree(step, code, names, wait=wait)
+        if spoke:
             self._pass(cost.gather(8, self.size))
+        return spoke
+
+    def check(self) -> None:
+        self.link.check()
+
+    def leave(self) -> None:
+        self.link.leave()
 
     def mean(self, x: Tensor) -> None:
         self.link.mean(x)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import NoReturn
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from laconic.errors import LinkError
 from laconic.links import health
+from laconic.links.health import Answer, Place
 from laconic.links.link import Link
 from laconic.tensors import Scratch, mean_in_rank_order
 
@@ -22,7 +24,37 @@ ADVICE = (
     "where a rank is only slow, pass a longer timeout= to laconic.attach"
 )
 ADDRESS_BYTES = 64
-ANNOUNCEMENT = 0
+
+
+class _Calls:
+    """The calls that this process makes, over one link to all and those split from it: every rank
+    makes the same ones in the same order. Its beacon tells others how far it has come."""
+
+    def __init__(self) -> None:
+        self.place = Place()
+        self.names: Sequence[str] = ()
+        self._beacon = health.beacon()
+        self.address = self._beacon.enroll()
+
+    def move(self, place: Place) -> None:
+        self.place = self._beacon.places[health.key_of(self.address)] = place
+
+    @property
+    def verdict(self) -> str:
+        """What another rank found wrong with the calls."""
+        return self._beacon.verdicts.get(health.key_of(self.address), "")
+
+    def tag(self, x: Tensor) -> int:
+        """Of the message ``x``: messages meet only within the same call, and only if they are
+        equally long, as gloo ends the process where one is longer than the room for it."""
+        size = x.numel() * x.element_size()
+        return zlib.crc32(struct.pack("<qqq", self.place.serial, self.place.word, size)) >> 2
+
+    def told(self, place: Place) -> str:
+        """A place in words."""
+        what = f"{self.names[place.word % 256]} after {place.word // 256} steps"
+        what = what if place.serial else "no call yet"
+        return f"{what}, and has left" if place.left else what
 
 
 class TorchLink:
@@ -43,6 +75,7 @@ class TorchLink:
         device: torch.device,
         timeout: timedelta,
         ranks: Sequence[int] | None = None,
+        calls: _Calls | None = None,
     ) -> None:
         self._group = group
         self._native = device.type == "cuda"
@@ -52,12 +85,10 @@ class TorchLink:
         self.size = group.size()
         self._ranks = list(range(self.size)) if ranks is None else list(ranks)
         self._scratch = Scratch()
-        self._serial = 0
-        self._announced: tuple[int, Sequence[str]] | None = None
-        self._under_way: list[dist.Work] = []
+        self._calls = calls or _Calls()
         self.joined = time.perf_counter()
         self._beacon = health.beacon()
-        self._addresses = self._share(self._beacon.address)
+        self._addresses = self._share(self._calls.address)
 
     @classmethod
     def world(cls, device: torch.device, timeout: timedelta) -> TorchLink:
@@ -71,33 +102,50 @@ class TorchLink:
 
     # -- the call announced, and errors ----
 
-    def agree(self, step: int, code: int, names: Sequence[str], *, wait: bool) -> None:
-        word = step * 256 + code
-        self._serial += 1
-        self._announced = word, names
-        if self._native:
-            self._announced = None
-            self._compare(self.gather(torch.tensor([word])), word, names)
-        elif wait:
-            self._exchange((), ())
+    def agree(self, step: int, code: int, names: Sequence[str], *, wait: bool) -> bool:
+        self._calls.names = names
+        self._calls.move(Place(self._calls.place.serial + 1, step * 256 + code))
+        if not (wait or self._native):
+            return False  # the tags of the call's messages carry it
+        place = self._calls.place
+        words = self.gather(torch.tensor([place.word])).flatten().tolist()
+        self._compare({r: place._replace(word=word) for r, word in enumerate(words)})
+        return True
 
-    def _tag(self, x: Tensor) -> int:
-        """Messages meet only within one announced call, and only if they are equally long: gloo
-        ends the process where a message is longer than the room for it."""
-        return 1 + (self._serial * 1_000_003 + x.numel() * x.element_size()) % 2**30
+    def check(self) -> None:
+        if self._calls.verdict:
+            raise LinkError(self._calls.verdict)
+        answers = self._ask()
+        keys = {r: health.key_of(self._addresses[r]) for r in answers}
+        places = {r: a.places[keys[r]] for r, a in answers.items() if keys[r] in a.places}
+        self._compare({**places, self.rank: self._calls.place})
 
-    def _compare(self, everyone: Tensor, mine: int, names: Sequence[str]) -> None:
-        words = everyone.flatten().tolist()
-        if any(word != mine for word in words):
+    def leave(self) -> None:
+        self._calls.move(self._calls.place._replace(left=True))
+
+    def _compare(self, places: Mapping[int, Place]) -> None:
+        """Raise if the ranks (of this link) are known to be at ``places`` that cannot meet."""
+        mine = self._calls.place
+        if any(
+            (p.serial == mine.serial and p.word != mine.word) or (p.serial < mine.serial and p.left)
+            for p in places.values()
+        ):
             where = "; ".join(
-                f"rank {self._ranks[r]}: {names[word % 256]} after {word // 256} steps"
-                for r, word in enumerate(words)
+                f"rank {self._ranks[r]}: {self._calls.told(places[r])}" for r in sorted(places)
             )
-            raise LinkError(
+            verdict = (
                 f"the ranks are at different places ({where}). Every rank must take the same "
                 "optimiser steps and make the same laconic calls; a GradScaler that skips steps "
                 "is passed as attach(..., scaler=)"
             )
+            self._ask(verdict)  # whoever has not seen it yet will only see this process end
+            raise LinkError(verdict)
+
+    def _ask(self, verdict: str = "") -> dict[int, Answer]:
+        """What the other ranks of this link say; and tell them the verdict."""
+        others = [r for r in range(self.size) if r != self.rank]
+        said = health.ask_all((self._addresses[r] for r in others), verdict)
+        return dict(zip(others, said, strict=True))
 
     def _wait(self, *works: dist.Work | None) -> None:
         try:
@@ -109,12 +157,11 @@ class TorchLink:
         self.joined = time.perf_counter()
 
     def _lost(self, error: RuntimeError) -> NoReturn:
-        others = [r for r in range(self.size) if r != self.rank]
-        with ThreadPoolExecutor(max(len(others), 1)) as pool:
-            said = pool.map(health.ask, [self._addresses[r] for r in others])
-            answers = dict(zip([self._ranks[r] for r in others], said, strict=True))
-        missing = {r: a for r, a in answers.items() if a.startswith(("is ", "does "))}
-        told = missing or {r: f"is {a}" for r, a in answers.items()}
+        if self._calls.verdict:
+            raise LinkError(self._calls.verdict) from error
+        answers = {self._ranks[r]: answer for r, answer in self._ask().items()}
+        missing = {r: a.status for r, a in answers.items() if a.lost}
+        told = missing or {r: f"is {a.status}" for r, a in answers.items()}
         who = "; ".join(f"rank {r} {answer}" for r, answer in told.items())
         lost = ", ".join(f"rank {r}" for r in missing) or "the connection"
         self.status(f"stopped: it lost {lost} when {self._beacon.status}")
@@ -125,33 +172,23 @@ class TorchLink:
 
     # -- point to point ----
 
-    def _exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
-        """``sends[r]`` to every other rank r, and theirs into ``receives[r]``, all at once, so that
-        a rank waits for no message that it does not need. What was announced travels along, and
-        is looked at first."""
-        if self._announced is None:
-            self._wait(*self._post(sends, receives, self._tag(sends[0])))
-            return
-        (word, names), self._announced = self._announced, None
-        everyone = torch.full((self.size, 1), word)
-        rows = everyone.unbind()
-        announcement = self._post([rows[self.rank]] * self.size, rows, ANNOUNCEMENT)
-        data = self._post(sends, receives, self._tag(sends[0])) if sends else []
-        self._under_way = data  # kept alive, should the ranks differ
-        self._wait(*announcement)
-        self._compare(everyone, word, names)
-        self._wait(*data)
-        self._under_way = []
-
     def _post(
-        self, sends: Sequence[Tensor], receives: Sequence[Tensor], tag: int
-    ) -> list[dist.Work]:
+        self, sends: Sequence[Tensor], receives: Sequence[Tensor]
+    ) -> tuple[Mapping[int, dist.Work | None], Sequence[dist.Work | None]]:
+        """``sends[r]`` to every other rank r, and theirs into ``receives[r]``, all at once, so that
+        a rank waits for no message that it does not need. The receives' works by rank, and the
+        sends'."""
         others = [(self.rank + hop) % self.size for hop in range(1, self.size)]
+        tag = self._calls.tag(sends[self.rank])
         try:
-            works = [self._group.recv([receives[r]], r, tag) for r in reversed(others)]
-            return works + [self._group.send([sends[r]], r, tag) for r in others]
+            receiving = {r: self._group.recv([receives[r]], r, tag) for r in reversed(others)}
+            return receiving, [self._group.send([sends[r]], r, tag) for r in others]
         except RuntimeError as error:  # a connection that is known to be closed
             self._lost(error)
+
+    def _exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
+        receiving, sending = self._post(sends, receives)
+        self._wait(*receiving.values(), *sending)
 
     # -- collectives ----
 
@@ -176,8 +213,17 @@ class TorchLink:
         room = self._scratch.take(x.numel() - slices[0].numel(), x.dtype, x.device)
         pieces = list(room.view(self.size - 1, -1).unbind()) if self.size > 1 else []
         pieces.insert(self.rank, slices[self.rank])
-        self._exchange(slices, pieces)
-        return mean_in_rank_order(pieces, reuse=True)
+        receiving, sending = self._post(slices, pieces)
+
+        def arrived() -> Iterator[Tensor]:
+            for r, piece in enumerate(pieces):
+                if r != self.rank:
+                    self._wait(receiving[r])
+                yield piece
+
+        mean = mean_in_rank_order(arrived(), reuse=True)
+        self._wait(*sending)
+        return mean
 
     def all_gather(self, mine: Tensor, out: Tensor) -> None:
         if self._native:
@@ -215,4 +261,4 @@ class TorchLink:
             if self.rank in ranks:
                 mine = group, [self._ranks[r] for r in ranks]
         assert mine is not None, "every rank belongs to one of the sets"
-        return TorchLink(mine[0], self._device, self._timeout, mine[1])
+        return TorchLink(mine[0], self._device, self._timeout, mine[1], self._calls)
