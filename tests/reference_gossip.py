@@ -1,0 +1,297 @@
+"""Plain-loop references of gossip: the graphs, SGP, D-PSGD; and averages in groups.
+
+Graphs are pure functions. k counts the gossips executed before this one, from 0; all peers are
+taken mod n. Where a graph leaves something open, this is what is meant here:
+
+exponential           gossip k has i = k mod (I + 1), I = floor(log_{p+1}(n - 1)), and the hops
+                      j*(p+1)^i, j = 1..p. Self-hops and repeats *within one gossip* are dropped
+                      and not made up for: the out-degree may be below p.
+the listed graphs     a rank has a list of peers, written from the hops below in this order with
+                      self-hops and repeats dropped from the *whole* list; gossip k takes its
+                      entries k*p .. k*p + p - 1, cyclically (repeats dropped where p exceeds L).
+  directed_exponential   +1, -1, +2, -2, +4, -4 .. +-2^i, i = 0..floor(log2(n - 1))
+  directed_linear        +1, -1, +3, -3, +5, -5 .. all odd distances < n
+  bipartite_exponential  +1, -1, +3, -3, +5, -5, +9, -9 .. +-(1 + 2^i), same i (i = 0: +-1)
+  bipartite_linear       +1, -1, +2, -2 .. all distances < n
+                      In the bipartite ones a peer of the rank's own parity is left out, edges
+                      join odd and even ranks only. With n even each hop is then a permutation;
+                      with n odd, lists differ in length by rank, and push-sum weights leave 1.
+                      "Even ranks are passive" only says who sends first when messages cross:
+                      both kinds send, nothing in the mathematics depends on it.
+ring                  static: +1 with one peer, +1 and -1 with two or more.
+complete              everyone else, whatever p.
+random_pairs          the pairing is an input: pairing(k, n) -> disjoint pairs of ranks. Who is in
+                      none gossips with nobody at k and keeps everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from reference_decade import Rounds, add, scale
+
+from reference import NAMES, Array, Params, Rates, StatePolicy, Worker, copy, mean, treat_state
+
+Pairing: TypeAlias = Callable[[int, int], list[tuple[int, int]]]  # (k, n) -> pairs
+Peers: TypeAlias = Callable[[int, int, int, int], list[int]]  # (rank, n, k, peers) -> ranks
+Graph: TypeAlias = str | Peers  # one of GRAPHS, or any function
+
+GRAPHS = (
+    "exponential",
+    "ring",
+    "directed_exponential",
+    "bipartite_exponential",
+    "directed_linear",
+    "bipartite_linear",
+    "complete",
+)  # and random_pairs, which needs a pairing
+
+
+# ---------------------------------------------------------------- graphs
+def floor_log(base: int, x: int) -> int:
+    """The largest i with base^i <= x, in integers: no rounding."""
+    i = 0
+    while base ** (i + 1) <= x:
+        i += 1
+    return i
+
+
+def alternating_hops(graph: str, n: int) -> list[int]:
+    top = floor_log(2, n - 1)
+    if graph == "directed_exponential":
+        distances = [2**i for i in range(top + 1)]
+    elif graph == "bipartite_exponential":
+        distances = [1] + [1 + 2**i for i in range(1, top + 1)]
+    elif graph == "directed_linear":
+        distances = list(range(1, n, 2))
+    elif graph == "bipartite_linear":
+        distances = list(range(1, n))
+    else:
+        raise ValueError(f"unknown graph {graph!r}")
+    hops = []
+    for distance in distances:
+        hops += [distance, -distance]
+    return hops
+
+
+def without_repeats(rank: int, peers: list[int]) -> list[int]:
+    kept: list[int] = []
+    for peer in peers:
+        if peer != rank and peer not in kept:
+            kept.append(peer)
+    return kept
+
+
+def out_peers(
+    graph: Graph, rank: int, n: int, k: int, peers: int = 1, pairing: Pairing | None = None
+) -> list[int]:
+    """To whom `rank` sends in gossip k."""
+    if callable(graph):
+        return graph(rank, n, k, peers)
+    if n == 1:
+        return []
+    if graph == "complete":
+        return [peer for peer in range(n) if peer != rank]
+    if graph == "random_pairs":
+        assert pairing is not None
+        mine = [pair for pair in pairing(k, n) if rank in pair]
+        return [a if b == rank else b for a, b in mine]
+    if graph == "ring":
+        return without_repeats(rank, [(rank + hop) % n for hop in (1, -1)[:peers]])
+    if graph == "exponential":
+        i = k % (floor_log(peers + 1, n - 1) + 1)
+        return without_repeats(
+            rank, [(rank + j * (peers + 1) ** i) % n for j in range(1, peers + 1)]
+        )
+    book = [(rank + hop) % n for hop in alternating_hops(graph, n)]
+    if graph.startswith("bipartite"):
+        book = [peer for peer in book if peer % 2 != rank % 2]
+    book = without_repeats(rank, book)
+    return without_repeats(rank, [book[(k * peers + j) % len(book)] for j in range(peers)])
+
+
+def push_matrix(
+    graph: Graph, n: int, k: int, peers: int = 1, pairing: Pairing | None = None
+) -> Array:
+    """P[i, j] = the share of worker j's x that worker i holds after gossip k: lo = 1/(deg + 1)."""
+    p = np.zeros((n, n))
+    for j in range(n):
+        out = out_peers(graph, j, n, k, peers, pairing)
+        for i in [j, *out]:
+            p[i, j] = 1.0 / (len(out) + 1)
+    return p
+
+
+def symmetric_matrix(graph: Graph, n: int, k: int, pairing: Pairing | None = None) -> Array:
+    """W for D-PSGD: i and j are neighbours if either sends to the other in the one-peer graph
+    (so the ring has both neighbours, the exponential graph i + 2^e and i - 2^e), and
+    W[i, j] = 1/(1 + max(deg i, deg j)), the rest of every row on the diagonal; that is
+    1/(deg + 1) for itself and each neighbour wherever all degrees are equal."""
+    linked = [set(out_peers(graph, i, n, k, 1, pairing)) for i in range(n)]
+    near = [{j for j in range(n) if j in linked[i] or i in linked[j]} for i in range(n)]
+    w = np.zeros((n, n))
+    for i in range(n):
+        for j in near[i]:
+            w[i, j] = 1.0 / (1 + max(len(near[i]), len(near[j])))
+        w[i, i] = 1.0 - w[i].sum()
+    return w
+
+
+# ---------------------------------------------------------------- recipes
+@dataclass
+class SGP(Rounds):
+    """w = 1 ; z = x/w, at which forward and backward run
+    each step: the local optimiser moves x (it sees x, and the gradient at z)
+               messages sent `delay` steps ago fold: x <- x + sum of received x ; w likewise
+               lo = 1/(out_degree + 1) ; send lo*x, lo*w to each out-peer ; x <- lo*x, w <- lo*w
+               delay 0: the messages just sent fold now
+               z = x/w
+
+    Worker.x is x from `rebias` to `debias` and z between two steps. The sum of w over workers
+    and messages in flight is n. Consensus: sum(x)/sum(w) over workers and messages in flight.
+    settle, called between rebias and debias: all messages fold, then x <- x/w, w <- 1."""
+
+    graph: Graph = "exponential"
+    peers: int = 1
+    delay: int = 0
+    pairing: Pairing | None = None
+
+    def start(self, x0: Params, n: int) -> None:
+        self.k = 0
+        self.w = [1.0] * n
+        # (step it is due, receiver, x, w), in the order of sending
+        self.flight: list[tuple[int, int, Params, float]] = []
+
+    def rebias(self, workers: list[Worker]) -> None:
+        for i, worker in enumerate(workers):
+            worker.x = scale(self.w[i], worker.x)
+
+    def debias(self, workers: list[Worker]) -> None:
+        for i, worker in enumerate(workers):
+            worker.x = {name: worker.x[name] / self.w[i] for name in NAMES}
+
+    def after_step(self, t: int, workers: list[Worker], lr: Rates) -> None:
+        self._fold(t, workers)
+        n = len(workers)
+        for i, worker in enumerate(workers):
+            out = out_peers(self.graph, i, n, self.k, self.peers, self.pairing)
+            lo = 1.0 / (len(out) + 1)
+            worker.x, self.w[i] = scale(lo, worker.x), lo * self.w[i]
+            for peer in out:
+                self.flight.append((t + self.delay, peer, copy(worker.x), self.w[i]))
+        self.k += 1
+        if self.delay == 0:
+            self._fold(t, workers)
+
+    def _fold(self, t: int, workers: list[Worker]) -> None:
+        while self.flight and self.flight[0][0] <= t:
+            _, i, x, w = self.flight.pop(0)
+            workers[i].x, self.w[i] = add(workers[i].x, x), self.w[i] + w
+
+    def settle(self, workers: list[Worker]) -> None:
+        while self.flight:
+            self._fold(self.flight[0][0], workers)
+        self.debias(workers)
+        self.w = [1.0] * len(workers)
+
+    def total_weight(self) -> float:
+        return sum(self.w) + sum(w for _, _, _, w in self.flight)
+
+    def consensus(self, workers: list[Worker]) -> Params:
+        total = scale(0.0, workers[0].x)
+        for i, worker in enumerate(workers):
+            total = add(total, scale(self.w[i], worker.x))
+        for _, _, x, _ in self.flight:
+            total = add(total, x)
+        return scale(1.0 / self.total_weight(), total)
+
+
+@dataclass
+class DPSGD(Rounds):
+    """every step, after the local optimiser's: y = x ; x_i <- sum_j W_ij y_j
+    Delayed: at t + delay, x_i <- x_i + (sum_j W_ij y_j - y_i), before the next message leaves.
+    Consensus: mean(x), which the messages in flight do not change."""
+
+    graph: Graph = "ring"
+    delay: int = 0
+    pairing: Pairing | None = None
+
+    def start(self, x0: Params, n: int) -> None:
+        self.k = 0
+        self.flight: list[tuple[int, list[Params]]] = []  # (step it is due, what to add)
+
+    def after_step(self, t: int, workers: list[Worker], lr: Rates) -> None:
+        self._fold(t, workers)
+        n = len(workers)
+        mixing = symmetric_matrix(self.graph, n, self.k, self.pairing)
+        y = [copy(worker.x) for worker in workers]
+        change = []
+        for i in range(n):
+            mixed = scale(0.0, y[i])
+            for j in range(n):
+                mixed = add(mixed, scale(float(mixing[i, j]), y[j]))
+            change.append(add(mixed, scale(-1.0, y[i])))
+        self.flight.append((t + self.delay, change))
+        self.k += 1
+        if self.delay == 0:
+            self._fold(t, workers)
+
+    def _fold(self, t: int, workers: list[Worker]) -> None:
+        while self.flight and self.flight[0][0] <= t:
+            for worker, change in zip(workers, self.flight.pop(0)[1], strict=True):
+                worker.x = add(worker.x, change)
+
+    def settle(self, workers: list[Worker]) -> None:
+        while self.flight:
+            self._fold(self.flight[0][0], workers)
+
+
+@dataclass
+class Hierarchical(Rounds):
+    """every `group_period`: x <- mean(x) over the group ; every `period`: over all workers.
+    Both due: over all only. Worker i is in group i // group_size. Delayed as local SGD:
+    x <- x + (mean(y) - y). The optimiser's state is treated when sent, over the same workers."""
+
+    group_period: int
+    period: int
+    group_size: int
+    delay: int = 0
+    optimizer_state: StatePolicy = "keep"
+
+    def start(self, x0: Params, n: int) -> None:
+        assert n % self.group_size == 0
+        self.flight: list[tuple[int, list[Params]]] = []  # (step it is due, what to add)
+
+    def after_step(self, t: int, workers: list[Worker], lr: Rates) -> None:
+        self._fold(t, workers)
+        if t % self.period == 0:
+            size = len(workers)
+        elif t % self.group_period == 0:
+            size = self.group_size
+        else:
+            return
+        change = []
+        for first in range(0, len(workers), size):
+            group = workers[first : first + size]
+            treat_state(group, self.optimizer_state)
+            xbar = mean([worker.x for worker in group])
+            change += [add(xbar, scale(-1.0, worker.x)) for worker in group]
+        self.flight.append((t + self.delay, change))
+        if self.delay == 0:
+            self._fold(t, workers)
+
+    def _fold(self, t: int, workers: list[Worker]) -> None:
+        while self.flight and self.flight[0][0] <= t:
+            for worker, change in zip(workers, self.flight.pop(0)[1], strict=True):
+                worker.x = add(worker.x, change)
+
+    def settle(self, workers: list[Worker]) -> None:
+        while self.flight:
+            self._fold(self.flight[0][0], workers)
+
+
+sgp, d_psgd, hierarchical = SGP, DPSGD, Hierarchical
