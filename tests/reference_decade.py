@@ -52,6 +52,8 @@ class Seen:
 class Rounds(Recipe):
     """A recipe with the finer hooks; those of `Recipe` mean what they mean there."""
 
+    averaged = True  # whether the slow step above takes the mean of x, which settling prepares
+
     def rebias(self, workers: list[Worker]) -> None:
         """Before the local optimiser's step."""
 
@@ -112,8 +114,8 @@ class SlowMo(Rounds):
     lr is the local lr of the parameter's group at this very step. A base round that falls due at
     a slow step is skipped and counts as not executed (skip_base_round); the base's `each_step`
     (pulls, statistics) and gradient means are never skipped. To settle is: messages in flight
-    fold at once, push-sum then x <- x/w and w <- 1, so xbar is the mean of de-biased x. That is
-    sum(x)/sum(w) wherever all weights are equal, as on every regular graph.
+    fold at once, and push-sum's w <- 1, x staying as it is, so that xbar is sum(x)/sum(w), the
+    mean that gossip conserves; average=False: x <- x/w first, as each goes on from its own.
     The consensus is the anchor; average=False: the mean of the workers' anchors.
     """
 
@@ -128,6 +130,7 @@ class SlowMo(Rounds):
     def start(self, x0: Params, n: int) -> None:
         self.inner = lift(self.base)
         self.inner.start(x0, n)
+        self.inner.averaged = self.average
         self.anchor = [copy(x0) for _ in range(n)]
         self.u = [scale(0.0, x0) for _ in range(n)]
 

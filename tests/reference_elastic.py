@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reference_decade import Rounds, Seen, add, scale, toward
-
 from reference import NAMES, Params, Rates, Worker, copy, mean
+from reference_decade import Rounds, Seen, add, scale, toward
 
 
 @dataclass

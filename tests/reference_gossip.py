@@ -32,9 +32,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from reference_decade import Rounds, add, scale
-
 from reference import NAMES, Array, Params, Rates, StatePolicy, Worker, copy, mean, treat_state
+from reference_decade import Rounds, add, scale
 
 Pairing: TypeAlias = Callable[[int, int], list[tuple[int, int]]]  # (k, n) -> pairs
 Peers: TypeAlias = Callable[[int, int, int, int], list[int]]  # (rank, n, k, peers) -> ranks
@@ -153,7 +152,8 @@ class SGP(Rounds):
 
     Worker.x is x from `rebias` to `debias` and z between two steps. The sum of w over workers
     and messages in flight is n. Consensus: sum(x)/sum(w) over workers and messages in flight.
-    settle, called between rebias and debias: all messages fold, then x <- x/w, w <- 1."""
+    settle, called between rebias and debias: all messages fold, then w <- 1; where no mean of x
+    follows, x <- x/w before."""
 
     graph: Graph = "exponential"
     peers: int = 1
@@ -195,7 +195,8 @@ class SGP(Rounds):
     def settle(self, workers: list[Worker]) -> None:
         while self.flight:
             self._fold(self.flight[0][0], workers)
-        self.debias(workers)
+        if not self.averaged:
+            self.debias(workers)
         self.w = [1.0] * len(workers)
 
     def total_weight(self) -> float:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from reference_decade import Rounds, Seen, toward
-
 from reference import NAMES, Params, Rates, Worker, copy, mean
+from reference_decade import Rounds, Seen, toward
 
 
 @dataclass
@@ -18,7 +17,7 @@ class LSGD(Rounds):
     every tau_l:  leader = argmin of the score in the group ; x <- (1-c1)*x + c1*leader
     every tau_g:  leader = argmin of the score over all     ; x <- (1-c2)*x + c2*leader
     Both due: local first, so that the global leader gives x as the local round left it (a leader
-    itself does not move in its own round). c2, c1, p2, p1 = drift, local_drift, pull, local_pull.
+    itself does not move in its own round). c2, c1, p2, p1 = pull, local_pull, drift, local_drift.
 
     x_global and x_local are the parameters that the last leader had at the last such round, fixed
     until the next one; before the first, x0. Pulls at a step with a round use the old ones.
@@ -58,9 +57,9 @@ class LSGD(Rounds):
         if not self.score_includes_pulls:
             self._decrease(workers, seen)
         for i, w in enumerate(workers):
-            w.x = toward(w.x, self.x_global, self.pull / self.period)
+            w.x = toward(w.x, self.x_global, self.drift / self.period)
             if self.group_size is not None:
-                w.x = toward(w.x, self.x_local[i], self.local_pull / self.tau_l)
+                w.x = toward(w.x, self.x_local[i], self.local_drift / self.tau_l)
         if self.score_includes_pulls:
             self._decrease(workers, seen)
         for mine, loss in zip(self.losses, seen.losses, strict=True):
@@ -96,14 +95,14 @@ class LSGD(Rounds):
                 self.leaders.append((t, "local", leader))
                 leading = copy(workers[leader].x)
                 for i in group:
-                    workers[i].x = toward(workers[i].x, leading, self.local_drift)
+                    workers[i].x = toward(workers[i].x, leading, self.local_pull)
                     self.x_local[i] = copy(leading)
         if t % self.period == 0:
             leader = self.leader(range(n))
             self.leaders.append((t, "global", leader))
             self.x_global = copy(workers[leader].x)
             for w in workers:
-                w.x = toward(w.x, self.x_global, self.drift)
+                w.x = toward(w.x, self.x_global, self.pull)
 
     def consensus(self, workers: list[Worker]) -> Params:
         return mean([w.x for w in workers])

@@ -42,10 +42,10 @@ def attached(job: Job, rank: int, link: la.links.Link | None) -> tuple[Any, ...]
 
 def onwards(job: Job, rank: int, parts: tuple[Any, ...], start: int, end: int) -> Iterator[int]:
     """Train from after step ``start`` up to ``end``; yields every step taken."""
-    model, optimizer, _ = parts
+    model, optimizer, sync = parts
     data = job.data()[rank]
     for t in range(start + 1, end + 1):
-        training.step(job, model, optimizer, data[t - 1], t)
+        training.step(job, model, optimizer, data[t - 1], t, sync)
         yield t
 
 

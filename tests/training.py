@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import laconic
 
 import reference
+import reference_decade
 
 
 def changing_lr(group: int, step: int) -> float:
@@ -61,6 +62,7 @@ class Job:
     lr: Callable[[int, int], float] = changing_lr
     seed: int = 3
     options: tuple[tuple[str, Any], ...] = ()
+    reports: bool = True
 
     def data(self) -> reference.Data:
         return reference.make_data(self.workers, self.steps, self.seed)
@@ -68,7 +70,9 @@ class Job:
     def expected(self, recipe: reference.Recipe) -> reference.Trace:
         rules = OPTIMISERS[self.optimiser][1]
         init = reference.initial(self.workers, self.seed)
-        return reference.run(recipe, self.workers, self.steps, rules, self.lr, self.data(), init)
+        return reference_decade.run(
+            recipe, self.workers, self.steps, rules, self.lr, self.data(), init
+        )
 
 
 def build(job: Job, rank: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
@@ -95,13 +99,17 @@ def step(
     optimizer: torch.optim.Optimizer,
     batch: reference.Batch,
     t: int,
+    sync: laconic.Synchronizer | None = None,
 ) -> None:
-    """One ordinary training step; nothing of laconic in it."""
+    """One ordinary training step; nothing of laconic in it, but that ``sync`` hears of the loss."""
     for group, options in enumerate(optimizer.param_groups):
         options["lr"] = job.lr(group, t)
     x, y = (torch.from_numpy(a) for a in batch)
     optimizer.zero_grad()
-    nn.functional.mse_loss(model(x), y).backward()
+    loss = nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    if sync is not None and job.reports:
+        sync.report_loss(loss)
     optimizer.step()
 
 
@@ -119,7 +127,7 @@ def train(job: Job, rank: int, link: laconic.links.Link | None = None) -> list[A
     data = job.data()[rank]
     trace = []
     for t in range(1, job.steps + 1):
-        step(job, model, optimizer, data[t - 1], t)
+        step(job, model, optimizer, data[t - 1], t, sync)
         with sync.consensus():
             consensus = values(model)
         trace.append((values(model), consensus))

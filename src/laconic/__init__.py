@@ -1,17 +1,31 @@
 """laconic: train PyTorch models data-parallel over slow networks by talking less."""
 
-from laconic import links, recipes
+from laconic import links, recipes, topology
 from laconic.attach import attach, init
 from laconic.errors import LinkError
 from laconic.links import simulate
-from laconic.recipes import ddp, diloco, local_sgd, post_local_sgd, slowmo
-from laconic.round import Clock, Exchange, Recipe, Round, Update
+from laconic.recipes import (
+    d_psgd,
+    ddp,
+    diloco,
+    downpour,
+    eamsgd,
+    easgd,
+    hierarchical,
+    local_sgd,
+    lsgd,
+    post_local_sgd,
+    sgp,
+    slowmo,
+)
+from laconic.round import Arrival, Clock, Exchange, Recipe, Round, Update
 from laconic.schedules import after, any_of, every, until
 from laconic.synchronizer import Stats, Synchronizer
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Arrival",
     "Clock",
     "Exchange",
     "LinkError",
@@ -23,15 +37,23 @@ __all__ = [
     "after",
     "any_of",
     "attach",
+    "d_psgd",
     "ddp",
     "diloco",
+    "downpour",
+    "eamsgd",
+    "easgd",
     "every",
+    "hierarchical",
     "init",
     "links",
     "local_sgd",
+    "lsgd",
     "post_local_sgd",
     "recipes",
+    "sgp",
     "simulate",
     "slowmo",
+    "topology",
     "until",
 ]

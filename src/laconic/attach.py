@@ -52,10 +52,12 @@ def attach(
     recipe: Recipe,
     *,
     nprocs_per_node: int | Literal["env"] = 1,
+    group_size: int | None = None,
     buffers: Literal["average", "keep"] = "average",
     scaler: torch.amp.GradScaler | None = None,
     link: Link | None = None,
     timeout: float = 600.0,
+    seed: int = 0,
 ) -> Synchronizer:
     """Have ``recipe`` keep this rank's ``model`` in step with the other ranks'.
 
@@ -65,23 +67,27 @@ def attach(
 
     ``nprocs_per_node``: ranks that make up one worker (``"env"``: torchrun's LOCAL_WORLD_SIZE);
     their gradients are averaged in every backward pass, and each carries its part of the rounds.
+    ``group_size``: neighbouring workers that make up one group, for recipes with rounds inside
+    groups.
     ``buffers``: average the module's floating-point buffers with the rounds, or keep each
     worker's. ``scaler``: the GradScaler, so that steps it skips are counted. ``link``: the
     network to use in place of torch's process group. ``timeout``: seconds after which, on that
-    process group, a rank that does not answer is an error on all others.
+    process group, a rank that does not answer is an error on all others. ``seed``: of what a
+    recipe draws at random (pairs), alike on all ranks.
 
     Raises ``ValueError`` for what cannot work, on every rank, and `laconic.LinkError` later where
     a rank is lost.
     """
-    _check(model, optimizer, recipe)
+    _check(model, optimizer, recipe, group_size)
+    check_int("seed", seed, 0)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ValueError(f"scaler must be a torch.amp.GradScaler, not {scaler!r}")
     check_float("timeout", timeout, 0.0, strict=True)
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
     world = link or current_link.get() or _torch_link(device, timedelta(seconds=timeout))
-    sets, inner = _sets(world, nprocs_per_node)
+    sets, inner = _sets(world, nprocs_per_node, group_size)
     recipe = (*_within_workers(recipe), *recipe) if inner > 1 else recipe
-    sync = Synchronizer(model, optimizer, recipe, sets, device, buffers)
+    sync = Synchronizer(model, optimizer, recipe, sets, device, buffers, seed)
     if scaler is not None:
         _count_skipped_steps(scaler)
     _attached[optimizer] = weakref.ref(sync)
@@ -94,11 +100,16 @@ def _synchronizer(optimizer: Optimizer) -> Synchronizer | None:
     return None if held is None else held()
 
 
-def _check(model: nn.Module, optimizer: Optimizer, recipe: Recipe) -> None:
+def _check(model: nn.Module, optimizer: Optimizer, recipe: Recipe, group_size: int | None) -> None:
     if not is_recipe(recipe):
         raise ValueError(
             f"recipe must be what a recipe function returns, as laconic.local_sgd(12), not "
             f"{recipe!r}"
+        )
+    if group_size is None and any(r.over == "group" for r in recipe):
+        raise ValueError(
+            "the recipe has rounds inside groups of workers: say how many make up one, as "
+            "attach(..., group_size=4)"
         )
     known = {id(p) for p in model.parameters()}
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -120,24 +131,35 @@ def _torch_link(device: torch.device, timeout: timedelta) -> Link:
     return TorchLink.world(device, timeout)
 
 
-def _sets(world: Link, nprocs_per_node: int | Literal["env"]) -> tuple[dict[str, Link], int]:
+def _sets(
+    world: Link, nprocs_per_node: int | Literal["env"], group_size: int | None
+) -> tuple[dict[str, Link], int]:
     """The named sets of ranks, and the number of ranks in one worker."""
     if nprocs_per_node == "env":
         inner = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     else:
         inner = check_int("nprocs_per_node (or 'env')", nprocs_per_node, 1)
-    everyone = world.gather(torch.tensor([inner])).flatten().tolist()
-    if world.size % inner or any(value != inner for value in everyone):
+    grouped = 0 if group_size is None else check_int("group_size", group_size, 1)
+    everyone = world.gather(torch.tensor([inner, grouped])).tolist()
+    if world.size % inner or any(said != [inner, grouped] for said in everyone):
         raise ValueError(
-            f"nprocs_per_node must be alike on all ranks and divide their number: there are "
-            f"{world.size} ranks, and they say {everyone}"
+            "nprocs_per_node and group_size must be alike on all ranks, and nprocs_per_node divide "
+            f"their number: there are {world.size} ranks, and they say {everyone}"
         )
-    if inner == 1:
-        return {"world": world, "workers": world, "replica": single_link()}, 1
-    ranks = range(world.size)
-    replica = world.split([ranks[i : i + inner] for i in range(0, world.size, inner)])
-    workers = world.split([ranks[i::inner] for i in range(inner)])
-    return {"world": world, "workers": workers, "replica": replica}, inner
+    ranks, count = range(world.size), world.size // inner
+    sets = {"world": world, "workers": world, "replica": single_link()}
+    if inner > 1:
+        sets["replica"] = world.split([ranks[i : i + inner] for i in ranks[::inner]])
+        sets["workers"] = world.split([ranks[i::inner] for i in range(inner)])
+    if grouped:
+        if count % grouped:
+            raise ValueError(
+                f"group_size must divide the number of workers: {grouped} does not divide {count}"
+            )
+        workers = range(count)
+        groups = [workers[i : i + grouped] for i in workers[::grouped]]
+        sets["group"] = sets["workers"].split(groups)
+    return sets, inner
 
 
 def _within_workers(recipe: Recipe) -> Recipe:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from laconic.lane import Pending
+from laconic.round import Arrival
 from laconic.running import Flight, Message, RunningRound
 from laconic.tensors import Bucket, local
 
@@ -93,10 +94,12 @@ def round_state(running: RunningRound) -> Saved:
 
 
 def _flight_state(flight: Flight) -> Saved:
+    arrivals = [m.pending.wait() for m in flight.messages]
     return {
         "due": flight.due,
         "sent": [None if m.sent is None else m.sent.clone() for m in flight.messages],
-        "received": [m.pending.wait().clone() for m in flight.messages],
+        "received": [arrival.flat.clone() for arrival in arrivals],
+        "weights": [arrival.weight for arrival in arrivals],
     }
 
 
@@ -152,10 +155,11 @@ def _cut_anew(
 
 def _load_flight(running: RunningRound, saved: Saved) -> Flight:
     messages = []
-    for bucket, state, sent, received in zip(
-        running.buckets, running.states, saved["sent"], saved["received"], strict=True
+    arrivals = zip(saved["received"], saved["weights"], strict=True)
+    for bucket, state, sent, (flat, weight) in zip(
+        running.buckets, running.states, saved["sent"], arrivals, strict=True
     ):
-        arrived = received.to(bucket.device, copy=True)
+        arrived = Arrival(flat.to(bucket.device, copy=True), weight)
         kept = None if sent is None else sent.to(bucket.device, copy=True)
         messages.append(Message(bucket, state, kept, Pending.of(arrived)))
     return Flight(saved["due"], messages)

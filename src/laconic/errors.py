@@ -21,17 +21,24 @@ def check_int(name: str, value: object, least: int) -> int:
 
 
 def check_float(
-    name: str, value: object, least: float, below: float = math.inf, *, strict: bool = False
+    name: str,
+    value: object,
+    least: float,
+    below: float = math.inf,
+    *,
+    strict: bool = False,
+    most: float = math.inf,
 ) -> float:
-    """Return ``value`` as a float if ``least <= value < below``, else raise ``ValueError``.
-
-    With ``strict``, ``value`` must exceed ``least``.
+    """Return ``value`` as a float if ``least <= value < below`` and ``value <= most``, else raise
+    ``ValueError``. With ``strict``, ``value`` must exceed ``least``.
     """
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     number = float(value) if isinstance(value, (int, float)) else math.nan
-    if not ok or not least <= number < below or (strict and number == least):
+    within = least <= number < below and number <= most
+    if not ok or not within or (strict and number == least):
         bound = f"greater than {least:g}" if strict else f"at least {least:g}"
         upper = "" if below == math.inf else f" and below {below:g}"
+        upper += "" if most == math.inf else f" and at most {most:g}"
         raise ValueError(f"{name} must be a finite number {bound}{upper}, not {value!r}")
     return number
 

@@ -9,11 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from laconic.errors import check_bool, check_float
-from laconic.exchanges import Alone, Mean, ShardedMean
+from laconic.errors import check_bool, check_float, check_int
+from laconic.exchanges import Alone, Leader, Mean, Push, ShardedMean
 from laconic.round import OptimizerState, Recipe, Round, is_recipe
 from laconic.schedules import Schedule, Unless, after, every, until
-from laconic.updates import Average, OuterStep, SlowMomentum
+from laconic.topology import Graph
+from laconic.updates import (
+    Average,
+    Downpour,
+    Elastic,
+    LeaderPull,
+    Mix,
+    OuterStep,
+    PushSum,
+    SlowMomentum,
+)
 from laconic.updates.outer_step import OuterFactory
 
 
@@ -46,6 +56,104 @@ def post_local_sgd(
     gradients = Round(until(start, every(1)), Average(), Mean(), on="gradients", over="world")
     averages = local_sgd(period, delay=delay, optimizer_state=optimizer_state)
     return (gradients, *(replace(r, when=after(start, r.when)) for r in averages))
+
+
+def hierarchical(group_period: int, period: int) -> Recipe:
+    """``every group_period steps: x <- mean(x)`` inside each group, ``every period`` over all.
+
+    Lin et al. 2018, arXiv 1808.07217, section 5 (hierarchical local SGD). Where both fall due only
+    the larger runs. Groups are of ``attach(..., group_size=)`` workers.
+    """
+    over_all = every(period)
+    inside = Unless(every(check_int("group_period", group_period, 1)), over_all)
+    return (
+        Round(inside, Average(), Mean(), over="group"),
+        Round(over_all, Average(), Mean()),
+    )
+
+
+def sgp(graph: str = "exponential", peers: int = 1, *, delay: int = 0) -> Recipe:
+    """Stochastic gradient push: a gossip with ``peers`` out-peers after every step.
+
+    Assran et al., ICML 2019, arXiv 1811.10792; see `PushSum` and, for graphs, `laconic.topology`.
+    Sends ``peers`` times the model in every step, however many workers there are. With a ``delay``
+    (OSGP) messages are folded that many steps later, and travel while training goes on.
+    """
+    edges = Graph(graph, peers)
+    return (Round(every(1), PushSum(edges), Push(edges), delay=delay),)
+
+
+def d_psgd(graph: str = "ring", *, delay: int = 0) -> Recipe:
+    """Decentralised SGD: x mixed with the neighbours' after every step.
+
+    Lian et al., NeurIPS 2017, arXiv 1705.09056; see `Mix`. ``graph`` is used both ways: the ring
+    has two neighbours.
+    """
+    return (Round(every(1), Mix(), Push(Graph(graph, both=True), weighted=False), delay=delay),)
+
+
+def easgd(period: int, beta: float = 0.9, *, pull: float = 0.0) -> Recipe:
+    """Elastic averaging every ``period`` steps: workers and a centre attract each other.
+
+    Zhang et al., NeurIPS 2015, arXiv 1412.6651 (period 1 to 64); see `Elastic`. ``beta``, in
+    (0, 1]: the centre's share of the way to the workers' mean; each worker goes beta/n of its way
+    to the centre. ``pull``, in [0, 1): spread over the period, x goes so much of the way to the
+    centre at every step.
+    """
+    when = every(period)
+    check_float("beta", beta, 0.0, strict=True, most=1.0)
+    check_float("pull", pull, 0.0, 1.0)
+    return (Round(when, Elastic(beta, pull / period), Mean()),)
+
+
+def eamsgd(period: int, beta: float = 0.9, *, pull: float = 0.0) -> Recipe:
+    """`easgd` for a local optimiser with Nesterov momentum (EAMSGD: the same rounds).
+
+    Zhang et al. 2015, section 2.3: ``torch.optim.SGD(..., momentum=0.9, nesterov=True)``; the
+    paper's 0.99 is worse on small problems.
+    """
+    return easgd(period, beta, pull=pull)
+
+
+def downpour(period: int) -> Recipe:
+    """``every period steps: a <- a + sum(x_i - a) ; x <- a``; see `Downpour`.
+
+    Dean et al., NeurIPS 2012. A sum and not a mean, as if the workers' steps were one worker's: it
+    needs a learning rate n times smaller, and is here to be compared with.
+    """
+    return (Round(every(period), Downpour(), ShardedMean()),)
+
+
+def lsgd(
+    period: int,
+    *,
+    local_period: int | None = None,
+    pull: float = 0.1,
+    local_pull: float = 0.1,
+    drift: float = 0.1,
+    local_drift: float = 0.1,
+    window: int = 10,
+) -> Recipe:
+    """Leader SGD: every ``period`` steps toward the best of all workers, every ``local_period``
+    (None: a quarter of it; 0: never) toward the best of the own group.
+
+    Teng et al., NeurIPS 2019, arXiv 1905.10395 (period 4 to 64); see `LeaderPull`. ``pull`` and
+    ``local_pull`` are c2 and c1; ``drift`` and ``local_drift``, p2 and p1, are spread over the
+    period and pull at every step. The best has the lowest mean of its ``window`` last losses, as
+    told to `Synchronizer.report_loss`. Groups are of ``attach(..., group_size=)`` workers.
+    """
+    over_all = every(period)
+    pulls = {"pull": pull, "local_pull": local_pull, "drift": drift, "local_drift": local_drift}
+    for name, value in pulls.items():
+        check_float(name, value, 0.0, 1.0)
+    exchange = Leader(check_int("window", window, 1))
+    inner = max(period // 4, 1) if local_period is None else local_period
+    check_int("local_period", inner, 0)
+    local = [
+        Round(every(inner), LeaderPull(local_pull, local_drift / inner), exchange, over="group")
+        for _ in range(1 if inner else 0)
+    ]
+    return (*local, Round(over_all, LeaderPull(pull, drift / period), exchange))
 
 
 def slowmo(
@@ -114,6 +222,20 @@ def _skip(r: Round, skipped: Schedule) -> Round:
 
 
 RECIPES: dict[str, Callable[..., Recipe]] = {
-    recipe.__name__: recipe for recipe in (ddp, local_sgd, post_local_sgd, slowmo, diloco)
+    recipe.__name__: recipe
+    for recipe in (
+        ddp,
+        local_sgd,
+        post_local_sgd,
+        hierarchical,
+        sgp,
+        d_psgd,
+        slowmo,
+        easgd,
+        eamsgd,
+        downpour,
+        lsgd,
+        diloco,
+    )
 }
 """Recipes by name: what the command line offers."""

@@ -20,13 +20,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
 from laconic.errors import check_choice, check_int
 from laconic.links.link import Link
 from laconic.schedules import Schedule
+from laconic.scores import NO_SCORE, Score
 from laconic.tensors import Selector, parameters
 
 State = dict[str, Tensor]
@@ -43,15 +44,28 @@ Combine = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Clock:
-    """What an update may know: the step (from 1), its group's current ``lr`` (NaN unless the
-    update uses it and the optimiser has one), how many rounds of its kind were executed before
-    this one, the round's delay in steps, and how many workers take part."""
+    """What updates and exchanges may know beside tensors: the step (from 1), its group's current
+    ``lr`` (NaN unless the update uses it and the optimiser has one), how many rounds of its kind
+    were executed before this one, the round's delay in steps, how many workers take part and which
+    of them this is, the ``weight`` of the message (of what is sent, and in `Update.fold` of what
+    arrived), this worker's score where the exchange asks for one, and the seed of the run."""
 
     step: int
     lr: float
     executed: int
     delay: int
     workers: int
+    worker: int = 0
+    weight: float = 1.0
+    score: Score = NO_SCORE
+    seed: int = 0
+
+
+class Arrival(NamedTuple):
+    """What an exchange brings: a tensor as long as the message, and the sum of its weights."""
+
+    flat: Tensor
+    weight: float = 1.0
 
 
 class Update:
@@ -68,11 +82,11 @@ class Update:
     """The state tensor that is the consensus of the workers; None: the mean of x is."""
     uses_lr: ClassVar[bool] = False
     """Whether ``clock.lr`` enters: buckets then hold one parameter group each."""
-    every_step: ClassVar[bool] = False
-    """Whether `before_step`, `after_step` and `settle` do anything."""
-    replaces: ClassVar[bool] = True
-    """Whether without a delay what arrives simply replaces x: `fold` is then called for delayed
-    rounds only, and no second copy of x is made."""
+    replaces: ClassVar[bool] = False
+    """Whether without a delay what arrives simply replaces x, whatever `fold` says: it is then
+    called for delayed rounds only, and no second copy of x is made."""
+    weight: ClassVar[str | None] = None
+    """The state tensor (a number) that rides with every message; None: messages weigh 1."""
     keeps_sent: ClassVar[bool] = False
     """Whether a delayed `fold` needs ``y``."""
     settles: ClassVar[bool] = False
@@ -87,7 +101,8 @@ class Update:
         """Before the user's optimiser moves ``x``; in place."""
 
     def after_step(self, x: Tensor, state: State, clock: Clock) -> None:
-        """After every step of the user's optimiser; in place."""
+        """After every step of the user's optimiser, before any round; in place. A recipe's last
+        round comes first, so that the innermost has the last word."""
 
     def send(self, x: Tensor, state: State, clock: Clock) -> Tensor:
         """The message for the exchange, from a copy of x that it may overwrite."""
@@ -104,12 +119,17 @@ class Update:
     def fold(
         self, x: Tensor, received: Tensor, sent: Tensor | None, state: State, clock: Clock
     ) -> Tensor:
-        """The new ``x``; may overwrite the old. ``sent`` is ``y`` where the update keeps it and
-        the round has a delay, else None."""
+        """The new ``x``; may overwrite the old, and ``received``. ``sent`` is ``y`` where the
+        update keeps it and the round has a delay, else None."""
         return received
 
-    def settle(self, x: Tensor, state: State) -> None:
-        """Come to rest: push weights back to 1 (what is in flight was folded before)."""
+    def settle(self, x: Tensor, state: State, averaged: bool) -> None:
+        """Come to rest: push weights back to 1 (what is in flight was folded before); ``x`` is a
+        whole bucket, in place. ``averaged``: the mean of x over workers is what counts next."""
+
+    def overrides(self, *methods: str) -> bool:
+        """Whether any of these methods is not the default, which does nothing."""
+        return any(getattr(type(self), name) is not getattr(Update, name) for name in methods)
 
 
 class Exchange(Protocol):
@@ -125,13 +145,18 @@ class Exchange(Protocol):
         """Whether all workers hold the same result afterwards."""
         ...
 
+    @property
+    def scored(self) -> int:
+        """Over how many losses it wants the workers' scores; 0: it wants none."""
+        ...
+
     def region(self, link: Link, length: int) -> slice:
         """The stretch of a bucket on which this rank combines, and keeps ``owner`` state for."""
         ...
 
-    def run(self, link: Link, message: Tensor, combine: Combine) -> Tensor:
-        """Carry ``message`` (which it may overwrite) over ``link``, call ``combine`` where the
-        mean arrives, and return the result, as long as the message."""
+    def run(self, link: Link, message: Tensor, combine: Combine, clock: Clock) -> Arrival:
+        """Carry ``message`` (which it may overwrite) over ``link``, call ``combine`` where a mean
+        arrives, and return the result."""
         ...
 
 
@@ -152,7 +177,7 @@ class Round:
         check_int("delay", self.delay, 0)
         check_choice("optimizer_state", self.optimizer_state, ("keep", "average", "reset"))
         check_choice("on", self.on, ("params", "gradients"))
-        check_choice("over", self.over, ("world", "workers", "replica"))
+        check_choice("over", self.over, ("world", "workers", "group", "replica"))
         if self.on == "gradients" and not self._is_plain_mean():
             raise ValueError(
                 "a round on gradients is Average over Mean, of all parameters, without a delay"

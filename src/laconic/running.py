@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laconic.lane import Lane, Pending
 from laconic.links.link import Link, common
 from laconic.links.simulated import single_link
-from laconic.round import Clock, Round, State
+from laconic.round import Arrival, Clock, Round, State
+from laconic.scores import Scores
 from laconic.tensors import Bucket, Scratch, bucketize, parameters, state_dtype
 
 
@@ -25,7 +27,7 @@ class Message:
     bucket: Bucket
     state: State
     sent: Tensor | None
-    pending: Pending[Tensor]
+    pending: Pending[Arrival]
 
 
 @dataclass
@@ -44,7 +46,11 @@ class Surroundings:
     optimizer: Optimizer
     lane: Lane
     scratch: Scratch
+    """Room for the message under way, and for x beside it."""
+    beside: Scratch
     replica: Link
+    scores: Scores | None
+    seed: int
 
 
 class RunningRound:
@@ -55,7 +61,8 @@ class RunningRound:
         self.link = link
         # a set that crosses workers is one of equal places in them: the ranks of a worker share
         # what it has to carry. In any other set each rank speaks for itself.
-        self._replica = shared.replica if round.over == "workers" else single_link()
+        crosses = round.over in ("workers", "group")
+        self._replica = shared.replica if crosses else single_link()
         self.buckets: list[Bucket] = []
         self.states: list[State] = []
         self.executed = 0
@@ -144,9 +151,20 @@ class RunningRound:
     def _clock(self, bucket: Bucket, step: int) -> Clock:
         group = self._shared.optimizer.param_groups[bucket.group]
         lr = float(group.get("lr", math.nan)) if self.round.update.uses_lr else math.nan
-        return Clock(step, lr, self.executed, self.round.delay, self.link.size)
+        link, delay = self.link, self.round.delay
+        seed = self._shared.seed
+        return Clock(step, lr, self.executed, delay, link.size, link.rank, seed=seed)
 
-    def _carry(self, message: Tensor, state: State, clock: Clock) -> Tensor:
+    def _sent_with(self, state: State, clock: Clock) -> Clock:
+        """``clock`` as the message just made takes it along: with its weight, and the score."""
+        weight, window = self.round.update.weight, self.round.exchange.scored
+        if weight is not None:
+            clock = replace(clock, weight=float(state[weight]))
+        if window and self._shared.scores is not None:
+            clock = replace(clock, score=self._shared.scores.now(window))
+        return clock
+
+    def _carry(self, message: Tensor, state: State, clock: Clock) -> Arrival:
         """The message to the other workers and back, with the outer step in between. The ranks
         of one worker hold the same message: each carries its part across, then they share."""
 
@@ -158,11 +176,15 @@ class RunningRound:
 
         replica = self._replica
         part = message.view(replica.size, -1)[replica.rank]
-        result = self.round.exchange.run(self.link, part, combine)
+        if clock.score.kind and replica.size > 1:  # the worker's is the mean of its ranks'
+            value = torch.tensor([clock.score.value], dtype=torch.float64, device=message.device)
+            replica.mean(value)
+            clock = replace(clock, score=clock.score._replace(value=float(value)))
+        result = self.round.exchange.run(self.link, part, combine, clock)
         if replica.size == 1:
             return result
-        replica.all_gather(result, message)
-        return message
+        replica.all_gather(result.flat, message)
+        return result._replace(flat=message)
 
     # -- one step of the way ----
 
@@ -186,12 +208,13 @@ class RunningRound:
     def _exchange(self, bucket: Bucket, state: State, step: int) -> None:
         update, clock = self.round.update, self._clock(bucket, step)
         message = update.send(bucket.pack(self._room(bucket)), state, clock)
-        received = self._shared.lane.call(
+        clock = self._sent_with(state, clock)
+        received, weight = self._shared.lane.call(
             partial(self._carry, message, state, clock), self.label(step)
         )
         if not update.replaces:
-            x = bucket.pack(bucket.empty())
-            received = update.fold(x, received, None, state, clock)
+            x = bucket.pack(self._shared.beside.take(bucket.length, bucket.dtype, bucket.device))
+            received = update.fold(x, received, None, state, replace(clock, weight=weight))
         bucket.unpack(received)
 
     def _launch(self, bucket: Bucket, state: State, step: int) -> Message:
@@ -200,6 +223,7 @@ class RunningRound:
         message = update.send(y, state, clock)
         if update.keeps_sent and message is y:
             message = y.clone()
+        clock = self._sent_with(state, clock)
         pending = self._shared.lane.submit(
             partial(self._carry, message, state, clock), self.label(step)
         )
@@ -209,28 +233,31 @@ class RunningRound:
         """Fold what is due after ``step``; ``early``: everything in flight."""
         while self.flights and (early or self.flights[0].due <= step):
             for message in self.flights.pop(0).messages:
-                bucket, clock = message.bucket, self._clock(message.bucket, step)
-                received = message.pending.wait()
+                bucket = message.bucket
+                received, weight = message.pending.wait()
+                clock = replace(self._clock(bucket, step), weight=weight)
                 x = bucket.pack(self._room(bucket))
                 fold = self.round.update.fold
                 bucket.unpack(fold(x, received, message.sent, message.state, clock))
 
-    def settle(self, step: int) -> None:
+    def settle(self, step: int, averaged: bool) -> None:
         """Come to rest, as an outer step above asks: nothing in flight, update settled."""
         self.fold_due(step, early=True)
-        if self.round.update.every_step:
-            for x, state, _ in self._stretches(step):
-                self.round.update.settle(x, state)
+        if self.round.update.overrides("settle"):
+            for bucket, state in self._pairs():
+                x = bucket.pack(self._room(bucket))
+                self.round.update.settle(x, state, averaged)
+                bucket.unpack(x)
 
     def before_step(self, step: int) -> None:
         """The update's `before_step` on every parameter; ``step`` is the one about to be taken."""
-        if self.round.update.every_step:
+        if self.round.update.overrides("before_step"):
             for x, state, clock in self._stretches(step):
                 self.round.update.before_step(x, state, clock)
 
     def after_step(self, step: int) -> None:
         """The update's `after_step` on every parameter."""
-        if self.round.update.every_step:
+        if self.round.update.overrides("after_step"):
             for x, state, clock in self._stretches(step):
                 self.round.update.after_step(x, state, clock)
 
@@ -245,11 +272,12 @@ class RunningRound:
                 if t.dim() and not self.is_owned(name, t)
             }
             here = {name: t for name, t in state.items() if name not in cut}
+            views = bucket.views()
             for index, segment in enumerate(bucket.segments):
-                x = segment.view()
-                stretch = {name: pieces[index] for name, pieces in cut.items()}
-                yield x, here | stretch, clock
-                segment.write(x)
+                x = segment.view() if views is None else views[index]
+                yield x, here | {name: pieces[index] for name, pieces in cut.items()}, clock
+                if views is None:
+                    segment.write(x)
 
     def _forget(self) -> None:
         """The optimiser's own state for this round's parameters, as before its first step."""
@@ -258,6 +286,22 @@ class RunningRound:
                 self._shared.optimizer.state.pop(p, None)
 
     # -- what the workers agree on ----
+
+    def write_at_rest(self, step: int) -> None:
+        """x <- what it would be at rest, if that is another; the round itself goes on as it was."""
+        update = self.round.update
+        if not update.overrides("settle"):
+            return
+        for index, (bucket, kept) in enumerate(self._pairs()):
+            x = bucket.pack(bucket.empty())
+            state = {name: t.clone() for name, t in kept.items()}
+            for flight in self.flights:
+                for message in flight.messages[index : index + 1]:
+                    flat, weight = message.pending.wait()
+                    clock = replace(self._clock(bucket, step), weight=weight)
+                    x = update.fold(x, flat.clone(), message.sent, state, clock)
+            update.settle(x, state, averaged=True)
+            bucket.unpack(x)
 
     def write_anchor(self) -> None:
         """x <- a, gathered from its owners where it is sharded."""

@@ -25,6 +25,7 @@ from laconic.links.metered import Ledger, Metered
 from laconic.round import Recipe, Round, describe
 from laconic.running import RunningRound, Surroundings
 from laconic.schedules import any_of
+from laconic.scores import Scores
 from laconic.tensors import Scratch, bucketize, local, module_buffers, optimizer_state
 from laconic.updates import Average
 
@@ -61,6 +62,7 @@ class Synchronizer:
         sets: Mapping[str, Link],
         device: torch.device,
         buffers: str,
+        seed: int = 0,
     ) -> None:
         ledger = Ledger()
         self._links = {name: Metered(link, ledger) for name, link in sets.items()}
@@ -77,6 +79,9 @@ class Synchronizer:
         self._fingerprint: Tensor | None = None
         self._handles: list[RemovableHandle] = []
         self._rounds_done = 0
+        self._seed = seed
+        window = max((r.exchange.scored for r in recipe), default=0)
+        self._scores = Scores(self._held(), window) if window else None
         self.step = 0
         """Optimiser steps taken since `laconic.attach`."""
         self._agree_on_setup()
@@ -112,7 +117,8 @@ class Synchronizer:
     def _describe(self) -> str:
         """What decides which rounds there are, but for the number of ranks."""
         own = tuple(r for r in self._recipe if r.over != "replica")
-        return f"{describe(own)}, buffers={'average' if self._average_buffers else 'keep'}"
+        buffers = "average" if self._average_buffers else "keep"
+        return f"{describe(own)}, buffers={buffers}, seed={self._seed}"
 
     def _broadcast(self, tensors: Sequence[Tensor] | None = None) -> None:
         """Rank 0's parameters and buffers to everyone."""
@@ -126,7 +132,14 @@ class Synchronizer:
 
     def _start_rounds(self) -> None:
         self._shared = Surroundings(
-            self._model, self._optimizer, self._lane, Scratch(), self._links["replica"]
+            self._model,
+            self._optimizer,
+            self._lane,
+            Scratch(),
+            Scratch(),
+            self._links["replica"],
+            self._scores,
+            self._seed,
         )
         self._rounds = [
             RunningRound(r, self._links[r.over], self._shared) for r in self._all_rounds()
@@ -193,6 +206,8 @@ class Synchronizer:
             self.average_gradients()
         for running in self._rounds:
             running.before_step(self.step + 1)
+        if self._scores is not None:
+            self._scores.before_step()
 
     @torch.no_grad()
     def _after_step(self) -> None:
@@ -204,7 +219,9 @@ class Synchronizer:
             self._warn_of_identical_gradients()
         for r, gradient_round in self._gradient_rounds:
             gradient_round.after_step(r.when(self.step + 1))
-        for running in self._rounds:
+        if self._scores is not None:
+            self._scores.after_step()
+        for running in reversed(self._rounds):
             running.after_step(self.step)
         for code, running in enumerate(self._rounds):
             running.fold_due(self.step)
@@ -220,7 +237,7 @@ class Synchronizer:
         if running.round.update.settles:
             for other in self._rounds:
                 if other is not running:
-                    other.settle(self.step)
+                    other.settle(self.step, averaged=running.round.exchange.agrees)
         self._status(running.label(self.step))
         if running.communicates:
             agree = running.link.agree
@@ -273,6 +290,8 @@ class Synchronizer:
         """Consensus weights (and averaged buffers) into the model: anchors where rounds keep
         them, and the mean over workers where these, or x, differ; without parameter rounds
         replicas are equal already."""
+        for running in self._rounds:
+            running.write_at_rest(self.step)
         anchored = [running for running in self._rounds if running.round.update.anchor]
         covered = {
             id(segment.tensor)
@@ -339,7 +358,7 @@ class Synchronizer:
         """
         self._call("finish()", self.step)
         for running in self._rounds:
-            running.settle(self.step)
+            running.settle(self.step, averaged=True)
         self._write_consensus()
         self._status("finished")
 
@@ -393,6 +412,7 @@ class Synchronizer:
             **self._header(),
             "step": self.step,
             "rounds": [checkpoint.round_state(running) for running in self._rounds],
+            "scores": None if self._scores is None else self._scores.state_dict(),
         }
 
     def _header(self) -> dict[str, Any]:
@@ -426,6 +446,8 @@ class Synchronizer:
             mine = checkpoint.own_part(parts, self._header())
             for index, running in enumerate(self._rounds):
                 checkpoint.load_round(running, [part["rounds"][index] for part in parts], mine)
+            if self._scores is not None and mine is not None:
+                self._scores.load_state_dict(parts[mine]["scores"])
             self.step = int(parts[mine or 0]["step"])
         except ValueError as error:
             return str(error)
@@ -451,6 +473,12 @@ class Synchronizer:
             yield
         finally:
             self._sync_gradients = before
+
+    def report_loss(self, loss: Tensor | float) -> None:
+        """Tell the training loss of this step's batch, by which recipes with a leader choose it; no
+        communication. For other recipes it does nothing."""
+        if self._scores is not None:
+            self._scores.report(float(torch.as_tensor(loss).detach()))
 
     def mean(self, value: Tensor | float) -> float:
         """The mean of a number (a loss) over all ranks; every rank must call it."""

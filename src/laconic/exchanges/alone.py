@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from laconic.links.link import Link
-from laconic.round import Combine
+from laconic.round import Arrival, Clock, Combine
 
 
 @dataclass(frozen=True)
@@ -16,10 +16,11 @@ class Alone:
 
     communicates = False
     agrees = False
+    scored = 0
 
     def region(self, link: Link, length: int) -> slice:
         return slice(0, length)
 
-    def run(self, link: Link, message: Tensor, combine: Combine) -> Tensor:
+    def run(self, link: Link, message: Tensor, combine: Combine, clock: Clock) -> Arrival:
         result = combine(message)
-        return message if result is message else message.copy_(result)
+        return Arrival(message if result is message else message.copy_(result))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from laconic.links.link import Link
-from laconic.round import Combine
+from laconic.round import Arrival, Clock, Combine
 
 
 @dataclass(frozen=True)
@@ -16,14 +16,15 @@ class Mean:
 
     communicates = True
     agrees = True
+    scored = 0
 
     def region(self, link: Link, length: int) -> slice:
         return slice(0, length)
 
-    def run(self, link: Link, message: Tensor, combine: Combine) -> Tensor:
+    def run(self, link: Link, message: Tensor, combine: Combine, clock: Clock) -> Arrival:
         link.mean(message)
         result = combine(message)
-        return message if result is message else message.copy_(result)
+        return Arrival(message if result is message else message.copy_(result))
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,13 @@ class ShardedMean:
 
     communicates = True
     agrees = True
+    scored = 0
 
     def region(self, link: Link, length: int) -> slice:
         each = length // link.size
         return slice(link.rank * each, (link.rank + 1) * each)
 
-    def run(self, link: Link, message: Tensor, combine: Combine) -> Tensor:
+    def run(self, link: Link, message: Tensor, combine: Combine, clock: Clock) -> Arrival:
         result = combine(link.reduce_scatter(message))
         link.all_gather(result, message)
-        return message
+        return Arrival(message)

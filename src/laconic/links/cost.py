@@ -12,6 +12,7 @@ reduce_scatter  (n-1)/n * B      1           direct exchange, then a local sum
 all_gather      (n-1)/n * B      1           direct exchange (B: the gathered bytes)
 broadcast       (n-1)/n * B      ceil(lb n)  tree; the mean over the ranks
 gather          (n-1) * B        1           direct exchange (B: one rank's bytes)
+swap            p * B            1           to p peers (B: one message's bytes)
 ==============  ===============  ==========  ========================================
 
 Seconds are ``messages * latency + 8 * bytes / rate``: latency in seconds, one way; rate in bit/s
@@ -54,6 +55,11 @@ def all_gather(size: int, n: int) -> Cost:
 def broadcast(size: int, n: int) -> Cost:
     """Broadcast of ``size`` bytes, as the mean over the ranks."""
     return Cost((n - 1) * size // n, math.ceil(math.log2(n)))
+
+
+def swap(size: int, peers: int) -> Cost:
+    """``size`` bytes to each of ``peers`` ranks."""
+    return Cost(peers * size, min(peers, 1))
 
 
 def gather(size: int, n: int) -> Cost:

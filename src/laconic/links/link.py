@@ -70,8 +70,13 @@ class Link(Protocol):
         may be its own place in ``out``."""
         ...
 
-    def broadcast(self, x: Tensor) -> None:
-        """``x`` <- rank 0's, in place."""
+    def broadcast(self, x: Tensor, root: int = 0) -> None:
+        """``x`` <- that of rank ``root``, in place."""
+        ...
+
+    def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor]:
+        """``x`` to each of the ranks ``to``; returns those of the ranks ``source``, who send as
+        much here, in that order. Valid until the next call."""
         ...
 
     def gather(self, x: Tensor) -> Tensor:

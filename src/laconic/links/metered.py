@@ -16,18 +16,18 @@ from laconic.links.link import Link
 class Ledger:
     """Payload bytes that this rank sent and received, in all and by collective.
 
-    Collectives are symmetric, so a rank receives what it sends. Not counted: packet headers and
-    acknowledgements of the network (below 5% for large messages).
+    Collectives but `swap` are symmetric: a rank receives what it sends. Not counted: packet headers
+    and acknowledgements of the network (below 5% for large messages).
     """
 
     bytes_sent: int = 0
     bytes_received: int = 0
     by_collective: dict[str, int] = field(default_factory=dict)
 
-    def add(self, collective: str, amount: Cost) -> None:
-        """Book one collective."""
+    def add(self, collective: str, amount: Cost, received: int | None = None) -> None:
+        """Book one collective; ``received``: bytes, if other than those sent."""
         self.bytes_sent += amount.bytes
-        self.bytes_received += amount.bytes
+        self.bytes_received += amount.bytes if received is None else received
         self.by_collective[collective] = self.by_collective.get(collective, 0) + amount.bytes
 
 
@@ -84,8 +84,13 @@ class Metered:
         self.link.all_gather(mine, out)
         self.ledger.add("all_gather", cost.all_gather(size_of(out), self.size))
 
-    def broadcast(self, x: Tensor) -> None:
-        self.link.broadcast(x)
+    def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor]:
+        received = self.link.swap(x, to, source)
+        self.ledger.add("swap", cost.swap(size_of(x), len(to)), size_of(x) * len(source))
+        return received
+
+    def broadcast(self, x: Tensor, root: int = 0) -> None:
+        self.link.broadcast(x, root)
         self.ledger.add("broadcast", cost.broadcast(size_of(x), self.size))
 
     def gather(self, x: Tensor) -> Tensor:

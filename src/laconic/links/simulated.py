@@ -182,8 +182,12 @@ class SimulatedLink:
     def all_gather(self, mine: Tensor, out: Tensor) -> None:
         out.copy_(self._meet("all_gather", mine.to(out.dtype), torch.cat))
 
-    def broadcast(self, x: Tensor) -> None:
-        x.copy_(self._meet("broadcast", x, lambda everyone: everyone[0].clone()))
+    def broadcast(self, x: Tensor, root: int = 0) -> None:
+        x.copy_(self._meet("broadcast", x, lambda everyone: everyone[root].clone()))
+
+    def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor]:
+        everyone = self._meet("swap", x, torch.stack)
+        return [everyone[r] for r in source]
 
     def gather(self, x: Tensor) -> Tensor:
         return self._meet("gather", x, torch.stack).clone()

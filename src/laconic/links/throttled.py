@@ -78,8 +78,13 @@ class Throttled:
         self.link.all_gather(mine, out)
         self._pass(cost.all_gather(size_of(out), self.size))
 
-    def broadcast(self, x: Tensor) -> None:
-        self.link.broadcast(x)
+    def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor]:
+        received = self.link.swap(x, to, source)
+        self._pass(cost.swap(size_of(x), len(to)))
+        return received
+
+    def broadcast(self, x: Tensor, root: int = 0) -> None:
+        self.link.broadcast(x, root)
         self._pass(cost.broadcast(size_of(x), self.size))
 
     def gather(self, x: Tensor) -> Tensor:

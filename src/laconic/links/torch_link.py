@@ -234,8 +234,22 @@ class TorchLink:
         slices[self.rank].copy_(mine)
         self._exchange([slices[self.rank]] * self.size, slices)
 
-    def broadcast(self, x: Tensor) -> None:
-        source = dist.get_global_rank(self._group, 0)
+    def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor]:
+        room = self._scratch.take(x.numel() * len(source), x.dtype, x.device)
+        pieces = list(room.view(-1, x.numel()).unbind())
+        tag = self._calls.tag(x)
+        try:
+            receiving = [
+                self._group.recv([piece], r, tag) for piece, r in zip(pieces, source, strict=True)
+            ]
+            sending = [self._group.send([x], r, tag) for r in to]
+        except RuntimeError as error:
+            self._lost(error)
+        self._wait(*receiving, *sending)
+        return pieces
+
+    def broadcast(self, x: Tensor, root: int = 0) -> None:
+        source = dist.get_global_rank(self._group, root)
         try:
             work = dist.broadcast(x, source, group=self._group, async_op=True)
         except RuntimeError as error:

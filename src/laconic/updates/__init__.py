@@ -1,7 +1,20 @@
-"""The mathematics: one update a file, the formula first."""
+"""The mathematics of rounds: one file each, the formula on its first line."""
 
 from laconic.updates.average import Average
+from laconic.updates.elastic import Downpour, Elastic
+from laconic.updates.leader_pull import LeaderPull
+from laconic.updates.mix import Mix
 from laconic.updates.outer_step import OuterStep
+from laconic.updates.push_sum import PushSum
 from laconic.updates.slow_momentum import SlowMomentum
 
-__all__ = ["Average", "OuterStep", "SlowMomentum"]
+__all__ = [
+    "Average",
+    "Downpour",
+    "Elastic",
+    "LeaderPull",
+    "Mix",
+    "OuterStep",
+    "PushSum",
+    "SlowMomentum",
+]

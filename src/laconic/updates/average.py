@@ -21,6 +21,7 @@ class Average(Update):
     Any shape; no state; x keeps its dtype.
     """
 
+    replaces = True
     keeps_sent = True
 
     def fold(

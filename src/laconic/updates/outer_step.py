@@ -39,6 +39,7 @@ class OuterStep(Update):
 
     slots: ClassVar[dict[str, Slot]] = {"anchor": "owner", "m": "owner"}
     anchor = "anchor"
+    replaces = True
 
     def init(self, x: Tensor) -> State:
         state = {"anchor": x}

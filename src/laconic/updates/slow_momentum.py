@@ -37,6 +37,7 @@ class SlowMomentum(Update):
 
     slots: ClassVar[dict[str, Slot]] = {"anchor": "owner", "u": "owner", "lr": "everywhere"}
     anchor = "anchor"
+    replaces = True
     uses_lr = True
     settles = True
 

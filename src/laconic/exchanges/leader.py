@@ -1,0 +1,31 @@
+"""The leader's message to everyone: the worker with the lowest score."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laconic.links.link import Link
+from laconic.round import Arrival, Clock, Combine
+from laconic.scores import elect
+
+
+@dataclass(frozen=True)
+class Leader:
+    """Scores (16 bytes each) are gathered, and the message of the worker with the lowest goes to
+    all; equal scores: the lowest rank's. ``scored``: losses that a score is the mean of."""
+
+    scored: int
+
+    communicates = True
+    agrees = False
+
+    def region(self, link: Link, length: int) -> slice:
+        return slice(0, length)
+
+    def run(self, link: Link, message: Tensor, combine: Combine, clock: Clock) -> Arrival:
+        leader = elect(link.gather(torch.tensor(clock.score, dtype=torch.float64)))
+        link.broadcast(message, leader)
+        return Arrival(message)
