@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import weakref
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,11 @@ from laconic.links.simulated import current_link, single_link
 from laconic.round import Recipe, Round, is_recipe
 from laconic.schedules import Schedule, Unless, any_of, every
 from laconic.synchronizer import Synchronizer
+from laconic.tensors import is_sharded
 from laconic.updates import Average
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _attached: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Synchronizer]] = (
     weakref.WeakKeyDictionary()
@@ -53,6 +58,7 @@ def attach(
     *,
     nprocs_per_node: int | Literal["env"] = 1,
     group_size: int | None = None,
+    mesh: DeviceMesh | None = None,
     buffers: Literal["average", "keep"] = "average",
     scaler: torch.amp.GradScaler | None = None,
     link: Link | None = None,
@@ -67,6 +73,9 @@ def attach(
 
     ``nprocs_per_node``: ranks that make up one worker (``"env"``: torchrun's LOCAL_WORLD_SIZE);
     their gradients are averaged in every backward pass, and each carries its part of the rounds.
+    ``mesh``: the same by a DeviceMesh of (workers) or (workers, ranks of a worker), ranks in
+    ascending order; needed where a worker's parameters are sharded over its ranks (FSDP): each
+    then carries its shard, and gradients inside the worker are FSDP's business.
     ``group_size``: neighbouring workers that make up one group, for recipes with rounds inside
     groups.
     ``buffers``: average the module's floating-point buffers with the rounds, or keep each
@@ -85,8 +94,13 @@ def attach(
     check_float("timeout", timeout, 0.0, strict=True)
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
     world = link or current_link.get() or _torch_link(device, timedelta(seconds=timeout))
-    sets, inner = _sets(world, nprocs_per_node, group_size)
-    recipe = (*_within_workers(recipe), *recipe) if inner > 1 else recipe
+    sharded = any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
+    layout = _layout(world, nprocs_per_node, mesh, sharded)
+    sets = _sets(world, layout, group_size, sharded)
+    if sharded:
+        recipe = tuple(replace(r, over="workers") if r.over == "world" else r for r in recipe)
+    elif len(layout[0]) > 1:
+        recipe = (*_within_workers(recipe), *recipe)
     sync = Synchronizer(model, optimizer, recipe, sets, device, buffers, seed)
     if scaler is not None:
         _count_skipped_steps(scaler)
@@ -131,35 +145,63 @@ def _torch_link(device: torch.device, timeout: timedelta) -> Link:
     return TorchLink.world(device, timeout)
 
 
-def _sets(
-    world: Link, nprocs_per_node: int | Literal["env"], group_size: int | None
-) -> tuple[dict[str, Link], int]:
-    """The named sets of ranks, and the number of ranks in one worker."""
-    if nprocs_per_node == "env":
-        inner = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    else:
-        inner = check_int("nprocs_per_node (or 'env')", nprocs_per_node, 1)
-    grouped = 0 if group_size is None else check_int("group_size", group_size, 1)
-    everyone = world.gather(torch.tensor([inner, grouped])).tolist()
-    if world.size % inner or any(said != [inner, grouped] for said in everyone):
+def _layout(
+    world: Link, nprocs_per_node: int | Literal["env"], mesh: DeviceMesh | None, sharded: bool
+) -> list[list[int]]:
+    """The ranks of each worker, alike on every rank."""
+    if sharded and mesh is None:
         raise ValueError(
-            "nprocs_per_node and group_size must be alike on all ranks, and nprocs_per_node divide "
-            f"their number: there are {world.size} ranks, and they say {everyone}"
+            "the parameters are sharded (FSDP): pass the mesh of (workers, ranks of a worker), as "
+            "attach(..., mesh=init_device_mesh('cuda', (4, 8)))"
         )
-    ranks, count = range(world.size), world.size // inner
-    sets = {"world": world, "workers": world, "replica": single_link()}
-    if inner > 1:
-        sets["replica"] = world.split([ranks[i : i + inner] for i in ranks[::inner]])
-        sets["workers"] = world.split([ranks[i::inner] for i in range(inner)])
-    if grouped:
-        if count % grouped:
+    if mesh is not None:
+        if nprocs_per_node != 1:
+            raise ValueError("give either mesh or nprocs_per_node")
+        if mesh.ndim > 2 or mesh.mesh.flatten().tolist() != list(range(world.size)):
             raise ValueError(
-                f"group_size must divide the number of workers: {grouped} does not divide {count}"
+                f"the mesh must be of all {world.size} ranks in ascending order, with one or two "
+                f"axes (workers, ranks of a worker), not {mesh}"
             )
-        workers = range(count)
-        groups = [workers[i : i + grouped] for i in workers[::grouped]]
-        sets["group"] = sets["workers"].split(groups)
-    return sets, inner
+        layout = mesh.mesh.reshape(mesh.size(0), -1).tolist()
+    else:
+        if nprocs_per_node == "env":
+            inner = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        else:
+            inner = check_int("nprocs_per_node (or 'env')", nprocs_per_node, 1)
+        layout = [list(range(i, i + inner)) for i in range(0, world.size, inner)]
+    inner = len(layout[0])
+    everyone = world.gather(torch.tensor([inner])).flatten().tolist()
+    if world.size % inner or any(said != inner for said in everyone):
+        raise ValueError(
+            "workers must have the same number of ranks (nprocs_per_node, or the mesh's second "
+            f"axis), a divisor of their number: there are {world.size} ranks, and they say "
+            f"{everyone}"
+        )
+    return layout
+
+
+def _sets(
+    world: Link, layout: list[list[int]], group_size: int | None, sharded: bool
+) -> dict[str, Link]:
+    """The named sets of ranks."""
+    grouped = 0 if group_size is None else check_int("group_size", group_size, 1)
+    everyone = world.gather(torch.tensor([grouped])).flatten().tolist()
+    if any(said != grouped for said in everyone) or (grouped and len(layout) % grouped):
+        raise ValueError(
+            "group_size must be alike on all ranks and divide the number of workers: there are "
+            f"{len(layout)}, and the ranks say {everyone}"
+        )
+    sets = {"world": world, "workers": world, "replica": single_link()}
+    if len(layout[0]) > 1:
+        sets["workers"] = world.split(list(zip(*layout, strict=True)))
+        if not sharded:
+            sets["replica"] = world.split(layout)
+    if grouped:
+        workers = range(len(layout))
+        sets["group"] = sets["workers"].split(
+            [workers[i : i + grouped] for i in workers[::grouped]]
+        )
+    return sets
 
 
 def _within_workers(recipe: Recipe) -> Recipe:

@@ -26,7 +26,14 @@ from laconic.round import Recipe, Round, describe
 from laconic.running import RunningRound, Surroundings
 from laconic.schedules import any_of
 from laconic.scores import Scores
-from laconic.tensors import Scratch, bucketize, local, module_buffers, optimizer_state
+from laconic.tensors import (
+    Scratch,
+    bucketize,
+    is_sharded,
+    local,
+    module_buffers,
+    optimizer_state,
+)
 from laconic.updates import Average
 
 
@@ -121,14 +128,17 @@ class Synchronizer:
         return f"{describe(own)}, buffers={buffers}, seed={self._seed}"
 
     def _broadcast(self, tensors: Sequence[Tensor] | None = None) -> None:
-        """Rank 0's parameters and buffers to everyone."""
+        """Rank 0's parameters and buffers to everyone; shards, to who holds the same shard."""
         if tensors is None:
             tensors = [*self._model.parameters(), *self._model.buffers(), *self._held()]
         unique = list({id(t): t for t in tensors}.values())
-        for bucket in bucketize([unique], 1):
-            flat = bucket.pack(bucket.empty())
-            self._lane.call(partial(self._world.broadcast, flat), "sharing rank 0's parameters")
-            bucket.unpack(flat)
+        shards = [t for t in unique if is_sharded(t)]
+        whole = [t for t in unique if not is_sharded(t)]
+        for link, those in ((self._world, whole), (self._workers, shards)):
+            for bucket in bucketize([those], 1):
+                flat = bucket.pack(bucket.empty())
+                self._lane.call(partial(link.broadcast, flat), "sharing rank 0's parameters")
+                bucket.unpack(flat)
 
     def _start_rounds(self) -> None:
         self._shared = Surroundings(
@@ -321,7 +331,8 @@ class Synchronizer:
     def _workers_differ(self) -> bool:
         """Whether workers can hold different x: always, unless gradients alone are averaged."""
         kinds = {(r.on, r.over) for r in self._recipe}
-        return ("gradients", "world") not in kinds or any(on == "params" for on, _ in kinds)
+        averaged = kinds & {("gradients", "world"), ("gradients", "workers")}
+        return not averaged or any(on == "params" for on, _ in kinds)
 
     @contextmanager
     def consensus(self) -> Iterator[nn.Module]:
