@@ -217,7 +217,7 @@ def test_calls_are_booked_each_under_its_own_name(n: int) -> None:
     for book in la.simulate(run, workers=n):
         attached = {name: value for name, value in book["attach"].items() if value}
         assert attached == {
-            "gather": (n - 1) * 3 * 8,  # nprocs_per_node, group_size, the set-up's digest
+            "gather": (n - 1) * 8,  # the digest of the set-up
             "broadcast": (n - 1) * 4 * sum(map(math.prod, SHAPES)) // n,
         }
         consensus = {"agree": announcement(n), "all_gather": exact_slices(anchors, n)}

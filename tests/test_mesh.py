@@ -73,7 +73,7 @@ def sharded(rank: int, job: Job) -> list[Any]:
 def test_workers_sharded_by_fsdp(pool: gloo.Pool, row: str) -> None:
     recipe, expected = ROWS[row]
     job = Job(recipe, 4, steps=12, optimiser="adamw")
-    runs = pool.run(sharded, job, ranks=4)
+    runs = pool.run(sharded, job, ranks=4, timeout=100)  # torch's FSDP is slow to import
     rules, init = OPTIMISERS[job.optimiser][1], reference.initial(2, job.seed)
     trace = decade.run(expected, 2, job.steps, rules, job.lr, joined(job), init)
     end = reference.Trace(trace.workers[-1:], trace.consensus[-1:])
