@@ -1,0 +1,72 @@
+"""A shell inside a host of a lab."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator, Mapping, Sequence
+
+from laconic.lab import leftovers
+from laconic.lab.namespaces import Entry
+
+__all__ = ["open_shell"]
+
+# Read as bash's start-up file in place of the user's, which it reads first.
+_START_UP = """[ -r ~/.bashrc ] && . ~/.bashrc
+unset PROMPT_COMMAND
+PS1='[{name}] \\w \\$ '
+"""
+
+
+def open_shell(entry: Entry, env: Mapping[str, str]) -> int:
+    """Run an interactive shell on the terminal of this process; return its exit code.
+
+    It is bash with the user's settings but a prompt that names the host, or sh where there is no
+    bash. The processes that it leaves behind end with it.
+    """
+    mark = leftovers.new_mark()
+    variables = {**env, leftovers.MARK: mark, "PS1": f"[{entry.name}] $ "}
+    with contextlib.ExitStack() as stack:
+        argv: Sequence[str] = ["sh", "-i"]
+        inherited = entry.descriptors()
+        if shutil.which("bash"):
+            start_up, write_end = os.pipe()
+            stack.callback(os.close, start_up)
+            with open(write_end, "w") as file:
+                file.write(_START_UP.format(name=entry.name))
+            argv = ["bash", "--rcfile", f"/dev/fd/{start_up}", "-i"]
+            inherited = (*inherited, start_up)
+        stack.callback(leftovers.end_all, mark)
+        stack.enter_context(_terminal_kept())
+        # Not in a session of its own: it would lose the terminal.
+        shell = subprocess.Popen(entry.command(argv), env=variables, pass_fds=inherited)
+        code = shell.wait()
+    return code if code >= 0 else 128 - code
+
+
+@contextlib.contextmanager
+def _terminal_kept() -> Iterator[None]:
+    """Leave Ctrl-C to the shell; put the terminal back as it was, even if the shell was killed."""
+    try:
+        settings = termios.tcgetattr(0)
+    except termios.error:
+        settings = None
+    old = {number: signal.signal(number, signal.SIG_IGN) for number in _FROM_TERMINAL}
+    try:
+        yield
+    finally:
+        if settings is not None:
+            with contextlib.suppress(OSError, termios.error):
+                os.tcsetpgrp(0, os.getpgrp())
+                termios.tcsetattr(0, termios.TCSADRAIN, settings)
+        sys.stdout.flush()
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+_FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTOU)
