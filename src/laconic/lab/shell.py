@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import termios
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -52,21 +51,20 @@ def open_shell(entry: Entry, env: Mapping[str, str]) -> int:
 @contextlib.contextmanager
 def _terminal_kept() -> Iterator[None]:
     """Leave Ctrl-C to the shell; put the terminal back as it was, even if the shell was killed."""
-    try:
+    settings = None
+    with contextlib.suppress(termios.error):
         settings = termios.tcgetattr(0)
-    except termios.error:
-        settings = None
-    old = {number: signal.signal(number, signal.SIG_IGN) for number in _FROM_TERMINAL}
+    # Not ignored: the shell's programs would inherit that.
+    from_terminal = (signal.SIGINT, signal.SIGQUIT)
+    old = {number: signal.signal(number, lambda *_: None) for number in from_terminal}
     try:
         yield
     finally:
         if settings is not None:
+            # A shell that was killed has left its own process group in the foreground.
+            old[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
             with contextlib.suppress(OSError, termios.error):
                 os.tcsetpgrp(0, os.getpgrp())
                 termios.tcsetattr(0, termios.TCSADRAIN, settings)
-        sys.stdout.flush()
         for number, handler in old.items():
             signal.signal(number, handler)
-
-
-_FROM_TERMINAL = (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTOU)

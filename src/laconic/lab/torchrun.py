@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -10,6 +11,15 @@ from typing import NoReturn
 __all__ = ["Torchrun", "find"]
 
 _MODULE = "torch.distributed.run"
+_LOGGING = {
+    "log_dir",
+    "logs_specs",
+    "redirects",
+    "tee",
+    "duplicate_stdout_filters",
+    "duplicate_stderr_filters",
+}
+"""Options with which torchrun writes files that are wanted."""
 
 
 class Torchrun:
@@ -43,6 +53,8 @@ class Torchrun:
         static one.
         """
         options = {"nnodes": str(self._hosts), "nproc_per_node": self.per_host}
+        if not self._given.keys() & _LOGGING:
+            options["log_dir"] = os.devnull  # else it leaves an empty directory in /tmp each time
         if "standalone" in self._given:
             pass
         elif self._given.get("rdzv_backend", "static") != "static":
