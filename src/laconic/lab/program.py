@@ -170,7 +170,10 @@ def run(settings: Settings, watch: Watch) -> Ended:
     """
     settings.check()
     if settings.out is not None:
-        settings.out.mkdir(parents=True, exist_ok=True)
+        try:
+            settings.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(f"cannot make {settings.out}: {error.strerror}") from error
     with emulate(settings.network) as (cluster, reason), contextlib.ExitStack() as stack:
         watch.started(reason)
         return _Run(settings, cluster, watch, stack).run()
