@@ -7,6 +7,7 @@ Exit code 1 if a process, a network namespace or a file is left, or an exit code
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,6 +16,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+import psutil
 
 from laconic.lab import leftovers
 
@@ -43,14 +46,23 @@ def namespaces(pid: int) -> Iterator[str]:
         pass  # it ended
 
 
-def held() -> set[str]:
-    """The network namespaces that any process is in, or holds."""
-    pids = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
-    return {name for pid in pids for name in namespaces(pid)}
+def holders(names: set[str]) -> list[psutil.Process]:
+    """The processes that are in one of these network namespaces, or hold it."""
+    return [process for process in psutil.process_iter() if names & {*namespaces(process.pid)}]
 
 
 def of_lab(launcher: int) -> list[leftovers.Member]:
     return [member for member in leftovers.members() if member.launcher == launcher]
+
+
+def alive(processes: list[psutil.Process]) -> list[str]:
+    """Those that still are, in words."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(f"{process}")
+    return found
 
 
 def start_and_end(way: str, directory: str) -> list[str]:
@@ -67,6 +79,8 @@ def start_and_end(way: str, directory: str) -> list[str]:
         lab.stdout.readline()
     own = {name for pid in (lab.pid, *(m.pid for m in of_lab(lab.pid))) for name in namespaces(pid)}
     own.discard(os.readlink("/proc/self/ns/net"))
+    # Now, since a namespace's number is given away again as soon as it is gone.
+    inside = holders(own)
     keepers = [m.pid for m in of_lab(lab.pid) if "namespaces.py keep " in m.command]
     if "keeper" in way:
         for keeper in keepers:
@@ -80,11 +94,9 @@ def start_and_end(way: str, directory: str) -> list[str]:
         if cleaned.stdout.count(f"of the lab of process {lab.pid}\n") < 1:
             wrong.append("laconic lab clean has found nothing")
     deadline = time.monotonic() + SECONDS
-    while (left := [m.command for m in of_lab(lab.pid)] + sorted(own & held())) + os.listdir(
-        directory
-    ):
+    while left := [*(m.command for m in of_lab(lab.pid)), *alive(inside), *os.listdir(directory)]:
         if time.monotonic() > deadline:
-            return [*wrong, *left, *os.listdir(directory)]
+            return wrong + left
         time.sleep(0.02)
     return wrong
 
