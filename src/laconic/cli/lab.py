@@ -242,11 +242,11 @@ class Display:
 
     def failed(self, first: Failure) -> None:
         """Say who failed, and how."""
-        others = len(self._settings.network.rates()) > 1 or (self._settings.per_host or 1) > 1
         from laconic.lab.program import GRACE_SECONDS
 
-        rest = f"; the others are ended within {GRACE_SECONDS:g} s" if others else ""
-        self._say(f"{first.process.name} failed: {first.how}{rest}")
+        alone = self._settings.network.hosts * (self._settings.per_host or 1) == 1
+        others = "" if alone else f"; the others are ended within {GRACE_SECONDS:g} s"
+        self._say(f"{first.process.name} failed: {first.how}{others}")
 
     def ended(self, ended: Ended) -> None:
         """Sum up."""
