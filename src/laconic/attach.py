@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from laconic.errors import check_float, check_int
 from laconic.exchanges import Mean
-from laconic.links import Link, TorchLink
+from laconic.links import Link, Throttled, TorchLink
 from laconic.links.simulated import current_link, single_link
 from laconic.round import Recipe, Round, is_recipe
 from laconic.schedules import Schedule, Unless, any_of, every
@@ -25,6 +25,11 @@ from laconic.updates import Average
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+BANDWIDTH_VARIABLE = "LACONIC_BANDWIDTH"
+LATENCY_VARIABLE = "LACONIC_LATENCY"
+"""Set by ``laconic lab`` where the system cannot slow down each host's card, or delay packets: the
+link over torch's process group then takes as long as that rate (of each rank) and latency say."""
 
 _attached: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Synchronizer]] = (
     weakref.WeakKeyDictionary()
@@ -142,7 +147,11 @@ def _torch_link(device: torch.device, timeout: timedelta) -> Link:
             "no process group: call laconic.init() (under torchrun, or for one process) or "
             "torch.distributed.init_process_group(), run inside laconic.simulate, or pass link="
         )
-    return TorchLink.world(device, timeout)
+    link = TorchLink.world(device, timeout)
+    bandwidth, latency = os.environ.get(BANDWIDTH_VARIABLE), os.environ.get(LATENCY_VARIABLE)
+    if bandwidth is None and latency is None:
+        return link
+    return Throttled(link, bandwidth, latency or 0.0)
 
 
 def _layout(
