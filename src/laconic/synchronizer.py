@@ -22,6 +22,7 @@ from laconic.gradients import GradientRound
 from laconic.lane import Lane
 from laconic.links.link import Link
 from laconic.links.metered import Ledger, Metered
+from laconic.metrics import Metrics, Recorder
 from laconic.round import Recipe, Round, describe
 from laconic.running import RunningRound, Surroundings
 from laconic.schedules import any_of
@@ -76,6 +77,7 @@ class Synchronizer:
         self._fingerprint: Tensor | None = None
         self._handles: list[RemovableHandle] = []
         self._rounds_done = 0
+        self._recorder = Recorder()
         self.step = 0
         """Optimiser steps taken since `laconic.attach`."""
         self._agree_on_setup()
@@ -193,7 +195,7 @@ class Synchronizer:
             running.before_step(self.step + 1)
 
     @torch.no_grad()
-    def _after_step(self) -> None:
+    def _after_step(self, *, skipped: bool = False) -> None:
         self.step += 1
         self._status("computing")
         if self.step == 1:
@@ -208,6 +210,7 @@ class Synchronizer:
             running.fold_due(self.step)
             if running.round.when(self.step):
                 self._run(code, running)
+        self._recorder.after_step(skipped=skipped)
 
     def _pre_hook(self, _: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         given = [*args, options.get("closure")]
@@ -343,6 +346,7 @@ class Synchronizer:
         for running in self._rounds:
             running.settle(self.step)
         self._write_consensus()
+        self._recorder.event("finish")
         self._status("finished")
 
     @property
@@ -355,7 +359,7 @@ class Synchronizer:
         on this rank alone perhaps, and ranks that disagree on the step would wait in vain."""
         with torch.no_grad():
             self._before_step(closure=False)
-            self._after_step()
+            self._after_step(skipped=True)
 
     def detach(self) -> None:
         """Take the hooks off the optimiser and the parameters; no communication. The model keeps
@@ -366,6 +370,7 @@ class Synchronizer:
         for _, gradient_round in self._gradient_rounds:
             gradient_round.detach()
         self._lane.close()
+        self._recorder.close()
         self._status("detached")
 
     def __enter__(self) -> Synchronizer:
@@ -377,8 +382,10 @@ class Synchronizer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is None:
+        if error is None:
             self.finish()
+        else:
+            self._recorder.failed(error)
         self.detach()
 
     # -- saving ----
@@ -462,6 +469,18 @@ class Synchronizer:
         self._lane.call(partial(self._world.mean, own), "mean()")
         self._status("computing")
         return float(own)
+
+    def record(self, places: Sequence[Metrics]) -> None:
+        """Have ``places`` told how this run goes, from now on."""
+        about = {
+            "step": self.step,
+            "rank": self._world.rank,
+            "ranks": self._world.size,
+            "workers": self._workers.size,
+            "recipe": self._describe(),
+            "schedule": [f"{r.name}, {r.when}" for r in self._recipe if r.over != "replica"],
+        }
+        self._recorder = Recorder(places, self.stats, self._ledger, self._optimizer, about)
 
     def stats(self) -> Stats:
         """Bytes, rounds and waiting so far, on this rank."""
