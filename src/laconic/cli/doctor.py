@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     numbers: dict[str, Any] = {}
     if place is not None and place.world > 1:
         if not arguments.json:
-            print(f"meeting the other {place.world - 1} hosts ...", file=sys.stderr, flush=True)
+            print(f"meeting {place.world - 1} other host(s) ...", file=sys.stderr, flush=True)
         met = meeting.meet(place, findings, timeout=arguments.timeout)
         findings += met.findings
         numbers = met.numbers()
