@@ -17,6 +17,7 @@ from laconic.errors import check_float, check_int
 from laconic.exchanges import Mean
 from laconic.links import Link, Throttled, TorchLink
 from laconic.links.simulated import current_link, single_link
+from laconic.metrics import MetricsArgument, agree_on_metrics, check_metrics
 from laconic.round import Recipe, Round, is_recipe
 from laconic.schedules import Schedule, Unless, any_of, every
 from laconic.synchronizer import Synchronizer
@@ -69,6 +70,7 @@ def attach(
     link: Link | None = None,
     timeout: float = 600.0,
     seed: int = 0,
+    metrics: MetricsArgument = None,
 ) -> Synchronizer:
     """Have ``recipe`` keep this rank's ``model`` in step with the other ranks'.
 
@@ -87,7 +89,9 @@ def attach(
     worker's. ``scaler``: the GradScaler, so that steps it skips are counted. ``link``: the
     network to use in place of torch's process group. ``timeout``: seconds after which, on that
     process group, a rank that does not answer is an error on all others. ``seed``: of what a
-    recipe draws at random (pairs), alike on all ranks.
+    recipe draws at random (pairs), alike on all ranks. ``metrics``: a file for lines of JSON about
+    the run, a directory for one file from each rank, `laconic.TensorBoard`, or a list of such;
+    ``laconic watch`` shows them.
 
     Raises ``ValueError`` for what cannot work, on every rank, and `laconic.LinkError` later where
     a rank is lost.
@@ -97,16 +101,19 @@ def attach(
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ValueError(f"scaler must be a torch.amp.GradScaler, not {scaler!r}")
     check_float("timeout", timeout, 0.0, strict=True)
+    places = check_metrics(metrics)
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
     world = link or current_link.get() or _torch_link(device, timedelta(seconds=timeout))
     sharded = any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
     layout = _layout(world, nprocs_per_node, mesh, sharded)
     sets = _sets(world, layout, group_size, sharded)
+    places = agree_on_metrics(places, world)
     if sharded:
         recipe = tuple(replace(r, over="workers") if r.over == "world" else r for r in recipe)
     elif len(layout[0]) > 1:
         recipe = (*_within_workers(recipe), *recipe)
     sync = Synchronizer(model, optimizer, recipe, sets, device, buffers, seed)
+    sync.record(places)
     if scaler is not None:
         _count_skipped_steps(scaler)
     _attached[optimizer] = weakref.ref(sync)

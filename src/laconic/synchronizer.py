@@ -22,6 +22,7 @@ from laconic.gradients import GradientRound
 from laconic.lane import Lane
 from laconic.links.link import Link
 from laconic.links.metered import Ledger, Metered
+from laconic.metrics import Metrics, Recorder
 from laconic.round import Recipe, Round, describe
 from laconic.running import RunningRound, Surroundings
 from laconic.schedules import any_of
@@ -89,6 +90,7 @@ class Synchronizer:
         self._seed = seed
         window = max((r.exchange.scored for r in recipe), default=0)
         self._scores = Scores(self._held(), window) if window else None
+        self._recorder = Recorder()
         self.step = 0
         """Optimiser steps taken since `laconic.attach`."""
         self._agree_on_setup()
@@ -220,7 +222,7 @@ class Synchronizer:
             self._scores.before_step()
 
     @torch.no_grad()
-    def _after_step(self) -> None:
+    def _after_step(self, *, skipped: bool = False) -> None:
         self.step += 1
         self._status("computing")
         if self.step == 1:
@@ -237,6 +239,7 @@ class Synchronizer:
             running.fold_due(self.step)
             if running.round.when(self.step):
                 self._run(code, running)
+        self._recorder.after_step(skipped=skipped)
 
     def _pre_hook(self, _: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         given = [*args, options.get("closure")]
@@ -371,6 +374,7 @@ class Synchronizer:
         for running in self._rounds:
             running.settle(self.step, averaged=True)
         self._write_consensus()
+        self._recorder.event("finish")
         self._status("finished")
 
     @property
@@ -383,7 +387,7 @@ class Synchronizer:
         on this rank alone perhaps, and ranks that disagree on the step would wait in vain."""
         with torch.no_grad():
             self._before_step(closure=False)
-            self._after_step()
+            self._after_step(skipped=True)
 
     def detach(self) -> None:
         """Take the hooks off the optimiser and the parameters; no communication. The model keeps
@@ -395,6 +399,7 @@ class Synchronizer:
             gradient_round.detach()
         self._lane.close()
         self._world.leave()
+        self._recorder.close()
         self._status("detached")
 
     def __enter__(self) -> Synchronizer:
@@ -406,8 +411,10 @@ class Synchronizer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is None:
+        if error is None:
             self.finish()
+        else:
+            self._recorder.failed(error)
         self.detach()
 
     # -- saving ----
@@ -500,6 +507,18 @@ class Synchronizer:
         self._lane.call(partial(self._world.mean, own), "mean()")
         self._status("computing")
         return float(own)
+
+    def record(self, places: Sequence[Metrics]) -> None:
+        """Have ``places`` told how this run goes, from now on."""
+        about = {
+            "step": self.step,
+            "rank": self._world.rank,
+            "ranks": self._world.size,
+            "workers": self._workers.size,
+            "recipe": self._describe(),
+            "schedule": [f"{r.name}, {r.when}" for r in self._recipe if r.over != "replica"],
+        }
+        self._recorder = Recorder(places, self.stats, self._ledger, self._optimizer, about)
 
     def stats(self) -> Stats:
         """Bytes, rounds and waiting so far, on this rank."""

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from laconic import __version__
-from laconic.cli import compare, lab
+from laconic.cli import compare, doctor, lab, watch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,6 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     compare.add(commands)
     lab.add(commands)
+    doctor.add(commands)
+    watch.add(commands)
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.run(arguments))
