@@ -61,19 +61,22 @@ class Row:
 
     Args:
         recipe: its name with arguments, or `NO_COMMUNICATION`.
-        error: why it failed or diverged; the first line is shown.
+        status: "absent" for another library that cannot run here, which is no failure.
+        error: why it failed, diverged or is absent; the first line is shown.
         steps, seconds: what it did, on the training clock.
         seconds_per_step: a median, say, that a hiccup does not move; NaN where there is none.
         loss: at the end; None where it is not finite.
-        ledger_bytes_per_step: payload sent per host, by laconic's own ledger.
+        ledger_bytes_per_step: payload sent per host, by laconic's own ledger; NaN for a peer.
         interface_bytes_per_step: sent per host by the network interface's counter, with headers.
-        waiting: share of the seconds spent waiting for the network, 0 to 1.
+        waiting: share of the seconds spent waiting for the network, 0 to 1; NaN for a peer.
         curve: validations in the order of time.
         notes: anything a reader must know; shown below the table.
+        seed: of the model and the batches; a recipe has one row for each.
+        peer: whether it is another library, whose bytes are known from the interface alone.
     """
 
     recipe: str
-    status: Literal["ok", "diverged", "failed"]
+    status: Literal["ok", "diverged", "failed", "absent"]
     error: str | None
     steps: int
     seconds: float
@@ -84,6 +87,8 @@ class Row:
     waiting: float
     curve: tuple[Point, ...]
     notes: tuple[str, ...] = ()
+    seed: int = 0
+    peer: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss", _finite(self.loss))
