@@ -59,15 +59,17 @@ def peer(period: int = 12, *, outer: bool = False, lr: float = 0.7, momentum: fl
         def step() -> None:
             rounds, due = manager.current_step(), algorithm._local_step + 1 == period
             optimizer.step()
-            if manager.current_step() != rounds + due or manager.num_participants() != size * due:
+            if manager.current_step() != rounds + due or (due and manager.num_participants() != size):
                 raise RuntimeError("torchft did not average over all ranks")
 
         def seek(step: int) -> None:
             algorithm._local_step = step % period
 
         def close() -> None:
+            nonlocal store
             dist.barrier()  # nobody leaves while others still ask
             manager.shutdown(wait=False)
+            del store  # which has been there for the others to ask
             if lighthouse is not None:
                 lighthouse.shutdown()
 
