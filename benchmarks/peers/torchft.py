@@ -59,7 +59,9 @@ def peer(period: int = 12, *, outer: bool = False, lr: float = 0.7, momentum: fl
         def step() -> None:
             rounds, due = manager.current_step(), algorithm._local_step + 1 == period
             optimizer.step()
-            if manager.current_step() != rounds + due or (due and manager.num_participants() != size):
+            if manager.current_step() != rounds + due or (
+                due and manager.num_participants() != size
+            ):
                 raise RuntimeError("torchft did not average over all ranks")
 
         def seek(step: int) -> None:

@@ -81,6 +81,9 @@ class Settings:
             parse_recipe(text, rules)
         for text in self.peers:
             peers.find(text)
+        for text in (names := (*self.recipes, *self.peers)):
+            if names.count(text) > 1:
+                raise ValueError(f"{text} is given twice; --repeat runs everything several times")
         if self.peers and self.latency:
             raise ValueError(
                 "latency is added by laconic's own link and does not reach other libraries: "
