@@ -56,9 +56,9 @@ def _in_one_line() -> Iterator[None]:
 
 
 @cache
-def load(path: Path) -> ModuleType:
-    """The module that the file at ``path`` is. Raises ``ValueError`` where there is none, or for
-    an error in it."""
+def load(path: Path, *, importable: bool = True) -> ModuleType:
+    """The module that the file at ``path`` is; ``importable``: with the files beside it. Raises
+    ``ValueError`` where there is none, or for an error in it."""
     absolute = path.resolve()
     if not absolute.is_file():
         raise ValueError(f"no file {path}")
@@ -69,7 +69,7 @@ def load(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     _loaded[str(absolute)] = path
     sys.modules[name] = module  # dataclasses look their module up
-    if str(absolute.parent) not in sys.path:
+    if importable and str(absolute.parent) not in sys.path:
         sys.path.append(str(absolute.parent))  # last, so that it hides no module of others
     with _in_one_line():
         spec.loader.exec_module(module)

@@ -7,7 +7,7 @@ measuring and not of the library.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,16 +51,17 @@ class Peer:
     rounds: Recipe
     attach: Callable[[nn.Module, Optimizer], Attached]
 
+    def version(self) -> str | None:
+        """Of the package, as installed here; None where it is not."""
+        try:
+            return importlib.metadata.version(self.name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
     @property
     def name(self) -> str:
         """The package without its version."""
         return self.package.partition("==")[0]
-
-    def missing(self) -> str | None:
-        """Why it cannot run in this environment; None if it can."""
-        if importlib.util.find_spec(self.name) is not None:
-            return None
-        return f"not installed: make peers, or pip install {self.package}"
 
 
 def find(text: str) -> Peer:
@@ -77,10 +78,10 @@ def find(text: str) -> Peer:
         names = [p.stem.replace("_", "-") for p in ADAPTERS.glob("[!_]*.py")]
         if name not in names:
             raise ValueError(f"no peer {name!r}: choose from {', '.join(sorted(names))}")
-    function = getattr(own.load(path), "peer", None)
+    function = getattr(own.load(path, importable=False), "peer", None)
     if not callable(function):
-        raise ValueError(f"{path} has no function peer")
-    peer = parse_call(f"peer{parenthesis}{options}", {"peer": function}, "peer")
+        raise ValueError(f"{path} has no function 'peer'")
+    peer = parse_call(f"{path.stem}{parenthesis}{options}", {path.stem: function}, "peer")
     if not isinstance(peer, Peer):
         raise ValueError(f"{path}: peer must return a laconic.lab.peers.Peer, not {peer!r}")
     return peer

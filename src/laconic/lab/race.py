@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -153,24 +152,28 @@ def run(settings: Settings, command: str, watch: Watch) -> Iterator[Result]:
     rows: list[Row] = []
     parameters = 0
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    found = {text: peers.find(text) for text in settings.peers}
-    missing = {text: peer.missing() for text, peer in found.items()}
-    versions |= {peer.name: version(peer.name) for t, peer in found.items() if not missing[t]}
+    missing: dict[str, str] = {}
+    for text in settings.peers:
+        peer = peers.find(text)
+        if (installed := peer.version()) is None:
+            missing[text] = f"not installed: make peers, or pip install {peer.package}"
+        else:
+            versions[peer.name] = installed
     entries = [(False, text) for text in ("", *settings.recipes)]
     entries += [(True, text) for text in settings.peers]
     with network(settings) as (cluster, reason):
         if not cluster.emulated:
             missing = dict.fromkeys(settings.peers, UNTHROTTLED)
         for seed in settings.seeds:
-            for peer, text in entries:
-                if (why := missing.get(text)) is not None:
+            for is_peer, text in entries:
+                if is_peer and text in missing:
                     if seed != settings.seeds[0]:
                         continue
-                    row, size = _no_row(text, "absent", why), 0
+                    row, size = _no_row(text, "absent", missing[text]), 0
                     watch(text, {"event": "done", "row": row})
                 else:
-                    row, size = _row(settings, cluster, text, peer, seed, watch)
-                rows.append(replace(row, seed=seed, peer=peer))
+                    row, size = _row(settings, cluster, text, is_peer, seed, watch)
+                rows.append(replace(row, seed=seed, peer=is_peer))
                 parameters = size or parameters
                 yield Result(
                     rows=tuple(rows),

@@ -301,7 +301,8 @@ def table(result: Result) -> Table:
             text = written(figures.mean if figures is not None else None)
             cell = Text(text, style="bold" if row in rivals and text == best else "")
             if figures is not None and figures.n > 1 and header.startswith(("s/step", "loss")):
-                cell.append(f"\n±{written(figures.spread)}", style="not bold")
+                decimals = len(text.partition(".")[2])
+                cell.append(f"\n±{figures.spread:.{decimals}f}", style="not bold")
             cells.append(cell)
         if lost:
             share = f"{len(lost)} of {len(runs)}\n" if len(runs) > 1 else ""

@@ -336,7 +336,7 @@ def network(result: Result) -> str:
         parts.append(f"{hosts:.0f} host{'s' * (hosts != 1)}{processes}")
     parts.append(bandwidth(result))
     for host, bits in _by_host(result, "host_bandwidth"):
-        parts.append(f"host {host} {format_rate(bits)}")
+        parts.append(f"host {host} only {format_rate(bits)}")
     for host, factor in _by_host(result, "slow_hosts"):
         parts.append(f"host {host} computes {brief(factor)} times as long")
     latency = number(result, "latency")
