@@ -5,15 +5,11 @@ As its documentation sets it up: a PeriodicModelAverager, and DistributedDataPar
 hook that goes with it, without the averaging of gradients inside a node that the hook offers.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
-    PostLocalSGDState,
-    post_localSGD_hook,
-)
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -39,6 +35,13 @@ def peer(start: int = 0, period: int = 12) -> Peer:
     averages = laconic.Round(FromStart(start, period), Average(), Mean())
 
     def attach(model: nn.Module, optimizer: Optimizer) -> Attached:
+        from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+            PostLocalSGDState,
+            post_localSGD_hook,
+        )
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+        from torch.distributed.optim import PostLocalSGDOptimizer
+
         state = PostLocalSGDState(None, None, start, post_local_gradient_allreduce=False)
         wrapped = DistributedDataParallel(model)
         wrapped.register_comm_hook(state, post_localSGD_hook)

@@ -147,8 +147,8 @@ def network(settings: Settings) -> Iterator[tuple[Cluster | Loopback, str | None
 def run(settings: Settings, command: str, watch: Watch) -> Iterator[Result]:
     """Race all recipes and peers, one after the other, after a row without communication; then all
     of them with the next seed, so that a machine that slows down does so for all alike. Yields the
-    result so far after every row. A row that fails says so and the others go on."""
-    settings.check()
+    result so far after every row. A row that fails says so and the others go on. ``settings`` are
+    those that `Settings.check` has let pass."""
     rows: list[Row] = []
     parameters = 0
     versions = {"python": platform.python_version(), "torch": torch.__version__}

@@ -14,6 +14,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from rich import box
+from rich.align import VerticalAlignMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -288,9 +289,11 @@ def table(result: Result) -> Table:
     )
     words = [word for row in result.rows for word in _breakable(row.recipe).split()]
     widest = min(max(map(len, words), default=0), MOST_NAME)
-    shown.add_column("recipe", vertical="bottom", min_width=widest, overflow="fold")
+    # where a figure has its spread below it, names are to stand beside the figure
+    vertical: VerticalAlignMethod = "top" if repeats(result) > 1 else "bottom"
+    shown.add_column("recipe", vertical=vertical, min_width=widest, overflow="fold")
     for header, *_ in columns:
-        shown.add_column(header, justify="right", vertical="bottom", no_wrap=True)
+        shown.add_column(header, justify="right", vertical=vertical, no_wrap=True)
     bests = [_best(column, rivals) for column in columns]
     for runs in grouped(result.rows):
         row, lost = runs[0], [run for run in runs if run.status != "ok"]

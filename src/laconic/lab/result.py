@@ -336,7 +336,7 @@ def network(result: Result) -> str:
         parts.append(f"{hosts:.0f} host{'s' * (hosts != 1)}{processes}")
     parts.append(bandwidth(result))
     for host, bits in _by_host(result, "host_bandwidth"):
-        parts.append(f"host {host} only {format_rate(bits)}")
+        parts.append(f"host {host}: {format_rate(bits)}")
     for host, factor in _by_host(result, "slow_hosts"):
         parts.append(f"host {host} computes {brief(factor)} times as long")
     latency = number(result, "latency")
@@ -351,7 +351,8 @@ def network(result: Result) -> str:
 def _by_host(result: Result, key: str) -> list[tuple[str, float]]:
     """A setting that single hosts have."""
     values = result.settings.get(key)
-    return sorted(values.items()) if isinstance(values, dict) else []
+    items = values.items() if isinstance(values, dict) else ()
+    return sorted(items, key=lambda item: int(item[0]))
 
 
 def task(result: Result) -> str:
