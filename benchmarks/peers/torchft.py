@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import laconic
@@ -64,6 +64,12 @@ def peer(period: int = 12, *, outer: bool = False, lr: float = 0.7, momentum: fl
             ):
                 raise RuntimeError("torchft did not average over all ranks")
 
+        def consensus() -> list[Tensor] | None:
+            if not outer:
+                return None
+            last = algorithm._fragments[0].original_parameters
+            return [last[name] for name, _ in model.named_parameters()]
+
         def seek(step: int) -> None:
             algorithm._local_step = step % period
 
@@ -75,6 +81,6 @@ def peer(period: int = 12, *, outer: bool = False, lr: float = 0.7, momentum: fl
             if lighthouse is not None:
                 lighthouse.shutdown()
 
-        return Attached(model, step, seek, close)
+        return Attached(model, step, seek, consensus, close)
 
     return Peer("torchft==0.2.0", rounds, attach)

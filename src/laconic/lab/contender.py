@@ -88,14 +88,14 @@ class Other:
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """The mean of the workers' parameters and buffers, as laconic has it."""
-        tensors = [
-            t.data
-            for t in (*self._bare.parameters(), *self._bare.buffers())
-            if t.is_floating_point()
-        ]
+        parameters = [p.data for p in self._bare.parameters()]
+        tensors = [*parameters, *(b for b in self._bare.buffers() if b.is_floating_point())]
         kept = [t.clone() for t in tensors]
-        for t in tensors:
+        agreed = self._attached.consensus()
+        if agreed is not None:
+            for t, values in zip(parameters, agreed, strict=True):
+                t.copy_(values)
+        for t in tensors[0 if agreed is None else len(parameters) :]:
             dist.all_reduce(t)
             t /= dist.get_world_size()
         try:

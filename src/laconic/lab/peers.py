@@ -8,11 +8,11 @@ measuring and not of the library.
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laconic.lab import own
@@ -23,7 +23,7 @@ ADAPTERS = Path(__file__).resolve().parents[3] / "benchmarks" / "peers"
 
 
 def _nothing() -> None:
-    pass
+    return None
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,14 @@ class Attached:
 
     ``model``: to compute the loss with, wrapped or not. ``step``: the optimizer's step and all
     that the library does after it. ``seek``: go on as if so many steps had been taken, so that
-    single steps can be timed. ``close``: end what was started.
+    single steps can be timed. ``consensus``: what the workers agree on, in the order of the
+    model's parameters; None: the mean of theirs. ``close``: end what was started.
     """
 
     model: nn.Module
     step: Callable[[], object]
     seek: Callable[[int], None]
+    consensus: Callable[[], Sequence[Tensor] | None] = _nothing
     close: Callable[[], None] = _nothing
 
 

@@ -293,7 +293,9 @@ def _read(name: str, peer: bool, last: Event, outcomes: list[Outcome], settings:
         waiting=last["waiting"],
         curve=curve,
     )
-    recipe = () if peer or name == NO_COMMUNICATION else parse_recipe(name, settings.own_recipes())
+    if name == NO_COMMUNICATION:
+        return row
+    recipe = peers.find(name).rounds if peer else parse_recipe(name, settings.own_recipes())
     return replace(row, notes=_advice(recipe, steps))
 
 

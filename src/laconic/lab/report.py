@@ -403,7 +403,7 @@ def _headers(result: Result) -> str:
     ratios = [
         row.interface_bytes_per_step / row.ledger_bytes_per_step
         for row in competing(result)
-        if row.interface_bytes_per_step is not None and row.ledger_bytes_per_step > 0
+        if row.interface_bytes_per_step is not None and row.ledger_bytes_per_step >= 50
     ]
     if not ratios:
         return ""
