@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench mutations stress clean
+.PHONY: demo test check bench peers mutations stress clean
 
 demo: $(READY)            ## compare DDP, local SGD, SlowMo and DiLoCo on a 100 Mbit/s network
 	$(BIN)/laconic compare
@@ -19,6 +19,9 @@ check: $(READY)           ## lint and type-check
 
 bench: $(READY)           ## measure what laconic costs, as ratios
 	$(BIN)/python -m benchmarks
+
+peers: $(READY)           ## install the other libraries that laconic compare --peer can race
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers/requirements.txt
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -14,6 +14,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from rich import box
+from rich.align import VerticalAlignMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -30,10 +31,12 @@ from laconic.lab.result import (
     brief,
     common,
     compared,
+    compared_runs,
     competing,
     equal_steps,
     equal_time,
     finished,
+    grouped,
     line,
     loss_at,
     loss_format,
@@ -41,6 +44,8 @@ from laconic.lab.result import (
     number,
     read,
     reason,
+    repeats,
+    summary,
     task,
     three_digits,
 )
@@ -96,10 +101,12 @@ def save(result: Result, directory: Path) -> Path:
 def verdict(result: Result) -> str:
     """One sentence: who is ahead at equal time, and who after equal steps.
 
-    The one that the race was limited by comes first. Losses that are written alike count as level.
-    Rows that failed or diverged are named as not counted.
+    The one that the race was limited by comes first. Losses that are written alike count as level,
+    and so do those of repeated runs that differ by less than their spread. Rows that failed or
+    diverged are named as not counted.
     """
     left_out = [f"{row.recipe} {row.status}" for row in result.rows if row.status != "ok"]
+    left_out = list(dict.fromkeys(left_out))
     end = f"; not counted: {_listed(left_out)}." if left_out else "."
     where = _where(result)
     by_steps = bool(number(result, "steps")) and not number(result, "seconds")
@@ -112,28 +119,30 @@ def verdict(result: Result) -> str:
         (row, loss), seconds = standing[0], line(standing[0][0], SECONDS)[-1][0]
         return (
             f"{row.recipe} reached a validation loss of {loss_format(result)(loss)} in "
-            f"{row.steps:,} steps and {brief(seconds)} s{where}; no other recipe finished to "
-            f"compare it with{end}"
+            f"{_mean(result, row, _steps):,.0f} steps and {brief(seconds)} s{where}; no other "
+            f"recipe finished to compare it with{end}"
         )
-    leaders = _leaders(result, standing)
+    leaders = _leaders(result, first)
     clauses = _at_the_limit(result, first, where), _the_other_way(result, second, leaders)
-    return "; ".join(filter(None, clauses)) + end + _silence(result, first, standing[0][1])
+    means = (
+        f" These are means of {repeats(result)} runs; recipes that differ by less than the spread "
+        "of their runs count as level."
+        if repeats(result) > 1
+        else ""
+    )
+    return "; ".join(filter(None, clauses)) + end + means + _silence(result, first, standing[0][1])
 
 
 def _silence(result: Result, axis: Axis, best: float) -> str:
     """What a reader of a short race would otherwise be left to find out."""
     show = loss_format(result)
-    for row in finished(result):
-        loss = compared(result, row, axis)
-        if (
-            row.recipe == NO_COMMUNICATION
-            and loss is not None
-            and float(show(loss)) < float(show(best))
-        ):
-            return (
-                f" Workers that never talk are at {show(loss)}: so early on, steps count for more "
-                "than agreement; give the race more time."
-            )
+    silent = [row for row in finished(result) if row.recipe == NO_COMMUNICATION]
+    loss = compared_runs(result, silent, axis)
+    if loss is not None and float(show(loss.mean)) < float(show(best)):
+        return (
+            f" Workers that never talk are at {show(loss.mean)}: so early on, steps count for more "
+            "than agreement; give the race more time."
+        )
     return ""
 
 
@@ -142,19 +151,49 @@ def _listed(names: Sequence[str]) -> str:
 
 
 Standing = list[tuple[Row, float]]
-"""The recipes that are compared, lowest loss first."""
+"""The recipes that are compared, each by its first run and the mean loss of all, lowest first."""
 
 
 def _standing(result: Result, axis: Axis) -> Standing:
-    losses = [(row, compared(result, row, axis)) for row in competing(result)]
+    losses = [(runs[0], compared_runs(result, runs, axis)) for runs in grouped(competing(result))]
     return sorted(
-        ((row, loss) for row, loss in losses if loss is not None), key=lambda pair: pair[1]
+        ((row, loss.mean) for row, loss in losses if loss is not None), key=lambda pair: pair[1]
     )
 
 
-def _leaders(result: Result, standing: Standing) -> list[Row]:
-    show = loss_format(result)
-    return [row for row, loss in standing if show(loss) == show(standing[0][1])]
+def _leaders(result: Result, axis: Axis) -> list[Row]:
+    """The recipes that share the lead, and whatever stands between them: those whose loss is
+    written as the lowest is, or differs from it by less than the larger spread of the two."""
+    standing, show = _standing(result, axis), loss_format(result)
+    (best, lowest), level = standing[0], 0
+    for place, (row, loss) in enumerate(standing):
+        spread = max(_spread(result, best, axis), _spread(result, row, axis))
+        if show(loss) == show(lowest) or loss - lowest < spread:
+            level = place
+    return [row for row, _ in standing[: level + 1]]
+
+
+def _runs(result: Result, row: Row) -> list[Row]:
+    return [run for run in result.rows if (run.recipe, run.peer) == (row.recipe, row.peer)]
+
+
+def _spread(result: Result, row: Row, axis: Axis) -> float:
+    losses = compared_runs(result, _runs(result, row), axis)
+    return losses.spread if losses is not None else 0.0
+
+
+def _mean(result: Result, row: Row, figure: Callable[[Row], float]) -> float:
+    """Over the runs of the row's recipe; NaN where one has no figure."""
+    figures = summary(map(figure, _runs(result, row)))
+    return figures.mean if figures is not None else math.nan
+
+
+def _steps(row: Row) -> float:
+    return row.steps
+
+
+def _seconds_per_step(row: Row) -> float:
+    return row.seconds_per_step
 
 
 def _where(result: Result) -> str:
@@ -173,7 +212,7 @@ def _span(result: Result, axis: Axis) -> str:
 def _at_the_limit(result: Result, axis: Axis, where: str) -> str:
     """Who is ahead when the race ends, and how much faster than whom."""
     standing, show = _standing(result, axis), loss_format(result)
-    leaders = _leaders(result, standing)
+    leaders = _leaders(result, axis)
     span = f"{'In' if axis is SECONDS else 'After'} {_span(result, axis)} per recipe{where}"
     names, best = _listed([row.recipe for row in leaders]), show(standing[0][1])
     others = standing[len(leaders) :]
@@ -184,22 +223,23 @@ def _at_the_limit(result: Result, axis: Axis, where: str) -> str:
     against = f"{rival.recipe} ({show(loss)})"
     if len(leaders) > 1:
         return f"{span}, {names} share the lowest validation loss ({best}) ahead of {against}"
-    pace = _pace(leaders[0], rival, axis)
+    pace = _pace(result, leaders[0], rival, axis)
     return f"{span}, {names} reached the lowest validation loss ({best}), {pace} {against}"
 
 
-def _pace(leader: Row, rival: Row, axis: Axis) -> str:
+def _pace(result: Result, leader: Row, rival: Row, axis: Axis) -> str:
     """How the leader's speed compares with the rival's, up to the word before its name."""
+    figure = _seconds_per_step if axis is STEPS else _steps
+    own, others = _mean(result, leader, figure), _mean(result, rival, figure)
+    ratio = own / others if others else 0.0
     if axis is STEPS:
-        ratio = leader.seconds_per_step / rival.seconds_per_step if rival.seconds_per_step else 0.0
         if not ratio > 0:  # zero or NaN: nothing was measured
             return "ahead of"
         return f"at {_times(ratio)} times the time per step of"
-    ratio = leader.steps / rival.steps if rival.steps else 0.0
     if 0.95 < ratio < 1.05:
         return "in as many steps as"
     if ratio < 1:
-        return f"in {leader.steps:,} steps against the {rival.steps:,} of"
+        return f"in {own:,.0f} steps against the {others:,.0f} of"
     return f"with {_times(ratio)} times as many steps as"
 
 
@@ -212,7 +252,7 @@ def _the_other_way(result: Result, axis: Axis, before: list[Row]) -> str:
     standing, show = _standing(result, axis), loss_format(result)
     if len(standing) < 2:
         return ""
-    leaders, losses = _leaders(result, standing), {id(row): loss for row, loss in standing}
+    leaders, losses = _leaders(result, axis), {id(row): loss for row, loss in standing}
     span = f"{'in' if axis is SECONDS else 'after'} the same {_span(result, axis)}"
     best, others = show(standing[0][1]), standing[len(leaders) :]
     if not others:
@@ -249,18 +289,27 @@ def table(result: Result) -> Table:
     )
     words = [word for row in result.rows for word in _breakable(row.recipe).split()]
     widest = min(max(map(len, words), default=0), MOST_NAME)
-    shown.add_column("recipe", vertical="bottom", min_width=widest, overflow="fold")
+    # where a figure has its spread below it, names are to stand beside the figure
+    vertical: VerticalAlignMethod = "top" if repeats(result) > 1 else "bottom"
+    shown.add_column("recipe", vertical=vertical, min_width=widest, overflow="fold")
     for header, *_ in columns:
-        shown.add_column(header, justify="right", vertical="bottom", no_wrap=True)
+        shown.add_column(header, justify="right", vertical=vertical, no_wrap=True)
     bests = [_best(column, rivals) for column in columns]
-    for row in result.rows:
+    for runs in grouped(result.rows):
+        row, lost = runs[0], [run for run in runs if run.status != "ok"]
         silent = row.recipe == NO_COMMUNICATION
-        cells = [Text(_breakable(row.recipe) + "†" * silent)]
-        for (_, figure, written, _), best in zip(columns, bests, strict=True):
-            text = written(figure(row))
-            cells.append(Text(text, style="bold" if row in rivals and text == best else ""))
-        if row.status != "ok":
-            cells[4] = Text(row.status, style="red")
+        cells = [Text(_breakable(row.recipe) + "†" * silent + "‡" * row.peer)]
+        for (header, figure, written, _), best in zip(columns, bests, strict=True):
+            figures = summary(map(figure, runs))
+            text = written(figures.mean if figures is not None else None)
+            cell = Text(text, style="bold" if row in rivals and text == best else "")
+            if figures is not None and figures.n > 1 and header.startswith(("s/step", "loss")):
+                decimals = len(text.partition(".")[2])
+                cell.append(f"\n±{figures.spread:.{decimals}f}", style="not bold")
+            cells.append(cell)
+        if lost:
+            share = f"{len(lost)} of {len(runs)}\n" if len(runs) > 1 else ""
+            cells[4] = Text(share + lost[0].status, style="red")
         shown.add_row(*cells, style="dim" if silent else None)
     return shown
 
@@ -277,12 +326,14 @@ def _breakable(name: str) -> str:
 def _best(column: Column, rivals: list[Row]) -> str:
     """The best figure among several rivals, as it is written."""
     _, figure, written, best = column
-    figures = [value for value in map(figure, rivals) if value is not None]
-    return written(best(figures)) if len(rivals) > 1 and figures else ""
+    summaries = [summary(map(figure, runs)) for runs in grouped(rivals)]
+    figures = [figures.mean for figures in summaries if figures is not None]
+    return written(best(figures)) if len(summaries) > 1 and figures else ""
 
 
 def _megabytes(row: Row) -> float:
-    megabytes = row.ledger_bytes_per_step / 1e6
+    sent = row.interface_bytes_per_step if row.peer else row.ledger_bytes_per_step
+    megabytes = (sent or 0.0) / 1e6
     return megabytes if megabytes >= 5e-5 else 0.0  # announcements of a few bytes are nothing
 
 
@@ -293,13 +344,16 @@ def _percent(share: float | None) -> str:
 def _columns(result: Result) -> list[Column]:
     show = loss_format(result)
     seconds, steps = common(result, SECONDS), common(result, STEPS)
-    compute = [r.seconds_per_step for r in finished(result) if r.recipe == NO_COMMUNICATION]
+    silent = [r.seconds_per_step for r in finished(result) if r.recipe == NO_COMMUNICATION]
+    compute = summary(silent)
 
     def pace(row: Row) -> float | None:
         return row.seconds_per_step if row.seconds_per_step > 0 else None
 
     def times_compute(row: Row) -> float | None:
-        return row.seconds_per_step / compute[0] if pace(row) and compute and compute[0] else None
+        return (
+            row.seconds_per_step / compute.mean if pace(row) and compute and compute.mean else None
+        )
 
     def loss(axis: Axis) -> Callable[[Row], float | None]:
         return lambda row: compared(result, row, axis) if row.status == "ok" else None
@@ -328,8 +382,19 @@ def _caption(result: Result) -> Text:
             "† The compute alone: workers that never talk. Its loss is the mean over the workers "
             "of each one's own model, not of a consensus model."
         )
-    lines += [f"{row.recipe}: {reason(row)}" for row in result.rows if row.status != "ok"]
-    lines += [f"{row.recipe}: {note}" for row in result.rows for note in row.notes]
+    if any(row.peer and row.status == "ok" for row in result.rows):
+        lines.append(
+            "‡ Another library: MB as the interfaces counted them, with headers; how long it "
+            "waited is not known."
+        )
+    if repeats(result) > 1:
+        lines.append("Means over the runs, ± the sample standard deviation.")
+    for runs in grouped(result.rows):
+        for row in runs:
+            seed = f" (seed {row.seed})" if len(runs) > 1 else ""
+            lines += [f"{row.recipe}{seed}: {reason(row)}"] if row.status != "ok" else []
+        notes = dict.fromkeys(note for row in runs for note in row.notes)
+        lines += [f"{runs[0].recipe}: {note}" for note in notes]
     return Text("\n" + "\n".join(text for text in lines if text))
 
 
@@ -338,7 +403,7 @@ def _headers(result: Result) -> str:
     ratios = [
         row.interface_bytes_per_step / row.ledger_bytes_per_step
         for row in competing(result)
-        if row.interface_bytes_per_step is not None and row.ledger_bytes_per_step > 0
+        if row.interface_bytes_per_step is not None and row.ledger_bytes_per_step >= 50
     ]
     if not ratios:
         return ""
@@ -406,7 +471,7 @@ def _titles(result: Result, axis: Axis) -> tuple[str, str]:
     standing = _standing(result, axis)
     if len(standing) < 2:
         return name, ""
-    leaders = [row.recipe for row in _leaders(result, standing)]
+    leaders = [row.recipe for row in _leaders(result, axis)]
     names = _listed(leaders) if len(leaders) < 3 else f"{len(leaders)} recipes, level"
     loss = loss_format(result)(standing[0][1])
     return name, f"lowest after {_span(result, axis)}, {loss}:\n{_fit(names)}"
@@ -419,14 +484,17 @@ def _fit(text: str) -> str:
 
 def _panel(axes: Axes, result: Result, axis: Axis) -> None:
     """One line per row, ending in a dot, or in a cross where it diverged or failed."""
-    rivals = [row for row in result.rows if row.recipe != NO_COMMUNICATION]
+    rivals = [row.recipe for row in result.rows if row.recipe != NO_COMMUNICATION]
+    rivals = list(dict.fromkeys(rivals))
+    firsts = [runs[0] for runs in grouped(result.rows)]
     for row in result.rows:
         pairs = line(row, axis)
         silent = row.recipe == NO_COMMUNICATION
-        number = 0 if silent else rivals.index(row)
+        number = 0 if silent else rivals.index(row.recipe)
         if silent and axis is MEGABYTES:
             pairs = []
         label = "no communication (mean of own models)" if silent else row.recipe
+        label = label if row.status == "ok" else f"{label}: {row.status}"
         axes.plot(
             [at for at, _ in pairs],
             [loss for _, loss in pairs],
@@ -436,7 +504,7 @@ def _panel(axes: Axes, result: Result, axis: Axis) -> None:
             marker="o" if row.status == "ok" else "x",
             markevery=[-1] if pairs else None,
             markersize=5,
-            label=label if row.status == "ok" else f"{label}: {row.status}",
+            label=label if any(row is first for first in firsts) else "_" + label,
         )
     axes.grid(color="#E6E6E6", linewidth=0.7)
     axes.set_axisbelow(True)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from operator import attrgetter
@@ -61,19 +62,22 @@ class Row:
 
     Args:
         recipe: its name with arguments, or `NO_COMMUNICATION`.
-        error: why it failed or diverged; the first line is shown.
+        status: "absent" for another library that cannot run here, which is no failure.
+        error: why it failed, diverged or is absent; the first line is shown.
         steps, seconds: what it did, on the training clock.
         seconds_per_step: a median, say, that a hiccup does not move; NaN where there is none.
         loss: at the end; None where it is not finite.
-        ledger_bytes_per_step: payload sent per host, by laconic's own ledger.
+        ledger_bytes_per_step: payload sent per host, by laconic's own ledger; NaN for a peer.
         interface_bytes_per_step: sent per host by the network interface's counter, with headers.
-        waiting: share of the seconds spent waiting for the network, 0 to 1.
+        waiting: share of the seconds spent waiting for the network, 0 to 1; NaN for a peer.
         curve: validations in the order of time.
         notes: anything a reader must know; shown below the table.
+        seed: of the model and the batches; a recipe has one row for each.
+        peer: whether it is another library, whose bytes are known from the interface alone.
     """
 
     recipe: str
-    status: Literal["ok", "diverged", "failed"]
+    status: Literal["ok", "diverged", "failed", "absent"]
     error: str | None
     steps: int
     seconds: float
@@ -84,6 +88,8 @@ class Row:
     waiting: float
     curve: tuple[Point, ...]
     notes: tuple[str, ...] = ()
+    seed: int = 0
+    peer: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss", _finite(self.loss))
@@ -94,9 +100,11 @@ class Row:
 class Result:
     """A race: its rows and all that is needed to run it again.
 
-    `settings` holds workload, parameters, hosts, per_host, bandwidth (bit/s), latency (s),
-    seconds or steps, seed, network ("emulated" or "throttled") and data. A key that is missing or
-    None is left out of the texts. Values that JSON has no word for become text.
+    `settings` holds workload, parameters, hosts, per_host, bandwidth (bit/s), host_bandwidth (of
+    single hosts), slow_hosts (how many times as long they compute), latency (s), seconds or steps,
+    seed, seeds (where there are several, each recipe has a row for each), network ("emulated" or
+    "throttled"), data and rules. A key that is missing or None is left out of the texts. Values
+    that JSON has no word for become text.
     """
 
     rows: tuple[Row, ...]
@@ -176,8 +184,11 @@ def loss_at(row: Row, axis: Axis, position: float) -> float | None:
 
 
 def competing(result: Result) -> list[Row]:
-    """The rows that are compared: they communicate, finished, and have a curve."""
-    return [row for row in finished(result) if row.recipe != NO_COMMUNICATION]
+    """The rows that are compared: they communicate, finished, and have a curve, as have all the
+    other runs of the recipe."""
+    rows = finished(result)
+    lost = {row.recipe for row in result.rows if row not in rows}
+    return [row for row in rows if row.recipe not in {NO_COMMUNICATION, *lost}]
 
 
 def finished(result: Result) -> list[Row]:
@@ -220,19 +231,61 @@ def compared(result: Result, row: Row, axis: Axis) -> float | None:
     return loss_at(row, axis, position)
 
 
+@dataclass(frozen=True)
+class Summary:
+    """`n` figures: their mean, and as their spread the sample standard deviation,
+    sqrt(sum((value - mean)^2) / (n - 1)), which is 0 for a single one."""
+
+    mean: float
+    spread: float
+    n: int
+
+
+def summary(values: Iterable[float | None]) -> Summary | None:
+    """Of all values; None where there is none, or one is missing or not finite."""
+    figures = [_finite(value) for value in values]
+    known = [value for value in figures if value is not None]
+    if not known or len(known) < len(figures):
+        return None
+    spread = statistics.stdev(known) if len(known) > 1 else 0.0
+    return Summary(statistics.fmean(known), spread, len(known))
+
+
+def grouped(rows: Iterable[Row]) -> list[tuple[Row, ...]]:
+    """The runs of each recipe, one for each seed, in the order in which recipes come first."""
+    runs: dict[tuple[str, bool], tuple[Row, ...]] = {}
+    for row in rows:
+        key = row.recipe, row.peer
+        runs[key] = (*runs.get(key, ()), row)
+    return list(runs.values())
+
+
+def repeats(result: Result) -> int:
+    """How many runs of each recipe there are."""
+    return max(map(len, grouped(result.rows)), default=0)
+
+
+def compared_runs(result: Result, runs: Iterable[Row], axis: Axis) -> Summary | None:
+    """Loss of a recipe's runs where rows are compared along `axis`."""
+    return summary(compared(result, row, axis) for row in runs)
+
+
 def _losses(result: Result, axis: Axis) -> dict[str, float]:
-    losses = {row.recipe: compared(result, row, axis) for row in finished(result)}
-    return {recipe: loss for recipe, loss in losses.items() if loss is not None}
+    losses = {
+        runs[0].recipe: compared_runs(result, runs, axis) for runs in grouped(finished(result))
+    }
+    return {recipe: loss.mean for recipe, loss in losses.items() if loss is not None}
 
 
 def equal_steps(result: Result) -> dict[str, float]:
-    """Validation loss of each row that finished, at the largest step that all of them reached."""
+    """Validation loss of each recipe that finished, at the largest step that all of them reached;
+    the mean over its runs."""
     return _losses(result, STEPS)
 
 
 def equal_time(result: Result) -> dict[str, float]:
-    """Validation loss that each row that finished has to show when the time given to each is up;
-    in a race of a number of steps, when the first of them ended."""
+    """Validation loss that each recipe that finished has to show when the time given to each is
+    up; in a race of a number of steps, when the first of them ended. The mean over its runs."""
     return _losses(result, SECONDS)
 
 
@@ -282,6 +335,10 @@ def network(result: Result) -> str:
         processes = f" × {each:.0f} process{'es' * (each != 1)}" if each is not None else ""
         parts.append(f"{hosts:.0f} host{'s' * (hosts != 1)}{processes}")
     parts.append(bandwidth(result))
+    for host, bits in _by_host(result, "host_bandwidth"):
+        parts.append(f"host {host}: {format_rate(bits)}")
+    for host, factor in _by_host(result, "slow_hosts"):
+        parts.append(f"host {host} computes {brief(factor)} times as long")
     latency = number(result, "latency")
     parts.append(f"{brief(latency * 1e3)} ms latency" if latency else "")
     if result.settings.get("network") == "throttled":
@@ -289,6 +346,13 @@ def network(result: Result) -> str:
     elif result.settings.get("network") == "emulated":
         parts.append("emulated with network namespaces")
     return ", ".join(part for part in parts if part)
+
+
+def _by_host(result: Result, key: str) -> list[tuple[str, float]]:
+    """A setting that single hosts have."""
+    values = result.settings.get(key)
+    items = values.items() if isinstance(values, dict) else ()
+    return sorted(items, key=lambda item: int(item[0]))
 
 
 def task(result: Result) -> str:
@@ -304,8 +368,12 @@ def task(result: Result) -> str:
         parts.append(f"{brief(seconds)} s per recipe")
     elif steps:
         parts.append(f"{steps:,.0f} steps per recipe")
-    seed = number(result, "seed")
-    parts.append("one run each" + (f", seed {seed:.0f}" if seed is not None else ""))
+    seeds = result.settings.get("seeds")
+    seeds = seeds if isinstance(seeds, list) and seeds else [result.settings.get("seed")]
+    if len(seeds) > 1:
+        parts.append(f"{len(seeds)} runs each, seeds {', '.join(map(str, seeds))}")
+    else:
+        parts.append("one run each" + (f", seed {seeds[0]}" if seeds[0] is not None else ""))
     return ", ".join(part for part in parts if part)
 
 
