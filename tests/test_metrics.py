@@ -135,6 +135,17 @@ def test_no_more_records_than_asked_for(tmp_path: Path) -> None:
     assert [r["event"] for r in read(path)] == ["start", "finish", "end"]
 
 
+def test_each_place_has_its_own_interval() -> None:
+    def run(rank: int) -> list[list[str]]:
+        often, rarely = Kept(every=0), Kept(every=3600)
+        train(rank, [often, rarely], steps=3)
+        return [[r["event"] for r in kept.records] for kept in (often, rarely)]
+
+    ((often, rarely),) = la.simulate(run, workers=1)
+    assert often == ["start", "steps", "steps", "steps", "finish", "end"]
+    assert rarely == ["start", "finish", "end"]
+
+
 def test_numbers_that_json_does_not_have_are_null(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     la.simulate(lambda rank: train(rank, la.JsonLines(path, 0), lr=math.inf), workers=1)
