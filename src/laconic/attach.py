@@ -36,6 +36,7 @@ _attached: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Synchronizer]] = (
     weakref.WeakKeyDictionary()
 )
 """Weak on both sides: an attached optimiser's hooks keep its synchroniser alive."""
+_carried: weakref.WeakKeyDictionary[Link, weakref.ref[Synchronizer]] = weakref.WeakKeyDictionary()
 _watched: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
 
 
@@ -102,6 +103,12 @@ def attach(
         raise ValueError(f"scaler must be a torch.amp.GradScaler, not {scaler!r}")
     check_float("timeout", timeout, 0.0, strict=True)
     places = check_metrics(metrics)
+    carried = _alive(_carried.get(link)) if link is not None else None
+    if carried is not None and carried.attached and link is not None and link.threaded:
+        raise ValueError(
+            "this link carries another synchroniser's rounds, and two would mix up their messages: "
+            "make a link for each, or call sync.detach() first"
+        )
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
     world = link or current_link.get() or _torch_link(device, timedelta(seconds=timeout))
     sharded = any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
@@ -117,12 +124,17 @@ def attach(
     if scaler is not None:
         _count_skipped_steps(scaler)
     _attached[optimizer] = weakref.ref(sync)
+    if link is not None:
+        _carried[link] = weakref.ref(sync)
     return sync
 
 
 def _synchronizer(optimizer: Optimizer) -> Synchronizer | None:
     """The one that was attached to ``optimizer`` last, if it still exists."""
-    held = _attached.get(optimizer)
+    return _alive(_attached.get(optimizer))
+
+
+def _alive(held: weakref.ref[Synchronizer] | None) -> Synchronizer | None:
     return None if held is None else held()
 
 
