@@ -237,6 +237,9 @@ class TorchLink:
     def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor]:
         room = self._scratch.take(x.numel() * len(source), x.dtype, x.device)
         pieces = list(room.view(-1, x.numel()).unbind())
+        if self._native:
+            self._wait(*self._batch(x, to, pieces, source))
+            return pieces
         tag = self._calls.tag(x)
         try:
             receiving = [
@@ -247,6 +250,18 @@ class TorchLink:
             self._lost(error)
         self._wait(*receiving, *sending)
         return pieces
+
+    def _batch(
+        self, x: Tensor, to: Sequence[int], pieces: Sequence[Tensor], source: Sequence[int]
+    ) -> list[dist.Work]:
+        """NCCL takes messages that cross in one batch, or may lock up."""
+        everyone = [dist.get_global_rank(self._group, r) for r in range(self.size)]
+        receives = [
+            dist.P2POp(dist.irecv, piece, everyone[r], self._group)
+            for piece, r in zip(pieces, source, strict=True)
+        ]
+        sends = [dist.P2POp(dist.isend, x, everyone[r], self._group) for r in to]
+        return dist.batch_isend_irecv(receives + sends) if receives + sends else []
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
         source = dist.get_global_rank(self._group, root)
