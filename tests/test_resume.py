@@ -618,3 +618,61 @@ def test_what_is_each_workers_own_is_not_given_to_another_number(
         return str(caught.value)
 
     assert all(text in found for found in la.simulate(run, workers=2))
+
+
+def test_another_size_of_groups_is_another_recipe() -> None:
+    job = job_of("lsgd(4, local_period=2)", "nesterov")
+    saved = la.simulate(partial(save_at, job, 5), workers=4)
+
+    def run(rank: int) -> str:
+        parts = attached(replace(job, options=(("group_size", 4),)), rank, None)
+        parts[0].load_state_dict(saved[rank].model)
+        parts[1].load_state_dict(saved[rank].optimizer)
+        with pytest.raises(ValueError) as caught:
+            parts[2].load_state_dict(saved[rank].sync)
+        return str(caught.value)
+
+    assert all("group_size=2" in text for text in la.simulate(run, workers=4))
+
+
+@pytest.mark.parametrize("recipe", [la.local_sgd(2, delay=5), la.sgp(delay=3), la.d_psgd(delay=3)])
+def test_resume_with_messages_older_than_a_parameter_group(recipe: la.Recipe) -> None:
+    """In flight, for fewer parameters than there are by now."""
+    job = Job(recipe, 2, 12)
+
+    def run(rank: int, saved: list[Any] | None) -> Any:
+        model, optimizer = build(job, rank)
+        late = nn.Parameter(torch.full((3,), float(rank), dtype=torch.float64))
+
+        def go(start: int, end: int) -> Trace:
+            trace = []
+            for t in range(start + 1, end + 1):
+                if t == 4:
+                    optimizer.add_param_group({"params": [late], "lr": 0.1})
+                x, y = (torch.from_numpy(a) for a in job.data()[rank][t - 1])
+                optimizer.zero_grad()
+                (nn.functional.mse_loss(model(x), y) + late.square().sum()).backward()
+                optimizer.step()
+                trace.append(torch.cat([training.flat(model), late.detach()]).clone())
+            return trace
+
+        if saved is None:
+            sync = la.attach(model, optimizer, recipe)
+            go(0, 4)
+            parts = (model, late, optimizer, sync)
+            states = [part if part is late else part.state_dict() for part in parts]
+            return copy.deepcopy(states), go(4, 12)
+        optimizer.add_param_group({"params": [late], "lr": 0.1})
+        sync = la.attach(model, optimizer, recipe)
+        states = copy.deepcopy(saved[rank][0])
+        model.load_state_dict(states[0])
+        late.data.copy_(states[1])
+        optimizer.load_state_dict(states[2])
+        sync.load_state_dict(states[3])
+        return go(4, 12)
+
+    saved = la.simulate(lambda rank: run(rank, None), workers=2)
+    tails = la.simulate(lambda rank: run(rank, saved), workers=2)
+    for (_, whole), tail in zip(saved, tails, strict=True):
+        assert len(whole) == len(tail) == 8
+        assert all(torch.equal(a, b) for a, b in zip(whole, tail, strict=True))

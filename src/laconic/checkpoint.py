@@ -158,8 +158,8 @@ def _cut_anew(
 def _load_flight(running: RunningRound, saved: Saved) -> Flight:
     messages = []
     arrivals = zip(saved["received"], saved["weights"], strict=True)
-    for bucket, state, sent, (flat, weight) in zip(
-        running.buckets, running.states, saved["sent"], arrivals, strict=True
+    for bucket, state, sent, (flat, weight) in zip(  # groups added since sent nothing
+        running.buckets, running.states, saved["sent"], arrivals, strict=False
     ):
         arrived = Arrival(flat.to(bucket.device, copy=True), weight)
         kept = None if sent is None else sent.to(bucket.device, copy=True)
