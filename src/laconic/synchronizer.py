@@ -373,6 +373,8 @@ class Synchronizer:
         on this rank alone perhaps, and ranks that disagree on the step would wait in vain."""
         with torch.no_grad():
             self._before_step(closure=False)
+            if self._scores is not None:
+                self._scores.skip_step()
             self._after_step()
 
     def detach(self) -> None:
