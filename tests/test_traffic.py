@@ -251,6 +251,31 @@ def test_processes_make_one_group_for_all_of_gossip(pool: gloo.Pool) -> None:
 # -- over processes ----
 
 
+def swapped_in_a_batch(rank: int) -> list[list[float]]:
+    """As over NCCL, which must be given an exchange as a whole; gloo takes it, too."""
+    link = gloo.link_of(4)
+    link._native = True  # type: ignore[attr-defined]
+    graph = Graph("bipartite_linear", 2)
+    found = []
+    for k in range(4):
+        to: Sequence[int] = ()
+        sources: Sequence[int] = ()
+        if rank < 3:  # the last one sits still
+            to, sources = graph.out_peers(rank, 3, k), graph.in_peers(rank, 3, k)
+        x = torch.tensor([float(rank), float(k)])
+        found += [piece.tolist() for piece in link.swap(x, to, sources)]
+    return found
+
+
+def test_a_swap_as_a_batch(pool: gloo.Pool) -> None:
+    graph = Graph("bipartite_linear", 2)
+    expected = [
+        [[float(r), float(k)] for k in range(4) for r in graph.in_peers(rank, 3, k)]
+        for rank in range(3)
+    ]
+    assert pool.run(swapped_in_a_batch, ranks=4) == [*expected, []]
+
+
 def booked(rank: int, recipe: la.Recipe, options: dict[str, Any], link: Link | None) -> Any:
     torch.manual_seed(rank)
     model = Plain(MIXED)
