@@ -139,9 +139,11 @@ def _cut_anew(
     """This rank's piece of a state tensor, from the (start, piece) that other ranks kept of it."""
     first = pieces[0][1]
     owned = running.is_owned(name, first)
-    shared = running.round.exchange.agrees if owned else first.dim() == 0
-    if running.round.update.slots.get(name) == "everywhere":
-        shared = True
+    slot = running.round.update.slots.get(name, "owner")
+    if slot == "private":  # push weights at rest, for one, are 1 everywhere
+        shared = all(torch.equal(piece, first) for _, piece in pieces)
+    else:
+        shared = slot == "everywhere" or not owned or running.round.exchange.agrees
     if not shared:
         raise ValueError(f"{name!r} is each worker's own: it needs the same number of workers")
     if first.dim() == 0:
@@ -156,8 +158,8 @@ def _cut_anew(
 def _load_flight(running: RunningRound, saved: Saved) -> Flight:
     messages = []
     arrivals = zip(saved["received"], saved["weights"], strict=True)
-    for bucket, state, sent, (flat, weight) in zip(
-        running.buckets, running.states, saved["sent"], arrivals, strict=True
+    for bucket, state, sent, (flat, weight) in zip(  # groups added since sent nothing
+        running.buckets, running.states, saved["sent"], arrivals, strict=False
     ):
         arrived = Arrival(flat.to(bucket.device, copy=True), weight)
         kept = None if sent is None else sent.to(bucket.device, copy=True)

@@ -16,7 +16,7 @@ from laconic.lane import Lane, Pending
 from laconic.links.link import Link, common
 from laconic.links.simulated import single_link
 from laconic.round import Arrival, Clock, Round, State
-from laconic.scores import Scores
+from laconic.scores import Scores, of_worker
 from laconic.tensors import Bucket, Scratch, bucketize, parameters, state_dtype
 
 
@@ -176,10 +176,9 @@ class RunningRound:
 
         replica = self._replica
         part = message.view(replica.size, -1)[replica.rank]
-        if clock.score.kind and replica.size > 1:  # the worker's is the mean of its ranks'
-            value = torch.tensor([clock.score.value], dtype=torch.float64, device=message.device)
-            replica.mean(value)
-            clock = replace(clock, score=clock.score._replace(value=float(value)))
+        if self.round.exchange.scored and replica.size > 1:
+            ranks = replica.gather(torch.tensor(clock.score, dtype=torch.float64))
+            clock = replace(clock, score=of_worker(ranks))
         result = self.round.exchange.run(self.link, part, combine, clock)
         if replica.size == 1:
             return result

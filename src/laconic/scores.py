@@ -18,7 +18,8 @@ DECAY = 0.9
 
 
 class Score(NamedTuple):
-    """A worker's score; the lowest leads. ``kind``: 0 none, 1 of gradients, 2 of losses."""
+    """A worker's score; the lowest leads. ``kind``: 0 none, 1 of gradients, 2 of losses, -1 of
+    ranks that do not all have one of the same kind."""
 
     value: float = math.inf
     kind: float = 0.0
@@ -51,6 +52,10 @@ class Scores:
         if not self._losses:
             self._before = [local(p).clone() for p in self._params]
 
+    def skip_step(self) -> None:
+        """It does not: a GradScaler skips it, as gradients are infinite."""
+        self._before = []
+
     def after_step(self) -> None:
         """The optimiser has moved x."""
         pairs = zip(self._params, self._before, strict=False)
@@ -79,6 +84,13 @@ class Scores:
         self._decrease = state["decrease"]
 
 
+def of_worker(scores: Tensor) -> Score:
+    """A worker's score from those of its ranks (one a row): their mean."""
+    values, kinds = scores.unbind(1)
+    alike = bool((kinds == kinds[0]).all())
+    return Score(float(values.mean()), float(kinds[0])) if alike else Score(kind=-1.0)
+
+
 def elect(scores: Tensor) -> int:
     """The leader's place among ``scores`` (one `Score` a row). NaN never leads. Raises
     ``ValueError``, alike on every rank, where scores are missing or of different kinds."""
@@ -88,6 +100,6 @@ def elect(scores: Tensor) -> int:
             "no leader can be chosen: call sync.report_loss(loss) in every step, or let "
             "optimizer.step() see gradients"
         )
-    if bool((kinds != kinds[0]).any()):
-        raise ValueError("some workers report a loss and others do not: call it on every rank")
+    if bool((kinds != kinds[0]).any()) or float(kinds[0]) < 0:
+        raise ValueError("some ranks report a loss and others do not: call it on every rank")
     return int(torch.argmin(values.nan_to_num(nan=math.inf)))

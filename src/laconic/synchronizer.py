@@ -127,7 +127,8 @@ class Synchronizer:
         """What decides which rounds there are, but for the number of ranks."""
         own = tuple(r for r in self._recipe if r.over != "replica")
         buffers = "average" if self._average_buffers else "keep"
-        return f"{describe(own)}, buffers={buffers}, seed={self._seed}"
+        groups = f", group_size={self._links['group'].size}" if "group" in self._links else ""
+        return f"{describe(own)}, buffers={buffers}, seed={self._seed}{groups}"
 
     def _broadcast(self, tensors: Sequence[Tensor] | None = None) -> None:
         """Rank 0's parameters and buffers to everyone; shards, to who holds the same shard."""
@@ -387,6 +388,8 @@ class Synchronizer:
         on this rank alone perhaps, and ranks that disagree on the step would wait in vain."""
         with torch.no_grad():
             self._before_step(closure=False)
+            if self._scores is not None:
+                self._scores.skip_step()
             self._after_step(skipped=True)
 
     def detach(self) -> None:

@@ -237,31 +237,31 @@ class TorchLink:
     def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor]:
         room = self._scratch.take(x.numel() * len(source), x.dtype, x.device)
         pieces = list(room.view(-1, x.numel()).unbind())
-        if self._native:
-            self._wait(*self._batch(x, to, pieces, source))
-            return pieces
         tag = self._calls.tag(x)
+        come, go = list(zip(pieces, source, strict=True)), [(x, r) for r in to]
         try:
-            receiving = [
-                self._group.recv([piece], r, tag) for piece, r in zip(pieces, source, strict=True)
-            ]
-            sending = [self._group.send([x], r, tag) for r in to]
+            if self._native:
+                works: list[dist.Work | None] = self._batch(come, go)
+            else:
+                works = [self._group.recv([piece], r, tag) for piece, r in come]
+                works += [self._group.send([piece], r, tag) for piece, r in go]
         except RuntimeError as error:
             self._lost(error)
-        self._wait(*receiving, *sending)
+        self._wait(*works)
         return pieces
 
     def _batch(
-        self, x: Tensor, to: Sequence[int], pieces: Sequence[Tensor], source: Sequence[int]
-    ) -> list[dist.Work]:
-        """NCCL takes messages that cross in one batch, or may lock up."""
-        everyone = [dist.get_global_rank(self._group, r) for r in range(self.size)]
-        receives = [
-            dist.P2POp(dist.irecv, piece, everyone[r], self._group)
-            for piece, r in zip(pieces, source, strict=True)
+        self, come: Sequence[tuple[Tensor, int]], go: Sequence[tuple[Tensor, int]]
+    ) -> list[dist.Work | None]:
+        """Tensors with the ranks whom they come from, and go to, at once: NCCL ends a receive
+        before it begins a send that was not grouped with it, and two ranks that exchange would
+        each wait for the other."""
+        ops = [
+            dist.P2POp(op, x, dist.get_global_rank(self._group, r), self._group)
+            for op, pairs in ((dist.irecv, come), (dist.isend, go))
+            for x, r in pairs
         ]
-        sends = [dist.P2POp(dist.isend, x, everyone[r], self._group) for r in to]
-        return dist.batch_isend_irecv(receives + sends) if receives + sends else []
+        return [*dist.batch_isend_irecv(ops)] if ops else []
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
         source = dist.get_global_rank(self._group, root)
