@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ class Scores:
     heuristic of the Synchronous Distributed Training Library; it costs a copy of x at every step.
     """
 
-    def __init__(self, params: Sequence[Tensor], window: int) -> None:
+    def __init__(self, params: Callable[[], Sequence[Tensor]], window: int) -> None:
         self._params = params
         self._losses: deque[float] = deque(maxlen=window)
         self._decrease: float | None = None
@@ -50,7 +50,7 @@ class Scores:
     def before_step(self) -> None:
         """The optimiser is about to move x."""
         if not self._losses:
-            self._before = [local(p).clone() for p in self._params]
+            self._before = [local(p).clone() for p in self._params()]
 
     def skip_step(self) -> None:
         """It does not: a GradScaler skips it, as gradients are infinite."""
@@ -58,7 +58,7 @@ class Scores:
 
     def after_step(self) -> None:
         """The optimiser has moved x."""
-        pairs = zip(self._params, self._before, strict=False)
+        pairs = zip(self._params(), self._before, strict=False)
         moved = [
             float(torch.sum((before - local(p)) * local(p.grad), dtype=torch.float64))
             for p, before in pairs
@@ -78,10 +78,17 @@ class Scores:
     def state_dict(self) -> dict[str, Any]:
         return {"losses": list(self._losses), "decrease": self._decrease}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._losses.clear()
-        self._losses.extend(state["losses"])
-        self._decrease = state["decrease"]
+    def loader(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """What puts back what `state_dict` returned."""
+        losses = [float(loss) for loss in state["losses"]]
+        decrease = None if state["decrease"] is None else float(state["decrease"])
+
+        def put_back() -> None:
+            self._losses.clear()
+            self._losses.extend(losses)
+            self._decrease = decrease
+
+        return put_back
 
 
 def of_worker(scores: Tensor) -> Score:

@@ -62,10 +62,8 @@ class Graph:
         return tuple(r for r, out in enumerate(_edges(self, n, k, seed)) if rank in out)
 
     def share(self, rank: int, source: int, n: int, k: int, seed: int = 0) -> float:
-        """The factor on what ``rank`` gets from ``source``: 1, or, where neighbours exchange, the
-        Metropolis weight ``1/(1 + max(degree of either))``, symmetric and doubly stochastic."""
-        if not self.both:
-            return 1.0
+        """The Metropolis weight of ``source`` at ``rank``, ``1/(1 + max(degree of either))``: with
+        the rest for oneself symmetric and doubly stochastic where edges are used both ways."""
         edges = _edges(self, n, k, seed)
         return 1.0 / (1 + max(len(edges[rank]), len(edges[source])))
 

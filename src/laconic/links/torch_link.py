@@ -31,13 +31,26 @@ class _Calls:
     makes the same ones in the same order. Its beacon tells others how far it has come."""
 
     def __init__(self) -> None:
-        self.place = Place()
+        self.place = Place()  # the thread that makes the calls alone moves it
         self.names: Sequence[str] = ()
+        self._left = self._broken = False
         self._beacon = health.beacon()
         self.address = self._beacon.enroll()
 
-    def move(self, place: Place) -> None:
-        self.place = self._beacon.places[health.key_of(self.address)] = place
+    def enter(self, word: int) -> None:
+        """The next call."""
+        self._left = self._broken = False
+        self.place = Place(self.place.serial + 1, word)
+        self._tell()
+
+    def leave(self, broken: bool) -> None:
+        """No more calls; ``broken``: the last one stays unfinished."""
+        self._left, self._broken = True, broken
+        self._tell()
+
+    def _tell(self) -> None:
+        place = self.place._replace(left=self._left, broken=self._broken)
+        self._beacon.places[health.key_of(self.address)] = place
 
     @property
     def verdict(self) -> str:
@@ -104,7 +117,7 @@ class TorchLink:
 
     def agree(self, step: int, code: int, names: Sequence[str], *, wait: bool) -> bool:
         self._calls.names = names
-        self._calls.move(Place(self._calls.place.serial + 1, step * 256 + code))
+        self._calls.enter(step * 256 + code)
         if not (wait or self._native):
             return False  # the tags of the call's messages carry it
         place = self._calls.place
@@ -120,14 +133,15 @@ class TorchLink:
         places = {r: a.places[keys[r]] for r, a in answers.items() if keys[r] in a.places}
         self._compare({**places, self.rank: self._calls.place})
 
-    def leave(self) -> None:
-        self._calls.move(self._calls.place._replace(left=True))
+    def leave(self, broken: bool) -> None:
+        self._calls.leave(broken)
 
     def _compare(self, places: Mapping[int, Place]) -> None:
         """Raise if the ranks (of this link) are known to be at ``places`` that cannot meet."""
         mine = self._calls.place
         if any(
-            (p.serial == mine.serial and p.word != mine.word) or (p.serial < mine.serial and p.left)
+            (p.serial == mine.serial and (p.word != mine.word or p.broken))
+            or (p.serial < mine.serial and p.left)
             for p in places.values()
         ):
             where = "; ".join(
