@@ -373,6 +373,7 @@ def test_two_labs_and_what_a_killed_one_leaves() -> None:
             "host0/rank0 | ready\n",
             "host1/rank1 | ready\n",
         }
+        until(lambda pid=process.pid: of_launcher(pid).count("sleep 1000") == 2)  # type: ignore[misc]
     # A keeper that lives ends all that is left; with it the lab loses its last hold.
     for member in leftovers.members():
         if member.launcher == killed.pid and "namespaces.py keep " in member.command:

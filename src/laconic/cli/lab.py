@@ -76,7 +76,6 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError("give a program or --shell, not both: a second terminal may join")
         return shell(arguments, network)
     settings = program.Settings(tuple(command), network, arguments.per_host, arguments.out)
-    settings.check()
     with terminate_as_exit(), Display(settings) as display:
         ended = program.run(settings, display)
     return 0 if ended.first is None else ended.first.exit_code
