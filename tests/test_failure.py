@@ -91,11 +91,24 @@ def act(story: Story, sync: la.Synchronizer, connection: Connection) -> bool:
     connection.send(("acts", ""))
     if story.act == "is silent":
         time.sleep(300)  # until the test stops or kills this process
+    if story.act == "raises in backward":
+        raise_in_backward(sync)
     if story.act.startswith("raises"):
         raise BrokenLoopError("the user's own trouble")
     if story.act == "finishes":
         sync.finish()
     return story.act not in ("finishes", "skips a step")
+
+
+def raise_in_backward(sync: la.Synchronizer) -> None:
+    """Send the first of two buckets, and no more."""
+
+    def trouble(_: Tensor) -> None:
+        raise BrokenLoopError("the user's own trouble")
+
+    model = sync._model
+    model[0].weight.register_hook(trouble)  # type: ignore[operator, index, union-attr]
+    model(torch.randn(5, 4)).square().mean().backward()
 
 
 def live(rank: int, story: Story, port: int, connection: Connection) -> None:
@@ -105,6 +118,9 @@ def live(rank: int, story: Story, port: int, connection: Connection) -> None:
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", rank=rank, world_size=RANKS, timeout=limit)
     model, optimizer = job(rank)
+    if story.act == "raises in backward":  # with its second bucket unsent
+        model = nn.Sequential(model, nn.Linear(3, 100_000), nn.Linear(100_000, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
         with la.attach(model, optimizer, RECIPES[story.recipe], timeout=TIMEOUT) as sync:
             for t in range(1, AT + 20):
@@ -115,7 +131,7 @@ def live(rank: int, story: Story, port: int, connection: Connection) -> None:
         connection.send(("nothing", f"{AT + 20} steps"))
     except Exception as error:
         connection.send((type(error).__name__, str(error)))
-    if story.act == "raises and lives on" and rank == story.culprit:
+    if story.act in ("raises and lives on", "raises in backward") and rank == story.culprit:
         time.sleep(300)  # until the test kills this process
 
 
@@ -238,6 +254,13 @@ def test_a_rank_that_has_left_but_lives(context: Any, recipe: str) -> None:
         assert kind == "LinkError", text
         assert re.search(rf"rank {story.culprit}: [^;]* and has left", text), text
         assert ROUNDS[story.recipe] in text
+
+
+def test_a_rank_that_leaves_with_half_of_its_gradients_sent(context: Any) -> None:
+    story = Story("ddp", "raises in backward")
+    with running(context, story) as run:
+        for _, (kind, text) in tell(run, story, None).items():
+            assert kind == "LinkError" and "has left" in text, text
 
 
 PLACES = [(recipe, "finishes") for recipe in RECIPES]

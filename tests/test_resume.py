@@ -678,3 +678,60 @@ def test_resume_with_messages_older_than_a_parameter_group(recipe: la.Recipe) ->
     for (_, whole), tail in zip(saved, tails, strict=True):
         assert len(whole) == len(tail) == 8
         assert all(torch.equal(a, b) for a, b in zip(whole, tail, strict=True))
+
+
+# -- parts that are not of one run, and what a failed load leaves behind ----
+
+
+def saved_after(steps: int, workers: int = 4) -> list[Any]:
+    job = Job(ROWS["diloco(4)"][0], workers, STEPS)
+
+    def run(rank: int) -> Any:
+        parts = attached(job, rank, None)
+        list(onwards(job, rank, parts, 0, steps))
+        return tuple(part.state_dict() for part in parts)
+
+    return la.simulate(run, workers=workers)
+
+
+@pytest.mark.parametrize("which", ["one twice", "another step", "another recipe's"])
+def test_parts_that_are_not_of_one_run_are_not_cut_anew(which: str) -> None:
+    saved = [parts[2] for parts in saved_after(5)]
+    wrong = {
+        "one twice": saved[0],
+        "another step": saved_after(6)[1][2],
+        "another recipe's": {**saved[1], "recipe": "something else"},
+    }[which]
+
+    def run(rank: int) -> str:
+        parts = attached(Job(ROWS["diloco(4)"][0], 2, STEPS), rank, None)
+        before = training.values(parts[0])
+        with pytest.raises(ValueError, match="by rank: number 1") as caught:
+            parts[2].load_state_dict([saved[0], wrong, *saved[2:]])
+        assert training.same_bits([[(before, before)]], [[record(parts)[:1] * 2]])
+        return str(caught.value)
+
+    assert len(set(la.simulate(run, workers=2))) == 1
+
+
+def test_a_load_that_fails_on_one_rank_changes_nothing_on_any() -> None:
+    saved = saved_after(7, workers=2)
+    job = Job(ROWS["diloco(4)"][0], 2, STEPS)
+
+    def run(rank: int) -> None:
+        parts = attached(job, rank, None)
+        list(onwards(job, rank, parts, 0, 5))
+        before = copy.deepcopy(parts[2].state_dict())
+        for part, state in zip(parts[:2], saved[rank][:2], strict=True):
+            part.load_state_dict(copy.deepcopy(state))
+        state = copy.deepcopy(saved[rank][2])
+        if rank == 1:
+            state["rounds"][0]["state"][0]["m"] = torch.zeros(3)
+        with pytest.raises(ValueError):
+            parts[2].load_state_dict(state)
+        after = parts[2].state_dict()
+        assert after["step"] == before["step"] == 5
+        for name, value in before["rounds"][0]["state"][0].items():
+            assert torch.equal(after["rounds"][0]["state"][0][name], value)
+
+    la.simulate(run, workers=2)
