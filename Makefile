@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench mutations clean
+.PHONY: demo test check bench science mutations clean
 
 demo: $(READY)            ## compare DDP, local SGD, SlowMo and DiLoCo on a 100 Mbit/s network
 	$(BIN)/laconic compare
@@ -20,6 +20,11 @@ check: $(READY)           ## lint and type-check
 bench: $(READY)           ## measure what laconic costs, as ratios
 	$(BIN)/python -m benchmarks
 
+SCIENCE ?= full
+
+science: $(READY)         ## tune and compare the recipes' quality; SCIENCE=quick in a few minutes
+	$(BIN)/python -m benchmarks.science $(SCIENCE)
+
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
@@ -30,4 +35,4 @@ mutations: $(READY)       ## change a sign in each formula and see a test fail
 	$(BIN)/python tests/mutate.py
 
 clean:
-	rm -rf $(VENV) laconic-compare build *.egg-info
+	rm -rf $(VENV) laconic-compare laconic-science build *.egg-info
