@@ -65,6 +65,8 @@ def outcomes(
         )
         try:
             with path.open("a") as file:
+                if file.tell():
+                    file.write("\n")  # the last line may have been cut off
                 futures = {pool.submit(train, job): job for job in missing}
                 for done, future in enumerate(as_completed(futures), len(jobs) - len(missing) + 1):
                     job, outcome = futures[future], future.result()
