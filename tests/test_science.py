@@ -140,7 +140,7 @@ def test_the_page_gets_its_table_and_picture(tmp_path: Path) -> None:
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
     rows = [line for line in text.splitlines() if line.startswith("| SGP |")]
     assert rows == [
-        "| SGP | 0.1 |  | 0.0200 | 0.0100 to 0.500 | 0.177 | 0.500 |",
+        "| SGP | 0.1 | 0.0200 | 0.0100-0.500 | 0.177 | 0.500 | 90.0 |",
         "| SGP | `sgp()` |",
     ]
     assert text.index("| one worker alone | 0.1") < text.index("| SGP | 0.1")

@@ -20,7 +20,7 @@ from benchmarks.science.rows import (
     Finding,
 )
 
-HEAD = ("recipe", "lr", "beta", "median", "lowest to highest", "mean", "floats")
+HEAD = ("recipe", "lr, beta", "median", "range", "mean", "floats", "acc. %")
 BEGIN, END = "<!-- begin: written by make science -->", "<!-- end -->"
 INK, GREY, BLUE = "#222222", "#8A8A8A", "#0B6BB8"
 
@@ -53,23 +53,14 @@ def markdown(findings: Sequence[Finding], tuning_seeds: int) -> str:
     recipes = "\n".join(
         f"| {f.row.name} | `{f.row.job(f.setting, 0).recipe}` |" for f in _by_loss(findings)
     )
-    accuracy = [100 * statistics.median(o.accuracy for o in f.outcomes) for f in findings]
-    spread = [
-        100 * (max(o.accuracy for o in f.outcomes) - min(o.accuracy for o in f.outcomes))
-        for f in findings
-    ]
     return f"""
-Learning rate and beta: the lowest median loss of {tuning_seeds} seeds. The losses: \
-{len(findings[0].outcomes)} other seeds.
+Tuned on {tuning_seeds} seeds; reported on {len(findings[0].outcomes)} others:
 
 {table}
 
 | recipe | as laconic writes it |
 |---|---|
 {recipes}
-
-Accuracy on the pictures held out: medians of {min(accuracy):.1f} to {max(accuracy):.1f}%, while \
-the seeds of one row lie up to {max(spread):.1f} points apart.
 """
 
 
@@ -81,29 +72,35 @@ def picture(findings: Sequence[Finding]) -> Figure:
         floats = f.outcomes[0].floats
         axes.plot([floats] * len(f.losses), f.losses, ".", color=GREY, markersize=3, alpha=0.6)
         axes.plot([floats], [f.loss], "o", color=BLUE, markersize=6)
-        left = f.row in LEFT
+        offset, side = BESIDE.get(f.row, ((7, 0), "left"))
         axes.annotate(
             f.row.name,
             (floats, f.loss),
-            (-7 if left else 7, 0),
+            offset,
             textcoords="offset points",
-            ha="right" if left else "left",
+            ha=side,
             va="center",
             fontsize=8.5,
             color=INK,
         )
     _style(axes)
+    axes.set_title(
+        f"Digits, 8 workers, 240 steps: {len(findings[0].outcomes)} seeds and their median",
+        loc="left",
+        fontsize=10,
+    )
     return figure
 
 
-LEFT = {SLOW_GOSSIP, GOSSIP, RING, LEADER, ELASTIC_16, SUM_16}
-"""Rows whose names stand left of their points, where there is room."""
+BESIDE = {row: ((-7, 0), "right") for row in (SLOW_GOSSIP, GOSSIP, RING, LEADER, SUM_16)}
+BESIDE[ELASTIC_16] = ((0, -15), "center")
+"""Where names stand that have no room on the right of their points."""
 
 
 def _style(axes: Axes) -> None:
     axes.set_xscale("symlog", linthresh=0.08, linscale=0.6)
     axes.set_yscale("log", subs=[2, 5])
-    axes.set_xlim(-0.012, 3)
+    axes.set_xlim(-0.012, 3.6)
     ticks = [0, 0.1, 0.2, 0.5, 1, 2]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
@@ -125,12 +122,12 @@ def _cells(f: Finding) -> list[str]:
     losses = f.losses
     return [
         f.row.name,
-        f"{f.setting.lr:g}",
-        "" if f.setting.beta is None else f"{f.setting.beta:g}",
+        ", ".join(f"{x:g}" for x in (f.setting.lr, f.setting.beta) if x is not None),
         _three(f.loss),
-        f"{_three(losses[0])} to {_three(losses[-1])}",
+        f"{_three(losses[0])}-{_three(losses[-1])}",
         _three(statistics.fmean(losses)),
         f"{f.outcomes[0].floats:.3f}",
+        f"{100 * statistics.median(o.accuracy for o in f.outcomes):.1f}",
     ]
 
 

@@ -74,7 +74,7 @@ class Finding:
 SLOW_GOSSIP = Row("SGP + SlowMo, 48", "slowmo(sgp(), 48, {beta})", Setting(0.32, 0.6))
 GRADIENTS = Row("all-reduce SGD", "ddp()", Setting(0.64))
 GOSSIP = Row("SGP", "sgp()", Setting(0.32))
-RING = Row("D-PSGD, ring", "d_psgd('ring')", Setting(0.32))
+RING = Row("D-PSGD, ring", "d_psgd('ring')", Setting(0.64))
 SLOW = Row(
     "SlowMo, 12",
     "slowmo(local_sgd(12), 12, {beta}, optimizer_state='reset')",
