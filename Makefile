@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench peers mutations stress clean
+.PHONY: demo test check bench science peers mutations stress clean
 
 demo: $(READY)            ## compare DDP, local SGD, SlowMo and DiLoCo on a 100 Mbit/s network
 	$(BIN)/laconic compare
@@ -23,6 +23,11 @@ bench: $(READY)           ## measure what laconic costs, as ratios
 peers: $(READY)           ## install the other libraries that laconic compare --peer can race
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers/requirements.txt
 
+SCIENCE ?= full
+
+science: $(READY)         ## tune and compare the recipes' quality; SCIENCE=quick in a few minutes
+	$(BIN)/python -m benchmarks.science $(SCIENCE)
+
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
@@ -36,4 +41,4 @@ stress: $(READY)          ## start and end 200 labs in every way there is; nothi
 	$(BIN)/python -m benchmarks.stress
 
 clean:
-	rm -rf $(VENV) laconic-compare build *.egg-info
+	rm -rf $(VENV) laconic-compare laconic-science build *.egg-info

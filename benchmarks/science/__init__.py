@@ -1,0 +1,1 @@
+"""What the recipes cost and gain in quality, simulated on one small task: ``make science``."""

@@ -1,0 +1,90 @@
+"""Tune every recipe of the table, run it on fresh seeds, check the claims.
+
+python -m benchmarks.science full|quick [--processes N]
+
+The full run writes the table and the picture of docs/science.md; the quick one, of fewer seeds
+and settings, only prints. Runs are kept in laconic-science/, so an interrupted one goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.science import page
+from benchmarks.science.rows import ROWS, Finding, Row, Setting, claims
+from benchmarks.science.runs import outcomes
+
+RUNS = Path("laconic-science", "runs.jsonl")
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+@dataclass(frozen=True)
+class Scope:
+    """How much is run: seeds to tune on, fresh ones to report, and whether the grid is only what
+    lies next to the settings found before."""
+
+    tuning: range
+    fresh: range
+    near: bool
+
+
+SCOPES = {
+    "full": Scope(range(5), range(100, 110), near=False),
+    "quick": Scope(range(2), range(100, 108), near=True),
+}
+
+
+def measure(
+    console: Console, what: str, cases: Iterable[tuple[Row, Setting]], seeds: range, processes: int
+) -> list[Finding]:
+    """Each row at each setting, over the seeds."""
+    cases = list(cases)
+    jobs = [row.job(setting, seed) for row, setting in cases for seed in seeds]
+    with console.status(what) as status:
+        known = outcomes(
+            jobs, RUNS, processes, lambda done, of: status.update(f"{what}: {done} of {of} runs")
+        )
+    return [
+        Finding(row, setting, [known[row.job(setting, seed)] for seed in seeds])
+        for row, setting in cases
+    ]
+
+
+def best(findings: Sequence[Finding]) -> list[tuple[Row, Setting]]:
+    """For each row the setting with the lowest loss."""
+    return [
+        (row, min((f for f in findings if f.row is row), key=lambda f: f.loss).setting)
+        for row in dict.fromkeys(f.row for f in findings)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.science")
+    parser.add_argument("scope", choices=SCOPES)
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
+    options = parser.parse_args()
+    scope, console = SCOPES[options.scope], Console()
+    grid = [(row, setting) for row in ROWS for setting in row.settings(scope.near)]
+    tuned = best(measure(console, "tuning", grid, scope.tuning, options.processes))
+    findings = measure(console, "fresh seeds", tuned, scope.fresh, options.processes)
+    console.print(page.terminal(findings))
+    if options.scope == "full":
+        page.write(DOCS, findings, len(scope.tuning))
+        console.print(f"written: {DOCS / 'science.md'} and science.png")
+        for row, setting in tuned:
+            if setting != row.best:
+                console.print(f"{row.name}: best is now {setting}; rows.py says {row.best}")
+    held = claims({f.row: f.loss for f in findings})
+    for claim, holds in held.items():
+        console.print(f"{'holds' if holds else '[bold red]fails'}: {claim}", highlight=False)
+    raise SystemExit(0 if all(held.values()) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""The table and the picture of docs/science.md, and the same table for the terminal."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from benchmarks.science.rows import (
+    ELASTIC_16,
+    GOSSIP,
+    LEADER,
+    RING,
+    SLOW_GOSSIP,
+    SUM_16,
+    Finding,
+)
+
+HEAD = ("recipe", "lr, beta", "median", "range", "mean", "floats", "acc. %")
+BEGIN, END = "<!-- begin: written by make science -->", "<!-- end -->"
+INK, GREY, BLUE = "#222222", "#8A8A8A", "#0B6BB8"
+
+
+def terminal(findings: Sequence[Finding]) -> Table:
+    """For who looks on."""
+    table = Table(box=None, pad_edge=False)
+    for name in HEAD:
+        table.add_column(name, justify="left" if name == HEAD[0] else "right")
+    for f in _by_loss(findings):
+        table.add_row(*_cells(f))
+    return table
+
+
+def write(docs: Path, findings: Sequence[Finding], tuning_seeds: int) -> None:
+    """The table into ``docs``/science.md, between its marks, and science.png beside it."""
+    path = docs / "science.md"
+    before, _, rest = path.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"{path} must have a line {BEGIN!r} and after it a line {END!r}")
+    path.write_text(f"{before}{BEGIN}\n{markdown(findings, tuning_seeds)}\n{END}{after}")
+    picture(findings).savefig(docs / "science.png")
+
+
+def markdown(findings: Sequence[Finding], tuning_seeds: int) -> str:
+    """The table, and under it how it was come by."""
+    rows = [HEAD, ["---", *["---:"] * (len(HEAD) - 1)], *map(_cells, _by_loss(findings))]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    recipes = "\n".join(
+        f"| {f.row.name} | `{f.row.job(f.setting, 0).recipe}` |" for f in _by_loss(findings)
+    )
+    return f"""
+Tuned on {tuning_seeds} seeds; reported on {len(findings[0].outcomes)} others:
+
+{table}
+
+| recipe | as laconic writes it |
+|---|---|
+{recipes}
+"""
+
+
+def picture(findings: Sequence[Finding]) -> Figure:
+    """Loss against floats sent: a dot for each seed, a larger one at the median."""
+    figure = Figure(figsize=(8.5, 5.2), dpi=150, layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    for f in findings:
+        floats = f.outcomes[0].floats
+        axes.plot([floats] * len(f.losses), f.losses, ".", color=GREY, markersize=3, alpha=0.6)
+        axes.plot([floats], [f.loss], "o", color=BLUE, markersize=6)
+        offset, side = BESIDE.get(f.row, ((7, 0), "left"))
+        axes.annotate(
+            f.row.name,
+            (floats, f.loss),
+            offset,
+            textcoords="offset points",
+            ha=side,
+            va="center",
+            fontsize=8.5,
+            color=INK,
+        )
+    _style(axes)
+    axes.set_title(
+        f"Digits, 8 workers, 240 steps: {len(findings[0].outcomes)} seeds and their median",
+        loc="left",
+        fontsize=10,
+    )
+    return figure
+
+
+BESIDE = {row: ((-7, 0), "right") for row in (SLOW_GOSSIP, GOSSIP, RING, LEADER, SUM_16)}
+BESIDE[ELASTIC_16] = ((0, -15), "center")
+"""Where names stand that have no room on the right of their points."""
+
+
+def _style(axes: Axes) -> None:
+    axes.set_xscale("symlog", linthresh=0.08, linscale=0.6)
+    axes.set_yscale("log", subs=[2, 5])
+    axes.set_xlim(-0.012, 3.6)
+    ticks = [0, 0.1, 0.2, 0.5, 1, 2]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.set_yticks([0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5])
+    axes.yaxis.set_major_formatter(lambda loss, _: f"{loss:g}")
+    axes.set_xlabel("floats that a worker sends, per parameter and step (log; 0 at the left edge)")
+    axes.set_ylabel("training loss of the consensus model (nats, log)")
+    axes.grid(color="#E6E6E6", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _by_loss(findings: Sequence[Finding]) -> list[Finding]:
+    return sorted(findings, key=lambda f: f.loss)
+
+
+def _cells(f: Finding) -> list[str]:
+    """One row of the table, as `HEAD` has it."""
+    losses = f.losses
+    return [
+        f.row.name,
+        ", ".join(f"{x:g}" for x in (f.setting.lr, f.setting.beta) if x is not None),
+        _three(f.loss),
+        f"{_three(losses[0])}-{_three(losses[-1])}",
+        _three(statistics.fmean(losses)),
+        f"{f.outcomes[0].floats:.3f}",
+        f"{100 * statistics.median(o.accuracy for o in f.outcomes):.1f}",
+    ]
+
+
+def _three(loss: float) -> str:
+    return f"{loss:.4f}" if loss < 0.1 else f"{loss:.3f}"
