@@ -228,7 +228,7 @@ def test_a_race_of_steps(tmp_path: Path) -> None:
 def check_plots(race: Race) -> None:
     """Pictures are there, are told, and show something."""
     assert {path.name for path in race.directory.iterdir()} == {
-        "results.json", "loss.png", "loss.svg",
+        "report.html", "results.json", "results.csv", "rows.csv", "loss.png", "loss.svg",
     }  # fmt: skip
     for path in race.directory.iterdir():
         assert str(path) in race.out.replace("\n", "")

@@ -48,7 +48,7 @@ class Pending(Generic[T]):
             start = time.perf_counter()
             self._event.wait()
             if self._lane is not None:
-                self._lane.seconds_waiting += time.perf_counter() - start
+                self._lane.waited(start)
         if self.error is not None:
             raise self.error
         if self._ready is not None:
@@ -76,6 +76,7 @@ class Lane:
 
     def __init__(self, threaded: bool, device: torch.device) -> None:
         self.seconds_waiting = 0.0
+        self.observer: Callable[[float, float], None] | None = None
         self._threaded = threaded
         self._device = device
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -99,7 +100,14 @@ class Lane:
             self._error = error
             raise
         finally:
-            self.seconds_waiting += time.perf_counter() - start
+            self.waited(start)
+
+    def waited(self, start: float) -> None:
+        """Book the time since ``start`` as waiting, and tell the observer."""
+        end = time.perf_counter()
+        self.seconds_waiting += end - start
+        if self.observer is not None:
+            self.observer(start, end)
 
     def submit(self, job: Callable[[], T], label: str) -> Pending[T]:
         """Have ``job`` run after those before it, beside what the caller does next. After one whose

@@ -48,18 +48,13 @@ def add(commands: Any) -> None:
     length.add_argument("--steps", type=int, help="steps of each recipe, in place of seconds")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("laconic-compare"), metavar="DIR")
+    parser.add_argument("--open", action="store_true", help="show the report in a browser")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """0 when every recipe finished; 1 when one failed or diverged."""
-    try:
-        import matplotlib  # noqa: F401
-        import rich  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            f"laconic compare needs {error.name}: pip install 'laconic[lab]'"
-        ) from None
+    needs("compare")
     from laconic.lab import race, report
     from laconic.lab.jobs import terminate_as_exit
 
@@ -91,10 +86,23 @@ def run(arguments: argparse.Namespace) -> int:
             left = len(settings.recipes) + 1 - len(result.rows)
             show(result, arguments.out, left)
     assert result is not None, "a race has at least the row without communication"
+    if arguments.open:
+        report.show(arguments.out)
     return 0 if all(row.status == "ok" for row in result.rows) else 1
 
 
-def show(result: Result, directory: Path, left: int) -> None:
+def needs(command: str) -> None:
+    """Raise ``ImportError`` where a package is missing that the command is sure to need."""
+    try:
+        import matplotlib  # noqa: F401
+        import rich  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"laconic {command} needs {error.name}: pip install 'laconic[lab]'"
+        ) from None
+
+
+def show(result: Result, directory: Path, left: int = 0) -> None:
     """The table, the verdict, and where the rest is; ``left`` recipes did not have their turn."""
     from rich.console import Console
 

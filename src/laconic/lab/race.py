@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from laconic.errors import check_choice, check_int
+from laconic.lab import timeline as timelines
 from laconic.lab import workloads
 from laconic.lab.cluster import (
     Cluster,
@@ -26,7 +27,7 @@ from laconic.lab.cluster import (
     launch,
 )
 from laconic.lab.jobs import Job, Outcome
-from laconic.lab.result import NO_COMMUNICATION, Point, Result, Row
+from laconic.lab.result import NO_COMMUNICATION, Point, Result, Rounds, Row
 from laconic.lab.worker import Spec
 from laconic.parse import parse_recipe
 from laconic.updates import OuterStep
@@ -172,9 +173,27 @@ def _row(
         watch(name, event)
         last = event if event["event"] in ("step", "end") else last
     outcomes = job.wait(timeout=RANK_TIMEOUT)
-    row = _read(name, last, outcomes, settings)
+    row = replace(_read(name, last, outcomes, settings), seed=settings.seed)
+    if row.status != "failed":
+        records = [_said(job, rank, "timeline") for rank in range(len(outcomes))]
+        timeline = timelines.on_one_clock(
+            [r["ran"] for r in records], [r["spans"] for r in records]
+        )
+        row = replace(row, timeline=timeline, rounds=_rounds(job, settings))
     watch(name, {"event": "done", "row": row})
     return row, int(last.get("parameters", 0))
+
+
+def _said(job: Job, rank: int, event: str) -> Event:
+    """The rank's last event of that kind."""
+    lines = [line for line in job.stdout(rank).splitlines() if line.startswith("{")]
+    return next(e for e in map(json.loads, reversed(lines)) if e["event"] == event)
+
+
+def _rounds(job: Job, settings: Settings) -> tuple[Rounds, ...]:
+    """What each host sent when."""
+    rounds = (Rounds(**fields) for fields in _said(job, 0, "rounds")["rounds"])
+    return tuple(replace(r, bytes=r.bytes * settings.per_host) for r in rounds)
 
 
 def _events(job: Job) -> Iterator[Event]:
@@ -199,7 +218,9 @@ def _read(name: str, last: Event, outcomes: list[Outcome], settings: Settings) -
             None, math.nan, (),
         )  # fmt: skip
     steps, each = last["steps"], settings.per_host
-    curve = tuple(Point(s, seconds, mb * each, loss) for s, seconds, mb, loss in last["curve"])
+    curve = tuple(
+        Point(s, seconds, mb * each, *figures) for s, seconds, mb, *figures in last["curve"]
+    )
     lost = curve[-1].loss is None
     diverged = lost or (curve[0].loss or 0) * DIVERGED < (curve[-1].loss or 0)
     row = Row(

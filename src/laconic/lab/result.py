@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from operator import attrgetter
@@ -44,15 +45,38 @@ def _plain(value: object) -> object:
 
 @dataclass(frozen=True)
 class Point:
-    """One validation: `seconds` on the training clock and `megabytes` sent per host so far."""
+    """One validation: `seconds` on the training clock and `megabytes` sent per host so far;
+    `distance` of the workers' models from their mean just before the round that the validation
+    follows (`laconic.lab.worker.Run.distance`)."""
 
     step: int
     seconds: float
     megabytes: float
     loss: float | None
+    distance: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss", _finite(self.loss))
+        object.__setattr__(self, "distance", _finite(self.distance))
+
+
+Span = tuple[float, float, Literal["compute", "send", "wait"]]
+"""From when to when, in seconds, a worker did what."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Rounds that follow each other regularly: after the steps `first`, `first + every`, ...,
+    `last`, `bytes` sent per host each time. A single one has `every` 0."""
+
+    first: int
+    last: int
+    every: int
+    bytes: int
+
+    def steps(self) -> range:
+        """The steps after which they come."""
+        return range(self.first, self.last + 1, self.every or 1)
 
 
 @dataclass(frozen=True)
@@ -70,6 +94,11 @@ class Row:
         waiting: share of the seconds spent waiting for the network, 0 to 1.
         curve: validations in the order of time.
         notes: anything a reader must know; shown below the table.
+        timeline: what each rank did when, from the start of the training and without the
+            validations; of a long run, its beginning and its end.
+        rounds: what was sent when.
+        source: the directory it comes from, where several runs are joined.
+        seed: of the model and the batches.
     """
 
     recipe: str
@@ -84,10 +113,19 @@ class Row:
     waiting: float
     curve: tuple[Point, ...]
     notes: tuple[str, ...] = ()
+    timeline: tuple[tuple[Span, ...], ...] = ()
+    rounds: tuple[Rounds, ...] = ()
+    source: str = ""
+    seed: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss", _finite(self.loss))
         object.__setattr__(self, "interface_bytes_per_step", _finite(self.interface_bytes_per_step))
+
+    @property
+    def name(self) -> str:
+        """How texts call it: the recipe, and where it comes from if that must be told."""
+        return f"{self.recipe} [{self.source}]" if self.source else self.recipe
 
 
 @dataclass(frozen=True)
@@ -110,7 +148,9 @@ class Result:
 
     def to_json(self) -> str:
         """Standard JSON: a number that is not finite is null."""
-        return json.dumps(_plain(asdict(self)), indent=1, allow_nan=False)
+        text = json.dumps(_plain(asdict(self)), indent=1, allow_nan=False)
+        # what holds nothing else goes on one line: a span of a timeline would take five
+        return re.sub(r"([\[{])\n\s*([^\[\]{}]*?)\s*([\]}])", _on_one_line, text)
 
     @classmethod
     def from_json(cls, text: str) -> Result:
@@ -123,6 +163,11 @@ class Result:
             raise ValueError(f"this is not the result of a race: {error}") from error
 
 
+def _on_one_line(match: re.Match[str]) -> str:
+    opening, inside, closing = match.groups()
+    return opening + re.sub(r"\n\s*", " ", inside) + closing
+
+
 def _row(fields: dict[str, Any]) -> Row:
     numbers = ("seconds", "seconds_per_step", "ledger_bytes_per_step", "waiting")
     return Row(
@@ -131,6 +176,11 @@ def _row(fields: dict[str, Any]) -> Row:
             **{name: math.nan for name in numbers if fields[name] is None},
             "curve": tuple(Point(**point) for point in fields["curve"]),
             "notes": tuple(fields["notes"]),
+            "timeline": tuple(
+                tuple((start, end, kind) for start, end, kind in rank)
+                for rank in fields.get("timeline", ())
+            ),
+            "rounds": tuple(Rounds(**rounds) for rounds in fields.get("rounds", ())),
         }
     )
 
@@ -164,14 +214,28 @@ def line(row: Row, axis: Axis) -> list[tuple[float, float]]:
     return [(axis(point), point.loss) for point in row.curve if point.loss is not None]
 
 
-def loss_at(row: Row, axis: Axis, position: float) -> float | None:
-    """Loss of the row there, linear between validations; None outside its curve."""
-    pairs = line(row, axis)
+def interpolated(pairs: Sequence[tuple[float, float]], position: float) -> float | None:
+    """The value there, linear between the (position, value) pairs; None outside of them."""
     if pairs and position == pairs[-1][0]:
         return pairs[-1][1]
     for (left, before), (right, after) in pairwise(pairs):
         if left <= position < right:
             return before + (after - before) * (position - left) / (right - left)
+    return None
+
+
+def loss_at(row: Row, axis: Axis, position: float) -> float | None:
+    """Loss of the row there, linear between validations; None outside its curve."""
+    return interpolated(line(row, axis), position)
+
+
+def reached(row: Row, axis: Axis, loss: float) -> float | None:
+    """Where along `axis` the row was first at ``loss``, linear between validations; None where it
+    never was."""
+    pairs = line(row, axis)
+    for (left, before), (right, after) in pairwise(pairs):
+        if after <= loss < before:
+            return left + (right - left) * (before - loss) / (before - after)
     return None
 
 
@@ -221,8 +285,8 @@ def compared(result: Result, row: Row, axis: Axis) -> float | None:
 
 
 def _losses(result: Result, axis: Axis) -> dict[str, float]:
-    losses = {row.recipe: compared(result, row, axis) for row in finished(result)}
-    return {recipe: loss for recipe, loss in losses.items() if loss is not None}
+    losses = {row.name: compared(result, row, axis) for row in finished(result)}
+    return {name: loss for name, loss in losses.items() if loss is not None}
 
 
 def equal_steps(result: Result) -> dict[str, float]:
@@ -307,6 +371,24 @@ def task(result: Result) -> str:
     seed = number(result, "seed")
     parts.append("one run each" + (f", seed {seed:.0f}" if seed is not None else ""))
     return ", ".join(part for part in parts if part)
+
+
+def megabytes_per_step(row: Row) -> float:
+    """Payload that each host sent per step; announcements of a few bytes are nothing."""
+    megabytes = row.ledger_bytes_per_step / 1e6
+    return megabytes if megabytes >= 5e-5 else 0.0
+
+
+def differences(result: Result) -> list[str]:
+    """In what the runs differ that were joined, a line for each; empty for a single run."""
+    runs = result.settings.get("runs")
+    if not isinstance(runs, dict):
+        return []
+    lines = []
+    for source, settings in runs.items():
+        told = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in settings.items())
+        lines.append(f"[{source}]: {told or 'the same settings'}")
+    return lines
 
 
 def reason(row: Row) -> str:

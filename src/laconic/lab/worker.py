@@ -20,6 +20,7 @@ import torch
 import laconic
 from laconic.attach import init
 from laconic.lab import plan, workloads
+from laconic.lab.timeline import Recorder, Watched, interface_bytes
 from laconic.lab.workloads import Batch, Workload, lr_factor
 from laconic.links import Link, Throttled, TorchLink
 from laconic.parse import parse_recipe
@@ -27,6 +28,8 @@ from laconic.round import Recipe
 
 REPORT_SECONDS = 0.5
 """How often rank 0 says how far it is."""
+SAMPLED = 2**16
+"""Parameters at most over which the workers' distance is taken: averaging all takes a round."""
 
 
 @dataclass(frozen=True)
@@ -52,23 +55,15 @@ class Spec:
         return json.dumps(asdict(self))
 
 
-def interface_bytes(interface: str | None) -> float:
-    """Bytes that this host's ``interface`` has sent so far; NaN where there is none to read."""
-    if interface is None:
-        return math.nan
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, counts = line.partition(":")
-        if name.strip() == interface:
-            return float(counts.split()[8])
-    return math.nan
-
-
 class Clock:
     """Seconds, waiting and bytes of the training alone: stopped while the model is validated."""
 
-    def __init__(self, sync: laconic.Synchronizer, interface: str | None) -> None:
+    def __init__(
+        self, sync: laconic.Synchronizer, interface: str | None, recorder: Recorder
+    ) -> None:
         self._sync = sync
         self._interface = interface
+        self._recorder = recorder
         self._started: tuple[float, ...] | None = None
         self._frames = self._meeting = 0.0
         self.steps = 0
@@ -89,6 +84,7 @@ class Clock:
         if not self.steps:  # what a meeting itself sends
             self._meeting = self._meet() - self._frames
             self._frames += self._meeting
+        self._recorder.resume()
         self._started = self._read()
 
     def running(self) -> float:
@@ -100,6 +96,7 @@ class Clock:
         """Stop counting, after ``step``."""
         assert self._started is not None, "stopped before it was started"
         now = self._read()
+        self._recorder.pause()
         spent = [after - before for before, after in zip(self._started, now, strict=True)]
         self.steps = step
         self.seconds += spent[0]
@@ -133,11 +130,22 @@ class Run:
         self.optimizer = workload.optimizer(self.model)
         self.peaks = [group["lr"] for group in self.optimizer.param_groups]
         self.batches: Iterator[Batch] = workload.batches(self.rank, self.size, spec.seed)
-        self.sync = laconic.attach(self.model, self.optimizer, recipe, link=self._link())
-        self.clock = Clock(self.sync, spec.interface)
+        # a card that ranks share tells of none of them when its bytes have left
+        alone = os.environ.get("LOCAL_WORLD_SIZE") == "1"
+        self.recorder = Recorder(spec.interface if alone else None)
+        self._link = self._connect()
+        watched = Watched(self._link, self.recorder)
+        # hooks run in the order in which they come: this one before the synchroniser's
+        self.optimizer.register_step_post_hook(lambda *_: self._stepped())
+        self.noting = False
+        """Whether the next step ends with a look at how far the workers are apart."""
+        self.note()
+        self.sync = laconic.attach(self.model, self.optimizer, recipe, link=watched)
+        self.sync.observe_waiting(self.recorder.waited)
+        self.clock = Clock(self.sync, spec.interface, self.recorder)
         self.loss = math.nan
 
-    def _link(self) -> Link:
+    def _connect(self) -> Link:
         timeout = timedelta(seconds=self.spec.timeout)
         link = TorchLink.world(torch.device("cpu"), timeout)
         if self.spec.bandwidth is None and not self.spec.latency:
@@ -167,6 +175,31 @@ class Run:
         self.model.train()
         total, count = self.sync.mean(sum(losses)), self.sync.mean(float(len(losses)))
         return total / count
+
+    @torch.no_grad()
+    def distance(self) -> float:
+        """How far apart the workers' models x_i are, as `note` saw them: from their mean
+        m = (1/n) sum_i x_i, the root mean square over the P parameters, averaged over n workers,
+
+            d = (1/n) sum_i sqrt((1/P) sum_p (x_ip - m_p)^2)
+
+        in units of the parameters. Every rank must call it, while the clock stands."""
+        mean = self._noted.clone()
+        self.sync.mean(0.0)  # all messages in flight have arrived: the link is free
+        self._link.mean(mean)
+        return self.sync.mean(float((self._noted - mean).square().mean().sqrt()))
+
+    @torch.no_grad()
+    def note(self) -> None:
+        """Keep this worker's parameters for `distance`: above `SAMPLED`, so many of them, evenly
+        spread."""
+        flat = torch.cat([p.detach().reshape(-1).float() for p in self.model.parameters()])
+        self._noted = flat[:: -(-flat.numel() // SAMPLED)].clone()
+
+    def _stepped(self) -> None:
+        """The optimiser has moved the parameters, and no round has run since."""
+        if self.noting:
+            self.note()
 
 
 def say(rank: int, **event: Any) -> None:
@@ -213,18 +246,23 @@ def race(spec: Spec) -> None:
     parameters = sum(p.numel() for p in run.model.parameters())
     say(rank, event="start", steps=planned.steps)
     curve = train(run, planned)
+    record = {"event": "timeline", "ran": run.recorder.ran, "spans": run.recorder.spans()}
+    print(json.dumps(record), flush=True)  # of every rank
+    say(rank, event="rounds", rounds=[asdict(rounds) for rounds in run.recorder.rounds()])
     say(rank, event="end", parameters=parameters, curve=curve, **run.clock.figures())
     run.sync.finish()
     run.sync.detach()
 
 
-def train(run: Run, planned: plan.Schedule) -> list[tuple[int, float, float, float]]:
-    """The run; (step, seconds, megabytes, validation loss) from before the first step on."""
+def train(run: Run, planned: plan.Schedule) -> list[tuple[int, float, float, float, float]]:
+    """The run; (step, seconds, megabytes, validation loss, distance between the workers before the
+    step's round) from before the first step on."""
     clock, reported, step = run.clock, 0.0, 0
-    curve = [(0, 0.0, 0.0, run.validation_loss())]
+    curve = [(0, 0.0, 0.0, run.validation_loss(), run.distance())]
     clock.start()
     while step < planned.steps and math.isfinite(curve[-1][3]):
         step += 1
+        run.noting = planned.is_look(step)
         run.step(step, planned.steps)
         if time.perf_counter() - reported > REPORT_SECONDS:
             reported, pace = time.perf_counter(), clock.running() / step
@@ -235,7 +273,8 @@ def train(run: Run, planned: plan.Schedule) -> list[tuple[int, float, float, flo
             clock.stop(step)
             elapsed, megabytes = run.sync.mean(clock.seconds), run.sync.mean(clock.sent) / 1e6
             if planned.look(step, elapsed):
-                curve.append((step, elapsed, megabytes, run.validation_loss()))
+                figures = run.validation_loss(), run.distance()
+                curve.append((step, elapsed, megabytes, *figures))
             clock.start()
     clock.stop(step)
     return curve
