@@ -1,9 +1,9 @@
 """What one rank of a race does when, recorded beside the training: computing, sending, waiting.
 
 Times are of `time.perf_counter`, which all processes of a machine share. Waiting: training stands
-still for a round. Computing: the rest of the time on the training clock. Sending: from the start
-of a collective until this host's bytes have left its network card (seen by the card's counter,
-where it has one of its own), at the latest until the collective's end.
+still for a round. Computing: the rest of the time on the training clock. Sending: this rank's data
+leaves its host's network card, as seen by the card's counter; where there is no card of its own to
+look at, a collective is under way.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 from torch import Tensor
 
@@ -27,48 +29,67 @@ KEPT = 400
 """Sends and waits that are kept from the beginning of a run, and as many from its end."""
 SHORTEST = 1e-4
 """Seconds; sends and waits that are shorter are left out, and waits count as computing."""
+LARGEST_ACKNOWLEDGEMENT = 200
+"""Bytes; packets that are larger on average carry data."""
 POLL_SECONDS = 0.004
 """Between two looks at the card's counter while messages are under way."""
 
 
-def interface_bytes(interface: str | None) -> float:
-    """Bytes that this host's ``interface`` has sent so far; NaN where there is none to read."""
-    if interface is None:
-        return math.nan
+def interface_counts(interface: str) -> tuple[float, float]:
+    """Bytes and packets that this host's ``interface`` has sent so far; NaN where there is none."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == interface:
-            return float(counts.split()[8])
-    return math.nan
+            return float(counts.split()[8]), float(counts.split()[9])
+    return math.nan, math.nan
 
 
 class Card:
-    """Sees when the bytes of a collective have left through ``interface``."""
+    """Sees when data leaves through ``interface`` while a collective is under way."""
 
     def __init__(self, interface: str) -> None:
         self._interface = interface
-        self._target = 0.0
-        self._left = (0.0, 0.0)  # a target, and when it was seen to be reached
-        self._expected = threading.Event()
+        self._seen: list[float] = []
+        self._looking = threading.Event()
         threading.Thread(target=self._look, daemon=True, name="laconic-card").start()
 
-    def expect(self, amount: int) -> None:
-        """``amount`` bytes are about to be sent, after those that may be queued still."""
-        self._target = max(self._target, interface_bytes(self._interface)) + amount
-        self._expected.set()
+    def start(self) -> None:
+        """A collective starts."""
+        self._seen = []
+        self._looking.set()
 
-    def left(self, end: float) -> float:
-        """When they had left, as far as was seen by ``end``; no more looking."""
-        self._expected.clear()
-        target, seen = self._left
-        return min(seen, end) if target == self._target else end
+    def stop(self, start: float) -> list[tuple[float, float]]:
+        """It has ended; when its data left, ``start`` being when it started."""
+        self._looking.clear()
+        return stretches(start, self._seen)
 
     def _look(self) -> None:
-        while self._expected.wait():
-            target = self._target
-            if target != self._left[0] and interface_bytes(self._interface) >= target:
-                self._left = target, time.perf_counter()
-            time.sleep(POLL_SECONDS)
+        while self._looking.wait():
+            seen, before = self._seen, interface_counts(self._interface)
+            while self._looking.is_set() and seen is self._seen:
+                time.sleep(POLL_SECONDS)
+                now = interface_counts(self._interface)
+                packets = now[1] - before[1]
+                if packets and (now[0] - before[0]) / packets > LARGEST_ACKNOWLEDGEMENT:
+                    seen.append(time.perf_counter())
+                before = now
+
+
+def stretches(start: float, seen: Sequence[float]) -> list[tuple[float, float]]:
+    """When data left without a pause, if it was ``seen`` to leave at these times. What leaves at
+    once may be 20 kB, which takes its time on a slow network: a pause is four times as long as
+    what is usual between two sights, and five looks at least."""
+    if not seen:
+        return []
+    gaps = [after - before for before, after in pairwise([start, *seen])]
+    usual = median(gaps)
+    found = [(start, start)]
+    for at, gap in zip(seen, gaps, strict=True):
+        if gap > max(4 * usual, 5 * POLL_SECONDS):
+            found.append((at - usual, at))
+        else:
+            found[-1] = found[-1][0], at
+    return found
 
 
 class Recorder:
@@ -112,11 +133,12 @@ class Recorder:
             yield
             return
         if self._card is not None:
-            self._card.expect(amount.bytes)
+            self._card.start()
         start = time.perf_counter()
         yield
         end = time.perf_counter()
-        self._keep((start, end if self._card is None else self._card.left(end), "send"))
+        for begin, finish in [(start, end)] if self._card is None else self._card.stop(start):
+            self._keep((begin, min(finish, end), "send"))
 
     def _keep(self, span: Span) -> None:
         with self._lock:

@@ -20,7 +20,7 @@ import torch
 import laconic
 from laconic.attach import init
 from laconic.lab import plan, workloads
-from laconic.lab.timeline import Recorder, Watched, interface_bytes
+from laconic.lab.timeline import Recorder, Watched, interface_counts
 from laconic.lab.workloads import Batch, Workload, lr_factor
 from laconic.links import Link, Throttled, TorchLink
 from laconic.parse import parse_recipe
@@ -53,6 +53,11 @@ class Spec:
     def to_json(self) -> str:
         """For the command line of the worker."""
         return json.dumps(asdict(self))
+
+
+def interface_bytes(interface: str | None) -> float:
+    """Bytes that this host's ``interface`` has sent so far; NaN where there is none to read."""
+    return math.nan if interface is None else interface_counts(interface)[0]
 
 
 class Clock:
