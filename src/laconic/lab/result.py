@@ -386,9 +386,17 @@ def differences(result: Result) -> list[str]:
         return []
     lines = []
     for source, settings in runs.items():
-        told = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in settings.items())
+        told = ", ".join(f"{key.replace('_', ' ')} {_told(key, settings[key])}" for key in settings)
         lines.append(f"[{source}]: {told or 'the same settings'}")
     return lines
+
+
+def _told(key: str, value: object) -> str:
+    if key == "bandwidth" and isinstance(value, (int, float)) and math.isfinite(value):
+        return format_rate(value)
+    if key == "latency" and isinstance(value, (int, float)):
+        return f"{brief(value * 1e3)} ms"
+    return "–" if value is None else brief(value) if isinstance(value, float) else str(value)
 
 
 def reason(row: Row) -> str:
