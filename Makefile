@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench mutations clean
+.PHONY: demo test check bench mutations look clean
 
 demo: $(READY)            ## compare DDP, local SGD, SlowMo and DiLoCo on a 100 Mbit/s network
 	$(BIN)/laconic compare
@@ -28,6 +28,9 @@ $(READY): pyproject.toml constraints.txt
 
 mutations: $(READY)       ## change a sign in each formula and see a test fail
 	$(BIN)/python tests/mutate.py
+
+look: $(READY)            ## pictures of the demo's report, with Chromium
+	$(BIN)/python tests/look.py
 
 clean:
 	rm -rf $(VENV) laconic-compare build *.egg-info
