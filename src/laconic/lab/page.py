@@ -60,7 +60,7 @@ def _definitions(values: dict[str, str]) -> str:
 
 def _table(result: Result) -> str:
     headers, lines = cells(result)
-    head = "".join(f'<th scope="col">{escape(" ".join(h.split()))}</th>' for h in headers)
+    head = "".join(f'<th scope="col">{escape(h)}</th>' for h in headers)
     body = []
     for row, line in lines:
         silent = row.recipe == NO_COMMUNICATION
