@@ -70,7 +70,7 @@ def test_reports_are_joined_and_say_where_they_differ(capsys: pytest.CaptureFixt
     joined = report.read(Path("laconic-report"))
     assert [run.name for run in joined.rows] == [
         f"{NO_COMMUNICATION} [fast]", "ddp() [fast]",
-        f"{NO_COMMUNICATION} [slow]", "ddp() [slow]", "local_sgd(12)",
+        f"{NO_COMMUNICATION} [slow]", "ddp() [slow]", "local_sgd(12) [slow]",
     ]  # fmt: skip
     assert [run.curve for run in joined.rows] == [
         run.curve for run in (SILENT, DDP, SILENT, slow, LOCAL)
@@ -79,7 +79,8 @@ def test_reports_are_joined_and_say_where_they_differ(capsys: pytest.CaptureFixt
     assert joined.settings["runs"] == {"fast": {"bandwidth": 1e8}, "slow": {"bandwidth": 1e7}}
     assert "[fast]: bandwidth 100 Mbit/s [slow]: bandwidth 10 Mbit/s" in text
     assert "ddp() [slow] 1.50 15.0 20 3.50" in text  # against its own row without communication
-    assert "In 30 s per recipe, local_sgd(12) reached" in text
+    assert "In 30 s per recipe, local_sgd(12) [slow] reached the lowest" in text
+    assert "as many steps as ddp() [fast] (2.45)" in text
     page = Parsed(Path("laconic-report/report.html").read_text())
     assert "[fast]: bandwidth 100 Mbit/s" in page.texts["p"]
     assert page.texts["pre"] == ["laconic race\nlaconic race"]
@@ -90,7 +91,19 @@ def test_runs_of_one_name_are_told_apart_by_their_paths(capsys: pytest.CaptureFi
     kept(result(LOCAL, DDP), "tuesday/run")
     said(["monday/run", "tuesday/run", "--out", "both"], capsys)
     names = [run.name for run in report.read(Path("both")).rows]
-    assert names == ["ddp() [monday/run]", "local_sgd(12)", "ddp() [tuesday/run]"]
+    assert names == ["ddp() [monday/run]", "local_sgd(12) [tuesday/run]", "ddp() [tuesday/run]"]
+
+
+def test_runs_of_different_length_are_compared_where_the_first_ended(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    kept(result(SILENT, DDP), "long")
+    kept(result(SILENT, row("sgp()", (0, 0, 5.5), (30, 10, 2.0)), seconds=10.0), "short")
+    text = said(["long", "short"], capsys)
+    assert "[long]: seconds 30 [short]: seconds 10" in text
+    assert "In 10 s per recipe on this 100 Mbit/s network, sgp() [short] reached" in text
+    # 3.94 is what ddp had after 10 s, and sgp after 4.46
+    assert "ahead of ddp() [long] (3.94), a loss that it was at after 4.46 s, 2.2 times" in text
 
 
 def test_machines_that_differ_are_all_named() -> None:

@@ -64,6 +64,7 @@ def test_the_texts_give_means_and_spread(tmp_path: Path) -> None:
     text = console.file.getvalue()
     (line,) = [each for each in text.splitlines() if each.startswith("sgp()")]
     assert f"2.25 ± {stdev([2.0, 2.5]):.2f}" in line
+    assert "2 seeds each" in " ".join(text.split())
     assert "sample standard deviation" in " ".join(text.split())
     assert "sgp() reached the lowest validation loss (2.25)" in report.verdict(TWICE)
     paths = {path.name: path for path in report.write(TWICE, tmp_path)}

@@ -112,7 +112,7 @@ def show(result: Result, directory: Path, left: int = 0) -> None:
     console.print(report.table(result))
     if left:
         console.print(f"Interrupted: {left} of the recipes had no turn.", highlight=False)
-    console.print(report.verdict(result), highlight=False)
+    console.print(report.verdict(result), highlight=False, markup=False)
     paths = report.write(result, directory)
     console.print("Written: " + ", ".join(str(path) for path in paths), highlight=False)
 

@@ -31,7 +31,7 @@ from laconic.lab.verdict import question, sentences
 def page(result: Result) -> str:
     """The page, as HTML."""
     shown = averaged(result)
-    about = [network(shown), task(shown), *differences(shown)]
+    about = [network(shown), task(result), *differences(shown)]
     parts = {
         "title": escape(question(shown)),
         "answer": _paragraphs(sentences(result)),

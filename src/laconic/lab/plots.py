@@ -49,6 +49,7 @@ def plots(result: Result, directory: Path) -> list[Path]:
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
         raise ImportError("the plots need the package matplotlib") from error
+    about = f"{network(result)}\n{task(result)}"
     grouped, result = groups(result), averaged(result)
     layout = ConstrainedLayoutEngine(wspace=0.04)
     figure = Figure(figsize=(11, 5), dpi=150, layout=layout, facecolor="white")
@@ -61,7 +62,7 @@ def plots(result: Result, directory: Path) -> list[Path]:
         text.set_in_layout(False)  # a long name must not make the panels narrow
     panels[0].set_ylabel("validation loss (nats)")
     limit_loss(panels[0], result)
-    figure.suptitle(f"{network(result)}\n{task(result)}", x=0.01, ha="left", fontsize=9, color=GREY)
+    figure.suptitle(about, x=0.01, ha="left", fontsize=9, color=GREY)
     handles, labels = panels[0].get_legend_handles_labels()
     longest = max(map(len, labels), default=0)
     figure.legend(

@@ -132,17 +132,11 @@ def _write_csv(path: Path, columns: Sequence[str], lines: Iterable[dict[str, obj
 
 
 def join(runs: Sequence[tuple[str, Result]]) -> Result:
-    """Several results, by label, as one. Rows whose recipe is in more than one of them carry the
-    label as their source. Settings in which the results differ stand, by label, in
-    ``settings["runs"]``; the others are those of all."""
+    """Several results, by label, as one. Rows carry the label as their source. Settings in which
+    the results differ stand, by label, in ``settings["runs"]``; the others are those of all."""
     if len(runs) == 1:
         return runs[0][1]
-    recipes = [{row.recipe for row in result.rows} for _, result in runs]
-    rows = [
-        replace(row, source=label) if sum(row.recipe in each for each in recipes) > 1 else row
-        for label, result in runs
-        for row in result.rows
-    ]
+    rows = [replace(row, source=label) for label, result in runs for row in result.rows]
     keys = list(dict.fromkeys(key for _, result in runs for key in result.settings))
     alike = {
         key: runs[0][1].settings.get(key)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -369,7 +370,9 @@ def task(result: Result) -> str:
     elif steps:
         parts.append(f"{steps:,.0f} steps per recipe")
     seed = number(result, "seed")
-    parts.append("one run each" + (f", seed {seed:.0f}" if seed is not None else ""))
+    runs = max(Counter((row.recipe, row.source) for row in result.rows).values(), default=1)
+    once = "one run each" + (f", seed {seed:.0f}" if seed is not None else "")
+    parts.append(once if runs == 1 else f"{runs} seeds each")
     return ", ".join(part for part in parts if part)
 
 
@@ -386,8 +389,9 @@ def differences(result: Result) -> list[str]:
         return []
     lines = []
     for source, settings in runs.items():
-        told = ", ".join(f"{key.replace('_', ' ')} {_told(key, settings[key])}" for key in settings)
-        lines.append(f"[{source}]: {told or 'the same settings'}")
+        known = {key: value for key, value in settings.items() if value is not None}
+        told = ", ".join(f"{key.replace('_', ' ')} {_told(key, known[key])}" for key in known)
+        lines += [f"[{source}]: {told}"] if told else []
     return lines
 
 
@@ -396,7 +400,7 @@ def _told(key: str, value: object) -> str:
         return format_rate(value)
     if key == "latency" and isinstance(value, (int, float)):
         return f"{brief(value * 1e3)} ms"
-    return "–" if value is None else brief(value) if isinstance(value, float) else str(value)
+    return brief(value) if isinstance(value, float) else str(value)
 
 
 def reason(row: Row) -> str:

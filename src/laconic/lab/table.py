@@ -160,15 +160,14 @@ def _columns(result: Result) -> list[Column]:
 def caption(result: Result) -> list[str]:
     """What network and task it was, and what a reader must know to read the figures."""
     shown = averaged(result)
-    lines = [network(shown), task(shown), *differences(shown)]
+    lines = [network(shown), task(result), *differences(shown)]
     lines.append(
         "Loss: validation, nats, of the consensus model. MB: sent per host, payload, by the ledger"
         + _headers(shown)
         + ". Waiting: share of the time spent waiting for the network."
     )
-    most = max((len(group.runs) for group in groups(result)), default=0)
-    if most > 1:
-        lines.append(f"Means of up to {most} seeds; ±: sample standard deviation between them.")
+    if any(len(group.runs) > 1 for group in groups(result)):
+        lines.append("Figures are means over the seeds; ±: sample standard deviation between them.")
     if any(row.recipe == NO_COMMUNICATION for row in shown.rows):
         lines.append(
             "† The compute alone: workers that never talk. Its loss is the mean over the workers "

@@ -155,17 +155,17 @@ def _at_the_limit(result: Result, axis: Axis, where: str) -> str:
     against = f"{rival.name} ({show(loss)})"
     if len(ahead) > 1:
         return f"{within}, {names} share the lowest validation loss ({best}) ahead of {against}"
-    pace, sooner = _pace(ahead[0], rival, axis), _sooner(result, ahead[0], rival)
+    sooner = _sooner(result, ahead[0], loss) if axis is SECONDS and _is_ddp(rival) else ""
     return (
-        f"{within}, {names} reached the lowest validation loss ({best}), {pace} {against}{sooner}"
+        f"{within}, {names} reached the lowest validation loss ({best}), "
+        f"{_pace(result, ahead[0], rival, axis)} {against}{sooner}"
     )
 
 
-def _sooner(result: Result, leader: Row, rival: Row) -> str:
-    """How much sooner than DDP the leader was at the loss that DDP ended with."""
-    end, loss = line(rival, SECONDS)[-1]
-    there = reached(leader, SECONDS, loss)
-    if not _is_ddp(rival) or not there or end < 1.05 * there:
+def _sooner(result: Result, leader: Row, loss: float) -> str:
+    """How much sooner the leader was at the loss that DDP has when the time is up."""
+    end, there = common(result, SECONDS), reached(leader, SECONDS, loss)
+    if not end or not there or end < 1.05 * there:
         return ""
     return f", a loss that it was at after {brief(there)} s, {_times(end / there)} times as fast"
 
@@ -189,13 +189,15 @@ def _bytes(result: Result, axis: Axis) -> str:
     )
 
 
-def _pace(leader: Row, rival: Row, axis: Axis) -> str:
+def _pace(result: Result, leader: Row, rival: Row, axis: Axis) -> str:
     """How the leader's speed compares with the rival's, up to the word before its name."""
     if axis is STEPS:
         ratio = leader.seconds_per_step / rival.seconds_per_step if rival.seconds_per_step else 0.0
         if not ratio > 0:  # zero or NaN: nothing was measured
             return "ahead of"
         return f"at {_times(ratio)} times the time per step of"
+    if number(result, "seconds") is None:  # the runs were not equally long
+        return "ahead of"
     ratio = leader.steps / rival.steps if rival.steps else 0.0
     if 0.95 < ratio < 1.05:
         return "in as many steps as"
