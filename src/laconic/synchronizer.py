@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -530,3 +530,8 @@ class Synchronizer:
             dict(self._ledger.by_collective),
             self._lane.seconds_waiting,
         )
+
+    def observe_waiting(self, observer: Callable[[float, float], None]) -> None:
+        """Have ``observer(start, end)`` (`time.perf_counter`) called after every time that training
+        stood still for a round: what adds up to ``stats().seconds_waiting``."""
+        self._lane.observer = observer
