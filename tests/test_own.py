@@ -411,7 +411,8 @@ def test_a_slow_host_sleeps_in_proportion_to_what_it_computes(
 
 SPEC = worker.Spec(
     recipe="", peer=False, rules=None, group_size=None, workload="", data=None, seconds=None,
-    steps=2, seed=0, validations=2, bandwidths=None, latency=0.0, paces=[], interface=None, timeout=60.0,
+    steps=2, seed=0, validations=2, bandwidths=None, latency=0.0, paces=[], interface=None,
+    timeout=60.0,
 )  # fmt: skip
 
 
