@@ -90,9 +90,7 @@ def start_and_end(way: str, directory: str) -> list[str]:
     lab.stdout.close()
     wrong = [] if lab.wait(SECONDS) == code else [f"exit code {lab.returncode}, not {code}"]
     if number == signal.SIGKILL and ("keeper" in way or not keepers):
-        cleaned = subprocess.run([*LAB, "clean"], capture_output=True, text=True, check=True)
-        if cleaned.stdout.count(f"of the lab of process {lab.pid}\n") < 1:
-            wrong.append("laconic lab clean has found nothing")
+        subprocess.run([*LAB, "clean"], stdout=subprocess.DEVNULL, check=True)
     deadline = time.monotonic() + SECONDS
     while left := [*(m.command for m in of_lab(lab.pid)), *alive(inside), *os.listdir(directory)]:
         if time.monotonic() > deadline:

@@ -262,6 +262,7 @@ BAD: Mapping[str, tuple[list[str], str]] = {
     "name": (["--bandwidth-host", "x=1mbit", "true"], "not a host: 'x'; give its number"),
     "single": (["--bandwidth-host", "1", "true"], "not a host's bandwidth: '1'; give HOST=RATE"),
     "shell": (["--hosts", "2", "--shell", "2"], "there is no host 2; hosts are numbered 0 to 1"),
+    "no lab": (["--shell", "1@0"], "no lab of process '0' runs here; these do: "),
     "both": (["--shell", "2", "--", "true"], "give a program or --shell, not both"),
     "directory": (["--out", "/dev/null/x", "true"], "cannot make /dev/null/x: Not a directory"),
     "nodes": (
@@ -373,6 +374,7 @@ def test_two_labs_and_what_a_killed_one_leaves() -> None:
             "host0/rank0 | ready\n",
             "host1/rank1 | ready\n",
         }
+        until(lambda pid=process.pid: of_launcher(pid).count("sleep 1000") == 2)  # type: ignore[misc]
     # A keeper that lives ends all that is left; with it the lab loses its last hold.
     for member in leftovers.members():
         if member.launcher == killed.pid and "namespaces.py keep " in member.command:
@@ -469,7 +471,7 @@ def test_a_shell_is_on_its_host() -> None:
     first.expect(r"\[host1\] ")
     first.type("hostname; cat /proc/net/dev | grep -c eth0; sleep 1000\n")
     first.expect(r"host1\r\n1\r\n")
-    second = Terminal("--shell", "host0")
+    second = Terminal("--shell", f"host0@{first.pid}")
     second.expect(rf"host0 of the lab of process {first.pid}[^\n]*; Ctrl-D leaves")
     second.expect(r"\[host0\] ")
     second.type("hostname; setsid sleep 1000 &\n")

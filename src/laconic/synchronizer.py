@@ -35,7 +35,7 @@ from laconic.tensors import (
     module_buffers,
     optimizer_state,
 )
-from laconic.updates import Average
+from laconic.updates import Average, Replace
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Synchronizer:
         self._rounds_done = 0
         self._seed = seed
         window = max((r.exchange.scored for r in recipe), default=0)
-        self._scores = Scores(self._held(), window) if window else None
+        self._scores = Scores(self._held, window) if window else None
         self._recorder = Recorder()
         self.step = 0
         """Optimiser steps taken since `laconic.attach`."""
@@ -127,7 +127,8 @@ class Synchronizer:
         """What decides which rounds there are, but for the number of ranks."""
         own = tuple(r for r in self._recipe if r.over != "replica")
         buffers = "average" if self._average_buffers else "keep"
-        return f"{describe(own)}, buffers={buffers}, seed={self._seed}"
+        groups = f", group_size={self._links['group'].size}" if "group" in self._links else ""
+        return f"{describe(own)}, buffers={buffers}, seed={self._seed}{groups}"
 
     def _broadcast(self, tensors: Sequence[Tensor] | None = None) -> None:
         """Rank 0's parameters and buffers to everyone; shards, to who holds the same shard."""
@@ -200,9 +201,11 @@ class Synchronizer:
                 rounds.append(r)
                 if r.optimizer_state == "average":
                     rounds.append(Round(r.when, Average(), Mean(), optimizer_state, over=r.over))
-        if rounds and self._average_buffers and module_buffers(self._model, self._optimizer)[0]:
-            when = any_of(*(r.when for r in rounds))
-            rounds.append(Round(when, Average(), Mean(), module_buffers, over="world"))
+        if self._average_buffers and module_buffers(self._model, self._optimizer)[0]:
+            for delay in sorted({r.delay for r in rounds}):
+                when = any_of(*(r.when for r in rounds if r.delay == delay))
+                take = Round(when, Replace(), Mean(), module_buffers, over="world", delay=delay)
+                rounds.append(take)
         return rounds
 
     # -- one step ----
@@ -212,6 +215,8 @@ class Synchronizer:
         """The optimiser is about to step; with a closure, its gradients are still to come."""
         if len(self._optimizer.param_groups) > self._groups:
             self._grow()
+        for _, gradient_round in self._gradient_rounds:
+            gradient_round.refresh()
         if not closure:
             if self.step == 0:
                 self._note_fingerprint()
@@ -387,6 +392,8 @@ class Synchronizer:
         on this rank alone perhaps, and ranks that disagree on the step would wait in vain."""
         with torch.no_grad():
             self._before_step(closure=False)
+            if self._scores is not None:
+                self._scores.skip_step()
             self._after_step(skipped=True)
 
     def detach(self) -> None:
@@ -398,7 +405,6 @@ class Synchronizer:
         for _, gradient_round in self._gradient_rounds:
             gradient_round.detach()
         self._lane.close()
-        self._world.leave()
         self._recorder.close()
         self._status("detached")
 
@@ -415,6 +421,8 @@ class Synchronizer:
             self.finish()
         else:
             self._recorder.failed(error)
+            broken = self._lane.abandon() or any(g.broken for _, g in self._gradient_rounds)
+            self._world.leave(broken)
         self.detach()
 
     # -- saving ----
@@ -452,21 +460,28 @@ class Synchronizer:
         """
         parts = [state] if isinstance(state, Mapping) else list(state)
         self._call("load_state_dict()", 0)  # ranks may have come to it after different steps
-        problem = self._load(parts)
+        loaded: list[Callable[[], None]] = []
+        problem = self._load(parts, loaded)
         everyone = self._gather(torch.tensor([float(problem is not None)])).flatten().tolist()
         failed = [rank for rank, value in enumerate(everyone) if value]
         if failed:
             raise ValueError(problem or f"ranks {failed} could not load their state: see there")
+        for put_back in loaded:
+            put_back()
 
-    def _load(self, parts: Sequence[Mapping[str, Any]]) -> str | None:
-        """Load, and return what is wrong rather than raise it on one rank alone."""
+    def _load(
+        self, parts: Sequence[Mapping[str, Any]], loaded: list[Callable[[], None]]
+    ) -> str | None:
+        """Append to ``loaded`` what puts the state back; return what is wrong, if something is,
+        rather than raise it on one rank alone."""
         try:
             mine = checkpoint.own_part(parts, self._header())
             for index, running in enumerate(self._rounds):
-                checkpoint.load_round(running, [part["rounds"][index] for part in parts], mine)
+                rounds = [part["rounds"][index] for part in parts]
+                loaded.append(checkpoint.load_round(running, rounds, mine))
             if self._scores is not None and mine is not None:
-                self._scores.load_state_dict(parts[mine]["scores"])
-            self.step = int(parts[mine or 0]["step"])
+                loaded.append(self._scores.loader(parts[mine]["scores"]))
+            loaded.append(partial(setattr, self, "step", int(parts[mine or 0]["step"])))
         except ValueError as error:
             return str(error)
         except (LookupError, TypeError, AttributeError, RuntimeError) as error:

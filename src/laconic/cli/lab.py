@@ -49,8 +49,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--shell",
         metavar="HOST",
-        help="a shell on a host: of the lab that runs, or of a new one where none runs or where "
-        "the network is described here",
+        help="a shell on a host: of the lab that runs (HOST@PROCESS: of that one), or of a new one "
+        "where none runs or where the network is described here",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
@@ -76,7 +76,6 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError("give a program or --shell, not both: a second terminal may join")
         return shell(arguments, network)
     settings = program.Settings(tuple(command), network, arguments.per_host, arguments.out)
-    settings.check()
     with terminate_as_exit(), Display(settings) as display:
         ended = program.run(settings, display)
     return 0 if ended.first is None else ended.first.exit_code
@@ -121,18 +120,24 @@ def shell(arguments: argparse.Namespace, network: Network) -> int:
     from laconic.lab.jobs import terminate_as_exit
     from laconic.lab.shell import open_shell
 
-    host = parse_host(arguments.shell)
+    text, at, launcher = arguments.shell.partition("@")
+    host = parse_host(text)
     described = (arguments.hosts, arguments.bandwidth, arguments.bandwidth_host, arguments.latency)
-    names = [] if any(value is not None for value in described) else cluster.running()
+    running = {name.split("-")[2]: name for name in cluster.running()}
+    names = [] if any(value is not None for value in described) else [*running]
+    if at:
+        if launcher not in running:
+            choices = ", ".join(running) or "none"
+            raise ValueError(f"no lab of process {launcher!r} runs here; these do: {choices}")
+        names = [launcher]
     with contextlib.ExitStack() as stack:
         stack.enter_context(terminate_as_exit())
         if names:
-            name = names[-1]
-            entry = cluster.join(name, host)
+            entry = cluster.join(running[names[-1]], host)
             for descriptor in entry.descriptors():
                 stack.callback(os.close, descriptor)
-            newest = f", the newest of {len(names)}" if len(names) > 1 else ""
-            say(f"host{host} of the lab of process {name.split('-')[2]}{newest}; Ctrl-D leaves")
+            newest = f", the newest of {', '.join(names)}" if len(names) > 1 else ""
+            say(f"host{host} of the lab of process {names[-1]}{newest}; Ctrl-D leaves")
         else:
             cluster.check_host(host, network.hosts)
             new = stack.enter_context(

@@ -120,11 +120,11 @@ class Metered:
         with self.ledger.watched():
             self.link.check()
 
-    def leave(self) -> None:
-        self.link.leave()
+    def leave(self, broken: bool) -> None:
+        self.link.leave(broken)
 
     def mean(self, x: Tensor) -> None:
-        with self.ledger.book("mean", cost.mean(size_of(x), self.size)):
+        with self.ledger.book("mean", cost.mean(size_of(x), self.size, x.numel() % self.size == 0)):
             self.link.mean(x)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
