@@ -254,11 +254,12 @@ class Watched:
     def check(self) -> None:
         self.link.check()
 
-    def leave(self) -> None:
-        self.link.leave()
+    def leave(self, broken: bool) -> None:
+        self.link.leave(broken)
 
     def mean(self, x: Tensor) -> None:
-        with self._recorder.sending(self._step, cost.mean(size_of(x), self.size)):
+        amount = cost.mean(size_of(x), self.size, x.numel() % self.size == 0)
+        with self._recorder.sending(self._step, amount):
             self.link.mean(x)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
