@@ -5,6 +5,7 @@ The right-hand sides are few-line loops that share nothing with the library, or 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 

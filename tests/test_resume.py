@@ -348,7 +348,9 @@ WRONG = {
     "too short a list": Wrong(
         lambda r, s: (*s[0][:2], [s[0][2], s[1][2], s[1][2]]), "list of all", workers=3
     ),
-    "the list in another order": Wrong(lambda r, s: (*s[r][:2], [s[1][2], s[0][2]]), "its own"),
+    "the list in another order": Wrong(
+        lambda r, s: (*s[r][:2], [s[1][2], s[0][2]]), "by rank: number 0"
+    ),
     "another version": Wrong(lambda r, s: (*s[r][:2], {**s[r][2], "version": 999}), "version|999"),
     "something else altogether": Wrong(lambda r, s: (*s[r][:2], {"step": 3}), "state"),
     "something else on one rank": Wrong(

@@ -201,9 +201,8 @@ def _layout(
     everyone = world.gather(torch.tensor([inner])).flatten().tolist()
     if world.size % inner or any(said != inner for said in everyone):
         raise ValueError(
-            "workers must have the same number of ranks (nprocs_per_node, or the mesh's second "
-            f"axis), a divisor of their number: there are {world.size} ranks, and they say "
-            f"{everyone}"
+            "nprocs_per_node (or the mesh's second axis) must be alike on all ranks and divide "
+            f"their number: there are {world.size} ranks, and they say {everyone}"
         )
     return layout
 
@@ -214,10 +213,11 @@ def _sets(
     """The named sets of ranks."""
     grouped = 0 if group_size is None else check_int("group_size", group_size, 1)
     everyone = world.gather(torch.tensor([grouped])).flatten().tolist()
-    if any(said != grouped for said in everyone) or (grouped and len(layout) % grouped):
+    if any(said != grouped for said in everyone):
+        raise ValueError(f"group_size must be alike on all ranks: they say {everyone}")
+    if grouped and len(layout) % grouped:
         raise ValueError(
-            "group_size must be alike on all ranks and divide the number of workers: there are "
-            f"{len(layout)}, and the ranks say {everyone}"
+            f"group_size must divide the number of workers: {grouped} does not divide {len(layout)}"
         )
     sets = {"world": world, "workers": world, "replica": single_link()}
     if len(layout[0]) > 1:

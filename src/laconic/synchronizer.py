@@ -215,9 +215,10 @@ class Synchronizer:
         """The optimiser is about to step; with a closure, its gradients are still to come."""
         if len(self._optimizer.param_groups) > self._groups:
             self._grow()
-        for _, gradient_round in self._gradient_rounds:
-            gradient_round.refresh()
-        if not closure:
+        if closure:
+            for _, gradient_round in self._gradient_rounds:
+                gradient_round.refresh()
+        else:
             if self.step == 0:
                 self._note_fingerprint()
             self.average_gradients()
