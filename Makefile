@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench science peers mutations stress clean
+.PHONY: demo test check bench science peers mutations stress look clean
 
 demo: $(READY)            ## compare DDP, local SGD, SlowMo and DiLoCo on a 100 Mbit/s network
 	$(BIN)/laconic compare
@@ -39,6 +39,9 @@ mutations: $(READY)       ## change a sign in each formula and see a test fail
 
 stress: $(READY)          ## start and end 200 labs in every way there is; nothing may be left
 	$(BIN)/python -m benchmarks.stress
+
+look: $(READY)            ## pictures of the demo's report, with Chromium
+	$(BIN)/python tests/look.py
 
 clean:
 	rm -rf $(VENV) laconic-compare laconic-science build *.egg-info

@@ -146,8 +146,34 @@ def check(row: Row, result: Result) -> None:
         assert before.seconds < after.seconds
         assert before.megabytes <= after.megabytes
     assert len(row.curve) <= 8 + 2
+    check_record(row, result)
     assert set(result.settings) >= {"workload", "hosts", "per_host", "bandwidth", "seed", "network"}
     assert result.settings["parameters"] == DIGITS
+
+
+def check_record(row: Row, result: Result) -> None:
+    """The timeline of every rank, as long as its training clock ran; rounds as scheduled; and how
+    far the workers are apart."""
+    assert len(row.timeline) == result.settings["hosts"]
+    trained = waited = 0.0
+    for spans in row.timeline:
+        assert all(0 <= start <= end for start, end, _ in spans)
+        training = [(start, end) for start, end, kind in spans if kind != "send"]
+        assert all(before[1] <= after[0] + 1e-4 for before, after in pairwise(training))
+        trained += sum(end - start for start, end in training) / len(row.timeline)
+        waits = [end - start for start, end, kind in spans if kind == "wait"]
+        waited += sum(waits) / len(row.timeline)
+    assert trained == pytest.approx(row.seconds, rel=0.05, abs=0.02)
+    assert waited == pytest.approx(row.waiting * row.seconds, rel=0.1, abs=0.05)
+    due = () if row.recipe == NO_COMMUNICATION else parse_recipe(row.recipe)
+    steps = [step for step in range(1, row.steps + 1) if any(r.when(step) for r in due)]
+    assert sorted(step for rounds in row.rounds for step in rounds.steps()) == steps
+    sent = sum(rounds.bytes * len(rounds.steps()) for rounds in row.rounds)
+    assert sent == pytest.approx(row.ledger_bytes_per_step * row.steps, abs=100)
+    assert row.curve[0].distance == pytest.approx(0, abs=1e-7)
+    apart = row.curve[-1].distance
+    assert apart is not None
+    assert apart < 1e-7 if row.recipe.startswith("ddp") else apart > 1e-6
 
 
 def law(recipe: str, steps: int, hosts: int) -> float:
@@ -228,7 +254,7 @@ def test_a_race_of_steps(tmp_path: Path) -> None:
 def check_plots(race: Race) -> None:
     """Pictures are there, are told, and show something."""
     assert {path.name for path in race.directory.iterdir()} == {
-        "results.json", "loss.png", "loss.svg",
+        "report.html", "results.json", "results.csv", "rows.csv", "loss.png", "loss.svg",
     }  # fmt: skip
     for path in race.directory.iterdir():
         assert str(path) in race.out.replace("\n", "")

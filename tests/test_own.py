@@ -125,6 +125,7 @@ def test_other_libraries_beside_the_recipes(
         assert one.status == "ok", one.error
         assert ended.versions[peer.name] == peer.version()
         assert math.isnan(one.ledger_bytes_per_step) and math.isnan(one.waiting)
+        assert not one.timeline and not one.rounds and one.curve[-1].distance is None
         assert one.interface_bytes_per_step is not None and one.interface_bytes_per_step > 5000
         sent = one.curve[-1].megabytes * 1e6
         assert sent == pytest.approx(16 * one.interface_bytes_per_step, rel=0.01)
@@ -165,6 +166,24 @@ def test_without_namespaces_a_peer_has_no_row(
         (NO_COMMUNICATION, "ok", 1), ("ddp", "ok", 1),
     ]  # fmt: skip
     assert "slows laconic's own messages only" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.timeout(240)
+def test_recipes_with_groups_a_leader_and_neighbours(tmp_path: Path) -> None:
+    """What needs more than a mean over all: each trains, and has its record."""
+    recipes = ["lsgd(4, local_period=2)", "hierarchical(2, 4)", "sgp()", "d_psgd()", "easgd(4)"]
+    options = ["--group-size", "2", "--hosts", "4", "--workload", "digits", "--steps", "12"]
+    code, ended = compare([*recipes, *options], tmp_path)
+    assert code == 0, [r.error for r in ended.rows]
+    assert ended.settings["group_size"] == 2
+    for one in ended.rows[1:]:
+        first, last = one.curve[0].loss, one.loss
+        assert first is not None and last is not None and last < first
+        assert one.curve[0].distance == pytest.approx(0.0, abs=1e-6)
+        assert one.curve[-1].distance is not None and one.curve[-1].distance > 0
+        assert len(one.timeline) == 4 and all(one.timeline)
+        sent = sum(rounds.bytes for rounds in one.rounds for _ in rounds.steps())
+        assert sent == pytest.approx(12 * one.ledger_bytes_per_step, rel=0.02)
 
 
 # -- mistakes ----
@@ -253,6 +272,16 @@ MISTAKES = {
     ),
     "seeds alike": ("--repeat 3,3", "seeds must differ from each other: (3, 3)"),
     "seeds and seed": ("--repeat 3,4 --seed 1", "leaves no room for --seed"),
+    "no groups": (
+        "hierarchical(2,4)",
+        "hierarchical(2,4) has rounds inside groups of workers: say how many make up one, such as "
+        "--group-size 2",
+    ),
+    "uneven groups": (
+        "hierarchical(2,4) --group-size 3",
+        "group-size must divide the number of workers, which is 4, not 3",
+    ),
+    "empty groups": ("--group-size 0", "group-size must be an integer of at least 1, not 0"),
     "seed": ("--seed=-1", "seed must be an integer of at least 0, not -1"),
 }
 
@@ -381,8 +410,9 @@ def test_a_slow_host_sleeps_in_proportion_to_what_it_computes(
 
 
 SPEC = worker.Spec(
-    recipe="", peer=False, rules=None, workload="", data=None, seconds=None, steps=2, seed=0,
-    validations=2, bandwidths=None, latency=0.0, paces=[], interface=None, timeout=60.0,
+    recipe="", peer=False, rules=None, group_size=None, workload="", data=None, seconds=None,
+    steps=2, seed=0, validations=2, bandwidths=None, latency=0.0, paces=[], interface=None,
+    timeout=60.0,
 )  # fmt: skip
 
 

@@ -53,10 +53,12 @@ class Pending(Generic[T]):
         """The result; raises what the job raised."""
         if self._lane is not None and not self._event.is_set():
             start, patience = time.perf_counter(), FIRST_LOOK
-            while not self._event.wait(patience):
-                self._lane.look(self._label)
-                patience = min(2 * patience, LAST_LOOK)
-            self._lane.seconds_waiting += time.perf_counter() - start
+            try:
+                while not self._event.wait(patience):
+                    self._lane.look(self._label)
+                    patience = min(2 * patience, LAST_LOOK)
+            finally:
+                self._lane.waited(start)
         if self.error is not None:
             raise self.error
         if self._ready is not None:
@@ -87,6 +89,7 @@ class Lane:
 
     def __init__(self, threaded: bool, device: torch.device, check: Callable[[], None]) -> None:
         self.seconds_waiting = 0.0
+        self.observer: Callable[[float, float], None] | None = None
         self._threaded = threaded
         self._device = device
         self._check = check
@@ -119,7 +122,14 @@ class Lane:
             self._error = error
             raise
         finally:
-            self.seconds_waiting += time.perf_counter() - start
+            self.waited(start)
+
+    def waited(self, start: float) -> None:
+        """Book the time since ``start`` as waiting, and tell the observer."""
+        end = time.perf_counter()
+        self.seconds_waiting += end - start
+        if self.observer is not None:
+            self.observer(start, end)
 
     def submit(self, job: Callable[[], T], label: str) -> Pending[T]:
         """Have ``job`` run after those before it, beside what the caller does next. After one that

@@ -546,3 +546,8 @@ class Synchronizer:
             dict(self._ledger.by_collective),
             self._lane.seconds_waiting,
         )
+
+    def observe_waiting(self, observer: Callable[[float, float], None]) -> None:
+        """Have ``observer(start, end)`` (`time.perf_counter`) called after every time that training
+        stood still for a round: what adds up to ``stats().seconds_waiting``."""
+        self._lane.observer = observer

@@ -41,6 +41,12 @@ def add(commands: Any) -> None:
     parser.add_argument("--hosts", type=int, default=4, help="default: %(default)s")
     parser.add_argument("--per-host", type=int, default=1, help="processes on each (%(default)s)")
     parser.add_argument(
+        "--group-size",
+        type=int,
+        metavar="N",
+        help="workers that make up a group, for recipes such as hierarchical",
+    )
+    parser.add_argument(
         "--bandwidth", default="100mbit", help="of each host, such as 20mbit (%(default)s)"
     )
     parser.add_argument(
@@ -77,19 +83,14 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--repeat", metavar="SEEDS", help="runs of each: a number of them, or seeds such as 3,7,11"
     )
+    parser.add_argument("--open", action="store_true", help="show the report in a browser")
     parser.add_argument("--out", type=Path, default=Path("laconic-compare"), metavar="DIR")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """0 when every recipe finished; 1 when one failed or diverged."""
-    try:
-        import matplotlib  # noqa: F401
-        import rich  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            f"laconic compare needs {error.name}: pip install 'laconic[lab]'"
-        ) from None
+    needs("compare")
     from laconic.lab import race, report
     from laconic.lab.jobs import terminate_as_exit
 
@@ -102,6 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         rules=arguments.rules and str(Path(arguments.rules)),
         hosts=arguments.hosts,
         per_host=arguments.per_host,
+        group_size=arguments.group_size,
         bandwidth=parse_rate(arguments.bandwidth),
         host_bandwidth=_per_host("bandwidth-host", arguments.bandwidth_host, parse_rate),
         latency=parse_duration(arguments.latency),
@@ -127,7 +129,20 @@ def run(arguments: argparse.Namespace) -> int:
             left = each + again * (len(settings.seeds) - 1) - len(result.rows)
             show(result, arguments.out, left)
     assert result is not None, "a race has at least the row without communication"
+    if arguments.open:
+        report.show(arguments.out)
     return 0 if all(row.status in ("ok", "absent") for row in result.rows) else 1
+
+
+def needs(command: str) -> None:
+    """Raise ``ImportError`` where a package is missing that the command is sure to need."""
+    try:
+        import matplotlib  # noqa: F401
+        import rich  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"laconic {command} needs {error.name}: pip install 'laconic[lab]'"
+        ) from None
 
 
 def _per_host(option: str, texts: Sequence[str], parse: Callable[[str], float]) -> dict[int, float]:
@@ -174,7 +189,7 @@ def _seeds(first: int | None, repeat: str | None) -> tuple[int, ...]:
     return numbers
 
 
-def show(result: Result, directory: Path, left: int) -> None:
+def show(result: Result, directory: Path, left: int = 0) -> None:
     """The table, the verdict, and where the rest is; ``left`` recipes did not have their turn."""
     from rich.console import Console
 
@@ -184,7 +199,7 @@ def show(result: Result, directory: Path, left: int) -> None:
     console.print(report.table(result))
     if left:
         console.print(f"Interrupted: {left} of the runs had no turn.", highlight=False)
-    console.print(report.verdict(result), highlight=False)
+    console.print(report.verdict(result), highlight=False, markup=False)
     paths = report.write(result, directory)
     console.print("Written: " + ", ".join(str(path) for path in paths), highlight=False)
 

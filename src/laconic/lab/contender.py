@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 import laconic
 from laconic.lab.peers import Peer
+from laconic.lab.timeline import Recorder, Watched
 from laconic.links import Link
 from laconic.round import Recipe
 
@@ -25,8 +26,20 @@ class Contender(Protocol):
     model: nn.Module
     """What to compute the training loss with."""
 
-    def step(self) -> None:
-        """The optimizer's step, and the rounds that fall due after it."""
+    @property
+    def recorder(self) -> Recorder | None:
+        """Of what this rank does when; None where nobody knows."""
+
+    def report(self, loss: float) -> None:
+        """Tell this step's training loss, before `step`."""
+
+    def step(self, look: bool) -> None:
+        """The optimizer's step, and the rounds that fall due after it. ``look``: at the parameters
+        between the two, for `distance`."""
+
+    def distance(self) -> float:
+        """How far the workers' parameters were apart at the last look (before the first, at the
+        start); NaN where nobody knows. Every rank must call it, while the clock stands."""
 
     def seek(self, step: int) -> None:
         """Go on as if ``step`` steps had been taken."""
@@ -47,18 +60,65 @@ class Contender(Protocol):
         """End what was started."""
 
 
-class Laconic:
-    """Under a recipe's rounds."""
+SAMPLED = 2**16
+"""Parameters at most over which the workers' distance is taken: averaging all takes a round."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, recipe: Recipe, link: Link) -> None:
+
+class Laconic:
+    """Under a recipe's rounds. ``group_size``: workers that make up a group; ``interface``: the
+    network card that is this rank's alone, if any."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        recipe: Recipe,
+        link: Link,
+        group_size: int | None = None,
+        interface: str | None = None,
+    ) -> None:
         self.model = model
+        self.recorder = Recorder(interface)
         self._optimizer = optimizer
-        self.sync = laconic.attach(model, optimizer, recipe, link=link)
+        self._link = link
+        self._look = False
+        # hooks run in the order in which they come: this one before the synchroniser's
+        optimizer.register_step_post_hook(lambda *_: self._stepped())
+        watched = Watched(link, self.recorder)
+        self.sync = laconic.attach(model, optimizer, recipe, link=watched, group_size=group_size)
+        self.sync.observe_waiting(self.recorder.waited)
         self.consensus = self.sync.consensus
         self.mean = self.sync.mean
+        self.report = self.sync.report_loss
+        self._note()
 
-    def step(self) -> None:
+    def step(self, look: bool) -> None:
+        self._look = look
         self._optimizer.step()
+
+    def _stepped(self) -> None:
+        """The optimizer has moved the parameters, and no round has run since."""
+        if self._look:
+            self._note()
+
+    @torch.no_grad()
+    def _note(self) -> None:
+        """Keep this worker's parameters; above `SAMPLED`, so many of them, evenly spread."""
+        flat = torch.cat([p.detach().reshape(-1).float() for p in self.model.parameters()])
+        self._noted = flat[:: -(-flat.numel() // SAMPLED)].clone()
+
+    @torch.no_grad()
+    def distance(self) -> float:
+        """Of the workers' models x_i from their mean m = (1/n) sum_i x_i, the root mean square over
+        the P parameters, averaged over n workers,
+
+            d = (1/n) sum_i sqrt((1/P) sum_p (x_ip - m_p)^2)
+
+        in units of the parameters, just before the rounds of the last step with a look."""
+        mean = self._noted.clone()
+        self.sync.mean(0.0)  # all messages in flight have arrived: the link is free
+        self._link.mean(mean)
+        return self.sync.mean(float((self._noted - mean).square().mean().sqrt()))
 
     def seek(self, step: int) -> None:
         self.sync.step = step
@@ -83,8 +143,16 @@ class Other:
         self.seek = self._attached.seek
         self.close = self._attached.close
 
-    def step(self) -> None:
+    recorder = None
+
+    def report(self, loss: float) -> None:
+        """No library here asks for it."""
+
+    def step(self, look: bool) -> None:
         self._attached.step()
+
+    def distance(self) -> float:
+        return math.nan
 
     @contextmanager
     def consensus(self) -> Iterator[None]:

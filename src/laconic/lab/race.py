@@ -17,6 +17,7 @@ import torch
 
 from laconic.errors import check_float, check_int
 from laconic.lab import own, peers, workloads
+from laconic.lab import timeline as timelines
 from laconic.lab.cluster import (
     Cluster,
     Loopback,
@@ -26,7 +27,7 @@ from laconic.lab.cluster import (
     launch,
 )
 from laconic.lab.jobs import Job, Outcome
-from laconic.lab.result import NO_COMMUNICATION, Point, Result, Row
+from laconic.lab.result import NO_COMMUNICATION, Point, Result, Rounds, Row
 from laconic.lab.worker import Spec
 from laconic.parse import parse_recipe
 from laconic.round import Recipe
@@ -53,13 +54,15 @@ class Settings:
     bit/s of each host, and ``host_bandwidth`` of single ones; ``latency`` in seconds added to each
     message; ``slow_hosts`` says how many times as long single hosts compute. Every recipe, and
     every one of the ``peers``, runs once for each of the ``seeds``. ``rules``: a file with recipes
-    of the user's own."""
+    of the user's own. ``group_size``: neighbouring workers that make up one group, for recipes with
+    rounds inside groups."""
 
     recipes: tuple[str, ...]
     peers: tuple[str, ...] = ()
     rules: str | None = None
     hosts: int = 4
     per_host: int = 1
+    group_size: int | None = None
     bandwidth: float = 100e6
     host_bandwidth: Mapping[int, float] = field(default_factory=dict)
     latency: float = 0.0
@@ -76,8 +79,7 @@ class Settings:
         if not self.recipes and not self.peers:
             raise ValueError("give at least one recipe, like 'local_sgd(12)'")
         rules = self.own_recipes()
-        for text in self.recipes:
-            parse_recipe(text, rules)
+        recipes = {text: parse_recipe(text, rules) for text in self.recipes}
         for text in self.peers:
             peers.find(text)
         for text in (names := (*self.recipes, *self.peers)):
@@ -100,6 +102,7 @@ class Settings:
         for factor in self.slow_hosts.values():
             check_float("what slows a host down", factor, 1.0)
         check_int("per-host", self.per_host, 1)
+        self._check_groups(recipes)
         if self.steps is not None:
             check_int("steps", self.steps, 1)
         if (self.seconds is None) == (self.steps is None):
@@ -115,6 +118,23 @@ class Settings:
     def own_recipes(self) -> dict[str, Callable[..., Recipe]]:
         """Those of the rules' file."""
         return {} if self.rules is None else own.rules(Path(self.rules))
+
+    def _check_groups(self, recipes: Mapping[str, Recipe]) -> None:
+        workers = self.hosts * self.per_host
+        if self.group_size is not None:
+            check_int("group-size", self.group_size, 1)
+            if workers % self.group_size:
+                raise ValueError(
+                    f"group-size must divide the number of workers, which is {workers}, not "
+                    f"{self.group_size}"
+                )
+            return
+        for text, recipe in recipes.items():
+            if any(r.over == "group" for r in recipe):
+                raise ValueError(
+                    f"{text} has rounds inside groups of workers: say how many make up one, such "
+                    "as --group-size 2"
+                )
 
     def _check_workload(self) -> None:
         data = None if self.data is None else Path(self.data)
@@ -188,8 +208,8 @@ def _described(settings: Settings, parameters: int, reason: str | None) -> dict[
     described: dict[str, object] = {
         name: getattr(settings, name)
         for name in (
-            "workload", "data", "rules", "hosts", "per_host", "bandwidth", "host_bandwidth",
-            "latency", "slow_hosts", "seconds", "steps", "seeds",
+            "workload", "data", "rules", "hosts", "per_host", "group_size", "bandwidth",
+            "host_bandwidth", "latency", "slow_hosts", "seconds", "steps", "seeds",
         )
     }  # fmt: skip
     described["seed"] = settings.seeds[0]
@@ -229,6 +249,7 @@ def _row(
         recipe=text,
         peer=peer,
         rules=settings.rules,
+        group_size=settings.group_size,
         workload=settings.workload,
         data=settings.data,
         seconds=settings.seconds,
@@ -252,8 +273,26 @@ def _row(
         last = event if event["event"] in ("step", "end") else last
     outcomes = job.wait(timeout=RANK_TIMEOUT)
     row = _read(name, peer, last, outcomes, settings)
+    if row.status != "failed" and not peer:
+        records = [_said(job, rank, "timeline") for rank in range(len(outcomes))]
+        timeline = timelines.on_one_clock(
+            [r["ran"] for r in records], [r["spans"] for r in records]
+        )
+        row = replace(row, timeline=timeline, rounds=_rounds(job, settings))
     watch(name, {"event": "done", "row": row})
     return row, int(last.get("parameters", 0))
+
+
+def _said(job: Job, rank: int, event: str) -> Event:
+    """The rank's last event of that kind."""
+    lines = [line for line in job.stdout(rank).splitlines() if line.startswith("{")]
+    return next(e for e in map(json.loads, reversed(lines)) if e["event"] == event)
+
+
+def _rounds(job: Job, settings: Settings) -> tuple[Rounds, ...]:
+    """What each host sent when."""
+    rounds = (Rounds(**fields) for fields in _said(job, 0, "rounds")["rounds"])
+    return tuple(replace(r, bytes=r.bytes * settings.per_host) for r in rounds)
 
 
 def _events(job: Job) -> Iterator[Event]:

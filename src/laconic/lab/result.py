@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from operator import attrgetter
@@ -45,15 +46,38 @@ def _plain(value: object) -> object:
 
 @dataclass(frozen=True)
 class Point:
-    """One validation: `seconds` on the training clock and `megabytes` sent per host so far."""
+    """One validation: `seconds` on the training clock and `megabytes` sent per host so far;
+    `distance` of the workers' models from their mean just before the round that the validation
+    follows (`laconic.lab.worker.Run.distance`)."""
 
     step: int
     seconds: float
     megabytes: float
     loss: float | None
+    distance: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss", _finite(self.loss))
+        object.__setattr__(self, "distance", _finite(self.distance))
+
+
+Span = tuple[float, float, Literal["compute", "send", "wait"]]
+"""From when to when, in seconds, a worker did what."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Rounds that follow each other regularly: after the steps `first`, `first + every`, ...,
+    `last`, `bytes` sent per host each time. A single one has `every` 0."""
+
+    first: int
+    last: int
+    every: int
+    bytes: int
+
+    def steps(self) -> range:
+        """The steps after which they come."""
+        return range(self.first, self.last + 1, self.every or 1)
 
 
 @dataclass(frozen=True)
@@ -72,6 +96,10 @@ class Row:
         waiting: share of the seconds spent waiting for the network, 0 to 1; NaN for a peer.
         curve: validations in the order of time.
         notes: anything a reader must know; shown below the table.
+        timeline: what each rank did when, from the start of the training and without the
+            validations; of a long run, its beginning and its end. None of a peer.
+        rounds: what was sent when; none of a peer.
+        source: the directory it comes from, where several runs are joined.
         seed: of the model and the batches; a recipe has one row for each.
         peer: whether it is another library, whose bytes are known from the interface alone.
     """
@@ -88,6 +116,9 @@ class Row:
     waiting: float
     curve: tuple[Point, ...]
     notes: tuple[str, ...] = ()
+    timeline: tuple[tuple[Span, ...], ...] = ()
+    rounds: tuple[Rounds, ...] = ()
+    source: str = ""
     seed: int = 0
     peer: bool = False
 
@@ -95,16 +126,21 @@ class Row:
         object.__setattr__(self, "loss", _finite(self.loss))
         object.__setattr__(self, "interface_bytes_per_step", _finite(self.interface_bytes_per_step))
 
+    @property
+    def name(self) -> str:
+        """How texts call it: the recipe, and where it comes from if that must be told."""
+        return f"{self.recipe} [{self.source}]" if self.source else self.recipe
+
 
 @dataclass(frozen=True)
 class Result:
     """A race: its rows and all that is needed to run it again.
 
     `settings` holds workload, parameters, hosts, per_host, bandwidth (bit/s), host_bandwidth (of
-    single hosts), slow_hosts (how many times as long they compute), latency (s), seconds or steps,
-    seed, seeds (where there are several, each recipe has a row for each), network ("emulated" or
-    "throttled"), data and rules. A key that is missing or None is left out of the texts. Values
-    that JSON has no word for become text.
+    single hosts), slow_hosts (how many times as long they compute), latency (s), group_size
+    (workers), seconds or steps, seed, seeds (where there are several, each recipe has a row for
+    each), network ("emulated" or "throttled"), data and rules. A key that is missing or None is
+    left out of the texts. Values that JSON has no word for become text.
     """
 
     rows: tuple[Row, ...]
@@ -118,7 +154,9 @@ class Result:
 
     def to_json(self) -> str:
         """Standard JSON: a number that is not finite is null."""
-        return json.dumps(_plain(asdict(self)), indent=1, allow_nan=False)
+        text = json.dumps(_plain(asdict(self)), indent=1, allow_nan=False)
+        # what holds nothing else goes on one line: a span of a timeline would take five
+        return re.sub(r"([\[{])\n\s*([^\[\]{}]*?)\s*([\]}])", _on_one_line, text)
 
     @classmethod
     def from_json(cls, text: str) -> Result:
@@ -131,6 +169,11 @@ class Result:
             raise ValueError(f"this is not the result of a race: {error}") from error
 
 
+def _on_one_line(match: re.Match[str]) -> str:
+    opening, inside, closing = match.groups()
+    return opening + re.sub(r"\n\s*", " ", inside) + closing
+
+
 def _row(fields: dict[str, Any]) -> Row:
     numbers = ("seconds", "seconds_per_step", "ledger_bytes_per_step", "waiting")
     return Row(
@@ -139,6 +182,11 @@ def _row(fields: dict[str, Any]) -> Row:
             **{name: math.nan for name in numbers if fields[name] is None},
             "curve": tuple(Point(**point) for point in fields["curve"]),
             "notes": tuple(fields["notes"]),
+            "timeline": tuple(
+                tuple((start, end, kind) for start, end, kind in rank)
+                for rank in fields.get("timeline", ())
+            ),
+            "rounds": tuple(Rounds(**rounds) for rounds in fields.get("rounds", ())),
         }
     )
 
@@ -172,9 +220,8 @@ def line(row: Row, axis: Axis) -> list[tuple[float, float]]:
     return [(axis(point), point.loss) for point in row.curve if point.loss is not None]
 
 
-def loss_at(row: Row, axis: Axis, position: float) -> float | None:
-    """Loss of the row there, linear between validations; None outside its curve."""
-    pairs = line(row, axis)
+def interpolated(pairs: Sequence[tuple[float, float]], position: float) -> float | None:
+    """The value there, linear between the (position, value) pairs; None outside of them."""
     if pairs and position == pairs[-1][0]:
         return pairs[-1][1]
     for (left, before), (right, after) in pairwise(pairs):
@@ -183,17 +230,38 @@ def loss_at(row: Row, axis: Axis, position: float) -> float | None:
     return None
 
 
+def loss_at(row: Row, axis: Axis, position: float) -> float | None:
+    """Loss of the row there, linear between validations; None outside its curve."""
+    return interpolated(line(row, axis), position)
+
+
+def reached(row: Row, axis: Axis, loss: float) -> float | None:
+    """Where along `axis` the row was first at ``loss``, linear between validations; None where it
+    never was."""
+    pairs = line(row, axis)
+    for (left, before), (right, after) in pairwise(pairs):
+        if after <= loss < before:
+            return left + (right - left) * (before - loss) / (before - after)
+    return None
+
+
 def competing(result: Result) -> list[Row]:
     """The rows that are compared: they communicate, finished, and have a curve, as have all the
     other runs of the recipe."""
-    rows = finished(result)
-    lost = {row.recipe for row in result.rows if row not in rows}
-    return [row for row in rows if row.recipe not in {NO_COMMUNICATION, *lost}]
+    return [row for runs in grouped(result.rows) if _compete(runs) for row in runs]
+
+
+def _compete(runs: Sequence[Row]) -> bool:
+    return runs[0].recipe != NO_COMMUNICATION and all(map(_finished, runs))
 
 
 def finished(result: Result) -> list[Row]:
     """The rows that came to the end and have a curve, the one without communication included."""
-    return [row for row in result.rows if row.status == "ok" and line(row, STEPS)]
+    return [row for row in result.rows if _finished(row)]
+
+
+def _finished(row: Row) -> bool:
+    return row.status == "ok" and bool(line(row, STEPS))
 
 
 def common(result: Result, axis: Axis) -> float | None:
@@ -252,16 +320,17 @@ def summary(values: Iterable[float | None]) -> Summary | None:
 
 
 def grouped(rows: Iterable[Row]) -> list[tuple[Row, ...]]:
-    """The runs of each recipe, one for each seed, in the order in which recipes come first."""
-    runs: dict[tuple[str, bool], tuple[Row, ...]] = {}
+    """The runs of each recipe, one for each seed, in the order in which recipes come first; apart
+    by the source of joined results."""
+    runs: dict[tuple[str, bool, str], tuple[Row, ...]] = {}
     for row in rows:
-        key = row.recipe, row.peer
+        key = row.recipe, row.peer, row.source
         runs[key] = (*runs.get(key, ()), row)
     return list(runs.values())
 
 
 def repeats(result: Result) -> int:
-    """How many runs of each recipe there are."""
+    """How many runs of a recipe there are at most."""
     return max(map(len, grouped(result.rows)), default=0)
 
 
@@ -271,10 +340,8 @@ def compared_runs(result: Result, runs: Iterable[Row], axis: Axis) -> Summary | 
 
 
 def _losses(result: Result, axis: Axis) -> dict[str, float]:
-    losses = {
-        runs[0].recipe: compared_runs(result, runs, axis) for runs in grouped(finished(result))
-    }
-    return {recipe: loss.mean for recipe, loss in losses.items() if loss is not None}
+    losses = {runs[0].name: compared_runs(result, runs, axis) for runs in grouped(finished(result))}
+    return {name: loss.mean for name, loss in losses.items() if loss is not None}
 
 
 def equal_steps(result: Result) -> dict[str, float]:
@@ -334,6 +401,8 @@ def network(result: Result) -> str:
     if hosts is not None:
         processes = f" × {each:.0f} process{'es' * (each != 1)}" if each is not None else ""
         parts.append(f"{hosts:.0f} host{'s' * (hosts != 1)}{processes}")
+    size = number(result, "group_size")
+    parts.append(f"groups of {size:.0f}" if size else "")
     parts.append(bandwidth(result))
     for host, bits in _by_host(result, "host_bandwidth"):
         parts.append(f"host {host}: {format_rate(bits)}")
@@ -368,13 +437,54 @@ def task(result: Result) -> str:
         parts.append(f"{brief(seconds)} s per recipe")
     elif steps:
         parts.append(f"{steps:,.0f} steps per recipe")
-    seeds = result.settings.get("seeds")
-    seeds = seeds if isinstance(seeds, list) and seeds else [result.settings.get("seed")]
-    if len(seeds) > 1:
-        parts.append(f"{len(seeds)} runs each, seeds {', '.join(map(str, seeds))}")
-    else:
-        parts.append("one run each" + (f", seed {seeds[0]}" if seeds[0] is not None else ""))
+    parts.append(_runs(result))
     return ", ".join(part for part in parts if part)
+
+
+def _runs(result: Result) -> str:
+    """How often each recipe ran."""
+    counts = {len(runs) for runs in grouped(result.rows) if runs[0].status != "absent"}
+    if max(counts, default=1) == 1:
+        seed = number(result, "seed")
+        return "one run each" + (f", seed {seed:.0f}" if seed is not None else "")
+    least, most = min(counts), max(counts)
+    seeds = ", ".join(map(str, dict.fromkeys(row.seed for row in result.rows)))
+    return f"{most if least == most else f'{least} to {most}'} runs each, seeds {seeds}"
+
+
+def megabytes_per_step(row: Row) -> float:
+    """What each host sent per step: payload, or of a peer all that its interface counted;
+    announcements of a few bytes are nothing."""
+    sent = row.interface_bytes_per_step if row.peer else row.ledger_bytes_per_step
+    megabytes = (sent or 0.0) / 1e6
+    return megabytes if megabytes >= 5e-5 else 0.0
+
+
+def differences(result: Result) -> list[str]:
+    """In what the runs differ that were joined, a line for each; empty for a single run."""
+    runs = result.settings.get("runs")
+    if not isinstance(runs, dict):
+        return []
+    lines = []
+    for source, settings in runs.items():
+        hidden = {"seed"} if settings.get("seeds") else set()  # it is the first of them
+        known = {k: v for k, v in settings.items() if v is not None and k not in hidden}
+        told = ", ".join(f"{key.replace('_', ' ')} {_told(key, known[key])}" for key in known)
+        lines += [f"[{source}]: {told}"] if told else []
+    return lines
+
+
+def _told(key: str, value: object) -> str:
+    if isinstance(value, dict):
+        parts = (f"{_told(key, item)} of host {host}" for host, item in value.items())
+        return ", ".join(parts) or "alike"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if key.endswith("bandwidth") and isinstance(value, (int, float)) and math.isfinite(value):
+        return format_rate(value)
+    if key == "latency" and isinstance(value, (int, float)):
+        return f"{brief(value * 1e3)} ms"
+    return brief(value) if isinstance(value, float) else str(value)
 
 
 def reason(row: Row) -> str:

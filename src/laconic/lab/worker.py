@@ -23,6 +23,7 @@ from laconic.errors import LinkError
 from laconic.lab import own, peers, plan, workloads
 from laconic.lab.contender import Contender, Laconic, Other
 from laconic.lab.peers import Peer
+from laconic.lab.timeline import interface_counts
 from laconic.lab.workloads import Batch, Workload, lr_factor
 from laconic.links import Link, Throttled, TorchLink
 from laconic.parse import parse_recipe
@@ -36,6 +37,7 @@ REPORT_SECONDS = 0.5
 class Spec:
     """What every rank of a race is told. ``recipe`` is empty for no communication, and the name of
     another library where it is a ``peer``; ``rules`` is the file with the user's own recipes;
+    ``group_size`` workers make up a group;
     ``seconds`` or ``steps`` ends the run. ``bandwidths`` (bit/s, of a rank on each host) and
     ``latency`` (s) are for a link that must be slowed down here; ``paces`` say how many times as
     long each host's computing is to take; ``interface`` is the one whose counter is read."""
@@ -43,6 +45,7 @@ class Spec:
     recipe: str
     peer: bool
     rules: str | None
+    group_size: int | None
     workload: str
     data: str | None
     seconds: float | None
@@ -62,13 +65,7 @@ class Spec:
 
 def interface_bytes(interface: str | None) -> float:
     """Bytes that this host's ``interface`` has sent so far; NaN where there is none to read."""
-    if interface is None:
-        return math.nan
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, counts = line.partition(":")
-        if name.strip() == interface:
-            return float(counts.split()[8])
-    return math.nan
+    return math.nan if interface is None else interface_counts(interface)[0]
 
 
 class Clock:
@@ -77,6 +74,7 @@ class Clock:
     def __init__(self, contender: Contender, interface: str | None) -> None:
         self._contender = contender
         self._interface = interface
+        self._recorder = contender.recorder
         self._ranks = int(os.environ["LOCAL_WORLD_SIZE"])
         self._started: tuple[float, ...] | None = None
         self._frames = self._meeting = 0.0
@@ -97,6 +95,8 @@ class Clock:
         if not self.steps:  # what a meeting itself sends
             self._meeting = self._meet() - self._frames
             self._frames += self._meeting
+        if self._recorder is not None:
+            self._recorder.resume()
         self._started = self._read()
 
     def running(self) -> float:
@@ -108,6 +108,8 @@ class Clock:
         """Stop counting, after ``step``."""
         assert self._started is not None, "stopped before it was started"
         now = self._read()
+        if self._recorder is not None:
+            self._recorder.pause()
         spent = [after - before for before, after in zip(self._started, now, strict=True)]
         self.steps = step
         self.seconds += spent[0]
@@ -153,7 +155,11 @@ class Run:
         if isinstance(entry, Peer):
             self.contender = Other(self.model, self._optimizer, entry)
         else:
-            self.contender = Laconic(self.model, self._optimizer, entry, self._link())
+            # a card that ranks share tells of none of them when its bytes have left
+            card = spec.interface if os.environ["LOCAL_WORLD_SIZE"] == "1" else None
+            self.contender = Laconic(
+                self.model, self._optimizer, entry, self._link(), spec.group_size, card
+            )
         self._alone = entry == ()
         self._pace, self._stepping = spec.paces[self.host], 0.0
         self.clock = Clock(self.contender, spec.interface)
@@ -167,8 +173,9 @@ class Run:
         bandwidth = None if self.spec.bandwidths is None else self.spec.bandwidths[self.host]
         return Throttled(link, bandwidth, self.spec.latency)
 
-    def step(self, step: int, steps: int) -> None:
-        """One ordinary training step, at the learning rate of ``step`` of ``steps``."""
+    def step(self, step: int, steps: int, look: bool = False) -> None:
+        """One ordinary training step, at the learning rate of ``step`` of ``steps``. ``look``: at
+        how far the workers are apart before its rounds."""
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * lr_factor(step, steps, self.workload)
         wall, busy = time.perf_counter(), time.thread_time()
@@ -181,10 +188,11 @@ class Run:
             # takes beyond its processor time, on shared cores, the forward pass shows.
             computing = time.thread_time() - busy + self._stepping
             time.sleep((self._pace - 1) * computing * wall / max(forward, 1e-6))
-        busy = time.thread_time()
-        self.contender.step()
-        self._stepping = time.thread_time() - busy
         self.loss = loss.item()
+        busy = time.thread_time()
+        self.contender.report(self.loss)
+        self.contender.step(look)
+        self._stepping = time.thread_time() - busy
 
     def _batch(self, step: int) -> Batch:
         try:
@@ -259,18 +267,24 @@ def race(spec: Spec) -> None:
     parameters = sum(p.numel() for p in run.model.parameters())
     say(rank, event="start", steps=planned.steps)
     curve = train(run, planned)
+    recorder = run.contender.recorder
+    if recorder is not None:
+        record = {"event": "timeline", "ran": recorder.ran, "spans": recorder.spans()}
+        print(json.dumps(record), file=sys.__stdout__, flush=True)  # of every rank
+        say(rank, event="rounds", rounds=[asdict(rounds) for rounds in recorder.rounds()])
     say(rank, event="end", parameters=parameters, curve=curve, **run.clock.figures())
     run.contender.close()
 
 
-def train(run: Run, planned: plan.Schedule) -> list[tuple[int, float, float, float]]:
-    """The run; (step, seconds, megabytes, validation loss) from before the first step on."""
+def train(run: Run, planned: plan.Schedule) -> list[tuple[int, float, float, float, float]]:
+    """The run; (step, seconds, megabytes, validation loss, distance between the workers before the
+    step's rounds) from before the first step on."""
     clock, reported, step = run.clock, 0.0, 0
-    curve = [(0, 0.0, 0.0, run.validation_loss())]
+    curve = [(0, 0.0, 0.0, run.validation_loss(), run.contender.distance())]
     clock.start()
     while step < planned.steps and math.isfinite(curve[-1][3]):
         step += 1
-        run.step(step, planned.steps)
+        run.step(step, planned.steps, look=planned.is_look(step))
         if time.perf_counter() - reported > REPORT_SECONDS:
             reported, pace = time.perf_counter(), clock.running() / step
             say(run.rank, event="step", step=step, steps=planned.steps, loss=run.loss,
@@ -279,7 +293,8 @@ def train(run: Run, planned: plan.Schedule) -> list[tuple[int, float, float, flo
             clock.stop(step)
             elapsed, megabytes = run.contender.mean(clock.seconds), clock.megabytes()
             if planned.look(step, elapsed):
-                curve.append((step, elapsed, megabytes, run.validation_loss()))
+                figures = run.validation_loss(), run.contender.distance()
+                curve.append((step, elapsed, megabytes, *figures))
             clock.start()
     clock.stop(step)
     return curve
