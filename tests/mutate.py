@@ -21,6 +21,13 @@ EXACT = ["tests/test_exactness.py", "-k", "3-nesterov or zero"]
 OWN = ["tests/test_own_algorithm.py"]
 LEDGER = ["tests/test_ledger.py"]
 SCHEDULES = ["tests/test_tensors.py"]
+TOPOLOGY = ["tests/test_topology.py"]
+CONSERVED = ["tests/test_conservation.py"]
+LEADER = ["tests/test_leader.py", "-k", "not process"]
+GROUPS = ["tests/test_exactness.py", "-k", "groups_of_workers"]
+MORE = ["tests/test_exactness.py", "-k", "more_workers"]
+TRAFFIC = ["tests/test_traffic.py", "-k", "not process"]
+RESUME = ["tests/test_resume.py", "-k", "own or alike or older or size_of"]
 
 MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     # x <- mean(y) + (x - y)
@@ -46,8 +53,8 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("updates/outer_step.py", "alpha=1 - self.mix", "alpha=self.mix / 2", EXACT),
     ("updates/outer_step.py", "mix: float = 0.5", "mix: float = 0.4", EXACT),
     # means, slices, schedules, delays
-    ("tensors.py", "total.div_(len(tensors))", "total.div_(len(tensors) + 1)", EXACT),
-    ("tensors.py", "for x in tensors[1:]:", "for x in tensors[2:]:", EXACT),
+    ("tensors.py", "total.div_(count)", "total.div_(count + 1)", EXACT),
+    ("tensors.py", "        total += x\n", "        total -= x\n", EXACT),
     ("schedules.py", "step % self.period == 0", "step % self.period == 1", EXACT),
     ("schedules.py", "step > self.start and", "step >= self.start and", SCHEDULES),
     ("schedules.py", "step <= self.end and", "step < self.end and", EXACT),
@@ -59,10 +66,75 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("running.py", 'if self.round.optimizer_state == "reset"', "if False", EXACT),
     ("synchronizer.py", 'if r.optimizer_state == "average"', "if False", EXACT),
     ("running.py", "self.round.update.after_step(x, state, clock)", "pass", OWN),
-    ("running.py", 'self.round.delay, self.link.size)', "self.round.delay, 1)", OWN),
+    ("running.py", "delay, link.size, link.rank", "delay, 1, link.rank", OWN),
+    # lo = 1/(out_degree + 1) ; x <- lo*x + sum of received ; w likewise ; z = x/w
+    ("updates/push_sum.py", "div_(len(peers) + 1)", "div_(len(peers) + 2)", CONSERVED),
+    ("updates/push_sum.py", "div_(len(peers) + 1)", "div_(2)", EXACT),
+    ("updates/push_sum.py", "clock.worker, clock.workers, clock.executed", "clock.worker, clock.workers, 0", MORE),
+    ("updates/push_sum.py", "return x.mul_(float(w))", "return x", CONSERVED),
+    ("updates/push_sum.py", "x.mul_(w)  # x = w*z", "pass", EXACT),
+    ("updates/push_sum.py", "x.div_(w)  # z = x/w", "pass", EXACT),
+    ("updates/push_sum.py", "add_(x, alpha=float(state", "add_(x, alpha=0.5 * float(state", CONSERVED),
+    ("updates/push_sum.py", 'add_(clock.weight)', "add_(1 - clock.weight)", CONSERVED),
+    ("updates/push_sum.py", 'return total.div_(float(state["w"].add_(clock.weight)))', 'state["w"].add_(clock.weight)\n        return total', CONSERVED),
+    ("updates/push_sum.py", "if averaged:", "if not averaged:", EXACT),
+    ("updates/push_sum.py", 'state["w"].fill_(1.0)', "pass", CONSERVED),
+    ("exchanges/push.py", "alpha=share", "alpha=1.0", EXACT),
+    ("exchanges/push.py", "weight += share *", "weight +=", EXACT),
+    ("exchanges/push.py", "link.size, clock.executed, clock.seed", "link.size, 0, clock.seed", EXACT),
+    ("running.py", "clock = replace(clock, weight=float(state[weight]))", "pass", CONSERVED),
+    # x_i <- sum_j W_ij x_j (late: x <- x + (W y - y))
+    ("updates/mix.py", "alpha=1 - clock.weight", "alpha=clock.weight", CONSERVED),
+    ("updates/mix.py", "mixed.add_(x).sub_(sent)", "mixed.add_(x).add_(sent)", CONSERVED),
+    ("updates/mix.py", "mixed.add_(x).sub_(sent)", "mixed", CONSERVED),
+    ("topology.py", "1.0 / (1 + max(", "1.0 / (1 + min(", TOPOLOGY),
+    ("topology.py", "1.0 / (1 + max(", "1.0 / (2 + max(", TOPOLOGY),
+    # x <- x - (beta/n)*(x - a) ; a <- (1-beta)*a + beta*mean(x before) ; x <- (1-p)*x + p*a
+    ("updates/elastic.py", "self.beta / clock.workers", "-self.beta / clock.workers", CONSERVED),
+    ("updates/elastic.py", "self.beta / clock.workers", "self.beta", CONSERVED),
+    ("updates/elastic.py", "received.to(a.dtype), self.beta)", "received.to(a.dtype), -self.beta)", CONSERVED),
+    ("updates/elastic.py", "received.to(a.dtype), self.beta)", "received.to(a.dtype), self.beta / clock.workers)", CONSERVED),
+    ("updates/elastic.py", 'x.lerp_(state["anchor"].to(x.dtype), self.pull)', 'x.lerp_(state["anchor"].to(x.dtype), -self.pull)', EXACT),
+    ("recipes.py", "Elastic(beta, pull / period)", "Elastic(beta, pull)", CONSERVED),
+    # a <- a + n*(mean(x) - a)
+    ("updates/elastic.py", "a.lerp_(mean, clock.workers)", "a.lerp_(mean, 1)", EXACT),
+    ("updates/elastic.py", "a.lerp_(mean, clock.workers)", "a.lerp_(mean, -clock.workers)", EXACT),
+    # x <- (1-drift)*x + drift*leader ; x <- (1-pull)*x + pull*leader ; the lowest score leads
+    ("updates/leader_pull.py", "x.lerp_(received, self.pull)", "x.lerp_(received, 1 - self.pull)", EXACT),
+    ("updates/leader_pull.py", ".to(x.dtype), self.drift)", ".to(x.dtype), -self.drift)", EXACT),
+    ("updates/leader_pull.py", 'state["leader"].copy_(received)', "pass", EXACT),
+    ("recipes.py", "LeaderPull(pull, drift / period)", "LeaderPull(pull, drift)", EXACT),
+    ("recipes.py", "LeaderPull(local_pull, local_drift / inner)", "LeaderPull(local_pull, local_drift)", GROUPS),
+    ("recipes.py", "max(period // 4, 1)", "max(period // 2, 1)", GROUPS),
+    ("recipes.py", "Unless(every(check_int(\"group_period\", group_period, 1)), over_all)", "every(group_period)", TRAFFIC),
+    ("scores.py", "torch.argmin", "torch.argmax", LEADER),
+    ("scores.py", "values.nan_to_num(nan=math.inf)", "values", LEADER),
+    ("scores.py", "[-window:]", "[:window]", LEADER),
+    ("scores.py", "DECAY * (self._decrease or 0.0) + (1 - DECAY)", "DECAY * (self._decrease or 0.0) + DECAY", LEADER),
+    ("scores.py", "DECAY * (self._decrease or 0.0) + (1 - DECAY)", "(1 - DECAY)", LEADER),
+    ("scores.py", "(before - local(p)) * local(p.grad)", "(local(p) - before) * local(p.grad)", LEADER),
+    ("scores.py", "float(values.mean())", "float(values[0])", LEADER),
+    ("synchronizer.py", "self._scores.skip_step()", "pass", LEADER),
+    # graphs
+    ("topology.py", "(rank + j * scale) % n for", "(rank - j * scale) % n for", TOPOLOGY),
+    ("topology.py", "base ** (k % (_log(base, n - 1) + 1))", "base ** (k % (_log(base, n - 1) + 2))", TOPOLOGY),
+    ("topology.py", "base ** (k % (_log(base, n - 1) + 1))", "base ** (k % (_log(base, n) + 1))", TOPOLOGY),
+    ("topology.py", "(rank + hop) % n for hop in (1, -1)", "(rank + hop) % n for hop in (-1, 1)", TOPOLOGY),
+    ("topology.py", "for sign in (1, -1)]", "for sign in (-1, 1)]", TOPOLOGY),
+    ("topology.py", "(k * self.peers + j)", "(k + j)", TOPOLOGY),
+    ("topology.py", "(1 + power for power in powers[1:])", "(power - 1 for power in powers[1:])", TOPOLOGY),
+    ("topology.py", "[2**i for i in range(_log(2, n - 1) + 1)]", "[2**i for i in range(_log(2, n - 1))]", TOPOLOGY),
+    ("topology.py", '2 if name == "directed_linear" else 1', "1", TOPOLOGY),
+    ("topology.py", "or (r - rank) % 2)", "or True)", TOPOLOGY),
+    ("topology.py", 'f"{seed},{n},{k},{r}"', 'f"{seed},{n},{r}"', TOPOLOGY),
+    ("topology.py", "if rank in out[r]} for", "if r in out[rank]} for", TOPOLOGY),
+    # what may go on with another number of workers
+    ("checkpoint.py", 'if slot == "private":', "if False:", RESUME),
     # bytes
     ("links/cost.py", "return Cost(2 * (n - 1) * size // n", "return Cost(2 * n * size // n", LEDGER),
     ("links/cost.py", "return Cost((n - 1) * size // n", "return Cost(size", LEDGER),
+    ("links/cost.py", "return Cost(peers * size", "return Cost(size", TRAFFIC),
+    ("links/metered.py", "size_of(x) * len(source)", "size_of(x) * len(to)", TRAFFIC),
     ("links/cost.py", "8 * self.bytes / rate", "self.bytes / rate", LEDGER),
 ]  # fmt: skip
 

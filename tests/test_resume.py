@@ -661,16 +661,14 @@ def test_resume_with_messages_older_than_a_parameter_group(recipe: la.Recipe) ->
         if saved is None:
             sync = la.attach(model, optimizer, recipe)
             go(0, 4)
-            parts = (model, late, optimizer, sync)
-            states = [part if part is late else part.state_dict() for part in parts]
-            return copy.deepcopy(states), go(4, 12)
+            parts = [part.state_dict() for part in (model, optimizer, sync)]
+            return copy.deepcopy([*parts, late.detach()]), go(4, 12)
         optimizer.add_param_group({"params": [late], "lr": 0.1})
         sync = la.attach(model, optimizer, recipe)
         states = copy.deepcopy(saved[rank][0])
-        model.load_state_dict(states[0])
-        late.data.copy_(states[1])
-        optimizer.load_state_dict(states[2])
-        sync.load_state_dict(states[3])
+        late.data.copy_(states.pop())
+        for part, state in zip((model, optimizer, sync), states, strict=True):
+            part.load_state_dict(state)
         return go(4, 12)
 
     saved = la.simulate(lambda rank: run(rank, None), workers=2)
