@@ -9,8 +9,8 @@ READY := $(VENV)/.ready
 demo: $(READY)            ## compare DDP, local SGD, SlowMo and DiLoCo on a 100 Mbit/s network
 	$(BIN)/laconic compare
 
-test: $(READY)            ## run the tests
-	$(BIN)/python -m pytest
+test: $(READY)            ## run the tests, on all processors
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 check: $(READY)           ## lint and type-check
 	$(BIN)/ruff format --check .

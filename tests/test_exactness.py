@@ -187,8 +187,10 @@ GROUPED: dict[str, tuple[la.Recipe, Callable[[int], ref.Recipe]]] = {
 """Recipes with rounds inside groups, and the reference for groups of a size."""
 
 
-@pytest.mark.parametrize("optimiser", ["nesterov", "adamw"])
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("workers", "optimiser"),
+    [(1, "adamw"), (2, "nesterov"), (2, "adamw"), (3, "nesterov"), (4, "adamw")],
+)
 @pytest.mark.parametrize("row", ROWS)
 def test_recipe_equals_its_reference(row: str, workers: int, optimiser: str) -> None:
     recipe, expected = ROWS[row]

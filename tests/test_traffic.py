@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import laconic as la
 from laconic.links import Link, Metered
@@ -335,3 +335,29 @@ def test_a_swap_is_booked_by_what_leaves_and_what_arrives() -> None:
         return metered.ledger.bytes_sent, metered.ledger.bytes_received
 
     assert la.simulate(run, workers=3, link=keep) == [(24, 0), (12, 12), (0, 24)]
+
+
+def test_buffers_of_gossip_go_to_the_peers_alone() -> None:
+    """And not to everyone at every step; the running mean is mixed as the graph says."""
+
+    def run(rank: int) -> tuple[set[str], Tensor, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before: list[Tensor] = []
+        norm: Any = model[1]
+        optimizer.register_step_post_hook(lambda *_: before.append(norm.running_mean.clone()))
+        sync = la.attach(model, optimizer, la.sgp("ring"))
+        for step in range(2):
+            booked = dict(sync.stats().bytes_by_collective)
+            torch.manual_seed(10 * rank + step)
+            model(torch.randn(6, 4)).square().mean().backward()
+            optimizer.step()
+        after = sync.stats().bytes_by_collective
+        used = {name for name, size in after.items() if size > booked.get(name, 0)}
+        return used, before[-1], norm.running_mean.clone()
+
+    runs = la.simulate(run, workers=4)
+    for rank, (used, own, mixed) in enumerate(runs):
+        assert "mean" not in used and "swap" in used
+        assert torch.allclose(mixed, (own + runs[rank - 1][1]) / 2)

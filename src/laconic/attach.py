@@ -97,7 +97,7 @@ def attach(
     Raises ``ValueError`` for what cannot work, on every rank, and `laconic.LinkError` later where
     a rank is lost.
     """
-    _check(model, optimizer, recipe, group_size)
+    _check(model, optimizer, recipe)
     check_int("seed", seed, 0)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ValueError(f"scaler must be a torch.amp.GradScaler, not {scaler!r}")
@@ -114,6 +114,11 @@ def attach(
     sharded = any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
     layout = _layout(world, nprocs_per_node, mesh, sharded)
     sets = _sets(world, layout, group_size, sharded)
+    if "group" not in sets and any(r.over == "group" for r in recipe):
+        raise ValueError(
+            "the recipe has rounds inside groups of workers: say how many make up one, as "
+            "attach(..., group_size=4)"
+        )
     places = agree_on_metrics(places, world)
     if sharded:
         recipe = tuple(replace(r, over="workers") if r.over == "world" else r for r in recipe)
@@ -138,16 +143,11 @@ def _alive(held: weakref.ref[Synchronizer] | None) -> Synchronizer | None:
     return None if held is None else held()
 
 
-def _check(model: nn.Module, optimizer: Optimizer, recipe: Recipe, group_size: int | None) -> None:
+def _check(model: nn.Module, optimizer: Optimizer, recipe: Recipe) -> None:
     if not is_recipe(recipe):
         raise ValueError(
             f"recipe must be what a recipe function returns, as laconic.local_sgd(12), not "
             f"{recipe!r}"
-        )
-    if group_size is None and any(r.over == "group" for r in recipe):
-        raise ValueError(
-            "the recipe has rounds inside groups of workers: say how many make up one, as "
-            "attach(..., group_size=4)"
         )
     known = {id(p) for p in model.parameters()}
     params = [p for group in optimizer.param_groups for p in group["params"]]

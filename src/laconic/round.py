@@ -141,6 +141,8 @@ class Exchange:
     """Whether anything is sent at all."""
     agrees: ClassVar[bool] = False
     """Whether all workers hold the same result afterwards."""
+    gossips: ClassVar[bool] = False
+    """Whether messages go to peers alone; module buffers then go the same way."""
 
     @property
     def scored(self) -> int:

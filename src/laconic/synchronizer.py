@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -35,7 +35,7 @@ from laconic.tensors import (
     module_buffers,
     optimizer_state,
 )
-from laconic.updates import Average, Replace
+from laconic.updates import Average, Mix, Replace
 
 
 @dataclass(frozen=True)
@@ -202,11 +202,23 @@ class Synchronizer:
                 if r.optimizer_state == "average":
                     rounds.append(Round(r.when, Average(), Mean(), optimizer_state, over=r.over))
         if self._average_buffers and module_buffers(self._model, self._optimizer)[0]:
-            for delay in sorted({r.delay for r in rounds}):
-                when = any_of(*(r.when for r in rounds if r.delay == delay))
-                take = Round(when, Replace(), Mean(), module_buffers, over="world", delay=delay)
-                rounds.append(take)
+            rounds += self._buffer_rounds(rounds)
         return rounds
+
+    def _buffer_rounds(self, rounds: Sequence[Round]) -> list[Round]:
+        """Module buffers along with ``rounds``, as late as these: mixed with those of the peers
+        where a round gossips, which an average over all would make pointless; else averaged."""
+        found: list[Round] = []
+        for r in rounds:
+            like = Round(r.when, Replace(), Mean(), module_buffers, over="world", delay=r.delay)
+            if r.exchange.gossips:
+                like = replace(like, update=Mix(), exchange=r.exchange, over=r.over)
+            same = [f for f in found if replace(f, when=r.when) == like]
+            if same:
+                found[found.index(same[0])] = replace(like, when=any_of(same[0].when, r.when))
+            else:
+                found.append(like)
+        return found
 
     # -- one step ----
 

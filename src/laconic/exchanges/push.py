@@ -22,6 +22,8 @@ class Push(Exchange):
 
     graph: Graph
 
+    gossips = True
+
     def out_degree(self, clock: Clock) -> int:
         at = clock.worker, clock.workers, clock.executed, clock.seed
         return len(self.graph.out_peers(*at))
