@@ -35,8 +35,8 @@ class Scope:
 
 
 SCOPES = {
-    "full": Scope(range(5), range(100, 110), near=False),
-    "quick": Scope(range(2), range(100, 108), near=True),
+    "full": Scope(range(5), range(100, 120), near=False),
+    "quick": Scope(range(2), range(100, 110), near=True),
 }
 
 
