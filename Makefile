@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench science mutations clean
+.PHONY: demo test check bench science peers mutations stress look clean
 
 demo: $(READY)            ## compare DDP, local SGD, SlowMo and DiLoCo on a 100 Mbit/s network
 	$(BIN)/laconic compare
@@ -20,6 +20,9 @@ check: $(READY)           ## lint and type-check
 bench: $(READY)           ## measure what laconic costs, as ratios
 	$(BIN)/python -m benchmarks
 
+peers: $(READY)           ## install the other libraries that laconic compare --peer can race
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r benchmarks/peers/requirements.txt
+
 SCIENCE ?= full
 
 science: $(READY)         ## tune and compare the recipes' quality; SCIENCE=quick in a few minutes
@@ -33,6 +36,12 @@ $(READY): pyproject.toml constraints.txt
 
 mutations: $(READY)       ## change a sign in each formula and see a test fail
 	$(BIN)/python tests/mutate.py
+
+stress: $(READY)          ## start and end 200 labs in every way there is; nothing may be left
+	$(BIN)/python -m benchmarks.stress
+
+look: $(READY)            ## pictures of the demo's report, with Chromium
+	$(BIN)/python tests/look.py
 
 clean:
 	rm -rf $(VENV) laconic-compare laconic-science build *.egg-info

@@ -17,6 +17,7 @@ from laconic.lab.cluster import Cluster, Loopback, NamespacesUnavailable, launch
 ALL = {
     # name: (processes, whether they need a 100 Mbit/s network, arguments, what it measures)
     "step": (1, False, ["step"], "a step without a round, attached / bare, text model"),
+    "metrics": (1, False, ["step", "0"], "the same, with a record of metrics after every step"),
     "round": (4, False, ["round"], "a local_sgd round / a bare flat all-reduce of the same bytes"),
     "round2": (2, False, ["round"], "the same with two processes"),
     "ddp": (4, False, ["ddp"], "a step under ddp() / under torch's DistributedDataParallel"),

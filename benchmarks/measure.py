@@ -6,6 +6,7 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -96,10 +97,15 @@ class Training:
         self.optimizer.step()
 
 
-def step() -> None:
+def step(every: str = "") -> None:
+    """``every``: seconds between the records of metrics; none are written without it."""
     bare, attached = Training(), Training()
-    laconic.attach(attached.model, attached.optimizer, laconic.local_sgd(10**9))
-    say(ratio("", *pairs(attached.step, bare.step), bound=1.02))
+    with tempfile.TemporaryDirectory() as directory:
+        metrics = laconic.JsonLines(directory, float(every)) if every else None
+        recipe = laconic.local_sgd(10**9)
+        sync = laconic.attach(attached.model, attached.optimizer, recipe, metrics=metrics)
+        say(ratio("", *pairs(attached.step, bare.step), bound=1.02))
+        sync.detach()
 
 
 def round() -> None:

@@ -40,12 +40,16 @@ RECIPES: dict[str, la.Recipe] = {
     "local_sgd": la.local_sgd(2),
     "delayed": la.local_sgd(2, delay=1),
     "slowmo": la.slowmo(None, 2),
+    "sgp": la.sgp(delay=1),
+    "lsgd": la.lsgd(2, local_period=0),
 }
 ROUNDS = {
     "ddp": "gradient round",
     "local_sgd": "Average round",
     "delayed": "Average round",
     "slowmo": "SlowMomentum round",
+    "sgp": "PushSum round",
+    "lsgd": "LeaderPull round",
 }
 """How a message calls the round that was lost."""
 
@@ -87,11 +91,24 @@ def act(story: Story, sync: la.Synchronizer, connection: Connection) -> bool:
     connection.send(("acts", ""))
     if story.act == "is silent":
         time.sleep(300)  # until the test stops or kills this process
+    if story.act == "raises in backward":
+        raise_in_backward(sync)
     if story.act.startswith("raises"):
         raise BrokenLoopError("the user's own trouble")
     if story.act == "finishes":
         sync.finish()
     return story.act not in ("finishes", "skips a step")
+
+
+def raise_in_backward(sync: la.Synchronizer) -> None:
+    """Send the first of two buckets, and no more."""
+
+    def trouble(_: Tensor) -> None:
+        raise BrokenLoopError("the user's own trouble")
+
+    model = sync._model
+    model[0].weight.register_hook(trouble)  # type: ignore[operator, index, union-attr]
+    model(torch.randn(5, 4)).square().mean().backward()
 
 
 def live(rank: int, story: Story, port: int, connection: Connection) -> None:
@@ -101,6 +118,9 @@ def live(rank: int, story: Story, port: int, connection: Connection) -> None:
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", rank=rank, world_size=RANKS, timeout=limit)
     model, optimizer = job(rank)
+    if story.act == "raises in backward":  # with its second bucket unsent
+        model = nn.Sequential(model, nn.Linear(3, 100_000), nn.Linear(100_000, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
         with la.attach(model, optimizer, RECIPES[story.recipe], timeout=TIMEOUT) as sync:
             for t in range(1, AT + 20):
@@ -111,7 +131,7 @@ def live(rank: int, story: Story, port: int, connection: Connection) -> None:
         connection.send(("nothing", f"{AT + 20} steps"))
     except Exception as error:
         connection.send((type(error).__name__, str(error)))
-    if story.act == "raises and lives on" and rank == story.culprit:
+    if story.act in ("raises and lives on", "raises in backward") and rank == story.culprit:
         time.sleep(300)  # until the test kills this process
 
 
@@ -190,13 +210,14 @@ def check_lost(said: dict[int, tuple[str, str]], story: Story) -> None:
         assert "checkpoint" in text, "no advice"
     for _, text in said.values():
         assert ROUNDS[story.recipe] in text, f"the round is not named: {text}"
-        steps = range(AT - (story.recipe == "delayed"), AT + 2)
+        steps = range(AT - (story.recipe in ("delayed", "sgp")), AT + 2)
         named = any(re.search(rf"\b{step}\b", text) for step in steps)
         assert named, f"the step is not named: {text}"
 
 
 @pytest.mark.parametrize(
-    ("recipe", "culprit"), [("ddp", 0), ("local_sgd", 2), ("delayed", 0), ("slowmo", 2)]
+    ("recipe", "culprit"),
+    [("ddp", 0), ("local_sgd", 2), ("delayed", 0), ("slowmo", 2), ("sgp", 1), ("lsgd", 0)],
 )
 def test_a_rank_that_is_killed(context: Any, recipe: str, culprit: int) -> None:
     story = Story(recipe, "is silent", culprit)
@@ -233,6 +254,13 @@ def test_a_rank_that_has_left_but_lives(context: Any, recipe: str) -> None:
         assert kind == "LinkError", text
         assert re.search(rf"rank {story.culprit}: [^;]* and has left", text), text
         assert ROUNDS[story.recipe] in text
+
+
+def test_a_rank_that_leaves_with_half_of_its_gradients_sent(context: Any) -> None:
+    story = Story("ddp", "raises in backward")
+    with running(context, story) as run:
+        for _, (kind, text) in tell(run, story, None).items():
+            assert kind == "LinkError" and "has left" in text, text
 
 
 PLACES = [(recipe, "finishes") for recipe in RECIPES]
@@ -476,6 +504,64 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "start -1": (lambda: LOOSE.post_local_sgd(-1, 2), "start|end"),
     "delay -1": (lambda: LOOSE.local_sgd(2, delay=-1), "delay must be an integer of at least 0"),
     "delay 0.5": (lambda: LOOSE.diloco(2, delay=0.5), "delay must be an integer of at least 0"),
+    "hierarchical, a period 1.5": (
+        lambda: LOOSE.hierarchical(2, 1.5),
+        f"period must be an {INTEGER} 1.5",
+    ),
+    "hierarchical, group_period 0": (
+        lambda: LOOSE.hierarchical(0, 4),
+        f"group_period must be an {INTEGER} 0",
+    ),
+    "graph": (
+        lambda: LOOSE.sgp("circle"),
+        "graph must be one of 'exponential', .*'ring'.*'circle'",
+    ),
+    "graph a number": (lambda: LOOSE.d_psgd(2), "graph must be one of .*'random', not 2"),
+    "peers 0": (lambda: LOOSE.sgp(peers=0), f"peers must be an {INTEGER} 0"),
+    "peers 1.5": (lambda: LOOSE.sgp("ring", 1.5), f"peers must be an {INTEGER} 1.5"),
+    "peers True": (lambda: LOOSE.sgp("ring", True), f"peers must be an {INTEGER} True"),
+    "delay of gossip": (lambda: LOOSE.sgp(delay=-1), "delay must be an integer of at least 0"),
+    "beta 0": (
+        lambda: LOOSE.easgd(4, 0.0),
+        "beta must be .* greater than 0 and at most 1, not 0.0",
+    ),
+    "beta 1.1": (lambda: LOOSE.eamsgd(4, 1.1), "beta must be .* at most 1, not 1.1"),
+    "beta nan": (lambda: LOOSE.easgd(4, float("nan")), "beta must be a finite number"),
+    "pull 1": (lambda: LOOSE.easgd(4, pull=1), "pull must be .* at least 0 and below 1, not 1"),
+    "pull -0.1": (lambda: LOOSE.lsgd(4, pull=-0.1), "pull must be .* at least 0 and below 1"),
+    "local_pull 1": (lambda: LOOSE.lsgd(4, local_pull=1.0), "local_pull must be .* below 1"),
+    "drift text": (lambda: LOOSE.lsgd(4, drift="0.1"), "drift must be .*, not '0.1'"),
+    "local_drift 2": (lambda: LOOSE.lsgd(4, local_drift=2), "local_drift must be .* below 1"),
+    "window 0": (lambda: LOOSE.lsgd(4, window=0), f"window must be an {INTEGER} 0"),
+    "local_period -1": (
+        lambda: LOOSE.lsgd(4, local_period=-1),
+        "local_period must be an integer of at least 0, not -1",
+    ),
+    **{
+        f"{name}, period {period}": (
+            partial(getattr(LOOSE, name), period),
+            f"period must be an {INTEGER} {period}",
+        )
+        for name in ("easgd", "downpour", "lsgd")
+        for period in (0, 1.5, True)
+    },
+    "groups of no size": (
+        lambda: attach_in_simulation(recipe=la.lsgd(4)),
+        r"attach\(\.\.\., group_size=4\)",
+    ),
+    "groups of three of four": (
+        lambda: attach_in_simulation(recipe=la.hierarchical(2, 4), group_size=3),
+        "group_size must divide the number of workers: 3 does not divide 4",
+    ),
+    "groups of four of two workers": (
+        lambda: attach_in_simulation(recipe=la.lsgd(4), group_size=4, nprocs_per_node=2),
+        "group_size must divide the number of workers: 4 does not divide 2",
+    ),
+    "group_size 0": (
+        lambda: attach_in_simulation(recipe=la.lsgd(4), group_size=0),
+        f"group_size must be an {INTEGER} 0",
+    ),
+    "seed": (lambda: attach_in_simulation(recipe=la.sgp("random"), seed=-1), "seed must be"),
     "optimizer_state": (lambda: LOOSE.local_sgd(2, optimizer_state="drop"), CHOICES),
     "optimizer_state of slowmo": (lambda: LOOSE.slowmo(None, optimizer_state=None), CHOICES),
     "momentum 1": (
@@ -560,6 +646,22 @@ def test_a_bad_argument_is_a_value_error_that_names_what_is_allowed(name: str) -
         call()
 
 
+@pytest.mark.parametrize(
+    "options", [{"nprocs_per_node": 3}, {"group_size": 3}, {"group_size": 4, "nprocs_per_node": 2}]
+)
+def test_numbers_that_do_not_divide_are_refused_alike_on_every_rank(
+    options: dict[str, Any],
+) -> None:
+    def run(rank: int) -> str:
+        model, optimizer = job(rank)
+        with pytest.raises(ValueError) as caught:
+            la.attach(model, optimizer, la.lsgd(4), **{"group_size": 1, **options})
+        return str(caught.value)
+
+    texts = la.simulate(run, workers=4)
+    assert len(set(texts)) == 1 and "divide" in texts[0]
+
+
 def test_a_refused_attach_leaves_the_optimizer_alone() -> None:
     """What was refused can be done right afterwards; steps in between run no rounds."""
 
@@ -585,6 +687,9 @@ UNLIKE: dict[str, Callable[[int], dict[str, Any]]] = {
     "dtype": lambda rank: {"dtype": torch.float64 if rank == 1 else torch.float32},
     "frozen": lambda rank: {"frozen": rank == 1},
     "nprocs_per_node": lambda rank: {"nprocs_per_node": 1 + (rank == 1)},
+    "group_size": lambda rank: {"group_size": 1 + (rank == 1)},
+    "graph": lambda rank: {"recipe": la.sgp("ring" if rank == 1 else "exponential")},
+    "seed": lambda rank: {"recipe": la.sgp("random"), "seed": rank},
 }
 
 
@@ -607,7 +712,7 @@ def _unlike(what: str, rank: int) -> str:
 def test_ranks_that_attach_unlike_things_are_told_so_on_every_rank(what: str) -> None:
     for text in la.simulate(partial(_unlike, what), workers=2):
         assert "alike" in text
-        assert "[1]" in text or what == "nprocs_per_node"
+        assert "[1]" in text or what in ("nprocs_per_node", "group_size")
 
 
 def unlike_over(rank: int, what: str) -> str:

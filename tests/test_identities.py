@@ -5,6 +5,7 @@ The right-hand sides are few-line loops that share nothing with the library, or 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -313,3 +314,17 @@ def test_a_single_worker_sends_nothing(row: str) -> None:
     assert set(stats.bytes_by_collective.values()) <= {0}
     assert stats.steps == STEPS
     assert (stats.rounds > 0) == (row not in ("nothing", "ddp"))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: la.local_sgd(3, delay=4),
+        lambda: la.d_psgd(delay=2),
+        lambda: la.diloco(3, delay=4),
+        lambda: la.post_local_sgd(2, 3, delay=4),
+    ],
+)
+def test_delays_beyond_the_period_are_warned_of(make: Callable[[], la.Recipe]) -> None:
+    with pytest.warns(UserWarning, match="longer than the period"):
+        make()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
 
+import laconic as la
+from laconic.links import health
 from test_exactness import ROWS
 
 import gloo
@@ -31,3 +34,51 @@ def test_gloo_equals_reference_and_simulation(pool: gloo.Pool, row: str, workers
 def test_workers_of_two_ranks_over_gloo(pool: gloo.Pool) -> None:
     job = Job(ROWS["slowmo(local_sgd(2), 6)"][0], 4, options=(("nprocs_per_node", 2),))
     assert same_bits(pool.run(over_gloo, job, ranks=4), simulated(job))
+
+
+def twice(rank: int) -> str:
+    link = gloo.link_of(2)
+    first = training.build(Job((), 2), rank)
+    sync = la.attach(*first, la.local_sgd(2), link=link)
+    try:
+        la.attach(*training.build(Job((), 2), rank), la.local_sgd(2), link=link)
+    except ValueError as error:
+        sync.detach()
+        la.attach(*first, la.local_sgd(2), link=link).detach()
+        return str(error)
+    return "nothing"
+
+
+def test_one_link_carries_one_synchroniser(pool: gloo.Pool) -> None:
+    said = pool.run(twice, ranks=2)
+    assert len(set(said)) == 1 and "a link for each" in said[0]
+
+
+def after_leaving(rank: int) -> tuple[float, list[Any]]:
+    model, optimizer = training.build(Job((), 2), rank)
+    with la.attach(model, optimizer, la.local_sgd(2), link=gloo.link_of(2)) as sync:
+        pass
+    mean = sync.mean(float(rank))
+    with sync.consensus():
+        return mean, [(training.values(model), training.values(model))]
+
+
+def test_calls_after_leaving_still_run(pool: gloo.Pool) -> None:
+    (mean, one), (same, other) = pool.run(after_leaving, ranks=2)
+    assert mean == same == 0.5 and same_bits([one], [other])
+
+
+def nonsense(rank: int) -> bool:
+    """Whether this process's beacon falls silent after words that it does not know."""
+    beacon = health.beacon()
+    address = beacon.enroll()
+    host, port, _ = address.rsplit("|", 2)
+    for said in (b"5", b"{", b"[1]", b"[[], 1]", b"\xff" * 100, b""):
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            connection.sendall(said)
+    health.ask(address.rsplit("|", 1)[0] + "|0000", "a verdict on calls that are not ours")
+    return health.ask(address).lost or len(beacon.verdicts) > 0
+
+
+def test_a_beacon_outlives_nonsense(pool: gloo.Pool) -> None:
+    assert pool.run(nonsense, ranks=1) == [False]

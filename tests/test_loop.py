@@ -27,6 +27,13 @@ ALL: dict[str, la.Recipe] = {
     "slowmo": la.slowmo(la.local_sgd(2), 4),
     "no average": la.slowmo(la.local_sgd(2), 4, average=False),
     "diloco": la.diloco(3),
+    "sgp": la.sgp(),
+    "overlapped sgp": la.sgp("bipartite_linear", 2, delay=2),
+    "d_psgd": la.d_psgd(delay=1),
+    "easgd": la.easgd(3, pull=0.3),
+    "downpour": la.downpour(3),
+    "lsgd": la.lsgd(3, local_period=0),
+    "slowmo over sgp": la.slowmo(la.sgp(delay=2), 4),
 }
 
 
@@ -415,7 +422,9 @@ def test_a_parameter_that_no_rank_uses_is_left_alone() -> None:
         assert torch.equal(values, start) and without
 
 
-@pytest.mark.parametrize("recipe", ["ddp", "post_local", "slowmo"])
+@pytest.mark.parametrize(
+    "recipe", ["ddp", "post_local", "slowmo", "overlapped sgp", "easgd", "lsgd"]
+)
 def test_a_rank_without_any_gradient_in_a_step(recipe: str) -> None:
     """Rank 1 has no batch at step 2 but steps along: it counts as zeros, and nobody waits."""
     batches = data()
@@ -521,19 +530,23 @@ def test_replicas_under_ddp_stay_equal_when_parameters_join(how: str) -> None:
         assert equal(list(xs)), f"after step {t}"
 
 
-def test_a_frozen_parameter_is_left_alone() -> None:
+@pytest.mark.parametrize("recipe", ALL)
+def test_a_frozen_parameter_is_left_alone(recipe: str) -> None:
+    """But for the rounding of a mean of equal numbers, where these are sent."""
+
     def run(rank: int) -> Tensor:
         model = network(rank)
         model[0].weight.requires_grad_(False)
         optimizer = decaying(model)
-        with la.attach(model, optimizer, la.ddp()):
+        with la.attach(model, optimizer, ALL[recipe]):
             plain_loop(model, optimizer, data()[rank])
         return flat(model)
 
     runs = la.simulate(run, workers=WORKERS)
     start = flat(network(0))
     assert equal(runs)
-    assert torch.equal(runs[0][:35], start[:35])
+    assert torch.allclose(runs[0][:35], start[:35], rtol=1e-14, atol=0)
+    assert recipe != "ddp" or torch.equal(runs[0][:35], start[:35])
     assert (runs[0][35:] != start[35:]).all()
 
 
@@ -580,15 +593,30 @@ def norm_run(rank: int, recipe: la.Recipe, buffers: Any, steps: int) -> tuple[Te
     return before[-1], norm_of(model).running_mean.clone(), int(norm_of(model).num_batches_tracked)
 
 
-@pytest.mark.parametrize("recipe", ["local_sgd", "slowmo", "no average", "diloco"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["local_sgd", "slowmo", "no average", "diloco", "easgd", "lsgd"],
+)
 def test_buffers_are_averaged_at_rounds(recipe: str) -> None:
-    steps = 3 if recipe in ("local_sgd", "diloco") else 4
+    steps = 3 if recipe in ("local_sgd", "diloco", "easgd", "lsgd") else 4
     runs = la.simulate(lambda rank: norm_run(rank, ALL[recipe], "average", steps), workers=WORKERS)
     mean = torch.stack([before for before, _, _ in runs]).mean(0)
     assert not equal([before for before, _, _ in runs])
     for rank, (_, after, counter) in enumerate(runs):
         assert torch.allclose(after, mean, rtol=0, atol=1e-14)
         assert counter == steps + 100 * rank, "counters are left alone"
+
+
+def test_buffers_of_a_delayed_round_are_folded_when_it_is() -> None:
+    """As they were sent: what they took in meanwhile is lost, and no variance turns negative."""
+    recipe = la.local_sgd(2, delay=1)
+
+    def run(steps: int) -> list[tuple[Tensor, Tensor, int]]:
+        return la.simulate(lambda rank: norm_run(rank, recipe, "average", steps), workers=WORKERS)
+
+    sent = torch.stack([before for before, _, _ in run(2)])
+    for _, after, _ in run(3):
+        assert torch.allclose(after, sent.mean(0), rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize(("buffers", "steps"), [("keep", 3), ("keep", 4), ("average", 4)])
@@ -613,7 +641,7 @@ def test_buffers_start_from_rank_0s() -> None:
     assert [x.tolist() for x in la.simulate(run, workers=WORKERS)] == [[1.0] * 4] * WORKERS
 
 
-@pytest.mark.parametrize("recipe", ["ddp", "local_sgd", "slowmo"])
+@pytest.mark.parametrize("recipe", ["ddp", "local_sgd", "slowmo", "overlapped sgp", "lsgd"])
 @pytest.mark.parametrize("inner", [1, 2])
 def test_finish_leaves_equal_buffers(recipe: str, inner: int) -> None:
     def run(rank: int) -> Tensor:
@@ -651,6 +679,41 @@ def test_low_precision_parameters_keep_their_dtype(recipe: str, dtype: torch.dty
         assert torch.allclose(x.float(), y, atol=0.05)
 
 
+LOW: dict[str, tuple[la.Recipe, bool]] = {
+    "sgp": (la.sgp(peers=2, delay=1), False),
+    "d_psgd": (la.d_psgd("bipartite_linear"), False),
+    "hierarchical": (la.hierarchical(2, 4), True),
+    "easgd": (la.easgd(2, pull=0.2), False),
+    "downpour": (la.downpour(4), True),
+    "lsgd": (la.lsgd(4), False),
+    "slowmo over sgp": (la.slowmo(la.sgp("bipartite_linear", delay=2), 4), True),
+    "slowmo over lsgd": (la.slowmo(la.lsgd(4, local_period=2), 4), True),
+}
+"""Recipes, and whether all replicas are equal after steps 4, 8, 12, ..."""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", LOW)
+def test_low_precision_over_twenty_steps(name: str, dtype: torch.dtype) -> None:
+    recipe, meets = LOW[name]
+
+    def run(rank: int) -> tuple[list[Tensor], list[float]]:
+        model = network(rank, dtype)
+        optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.5)
+        la.attach(model, optimizer, recipe, group_size=3)
+        batches = [x.to(dtype) for x in data(3, 20)[rank % 3]]
+        losses = [float(loss_of(model, batches[0]).detach())]
+        trace = plain_loop(model, optimizer, batches)
+        assert {p.dtype for p in model.parameters()} == {dtype}
+        return trace, [*losses, float(loss_of(model, batches[0]).detach())]
+
+    runs = la.simulate(run, workers=3)
+    for t, xs in enumerate(zip(*(trace for trace, _ in runs), strict=True), 1):
+        assert all(x.isfinite().all() for x in xs)
+        assert equal(list(xs)) == (meets and t % (2 if name == "hierarchical" else 4) == 0)
+    assert all(last < first for _, (first, last) in runs), "and they learn"
+
+
 def test_large_half_precision_values_do_not_overflow() -> None:
     """The sum of three is beyond float16's 65504, the mean is not."""
 
@@ -666,7 +729,7 @@ def test_large_half_precision_values_do_not_overflow() -> None:
     assert [x.tolist() for x in la.simulate(run, workers=3)] == [[40_000.0] * 5] * 3
 
 
-@pytest.mark.parametrize("recipe", ["ddp", "local_sgd", "delayed", "slowmo"])
+@pytest.mark.parametrize("recipe", ["ddp", "local_sgd", "delayed", "slowmo", "sgp", "easgd"])
 def test_an_overflow_on_one_rank_skips_its_step_and_keeps_all_in_step(recipe: str) -> None:
     def run(rank: int) -> tuple[list[int], Tensor, float]:
         model = network(rank, torch.float32)
@@ -856,13 +919,13 @@ def test_validation_in_inference_mode(recipe: str) -> None:
     assert equal([*usual, *la.simulate(lambda rank: validated(rank, ALL[recipe], True), workers=4)])
 
 
-@pytest.mark.parametrize("recipe", ["ddp", "delayed", "slowmo", "diloco"])
+@pytest.mark.parametrize("recipe", ["ddp", "delayed", "slowmo", "diloco", "overlapped sgp", "lsgd"])
 def test_validation_in_inference_mode_over_processes(pool: gloo.Pool, recipe: str) -> None:
     usual = pool.run(validated, ALL[recipe], False, ranks=4)
     assert equal([*usual, *pool.run(validated, ALL[recipe], True, ranks=4)])
 
 
-@pytest.mark.parametrize("recipe", ["ddp", "local_sgd", "no average"])
+@pytest.mark.parametrize("recipe", ["ddp", "local_sgd", "no average", "d_psgd", "sgp", "lsgd"])
 def test_consensus_without_an_anchor_is_the_mean(recipe: str) -> None:
     def run(rank: int) -> tuple[Tensor, Tensor]:
         model, optimizer, sync = attached(rank, ALL[recipe])
@@ -894,7 +957,9 @@ def test_consensus_includes_buffers_and_gives_them_back() -> None:
     assert all(torch.allclose(found, mean, rtol=0, atol=1e-14) and kept for _, found, kept in runs)
 
 
-@pytest.mark.parametrize("recipe", ["ddp", "local_sgd", "delayed", "slowmo", "diloco"])
+@pytest.mark.parametrize(
+    "recipe", ["ddp", "local_sgd", "delayed", "slowmo", "diloco", "overlapped sgp", "easgd"]
+)
 def test_consensus_state_dict_is_a_copy_to_ship(recipe: str) -> None:
     def run(rank: int) -> tuple[dict[str, Tensor], bool]:
         model, optimizer, sync = attached(rank, ALL[recipe])

@@ -29,7 +29,7 @@ RECIPES: dict[str, tuple[la.Recipe, Due, Callable[[int], bool]]] = {
     "ddp": (la.ddp(), lambda t: (True,), lambda t: True),
     "local": (la.local_sgd(12), lambda t: (t % 12 == 0,), lambda t: t % 12 == 0),
     "every": (la.local_sgd(1), lambda t: (True,), lambda t: True),
-    "late": (la.local_sgd(7, delay=3), lambda t: (t % 7 == 0,), lambda t: t % 7 == 0),
+    "late": (la.local_sgd(7, delay=3), lambda t: (t % 7 == 0,), lambda t: t > 3 and t % 7 == 3),
     "slow": (
         la.slowmo(la.local_sgd(3), 48),
         lambda t: (t % 3 == 0 and t % 48 > 0, t % 48 == 0),

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from laconic.lab import report
+from laconic.lab.plots import limit_loss
 from laconic.lab.report import NO_COMMUNICATION, Point, Result, Row
 
 
@@ -175,8 +176,10 @@ def test_json_of_anything_else_is_refused(text: str) -> None:
 
 def test_write_and_read(tmp_path: Path) -> None:
     paths = report.write(FULL, tmp_path / "new" / "place")
-    assert [path.name for path in paths] == ["results.json", "loss.png", "loss.svg"]
-    assert report.read(paths[0]) == report.read(paths[0].parent) == FULL
+    assert [path.name for path in paths] == [
+        "report.html", "results.json", "results.csv", "rows.csv", "loss.png", "loss.svg",
+    ]  # fmt: skip
+    assert report.read(paths[1]) == report.read(paths[1].parent) == FULL
     with pytest.raises(ValueError, match="cannot read a result"):
         report.read(tmp_path / "nowhere.json")
 
@@ -256,8 +259,9 @@ def test_table_takes_any_result(rows: tuple[Row, ...], width: int) -> None:
 def test_verdict_when_time_and_steps_disagree() -> None:
     assert report.verdict(result(SILENT, DDP, LOCAL)) == (
         "In 30 s per recipe on this 100 Mbit/s network, local_sgd(12) reached the lowest "
-        "validation loss (2.01), with 3.2 times as many steps as ddp() (2.45); after the same 75 "
-        "steps ddp() is ahead (2.45 against 2.60)."
+        "validation loss (2.01), with 3.2 times as many steps as ddp() (2.45), a loss that it was "
+        "at after 11.4 s, 2.6 times as fast. After the same 75 steps ddp() is ahead (2.45 against "
+        "2.60); both send 2.00 MB per host and step."
     )
 
 
@@ -265,8 +269,9 @@ def test_verdict_when_ddp_wins() -> None:
     ahead = row("ddp()", (0, 0, 5.5), (200, 30, 1.9))
     assert report.verdict(result(SILENT, ahead, LOCAL, network="throttled")) == (
         "In 30 s per recipe on a link throttled to 100 Mbit/s, ddp() reached the lowest validation "
-        "loss (1.90), in 200 steps against the 240 of local_sgd(12) (2.01); after the same "
-        "200 steps it is ahead too (1.90 against 2.13 for local_sgd(12))."
+        "loss (1.90), in 200 steps against the 240 of local_sgd(12) (2.01). After the same "
+        "200 steps it is ahead too (1.90 against 2.13 for local_sgd(12)); both send 2.00 MB per "
+        "host and step."
     )
 
 
@@ -275,8 +280,8 @@ def test_verdict_of_a_race_over_steps() -> None:
     fast = row("local_sgd(4)", (0, 0, 5.5), (100, 20, 2.5))
     assert report.verdict(result(slow, fast, seconds=None, steps=100, bandwidth=None)) == (
         "After 100 steps per recipe, ddp() reached the lowest validation loss (2.00), at 2.5 times "
-        "the time per step of local_sgd(4) (2.50); in the same 20 s local_sgd(4) is ahead "
-        "(2.50 against 4.10)."
+        "the time per step of local_sgd(4) (2.50). In the same 20 s local_sgd(4) is ahead "
+        "(2.50 against 4.10); both send 2.00 MB per host and step."
     )
 
 
@@ -291,12 +296,12 @@ def test_verdict_of_losses_that_are_level() -> None:
     third = replace(LOCAL, recipe="third()")
     assert report.verdict(result(LOCAL, twin)) == (
         "In 30 s per recipe on this 100 Mbit/s network, local_sgd(12) and twin() end level at a "
-        "validation loss of 2.01; after the same 240 steps both are level (2.01)."
+        "validation loss of 2.01. After the same 240 steps both are level (2.01)."
     )
     assert "all are level" in report.verdict(result(LOCAL, twin, third))
     shared = report.verdict(result(LOCAL, twin, DDP))
     assert "local_sgd(12) and twin() share the lowest validation loss (2.01) ahead of" in shared
-    assert "after the same 75 steps ddp() is ahead (2.45 against 2.60)" in shared
+    assert "After the same 75 steps ddp() is ahead (2.45 against 2.60)" in shared
     late = row("late()", (0, 0, 5.5), (75, 20, 2.45), (90, 30, 2.3))
     assert "ddp() and late() share the lead (2.45)" in report.verdict(result(DDP, late, LOCAL))
 
@@ -360,7 +365,7 @@ def test_a_huge_first_loss_does_not_flatten_the_picture() -> None:
 
     axes = Figure().subplots()
     wild = row("ddp()", (0, 0, 1e6), (5, 2, 4.0), (75, 30, 2.45))
-    report._limit_loss(axes, result(wild, LOCAL))
+    limit_loss(axes, result(wild, LOCAL))
     low, high = axes.get_ylim()
     assert low < 2.01
     assert 3.0 < high < 6.0

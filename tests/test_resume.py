@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import laconic as la
 from laconic.exchanges import Mean
 from laconic.round import Clock, Slot, State, Update
-from test_exactness import ROWS
+from test_exactness import GROUPED, ROWS
 
 import gloo
 import training
@@ -27,12 +27,20 @@ STEPS = 14
 SAVES = (1, 4, 5, 7, 8)
 """Before a first round, right after rounds, mid-period, and with messages in flight."""
 NEXT = 6
+EVERY = [*ROWS, *GROUPED]
 Trace = list[Any]
 
 
 def plain_lr(group: int, step: int) -> float:
     """As `training.changing_lr`, in numbers that `torch.load` takes for plain data."""
     return float(training.changing_lr(group, step))
+
+
+def job_of(row: str, optimiser: str) -> Job:
+    """Three workers, or two groups of two."""
+    if row in ROWS:
+        return Job(ROWS[row][0], 3, STEPS, optimiser, plain_lr)
+    return Job(GROUPED[row][0], 4, STEPS, optimiser, plain_lr, options=(("group_size", 2),))
 
 
 def attached(job: Job, rank: int, link: la.links.Link | None) -> tuple[Any, ...]:
@@ -106,15 +114,15 @@ def same(whole: list[Trace], tails: list[Trace], step: int) -> bool:
 # -- bit for bit, on both links ----
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", EVERY)
 def test_resume_in_a_fresh_simulation(row: str, tmp_path: Path) -> None:
-    job = Job(ROWS[row][0], 3, STEPS, "nesterov", plain_lr)
-    undisturbed = [t for t, _ in la.simulate(lambda r: straight(r, job, None), workers=3)]
-    saving = la.simulate(lambda r: straight(r, job, tmp_path), workers=3)
+    job = job_of(row, "nesterov")
+    undisturbed = [t for t, _ in la.simulate(lambda r: straight(r, job, None), workers=job.workers)]
+    saving = la.simulate(lambda r: straight(r, job, tmp_path), workers=job.workers)
     assert training.same_bits(undisturbed, [t for t, _ in saving]), "saving disturbed the run"
     assert all(b["before"] == b["after"] for _, found in saving for b in found)
     for step in SAVES:
-        tails = la.simulate(partial(_resumed, job, tmp_path, step), workers=3)
+        tails = la.simulate(partial(_resumed, job, tmp_path, step), workers=job.workers)
         assert same(undisturbed, tails, step), f"saved after step {step}"
 
 
@@ -126,25 +134,46 @@ def over_gloo(rank: int, task: Callable[..., Any], job: Job, *arguments: Any) ->
     return task(rank, job, *arguments, gloo.link_of(job.workers))
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", EVERY)
 def test_resume_in_fresh_processes(pool: gloo.Pool, row: str, tmp_path: Path) -> None:
     """What threads here saved goes on in processes that never ran it, and the other way round:
     the links agree bit for bit."""
-    job = Job(ROWS[row][0], 3, STEPS, "adamw", plain_lr)
+    job = job_of(row, "adamw")
     here, there = tmp_path / "threads", tmp_path / "processes"
     here.mkdir()
     there.mkdir()
-    threads = [t for t, _ in la.simulate(lambda r: straight(r, job, here), workers=3)]
-    processes = [t for t, _ in pool.run(over_gloo, straight, job, there, ranks=3)]
+    threads = [t for t, _ in la.simulate(lambda r: straight(r, job, here), workers=job.workers)]
+    processes = [t for t, _ in pool.run(over_gloo, straight, job, there, ranks=job.workers)]
     assert training.same_bits(threads, processes)
     for step in SAVES[1:4]:
-        tails = pool.run(over_gloo, resumed, job, here, step, ranks=3)
+        tails = pool.run(over_gloo, resumed, job, here, step, ranks=job.workers)
         assert same(threads, tails, step), f"saved by threads after step {step}"
-        tails = la.simulate(partial(_resumed, job, there, step), workers=3)
+        tails = la.simulate(partial(_resumed, job, there, step), workers=job.workers)
         assert same(threads, tails, step), f"saved by processes after step {step}"
 
 
-@pytest.mark.parametrize("row", ["local_sgd(4)", "slowmo(local_sgd(2), 6)", "diloco(4, delay=3)"])
+def test_a_score_of_gradients_resumes(tmp_path: Path) -> None:
+    """What no loss was told for; the row of the table reports losses, over a window."""
+    job = replace(job_of("lsgd(4, local_period=2)", "nesterov"), reports=False)
+    saving = la.simulate(lambda r: straight(r, job, tmp_path), workers=4)
+    for step in SAVES:
+        tails = la.simulate(partial(_resumed, job, tmp_path, step), workers=4)
+        assert same([t for t, _ in saving], tails, step), f"saved after step {step}"
+    kept = torch.load(file_of(tmp_path, 5, 0), weights_only=True)["sync"]["scores"]
+    assert kept["losses"] == [] and kept["decrease"] != 0
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "local_sgd(4)",
+        "slowmo(local_sgd(2), 6)",
+        "diloco(4, delay=3)",
+        "sgp(ring, 2, delay=3)",
+        "slowmo(easgd(2, pull=0.2), 6)",
+        "lsgd(4, pulls)",
+    ],
+)
 def test_resume_with_workers_of_two_ranks(row: str, tmp_path: Path) -> None:
     job = Job(ROWS[row][0], 4, STEPS, lr=plain_lr, options=(("nprocs_per_node", 2),))
     saving = la.simulate(lambda r: straight(r, job, tmp_path), workers=4)
@@ -319,7 +348,9 @@ WRONG = {
     "too short a list": Wrong(
         lambda r, s: (*s[0][:2], [s[0][2], s[1][2], s[1][2]]), "list of all", workers=3
     ),
-    "the list in another order": Wrong(lambda r, s: (*s[r][:2], [s[1][2], s[0][2]]), "its own"),
+    "the list in another order": Wrong(
+        lambda r, s: (*s[r][:2], [s[1][2], s[0][2]]), "by rank: number 0"
+    ),
     "another version": Wrong(lambda r, s: (*s[r][:2], {**s[r][2], "version": 999}), "version|999"),
     "something else altogether": Wrong(lambda r, s: (*s[r][:2], {"step": 3}), "state"),
     "something else on one rank": Wrong(
@@ -526,6 +557,42 @@ def test_recipes_without_state_go_on_with_another_number(ranks: int) -> None:
     assert all(one.sync["step"] == 8 for one in loaded)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("row", ["easgd(2, 0.5, pull=0.3)", "downpour(3)"])
+def test_a_centre_goes_on_with_another_number(row: str, ranks: int) -> None:
+    job = Job(ROWS[row][0], 4, 12, lr=plain_lr)
+    saved = la.simulate(partial(save_at, job, 5), workers=4)
+    loaded = la.simulate(partial(load_all, replace(job, workers=ranks), saved), workers=ranks)
+    for one in loaded:
+        assert all((one.anchor[k] == saved[0].anchor[k]).all() for k in one.anchor)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    "recipe",
+    [la.sgp("bipartite_linear"), la.sgp(delay=2), la.d_psgd(), la.lsgd(3, local_period=0)],
+)
+def test_what_is_alike_on_all_goes_on_with_another_number(recipe: la.Recipe, ranks: int) -> None:
+    """Push weights are 1 again after `finish()`, and all workers follow one global leader."""
+    job = Job(recipe, 5, 12)
+
+    def finished(rank: int) -> Saved:
+        parts = attached(job, rank, None)
+        list(onwards(job, rank, parts, 0, 7))
+        parts[2].finish()
+        model, optimizer, sync = (part.state_dict() for part in parts)
+        return Saved({k: v.clone() for k, v in model.items()}, optimizer, sync, record(parts)[1])
+
+    saved = la.simulate(finished, workers=5)
+    loaded = la.simulate(partial(load_all, replace(job, workers=ranks), saved), workers=ranks)
+    for one in loaded:
+        for key, value in one.anchor.items():
+            assert abs(value - saved[0].anchor[key]).max() < 1e-15  # a mean of other many
+        for name, value in saved[0].sync["rounds"][0]["state"][0].items():
+            own = one.sync["rounds"][0]["state"][0][name]
+            assert torch.equal(own[:20], value[:20]) if own.dim() else own == value == 1
+
+
 @pytest.mark.parametrize(
     ("recipe", "text"),
     [
@@ -533,13 +600,19 @@ def test_recipes_without_state_go_on_with_another_number(ranks: int) -> None:
         (la.local_sgd(3, delay=7), "flight"),
         (la.slowmo(la.local_sgd(2), 6, average=False), "own"),
         (HOMEMADE["at once"], "own"),
+        (la.sgp(delay=2), "flight"),
+        (la.d_psgd(delay=2), "flight"),
+        (la.sgp("bipartite_linear"), "'w' is each worker's own"),
+        (la.lsgd(4, local_period=2), "'leader' is each worker's own"),
     ],
 )
 def test_what_is_each_workers_own_is_not_given_to_another_number(
     recipe: la.Recipe, text: str
 ) -> None:
-    job = Job(recipe, 4, 12)
-    saved = la.simulate(partial(save_at, job, 6), workers=4)
+    job = Job(recipe, 5, 12)
+    if "leader" in text:
+        job = Job(recipe, 6, 12, options=(("group_size", 2),))
+    saved = la.simulate(partial(save_at, job, 6), workers=job.workers)
 
     def run(rank: int) -> str:
         with pytest.raises(ValueError) as caught:
@@ -547,3 +620,118 @@ def test_what_is_each_workers_own_is_not_given_to_another_number(
         return str(caught.value)
 
     assert all(text in found for found in la.simulate(run, workers=2))
+
+
+def test_another_size_of_groups_is_another_recipe() -> None:
+    job = job_of("lsgd(4, local_period=2)", "nesterov")
+    saved = la.simulate(partial(save_at, job, 5), workers=4)
+
+    def run(rank: int) -> str:
+        parts = attached(replace(job, options=(("group_size", 4),)), rank, None)
+        parts[0].load_state_dict(saved[rank].model)
+        parts[1].load_state_dict(saved[rank].optimizer)
+        with pytest.raises(ValueError) as caught:
+            parts[2].load_state_dict(saved[rank].sync)
+        return str(caught.value)
+
+    assert all("group_size=2" in text for text in la.simulate(run, workers=4))
+
+
+@pytest.mark.parametrize("recipe", [la.local_sgd(2, delay=5), la.sgp(delay=3), la.d_psgd(delay=3)])
+def test_resume_with_messages_older_than_a_parameter_group(recipe: la.Recipe) -> None:
+    """In flight, for fewer parameters than there are by now."""
+    job = Job(recipe, 2, 12)
+
+    def run(rank: int, saved: list[Any] | None) -> Any:
+        model, optimizer = build(job, rank)
+        late = nn.Parameter(torch.full((3,), float(rank), dtype=torch.float64))
+
+        def go(start: int, end: int) -> Trace:
+            trace = []
+            for t in range(start + 1, end + 1):
+                if t == 4:
+                    optimizer.add_param_group({"params": [late], "lr": 0.1})
+                x, y = (torch.from_numpy(a) for a in job.data()[rank][t - 1])
+                optimizer.zero_grad()
+                (nn.functional.mse_loss(model(x), y) + late.square().sum()).backward()
+                optimizer.step()
+                trace.append(torch.cat([training.flat(model), late.detach()]).clone())
+            return trace
+
+        if saved is None:
+            sync = la.attach(model, optimizer, recipe)
+            go(0, 4)
+            parts = (model, late, optimizer, sync)
+            states = [part if part is late else part.state_dict() for part in parts]
+            return copy.deepcopy(states), go(4, 12)
+        optimizer.add_param_group({"params": [late], "lr": 0.1})
+        sync = la.attach(model, optimizer, recipe)
+        states = copy.deepcopy(saved[rank][0])
+        model.load_state_dict(states[0])
+        late.data.copy_(states[1])
+        optimizer.load_state_dict(states[2])
+        sync.load_state_dict(states[3])
+        return go(4, 12)
+
+    saved = la.simulate(lambda rank: run(rank, None), workers=2)
+    tails = la.simulate(lambda rank: run(rank, saved), workers=2)
+    for (_, whole), tail in zip(saved, tails, strict=True):
+        assert len(whole) == len(tail) == 8
+        assert all(torch.equal(a, b) for a, b in zip(whole, tail, strict=True))
+
+
+# -- parts that are not of one run, and what a failed load leaves behind ----
+
+
+def saved_after(steps: int, workers: int = 4) -> list[Any]:
+    job = Job(ROWS["diloco(4)"][0], workers, STEPS)
+
+    def run(rank: int) -> Any:
+        parts = attached(job, rank, None)
+        list(onwards(job, rank, parts, 0, steps))
+        return tuple(part.state_dict() for part in parts)
+
+    return la.simulate(run, workers=workers)
+
+
+@pytest.mark.parametrize("which", ["one twice", "another step", "another recipe's"])
+def test_parts_that_are_not_of_one_run_are_not_cut_anew(which: str) -> None:
+    saved = [parts[2] for parts in saved_after(5)]
+    wrong = {
+        "one twice": saved[0],
+        "another step": saved_after(6)[1][2],
+        "another recipe's": {**saved[1], "recipe": "something else"},
+    }[which]
+
+    def run(rank: int) -> str:
+        parts = attached(Job(ROWS["diloco(4)"][0], 2, STEPS), rank, None)
+        before = training.values(parts[0])
+        with pytest.raises(ValueError, match="by rank: number 1") as caught:
+            parts[2].load_state_dict([saved[0], wrong, *saved[2:]])
+        assert training.same_bits([[(before, before)]], [[record(parts)[:1] * 2]])
+        return str(caught.value)
+
+    assert len(set(la.simulate(run, workers=2))) == 1
+
+
+def test_a_load_that_fails_on_one_rank_changes_nothing_on_any() -> None:
+    saved = saved_after(7, workers=2)
+    job = Job(ROWS["diloco(4)"][0], 2, STEPS)
+
+    def run(rank: int) -> None:
+        parts = attached(job, rank, None)
+        list(onwards(job, rank, parts, 0, 5))
+        before = copy.deepcopy(parts[2].state_dict())
+        for part, state in zip(parts[:2], saved[rank][:2], strict=True):
+            part.load_state_dict(copy.deepcopy(state))
+        state = copy.deepcopy(saved[rank][2])
+        if rank == 1:
+            state["rounds"][0]["state"][0]["m"] = torch.zeros(3)
+        with pytest.raises(ValueError):
+            parts[2].load_state_dict(state)
+        after = parts[2].state_dict()
+        assert after["step"] == before["step"] == 5
+        for name, value in before["rounds"][0]["state"][0].items():
+            assert torch.equal(after["rounds"][0]["state"][0][name], value)
+
+    la.simulate(run, workers=2)

@@ -119,10 +119,10 @@ def values(model: nn.Module) -> dict[str, Any]:
     return dict(zip(reference.NAMES, copies, strict=True))
 
 
-def train(job: Job, rank: int, link: laconic.links.Link | None = None) -> list[Any]:
+def train(job: Job, rank: int, link: laconic.links.Link | None = None, **more: Any) -> list[Any]:
     """(parameters, consensus) after every step, on this worker."""
     model, optimizer = build(job, rank)
-    options: dict[str, Any] = dict(job.options)
+    options: dict[str, Any] = {**dict(job.options), **more}
     sync = laconic.attach(model, optimizer, job.recipe, link=link, **options)
     data = job.data()[rank]
     trace = []

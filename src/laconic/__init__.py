@@ -4,6 +4,7 @@ from laconic import links, recipes, topology
 from laconic.attach import attach, init
 from laconic.errors import LinkError
 from laconic.links import simulate
+from laconic.metrics import JsonLines, Metrics, TensorBoard
 from laconic.recipes import (
     d_psgd,
     ddp,
@@ -28,11 +29,14 @@ __all__ = [
     "Arrival",
     "Clock",
     "Exchange",
+    "JsonLines",
     "LinkError",
+    "Metrics",
     "Recipe",
     "Round",
     "Stats",
     "Synchronizer",
+    "TensorBoard",
     "Update",
     "after",
     "any_of",

@@ -7,14 +7,14 @@ the parts of all ranks and cuts them anew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from laconic.lane import Pending
-from laconic.round import Arrival
+from laconic.round import Arrival, State
 from laconic.running import Flight, Message, RunningRound
 from laconic.tensors import Bucket, local
 
@@ -64,6 +64,14 @@ def own_part(parts: Sequence[Mapping[str, Any]], here: Saved) -> int | None:
             f"there are {here['ranks']} in {here['workers']} now: pass the list of all ranks' "
             "states, by rank"
         )
+    for rank, part in enumerate(parts if len(parts) > 1 else ()):
+        if part["rank"] != rank or any(
+            part[key] != saved[key] for key in ("version", "recipe", "ranks", "workers", "step")
+        ):
+            raise ValueError(
+                f"the states are not those of all {saved['ranks']} ranks of one run at one step, "
+                f"by rank: number {rank} is of rank {part['rank']} after {part['step']} steps"
+            )
     if not same:
         return None
     mine = 0 if len(parts) == 1 else int(here["rank"])
@@ -103,9 +111,11 @@ def _flight_state(flight: Flight) -> Saved:
     }
 
 
-def load_round(running: RunningRound, parts: Sequence[Saved], mine: int | None) -> None:
-    """Put back what `round_state` returned on every rank (``parts``), or, where the number of
-    workers is the same, on this one: ``parts[mine]``.
+def load_round(
+    running: RunningRound, parts: Sequence[Saved], mine: int | None
+) -> Callable[[], None]:
+    """What puts back what `round_state` returned on every rank (``parts``), or, where the number
+    of workers is the same, on this one: ``parts[mine]``. Nothing changes before it is called.
 
     Raises ``ValueError`` where the parts do not fit the model, or cannot be cut anew.
     """
@@ -119,18 +129,40 @@ def load_round(running: RunningRound, parts: Sequence[Saved], mine: int | None) 
             "a message was in flight when the state was saved, and it cannot be given to another "
             "number of workers: save after sync.finish()"
         )
-    running.executed = own["executed"]
-    if keeps_state:
-        for index, (bucket, state) in enumerate(zip(running.buckets, running.states, strict=True)):
+    executed = int(own["executed"])
+    states = [
+        _load_state(running, index, parts, mine) if keeps_state else {}
+        for index in range(len(running.buckets))
+    ]
+    flights = [_load_flight(running, flight) for flight in own["flights"]]
+
+    def put_back() -> None:
+        running.executed, running.flights = executed, flights
+        for state, loaded in zip(running.states, states, strict=True):
             state.clear()
-            for name in own["state"][index]:
-                if mine is not None:
-                    value = own["state"][index][name]
-                else:
-                    pieces = [(part["starts"][index], part["state"][index][name]) for part in parts]
-                    value = _cut_anew(running, bucket, name, pieces)
-                state[name] = value.to(bucket.device if value.dim() else "cpu", copy=True)
-    running.flights = [_load_flight(running, flight) for flight in own["flights"]]
+            state.update(loaded)
+
+    return put_back
+
+
+def _load_state(
+    running: RunningRound, index: int, parts: Sequence[Saved], mine: int | None
+) -> State:
+    """The state on the bucket of number ``index``."""
+    bucket = running.buckets[index]
+    region = running.region(bucket)
+    lengths = {bucket.length, region.stop - region.start}
+    state = {}
+    for name in parts[mine or 0]["state"][index]:
+        if mine is not None:
+            value = parts[mine]["state"][index][name]
+        else:
+            pieces = [(part["starts"][index], part["state"][index][name]) for part in parts]
+            value = _cut_anew(running, bucket, name, pieces)
+        if value.dim() and value.numel() not in lengths:
+            raise ValueError(f"{name!r} has {value.numel()} elements where {lengths} were expected")
+        state[name] = value.to(bucket.device if value.dim() else "cpu", copy=True)
+    return state
 
 
 def _cut_anew(
@@ -139,9 +171,11 @@ def _cut_anew(
     """This rank's piece of a state tensor, from the (start, piece) that other ranks kept of it."""
     first = pieces[0][1]
     owned = running.is_owned(name, first)
-    shared = running.round.exchange.agrees if owned else first.dim() == 0
-    if running.round.update.slots.get(name) == "everywhere":
-        shared = True
+    slot = running.round.update.slots.get(name, "owner")
+    if slot == "private":  # push weights at rest, for one, are 1 everywhere
+        shared = all(torch.equal(piece, first) for _, piece in pieces)
+    else:
+        shared = slot == "everywhere" or not owned or running.round.exchange.agrees
     if not shared:
         raise ValueError(f"{name!r} is each worker's own: it needs the same number of workers")
     if first.dim() == 0:
@@ -156,8 +190,8 @@ def _cut_anew(
 def _load_flight(running: RunningRound, saved: Saved) -> Flight:
     messages = []
     arrivals = zip(saved["received"], saved["weights"], strict=True)
-    for bucket, state, sent, (flat, weight) in zip(
-        running.buckets, running.states, saved["sent"], arrivals, strict=True
+    for bucket, state, sent, (flat, weight) in zip(  # groups added since sent nothing
+        running.buckets, running.states, saved["sent"], arrivals, strict=False
     ):
         arrived = Arrival(flat.to(bucket.device, copy=True), weight)
         kept = None if sent is None else sent.to(bucket.device, copy=True)

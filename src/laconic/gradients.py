@@ -17,6 +17,7 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from laconic.errors import LinkError
 from laconic.lane import Lane, Pending
 from laconic.links.link import Link
 from laconic.tensors import Bucket, Segment, bucketize, local
@@ -82,11 +83,19 @@ class GradientRound:
             hook.remove()
         self._hooks = []
 
+    @property
+    def broken(self) -> bool:
+        """Whether a backward pass ended with some of its buckets sent and others not."""
+        return 0 < len(self._pending) < len(self._buckets)
+
     # -- during backward ----
 
     def _begin(self, task: int) -> None:
-        for pending in self._pending:  # of a backward pass that raised half-way
-            pending.wait()
+        if self.broken:
+            raise LinkError(
+                f"{self._label}: a backward pass raised after a part of its gradients was sent, so "
+                "this rank cannot join the others any more: start again from the last checkpoint"
+            )
         self._task = task
         self._missing = list(self._counts)
         self._seen = set()

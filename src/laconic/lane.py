@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -52,14 +53,18 @@ class Pending(Generic[T]):
         """The result; raises what the job raised."""
         if self._lane is not None and not self._event.is_set():
             start, patience = time.perf_counter(), FIRST_LOOK
-            while not self._event.wait(patience):
-                self._lane.look(self._label)
-                patience = min(2 * patience, LAST_LOOK)
-            self._lane.seconds_waiting += time.perf_counter() - start
+            try:
+                while not self._event.wait(patience):
+                    self._lane.look(self._label)
+                    patience = min(2 * patience, LAST_LOOK)
+            finally:
+                self._lane.waited(start)
         if self.error is not None:
             raise self.error
         if self._ready is not None:
             self._ready.wait()
+            for tensor in _tensors(self._result):  # made on the lane's stream, used on this one
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return self._result  # type: ignore[return-value]
 
     def run(self, job: Callable[[], T], stream: torch.cuda.Stream | None = None) -> None:
@@ -84,6 +89,7 @@ class Lane:
 
     def __init__(self, threaded: bool, device: torch.device, check: Callable[[], None]) -> None:
         self.seconds_waiting = 0.0
+        self.observer: Callable[[float, float], None] | None = None
         self._threaded = threaded
         self._device = device
         self._check = check
@@ -93,6 +99,7 @@ class Lane:
         self._latest: Pending[Any] | None = None
         self._preface: Callable[[], object] | None = None
         self._error: BaseException | None = None
+        self._waiting: deque[Pending[Any]] = deque()
 
     def announce(self, preface: Callable[[], object]) -> None:
         """Run ``preface`` right before the next job, and as a part of it."""
@@ -111,24 +118,33 @@ class Lane:
         start = time.perf_counter()
         try:
             return self._whole(job, label)()
-        except LinkError as error:
+        except BaseException as error:
             self._error = error
             raise
         finally:
-            self.seconds_waiting += time.perf_counter() - start
+            self.waited(start)
+
+    def waited(self, start: float) -> None:
+        """Book the time since ``start`` as waiting, and tell the observer."""
+        end = time.perf_counter()
+        self.seconds_waiting += end - start
+        if self.observer is not None:
+            self.observer(start, end)
 
     def submit(self, job: Callable[[], T], label: str) -> Pending[T]:
-        """Have ``job`` run after those before it, beside what the caller does next. After one whose
-        link failed none runs: they get its error."""
+        """Have ``job`` run after those before it, beside what the caller does next. After one that
+        failed none runs, as ranks would no longer be in step: they get its error."""
         pending: Pending[T] = Pending(self, label)
         named = self._whole(job, label)
         if not self._threaded:
             pending.run(named)
             return pending
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, daemon=True, name="laconic-lane")
+            work = partial(_work, self._jobs)
+            self._thread = threading.Thread(target=work, daemon=True, name="laconic-lane")
             self._thread.start()
         self._latest = pending
+        self._waiting.append(pending)
         if self._device.type == "cuda":
             now = torch.cuda.current_stream(self._device).record_event()
             self._jobs.put(lambda: self._run_on_stream(pending, named, now))
@@ -137,6 +153,7 @@ class Lane:
         return pending
 
     def _run(self, pending: Pending[Any], job: Callable[[], Any]) -> None:
+        self._waiting.popleft()
         if self._error is None:
             pending.run(job, self._stream)
             self._error = self._error or pending.error
@@ -152,14 +169,15 @@ class Lane:
             after.wait()
             self._run(pending, job)
 
-    def _work(self) -> None:
-        torch.set_grad_enabled(False)
-        while (task := self._jobs.get()) is not None:
-            task()
-
     def close(self) -> None:
-        """Let the thread end after the jobs it has."""
+        """Let the thread end after the jobs it has; another call starts one again."""
         self._jobs.put(None)
+        self._thread, self._jobs = None, queue.SimpleQueue()
+
+    def abandon(self) -> bool:
+        """Run no more jobs but the one under way; returns whether there were some."""
+        self._error = self._error or LinkError("left by an exception, with messages unsent")
+        return bool(self._waiting)
 
     def look(self, label: str) -> None:
         """Raise if what is waited for will not come; no later job runs then."""
@@ -172,6 +190,17 @@ class Lane:
     def _whole(self, job: Callable[[], T], label: str) -> Callable[[], T]:
         preface, self._preface = self._preface, None
         return partial(_labelled, job, label, preface)
+
+
+def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    torch.set_grad_enabled(False)
+    while (task := jobs.get()) is not None:
+        task()
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    parts = value if isinstance(value, tuple) else (value,)
+    return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
 def _labelled(job: Callable[[], T], label: str, preface: Callable[[], object] | None = None) -> T:

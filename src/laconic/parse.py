@@ -4,35 +4,45 @@ from __future__ import annotations
 
 import ast
 import inspect
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 from laconic.recipes import RECIPES
 from laconic.round import Recipe
 
+Functions = Mapping[str, Callable[..., Any]]
 
-def parse_recipe(text: str) -> Recipe:
+
+def parse_recipe(text: str, own: Mapping[str, Callable[..., Recipe]] | None = None) -> Recipe:
     """The recipe that ``text`` spells: a recipe's name with or without arguments, which are
-    numbers, words in quotes, True, False, None, or recipes.
+    numbers, words in quotes, True, False, None, or recipes. ``own``: a user's own recipes by
+    name, beside laconic's.
 
     Raises ``ValueError``, in one line that names the choices, for everything else.
     """
+    return cast(Recipe, parse_call(text, {**RECIPES, **(own or {})}, "recipe"))
+
+
+def parse_call(text: str, functions: Functions, noun: str) -> Any:
+    """What a call of one of ``functions`` returns, spelled as for `parse_recipe`; ``noun`` is
+    what messages call it."""
     try:
-        return _recipe(ast.parse(text.strip(), mode="eval").body, text)
+        return _call(ast.parse(text.strip(), mode="eval").body, text, functions, noun)
     except (SyntaxError, UnicodeError, RecursionError, MemoryError):
         said = text if len(text) < 100 else text[:97] + "..."
         raise ValueError(
-            f"cannot read the recipe {said!r}: write it as in Python, like 'local_sgd(12)'"
+            f"cannot read the {noun} {said!r}: write it as in Python, like 'local_sgd(12)'"
         ) from None
 
 
-def _recipe(node: ast.expr, text: str) -> Recipe:
+def _call(node: ast.expr, text: str, functions: Functions, noun: str) -> Any:
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
-    if not isinstance(call.func, ast.Name) or call.func.id not in RECIPES:
+    if not isinstance(call.func, ast.Name) or call.func.id not in functions:
         said = ast.unparse(call.func)
-        raise ValueError(f"no recipe {said!r} in {text!r}: choose from {', '.join(RECIPES)}")
-    name, function = call.func.id, RECIPES[call.func.id]
+        raise ValueError(f"no {noun} {said!r} in {text!r}: choose from {', '.join(functions)}")
+    name, function = call.func.id, functions[call.func.id]
     signature = inspect.signature(function)
-    arguments = [_value(a, text) for a in call.args]
+    arguments = [_value(a, text, functions, noun) for a in call.args]
     options: dict[str, Any] = {}
     for keyword in call.keywords:
         if keyword.arg is None or keyword.arg not in signature.parameters:
@@ -41,7 +51,7 @@ def _recipe(node: ast.expr, text: str) -> Recipe:
             raise ValueError(f"{name} has no {said}: its options are {choices}")
         if keyword.arg in options:
             raise ValueError(f"{name}: option {keyword.arg!r} is given twice, in {text!r}")
-        options[keyword.arg] = _value(keyword.value, text)
+        options[keyword.arg] = _value(keyword.value, text, functions, noun)
     try:
         signature.bind(*arguments, **options)
     except TypeError as error:
@@ -59,14 +69,14 @@ def _plain(signature: inspect.Signature) -> str:
     return str(inspect.Signature(bare))
 
 
-def _value(node: ast.expr, text: str) -> Any:
-    if isinstance(node, ast.Call) or (isinstance(node, ast.Name) and node.id in RECIPES):
-        return _recipe(node, text)
+def _value(node: ast.expr, text: str, functions: Functions, noun: str) -> Any:
+    if isinstance(node, ast.Call) or (isinstance(node, ast.Name) and node.id in functions):
+        return _call(node, text, functions, noun)
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError):
         said = ast.unparse(node)
         raise ValueError(
             f"cannot read {said!r} in {text!r}: numbers, words in quotes, True, False, None and "
-            f"recipes ({', '.join(RECIPES)}) can stand there"
+            f"{noun}s ({', '.join(functions)}) can stand there"
         ) from None

@@ -6,6 +6,7 @@ Python does: ``slowmo(local_sgd(3), period=48)``.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -40,9 +41,11 @@ def local_sgd(period: int, *, delay: int = 0, optimizer_state: OptimizerState = 
     """``every period steps: x <- mean(x)``. Stich 2018, arXiv 1805.09767.
 
     ``delay``: steps between sending and folding, the local progress in between being kept, so
-    that the message travels while training goes on. ``optimizer_state``: what becomes of the
-    local optimiser's own state at a round.
+    that the message travels while training goes on; above ``period`` the same difference is taken
+    off twice before it is seen to be gone, and workers drift apart: warned of. ``optimizer_state``:
+    what becomes of the local optimiser's own state at a round.
     """
+    _check_delay(delay, check_int("period", period, 1))
     return (Round(every(period), Average(), Mean(), delay=delay, optimizer_state=optimizer_state),)
 
 
@@ -79,8 +82,7 @@ def sgp(graph: str = "exponential", peers: int = 1, *, delay: int = 0) -> Recipe
     Sends ``peers`` times the model in every step, however many workers there are. With a ``delay``
     (OSGP) messages are folded that many steps later, and travel while training goes on.
     """
-    edges = Graph(graph, peers)
-    return (Round(every(1), PushSum(edges), Push(edges), delay=delay),)
+    return (Round(every(1), PushSum(), Push(Graph(graph, peers)), delay=delay),)
 
 
 def d_psgd(graph: str = "ring", *, delay: int = 0) -> Recipe:
@@ -89,7 +91,8 @@ def d_psgd(graph: str = "ring", *, delay: int = 0) -> Recipe:
     Lian et al., NeurIPS 2017, arXiv 1705.09056; see `Mix`. ``graph`` is used both ways: the ring
     has two neighbours.
     """
-    return (Round(every(1), Mix(), Push(Graph(graph, both=True), weighted=False), delay=delay),)
+    _check_delay(delay, 1)
+    return (Round(every(1), Mix(), Push(Graph(graph, both=True)), delay=delay),)
 
 
 def easgd(period: int, beta: float = 0.9, *, pull: float = 0.0) -> Recipe:
@@ -213,7 +216,19 @@ def diloco(
             f"torch.optim.Adam(tensors, lr=1e-3), not {outer!r}"
         )
     exchange = ShardedMean() if check_bool("sharded", sharded) else Mean()
+    check_int("period", period, 1)
+    _check_delay(delay, period)
     return (Round(every(period), OuterStep(lr, momentum, outer), exchange, delay=delay),)
+
+
+def _check_delay(delay: int, period: int) -> None:
+    """Warn where a round is sent before the last one but one was folded."""
+    if isinstance(delay, int) and delay > period:
+        warnings.warn(
+            f"delay={delay} is longer than the period of {period}: differences are taken off again "
+            "before the first message is folded, and workers drift apart",
+            stacklevel=3,
+        )
 
 
 def _skip(r: Round, skipped: Schedule) -> Round:

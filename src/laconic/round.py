@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -47,8 +47,9 @@ class Clock:
     """What updates and exchanges may know beside tensors: the step (from 1), its group's current
     ``lr`` (NaN unless the update uses it and the optimiser has one), how many rounds of its kind
     were executed before this one, the round's delay in steps, how many workers take part and which
-    of them this is, the ``weight`` of the message (of what is sent, and in `Update.fold` of what
-    arrived), this worker's score where the exchange asks for one, and the seed of the run."""
+    of them this is, the ``weight`` of the message (of what is sent, None if the update gives it
+    none; in `Update.fold` of what arrived), to how many peers it goes, this worker's score where
+    the exchange asks for one, and the seed of the run."""
 
     step: int
     lr: float
@@ -56,7 +57,8 @@ class Clock:
     delay: int
     workers: int
     worker: int = 0
-    weight: float = 1.0
+    weight: float | None = None
+    out_degree: int = 0
     score: Score = NO_SCORE
     seed: int = 0
 
@@ -86,7 +88,7 @@ class Update:
     """Whether without a delay what arrives simply replaces x, whatever `fold` says: it is then
     called for delayed rounds only, and no second copy of x is made."""
     weight: ClassVar[str | None] = None
-    """The state tensor (a number) that rides with every message; None: messages weigh 1."""
+    """The state tensor (a number) that rides with every message; None: messages have no weight."""
     keeps_sent: ClassVar[bool] = False
     """Whether a delayed `fold` needs ``y``."""
     settles: ClassVar[bool] = False
@@ -132,32 +134,31 @@ class Update:
         return any(getattr(type(self), name) is not getattr(Update, name) for name in methods)
 
 
-class Exchange(Protocol):
+class Exchange:
     """With whom a message is exchanged and how it is encoded."""
 
-    @property
-    def communicates(self) -> bool:
-        """Whether anything is sent at all."""
-        ...
-
-    @property
-    def agrees(self) -> bool:
-        """Whether all workers hold the same result afterwards."""
-        ...
+    communicates: ClassVar[bool] = True
+    """Whether anything is sent at all."""
+    agrees: ClassVar[bool] = False
+    """Whether all workers hold the same result afterwards."""
 
     @property
     def scored(self) -> int:
         """Over how many losses it wants the workers' scores; 0: it wants none."""
-        ...
+        return 0
 
     def region(self, link: Link, length: int) -> slice:
         """The stretch of a bucket on which this rank combines, and keeps ``owner`` state for."""
-        ...
+        return slice(0, length)
+
+    def out_degree(self, clock: Clock) -> int:
+        """To how many peers a message goes; 0 where it is not sent to peers."""
+        return 0
 
     def run(self, link: Link, message: Tensor, combine: Combine, clock: Clock) -> Arrival:
         """Carry ``message`` (which it may overwrite) over ``link``, call ``combine`` where a mean
         arrives, and return the result."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

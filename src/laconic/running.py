@@ -16,7 +16,7 @@ from laconic.lane import Lane, Pending
 from laconic.links.link import Link, common
 from laconic.links.simulated import single_link
 from laconic.round import Arrival, Clock, Round, State
-from laconic.scores import Scores
+from laconic.scores import Scores, of_worker
 from laconic.tensors import Bucket, Scratch, bucketize, parameters, state_dtype
 
 
@@ -28,6 +28,8 @@ class Message:
     state: State
     sent: Tensor | None
     pending: Pending[Arrival]
+    message: Tensor | None = None
+    """Kept until it has arrived: the card may still be sending it."""
 
 
 @dataclass
@@ -96,7 +98,8 @@ class RunningRound:
     def _joins_groups(self) -> bool:
         """Whether buckets may span parameter groups: where neither lr nor anything kept from one
         round to another (which a group that is added later would shift) depends on them."""
-        return not (self.round.update.uses_lr or self.round.update.slots or self.round.delay)
+        update = self.round.update
+        return not (update.uses_lr or self.round.delay or update.init(torch.zeros(1)))
 
     def _select_again(self) -> None:
         """Tensors that come and go, such as an optimiser's state: those that all ranks have."""
@@ -153,7 +156,9 @@ class RunningRound:
         lr = float(group.get("lr", math.nan)) if self.round.update.uses_lr else math.nan
         link, delay = self.link, self.round.delay
         seed = self._shared.seed
-        return Clock(step, lr, self.executed, delay, link.size, link.rank, seed=seed)
+        clock = Clock(step, lr, self.executed, delay, link.size, link.rank, seed=seed)
+        degree = self.round.exchange.out_degree(clock)
+        return replace(clock, out_degree=degree) if degree else clock
 
     def _sent_with(self, state: State, clock: Clock) -> Clock:
         """``clock`` as the message just made takes it along: with its weight, and the score."""
@@ -176,10 +181,9 @@ class RunningRound:
 
         replica = self._replica
         part = message.view(replica.size, -1)[replica.rank]
-        if clock.score.kind and replica.size > 1:  # the worker's is the mean of its ranks'
-            value = torch.tensor([clock.score.value], dtype=torch.float64, device=message.device)
-            replica.mean(value)
-            clock = replace(clock, score=clock.score._replace(value=float(value)))
+        if self.round.exchange.scored and replica.size > 1:
+            ranks = replica.gather(torch.tensor(clock.score, dtype=torch.float64))
+            clock = replace(clock, score=of_worker(ranks))
         result = self.round.exchange.run(self.link, part, combine, clock)
         if replica.size == 1:
             return result
@@ -227,7 +231,7 @@ class RunningRound:
         pending = self._shared.lane.submit(
             partial(self._carry, message, state, clock), self.label(step)
         )
-        return Message(bucket, state, y if update.keeps_sent else None, pending)
+        return Message(bucket, state, y if update.keeps_sent else None, pending, message)
 
     def fold_due(self, step: int, *, early: bool = False) -> None:
         """Fold what is due after ``step``; ``early``: everything in flight."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,8 @@ DECAY = 0.9
 
 
 class Score(NamedTuple):
-    """A worker's score; the lowest leads. ``kind``: 0 none, 1 of gradients, 2 of losses."""
+    """A worker's score; the lowest leads. ``kind``: 0 none, 1 of gradients, 2 of losses, -1 of
+    ranks that do not all have one of the same kind."""
 
     value: float = math.inf
     kind: float = 0.0
@@ -35,7 +36,7 @@ class Scores:
     heuristic of the Synchronous Distributed Training Library; it costs a copy of x at every step.
     """
 
-    def __init__(self, params: Sequence[Tensor], window: int) -> None:
+    def __init__(self, params: Callable[[], Sequence[Tensor]], window: int) -> None:
         self._params = params
         self._losses: deque[float] = deque(maxlen=window)
         self._decrease: float | None = None
@@ -49,11 +50,15 @@ class Scores:
     def before_step(self) -> None:
         """The optimiser is about to move x."""
         if not self._losses:
-            self._before = [local(p).clone() for p in self._params]
+            self._before = [local(p).clone() for p in self._params()]
+
+    def skip_step(self) -> None:
+        """It does not: a GradScaler skips it, as gradients are infinite."""
+        self._before = []
 
     def after_step(self) -> None:
         """The optimiser has moved x."""
-        pairs = zip(self._params, self._before, strict=False)
+        pairs = zip(self._params(), self._before, strict=False)
         moved = [
             float(torch.sum((before - local(p)) * local(p.grad), dtype=torch.float64))
             for p, before in pairs
@@ -73,10 +78,24 @@ class Scores:
     def state_dict(self) -> dict[str, Any]:
         return {"losses": list(self._losses), "decrease": self._decrease}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._losses.clear()
-        self._losses.extend(state["losses"])
-        self._decrease = state["decrease"]
+    def loader(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """What puts back what `state_dict` returned."""
+        losses = [float(loss) for loss in state["losses"]]
+        decrease = None if state["decrease"] is None else float(state["decrease"])
+
+        def put_back() -> None:
+            self._losses.clear()
+            self._losses.extend(losses)
+            self._decrease = decrease
+
+        return put_back
+
+
+def of_worker(scores: Tensor) -> Score:
+    """A worker's score from those of its ranks (one a row): their mean."""
+    values, kinds = scores.unbind(1)
+    alike = bool((kinds == kinds[0]).all())
+    return Score(float(values.mean()), float(kinds[0])) if alike else Score(kind=-1.0)
 
 
 def elect(scores: Tensor) -> int:
@@ -88,6 +107,6 @@ def elect(scores: Tensor) -> int:
             "no leader can be chosen: call sync.report_loss(loss) in every step, or let "
             "optimizer.step() see gradients"
         )
-    if bool((kinds != kinds[0]).any()):
-        raise ValueError("some workers report a loss and others do not: call it on every rank")
+    if bool((kinds != kinds[0]).any()) or float(kinds[0]) < 0:
+        raise ValueError("some ranks report a loss and others do not: call it on every rank")
     return int(torch.argmin(values.nan_to_num(nan=math.inf)))

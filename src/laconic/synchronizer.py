@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,12 +22,20 @@ from laconic.gradients import GradientRound
 from laconic.lane import Lane
 from laconic.links.link import Link
 from laconic.links.metered import Ledger, Metered
+from laconic.metrics import Metrics, Recorder
 from laconic.round import Recipe, Round, describe
 from laconic.running import RunningRound, Surroundings
 from laconic.schedules import any_of
 from laconic.scores import Scores
-from laconic.tensors import Scratch, bucketize, local, module_buffers, optimizer_state
-from laconic.updates import Average
+from laconic.tensors import (
+    Scratch,
+    bucketize,
+    is_sharded,
+    local,
+    module_buffers,
+    optimizer_state,
+)
+from laconic.updates import Average, Replace
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,8 @@ class Synchronizer:
         self._rounds_done = 0
         self._seed = seed
         window = max((r.exchange.scored for r in recipe), default=0)
-        self._scores = Scores(self._held(), window) if window else None
+        self._scores = Scores(self._held, window) if window else None
+        self._recorder = Recorder()
         self.step = 0
         """Optimiser steps taken since `laconic.attach`."""
         self._agree_on_setup()
@@ -118,17 +127,21 @@ class Synchronizer:
         """What decides which rounds there are, but for the number of ranks."""
         own = tuple(r for r in self._recipe if r.over != "replica")
         buffers = "average" if self._average_buffers else "keep"
-        return f"{describe(own)}, buffers={buffers}, seed={self._seed}"
+        groups = f", group_size={self._links['group'].size}" if "group" in self._links else ""
+        return f"{describe(own)}, buffers={buffers}, seed={self._seed}{groups}"
 
     def _broadcast(self, tensors: Sequence[Tensor] | None = None) -> None:
-        """Rank 0's parameters and buffers to everyone."""
+        """Rank 0's parameters and buffers to everyone; shards, to who holds the same shard."""
         if tensors is None:
             tensors = [*self._model.parameters(), *self._model.buffers(), *self._held()]
         unique = list({id(t): t for t in tensors}.values())
-        for bucket in bucketize([unique], 1):
-            flat = bucket.pack(bucket.empty())
-            self._lane.call(partial(self._world.broadcast, flat), "sharing rank 0's parameters")
-            bucket.unpack(flat)
+        shards = [t for t in unique if is_sharded(t)]
+        whole = [t for t in unique if not is_sharded(t)]
+        for link, those in ((self._world, whole), (self._workers, shards)):
+            for bucket in bucketize([those], 1):
+                flat = bucket.pack(bucket.empty())
+                self._lane.call(partial(link.broadcast, flat), "sharing rank 0's parameters")
+                bucket.unpack(flat)
 
     def _start_rounds(self) -> None:
         self._shared = Surroundings(
@@ -188,9 +201,11 @@ class Synchronizer:
                 rounds.append(r)
                 if r.optimizer_state == "average":
                     rounds.append(Round(r.when, Average(), Mean(), optimizer_state, over=r.over))
-        if rounds and self._average_buffers and module_buffers(self._model, self._optimizer)[0]:
-            when = any_of(*(r.when for r in rounds))
-            rounds.append(Round(when, Average(), Mean(), module_buffers, over="world"))
+        if self._average_buffers and module_buffers(self._model, self._optimizer)[0]:
+            for delay in sorted({r.delay for r in rounds}):
+                when = any_of(*(r.when for r in rounds if r.delay == delay))
+                take = Round(when, Replace(), Mean(), module_buffers, over="world", delay=delay)
+                rounds.append(take)
         return rounds
 
     # -- one step ----
@@ -200,7 +215,10 @@ class Synchronizer:
         """The optimiser is about to step; with a closure, its gradients are still to come."""
         if len(self._optimizer.param_groups) > self._groups:
             self._grow()
-        if not closure:
+        if closure:
+            for _, gradient_round in self._gradient_rounds:
+                gradient_round.refresh()
+        else:
             if self.step == 0:
                 self._note_fingerprint()
             self.average_gradients()
@@ -210,7 +228,7 @@ class Synchronizer:
             self._scores.before_step()
 
     @torch.no_grad()
-    def _after_step(self) -> None:
+    def _after_step(self, *, skipped: bool = False) -> None:
         self.step += 1
         self._status("computing")
         if self.step == 1:
@@ -227,6 +245,7 @@ class Synchronizer:
             running.fold_due(self.step)
             if running.round.when(self.step):
                 self._run(code, running)
+        self._recorder.after_step(skipped=skipped)
 
     def _pre_hook(self, _: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         given = [*args, options.get("closure")]
@@ -321,7 +340,8 @@ class Synchronizer:
     def _workers_differ(self) -> bool:
         """Whether workers can hold different x: always, unless gradients alone are averaged."""
         kinds = {(r.on, r.over) for r in self._recipe}
-        return ("gradients", "world") not in kinds or any(on == "params" for on, _ in kinds)
+        averaged = kinds & {("gradients", "world"), ("gradients", "workers")}
+        return not averaged or any(on == "params" for on, _ in kinds)
 
     @contextmanager
     def consensus(self) -> Iterator[nn.Module]:
@@ -360,6 +380,7 @@ class Synchronizer:
         for running in self._rounds:
             running.settle(self.step, averaged=True)
         self._write_consensus()
+        self._recorder.event("finish")
         self._status("finished")
 
     @property
@@ -372,7 +393,9 @@ class Synchronizer:
         on this rank alone perhaps, and ranks that disagree on the step would wait in vain."""
         with torch.no_grad():
             self._before_step(closure=False)
-            self._after_step()
+            if self._scores is not None:
+                self._scores.skip_step()
+            self._after_step(skipped=True)
 
     def detach(self) -> None:
         """Take the hooks off the optimiser and the parameters; no communication. The model keeps
@@ -383,7 +406,7 @@ class Synchronizer:
         for _, gradient_round in self._gradient_rounds:
             gradient_round.detach()
         self._lane.close()
-        self._world.leave()
+        self._recorder.close()
         self._status("detached")
 
     def __enter__(self) -> Synchronizer:
@@ -395,8 +418,12 @@ class Synchronizer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if kind is None:
+        if error is None:
             self.finish()
+        else:
+            self._recorder.failed(error)
+            broken = self._lane.abandon() or any(g.broken for _, g in self._gradient_rounds)
+            self._world.leave(broken)
         self.detach()
 
     # -- saving ----
@@ -434,21 +461,28 @@ class Synchronizer:
         """
         parts = [state] if isinstance(state, Mapping) else list(state)
         self._call("load_state_dict()", 0)  # ranks may have come to it after different steps
-        problem = self._load(parts)
+        loaded: list[Callable[[], None]] = []
+        problem = self._load(parts, loaded)
         everyone = self._gather(torch.tensor([float(problem is not None)])).flatten().tolist()
         failed = [rank for rank, value in enumerate(everyone) if value]
         if failed:
             raise ValueError(problem or f"ranks {failed} could not load their state: see there")
+        for put_back in loaded:
+            put_back()
 
-    def _load(self, parts: Sequence[Mapping[str, Any]]) -> str | None:
-        """Load, and return what is wrong rather than raise it on one rank alone."""
+    def _load(
+        self, parts: Sequence[Mapping[str, Any]], loaded: list[Callable[[], None]]
+    ) -> str | None:
+        """Append to ``loaded`` what puts the state back; return what is wrong, if something is,
+        rather than raise it on one rank alone."""
         try:
             mine = checkpoint.own_part(parts, self._header())
             for index, running in enumerate(self._rounds):
-                checkpoint.load_round(running, [part["rounds"][index] for part in parts], mine)
+                rounds = [part["rounds"][index] for part in parts]
+                loaded.append(checkpoint.load_round(running, rounds, mine))
             if self._scores is not None and mine is not None:
-                self._scores.load_state_dict(parts[mine]["scores"])
-            self.step = int(parts[mine or 0]["step"])
+                loaded.append(self._scores.loader(parts[mine]["scores"]))
+            loaded.append(partial(setattr, self, "step", int(parts[mine or 0]["step"])))
         except ValueError as error:
             return str(error)
         except (LookupError, TypeError, AttributeError, RuntimeError) as error:
@@ -490,6 +524,18 @@ class Synchronizer:
         self._status("computing")
         return float(own)
 
+    def record(self, places: Sequence[Metrics]) -> None:
+        """Have ``places`` told how this run goes, from now on."""
+        about = {
+            "step": self.step,
+            "rank": self._world.rank,
+            "ranks": self._world.size,
+            "workers": self._workers.size,
+            "recipe": self._describe(),
+            "schedule": [f"{r.name}, {r.when}" for r in self._recipe if r.over != "replica"],
+        }
+        self._recorder = Recorder(places, self.stats, self._ledger, self._optimizer, about)
+
     def stats(self) -> Stats:
         """Bytes, rounds and waiting so far, on this rank."""
         return Stats(
@@ -500,3 +546,8 @@ class Synchronizer:
             dict(self._ledger.by_collective),
             self._lane.seconds_waiting,
         )
+
+    def observe_waiting(self, observer: Callable[[float, float], None]) -> None:
+        """Have ``observer(start, end)`` (`time.perf_counter`) called after every time that training
+        stood still for a round: what adds up to ``stats().seconds_waiting``."""
+        self._lane.observer = observer

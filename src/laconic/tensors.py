@@ -49,14 +49,19 @@ def module_buffers(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Ten
     return [{name: b for name, b in model.named_buffers() if b.is_floating_point()}]
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of ``tensor``, without its history: itself, or a DTensor's local shard."""
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether each rank holds a shard of ``tensor`` (a DTensor, as FSDP makes of parameters)."""
     if type(tensor) in (Tensor, nn.Parameter):
-        return tensor.detach()
+        return False
     from torch.distributed.tensor import DTensor  # slow to import, and seldom needed
 
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return isinstance(tensor, DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of ``tensor``, without its history: itself, or a DTensor's local shard."""
+    part = tensor.detach()
+    return part.to_local() if is_sharded(tensor) else part  # type: ignore[attr-defined]
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -23,6 +23,7 @@ take alike hops: each gossip is then doubly stochastic, and all push weights are
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 
 from laconic.errors import check_choice, check_int
@@ -54,21 +55,17 @@ class Graph:
 
     def out_peers(self, rank: int, n: int, k: int, seed: int = 0) -> tuple[int, ...]:
         """The ranks to which ``rank`` of ``n`` sends in gossip ``k``, ascending."""
-        out = set(self._targets(rank, n, k, seed))
-        if self.both:
-            out |= {r for r in range(n) if rank in self._targets(r, n, k, seed)}
-        return tuple(sorted(out - {rank}))
+        return _edges(self, n, k, seed)[rank]
 
     def in_peers(self, rank: int, n: int, k: int, seed: int = 0) -> tuple[int, ...]:
         """The ranks that send to ``rank`` in gossip ``k``, ascending."""
-        return tuple(r for r in range(n) if rank in self.out_peers(r, n, k, seed))
+        return tuple(r for r, out in enumerate(_edges(self, n, k, seed)) if rank in out)
 
     def share(self, rank: int, source: int, n: int, k: int, seed: int = 0) -> float:
-        """The factor on what ``rank`` gets from ``source``: 1, or, where neighbours exchange, the
-        Metropolis weight ``1/(1 + max(degree of either))``, symmetric and doubly stochastic."""
-        if not self.both:
-            return 1.0
-        return 1.0 / (1 + max(len(self.out_peers(r, n, k, seed)) for r in (rank, source)))
+        """The Metropolis weight of ``source`` at ``rank``, ``1/(1 + max(degree of either))``: with
+        the rest for oneself symmetric and doubly stochastic where edges are used both ways."""
+        edges = _edges(self, n, k, seed)
+        return 1.0 / (1 + max(len(edges[rank]), len(edges[source])))
 
     def _targets(self, rank: int, n: int, k: int, seed: int) -> list[int]:
         if n == 1:
@@ -76,27 +73,42 @@ class Graph:
         if self.name == "complete":
             return list(range(n))
         if self.name == "random":
-            return [_partner(rank, n, k, seed)]
+            return [_partners(n, k, seed)[rank]]
         if self.name == "ring":
             return [(rank + hop) % n for hop in (1, -1)[: self.peers]]
         if self.name == "exponential":
             base = self.peers + 1
             scale = base ** (k % (_log(base, n - 1) + 1))
             return [(rank + j * scale) % n for j in range(1, base)]
-        hops = [sign * d for d in self._distances(n) for sign in (1, -1)]
-        listed = dict.fromkeys((rank + hop) % n for hop in hops if hop % n)
-        if self.name.startswith("bipartite"):
-            listed = {r: None for r in listed if (r - rank) % 2}
-        book = list(listed)
+        book = _book(self.name, rank, n)
         return [book[(k * self.peers + j) % len(book)] for j in range(self.peers)]
 
-    def _distances(self, n: int) -> list[int]:
-        powers = [2**i for i in range(_log(2, n - 1) + 1)]
-        if self.name == "directed_exponential":
-            return powers
-        if self.name == "bipartite_exponential":
-            return [1, *(1 + power for power in powers[1:])]
-        return list(range(1, n, 2 if self.name == "directed_linear" else 1))
+
+@lru_cache(maxsize=256)
+def _edges(graph: Graph, n: int, k: int, seed: int) -> tuple[tuple[int, ...], ...]:
+    """The out-peers of every rank: a rank must know the others' to know who sends to it, and
+    workers of one process share them."""
+    out = [set(graph._targets(r, n, k, seed)) - {r} for r in range(n)]
+    if graph.both:
+        out = [own | {r for r in range(n) if rank in out[r]} for rank, own in enumerate(out)]
+    return tuple(tuple(sorted(own)) for own in out)
+
+
+@lru_cache(maxsize=4096)
+def _book(name: str, rank: int, n: int) -> tuple[int, ...]:
+    """The peers of ``rank`` in a graph given by a list."""
+    hops = [sign * d for d in _distances(name, n) for sign in (1, -1)]
+    listed = dict.fromkeys((rank + hop) % n for hop in hops if hop % n)
+    return tuple(r for r in listed if not name.startswith("bipartite") or (r - rank) % 2)
+
+
+def _distances(name: str, n: int) -> list[int]:
+    powers = [2**i for i in range(_log(2, n - 1) + 1)]
+    if name == "directed_exponential":
+        return powers
+    if name == "bipartite_exponential":
+        return [1, *(1 + power for power in powers[1:])]
+    return list(range(1, n, 2 if name == "directed_linear" else 1))
 
 
 def _log(base: int, x: int) -> int:
@@ -107,12 +119,15 @@ def _log(base: int, x: int) -> int:
     return power
 
 
-def _partner(rank: int, n: int, k: int, seed: int) -> int:
-    """The other rank of this one's pair; itself where there is none."""
+@lru_cache(maxsize=16)
+def _partners(n: int, k: int, seed: int) -> tuple[int, ...]:
+    """The other rank of every rank's pair; itself where there is none."""
 
     def draw(r: int) -> bytes:
         return blake2b(f"{seed},{n},{k},{r}".encode(), digest_size=16).digest()
 
     order = sorted(range(n), key=draw)
-    place = order.index(rank) ^ 1
-    return order[place] if place < n else rank
+    partners = list(range(n))
+    for a, b in zip(order[::2], order[1::2], strict=False):
+        partners[a], partners[b] = b, a
+    return tuple(partners)

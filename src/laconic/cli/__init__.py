@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from laconic import __version__
-from laconic.cli import compare
+from laconic.cli import compare, doctor, lab, report, watch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,6 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"laconic {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     compare.add(commands)
+    report.add(commands)
+    lab.add(commands)
+    doctor.add(commands)
+    watch.add(commands)
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.run(arguments))

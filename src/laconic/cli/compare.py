@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from laconic.errors import check_int
 from laconic.recipes import RECIPES
 from laconic.units import parse_duration, parse_rate
 
@@ -38,28 +41,56 @@ def add(commands: Any) -> None:
     parser.add_argument("--hosts", type=int, default=4, help="default: %(default)s")
     parser.add_argument("--per-host", type=int, default=1, help="processes on each (%(default)s)")
     parser.add_argument(
+        "--group-size",
+        type=int,
+        metavar="N",
+        help="workers that make up a group, for recipes such as hierarchical",
+    )
+    parser.add_argument(
         "--bandwidth", default="100mbit", help="of each host, such as 20mbit (%(default)s)"
     )
+    parser.add_argument(
+        "--bandwidth-host",
+        action="append",
+        default=[],
+        metavar="HOST=RATE",
+        help="of one host, such as 2=10mbit; may be given for several",
+    )
+    parser.add_argument(
+        "--slow-host",
+        action="append",
+        default=[],
+        metavar="HOST=FACTOR",
+        help="have one host compute more slowly, such as 2=1.5; may be given for several",
+    )
     parser.add_argument("--latency", default="0", help="added to each message, such as 20ms")
-    parser.add_argument("--workload", default="text", help="digits or text (%(default)s)")
-    parser.add_argument("--data", metavar="FILE", help="what the text workload learns")
+    parser.add_argument(
+        "--workload", default="text", help="digits, text, or your own: my.py:make (%(default)s)"
+    )
+    parser.add_argument("--data", metavar="FILE", help="what the text workload, or yours, learns")
+    parser.add_argument("--rules", metavar="FILE", help="recipes of your own, such as my_rules.py")
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="PEER",
+        help="another library beside the recipes, such as torch-ddp; may be given for several",
+    )
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--seconds", type=float, help="training time of each recipe (30)")
     length.add_argument("--steps", type=int, help="steps of each recipe, in place of seconds")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, help="default: 0")
+    parser.add_argument(
+        "--repeat", metavar="SEEDS", help="runs of each: a number of them, or seeds such as 3,7,11"
+    )
+    parser.add_argument("--open", action="store_true", help="show the report in a browser")
     parser.add_argument("--out", type=Path, default=Path("laconic-compare"), metavar="DIR")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """0 when every recipe finished; 1 when one failed or diverged."""
-    try:
-        import matplotlib  # noqa: F401
-        import rich  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            f"laconic compare needs {error.name}: pip install 'laconic[lab]'"
-        ) from None
+    needs("compare")
     from laconic.lab import race, report
     from laconic.lab.jobs import terminate_as_exit
 
@@ -68,15 +99,20 @@ def run(arguments: argparse.Namespace) -> int:
         seconds = 30.0
     settings = race.Settings(
         recipes=tuple(arguments.recipes or DEFAULT),
+        peers=tuple(arguments.peer),
+        rules=arguments.rules and str(Path(arguments.rules)),
         hosts=arguments.hosts,
         per_host=arguments.per_host,
+        group_size=arguments.group_size,
         bandwidth=parse_rate(arguments.bandwidth),
+        host_bandwidth=_per_host("bandwidth-host", arguments.bandwidth_host, parse_rate),
         latency=parse_duration(arguments.latency),
+        slow_hosts=_per_host("slow-host", arguments.slow_host, _factor),
         workload=arguments.workload,
         data=arguments.data and str(Path(arguments.data).resolve()),
         seconds=seconds,
         steps=arguments.steps,
-        seed=arguments.seed,
+        seeds=_seeds(arguments.seed, arguments.repeat),
     )
     settings.check()
     report.prepare(arguments.out)
@@ -88,13 +124,72 @@ def run(arguments: argparse.Namespace) -> int:
                 report.save(result, arguments.out)
     finally:
         if result is not None:
-            left = len(settings.recipes) + 1 - len(result.rows)
+            each = 1 + len(settings.recipes) + len(settings.peers)
+            again = sum(row.status != "absent" for row in result.rows[:each])
+            left = each + again * (len(settings.seeds) - 1) - len(result.rows)
             show(result, arguments.out, left)
     assert result is not None, "a race has at least the row without communication"
-    return 0 if all(row.status == "ok" for row in result.rows) else 1
+    if arguments.open:
+        report.show(arguments.out)
+    return 0 if all(row.status in ("ok", "absent") for row in result.rows) else 1
 
 
-def show(result: Result, directory: Path, left: int) -> None:
+def needs(command: str) -> None:
+    """Raise ``ImportError`` where a package is missing that the command is sure to need."""
+    try:
+        import matplotlib  # noqa: F401
+        import rich  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"laconic {command} needs {error.name}: pip install 'laconic[lab]'"
+        ) from None
+
+
+def _per_host(option: str, texts: Sequence[str], parse: Callable[[str], float]) -> dict[int, float]:
+    """Values by host, from texts such as ``2=10mbit``."""
+    values: dict[int, float] = {}
+    for text in texts:
+        host, equals, value = text.partition("=")
+        if not equals or not host.strip().isdecimal():
+            raise ValueError(
+                f"--{option} must be HOST=VALUE, such as 2={EXAMPLES[option]}, not {text!r}"
+            )
+        if int(host) in values:
+            raise ValueError(f"--{option} is given twice for host {int(host)}")
+        values[int(host)] = parse(value)
+    return values
+
+
+EXAMPLES = {"bandwidth-host": "10mbit", "slow-host": "1.5"}
+
+
+def _factor(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"not a factor: {text!r}; give a number from 1 up, such as 1.5") from None
+
+
+def _seeds(first: int | None, repeat: str | None) -> tuple[int, ...]:
+    """The seeds of the runs: so many from ``first`` on, or those listed."""
+    start = 0 if first is None else first
+    if repeat is None:
+        return (start,)
+    texts = repeat.split(",")
+    try:
+        numbers = tuple(int(text) for text in texts)
+    except ValueError:
+        raise ValueError(
+            f"--repeat must be a number of runs or a list of seeds, as 3 or 3,7,11, not {repeat!r}"
+        ) from None
+    if len(numbers) == 1:
+        return tuple(range(start, start + check_int("repeat", numbers[0], 1)))
+    if first is not None:
+        raise ValueError("--repeat with a list of seeds leaves no room for --seed")
+    return numbers
+
+
+def show(result: Result, directory: Path, left: int = 0) -> None:
     """The table, the verdict, and where the rest is; ``left`` recipes did not have their turn."""
     from rich.console import Console
 
@@ -103,8 +198,8 @@ def show(result: Result, directory: Path, left: int) -> None:
     console = Console()
     console.print(report.table(result))
     if left:
-        console.print(f"Interrupted: {left} of the recipes had no turn.", highlight=False)
-    console.print(report.verdict(result), highlight=False)
+        console.print(f"Interrupted: {left} of the runs had no turn.", highlight=False)
+    console.print(report.verdict(result), highlight=False, markup=False)
     paths = report.write(result, directory)
     console.print("Written: " + ", ".join(str(path) for path in paths), highlight=False)
 
@@ -132,7 +227,7 @@ class Display:
             name: self._progress.add_task(
                 name, total=None, start=False, told="waiting", short=_short(name)
             )
-            for name in (NO_COMMUNICATION, *settings.recipes)
+            for name in (NO_COMMUNICATION, *settings.recipes, *settings.peers)
         }
         self._steps: dict[str, int] = {}
 
@@ -156,9 +251,10 @@ class Display:
             self._progress.update(task, total=event["steps"], told="training")
         elif kind == "step":
             self._steps[name] = event["steps"]
+            sent = "" if math.isnan(event["sent"]) else f"  {event['sent'] / 1e6:.1f} MB"
             told = (
                 f"{event['step']}/{event['steps']}  loss {event['loss']:.2f}  "
-                f"{event['pace']:.3g} s/step  {event['sent'] / 1e6:.1f} MB"
+                f"{event['pace']:.3g} s/step{sent}"
             )
             self._progress.update(task, total=event["steps"], completed=event["step"], told=told)
         elif kind == "done":

@@ -7,19 +7,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from laconic.links.link import Link
-from laconic.round import Arrival, Clock, Combine
+from laconic.round import Arrival, Clock, Combine, Exchange
 
 
 @dataclass(frozen=True)
-class Alone:
+class Alone(Exchange):
     """Nothing is sent; each worker combines its own message, and they go on disagreeing."""
 
     communicates = False
-    agrees = False
-    scored = 0
-
-    def region(self, link: Link, length: int) -> slice:
-        return slice(0, length)
 
     def run(self, link: Link, message: Tensor, combine: Combine, clock: Clock) -> Arrival:
         result = combine(message)

@@ -8,22 +8,20 @@ import torch
 from torch import Tensor
 
 from laconic.links.link import Link
-from laconic.round import Arrival, Clock, Combine
+from laconic.round import Arrival, Clock, Combine, Exchange
 from laconic.scores import elect
 
 
 @dataclass(frozen=True)
-class Leader:
+class Leader(Exchange):
     """Scores (16 bytes each) are gathered, and the message of the worker with the lowest goes to
-    all; equal scores: the lowest rank's. ``scored``: losses that a score is the mean of."""
+    all; equal scores: the lowest rank's. ``window``: losses that a score is the mean of."""
 
-    scored: int
+    window: int
 
-    communicates = True
-    agrees = False
-
-    def region(self, link: Link, length: int) -> slice:
-        return slice(0, length)
+    @property
+    def scored(self) -> int:
+        return self.window
 
     def run(self, link: Link, message: Tensor, combine: Combine, clock: Clock) -> Arrival:
         leader = elect(link.gather(torch.tensor(clock.score, dtype=torch.float64)))

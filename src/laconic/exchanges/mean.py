@@ -7,19 +7,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from laconic.links.link import Link
-from laconic.round import Arrival, Clock, Combine
+from laconic.round import Arrival, Clock, Combine, Exchange
 
 
 @dataclass(frozen=True)
-class Mean:
+class Mean(Exchange):
     """All-reduce; every worker then combines everything. Sends 2(n-1)/n of the message."""
 
-    communicates = True
     agrees = True
-    scored = 0
-
-    def region(self, link: Link, length: int) -> slice:
-        return slice(0, length)
 
     def run(self, link: Link, message: Tensor, combine: Combine, clock: Clock) -> Arrival:
         link.mean(message)
@@ -28,13 +23,11 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class ShardedMean:
+class ShardedMean(Exchange):
     """Reduce-scatter, combine on the owner's slice, all-gather: the bytes of one all-reduce, 1/n
     of the outer step's arithmetic and state on each worker."""
 
-    communicates = True
     agrees = True
-    scored = 0
 
     def region(self, link: Link, length: int) -> slice:
         each = length // link.size

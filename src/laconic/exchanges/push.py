@@ -8,38 +8,36 @@ import torch
 from torch import Tensor
 
 from laconic.links.link import Link
-from laconic.round import Arrival, Clock, Combine
+from laconic.round import Arrival, Clock, Combine, Exchange
 from laconic.tensors import state_dtype
 from laconic.topology import Graph
 
 
 @dataclass(frozen=True)
-class Push:
+class Push(Exchange):
     """The message to each out-peer of ``graph``; what arrives is the sum of the in-peers', each
     times its share, in the order of their ranks. Sends ``peers`` times the message, whatever the
-    number of workers; where ``weighted``, with its push weight behind it in 8 bytes."""
+    number of workers; a message that has a push weight takes it along in 8 bytes more, and is
+    its sender's to scale: its share is 1."""
 
     graph: Graph
-    weighted: bool = True
 
-    communicates = True
-    agrees = False
-    scored = 0
-
-    def region(self, link: Link, length: int) -> slice:
-        return slice(0, length)
+    def out_degree(self, clock: Clock) -> int:
+        at = clock.worker, clock.workers, clock.executed, clock.seed
+        return len(self.graph.out_peers(*at))
 
     def run(self, link: Link, message: Tensor, combine: Combine, clock: Clock) -> Arrival:
         at = link.size, clock.executed, clock.seed
         sources = self.graph.in_peers(link.rank, *at)
-        parcel = _with_weight(message, clock.weight) if self.weighted else message
+        weighted = clock.weight is not None
+        parcel = message if clock.weight is None else _with_weight(message, clock.weight)
         parcels = link.swap(parcel, self.graph.out_peers(link.rank, *at), sources)
         total = torch.zeros_like(message, dtype=state_dtype(message.dtype))
         weight = 0.0
         for source, received in zip(sources, parcels, strict=True):
-            share = self.graph.share(link.rank, source, *at)
+            share = 1.0 if weighted else self.graph.share(link.rank, source, *at)
             total.add_(received[: len(message)], alpha=share)
-            weight += share * (_weight(received[len(message) :]) if self.weighted else 1.0)
+            weight += _weight(received[len(message) :]) if weighted else share
         return Arrival(total, weight)
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, final
 
+from laconic.lab import leftovers
 from laconic.lab.jobs import (
     KILL_SECONDS,
     Job,
@@ -33,7 +34,7 @@ from laconic.lab.jobs import (
     tail,
     terminate_as_exit,
 )
-from laconic.lab.namespaces import Entry, Plan
+from laconic.lab.namespaces import DOOR, Entry, Plan
 
 __all__ = [
     "Cluster",
@@ -61,7 +62,7 @@ class Cluster:
 
     Host h is `host{h}` at `addresses[h]`, reachable from the other hosts and from nowhere else.
     `bandwidth` (bit/s) is what each host may send, None for no limit; `host_bandwidth` sets
-    another one for single hosts. What arrives at a host is limited by the senders alone.
+    another one, or None, for single hosts. What arrives at a host is limited by the senders alone.
 
     Everything ends with the `with` block, and with this process however it ends. Raises ValueError
     for arguments out of range and NamespacesUnavailable where the kernel refuses.
@@ -75,12 +76,12 @@ class Cluster:
         hosts: int = 4,
         *,
         bandwidth: float | None = 100e6,
-        host_bandwidth: Mapping[int, float] | None = None,
+        host_bandwidth: Mapping[int, float | None] | None = None,
     ) -> None:
         check_hosts(hosts)
         rates = [bandwidth] * hosts
         for host, rate in (host_bandwidth or {}).items():
-            _check_host(host, hosts)
+            check_host(host, hosts)
             rates[host] = rate
         self.addresses = [f"10.77.0.{host + 1}" for host in range(hosts)]
         self._ports = itertools.cycle(range(29500, 32000))  # below the ephemeral ones
@@ -91,13 +92,14 @@ class Cluster:
             rates=[_bytes_per_second(rate) for rate in rates],
             path=[os.path.abspath(entry) for entry in sys.path],
         )
+        mark = leftovers.new_mark()
         with signals_deferred():
-            keeper, channel, user, descriptors = _start_keeper(plan)
+            keeper, channel, user, descriptors = _start_keeper(plan, mark)
             held = [channel, *user, *descriptors]
             self._release = weakref.finalize(self, _end_keeper, keeper, held)
             self._user = user
             self._counters, _, *self._networks = descriptors
-            self._processes = Processes()
+            self._processes = Processes(mark)
 
     def start(
         self,
@@ -108,22 +110,22 @@ class Cluster:
         stdout: Output = None,
         stderr: Output = None,
     ) -> subprocess.Popen[bytes]:
-        """Start `argv` on `host` with exactly the environment `env`, in a session of its own.
+        """Start `argv` on `host` in a session of its own, with the environment `env` and the mark
+        that `laconic lab clean` looks for.
 
         The process dies with this one. Where the program cannot be run it ends with exit code 127
         and says so on its stderr. Raises ValueError for a host that does not exist and once the
         cluster is closed.
         """
-        _check_host(host, len(self.addresses))
-        entry = Entry(
-            launcher=os.getpid(),
-            user=self._user[0] if self._user else None,
-            net=self._networks[host],
-            name=f"host{host}",
-            hosts_file=self._hosts_file(),
-        )
-        inherited = (*self._user, self._networks[host])
-        return self._processes.start(entry.command(argv), env, stdout, stderr, inherited)
+        entry = self.entry(host)
+        command = entry.command(argv)
+        return self._processes.start(command, env, stdout, stderr, entry.descriptors())
+
+    def entry(self, host: int) -> Entry:
+        """Return the way into `host` for a child of this process."""
+        check_host(host, len(self.addresses))
+        user = self._user[0] if self._user else None
+        return _entry(host, user, self._networks[host], self.addresses)
 
     def tx_bytes(self) -> list[int]:
         """Return the bytes each host has sent so far, counted at its end of the switch.
@@ -161,13 +163,6 @@ class Cluster:
     ) -> None:
         self.close()
 
-    def _hosts_file(self) -> str:
-        # Twice each: torch's store asks for the names of the addresses as IPv6 sockets see them,
-        # which without an answer here is a look-up in vain and a warning on every rank.
-        forms = ("", "::ffff:")
-        names = [f"{form}{a} host{h}" for form in forms for h, a in enumerate(self.addresses)]
-        return "\n".join(["127.0.0.1 localhost", *names, ""])
-
 
 @final
 class Loopback:
@@ -182,7 +177,7 @@ class Loopback:
     def __init__(self, hosts: int = 4) -> None:
         check_hosts(hosts)
         self.addresses = ["127.0.0.1"] * hosts
-        self._processes = Processes()
+        self._processes = Processes(leftovers.new_mark())
 
     def start(
         self,
@@ -197,7 +192,7 @@ class Loopback:
 
         The process dies with this one; what it started itself does so only after `close`.
         """
-        _check_host(host, len(self.addresses))
+        check_host(host, len(self.addresses))
         command = Entry(launcher=os.getpid()).command(argv)
         return self._processes.start(command, env, stdout, stderr, ())
 
@@ -214,6 +209,7 @@ class Loopback:
         """End all processes; a second call does nothing."""
         with signals_deferred():
             self._processes.close()
+            leftovers.end_all(self._processes.mark)
 
     def __enter__(self) -> Loopback:
         return self
@@ -247,12 +243,10 @@ def launch(
     hosts = [host for host in range(len(cluster.addresses)) for _ in range(per_host)]
     logs = [open_logs(log_dir, rank) for rank in range(len(hosts))]
     job = Job(cluster._processes, hosts, logs)
-    # An outer torchrun's variables would make the ranks look for its store.
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
-    shared = {"OMP_NUM_THREADS": "1", **inherited, **(env or {}), **_job_variables(cluster)}
+    shared = job_environment(cluster, env or {})
     try:
         for rank, host in enumerate(hosts):
-            variables = {**shared, **_rank_variables(rank, host, per_host, len(hosts))}
+            variables = {**shared, **rank_variables(rank, host, per_host, len(hosts))}
             out, err = logs[rank]
             job.add(cluster.start(host, argv, env=variables, stdout=out, stderr=err))
     except BaseException:
@@ -261,7 +255,53 @@ def launch(
     return job
 
 
-def _start_keeper(plan: Plan) -> tuple[subprocess.Popen[bytes], int, list[int], list[int]]:
+def running() -> list[str]:
+    """Return the names of this machine's clusters whose hosts `join` can enter, oldest first."""
+    try:
+        lines = Path("/proc/net/unix").read_text().splitlines()
+    except OSError:
+        return []
+    sockets = [line.rpartition("@")[2] for line in lines if f"@{DOOR}" in line]
+    # A connection on its way is listed too, by the same name.
+    return sorted(set(sockets), key=lambda name: int(name.rpartition("-")[2]))
+
+
+def join(name: str, host: int) -> Entry:
+    """Return the way into a host of the running cluster `name`, for a child of this process.
+
+    The caller closes the descriptors. Raises ValueError for a host that it does not have and for
+    a cluster of another user, OSError where it has ended meanwhile.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        door.settimeout(5.0)
+        door.connect(f"\0{name}")
+        door.send(str(host).encode())
+        message, descriptors, _, _ = socket.recv_fds(door, 1 << 16, 2)
+    answer = json.loads(message or b'{"error": "the lab does not answer"}')
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    plan = Plan(**answer)
+    *user, net = descriptors
+    return _entry(host, user[0] if user else None, net, plan.addresses)
+
+
+def _entry(host: int, user: int | None, net: int, addresses: Sequence[str]) -> Entry:
+    # Twice each: torch's store asks for the names of the addresses as IPv6 sockets see them,
+    # which without an answer here is a look-up in vain and a warning on every rank.
+    forms = ("", "::ffff:")
+    names = [f"{form}{a} host{h}" for form in forms for h, a in enumerate(addresses)]
+    return Entry(
+        launcher=os.getpid(),
+        user=user,
+        net=net,
+        name=f"host{host}",
+        hosts_file="\n".join(["127.0.0.1 localhost", *names, ""]),
+    )
+
+
+def _start_keeper(
+    plan: Plan, mark: str
+) -> tuple[subprocess.Popen[bytes], int, list[int], list[int]]:
     """Start the process that builds the network.
 
     Returns it, our end of its channel, the user namespace if it made one, and the counters'
@@ -280,6 +320,7 @@ def _start_keeper(plan: Plan) -> tuple[subprocess.Popen[bytes], int, list[int], 
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
                 cwd="/",
+                env={**os.environ, leftovers.MARK: mark},
             )
         ours.settimeout(_BUILD_SECONDS)
         try:
@@ -308,11 +349,16 @@ def _end_keeper(keeper: subprocess.Popen[bytes], held: Sequence[int]) -> None:
         keeper.wait()
 
 
-def _job_variables(cluster: Cluster | Loopback) -> dict[str, str]:
-    """Return the variables that are alike on all ranks."""
-    interfaces = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+def job_environment(cluster: Cluster | Loopback, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment that is alike on all ranks: this process's, over it `env`, and over
+    that the variables of a job on `cluster`."""
+    # An outer torchrun's variables would make the ranks look for its store.
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     return {
-        **dict.fromkeys(interfaces, cluster.interface),
+        "OMP_NUM_THREADS": "1",
+        **inherited,
+        **env,
+        **interface_variables(cluster.interface),
         "MASTER_ADDR": cluster.addresses[0],
         "MASTER_PORT": str(cluster.free_port()),
         "GROUP_WORLD_SIZE": str(len(cluster.addresses)),
@@ -320,7 +366,13 @@ def _job_variables(cluster: Cluster | Loopback) -> dict[str, str]:
     }
 
 
-def _rank_variables(rank: int, host: int, per_host: int, world: int) -> dict[str, str]:
+def interface_variables(interface: str) -> dict[str, str]:
+    """Return the variables that tell torch's back ends to use `interface`."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+    return dict.fromkeys(names, interface)
+
+
+def rank_variables(rank: int, host: int, per_host: int, world: int) -> dict[str, str]:
     """Return the variables of one rank, named as torchrun names them."""
     return {
         "RANK": str(rank),
@@ -338,7 +390,7 @@ def check_hosts(hosts: int) -> None:
         raise ValueError(f"hosts must be from 1 to {_MOST_HOSTS}, not {hosts}")
 
 
-def _check_host(host: int, hosts: int) -> None:
+def check_host(host: int, hosts: int) -> None:
     if not 0 <= host < hosts:
         raise ValueError(f"there is no host {host}; hosts are numbered 0 to {hosts - 1}")
 

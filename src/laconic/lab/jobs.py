@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Final, TypeAlias, final
 
+from laconic.lab import leftovers
+
 __all__ = [
     "KILL_SECONDS",
     "Job",
@@ -44,7 +46,8 @@ class Outcome:
     """How one rank ended: an exit code, or the name of the signal that killed it.
 
     Both are None while it runs. `stopped` says that it did not end by itself but was killed by its
-    job, most often because another rank had failed. `stderr` holds its last lines.
+    job, most often because another rank had failed. `stderr` holds its last lines, where the job
+    keeps what its ranks print.
     """
 
     rank: int
@@ -72,10 +75,14 @@ class Outcome:
 
 @final
 class Job:
-    """One program on all hosts, made by `launch`; its processes end with their cluster."""
+    """One program on all hosts, made by `launch`; its processes end with their cluster.
+
+    `logs` are descriptors of the files that hold each rank's stdout and stderr, to be closed with
+    the job; without them, what the ranks print goes elsewhere.
+    """
 
     def __init__(
-        self, processes: Processes, hosts: Sequence[int], logs: Sequence[tuple[int, int]]
+        self, processes: Processes, hosts: Sequence[int], logs: Sequence[tuple[int, int]] = ()
     ) -> None:
         self._processes = processes
         self._hosts = hosts
@@ -109,6 +116,18 @@ class Job:
         self.kill()
         with changed:
             return self._outcomes()
+
+    def running(self) -> bool:
+        """Whether some rank runs."""
+        with self._processes.changed:
+            return not self._all_ended()
+
+    def first_failure(self) -> Outcome | None:
+        """Return the outcome of the rank that failed first, None while none has."""
+        with self._processes.changed:
+            outcomes = dict(zip(self._ranks, self._outcomes(), strict=True))
+            ended = [outcomes[process] for process in self._processes.ended if process in outcomes]
+        return next((outcome for outcome in ended if outcome.failed), None)
 
     def kill(self) -> None:
         """Kill the ranks that still run, and wait for their end."""
@@ -150,7 +169,7 @@ class Job:
                     exit_code=None if killed else code,
                     signal=_signal_name(-code) if killed else None,
                     stopped=rank in self._stopped,
-                    stderr=tail(self._logs[rank][1]),
+                    stderr=tail(self._logs[rank][1]) if self._logs else "",
                 )
             )
         return outcomes
@@ -174,11 +193,14 @@ def terminate_as_exit() -> Iterator[None]:
 class Processes:
     """Children of this process, each in its own session, that die with it.
 
-    `changed` is notified whenever one has ended, its `returncode` set.
+    `changed` is notified whenever one has ended, its `returncode` set; `ended` holds them in that
+    order. `mark` is in the environment of all, and of what they start.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
         self.changed = threading.Condition()
+        self.ended: list[subprocess.Popen[bytes]] = []
         self._children: list[subprocess.Popen[bytes]] = []
         self._closed = False
         # The kernel kills a child when the thread that started it ends: one thread for them all.
@@ -200,7 +222,7 @@ class Processes:
         def spawn() -> subprocess.Popen[bytes]:
             process = subprocess.Popen(
                 command,
-                env=env,
+                env={**env, leftovers.MARK: self.mark},
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -248,6 +270,7 @@ class Processes:
                 self.signal(process, signal.SIGKILL)
         with self.changed:
             process.wait()
+            self.ended.append(process)
             self.changed.notify_all()
 
 

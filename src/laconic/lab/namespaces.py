@@ -3,12 +3,14 @@
 This file is also a program, started by `cluster.py` with nothing but the standard library in
 reach, so that the launcher itself, full of threads as it is, never changes a namespace:
 
-    keep    builds switch and hosts, hands their descriptors to the launcher, then sleeps until
-            the launcher closes its socket or dies, and kills whatever still runs in the hosts
+    keep    builds switch and hosts, hands their descriptors to the launcher, then waits until
+            the launcher closes its socket or dies, and kills whatever still runs in the hosts;
+            meanwhile it hands a host's descriptor to whoever asks for it at its door
     enter   becomes a program inside one host: joins its namespaces and calls exec
 
 A namespace here has no name and no mount: it lives as long as a descriptor or a process holds
-it, so no way out of the launcher, SIGKILL included, leaves anything behind.
+it, so no way out of the launcher, SIGKILL included, leaves anything behind. The door is a socket
+with a name in the kernel's memory, not on a disk.
 """
 
 from __future__ import annotations
@@ -23,9 +25,14 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-__all__ = ["Entry", "Plan"]
+if TYPE_CHECKING:
+    import socket
+
+__all__ = ["DOOR", "Entry", "Plan"]
+
+DOOR: Final = "laconic-lab-"  # and the launcher's number, a dash, and the keeper's
 
 _CLONE_NEWNS: Final = 0x00020000
 _CLONE_NEWUTS: Final = 0x04000000
@@ -100,6 +107,10 @@ class Entry:
         spec = json.dumps(asdict(self))
         return [sys.executable, "-I", "-S", __file__, "enter", spec, *argv]
 
+    def descriptors(self) -> tuple[int, ...]:
+        """Return those that the command must inherit."""
+        return tuple(d for d in (self.user, self.net) if d is not None)
+
 
 def enter(entry: Entry, argv: Sequence[str]) -> None:
     """Join the namespaces of `entry`, ask to die with the launcher, and become `argv`.
@@ -114,9 +125,8 @@ def enter(entry: Entry, argv: Sequence[str]) -> None:
         name = entry.name.encode()
         _call("sethostname", name, len(name))
         _mount_hosts_file(entry.hosts_file)
-    for descriptor in (entry.user, entry.net):
-        if descriptor is not None:
-            os.close(descriptor)
+    for descriptor in entry.descriptors():
+        os.close(descriptor)
     # Last, since joining a user namespace clears it; then the launcher may have died before.
     _call("prctl", _PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != entry.launcher:
@@ -134,13 +144,15 @@ def keep(channel_descriptor: int, plan: Plan) -> None:
     import select
     import socket
 
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the launcher decides when it is over
-    with socket.socket(fileno=channel_descriptor) as channel:
+    with door, socket.socket(fileno=channel_descriptor) as channel:
         try:
             launcher = os.pidfd_open(plan.launcher)
             if os.getppid() != plan.launcher:
                 return
+            door.bind(f"\0{DOOR}{plan.launcher}-{os.getpid()}")
             user, descriptors = _build(plan)
         except OSError as error:
             channel.send(json.dumps({"error": f"{error.strerror or error}"}).encode())
@@ -148,11 +160,38 @@ def keep(channel_descriptor: int, plan: Plan) -> None:
         namespaces = {os.fstat(descriptor).st_ino for descriptor in descriptors}
         with contextlib.suppress(BrokenPipeError):  # the launcher died meanwhile
             socket.send_fds(channel, [json.dumps({"user": user}).encode()], descriptors)
-            select.select([channel.fileno(), launcher], [], [])
+            door.listen()
+            awaited = [channel.fileno(), launcher, door.fileno()]
+            while select.select(awaited, [], [])[0] == [door.fileno()]:
+                _answer(door, plan, user, descriptors)
         while killed := list(_kill_inside(namespaces)):
             select.select(killed, [], [], 1.0)
             for descriptor in killed:
                 os.close(descriptor)
+
+
+def _answer(door: socket.socket, plan: Plan, user: bool, descriptors: Sequence[int]) -> None:
+    """Hand the host that the next one at the door asks for to it, if it is the same user or root.
+
+    The answer is JSON: the plan, with descriptors [user namespace if any, host], or `{"error":
+    reason}`.
+    """
+    import socket
+    import struct
+
+    with contextlib.suppress(OSError, ValueError), door.accept()[0] as peer:
+        peer.settimeout(1.0)
+        owner = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        hosts = descriptors[-len(plan.addresses) :]
+        host = int(peer.recv(16))
+        answer: dict[str, Any] = asdict(plan)
+        handed = [*descriptors[: int(user)], *hosts[host : host + 1]]
+        if struct.unpack("3i", owner)[1] not in (0, os.geteuid()):
+            answer, handed = {"error": "this lab is another user's"}, []
+        elif not 0 <= host < len(hosts):
+            numbers = f"hosts are numbered 0 to {len(hosts) - 1}"
+            answer, handed = {"error": f"there is no host {host}; {numbers}"}, []
+        socket.send_fds(peer, [json.dumps(answer).encode()], handed)
 
 
 def _kill_inside(namespaces: set[int]) -> Iterable[int]:

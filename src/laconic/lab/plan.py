@@ -33,10 +33,14 @@ def first_steps(recipe: Recipe, horizon: int = HORIZON) -> dict[Kind, int]:
 
 
 def outermost(recipe: Recipe, step: int) -> bool:
-    """Whether the consensus model is fresh after ``step``: the recipe's last parameter round fell
-    due, there is none to wait for, or gradients were averaged and no anchor lags behind."""
+    """Whether the consensus model is fresh after ``step``: the recipe's last parameter round was
+    folded (until then its messages are under way, and to stop the clock would be to send them for
+    nothing), there is none to wait for, or gradients were averaged and no anchor lags behind."""
     last = [r for r in recipe if r.on == "params"][-1:]
-    if not last or last[0].when(step):
+    if not last:
+        return True
+    sent = step - last[0].delay
+    if sent > 0 and last[0].when(sent):
         return True
     agreed = any(r.on == "gradients" and r.when(step) for r in recipe)
     return agreed and last[0].update.anchor is None

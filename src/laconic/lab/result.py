@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from operator import attrgetter
@@ -44,15 +46,38 @@ def _plain(value: object) -> object:
 
 @dataclass(frozen=True)
 class Point:
-    """One validation: `seconds` on the training clock and `megabytes` sent per host so far."""
+    """One validation: `seconds` on the training clock and `megabytes` sent per host so far;
+    `distance` of the workers' models from their mean just before the round that the validation
+    follows (`laconic.lab.worker.Run.distance`)."""
 
     step: int
     seconds: float
     megabytes: float
     loss: float | None
+    distance: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss", _finite(self.loss))
+        object.__setattr__(self, "distance", _finite(self.distance))
+
+
+Span = tuple[float, float, Literal["compute", "send", "wait"]]
+"""From when to when, in seconds, a worker did what."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Rounds that follow each other regularly: after the steps `first`, `first + every`, ...,
+    `last`, `bytes` sent per host each time. A single one has `every` 0."""
+
+    first: int
+    last: int
+    every: int
+    bytes: int
+
+    def steps(self) -> range:
+        """The steps after which they come."""
+        return range(self.first, self.last + 1, self.every or 1)
 
 
 @dataclass(frozen=True)
@@ -61,19 +86,26 @@ class Row:
 
     Args:
         recipe: its name with arguments, or `NO_COMMUNICATION`.
-        error: why it failed or diverged; the first line is shown.
+        status: "absent" for another library that cannot run here, which is no failure.
+        error: why it failed, diverged or is absent; the first line is shown.
         steps, seconds: what it did, on the training clock.
         seconds_per_step: a median, say, that a hiccup does not move; NaN where there is none.
         loss: at the end; None where it is not finite.
-        ledger_bytes_per_step: payload sent per host, by laconic's own ledger.
+        ledger_bytes_per_step: payload sent per host, by laconic's own ledger; NaN for a peer.
         interface_bytes_per_step: sent per host by the network interface's counter, with headers.
-        waiting: share of the seconds spent waiting for the network, 0 to 1.
+        waiting: share of the seconds spent waiting for the network, 0 to 1; NaN for a peer.
         curve: validations in the order of time.
         notes: anything a reader must know; shown below the table.
+        timeline: what each rank did when, from the start of the training and without the
+            validations; of a long run, its beginning and its end. None of a peer.
+        rounds: what was sent when; none of a peer.
+        source: the directory it comes from, where several runs are joined.
+        seed: of the model and the batches; a recipe has one row for each.
+        peer: whether it is another library, whose bytes are known from the interface alone.
     """
 
     recipe: str
-    status: Literal["ok", "diverged", "failed"]
+    status: Literal["ok", "diverged", "failed", "absent"]
     error: str | None
     steps: int
     seconds: float
@@ -84,19 +116,31 @@ class Row:
     waiting: float
     curve: tuple[Point, ...]
     notes: tuple[str, ...] = ()
+    timeline: tuple[tuple[Span, ...], ...] = ()
+    rounds: tuple[Rounds, ...] = ()
+    source: str = ""
+    seed: int = 0
+    peer: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss", _finite(self.loss))
         object.__setattr__(self, "interface_bytes_per_step", _finite(self.interface_bytes_per_step))
+
+    @property
+    def name(self) -> str:
+        """How texts call it: the recipe, and where it comes from if that must be told."""
+        return f"{self.recipe} [{self.source}]" if self.source else self.recipe
 
 
 @dataclass(frozen=True)
 class Result:
     """A race: its rows and all that is needed to run it again.
 
-    `settings` holds workload, parameters, hosts, per_host, bandwidth (bit/s), latency (s),
-    seconds or steps, seed, network ("emulated" or "throttled") and data. A key that is missing or
-    None is left out of the texts. Values that JSON has no word for become text.
+    `settings` holds workload, parameters, hosts, per_host, bandwidth (bit/s), host_bandwidth (of
+    single hosts), slow_hosts (how many times as long they compute), latency (s), group_size
+    (workers), seconds or steps, seed, seeds (where there are several, each recipe has a row for
+    each), network ("emulated" or "throttled"), data and rules. A key that is missing or None is
+    left out of the texts. Values that JSON has no word for become text.
     """
 
     rows: tuple[Row, ...]
@@ -110,7 +154,9 @@ class Result:
 
     def to_json(self) -> str:
         """Standard JSON: a number that is not finite is null."""
-        return json.dumps(_plain(asdict(self)), indent=1, allow_nan=False)
+        text = json.dumps(_plain(asdict(self)), indent=1, allow_nan=False)
+        # what holds nothing else goes on one line: a span of a timeline would take five
+        return re.sub(r"([\[{])\n\s*([^\[\]{}]*?)\s*([\]}])", _on_one_line, text)
 
     @classmethod
     def from_json(cls, text: str) -> Result:
@@ -123,6 +169,11 @@ class Result:
             raise ValueError(f"this is not the result of a race: {error}") from error
 
 
+def _on_one_line(match: re.Match[str]) -> str:
+    opening, inside, closing = match.groups()
+    return opening + re.sub(r"\n\s*", " ", inside) + closing
+
+
 def _row(fields: dict[str, Any]) -> Row:
     numbers = ("seconds", "seconds_per_step", "ledger_bytes_per_step", "waiting")
     return Row(
@@ -131,6 +182,11 @@ def _row(fields: dict[str, Any]) -> Row:
             **{name: math.nan for name in numbers if fields[name] is None},
             "curve": tuple(Point(**point) for point in fields["curve"]),
             "notes": tuple(fields["notes"]),
+            "timeline": tuple(
+                tuple((start, end, kind) for start, end, kind in rank)
+                for rank in fields.get("timeline", ())
+            ),
+            "rounds": tuple(Rounds(**rounds) for rounds in fields.get("rounds", ())),
         }
     )
 
@@ -164,9 +220,8 @@ def line(row: Row, axis: Axis) -> list[tuple[float, float]]:
     return [(axis(point), point.loss) for point in row.curve if point.loss is not None]
 
 
-def loss_at(row: Row, axis: Axis, position: float) -> float | None:
-    """Loss of the row there, linear between validations; None outside its curve."""
-    pairs = line(row, axis)
+def interpolated(pairs: Sequence[tuple[float, float]], position: float) -> float | None:
+    """The value there, linear between the (position, value) pairs; None outside of them."""
     if pairs and position == pairs[-1][0]:
         return pairs[-1][1]
     for (left, before), (right, after) in pairwise(pairs):
@@ -175,14 +230,38 @@ def loss_at(row: Row, axis: Axis, position: float) -> float | None:
     return None
 
 
+def loss_at(row: Row, axis: Axis, position: float) -> float | None:
+    """Loss of the row there, linear between validations; None outside its curve."""
+    return interpolated(line(row, axis), position)
+
+
+def reached(row: Row, axis: Axis, loss: float) -> float | None:
+    """Where along `axis` the row was first at ``loss``, linear between validations; None where it
+    never was."""
+    pairs = line(row, axis)
+    for (left, before), (right, after) in pairwise(pairs):
+        if after <= loss < before:
+            return left + (right - left) * (before - loss) / (before - after)
+    return None
+
+
 def competing(result: Result) -> list[Row]:
-    """The rows that are compared: they communicate, finished, and have a curve."""
-    return [row for row in finished(result) if row.recipe != NO_COMMUNICATION]
+    """The rows that are compared: they communicate, finished, and have a curve, as have all the
+    other runs of the recipe."""
+    return [row for runs in grouped(result.rows) if _compete(runs) for row in runs]
+
+
+def _compete(runs: Sequence[Row]) -> bool:
+    return runs[0].recipe != NO_COMMUNICATION and all(map(_finished, runs))
 
 
 def finished(result: Result) -> list[Row]:
     """The rows that came to the end and have a curve, the one without communication included."""
-    return [row for row in result.rows if row.status == "ok" and line(row, STEPS)]
+    return [row for row in result.rows if _finished(row)]
+
+
+def _finished(row: Row) -> bool:
+    return row.status == "ok" and bool(line(row, STEPS))
 
 
 def common(result: Result, axis: Axis) -> float | None:
@@ -220,19 +299,60 @@ def compared(result: Result, row: Row, axis: Axis) -> float | None:
     return loss_at(row, axis, position)
 
 
+@dataclass(frozen=True)
+class Summary:
+    """`n` figures: their mean, and as their spread the sample standard deviation,
+    sqrt(sum((value - mean)^2) / (n - 1)), which is 0 for a single one."""
+
+    mean: float
+    spread: float
+    n: int
+
+
+def summary(values: Iterable[float | None]) -> Summary | None:
+    """Of all values; None where there is none, or one is missing or not finite."""
+    figures = [_finite(value) for value in values]
+    known = [value for value in figures if value is not None]
+    if not known or len(known) < len(figures):
+        return None
+    spread = statistics.stdev(known) if len(known) > 1 else 0.0
+    return Summary(statistics.fmean(known), spread, len(known))
+
+
+def grouped(rows: Iterable[Row]) -> list[tuple[Row, ...]]:
+    """The runs of each recipe, one for each seed, in the order in which recipes come first; apart
+    by the source of joined results."""
+    runs: dict[tuple[str, bool, str], tuple[Row, ...]] = {}
+    for row in rows:
+        key = row.recipe, row.peer, row.source
+        runs[key] = (*runs.get(key, ()), row)
+    return list(runs.values())
+
+
+def repeats(result: Result) -> int:
+    """How many runs of a recipe there are at most."""
+    return max(map(len, grouped(result.rows)), default=0)
+
+
+def compared_runs(result: Result, runs: Iterable[Row], axis: Axis) -> Summary | None:
+    """Loss of a recipe's runs where rows are compared along `axis`."""
+    return summary(compared(result, row, axis) for row in runs)
+
+
 def _losses(result: Result, axis: Axis) -> dict[str, float]:
-    losses = {row.recipe: compared(result, row, axis) for row in finished(result)}
-    return {recipe: loss for recipe, loss in losses.items() if loss is not None}
+    losses = {runs[0].name: compared_runs(result, runs, axis) for runs in grouped(finished(result))}
+    return {name: loss.mean for name, loss in losses.items() if loss is not None}
 
 
 def equal_steps(result: Result) -> dict[str, float]:
-    """Validation loss of each row that finished, at the largest step that all of them reached."""
+    """Validation loss of each recipe that finished, at the largest step that all of them reached;
+    the mean over its runs."""
     return _losses(result, STEPS)
 
 
 def equal_time(result: Result) -> dict[str, float]:
-    """Validation loss that each row that finished has to show when the time given to each is up;
-    in a race of a number of steps, when the first of them ended."""
+    """Validation loss that each recipe that finished has to show when the time given to each is
+    up; in a race of a number of steps, when the first of them ended. The mean over its runs."""
     return _losses(result, SECONDS)
 
 
@@ -281,7 +401,13 @@ def network(result: Result) -> str:
     if hosts is not None:
         processes = f" × {each:.0f} process{'es' * (each != 1)}" if each is not None else ""
         parts.append(f"{hosts:.0f} host{'s' * (hosts != 1)}{processes}")
+    size = number(result, "group_size")
+    parts.append(f"groups of {size:.0f}" if size else "")
     parts.append(bandwidth(result))
+    for host, bits in _by_host(result, "host_bandwidth"):
+        parts.append(f"host {host}: {format_rate(bits)}")
+    for host, factor in _by_host(result, "slow_hosts"):
+        parts.append(f"host {host} computes {brief(factor)} times as long")
     latency = number(result, "latency")
     parts.append(f"{brief(latency * 1e3)} ms latency" if latency else "")
     if result.settings.get("network") == "throttled":
@@ -289,6 +415,13 @@ def network(result: Result) -> str:
     elif result.settings.get("network") == "emulated":
         parts.append("emulated with network namespaces")
     return ", ".join(part for part in parts if part)
+
+
+def _by_host(result: Result, key: str) -> list[tuple[str, float]]:
+    """A setting that single hosts have."""
+    values = result.settings.get(key)
+    items = values.items() if isinstance(values, dict) else ()
+    return sorted(items, key=lambda item: int(item[0]))
 
 
 def task(result: Result) -> str:
@@ -304,9 +437,54 @@ def task(result: Result) -> str:
         parts.append(f"{brief(seconds)} s per recipe")
     elif steps:
         parts.append(f"{steps:,.0f} steps per recipe")
-    seed = number(result, "seed")
-    parts.append("one run each" + (f", seed {seed:.0f}" if seed is not None else ""))
+    parts.append(_runs(result))
     return ", ".join(part for part in parts if part)
+
+
+def _runs(result: Result) -> str:
+    """How often each recipe ran."""
+    counts = {len(runs) for runs in grouped(result.rows) if runs[0].status != "absent"}
+    if max(counts, default=1) == 1:
+        seed = number(result, "seed")
+        return "one run each" + (f", seed {seed:.0f}" if seed is not None else "")
+    least, most = min(counts), max(counts)
+    seeds = ", ".join(map(str, dict.fromkeys(row.seed for row in result.rows)))
+    return f"{most if least == most else f'{least} to {most}'} runs each, seeds {seeds}"
+
+
+def megabytes_per_step(row: Row) -> float:
+    """What each host sent per step: payload, or of a peer all that its interface counted;
+    announcements of a few bytes are nothing."""
+    sent = row.interface_bytes_per_step if row.peer else row.ledger_bytes_per_step
+    megabytes = (sent or 0.0) / 1e6
+    return megabytes if megabytes >= 5e-5 else 0.0
+
+
+def differences(result: Result) -> list[str]:
+    """In what the runs differ that were joined, a line for each; empty for a single run."""
+    runs = result.settings.get("runs")
+    if not isinstance(runs, dict):
+        return []
+    lines = []
+    for source, settings in runs.items():
+        hidden = {"seed"} if settings.get("seeds") else set()  # it is the first of them
+        known = {k: v for k, v in settings.items() if v is not None and k not in hidden}
+        told = ", ".join(f"{key.replace('_', ' ')} {_told(key, known[key])}" for key in known)
+        lines += [f"[{source}]: {told}"] if told else []
+    return lines
+
+
+def _told(key: str, value: object) -> str:
+    if isinstance(value, dict):
+        parts = (f"{_told(key, item)} of host {host}" for host, item in value.items())
+        return ", ".join(parts) or "alike"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if key.endswith("bandwidth") and isinstance(value, (int, float)) and math.isfinite(value):
+        return format_rate(value)
+    if key == "latency" and isinstance(value, (int, float)):
+        return f"{brief(value * 1e3)} ms"
+    return brief(value) if isinstance(value, float) else str(value)
 
 
 def reason(row: Row) -> str:

@@ -87,7 +87,8 @@ def load(name: str, *, data: Path | None = None) -> Workload:
         ImportError: "digits" without scikit-learn.
     """
     if name not in _LOADERS:
-        raise ValueError(f"no workload {name!r}: choose from {', '.join(sorted(_LOADERS))}")
+        choices = ", ".join(sorted(_LOADERS))
+        raise ValueError(f"no workload {name!r}: choose from {choices}, or your own, as my.py:make")
     return _LOADERS[name](data)
 
 

@@ -37,8 +37,11 @@ class Cost:
         return self.messages * latency + 8 * self.bytes / rate
 
 
-def mean(size: int, n: int) -> Cost:
-    """All-reduce of ``size`` bytes."""
+def mean(size: int, n: int, even: bool = True) -> Cost:
+    """All-reduce of ``size`` bytes; where n does not divide the elements (not ``even``), which is
+    for numbers and not for models, every rank sends all to every other."""
+    if not even:
+        return gather(size, n)
     return Cost(2 * (n - 1) * size // n, 2 * min(n - 1, 1))
 
 

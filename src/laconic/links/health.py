@@ -9,9 +9,9 @@ gone, who hangs and who is somewhere else.
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import os
+import secrets
 import socket
 import threading
 import time
@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 ANSWER_SECONDS = 2.0
 """How long a beacon is given to answer; it does nothing else."""
+MOST_BYTES = 2**20
 
 
 def own_address() -> str:
@@ -38,11 +39,13 @@ def own_address() -> str:
 
 class Place(NamedTuple):
     """Where a rank is in its sequence of calls: the number of calls so far, the word that says
-    which one the last is, whether no more will come."""
+    which one the last is, whether no more will come, and whether not even that one is made to its
+    end."""
 
     serial: int = 0
     word: int = 0
     left: bool = False
+    broken: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,6 @@ class Beacon:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._server = socket.create_server((host, 0), family=family)
         self._address = f"{host}|{self._server.getsockname()[1]}"
-        self._keys = itertools.count()
         self.status = "starting"
         self.places: dict[str, Place] = {}
         self.verdicts: dict[str, str] = {}
@@ -76,7 +78,7 @@ class Beacon:
 
     def enroll(self) -> str:
         """The address under which others ask for a new sequence of calls of this process."""
-        key = str(next(self._keys))
+        key = secrets.token_hex(4)  # whoever knows it is of this run
         self.places[key] = Place()
         return f"{self._address}|{key}"
 
@@ -86,19 +88,23 @@ class Beacon:
 
     def _serve(self) -> None:
         while True:
-            connection, _ = self._server.accept()
-            with connection:
-                seconds = time.monotonic() - self._since
-                answer = [f"{self.status}, for {seconds:.0f} s", dict(self.places)]
-                try:
-                    connection.settimeout(ANSWER_SECONDS)
-                    connection.sendall(json.dumps(answer).encode())
-                    connection.shutdown(socket.SHUT_WR)
-                    if told := _read(connection):
-                        key, verdict = json.loads(told)
-                        self.verdicts.setdefault(key, verdict)
-                except (OSError, ValueError):
-                    continue  # who asked has gone, or is none of ours
+            try:
+                connection, _ = self._server.accept()
+                with connection:
+                    self._answer(connection)
+            except Exception:
+                time.sleep(0.01)  # who asked has gone, or is none of ours, or files have run out
+
+    def _answer(self, connection: socket.socket) -> None:
+        seconds = time.monotonic() - self._since
+        answer = [f"{self.status}, for {seconds:.0f} s", dict(self.places)]
+        connection.settimeout(ANSWER_SECONDS)
+        connection.sendall(json.dumps(answer).encode())
+        connection.shutdown(socket.SHUT_WR)
+        if told := _read(connection):
+            key, verdict = json.loads(told)
+            if key in self.places:
+                self.verdicts.setdefault(key, str(verdict))
 
 
 @functools.cache
@@ -114,7 +120,10 @@ def key_of(address: str) -> str:
 
 def _read(connection: socket.socket) -> bytes:
     """What comes until the other side has said all."""
-    return b"".join(iter(functools.partial(connection.recv, 4096), b""))
+    said = b""
+    while len(said) < MOST_BYTES and (piece := connection.recv(4096)):
+        said += piece
+    return said
 
 
 def ask(address: str, verdict: str = "") -> Answer:
@@ -132,7 +141,7 @@ def ask(address: str, verdict: str = "") -> Answer:
         return Answer(status, {key: Place(*place) for key, place in places.items()})
     except ConnectionError:
         return Answer("is gone (its process has ended)")
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError):
         return Answer("does not answer (hung, or its host is unreachable)")
 
 

@@ -51,8 +51,8 @@ class Link(Protocol):
         whoever waits for a collective beside the thread that makes it."""
         ...
 
-    def leave(self) -> None:
-        """This rank will make no more calls."""
+    def leave(self, broken: bool) -> None:
+        """This rank will make no more calls, and, if ``broken``, not end the one it is in."""
         ...
 
     def mean(self, x: Tensor) -> None:

@@ -169,7 +169,7 @@ class SimulatedLink:
     def check(self) -> None:
         """Nothing to find: nobody waits beside the thread that makes the call."""
 
-    def leave(self) -> None:
+    def leave(self, broken: bool) -> None:
         """The stage sees workers end."""
 
     def mean(self, x: Tensor) -> None:
@@ -187,7 +187,7 @@ class SimulatedLink:
 
     def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor]:
         everyone = self._meet("swap", x, torch.stack)
-        return [everyone[r] for r in source]
+        return [everyone[r].clone() for r in source]
 
     def gather(self, x: Tensor) -> Tensor:
         return self._meet("gather", x, torch.stack).clone()

@@ -62,12 +62,12 @@ class Throttled:
     def check(self) -> None:
         self.link.check()
 
-    def leave(self) -> None:
-        self.link.leave()
+    def leave(self, broken: bool) -> None:
+        self.link.leave(broken)
 
     def mean(self, x: Tensor) -> None:
         self.link.mean(x)
-        self._pass(cost.mean(size_of(x), self.size))
+        self._pass(cost.mean(size_of(x), self.size, x.numel() % self.size == 0))
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         own = self.link.reduce_scatter(x)

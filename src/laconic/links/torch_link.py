@@ -31,13 +31,26 @@ class _Calls:
     makes the same ones in the same order. Its beacon tells others how far it has come."""
 
     def __init__(self) -> None:
-        self.place = Place()
+        self.place = Place()  # the thread that makes the calls alone moves it
         self.names: Sequence[str] = ()
+        self._left = self._broken = False
         self._beacon = health.beacon()
         self.address = self._beacon.enroll()
 
-    def move(self, place: Place) -> None:
-        self.place = self._beacon.places[health.key_of(self.address)] = place
+    def enter(self, word: int) -> None:
+        """The next call."""
+        self._left = self._broken = False
+        self.place = Place(self.place.serial + 1, word)
+        self._tell()
+
+    def leave(self, broken: bool) -> None:
+        """No more calls; ``broken``: the last one stays unfinished."""
+        self._left, self._broken = True, broken
+        self._tell()
+
+    def _tell(self) -> None:
+        place = self.place._replace(left=self._left, broken=self._broken)
+        self._beacon.places[health.key_of(self.address)] = place
 
     @property
     def verdict(self) -> str:
@@ -104,7 +117,7 @@ class TorchLink:
 
     def agree(self, step: int, code: int, names: Sequence[str], *, wait: bool) -> bool:
         self._calls.names = names
-        self._calls.move(Place(self._calls.place.serial + 1, step * 256 + code))
+        self._calls.enter(step * 256 + code)
         if not (wait or self._native):
             return False  # the tags of the call's messages carry it
         place = self._calls.place
@@ -120,14 +133,15 @@ class TorchLink:
         places = {r: a.places[keys[r]] for r, a in answers.items() if keys[r] in a.places}
         self._compare({**places, self.rank: self._calls.place})
 
-    def leave(self) -> None:
-        self._calls.move(self._calls.place._replace(left=True))
+    def leave(self, broken: bool) -> None:
+        self._calls.leave(broken)
 
     def _compare(self, places: Mapping[int, Place]) -> None:
         """Raise if the ranks (of this link) are known to be at ``places`` that cannot meet."""
         mine = self._calls.place
         if any(
-            (p.serial == mine.serial and p.word != mine.word) or (p.serial < mine.serial and p.left)
+            (p.serial == mine.serial and (p.word != mine.word or p.broken))
+            or (p.serial < mine.serial and p.left)
             for p in places.values()
         ):
             where = "; ".join(
@@ -238,15 +252,30 @@ class TorchLink:
         room = self._scratch.take(x.numel() * len(source), x.dtype, x.device)
         pieces = list(room.view(-1, x.numel()).unbind())
         tag = self._calls.tag(x)
+        come, go = list(zip(pieces, source, strict=True)), [(x, r) for r in to]
         try:
-            receiving = [
-                self._group.recv([piece], r, tag) for piece, r in zip(pieces, source, strict=True)
-            ]
-            sending = [self._group.send([x], r, tag) for r in to]
+            if self._native:
+                works: list[dist.Work | None] = self._batch(come, go)
+            else:
+                works = [self._group.recv([piece], r, tag) for piece, r in come]
+                works += [self._group.send([piece], r, tag) for piece, r in go]
         except RuntimeError as error:
             self._lost(error)
-        self._wait(*receiving, *sending)
+        self._wait(*works)
         return pieces
+
+    def _batch(
+        self, come: Sequence[tuple[Tensor, int]], go: Sequence[tuple[Tensor, int]]
+    ) -> list[dist.Work | None]:
+        """Tensors with the ranks whom they come from, and go to, at once: NCCL ends a receive
+        before it begins a send that was not grouped with it, and two ranks that exchange would
+        each wait for the other."""
+        ops = [
+            dist.P2POp(op, x, dist.get_global_rank(self._group, r), self._group)
+            for op, pairs in ((dist.irecv, come), (dist.isend, go))
+            for x, r in pairs
+        ]
+        return [*dist.batch_isend_irecv(ops)] if ops else []
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
         source = dist.get_global_rank(self._group, root)

@@ -1,6 +1,6 @@
 """The mathematics of rounds: one file each, the formula on its first line."""
 
-from laconic.updates.average import Average
+from laconic.updates.average import Average, Replace
 from laconic.updates.elastic import Downpour, Elastic
 from laconic.updates.leader_pull import LeaderPull
 from laconic.updates.mix import Mix
@@ -16,5 +16,6 @@ __all__ = [
     "Mix",
     "OuterStep",
     "PushSum",
+    "Replace",
     "SlowMomentum",
 ]

@@ -28,3 +28,11 @@ class Average(Update):
         self, x: Tensor, received: Tensor, sent: Tensor | None, state: State, clock: Clock
     ) -> Tensor:
         return received if sent is None else received + (x - sent)
+
+
+@dataclass(frozen=True)
+class Replace(Update):
+    """``x <- mean(y)``, for running statistics, which are means themselves: what they took in while
+    the message travelled may be lost, but variances must not turn negative. Any shape; no state."""
+
+    replaces = True

@@ -29,5 +29,6 @@ class Mix(Update):
         self, x: Tensor, received: Tensor, sent: Tensor | None, state: State, clock: Clock
     ) -> Tensor:
         y = x if sent is None else sent
+        assert clock.weight is not None, "what arrives tells how much of it there is"
         mixed = received.add_(y, alpha=1 - clock.weight)  # weight: sum of W_ij over neighbours
         return mixed if sent is None else mixed.add_(x).sub_(sent)

@@ -7,7 +7,7 @@ DiLoCo: Douillard et al. 2023, arXiv 2311.08105, Algorithm 1; the delayed mix: D
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -34,7 +34,7 @@ class OuterStep(Update):
 
     lr: float
     momentum: float
-    outer: OuterFactory | None = field(default=None, repr=False)
+    outer: OuterFactory | None = None
     mix: float = 0.5
 
     slots: ClassVar[dict[str, Slot]] = {"anchor": "owner", "m": "owner"}

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from laconic.round import Clock, Slot, State, Update
-from laconic.topology import Graph
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,6 @@ class PushSum(Update):
     to n times their means over workers and messages at any time. ``w`` has no unit.
     """
 
-    graph: Graph
-
     slots: ClassVar[dict[str, Slot]] = {"w": "private"}
     weight = "w"
 
@@ -46,13 +43,13 @@ class PushSum(Update):
             x.div_(w)  # z = x/w
 
     def send(self, x: Tensor, state: State, clock: Clock) -> Tensor:
-        peers = self.graph.out_peers(clock.worker, clock.workers, clock.executed, clock.seed)
-        w = state["w"].div_(len(peers) + 1)  # lo*w: as much stays as goes to each
+        w = state["w"].div_(clock.out_degree + 1)  # lo*w: as much stays as goes to each
         return x.mul_(float(w))  # lo*x
 
     def fold(
         self, x: Tensor, received: Tensor, sent: Tensor | None, state: State, clock: Clock
     ) -> Tensor:
+        assert clock.weight is not None, "weights ride with the messages"
         total = received.add_(x, alpha=float(state["w"]))  # what stayed, and what came
         return total.div_(float(state["w"].add_(clock.weight)))  # z = x/w
 

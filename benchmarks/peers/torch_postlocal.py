@@ -1,0 +1,55 @@
+"""torch's PostLocalSGDOptimizer: gradients averaged in the first ``start`` steps, from then on
+parameters every ``period`` steps, the first time at once.
+
+As its documentation sets it up: a PeriodicModelAverager, and DistributedDataParallel with the
+hook that goes with it, without the averaging of gradients inside a node that the hook offers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import laconic
+from laconic.exchanges import Mean
+from laconic.lab.peers import Attached, Peer
+from laconic.updates import Average
+
+
+@dataclass(frozen=True)
+class FromStart:
+    """Steps ``start + 1, start + 1 + period, ...``, which is where the averager averages."""
+
+    start: int
+    period: int
+
+    def __call__(self, step: int) -> bool:
+        return step > self.start and (step - 1 - self.start) % self.period == 0
+
+
+def peer(start: int = 0, period: int = 12) -> Peer:
+    gradients = laconic.post_local_sgd(start, period)[0]
+    averages = laconic.Round(FromStart(start, period), Average(), Mean())
+
+    def attach(model: nn.Module, optimizer: Optimizer) -> Attached:
+        from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+            PostLocalSGDState,
+            post_localSGD_hook,
+        )
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+        from torch.distributed.optim import PostLocalSGDOptimizer
+
+        state = PostLocalSGDState(None, None, start, post_local_gradient_allreduce=False)
+        wrapped = DistributedDataParallel(model)
+        wrapped.register_comm_hook(state, post_localSGD_hook)
+        averager = PeriodicModelAverager(period=period, warmup_steps=start)
+
+        def seek(step: int) -> None:
+            state.iter = averager.step = step
+
+        return Attached(wrapped, PostLocalSGDOptimizer(optimizer, averager).step, seek)
+
+    return Peer("torch", (gradients, averages), attach)

@@ -1,0 +1,117 @@
+"""Start labs and end them in every way there is, and see that nothing is left of any.
+
+    python -m benchmarks.stress [COUNT]
+
+Exit code 1 if a process, a network namespace or a file is left, or an exit code is not as it must.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from laconic.lab import leftovers
+
+LAB = [sys.executable, "-m", "laconic", "lab"]
+# With a child that leaves its session, which no signal to the group reaches.
+STAYS = "setsid sleep 1000 & echo ready; wait"
+WAYS = {
+    # way: (program, signal to the command, exit code)
+    "ends well": ("echo ready", None, 0),
+    "a rank crashes": (f'test "$RANK" = 1 && exit 3; {STAYS}', None, 3),
+    "Ctrl-C": (STAYS, signal.SIGINT, 130),
+    "SIGTERM": (STAYS, signal.SIGTERM, 143),
+    "kill -9": (STAYS, signal.SIGKILL, -9),
+    "kill -9 of its keeper too": (STAYS, signal.SIGKILL, -9),
+}
+SECONDS = 60.0
+
+
+def namespaces(pid: int) -> Iterator[str]:
+    """The network namespaces that a process is in, or holds."""
+    try:
+        for link in (Path(f"/proc/{pid}/ns/net"), *Path(f"/proc/{pid}/fd").iterdir()):
+            if (name := os.readlink(link)).startswith("net:["):
+                yield name
+    except OSError:
+        pass  # it ended
+
+
+def holders(names: set[str]) -> list[psutil.Process]:
+    """The processes that are in one of these network namespaces, or hold it."""
+    return [process for process in psutil.process_iter() if names & {*namespaces(process.pid)}]
+
+
+def of_lab(launcher: int) -> list[leftovers.Member]:
+    return [member for member in leftovers.members() if member.launcher == launcher]
+
+
+def alive(processes: list[psutil.Process]) -> list[str]:
+    """Those that still are, in words."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(f"{process}")
+    return found
+
+
+def start_and_end(way: str, directory: str) -> list[str]:
+    """One lab; what went wrong."""
+    program, number, code = WAYS[way]
+    lab = subprocess.Popen(
+        [*LAB, "--hosts", "2", "--", "sh", "-c", program],
+        env={**os.environ, "TMPDIR": directory},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert lab.stdout is not None
+    for _ in range(1 if "crashes" in way else 2):
+        lab.stdout.readline()
+    own = {name for pid in (lab.pid, *(m.pid for m in of_lab(lab.pid))) for name in namespaces(pid)}
+    own.discard(os.readlink("/proc/self/ns/net"))
+    # Now, since a namespace's number is given away again as soon as it is gone.
+    inside = holders(own)
+    keepers = [m.pid for m in of_lab(lab.pid) if "namespaces.py keep " in m.command]
+    if "keeper" in way:
+        for keeper in keepers:
+            os.kill(keeper, signal.SIGKILL)
+    if number is not None:
+        lab.send_signal(number)
+    lab.stdout.close()
+    wrong = [] if lab.wait(SECONDS) == code else [f"exit code {lab.returncode}, not {code}"]
+    if number == signal.SIGKILL and ("keeper" in way or not keepers):
+        subprocess.run([*LAB, "clean"], stdout=subprocess.DEVNULL, check=True)
+    deadline = time.monotonic() + SECONDS
+    while left := [*(m.command for m in of_lab(lab.pid)), *alive(inside), *os.listdir(directory)]:
+        if time.monotonic() > deadline:
+            return wrong + left
+        time.sleep(0.02)
+    return wrong
+
+
+def main() -> int:
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 200
+    bad = 0
+    with tempfile.TemporaryDirectory() as directory:
+        for number in range(count):
+            way = list(WAYS)[number % len(WAYS)]
+            wrong = start_and_end(way, directory)
+            bad += bool(wrong)
+            for what in wrong:
+                print(f"lab {number + 1}, {way}: {what}", flush=True)
+    print(f"{count} labs started and ended: {count - bad} left nothing")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""What a program prints while it runs: pipes, and whole lines out of them."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from pathlib import Path
+from typing import Final
+
+__all__ = ["Lines", "Stream"]
+
+_BAR_SECONDS: Final = 1.0  # between two states of a progress bar
+_LONGEST_LINE: Final = 1 << 16
+_LAST_LINES: Final = 10
+_PIECE: Final = 1 << 16
+
+
+class Lines:
+    """Whole lines out of a stream of bytes, without their ends.
+
+    Of a progress bar, which returns to the start of its line, one state a second is taken, and
+    the last one. A line longer than 64 KiB is cut.
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._shown = float("-inf")
+
+    def feed(self, piece: bytes, now: float) -> list[bytes]:
+        """Return the lines that ``piece`` completes; ``now`` in seconds."""
+        *whole, self._rest = (self._rest + piece).split(b"\n")
+        lines = [_last_state(line) for line in whole]
+        before, bar, state = self._rest.rpartition(b"\r")
+        if now - self._shown >= _BAR_SECONDS and _last_state(before):
+            lines.append(_last_state(before))
+            self._shown = now
+            self._rest = bar + state
+        if len(self._rest) > _LONGEST_LINE:
+            lines += self.end()
+        return lines
+
+    def end(self) -> list[bytes]:
+        """Return what is left, when no more comes."""
+        rest, self._rest = _last_state(self._rest), b""
+        return [rest] if rest else []
+
+
+def _last_state(line: bytes) -> bytes:
+    """What a terminal shows of a line that returns to its start, if each state covers the last."""
+    return next((state for state in reversed(line.split(b"\r")) if state), b"")
+
+
+class Stream:
+    """A pipe that a process prints to, and the file that keeps what it prints, if any.
+
+    ``last`` holds its last lines. Raises OSError naming the file where it cannot be written.
+    """
+
+    def __init__(self, log: Path | None) -> None:
+        self.last: deque[bytes] = deque(maxlen=_LAST_LINES)
+        self.ended = False
+        self._lines = Lines()
+        self._path = log
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        self._log = -1 if log is None else os.open(log, flags, 0o644)
+        self.read_end, self.write_end = os.pipe()
+        os.set_blocking(self.read_end, False)
+
+    def handed_on(self) -> None:
+        """The process has its end of the pipe: close ours of it, or the end would never come."""
+        os.close(self.write_end)
+        self.write_end = -1
+
+    def read(self, now: float) -> list[bytes]:
+        """Return the lines that have come; `ended` is true once no more can come."""
+        piece = self._take()
+        if piece is None:
+            return []
+        self.ended = not piece
+        return self._said(self._lines.feed(piece, now) if piece else self._lines.end())
+
+    def drain(self, now: float) -> list[bytes]:
+        """Return the lines that are left, and a last one without an end, waiting for no more."""
+        lines: list[bytes] = []
+        while piece := self._take():
+            lines += self._lines.feed(piece, now)
+        return self._said(lines + self._lines.end())
+
+    def close(self) -> None:
+        """Close what is open."""
+        for descriptor in (self.read_end, self.write_end, self._log):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.read_end = self.write_end = self._log = -1
+
+    def _take(self) -> bytes | None:
+        """Return what has come and keep it in the file: nothing at the end, None before more."""
+        try:
+            taken = piece = os.read(self.read_end, _PIECE)
+        except BlockingIOError:
+            return None
+        while piece and self._log >= 0:
+            try:
+                piece = piece[os.write(self._log, piece) :]
+            except OSError as error:
+                reason = f"cannot write {self._path}: {error.strerror}"
+                raise OSError(reason) from error
+        return taken
+
+    def _said(self, lines: list[bytes]) -> list[bytes]:
+        self.last.extend(lines)
+        return lines

@@ -1,0 +1,67 @@
+"""Look at a report in headless Chromium: pictures of it for both themes, on a desk and on a phone.
+
+    python tests/look.py [DIR/report.html [WHERE]]
+
+Fails where there is no Chromium, where the page's script says anything on the console, or where a
+chart stays empty. Not part of `make test`, which needs no browser.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+QUIET = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--hide-scrollbars", "--virtual-time-budget=2000", "--enable-logging=stderr", "--v=0",
+)  # fmt: skip
+SIZES = {"desk": (1280, 3000), "phone": (500, 4600)}  # a window cannot be narrower than 500
+THEMES = {"dark": 0, "light": 1}
+
+
+def chromium(browser: str, *options: str) -> str:
+    """What it prints; fails if the page's script complains."""
+    with tempfile.TemporaryDirectory() as profile:
+        ended = subprocess.run(
+            [browser, *QUIET, f"--user-data-dir={profile}", *options],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+    said = [line for line in ended.stderr.splitlines() if "CONSOLE" in line]
+    assert not said, said
+    return ended.stdout
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    page = Path(arguments[0] if arguments else "laconic-compare/report.html").resolve()
+    where = Path(arguments[1]) if len(arguments) > 1 else page.parent
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None or not page.exists():
+        sys.exit(f"no {page}" if browser else f"none of {', '.join(BROWSERS)} is installed")
+    drawn = chromium(browser, "--dump-dom", page.as_uri())
+    for chart in re.findall(r'<svg class="chart".*?</svg>', drawn, re.DOTALL):
+        assert "<path" in chart, f"an empty chart: {chart[:300]}"
+    for size, (width, height) in SIZES.items():
+        for theme, number in THEMES.items():
+            picture = where / f"report-{size}-{theme}.png"
+            chromium(
+                browser,
+                f"--window-size={width},{height}",
+                f"--blink-settings=preferredColorScheme={number}",
+                f"--screenshot={picture}",
+                page.as_uri(),
+            )
+            print(picture)
+
+
+if __name__ == "__main__":
+    main()

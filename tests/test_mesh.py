@@ -1,0 +1,123 @@
+"""Workers given by a DeviceMesh: whole models on every rank, and models sharded by FSDP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import laconic as la
+from test_exactness import ROWS
+
+import gloo
+import reference
+import reference_decade as decade
+import training
+from training import OPTIMISERS, Job, largest_difference, same_bits
+
+SHARDED = [
+    "ddp",
+    "local_sgd(4)",
+    "local_sgd(4, delay=2)",
+    "slowmo(sgp(delay=2), 5)",
+    "diloco(4)",
+    "diloco(4, unsharded)",
+    "easgd(2, 0.5, pull=0.3)",
+    "local_sgd(4, average)",
+]
+
+
+def joined(job: Job) -> reference.Data:
+    """The batches of two workers of two ranks, as one worker each would see them."""
+    one, two, three, four = job.data()
+
+    def join(a: reference.Batch, b: reference.Batch) -> reference.Batch:
+        return np.concatenate([a[0], b[0]]), np.concatenate([a[1], b[1]])
+
+    return [list(map(join, one, two)), list(map(join, three, four))]
+
+
+def whole(rank: int, job: Job) -> list[Any]:
+    mesh = init_device_mesh("cpu", (2, 2))
+    return training.train(job, rank, gloo.link_of(4), mesh=mesh)
+
+
+def sharded(rank: int, job: Job) -> list[Any]:
+    """The same training, each worker's model sharded over its two ranks; where it ends."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("workers", "shards"))
+    model, _ = training.build(job, rank - rank % 2)  # the ranks of a worker start alike
+    fully_shard(model, mesh=mesh["shards"])
+    by_name = dict(zip(reference.NAMES, model.parameters(), strict=True))
+    groups = [
+        {"params": [by_name[name] for name in names], "lr": 1.0} for names in reference.GROUPS
+    ]
+    optimizer = OPTIMISERS[job.optimiser][0](groups)
+    sync = la.attach(model, optimizer, job.recipe, link=gloo.link_of(4), mesh=mesh)
+
+    def values() -> dict[str, Any]:
+        return {k: p.full_tensor().detach().clone().numpy() for k, p in by_name.items()}
+
+    for t in range(1, job.steps + 1):
+        training.step(job, model, optimizer, job.data()[rank][t - 1], t, sync)
+    with sync.consensus():
+        consensus = values()
+    sync.detach()
+    return [(values(), consensus)]
+
+
+@pytest.mark.parametrize("row", SHARDED)
+def test_workers_sharded_by_fsdp(pool: gloo.Pool, row: str) -> None:
+    recipe, expected = ROWS[row]
+    job = Job(recipe, 4, steps=12, optimiser="adamw")
+    runs = pool.run(sharded, job, ranks=4, timeout=100)  # torch's FSDP is slow to import
+    rules, init = OPTIMISERS[job.optimiser][1], reference.initial(2, job.seed)
+    trace = decade.run(expected, 2, job.steps, rules, job.lr, joined(job), init)
+    end = reference.Trace(trace.workers[-1:], trace.consensus[-1:])
+    assert largest_difference([runs[0], runs[2]], end) < 1e-10
+    assert same_bits([runs[0], runs[2]], [runs[1], runs[3]])
+
+
+def test_a_mesh_of_workers_is_nprocs_per_node(pool: gloo.Pool) -> None:
+    recipe = ROWS["slowmo(sgp(), 4)"][0]
+    job = Job(recipe, 4, options=(("nprocs_per_node", 2),))
+    runs = pool.run(whole, Job(recipe, 4), ranks=4)
+    assert same_bits(runs, training.simulated(job))
+
+
+def mistaken(rank: int, shape: tuple[int, ...], options: dict[str, Any]) -> str:
+    mesh = init_device_mesh("cpu", shape)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        la.attach(model, optimizer, la.local_sgd(2), link=gloo.link_of(4), mesh=mesh, **options)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def unsaid(rank: int) -> str:
+    model = torch.nn.Linear(2, 2)
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        la.attach(model, optimizer, la.local_sgd(2), link=gloo.link_of(4))
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_mistakes_are_told_alike(pool: gloo.Pool) -> None:
+    cases = {
+        "one or two axes": ((1, 2, 2), {}),
+        "either mesh or nprocs_per_node": ((2, 2), {"nprocs_per_node": 2}),
+        "group_size must": ((2, 2), {"group_size": 3}),
+    }
+    for words, (shape, options) in cases.items():
+        said = pool.run(mistaken, shape, options, ranks=4)
+        assert len(set(said)) == 1 and words in said[0], said
+    said = pool.run(unsaid, ranks=4)
+    assert len(set(said)) == 1 and "mesh=" in said[0]
