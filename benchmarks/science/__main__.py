@@ -35,8 +35,8 @@ class Scope:
 
 
 SCOPES = {
-    "full": Scope(range(5), range(100, 110), near=False),
-    "quick": Scope(range(2), range(100, 108), near=True),
+    "full": Scope(range(5), range(100, 120), near=False),
+    "quick": Scope(range(2), range(100, 110), near=True),
 }
 
 
@@ -69,6 +69,8 @@ def main() -> None:
     parser.add_argument("scope", choices=SCOPES)
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
     options = parser.parse_args()
+    if options.processes < 1:
+        parser.error("--processes must be 1 or more")
     scope, console = SCOPES[options.scope], Console()
     grid = [(row, setting) for row in ROWS for setting in row.settings(scope.near)]
     tuned = best(measure(console, "tuning", grid, scope.tuning, options.processes))
@@ -87,4 +89,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted: the same command goes on from here") from None

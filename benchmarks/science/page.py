@@ -13,8 +13,8 @@ from rich.table import Table
 from benchmarks.science.rows import (
     ELASTIC_16,
     GOSSIP,
+    GRADIENTS,
     LEADER,
-    RING,
     SLOW_GOSSIP,
     SUM_16,
     Finding,
@@ -50,9 +50,7 @@ def markdown(findings: Sequence[Finding], tuning_seeds: int) -> str:
     """The table, and under it how it was come by."""
     rows = [HEAD, ["---", *["---:"] * (len(HEAD) - 1)], *map(_cells, _by_loss(findings))]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    recipes = "\n".join(
-        f"| {f.row.name} | `{f.row.job(f.setting, 0).recipe}` |" for f in _by_loss(findings)
-    )
+    recipes = "\n".join(f"| {f.row.name} | {_code(f)} |" for f in _by_loss(findings))
     return f"""
 Tuned on {tuning_seeds} seeds; reported on {len(findings[0].outcomes)} others:
 
@@ -92,7 +90,7 @@ def picture(findings: Sequence[Finding]) -> Figure:
     return figure
 
 
-BESIDE = {row: ((-7, 0), "right") for row in (SLOW_GOSSIP, GOSSIP, RING, LEADER, SUM_16)}
+BESIDE = {row: ((-7, 0), "right") for row in (SLOW_GOSSIP, GOSSIP, LEADER, SUM_16, GRADIENTS)}
 BESIDE[ELASTIC_16] = ((0, -15), "center")
 """Where names stand that have no room on the right of their points."""
 
@@ -129,6 +127,13 @@ def _cells(f: Finding) -> list[str]:
         f"{f.outcomes[0].floats:.3f}",
         f"{100 * statistics.median(o.accuracy for o in f.outcomes):.1f}",
     ]
+
+
+def _code(f: Finding) -> str:
+    """The recipe as one writes it, and what is given to `laconic.attach` beside it."""
+    job = f.row.job(f.setting, 0)
+    groups = f", in groups of {job.group_size}" if job.group_size else ""
+    return f"`{job.recipe}`, {job.workers} worker{'s'[: job.workers - 1]}{groups}"
 
 
 def _three(loss: float) -> str:

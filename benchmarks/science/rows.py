@@ -71,7 +71,7 @@ class Finding:
         return statistics.median(self.losses)
 
 
-SLOW_GOSSIP = Row("SGP + SlowMo, 48", "slowmo(sgp(), 48, {beta})", Setting(0.32, 0.6))
+SLOW_GOSSIP = Row("SGP + SlowMo, 48", "slowmo(sgp(), 48, {beta})", Setting(0.32, 0.8))
 GRADIENTS = Row("all-reduce SGD", "ddp()", Setting(0.64))
 GOSSIP = Row("SGP", "sgp()", Setting(0.32))
 RING = Row("D-PSGD, ring", "d_psgd('ring')", Setting(0.64))
