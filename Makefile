@@ -10,7 +10,7 @@ demo: $(READY)            ## compare DDP, local SGD, SlowMo and DiLoCo on a 100 
 	$(BIN)/laconic compare
 
 test: $(READY)            ## run the tests, on all processors
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadgroup
 
 check: $(READY)           ## lint and type-check
 	$(BIN)/ruff format --check .

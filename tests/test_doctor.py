@@ -304,10 +304,13 @@ def test_a_host_that_cannot_be_reached_is_named() -> None:
 
 
 def test_two_hosts_of_one_rank_are_told() -> None:
-    met = gather(2, ranks=[0, 1, 1], timeout=10)
-    second = [m for m in met.values() if "takes part as rank 1 too" in str(m.findings)]
+    for _ in range(5):  # on a busy machine the second may come when the others have met and gone
+        met = gather(2, ranks=[0, 1, 1], timeout=10)
+        second = [m for m in met.values() if "takes part as rank 1 too" in str(m.findings)]
+        assert texts(met[0].findings, "problem") == []
+        if second:
+            break
     assert len(second) == 1
-    assert texts(met[0].findings, "problem") == []
 
 
 def test_a_host_that_goes_away_during_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,7 +154,7 @@ def test_scores_by_themselves() -> None:
 
 def test_the_score_of_gradients_is_the_decrease_that_they_promise() -> None:
     p = nn.Parameter(torch.tensor([1.0, 2.0]))
-    scores, decrease = Scores([p], 1), 0.0
+    scores, decrease = Scores(lambda: [p], 1), 0.0
     for lr, gradient in [(0.5, 2.0), (0.25, -4.0), (-1.0, 3.0)]:
         p.grad = torch.tensor([gradient, 0.0])
         scores.before_step()
