@@ -69,9 +69,11 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def mean_in_rank_order(tensors: Iterable[Tensor], *, reuse: bool = False) -> Tensor:
+def mean_in_rank_order(
+    tensors: Iterable[Tensor], *, reuse: bool = False, out: Tensor | None = None
+) -> Tensor:
     """``(x_0 + x_1 + ... ) / n``, added in this order, each as it comes, in float32 at least; with
-    ``reuse`` in the room of ``x_0`` where its dtype allows."""
+    ``reuse`` the sum is in the room of ``x_0``, and the mean in ``out``, where dtypes allow."""
     rest = iter(tensors)
     first = next(rest)
     total = first.to(state_dtype(first.dtype), copy=not reuse)
@@ -79,7 +81,8 @@ def mean_in_rank_order(tensors: Iterable[Tensor], *, reuse: bool = False) -> Ten
     for x in rest:
         total += x
         count += 1
-    return total.div_(count)
+    fits = out is not None and out.dtype == total.dtype
+    return torch.div(total, count, out=out if fits else total)
 
 
 def _empty(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:

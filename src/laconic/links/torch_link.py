@@ -235,7 +235,7 @@ class TorchLink:
                     self._wait(receiving[r])
                 yield piece
 
-        mean = mean_in_rank_order(arrived(), reuse=True)
+        mean = mean_in_rank_order(arrived(), reuse=True, out=slices[self.rank])
         self._wait(*sending)
         return mean
 
@@ -245,7 +245,8 @@ class TorchLink:
             self._wait(all_gather(out, mine.to(out.dtype), group=self._group, async_op=True))
             return
         slices = out.view(self.size, -1).unbind()
-        slices[self.rank].copy_(mine)
+        if mine.data_ptr() != slices[self.rank].data_ptr():
+            slices[self.rank].copy_(mine)
         self._exchange([slices[self.rank]] * self.size, slices)
 
     def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor]:
