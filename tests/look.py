@@ -43,7 +43,8 @@ def chromium(browser: str, *options: str) -> str:
 def main() -> None:
     arguments = sys.argv[1:]
     page = Path(arguments[0] if arguments else "laconic-compare/report.html").resolve()
-    where = Path(arguments[1]) if len(arguments) > 1 else page.parent
+    where = Path(arguments[1]).resolve() if len(arguments) > 1 else page.parent
+    where.mkdir(parents=True, exist_ok=True)
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None or not page.exists():
         sys.exit(f"no {page}" if browser else f"none of {', '.join(BROWSERS)} is installed")
