@@ -53,7 +53,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("updates/outer_step.py", "alpha=1 - self.mix", "alpha=self.mix / 2", EXACT),
     ("updates/outer_step.py", "mix: float = 0.5", "mix: float = 0.4", EXACT),
     # means, slices, schedules, delays
-    ("tensors.py", "total.div_(count)", "total.div_(count + 1)", EXACT),
+    ("tensors.py", "torch.div(total, count,", "torch.div(total, count + 1,", EXACT),
     ("tensors.py", "        total += x\n", "        total -= x\n", EXACT),
     ("schedules.py", "step % self.period == 0", "step % self.period == 1", EXACT),
     ("schedules.py", "step > self.start and", "step >= self.start and", SCHEDULES),
@@ -68,9 +68,9 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("running.py", "self.round.update.after_step(x, state, clock)", "pass", OWN),
     ("running.py", "delay, link.size, link.rank", "delay, 1, link.rank", OWN),
     # lo = 1/(out_degree + 1) ; x <- lo*x + sum of received ; w likewise ; z = x/w
-    ("updates/push_sum.py", "div_(len(peers) + 1)", "div_(len(peers) + 2)", CONSERVED),
-    ("updates/push_sum.py", "div_(len(peers) + 1)", "div_(2)", EXACT),
-    ("updates/push_sum.py", "clock.worker, clock.workers, clock.executed", "clock.worker, clock.workers, 0", MORE),
+    ("updates/push_sum.py", "div_(clock.out_degree + 1)", "div_(clock.out_degree + 2)", CONSERVED),
+    ("updates/push_sum.py", "div_(clock.out_degree + 1)", "div_(2)", EXACT),
+    ("exchanges/push.py", "at = clock.worker, clock.workers, clock.executed", "at = clock.worker, clock.workers, 0", MORE),
     ("updates/push_sum.py", "return x.mul_(float(w))", "return x", CONSERVED),
     ("updates/push_sum.py", "x.mul_(w)  # x = w*z", "pass", EXACT),
     ("updates/push_sum.py", "x.div_(w)  # z = x/w", "pass", EXACT),
@@ -80,7 +80,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("updates/push_sum.py", "if averaged:", "if not averaged:", EXACT),
     ("updates/push_sum.py", 'state["w"].fill_(1.0)', "pass", CONSERVED),
     ("exchanges/push.py", "alpha=share", "alpha=1.0", EXACT),
-    ("exchanges/push.py", "weight += share *", "weight +=", EXACT),
+    ("exchanges/push.py", "if weighted else share", "if weighted else 1.0", EXACT),
     ("exchanges/push.py", "link.size, clock.executed, clock.seed", "link.size, 0, clock.seed", EXACT),
     ("running.py", "clock = replace(clock, weight=float(state[weight]))", "pass", CONSERVED),
     # x_i <- sum_j W_ij x_j (late: x <- x + (W y - y))
