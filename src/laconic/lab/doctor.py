@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from laconic import __version__
 from laconic.lab.cluster import Cluster, NamespacesUnavailable
+from laconic.links.health import address_towards
 
 Level = Literal["ok", "warning", "problem"]
 Environment = Mapping[str, str]
@@ -225,17 +226,6 @@ def _way_to(master: str, usable: Mapping[str, Interface], named: Sequence[str]) 
             f"set GLOO_SOCKET_IFNAME={leading[0]}, unless that other network is meant",
         )
     return Finding("ok", "network", text)
-
-
-def address_towards(host: str) -> str | None:
-    """The address of this host on the way to ``host``; None where there is no way."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # sends nothing: asks the routing table
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
 
 
 def _hostname(master: str, others: Sequence[str], given: Sequence[str] | None) -> list[Finding]:

@@ -23,7 +23,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from laconic.lab.doctor import Environment, Finding, address_towards, number, versions
+from laconic.lab.doctor import Environment, Finding, number, versions
+from laconic.links.health import address_towards
 from laconic.units import format_rate
 
 GROUP = "between hosts"

@@ -78,6 +78,7 @@ def load(path: Path, *, importable: bool = True) -> ModuleType:
 
 # --- workloads ------------------------------------------------------------------------------------
 
+MISSING = object()
 PROTOCOL = {
     "model": "a function () that builds the nn.Module",
     "optimizer": "a function (model) that builds its torch optimizer, at the peak learning rate",
@@ -129,10 +130,10 @@ def _from_names(text: str, made: object) -> Workload:
     """From a dictionary's items, or any object's attributes."""
     given: dict[str, Any] = {}
     for name in (*PROTOCOL, *OPTIONS):
-        if isinstance(made, Mapping) and name in made:
-            given[name] = made[name]
-        elif hasattr(made, name):
-            given[name] = getattr(made, name)
+        value = made.get(name, MISSING) if isinstance(made, Mapping) else MISSING
+        value = getattr(made, name, MISSING) if value is MISSING else value
+        if value is not MISSING:
+            given[name] = value
     missing = [f"{name} ({what})" for name, what in PROTOCOL.items() if name not in given]
     if missing:
         raise ValueError(f"{text} returned nothing called {', '.join(missing)}")

@@ -13,17 +13,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from torch import Tensor
-
 from laconic.lab.result import Rounds, Span
-from laconic.links import Link, cost
+from laconic.links import Link
 from laconic.links.cost import Cost
-from laconic.links.metered import size_of
+from laconic.links.wrapped import Wrapped
 
 KEPT = 400
 """Sends and waits that are kept from the beginning of a run, and as many from its end."""
@@ -218,72 +216,25 @@ def in_runs(sent: dict[int, int]) -> list[Rounds]:
     return runs
 
 
-class Watched:
+class Watched(Wrapped):
     """``link``, with every collective told to a recorder."""
 
     def __init__(self, link: Link, recorder: Recorder) -> None:
-        self.link = link
+        super().__init__(link)
         self._recorder = recorder
         self._step: int | None = None
 
-    @property
-    def rank(self) -> int:
-        return self.link.rank
+    def around(self, collective: str, amount: Cost, received: int) -> AbstractContextManager[None]:
+        if collective == "agree":  # its word has travelled already
+            self._recorder.book(self._step, amount)
+            return nullcontext()
+        return self._recorder.sending(self._step, amount)
 
-    @property
-    def size(self) -> int:
-        return self.link.size
-
-    @property
-    def threaded(self) -> bool:
-        return self.link.threaded
-
-    @property
-    def joined(self) -> float:
-        return self.link.joined
+    def like(self, link: Link) -> Link:
+        return Watched(link, self._recorder)
 
     def agree(self, step: int, code: int, names: Sequence[str], *, wait: bool) -> bool:
         # gradients are announced before their step; all names behind theirs are calls, not rounds
         gradients = names.index("gradients")
         self._step = None if code > gradients else step + (code == gradients)
-        spoke = self.link.agree(step, code, names, wait=wait)
-        if spoke:
-            self._recorder.book(self._step, cost.gather(8, self.size))
-        return spoke
-
-    def check(self) -> None:
-        self.link.check()
-
-    def leave(self, broken: bool) -> None:
-        self.link.leave(broken)
-
-    def mean(self, x: Tensor) -> None:
-        amount = cost.mean(size_of(x), self.size, x.numel() % self.size == 0)
-        with self._recorder.sending(self._step, amount):
-            self.link.mean(x)
-
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        with self._recorder.sending(self._step, cost.reduce_scatter(size_of(x), self.size)):
-            return self.link.reduce_scatter(x)
-
-    def all_gather(self, mine: Tensor, out: Tensor) -> None:
-        with self._recorder.sending(self._step, cost.all_gather(size_of(out), self.size)):
-            self.link.all_gather(mine, out)
-
-    def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor]:
-        with self._recorder.sending(self._step, cost.swap(size_of(x), len(to))):
-            return self.link.swap(x, to, source)
-
-    def broadcast(self, x: Tensor, root: int = 0) -> None:
-        with self._recorder.sending(self._step, cost.broadcast(size_of(x), self.size)):
-            self.link.broadcast(x, root)
-
-    def gather(self, x: Tensor) -> Tensor:
-        with self._recorder.sending(self._step, cost.gather(size_of(x), self.size)):
-            return self.link.gather(x)
-
-    def split(self, sets: Sequence[Sequence[int]]) -> Link:
-        return Watched(self.link.split(sets), self._recorder)
-
-    def status(self, text: str) -> None:
-        self.link.status(text)
+        return super().agree(step, code, names, wait=wait)

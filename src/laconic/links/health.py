@@ -25,16 +25,20 @@ ANSWER_SECONDS = 2.0
 MOST_BYTES = 2**20
 
 
-def own_address() -> str:
-    """This host's address on the network that leads to the rendezvous (MASTER_ADDR)."""
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+def address_towards(host: str) -> str | None:
+    """This host's address on the way to ``host``; None where there is no way."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # sends nothing: asks the routing table
             return str(probe.getsockname()[0])
     except OSError:
-        return "127.0.0.1"
+        return None
+
+
+def own_address() -> str:
+    """This host's address on the network that leads to the rendezvous (MASTER_ADDR)."""
+    return address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")) or "127.0.0.1"
 
 
 class Place(NamedTuple):
