@@ -62,7 +62,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("running.py", "Flight(step + self.round.delay", "Flight(step + self.round.delay + 1", EXACT),
     ("synchronizer.py", "r.when(self.step + 1)\n\n        def announce", "r.when(self.step)\n\n        def announce", EXACT),
     ("synchronizer.py", "self._broadcast()\n        self._start_rounds", "self._start_rounds", EXACT),
-    ("exchanges/mean.py", "combine(link.reduce_scatter(message))", "link.reduce_scatter(message)", EXACT),
+    ("exchanges/mean.py", "combine(link.reduce_scatter(message, owners))", "link.reduce_scatter(message, owners)", EXACT),
     ("running.py", 'if self.round.optimizer_state == "reset"', "if False", EXACT),
     ("synchronizer.py", 'if r.optimizer_state == "average"', "if False", EXACT),
     ("running.py", "self.round.update.after_step(x, state, clock)", "pass", OWN),

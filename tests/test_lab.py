@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -23,13 +22,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import laconic
-from laconic.attach import BANDWIDTH_VARIABLE, LATENCY_VARIABLE, _torch_link
 from laconic.cli import lab, main
 from laconic.lab import leftovers, program
 from laconic.lab.cluster import Cluster, NamespacesUnavailable, running
 from laconic.lab.output import Lines
 from laconic.lab.torchrun import find
 from laconic.links import Throttled
+from laconic.ranks import BANDWIDTH_VARIABLE, LATENCY_VARIABLE, own_link
 
 LAB = [sys.executable, "-m", "laconic", "lab"]
 EXAMPLE = Path(__file__).parents[1] / "examples" / "ddp.py"
@@ -322,18 +321,18 @@ def test_without_namespaces_it_says_what_is_not_slowed_down(
 
 @pytest.mark.timeout(60)
 def test_laconic_slows_itself_down_as_the_lab_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, timeout = torch.device("cpu"), timedelta(seconds=20)
+    device, timeout = torch.device("cpu"), 20.0
     for name in ("RANK", BANDWIDTH_VARIABLE, LATENCY_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     laconic.init()
     try:
-        assert not isinstance(_torch_link(device, timeout), Throttled)
+        assert not isinstance(own_link(device, timeout), Throttled)
         monkeypatch.setenv(LATENCY_VARIABLE, "0.02")
-        link = _torch_link(device, timeout)
+        link = own_link(device, timeout)
         assert isinstance(link, Throttled)
         assert (link.latency, link.bandwidth) == (0.02, None)
         monkeypatch.setenv(BANDWIDTH_VARIABLE, "5000000.0")
-        link = _torch_link(device, timeout)
+        link = own_link(device, timeout)
         assert isinstance(link, Throttled)
         assert (link.latency, link.bandwidth) == (0.02, "5000000.0")
     finally:

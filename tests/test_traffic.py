@@ -95,13 +95,13 @@ class Recording:
         self.note("mean", x)
         self.link.mean(x)
 
-    def reduce_scatter(self, x: Tensor) -> Tensor:
+    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
         self.note("reduce_scatter", x)
-        return self.link.reduce_scatter(x)
+        return self.link.reduce_scatter(x, owners)
 
-    def all_gather(self, mine: Tensor, out: Tensor) -> None:
+    def all_gather(self, mine: Tensor, out: Tensor, owners: int | None = None) -> None:
         self.note("all_gather", out)
-        self.link.all_gather(mine, out)
+        self.link.all_gather(mine, out, owners)
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
         self.note("broadcast", x)

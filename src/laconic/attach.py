@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from dataclasses import replace
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,23 +13,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from laconic.errors import check_float, check_int
-from laconic.exchanges import Mean
-from laconic.links import Link, Throttled, TorchLink
-from laconic.links.simulated import current_link, single_link
+from laconic.links import Link
 from laconic.metrics import MetricsArgument, agree_on_metrics, check_metrics
-from laconic.round import Recipe, Round, is_recipe
-from laconic.schedules import Schedule, Unless, any_of, every
+from laconic.ranks import layout_of, own_link, sets_of, within_workers
+from laconic.round import Recipe, is_recipe
 from laconic.synchronizer import Synchronizer
 from laconic.tensors import is_sharded
-from laconic.updates import Average
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-BANDWIDTH_VARIABLE = "LACONIC_BANDWIDTH"
-LATENCY_VARIABLE = "LACONIC_LATENCY"
-"""Set by ``laconic lab`` where the system cannot slow down each host's card, or delay packets: the
-link over torch's process group then takes as long as that rate (of each rank) and latency say."""
 
 _attached: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Synchronizer]] = (
     weakref.WeakKeyDictionary()
@@ -110,10 +101,10 @@ def attach(
             "make a link for each, or call sync.detach() first"
         )
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
-    world = link or current_link.get() or _torch_link(device, timedelta(seconds=timeout))
+    world = link or own_link(device, timeout)
     sharded = any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
-    layout = _layout(world, nprocs_per_node, mesh, sharded)
-    sets = _sets(world, layout, group_size, sharded)
+    ranks = layout_of(world, nprocs_per_node, mesh, sharded)
+    sets = sets_of(world, ranks, group_size, sharded)
     if "group" not in sets and any(r.over == "group" for r in recipe):
         raise ValueError(
             "the recipe has rounds inside groups of workers: say how many make up one, as "
@@ -122,8 +113,8 @@ def attach(
     places = agree_on_metrics(places, world)
     if sharded:
         recipe = tuple(replace(r, over="workers") if r.over == "world" else r for r in recipe)
-    elif len(layout[0]) > 1:
-        recipe = (*_within_workers(recipe), *recipe)
+    elif len(ranks[0]) > 1:
+        recipe = (*within_workers(recipe), *recipe)
     sync = Synchronizer(model, optimizer, recipe, sets, device, buffers, seed)
     sync.record(places)
     if scaler is not None:
@@ -158,87 +149,6 @@ def _check(model: nn.Module, optimizer: Optimizer, recipe: Recipe) -> None:
     before = _synchronizer(optimizer)
     if before is not None and before.attached:
         raise ValueError("this optimizer is attached already: call sync.detach() first")
-
-
-def _torch_link(device: torch.device, timeout: timedelta) -> Link:
-    if not dist.is_initialized():
-        raise ValueError(
-            "no process group: call laconic.init() (under torchrun, or for one process) or "
-            "torch.distributed.init_process_group(), run inside laconic.simulate, or pass link="
-        )
-    link = TorchLink.world(device, timeout)
-    bandwidth, latency = os.environ.get(BANDWIDTH_VARIABLE), os.environ.get(LATENCY_VARIABLE)
-    if bandwidth is None and latency is None:
-        return link
-    return Throttled(link, bandwidth, latency or 0.0)
-
-
-def _layout(
-    world: Link, nprocs_per_node: int | Literal["env"], mesh: DeviceMesh | None, sharded: bool
-) -> list[list[int]]:
-    """The ranks of each worker, alike on every rank."""
-    if sharded and mesh is None:
-        raise ValueError(
-            "the parameters are sharded (FSDP): pass the mesh of (workers, ranks of a worker), as "
-            "attach(..., mesh=init_device_mesh('cuda', (4, 8)))"
-        )
-    if mesh is not None:
-        if nprocs_per_node != 1:
-            raise ValueError("give either mesh or nprocs_per_node")
-        if mesh.ndim > 2 or mesh.mesh.flatten().tolist() != list(range(world.size)):
-            raise ValueError(
-                f"the mesh must be of all {world.size} ranks in ascending order, with one or two "
-                f"axes (workers, ranks of a worker), not {mesh}"
-            )
-        layout = mesh.mesh.reshape(mesh.size(0), -1).tolist()
-    else:
-        if nprocs_per_node == "env":
-            inner = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        else:
-            inner = check_int("nprocs_per_node (or 'env')", nprocs_per_node, 1)
-        layout = [list(range(i, i + inner)) for i in range(0, world.size, inner)]
-    inner = len(layout[0])
-    everyone = world.gather(torch.tensor([inner])).flatten().tolist()
-    if world.size % inner or any(said != inner for said in everyone):
-        raise ValueError(
-            "nprocs_per_node (or the mesh's second axis) must be alike on all ranks and divide "
-            f"their number: there are {world.size} ranks, and they say {everyone}"
-        )
-    return layout
-
-
-def _sets(
-    world: Link, layout: list[list[int]], group_size: int | None, sharded: bool
-) -> dict[str, Link]:
-    """The named sets of ranks."""
-    grouped = 0 if group_size is None else check_int("group_size", group_size, 1)
-    everyone = world.gather(torch.tensor([grouped])).flatten().tolist()
-    if any(said != grouped for said in everyone):
-        raise ValueError(f"group_size must be alike on all ranks: they say {everyone}")
-    if grouped and len(layout) % grouped:
-        raise ValueError(
-            f"group_size must divide the number of workers: {grouped} does not divide {len(layout)}"
-        )
-    sets = {"world": world, "workers": world, "replica": single_link()}
-    if len(layout[0]) > 1:
-        sets["workers"] = world.split(list(zip(*layout, strict=True)))
-        if not sharded:
-            sets["replica"] = world.split(layout)
-    if grouped:
-        workers = range(len(layout))
-        sets["group"] = sets["workers"].split(
-            [workers[i : i + grouped] for i in workers[::grouped]]
-        )
-    return sets
-
-
-def _within_workers(recipe: Recipe) -> Recipe:
-    """Gradients averaged inside a worker wherever the recipe does not average them over all."""
-    when: Schedule = every(1)
-    over_all = [r.when for r in recipe if r.on == "gradients" and r.over == "world"]
-    if over_all:
-        when = Unless(when, any_of(*over_all))
-    return (Round(when, Average(), Mean(), on="gradients", over="replica"),)
 
 
 def _count_skipped_steps(scaler: torch.amp.GradScaler) -> None:

@@ -8,13 +8,12 @@ so that clipping and unscaling see the mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from laconic.errors import LinkError
@@ -27,21 +26,20 @@ FIRST_BYTES = 2**20
 
 
 class GradientRound:
-    """Averages the gradients of the optimiser's parameters over ``link`` in every backward pass
-    for which ``active()``. ``announce()`` tells the other ranks of the pass, and returns what to
-    call it."""
+    """Averages the gradients of ``params()`` over ``link`` in every backward pass for which
+    ``active()``. ``announce()`` tells the other ranks of the pass, and returns what to call it."""
 
     def __init__(
         self,
         link: Link,
         lane: Lane,
-        optimizer: Optimizer,
+        params: Callable[[], Iterable[Tensor]],
         active: Callable[[], bool],
         announce: Callable[[], str],
     ) -> None:
         self._link = link
         self._lane = lane
-        self._optimizer = optimizer
+        self._all_params = params
         self._active = active
         self._announce = announce
         self._params: list[Tensor] = []
@@ -57,10 +55,9 @@ class GradientRound:
         self.refresh()
 
     def refresh(self) -> bool:
-        """Follow the optimiser's parameters: groups added, parameters frozen or thawed. Returns
-        whether any joined."""
-        groups = self._optimizer.param_groups
-        params = [p for g in groups for p in g["params"] if p.requires_grad and p.numel()]
+        """Follow the parameters: groups added, parameters frozen or thawed. Returns whether any
+        joined."""
+        params = [p for p in self._all_params() if p.requires_grad and p.numel()]
         before = {id(p) for p in self._params}
         if [id(p) for p in params] == [id(p) for p in self._params]:
             return False
@@ -74,7 +71,10 @@ class GradientRound:
         for index, member in enumerate(members):
             for key in dict.fromkeys(member):
                 self._homes.setdefault(key, []).append(index)
-        self._hooks = [p.register_post_accumulate_grad_hook(self._arrived) for p in params]
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+            for p in params
+        ]
         return any(id(p) not in before for p in params)
 
     def detach(self) -> None:

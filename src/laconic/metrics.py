@@ -28,7 +28,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim import Optimizer
 
 from laconic.errors import LinkError, check_float
 from laconic.links.link import Link
@@ -294,7 +293,7 @@ class Recorder:
         places: Sequence[Metrics] = (),
         stats: Callable[[], Stats] | None = None,
         ledger: Ledger | None = None,
-        optimizer: Optimizer | None = None,
+        rates: Callable[[], Sequence[object]] | None = None,
         about: Record | None = None,
     ) -> None:
         self._due = math.inf
@@ -303,8 +302,8 @@ class Recorder:
         self._tracks: list[_Track] = []
         if not places:
             return
-        assert stats and ledger and optimizer and about
-        self._stats, self._ledger, self._optimizer = stats, ledger, optimizer
+        assert stats and ledger and rates and about
+        self._stats, self._ledger, self._rates = stats, ledger, rates
         self._lock = threading.Lock()  # a link's error is recorded by the thread that meets it
         ledger.failed = self._link_failed
         now, calls = time.perf_counter(), self._calls()
@@ -390,7 +389,7 @@ class Recorder:
             "sent": stats.bytes_sent - before.bytes_sent,
             "received": stats.bytes_received - before.bytes_received,
             "waiting": round(min(waited / seconds, 1.0), 4) if seconds > 0 else 0.0,
-            "lr": [_number(group.get("lr")) for group in self._optimizer.param_groups],
+            "lr": [_number(rate) for rate in self._rates()],
             "calls": _differences(calls, track.calls),
             **more,
         }

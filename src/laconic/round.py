@@ -149,9 +149,18 @@ class Exchange:
         """Over how many losses it wants the workers' scores; 0: it wants none."""
         return 0
 
+    def owners(self, n: int) -> int | None:
+        """Over how many of ``n`` ranks, the first ones, ``owner`` state is cut up, and so what each
+        combines; None: every rank combines, and keeps, everything."""
+        return None
+
     def region(self, link: Link, length: int) -> slice:
         """The stretch of a bucket on which this rank combines, and keeps ``owner`` state for."""
-        return slice(0, length)
+        owners = self.owners(link.size)
+        if owners is None:
+            return slice(0, length)
+        each = length // owners
+        return slice(min(link.rank, owners) * each, min(link.rank + 1, owners) * each)
 
     def out_degree(self, clock: Clock) -> int:
         """To how many peers a message goes; 0 where it is not sent to peers."""

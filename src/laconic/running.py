@@ -88,7 +88,9 @@ class RunningRound:
         self._add([list(group.values()) for group in groups[self._groups :]])
 
     def _add(self, groups: list[list[Tensor]]) -> None:
-        pieces = self.link.size * self._replica.size
+        workers = self.link.size
+        cuts = math.lcm(workers, self.round.exchange.owners(workers) or 1)
+        pieces = cuts * self._replica.size
         joined = [[t for group in groups for t in group]] if self._joins_groups() else groups
         new = bucketize(joined, pieces, first_group=self._groups)
         self._groups += len(groups)
@@ -310,18 +312,23 @@ class RunningRound:
     def write_anchor(self) -> None:
         """x <- a, gathered from its owners where it is sharded."""
         assert self.round.update.anchor is not None
+        name = self.round.update.anchor
         for bucket, state in self._pairs():
-            anchor = state[self.round.update.anchor]
-            flat = self._shared.lane.call(partial(self._whole, anchor, bucket), "consensus")
-            bucket.unpack(flat)
+            anchor = state[name]
+            if self.is_owned(name, anchor):
+                anchor = self._shared.lane.call(partial(self._whole, anchor, bucket), "consensus")
+            bucket.unpack(anchor)
 
     def _whole(self, owned: Tensor, bucket: Bucket) -> Tensor:
         """A bucket's tensor from the slices of it that its owners keep."""
         replica = self._replica
-        for link, length in ((self.link, bucket.length // replica.size), (replica, bucket.length)):
-            if owned.numel() < length:
+        part = bucket.length // replica.size
+        owners = self.round.exchange.owners(self.link.size)
+        levels = ((self.link, part, owners), (replica, bucket.length, replica.size))
+        for link, length, slices in levels:
+            if slices is not None and link.size > 1:
                 gathered = owned.new_empty(length)
-                link.all_gather(owned, gathered)
+                link.all_gather(owned, gathered, slices)
                 owned = gathered
         assert owned.numel() == bucket.length
         return owned

@@ -37,13 +37,27 @@ from laconic.tensors import (
 )
 from laconic.updates import Average, Mix, Replace
 
+CALLS = (
+    "gradients",
+    "first step",
+    "groups added",
+    "binding the optimizer",
+    "finish()",
+    "consensus()",
+    "mean()",
+    "load_state_dict()",
+)
+"""What ranks do together beside the rounds: each has a word that they compare."""
+
 
 @dataclass(frozen=True)
 class Stats:
     """What a synchroniser did so far on this rank; payload bytes, seconds of waiting.
 
-    ``seconds_waiting``: host time in which training stood still for a round. On CUDA a round
-    that is not delayed waits on the card, which this does not see.
+    ``bytes_by_set``: sent to the other ``"workers"``, to those of the own ``"group"``, inside a
+    worker (``"replica"``), and in what concerns all ranks (``"world"``). ``seconds_waiting``: host
+    time in which training stood still for a round. On CUDA a round that is not delayed waits on the
+    card, which this does not see.
     """
 
     steps: int
@@ -51,6 +65,7 @@ class Stats:
     bytes_sent: int
     bytes_received: int
     bytes_by_collective: Mapping[str, int]
+    bytes_by_set: Mapping[str, int]
     seconds_waiting: float
 
 
@@ -60,12 +75,15 @@ class Synchronizer:
     One step's way: ``backward()`` runs the gradient rounds; ``optimizer.step()`` moves x; the
     optimiser's post-step hook counts the step and, round by round in recipe order, folds what is
     due and sends what falls due.
+
+    A front end with a loop of its own gives no optimiser at first, while gradient rounds are at
+    work already; then `bind`, and `advance` after every step of the optimiser.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | None,
         recipe: Recipe,
         sets: Mapping[str, Link],
         device: torch.device,
@@ -73,11 +91,12 @@ class Synchronizer:
         seed: int = 0,
     ) -> None:
         ledger = Ledger()
-        self._links = {name: Metered(link, ledger) for name, link in sets.items()}
+        self._links = {name: Metered(link, ledger, name) for name, link in sets.items()}
         self._world, self._workers = self._links["world"], self._links["workers"]
         self._ledger = ledger
         self._model = model
         self._optimizer = optimizer
+        self._in_step = False
         self._recipe = recipe
         self._average_buffers = check_choice("buffers", buffers, ("average", "keep")) == "average"
         threaded = self._world.threaded and self._world.size > 1
@@ -93,22 +112,41 @@ class Synchronizer:
         self._recorder = Recorder()
         self.step = 0
         """Optimiser steps taken since `laconic.attach`."""
+        self._rounds: list[RunningRound] = []
+        self._names = [*(r.name for r in self._all_rounds()), *CALLS]
+        if len(self._names) > 256:
+            raise ValueError(f"a recipe has at most 240 rounds, not {len(self._recipe)}")
         self._agree_on_setup()
         self._broadcast()
-        self._start_rounds()
-        self._groups = len(optimizer.param_groups)
-        self._handles += [
-            optimizer.register_step_pre_hook(self._pre_hook),
-            optimizer.register_step_post_hook(lambda *_: self._after_step()),
+        self._gradient_rounds = [
+            (r, self._gradient_round(r)) for r in recipe if r.on == "gradients"
         ]
+        if optimizer is not None:
+            self._start_rounds(optimizer)
+            after = optimizer.register_step_post_hook(lambda *_: self._after_step())
+            self._handles.append(after)
         self._status("computing")
 
     # -- setting up ----
 
+    def bind(self, optimizer: Optimizer) -> None:
+        """Run the parameter rounds from now on, on ``optimizer``'s parameters, which are still the
+        common start; its steps are told of by `advance`. Every rank must call it."""
+        assert self._optimizer is None, "an optimiser is bound once"
+        self._optimizer = optimizer
+        self._call("binding the optimizer", self.step)
+        self._agree_on_setup()
+        self._start_rounds(optimizer)
+
+    @property
+    def bound(self) -> Optimizer | None:
+        """The optimiser whose steps it follows."""
+        return self._optimizer
+
     def _agree_on_setup(self) -> None:
         groups = [
-            [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in group["params"]]
-            for group in self._optimizer.param_groups
+            [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in group]
+            for group in self._groups_held()
         ]
         rest = [*self._model.parameters(), *self._model.buffers()]
         shapes = [(tuple(t.shape), str(t.dtype)) for t in rest]
@@ -143,10 +181,10 @@ class Synchronizer:
                 self._lane.call(partial(link.broadcast, flat), "sharing rank 0's parameters")
                 bucket.unpack(flat)
 
-    def _start_rounds(self) -> None:
-        self._shared = Surroundings(
+    def _start_rounds(self, optimizer: Optimizer) -> None:
+        shared = Surroundings(
             self._model,
-            self._optimizer,
+            optimizer,
             self._lane,
             Scratch(),
             Scratch(),
@@ -154,26 +192,11 @@ class Synchronizer:
             self._scores,
             self._seed,
         )
-        self._rounds = [
-            RunningRound(r, self._links[r.over], self._shared) for r in self._all_rounds()
-        ]
-        self._names = [running.round.name for running in self._rounds]
-        self._names += [
-            "gradients",
-            "first step",
-            "groups added",
-            "finish()",
-            "consensus()",
-            "mean()",
-            "load_state_dict()",
-        ]
-        if len(self._names) > 256:
-            raise ValueError(f"a recipe has at most 240 rounds, not {len(self._recipe)}")
+        self._rounds = [RunningRound(r, self._links[r.over], shared) for r in self._all_rounds()]
         for running in self._rounds:
             running.grow()
-        self._gradient_rounds = [
-            (r, self._gradient_round(r)) for r in self._recipe if r.on == "gradients"
-        ]
+        self._groups = len(optimizer.param_groups)
+        self._handles.append(optimizer.register_step_pre_hook(self._pre_hook))
 
     def _gradient_round(self, r: Round) -> GradientRound:
         link = self._links[r.over]
@@ -190,7 +213,7 @@ class Synchronizer:
             self._lane.announce(partial(link.agree, self.step, code, self._names, wait=False))
             return label
 
-        return GradientRound(link, self._lane, self._optimizer, active, announce)
+        return GradientRound(link, self._lane, self._differentiated, active, announce)
 
     def _all_rounds(self) -> list[Round]:
         """The recipe's parameter rounds, each followed by the averaging of optimiser state that
@@ -201,7 +224,7 @@ class Synchronizer:
                 rounds.append(r)
                 if r.optimizer_state == "average":
                     rounds.append(Round(r.when, Average(), Mean(), optimizer_state, over=r.over))
-        if self._average_buffers and module_buffers(self._model, self._optimizer)[0]:
+        if self._average_buffers and module_buffers(self._model)[0]:
             rounds += self._buffer_rounds(rounds)
         return rounds
 
@@ -225,7 +248,7 @@ class Synchronizer:
     @torch.no_grad()
     def _before_step(self, closure: bool) -> None:
         """The optimiser is about to step; with a closure, its gradients are still to come."""
-        if len(self._optimizer.param_groups) > self._groups:
+        if len(self._groups_held()) > self._groups:
             self._grow()
         if closure:
             for _, gradient_round in self._gradient_rounds:
@@ -234,6 +257,9 @@ class Synchronizer:
             if self.step == 0:
                 self._note_fingerprint()
             self.average_gradients()
+        if self._in_step:  # it raised, or takes several steps that count as one
+            return
+        self._in_step = True
         for running in self._rounds:
             running.before_step(self.step + 1)
         if self._scores is not None:
@@ -241,7 +267,27 @@ class Synchronizer:
 
     @torch.no_grad()
     def _after_step(self, *, skipped: bool = False) -> None:
+        self.count()
+        self.observe()
+        self.pull()
+        self.communicate()
+        self._recorder.after_step(skipped=skipped)
+
+    def advance(self) -> None:
+        """The step of a bound optimiser is done: what follows it is run. A step that a GradScaler
+        skipped, on this rank perhaps, counts too."""
+        if self._in_step:
+            self._after_step()
+        else:
+            self.step_skipped()
+
+    # -- the parts of what follows a step, for a front end that has them apart ----
+
+    @torch.no_grad()
+    def count(self) -> None:
+        """Count the step of the optimiser."""
         self.step += 1
+        self._in_step = False
         self._status("computing")
         if self.step == 1:
             self._note_fingerprint()
@@ -249,15 +295,26 @@ class Synchronizer:
             self._warn_of_identical_gradients()
         for r, gradient_round in self._gradient_rounds:
             gradient_round.after_step(r.when(self.step + 1))
+
+    @torch.no_grad()
+    def observe(self) -> None:
+        """Take note of what the step says about this worker's score; moves nothing."""
         if self._scores is not None:
             self._scores.after_step()
+
+    @torch.no_grad()
+    def pull(self) -> None:
+        """Every update's `Update.after_step`; no communication."""
         for running in reversed(self._rounds):
             running.after_step(self.step)
+
+    @torch.no_grad()
+    def communicate(self, *, now: bool = False) -> None:
+        """The rounds that fall due after this step; ``now``: all of the recipe's."""
         for code, running in enumerate(self._rounds):
             running.fold_due(self.step)
-            if running.round.when(self.step):
+            if now or running.round.when(self.step):
                 self._run(code, running)
-        self._recorder.after_step(skipped=skipped)
 
     def _pre_hook(self, _: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         given = [*args, options.get("closure")]
@@ -291,13 +348,13 @@ class Synchronizer:
 
     def _grow(self) -> None:
         """Parameter groups were added: they join with rank 0's values."""
-        new = self._optimizer.param_groups[self._groups :]
+        new = self._groups_held()[self._groups :]
         self._call("groups added", self.step)
         self._agree_on_setup()
-        self._broadcast([p for group in new for p in group["params"]])
+        self._broadcast([p for group in new for p in group])
         for running in self._rounds:
             running.grow()
-        self._groups = len(self._optimizer.param_groups)
+        self._groups = len(self._groups_held())
 
     # -- are the workers reading the same batches? ----
 
@@ -334,13 +391,10 @@ class Synchronizer:
         for running in anchored:
             running.write_anchor()
         if self._workers_differ():
-            groups = [
-                [p for p in group["params"] if id(p) not in covered]
-                for group in self._optimizer.param_groups
-            ]
+            groups = [[p for p in group if id(p) not in covered] for group in self._groups_held()]
             self._write_mean(groups, self._workers)
         if self._average_buffers:
-            buffers = module_buffers(self._model, self._optimizer)
+            buffers = module_buffers(self._model)
             self._write_mean([list(group.values()) for group in buffers], self._world)
 
     def _write_mean(self, groups: Sequence[Sequence[Tensor]], link: Link) -> None:
@@ -440,8 +494,21 @@ class Synchronizer:
 
     # -- saving ----
 
+    def _groups_held(self) -> list[list[Tensor]]:
+        """The papers' x, by parameter group."""
+        if self._optimizer is None:
+            return [list(self._model.parameters())]
+        return [group["params"] for group in self._optimizer.param_groups]
+
     def _held(self) -> list[Tensor]:
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
+        return [p for group in self._groups_held() for p in group]
+
+    def _differentiated(self) -> list[Tensor]:
+        """The parameters that get gradients: the module's, where the optimiser has copies of them
+        in another precision."""
+        held: list[Tensor] = self._held()
+        own: list[Tensor] = list(self._model.parameters())
+        return held if {id(p) for p in held} & {id(p) for p in own} else own
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -546,7 +613,7 @@ class Synchronizer:
             "recipe": self._describe(),
             "schedule": [f"{r.name}, {r.when}" for r in self._recipe if r.over != "replica"],
         }
-        self._recorder = Recorder(places, self.stats, self._ledger, self._optimizer, about)
+        self._recorder = Recorder(places, self.stats, self._ledger, self._rates, about)
 
     def stats(self) -> Stats:
         """Bytes, rounds and waiting so far, on this rank."""
@@ -556,8 +623,13 @@ class Synchronizer:
             self._ledger.bytes_sent,
             self._ledger.bytes_received,
             dict(self._ledger.by_collective),
+            dict(self._ledger.by_set),
             self._lane.seconds_waiting,
         )
+
+    def _rates(self) -> list[object]:
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        return [group.get("lr") for group in groups]
 
     def observe_waiting(self, observer: Callable[[float, float], None]) -> None:
         """Have ``observer(start, end)`` (`time.perf_counter`) called after every time that training

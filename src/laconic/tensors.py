@@ -44,7 +44,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Te
     ]
 
 
-def module_buffers(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Tensor]]:
+def module_buffers(model: nn.Module, optimizer: Optimizer | None = None) -> list[dict[str, Tensor]]:
     """The model's floating-point buffers (running statistics; integer counters are left alone)."""
     return [{name: b for name, b in model.named_buffers() if b.is_floating_point()}]
 

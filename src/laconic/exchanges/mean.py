@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from laconic.errors import check_int
 from laconic.links.link import Link
 from laconic.round import Arrival, Clock, Combine, Exchange
 
@@ -25,15 +26,25 @@ class Mean(Exchange):
 @dataclass(frozen=True)
 class ShardedMean(Exchange):
     """Reduce-scatter, combine on the owner's slice, all-gather: the bytes of one all-reduce, 1/n
-    of the outer step's arithmetic and state on each worker."""
+    of the outer step's arithmetic and state on each worker.
+
+    ``shards``: the first so many workers own a slice each, and no other keeps any outer state; they
+    then send (n-1)/shards of the message on top of what all send. None, or n and more: all do.
+    """
+
+    shards: int | None = None
 
     agrees = True
 
-    def region(self, link: Link, length: int) -> slice:
-        each = length // link.size
-        return slice(link.rank * each, (link.rank + 1) * each)
+    def __post_init__(self) -> None:
+        if self.shards is not None:
+            check_int("shards", self.shards, 1)
+
+    def owners(self, n: int) -> int | None:
+        return n if self.shards is None else min(self.shards, n)
 
     def run(self, link: Link, message: Tensor, combine: Combine, clock: Clock) -> Arrival:
-        result = combine(link.reduce_scatter(message))
-        link.all_gather(result, message)
+        owners = self.owners(link.size)
+        result = combine(link.reduce_scatter(message, owners))
+        link.all_gather(result, message, owners)
         return Arrival(message)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
-from laconic.attach import BANDWIDTH_VARIABLE, LATENCY_VARIABLE
 from laconic.errors import check_int
 from laconic.lab import torchrun
 from laconic.lab.cluster import (
@@ -28,6 +27,7 @@ from laconic.lab.cluster import (
 )
 from laconic.lab.jobs import Job, Outcome, signals_deferred
 from laconic.lab.output import Stream
+from laconic.ranks import BANDWIDTH_VARIABLE, LATENCY_VARIABLE
 
 __all__ = ["Ended", "Network", "Process", "Settings", "Watch", "emulate", "run"]
 

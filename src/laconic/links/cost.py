@@ -10,6 +10,8 @@ collective      bytes sent       messages    how it is carried
 mean            2(n-1)/n * B     2           reduce_scatter, then all_gather
 reduce_scatter  (n-1)/n * B      1           direct exchange, then a local sum
 all_gather      (n-1)/n * B      1           direct exchange (B: the gathered bytes)
+to s owners     (s-1)/s * B, B   1           reduce_scatter to the first s ranks: they, the others
+from s owners   (n-1)/s * B, 0   1           all_gather from them
 broadcast       (n-1)/n * B      ceil(lb n)  tree; the mean over the ranks
 gather          (n-1) * B        1           direct exchange (B: one rank's bytes)
 swap            p * B            1           to p peers (B: one message's bytes)
@@ -45,14 +47,18 @@ def mean(size: int, n: int, even: bool = True) -> Cost:
     return Cost(2 * (n - 1) * size // n, 2 * min(n - 1, 1))
 
 
-def reduce_scatter(size: int, n: int) -> Cost:
-    """Reduce-scatter of ``size`` bytes: each rank ends with ``size/n``."""
-    return Cost((n - 1) * size // n, min(n - 1, 1))
+def reduce_scatter(size: int, n: int, owners: int | None = None, rank: int = 0) -> Cost:
+    """Reduce-scatter of ``size`` bytes: each of the first ``owners`` ranks (None: of all) ends with
+    one slice. What ``rank`` sends: all slices but its own."""
+    own = size // (owners or n) if rank < (owners or n) else 0
+    return Cost(size - own, min(n - 1, 1))
 
 
-def all_gather(size: int, n: int) -> Cost:
-    """All-gather into ``size`` bytes: each rank starts with ``size/n``."""
-    return Cost((n - 1) * size // n, min(n - 1, 1))
+def all_gather(size: int, n: int, owners: int | None = None, rank: int = 0) -> Cost:
+    """All-gather into ``size`` bytes: each of the first ``owners`` ranks (None: of all) starts with
+    one slice. What ``rank`` sends: its slice to every other."""
+    own = size // (owners or n) if rank < (owners or n) else 0
+    return Cost((n - 1) * own, min(n - 1, 1))
 
 
 def broadcast(size: int, n: int) -> Cost:

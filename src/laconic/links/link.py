@@ -59,15 +59,16 @@ class Link(Protocol):
         """``x <- mean over ranks of x``, in place; the same bits on every rank."""
         ...
 
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        """The mean of slice ``rank`` of ``x`` (length/n elements), in float32 at least but with
-        NCCL, which sums in x's dtype. Overwrites ``x``; the result is the link's or a view of x,
-        valid until the next call. The length is a multiple of n."""
+    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
+        """The mean of slice ``rank`` of ``x``, cut into ``owners`` slices (None: n), in float32 at
+        least but with NCCL, which sums in x's dtype; nothing on the ranks from ``owners`` on.
+        Overwrites ``x``; the result is the link's or a view of x, valid until the next call. The
+        length is a multiple of ``owners``, which are at most n."""
         ...
 
-    def all_gather(self, mine: Tensor, out: Tensor) -> None:
-        """``out`` <- the ranks' ``mine`` one after the other, cast to ``out``'s dtype. ``mine``
-        may be its own place in ``out``."""
+    def all_gather(self, mine: Tensor, out: Tensor, owners: int | None = None) -> None:
+        """``out`` <- the first ``owners`` ranks' ``mine`` one after the other (None: all ranks'),
+        cast to ``out``'s dtype. ``mine`` may be its own place in ``out``."""
         ...
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:

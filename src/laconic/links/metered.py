@@ -27,16 +27,17 @@ class Call:
 
 @dataclass
 class Ledger:
-    """Payload bytes that this rank sent and received, in all, by collective and by announced call.
+    """Payload bytes that this rank sent and received, in all, and sent by collective, by set of
+    ranks and by announced call.
 
-    Collectives but `swap` are symmetric: a rank receives what it sends. Not counted: packet headers
-    and acknowledgements of the network (below 5% for large messages). ``failed`` is told of a
-    link's error, by the thread that meets it.
+    Not counted: packet headers and acknowledgements of the network (below 5% for large messages).
+    ``failed`` is told of a link's error, by the thread that meets it.
     """
 
     bytes_sent: int = 0
     bytes_received: int = 0
     by_collective: dict[str, int] = field(default_factory=dict)
+    by_set: dict[str, int] = field(default_factory=dict)
     by_call: dict[str, Call] = field(default_factory=dict)
     failed: Callable[[LinkError], None] | None = None
     call: str = "setting up"
@@ -59,8 +60,9 @@ class Ledger:
             raise
 
     @contextmanager
-    def book(self, collective: str, amount: Cost, received: int) -> Iterator[None]:
-        """Book the collective that is made in this context, once it is complete."""
+    def book(self, collective: str, ranks: str, amount: Cost, received: int) -> Iterator[None]:
+        """Book the collective that is made in this context, among the set of ``ranks`` of that
+        name, once it is complete."""
         start = time.perf_counter()
         with self.watched():
             yield
@@ -69,21 +71,23 @@ class Ledger:
         call.bytes += amount.bytes
         self.bytes_sent += amount.bytes
         self.bytes_received += received
-        self.by_collective[collective] = self.by_collective.get(collective, 0) + amount.bytes
+        for total, key in ((self.by_collective, collective), (self.by_set, ranks)):
+            total[key] = total.get(key, 0) + amount.bytes
 
 
 class Metered(Wrapped):
-    """``link``, with every collective booked in ``ledger``."""
+    """``link``, with every collective booked in ``ledger`` under the ``name`` of its ranks."""
 
-    def __init__(self, link: Link, ledger: Ledger | None = None) -> None:
+    def __init__(self, link: Link, ledger: Ledger | None = None, name: str = "world") -> None:
         super().__init__(link)
+        self.name = name
         self.ledger = Ledger() if ledger is None else ledger
 
     def around(self, collective: str, amount: Cost, received: int) -> AbstractContextManager[None]:
-        return self.ledger.book(collective, amount, received)
+        return self.ledger.book(collective, self.name, amount, received)
 
     def like(self, link: Link) -> Link:
-        return Metered(link, self.ledger)
+        return Metered(link, self.ledger, self.name)
 
     def agree(self, step: int, code: int, names: Sequence[str], *, wait: bool) -> bool:
         self.ledger.begin(names[code], step)

@@ -153,9 +153,12 @@ class SimulatedLink:
         self.rank = members.index(me)
         self.size = len(members)
 
-    def _meet(self, call: str, x: Tensor, compute: Compute) -> Tensor:
+    def _meet(
+        self, call: str, x: Tensor, compute: Compute, shape: torch.Size | None = None
+    ) -> Tensor:
+        """``shape``: what must be alike on all ranks where ``x`` itself need not be."""
         self._count += 1
-        call = f"{call}{list(x.shape)}"
+        call = f"{call}{list(shape or x.shape)}"
         result, self.joined = self._stage.meet(
             self._me, self._members, self._count, call, x, compute
         )
@@ -175,12 +178,17 @@ class SimulatedLink:
     def mean(self, x: Tensor) -> None:
         x.copy_(self._meet("mean", x, mean_in_rank_order))
 
-    def reduce_scatter(self, x: Tensor) -> Tensor:
+    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
         mean = self._meet("reduce_scatter", x, mean_in_rank_order)
-        return mean.view(self.size, -1)[self.rank].clone()
+        owners = owners or self.size
+        own = mean.view(owners, -1)[self.rank] if self.rank < owners else mean[:0]
+        return own.clone()
 
-    def all_gather(self, mine: Tensor, out: Tensor) -> None:
-        out.copy_(self._meet("all_gather", mine.to(out.dtype), torch.cat))
+    def all_gather(self, mine: Tensor, out: Tensor, owners: int | None = None) -> None:
+        slices = owners or self.size
+        out.copy_(
+            self._meet("all_gather", mine.to(out.dtype), lambda x: torch.cat(x[:slices]), out.shape)
+        )
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
         x.copy_(self._meet("broadcast", x, lambda everyone: everyone[root].clone()))

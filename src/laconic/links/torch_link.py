@@ -189,14 +189,16 @@ class TorchLink:
     def _post(
         self, sends: Sequence[Tensor], receives: Sequence[Tensor]
     ) -> tuple[Mapping[int, dist.Work | None], Sequence[dist.Work | None]]:
-        """``sends[r]`` to every other rank r, and theirs into ``receives[r]``, all at once, so that
-        a rank waits for no message that it does not need. The receives' works by rank, and the
-        sends'."""
+        """``sends[r]`` to every other rank r that there is one for, and theirs into
+        ``receives[r]``, all of one length and all at once, so that a rank waits for no message
+        that it does not need. The receives' works by rank, and the sends'."""
         others = [(self.rank + hop) % self.size for hop in range(1, self.size)]
-        tag = self._calls.tag(sends[self.rank])
+        tag = self._calls.tag(sends[0] if sends else receives[0])
+        sources = [r for r in reversed(others) if r < len(receives)]
         try:
-            receiving = {r: self._group.recv([receives[r]], r, tag) for r in reversed(others)}
-            return receiving, [self._group.send([sends[r]], r, tag) for r in others]
+            receiving = {r: self._group.recv([receives[r]], r, tag) for r in sources}
+            targets = [r for r in others if r < len(sends)]
+            return receiving, [self._group.send([sends[r]], r, tag) for r in targets]
         except RuntimeError as error:  # a connection that is known to be closed
             self._lost(error)
 
@@ -216,16 +218,16 @@ class TorchLink:
         else:
             self.all_gather(self.reduce_scatter(x), x)
 
-    def reduce_scatter(self, x: Tensor) -> Tensor:
+    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
         if self._native:
-            own = x.new_empty(x.numel() // self.size)
-            reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-            op = dist.ReduceOp.AVG
-            self._wait(reduce_scatter(own, x, op, group=self._group, async_op=True))
-            return own
-        slices = x.view(self.size, -1).unbind()
-        room = self._scratch.take(x.numel() - slices[0].numel(), x.dtype, x.device)
-        pieces = list(room.view(self.size - 1, -1).unbind()) if self.size > 1 else []
+            return self._native_reduce_scatter(x, owners)
+        slices = x.view(owners or self.size, -1).unbind()
+        if self.rank >= len(slices):
+            self._exchange(slices, [])
+            return x[:0]
+        length = slices[0].numel()
+        room = self._scratch.take((self.size - 1) * length, x.dtype, x.device)
+        pieces = list(torch.split(room, length)) if self.size > 1 else []
         pieces.insert(self.rank, slices[self.rank])
         receiving, sending = self._post(slices, pieces)
 
@@ -239,15 +241,39 @@ class TorchLink:
         self._wait(*sending)
         return mean
 
-    def all_gather(self, mine: Tensor, out: Tensor) -> None:
+    def all_gather(self, mine: Tensor, out: Tensor, owners: int | None = None) -> None:
+        slices = list(out.view(owners or self.size, -1).unbind())
         if self._native:
-            all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-            self._wait(all_gather(out, mine.to(out.dtype), group=self._group, async_op=True))
+            self._native_all_gather(mine, out, slices)
+        elif self.rank >= len(slices):
+            self._exchange([], slices)
+        else:
+            own = slices[self.rank]
+            if mine.data_ptr() != own.data_ptr():
+                own.copy_(mine)
+            self._exchange([own] * self.size, slices)
+
+    def _native_reduce_scatter(self, x: Tensor, owners: int | None) -> Tensor:
+        op, slices = dist.ReduceOp.AVG, x.view(owners or self.size, -1).unbind()
+        if len(slices) < self.size:  # NCCL reduces to one rank, or cuts for all of them
+            for r, piece in enumerate(slices):
+                root = dist.get_global_rank(self._group, r)
+                self._wait(dist.reduce(piece, root, op, group=self._group, async_op=True))
+            return slices[self.rank] if self.rank < len(slices) else x[:0]
+        own = torch.empty_like(slices[0])
+        reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        self._wait(reduce_scatter(own, x, op, group=self._group, async_op=True))
+        return own
+
+    def _native_all_gather(self, mine: Tensor, out: Tensor, slices: Sequence[Tensor]) -> None:
+        if len(slices) < self.size:
+            for r, piece in enumerate(slices):
+                if r == self.rank:
+                    piece.copy_(mine)
+                self.broadcast(piece, r)
             return
-        slices = out.view(self.size, -1).unbind()
-        if mine.data_ptr() != slices[self.rank].data_ptr():
-            slices[self.rank].copy_(mine)
-        self._exchange([slices[self.rank]] * self.size, slices)
+        all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        self._wait(all_gather(out, mine.to(out.dtype), group=self._group, async_op=True))
 
     def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor]:
         room = self._scratch.take(x.numel() * len(source), x.dtype, x.device)

@@ -34,7 +34,7 @@ class Wrapped:
         raise NotImplementedError
 
     def _around(self, collective: str, amount: Cost) -> AbstractContextManager[None]:
-        """All collectives but `swap` bring a rank as much as it sends."""
+        """Most collectives bring a rank as much as it sends."""
         return self.around(collective, amount, amount.bytes)
 
     @property
@@ -71,13 +71,21 @@ class Wrapped:
         with self._around("mean", amount):
             self.link.mean(x)
 
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        with self._around("reduce_scatter", cost.reduce_scatter(size_of(x), self.size)):
-            return self.link.reduce_scatter(x)
+    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
+        sends, brings = self._to_and_from(size_of(x), owners)
+        with self.around("reduce_scatter", sends, brings.bytes):
+            return self.link.reduce_scatter(x, owners)
 
-    def all_gather(self, mine: Tensor, out: Tensor) -> None:
-        with self._around("all_gather", cost.all_gather(size_of(out), self.size)):
-            self.link.all_gather(mine, out)
+    def all_gather(self, mine: Tensor, out: Tensor, owners: int | None = None) -> None:
+        brings, sends = self._to_and_from(size_of(out), owners)
+        with self.around("all_gather", sends, brings.bytes):
+            self.link.all_gather(mine, out, owners)
+
+    def _to_and_from(self, size: int, owners: int | None) -> tuple[Cost, Cost]:
+        """What this rank sends to the owners of slices, and what as one of them to the others;
+        what goes one way in a reduce-scatter comes back in an all-gather."""
+        at = size, self.size, owners, self.rank
+        return cost.reduce_scatter(*at), cost.all_gather(*at)
 
     def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor]:
         amount = cost.swap(size_of(x), len(to))

@@ -1,0 +1,118 @@
+"""Which ranks there are, which of them make up one worker, and the links between them."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+
+from laconic.errors import check_int
+from laconic.exchanges import Mean
+from laconic.links import Link, Throttled, TorchLink
+from laconic.links.simulated import current_link, single_link
+from laconic.round import Recipe, Round
+from laconic.schedules import Schedule, Unless, any_of, every
+from laconic.updates import Average
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+BANDWIDTH_VARIABLE = "LACONIC_BANDWIDTH"
+LATENCY_VARIABLE = "LACONIC_LATENCY"
+"""Set by ``laconic lab`` where the system cannot slow down each host's card, or delay packets: the
+link over torch's process group then takes as long as that rate (of each rank) and latency say."""
+
+
+def own_link(device: torch.device, timeout: float) -> Link:
+    """This process's link to all ranks: the simulated worker's, or over torch's process group."""
+    simulated = current_link.get()
+    if simulated is not None:
+        return simulated
+    if not dist.is_initialized():
+        raise ValueError(
+            "no process group: call laconic.init() (under torchrun, or for one process) or "
+            "torch.distributed.init_process_group(), run inside laconic.simulate, or pass link="
+        )
+    link = TorchLink.world(device, timedelta(seconds=timeout))
+    bandwidth, latency = os.environ.get(BANDWIDTH_VARIABLE), os.environ.get(LATENCY_VARIABLE)
+    if bandwidth is None and latency is None:
+        return link
+    return Throttled(link, bandwidth, latency or 0.0)
+
+
+def layout_of(
+    world: Link, nprocs_per_node: int | Literal["env"], mesh: DeviceMesh | None, sharded: bool
+) -> list[list[int]]:
+    """The ranks of each worker, alike on every rank."""
+    if sharded and mesh is None:
+        raise ValueError(
+            "the parameters are sharded (FSDP): pass the mesh of (workers, ranks of a worker), as "
+            "attach(..., mesh=init_device_mesh('cuda', (4, 8)))"
+        )
+    if mesh is not None:
+        if nprocs_per_node != 1:
+            raise ValueError("give either mesh or nprocs_per_node")
+        if mesh.ndim > 2 or mesh.mesh.flatten().tolist() != list(range(world.size)):
+            raise ValueError(
+                f"the mesh must be of all {world.size} ranks in ascending order, with one or two "
+                f"axes (workers, ranks of a worker), not {mesh}"
+            )
+        layout = mesh.mesh.reshape(mesh.size(0), -1).tolist()
+    else:
+        if nprocs_per_node == "env":
+            inner = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        else:
+            inner = check_int("nprocs_per_node (or 'env')", nprocs_per_node, 1)
+        layout = [list(range(i, i + inner)) for i in range(0, world.size, inner)]
+    inner = len(layout[0])
+    launched = 0 if current_link.get() else int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    said = world.gather(torch.tensor([inner, launched]))
+    everyone, on_host = said.unbind(1)
+    if world.size % inner or bool((everyone != inner).any()):
+        raise ValueError(
+            "nprocs_per_node (or the mesh's second axis) must be alike on all ranks and divide "
+            f"their number: there are {world.size} ranks, and they say {everyone.tolist()}"
+        )
+    if mesh is None and bool((on_host % inner != 0).any()):
+        raise ValueError(
+            f"nprocs_per_node={inner} must divide the number of ranks on every host: by rank, "
+            f"there are {on_host.tolist()} on its host (LOCAL_WORLD_SIZE)"
+        )
+    return layout
+
+
+def sets_of(
+    world: Link, layout: list[list[int]], group_size: int | None, sharded: bool
+) -> dict[str, Link]:
+    """The named sets of ranks."""
+    grouped = 0 if group_size is None else check_int("group_size", group_size, 1)
+    everyone = world.gather(torch.tensor([grouped])).flatten().tolist()
+    if any(said != grouped for said in everyone):
+        raise ValueError(f"group_size must be alike on all ranks: they say {everyone}")
+    if grouped and len(layout) % grouped:
+        raise ValueError(
+            f"group_size must divide the number of workers: {grouped} does not divide {len(layout)}"
+        )
+    sets = {"world": world, "workers": world, "replica": single_link()}
+    if len(layout[0]) > 1:
+        sets["workers"] = world.split(list(zip(*layout, strict=True)))
+        if not sharded:
+            sets["replica"] = world.split(layout)
+    if grouped:
+        workers = range(len(layout))
+        sets["group"] = sets["workers"].split(
+            [workers[i : i + grouped] for i in workers[::grouped]]
+        )
+    return sets
+
+
+def within_workers(recipe: Recipe) -> Recipe:
+    """Gradients averaged inside a worker wherever the recipe does not average them over all."""
+    when: Schedule = every(1)
+    over_all = [r.when for r in recipe if r.on == "gradients" and r.over == "world"]
+    if over_all:
+        when = Unless(when, any_of(*over_all))
+    return (Round(when, Average(), Mean(), on="gradients", over="replica"),)
