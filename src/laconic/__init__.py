@@ -3,6 +3,16 @@
 from laconic import links, recipes, topology
 from laconic.attach import attach, init
 from laconic.errors import LinkError
+from laconic.gossip_graphs import (
+    DynamicBipartiteExponentialGraph,
+    DynamicBipartiteLinearGraph,
+    DynamicDirectedExponentialGraph,
+    DynamicDirectedLinearGraph,
+    GraphManager,
+    NPeerDynamicDirectedExponentialGraph,
+    RingGraph,
+    UniformMixing,
+)
 from laconic.links import simulate
 from laconic.metrics import JsonLines, Metrics, TensorBoard
 from laconic.recipes import (
@@ -21,6 +31,7 @@ from laconic.recipes import (
 )
 from laconic.round import Arrival, Clock, Exchange, Recipe, Round, Update
 from laconic.schedules import after, any_of, every, until
+from laconic.slowmo_ddp import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
 from laconic.synchronizer import Stats, Synchronizer
 
 __version__ = "0.1.0"
@@ -28,15 +39,25 @@ __version__ = "0.1.0"
 __all__ = [
     "Arrival",
     "Clock",
+    "DynamicBipartiteExponentialGraph",
+    "DynamicBipartiteLinearGraph",
+    "DynamicDirectedExponentialGraph",
+    "DynamicDirectedLinearGraph",
     "Exchange",
+    "GraphManager",
     "JsonLines",
     "LinkError",
     "Metrics",
+    "NPeerDynamicDirectedExponentialGraph",
     "Recipe",
+    "RingGraph",
     "Round",
+    "SlowMoBaseAlgorithm",
+    "SlowMoDistributedDataParallel",
     "Stats",
     "Synchronizer",
     "TensorBoard",
+    "UniformMixing",
     "Update",
     "after",
     "any_of",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -21,7 +22,7 @@ from laconic.exchanges import Mean
 from laconic.gradients import GradientRound
 from laconic.lane import Lane
 from laconic.links.link import Link
-from laconic.links.metered import Ledger, Metered
+from laconic.links.metered import Call, Ledger, Metered
 from laconic.metrics import Metrics, Recorder
 from laconic.round import Recipe, Round, describe
 from laconic.running import RunningRound, Surroundings
@@ -140,7 +141,7 @@ class Synchronizer:
 
     @property
     def bound(self) -> Optimizer | None:
-        """The optimiser whose steps it follows."""
+        """The optimiser that moves its parameters, once it is known."""
         return self._optimizer
 
     def _agree_on_setup(self) -> None:
@@ -246,7 +247,7 @@ class Synchronizer:
     # -- one step ----
 
     @torch.no_grad()
-    def _before_step(self, closure: bool) -> None:
+    def begin_step(self, closure: bool) -> None:
         """The optimiser is about to step; with a closure, its gradients are still to come."""
         if len(self._groups_held()) > self._groups:
             self._grow()
@@ -319,7 +320,7 @@ class Synchronizer:
     def _pre_hook(self, _: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         given = [*args, options.get("closure")]
         closures = [g for g in given if callable(g) and not isinstance(g, Optimizer)]
-        self._before_step(closure=bool(closures))
+        self.begin_step(closure=bool(closures))
 
     def _run(self, code: int, running: RunningRound) -> None:
         if running.round.update.settles:
@@ -458,7 +459,7 @@ class Synchronizer:
         """Count a step that the optimiser did not take: a GradScaler skips one after an overflow,
         on this rank alone perhaps, and ranks that disagree on the step would wait in vain."""
         with torch.no_grad():
-            self._before_step(closure=False)
+            self.begin_step(closure=False)
             if self._scores is not None:
                 self._scores.skip_step()
             self._after_step(skipped=True)
@@ -614,6 +615,15 @@ class Synchronizer:
             "schedule": [f"{r.name}, {r.when}" for r in self._recipe if r.over != "replica"],
         }
         self._recorder = Recorder(places, self.stats, self._ledger, self._rates, about)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds so far."""
+        return self._rounds_done
+
+    def calls(self) -> dict[str, Call]:
+        """What went over the links so far, by round and call."""
+        return {name: copy(call) for name, call in dict(self._ledger.by_call).items()}
 
     def stats(self) -> Stats:
         """Bytes, rounds and waiting so far, on this rank."""

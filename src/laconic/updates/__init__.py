@@ -1,6 +1,6 @@
 """The mathematics of rounds: one file each, the formula on its first line."""
 
-from laconic.updates.average import Average, Replace
+from laconic.updates.average import Average, Replace, RoundedAverage
 from laconic.updates.elastic import Downpour, Elastic
 from laconic.updates.leader_pull import LeaderPull
 from laconic.updates.mix import Mix
@@ -17,5 +17,6 @@ __all__ = [
     "OuterStep",
     "PushSum",
     "Replace",
+    "RoundedAverage",
     "SlowMomentum",
 ]

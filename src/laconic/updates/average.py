@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from laconic.round import Clock, State, Update
@@ -28,6 +29,27 @@ class Average(Update):
         self, x: Tensor, received: Tensor, sent: Tensor | None, state: State, clock: Clock
     ) -> Tensor:
         return received if sent is None else received + (x - sent)
+
+
+@dataclass(frozen=True)
+class RoundedAverage(Update):
+    """``x <- mean(q(x)) + (x - q(x))``, q rounding to ``dtype``, in which messages travel.
+
+    Local SGD for half-precision models with master weights in float32: half the bytes, and what
+    rounding cuts off stays with the worker (Seide et al., Interspeech 2014, error feedback), so
+    that the sum over workers of x never changes by a round. Any shape; no state; no delay.
+    """
+
+    dtype: torch.dtype
+
+    def send(self, x: Tensor, state: State, clock: Clock) -> Tensor:
+        return x.to(self.dtype)
+
+    def fold(
+        self, x: Tensor, received: Tensor, sent: Tensor | None, state: State, clock: Clock
+    ) -> Tensor:
+        assert sent is None, "there is no delay"
+        return (x - x.to(self.dtype)).add_(received)  # what was cut off, and the mean
 
 
 @dataclass(frozen=True)
