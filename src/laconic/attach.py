@@ -119,15 +119,27 @@ def attach(
     sync.record(places)
     if scaler is not None:
         _count_skipped_steps(scaler)
-    _attached[optimizer] = weakref.ref(sync)
+    remember(optimizer, sync)
     if link is not None:
         _carried[link] = weakref.ref(sync)
     return sync
 
 
-def _synchronizer(optimizer: Optimizer) -> Synchronizer | None:
+def remember(optimizer: Optimizer, sync: Synchronizer) -> None:
+    """``sync`` follows ``optimizer``."""
+    _attached[optimizer] = weakref.ref(sync)
+
+
+def synchronizer_of(optimizer: Optimizer) -> Synchronizer | None:
     """The one that was attached to ``optimizer`` last, if it still exists."""
     return _alive(_attached.get(optimizer))
+
+
+def check_free(optimizer: Optimizer) -> None:
+    """Raise if a synchroniser follows ``optimizer``."""
+    before = synchronizer_of(optimizer)
+    if before is not None and before.attached:
+        raise ValueError("this optimizer is attached already: call sync.detach() first")
 
 
 def _alive(held: weakref.ref[Synchronizer] | None) -> Synchronizer | None:
@@ -146,9 +158,7 @@ def _check(model: nn.Module, optimizer: Optimizer, recipe: Recipe) -> None:
         raise ValueError("the optimizer holds no parameter of the model")
     if any(p.device.type == "meta" for p in params):
         raise ValueError("the model's parameters are on the meta device: materialise them first")
-    before = _synchronizer(optimizer)
-    if before is not None and before.attached:
-        raise ValueError("this optimizer is attached already: call sync.detach() first")
+    check_free(optimizer)
 
 
 def _count_skipped_steps(scaler: torch.amp.GradScaler) -> None:
@@ -159,10 +169,10 @@ def _count_skipped_steps(scaler: torch.amp.GradScaler) -> None:
     original = scaler.step
 
     def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        sync = _synchronizer(optimizer)
+        sync = synchronizer_of(optimizer)
         before = None if sync is None else sync.step
         result = original(optimizer, *args, **kwargs)
-        if sync is not None and sync.attached and sync.step == before:
+        if sync is not None and sync.hooked and sync.step == before:
             sync.step_skipped()
         return result
 

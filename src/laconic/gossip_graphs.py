@@ -45,7 +45,7 @@ class GraphManager:
                 f"rank {rank} must be below world_size {world_size} (both count nodes), and "
                 f"local_rank {local_rank} below nprocs_per_node {nprocs_per_node}"
             )
-        self.graph = Graph(self.name, peers_per_itr)
+        self.graph = Graph(self.name, peers_per_itr, repeats=True)
         self._gossips = 0
 
     @property

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from laconic.attach import check_free, remember
 from laconic.errors import check_bool, check_float, check_int
 from laconic.exchanges import Alone, Mean, Push, ShardedMean
 from laconic.gossip_graphs import GraphManager, NPeerDynamicDirectedExponentialGraph, UniformMixing
@@ -258,7 +259,9 @@ class SlowMoDistributedDataParallel(nn.Module):
         """
         if fp32_params is not None:
             self._masters = _pairs(list(self.module.parameters()), fp32_params)
-        if self._sync.bound is None:
+        if self._sync.bound is None and self._holds(optimizer):
+            self._bind(optimizer)  # its first step was skipped: any other would have been seen
+        elif self._sync.bound is None:
             self._bind_moved(optimizer)
         elif optimizer is not self._sync.bound:
             self._check_same(optimizer)
@@ -271,6 +274,11 @@ class SlowMoDistributedDataParallel(nn.Module):
             for p, master in self._masters:
                 p.view(-1).copy_(master)
 
+    def _holds(self, optimizer: Optimizer) -> bool:
+        """Whether it holds a parameter of the module."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return any(id(p) in held for p in self.module.parameters())
+
     def bind(self, optimizer: Optimizer) -> None:
         """Name the optimiser before its first step. `perform_slowmo` finds it by itself, but for
         one that moves float32 masters when a run is resumed."""
@@ -281,6 +289,7 @@ class SlowMoDistributedDataParallel(nn.Module):
         """The optimiser is known, and has not moved x since the start (or since it was loaded)."""
         if not isinstance(optimizer, Optimizer):
             raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {optimizer!r}")
+        check_free(optimizer)
         self._start = []
         _waiting.discard(self)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -293,6 +302,7 @@ class SlowMoDistributedDataParallel(nn.Module):
                 stacklevel=2,
             )
         self._sync.bind(optimizer)
+        remember(optimizer, self._sync)
         self._put_back()
 
     def _bind_moved(self, optimizer: Optimizer) -> None:
@@ -300,9 +310,8 @@ class SlowMoDistributedDataParallel(nn.Module):
         its masters once: from the start kept in the module's precision."""
         if not self._masters:
             raise ValueError(
-                "perform_slowmo was called before a step of this optimizer on the module's "
-                "parameters: call it after optimizer.step(), and where the optimizer moves float32 "
-                "copies pass them as fp32_params="
+                "the optimizer holds none of the module's parameters: where it moves float32 "
+                "copies of them, pass these as fp32_params="
             )
         if self._loaded is not None:
             raise ValueError(
@@ -415,8 +424,7 @@ def _watch_optimizers() -> None:
 
 def _about_to_step(optimizer: Optimizer, *_: Any) -> None:
     for front in list(_waiting):
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if any(id(p) in held for p in front.module.parameters()):
+        if front._holds(optimizer):
             front._bind(optimizer)
 
 

@@ -98,6 +98,8 @@ class Synchronizer:
         self._model = model
         self._optimizer = optimizer
         self._in_step = False
+        self.hooked = optimizer is not None
+        """Whether the optimiser's own steps run what follows them, and not `advance`."""
         self._recipe = recipe
         self._average_buffers = check_choice("buffers", buffers, ("average", "keep")) == "average"
         threaded = self._world.threaded and self._world.size > 1
@@ -134,6 +136,7 @@ class Synchronizer:
         """Run the parameter rounds from now on, on ``optimizer``'s parameters, which are still the
         common start; its steps are told of by `advance`. Every rank must call it."""
         assert self._optimizer is None, "an optimiser is bound once"
+        self.average_gradients()  # where this rank had no backward pass, others had one
         self._optimizer = optimizer
         self._call("binding the optimizer", self.step)
         self._agree_on_setup()

@@ -43,11 +43,13 @@ GRAPHS = (
 @dataclass(frozen=True)
 class Graph:
     """A sequence of graphs by name; ``peers`` is p. ``both``: every edge is used both ways, so
-    that neighbours exchange (D-PSGD) and do not push (SGP)."""
+    that neighbours exchange (D-PSGD) and do not push (SGP). ``repeats``: entries of a list that
+    come again (with 4 ranks +3 is -1) keep their turn, as fairscale has it."""
 
     name: str = "exponential"
     peers: int = 1
     both: bool = False
+    repeats: bool = False
 
     def __post_init__(self) -> None:
         check_choice("graph", self.name, GRAPHS)
@@ -80,7 +82,7 @@ class Graph:
             base = self.peers + 1
             scale = base ** (k % (_log(base, n - 1) + 1))
             return [(rank + j * scale) % n for j in range(1, base)]
-        book = _book(self.name, rank, n)
+        book = _book(self.name, rank, n, self.repeats)
         return [book[(k * self.peers + j) % len(book)] for j in range(self.peers)]
 
 
@@ -95,10 +97,12 @@ def _edges(graph: Graph, n: int, k: int, seed: int) -> tuple[tuple[int, ...], ..
 
 
 @lru_cache(maxsize=4096)
-def _book(name: str, rank: int, n: int) -> tuple[int, ...]:
+def _book(name: str, rank: int, n: int, repeats: bool) -> tuple[int, ...]:
     """The peers of ``rank`` in a graph given by a list."""
     hops = [sign * d for d in _distances(name, n) for sign in (1, -1)]
-    listed = dict.fromkeys((rank + hop) % n for hop in hops if hop % n)
+    listed = [(rank + hop) % n for hop in hops]
+    if not repeats:
+        listed = list(dict.fromkeys(r for r in listed if r != rank))
     return tuple(r for r in listed if not name.startswith("bipartite") or (r - rank) % 2)
 
 
