@@ -1,5 +1,6 @@
 """docs/migration.md does what it says: its loops are run, by four gloo processes, and what it says
-about torch's classes is tried on them. What needs another library than torch is not run."""
+about torch's classes is tried on them. What needs another library than torch is not run. And the
+figures of docs/slowmo.md, which it refers to."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from torch.distributed.algorithms.model_averaging.hierarchical_model_averager im
 )
 
 import laconic
+from laconic.links import cost
 
 import gloo
 
@@ -31,9 +33,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # what torch says of its own use of itself
     from torch.distributed.optim import PostLocalSGDOptimizer
 
-PAGE = (Path(__file__).parents[1] / "docs" / "migration.md").read_text()
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = (DOCS / "migration.md").read_text()
 OTHERS = re.compile(r"^from (fairscale|DistOptimizers|accelerate)\b", re.MULTILINE)
 FRONT_ENDS = re.compile(r"^from laconic import (\w+)$", re.MULTILINE)
+SLOWMO_PAGE = (DOCS / "slowmo.md").read_text()
 RANKS = 4
 
 
@@ -346,3 +350,44 @@ def test_ddp_shares_buffers_at_every_step(pool: gloo.Pool) -> None:
 
 def test_the_hooks_count_is_in_no_checkpoint() -> None:
     assert not {"state_dict", "__getstate__"} & set(vars(PostLocalSGDState))
+
+
+# -- docs/slowmo.md ----
+
+
+def test_what_owners_of_shards_send() -> None:
+    table = re.findall(r"^\| (.*?owner.*?|sent by.*?) \| (.*) \|$", SLOWMO_PAGE, re.MULTILINE)
+    (_, owners), (_, kept), (_, by_owners), (_, by_others) = table
+    shards = [int(cell) for cell in owners.split("|")]
+    assert shards == [8, 4, 2, 1]
+    assert [float(cell) for cell in kept.split("|")] == [8 / s for s in shards]
+
+    def sent(s: int, rank: int) -> float:
+        into, out = (f(8000, 8, s, rank) for f in (cost.reduce_scatter, cost.all_gather))
+        return (into.bytes + out.bytes) / 8000
+
+    assert [float(cell) for cell in by_owners.split("|")] == [sent(s, 0) for s in shards]
+    assert [sent(s, 0) for s in shards] == [(8 + s - 2) / s for s in shards]
+    told = [cell.strip() for cell in by_others.split("|")]
+    assert told == ["", *(str(int(sent(s, 7))) for s in shards[1:])]
+
+
+def test_the_example_of_when_it_pays() -> None:
+    backward, node, reduce, theirs, ours, ddp = (
+        int(found)
+        for pattern in (
+            r"t_backward = (\d+) ms",
+            r"t_node = (\d+) ms",
+            r"t_allreduce = (\d+) ms",
+            r"takes (\d+) ms there",
+            r"(\d+) ms\s+here",
+            r"(\d+) ms under DDP",
+        )
+        for found in re.findall(pattern, SLOWMO_PAGE)
+    )
+    assert ddp == max(backward, reduce)
+    assert theirs == backward + node + reduce // 3
+    assert ours == max(backward, node) + reduce // 3
+    saved = reduce * 2 // 3
+    assert f"{saved} > {backward + node} does not hold, {saved} > {backward} does" in SLOWMO_PAGE
+    assert ours < ddp < theirs and backward < saved < backward + node
