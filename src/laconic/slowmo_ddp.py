@@ -361,7 +361,7 @@ class SlowMoDistributedDataParallel(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "SlowMoDistributedDataParallel cannot be copied or pickled, as it holds connections: copy "
+            "SlowMoDistributedDataParallel holds connections and cannot be copied or pickled: copy "
             "or pickle model.module, and save with laconic.save or model.state_dict() on every rank"
         )
 
