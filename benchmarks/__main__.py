@@ -24,6 +24,8 @@ ALL = {
     "slow": (4, True, ["slow"], "a round at 100 Mbit/s / its bytes over the rate"),
     "memory": (4, False, ["memory", "slowmo"], "extra memory / (8/n bytes each + two buckets)"),
     "memory2": (4, False, ["memory", "diloco"], "extra memory / (8/n bytes each + two buckets)"),
+    "shards": (4, False, ["shards"], "slow state on 2 shards / (8/2 bytes each, or 0, + buckets)"),
+    "calls": (1, False, ["calls"], "a front end's call without a round / 50 us"),
 }
 TIMEOUT = 600.0
 

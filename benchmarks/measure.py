@@ -179,11 +179,78 @@ def memory(name: str) -> None:
     say(Figure(detail, extra / allowed, None, None, 1, 1.0))
 
 
+def shards() -> None:
+    """The slow state of SlowMoDistributedDataParallel on two owners, and what the others have."""
+    count, owners = 48 * 2**20, 2
+    made = []
+    # what a first use of any size costs, and the back end's own buffers, are not the wrapper's
+    dist.all_reduce(torch.ones(BUCKET_BYTES // 4))
+    for size in (16, count):
+        weights = [nn.Parameter(torch.ones(size // 16)) for _ in range(16)]
+        reset_peak()
+        before = peak()
+        model = laconic.SlowMoDistributedDataParallel(
+            nn.ParameterList(weights),
+            nprocs_per_node=1,
+            slowmo_num_shards=owners,
+            localsgd_frequency=1,
+            slowmo_frequency=2,
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            optimizer.step()
+            model.perform_slowmo(optimizer)
+        made.append(model)  # a lane and a link of its own each
+    extra = torch.zeros(dist.get_world_size(), dtype=torch.float64)
+    extra[dist.get_rank()] = peak() - before
+    dist.all_reduce(extra)
+    kinds = {"owner": (extra[:owners], 8 / owners), "other rank": (extra[owners:], 0)}
+    for name, (found, each) in kinds.items():
+        most = float(found.max())
+        allowed = each * count + 2 * BUCKET_BYTES + 2**20  # and Python's own objects
+        detail = f"{name}, {count / 2**20:.0f} Mi parameters, {most / 2**20:.0f} MiB"
+        say(Figure(detail, most / allowed, None, None, 1, 1.0))
+
+
+def calls() -> None:
+    """What a call of each front end costs in which no round falls due, in microseconds over 50."""
+    wrapped, plain = Training(), Training()
+    model = laconic.SlowMoDistributedDataParallel(
+        wrapped.model, 1, localsgd_frequency=10**9, slowmo_frequency=10**9
+    )
+    wrapped.optimizer.step()
+    model.perform_slowmo(wrapped.optimizer)
+    seconds = [timed(lambda: model.perform_slowmo(wrapped.optimizer)) for _ in range(PAIRS)]
+    say(microseconds("perform_slowmo", seconds))
+    world = dist.get_world_size()
+    comm = laconic.CommOptimizer(plain.optimizer, "EASGD", world, 10**9, 0.9)
+    comm.step()
+    bare = Training().optimizer
+    bare.step()
+    with_comm, without = pairs(comm.step, bare.step)
+    extra = [one - other for one, other in zip(with_comm, without, strict=True)]
+    say(microseconds("CommOptimizer.step, beyond the inner one's", extra))
+
+
+def microseconds(detail: str, seconds: list[float]) -> Figure:
+    low, median, high = (1e6 * q / 50 for q in statistics.quantiles(seconds, n=4))
+    return Figure(f"{detail}: {50 * median:.0f} us", median, low, high, len(seconds), 1.0)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     laconic.init()
     name, *arguments = sys.argv[1:]
-    {"step": step, "round": round, "ddp": ddp, "slow": slow, "memory": memory}[name](*arguments)
+    jobs: dict[str, Callable[..., None]] = {
+        "step": step,
+        "round": round,
+        "ddp": ddp,
+        "slow": slow,
+        "memory": memory,
+        "shards": shards,
+        "calls": calls,
+    }
+    jobs[name](*arguments)
     os._exit(0)
 
 

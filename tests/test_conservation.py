@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -188,3 +189,34 @@ def test_elastic_workers_of_two_ranks_and_pulls() -> None:
         for seen in step:
             assert gap(seen.after, seen.moved + 0.2 * (seen.anchor - seen.moved)) < EXACT
         assert torch.equal(step[0].anchor, steps[0][0].anchor)
+
+
+def test_a_step_that_raised_and_is_tried_again_applies_push_weights_once() -> None:
+    """With three workers a bipartite graph has push weights other than 1."""
+
+    class Failing(torch.optim.SGD):
+        fail = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fail:
+                raise RuntimeError("on purpose")
+            return super().step(closure)
+
+    def run(rank: int, fails: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2).double()
+        optimizer = Failing(model.parameters(), lr=0.1)
+        la.attach(model, optimizer, la.sgp("bipartite_exponential"))
+        for t in range(6):
+            model(torch.ones(1, 3).double() * (rank + t)).square().sum().backward()
+            if fails and t == 3:
+                optimizer.fail = True
+                with pytest.raises(RuntimeError, match="on purpose"):
+                    optimizer.step()
+                optimizer.fail = False
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.weight.detach().clone()
+
+    once, again = (la.simulate(partial(run, fails=fails), workers=3) for fails in (False, True))
+    assert all(map(torch.equal, once, again))

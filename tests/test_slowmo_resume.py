@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
+import pickle
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,6 +21,7 @@ from laconic import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
 from slowmo_training import Settings
 
 import gloo
+import training
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -331,3 +334,15 @@ def test_a_forward_pass_must_come_before_masters() -> None:
         return True
 
     assert list(itertools.chain(la.simulate(run, workers=2))) == [True, True]
+
+
+def test_copying_is_refused_with_the_way_to_do_it() -> None:
+    def run(rank: int) -> bool:
+        model, _ = one(rank)
+        for attempt in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=r"copy or pickle model\.module"):
+                attempt(model)
+        assert loop.equal(*(training.values(m) for m in (copy.deepcopy(model.module), model)))
+        return True
+
+    assert la.simulate(run, workers=2) == [True, True]

@@ -17,7 +17,7 @@ from laconic.links.link import Link, common
 from laconic.links.simulated import single_link
 from laconic.round import Arrival, Clock, Round, State
 from laconic.scores import Scores, of_worker
-from laconic.tensors import Bucket, Scratch, bucketize, parameters, state_dtype
+from laconic.tensors import BUCKET_BYTES, Bucket, Scratch, bucketize, parameters, state_dtype
 
 
 @dataclass
@@ -89,10 +89,12 @@ class RunningRound:
 
     def _add(self, groups: list[list[Tensor]]) -> None:
         workers = self.link.size
-        cuts = math.lcm(workers, self.round.exchange.owners(workers) or 1)
-        pieces = cuts * self._replica.size
+        owners = self.round.exchange.owners(workers) or workers
+        pieces = math.lcm(workers, owners) * self._replica.size
+        # each owner gets a slice from every other worker: with fewer owners buckets are smaller
+        most = BUCKET_BYTES * owners // workers if owners < workers else None
         joined = [[t for group in groups for t in group]] if self._joins_groups() else groups
-        new = bucketize(joined, pieces, first_group=self._groups)
+        new = bucketize(joined, pieces, first_group=self._groups, most_bytes=most)
         self._groups += len(groups)
         self.buckets += new
         self.states += [self._init(bucket) for bucket in new]

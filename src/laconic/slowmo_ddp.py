@@ -359,6 +359,12 @@ class SlowMoDistributedDataParallel(nn.Module):
         """Calls of `perform_slowmo` so far."""
         return self._sync.step
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "SlowMoDistributedDataParallel holds connections and cannot be copied or pickled: copy "
+            "or pickle model.module, and save with laconic.save or model.state_dict() on every rank"
+        )
+
     def get_extra_state(self) -> Mapping[str, Any]:
         """SlowMo's own state on this rank, which `state_dict` stores beside the module's, whose
         keys are as without the wrapper; starts no communication. Every rank saves its own."""
