@@ -119,7 +119,7 @@ def attach(
     sync.record(places)
     if scaler is not None:
         _count_skipped_steps(scaler)
-    _attached[optimizer] = weakref.ref(sync)
+    claim(optimizer, sync)
     if link is not None:
         _carried[link] = weakref.ref(sync)
     return sync
@@ -146,9 +146,19 @@ def _check(model: nn.Module, optimizer: Optimizer, recipe: Recipe) -> None:
         raise ValueError("the optimizer holds no parameter of the model")
     if any(p.device.type == "meta" for p in params):
         raise ValueError("the model's parameters are on the meta device: materialise them first")
+    check_free(optimizer)
+
+
+def check_free(optimizer: Optimizer) -> None:
+    """Raise ``ValueError`` if a synchroniser follows ``optimizer`` already."""
     before = _synchronizer(optimizer)
     if before is not None and before.attached:
         raise ValueError("this optimizer is attached already: call sync.detach() first")
+
+
+def claim(optimizer: Optimizer, sync: Synchronizer) -> None:
+    """``sync`` follows ``optimizer`` from now on."""
+    _attached[optimizer] = weakref.ref(sync)
 
 
 def _count_skipped_steps(scaler: torch.amp.GradScaler) -> None:

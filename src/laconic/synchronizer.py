@@ -285,7 +285,9 @@ class Synchronizer:
 
     @torch.no_grad()
     def count(self) -> None:
-        """Count the step of the optimiser."""
+        """Count the step of the optimiser, or the one that it did not take."""
+        if not self._in_step:
+            self._skip()
         self.step += 1
         self._in_step = False
         self._status("computing")
@@ -458,10 +460,13 @@ class Synchronizer:
         """Count a step that the optimiser did not take: a GradScaler skips one after an overflow,
         on this rank alone perhaps, and ranks that disagree on the step would wait in vain."""
         with torch.no_grad():
-            self._before_step(closure=False)
-            if self._scores is not None:
-                self._scores.skip_step()
+            self._skip()
             self._after_step(skipped=True)
+
+    def _skip(self) -> None:
+        self._before_step(closure=False)
+        if self._scores is not None:
+            self._scores.skip_step()
 
     def detach(self) -> None:
         """Take the hooks off the optimiser and the parameters; no communication. The model keeps
