@@ -28,6 +28,10 @@ GROUPS = ["tests/test_exactness.py", "-k", "groups_of_workers"]
 MORE = ["tests/test_exactness.py", "-k", "more_workers"]
 TRAFFIC = ["tests/test_traffic.py", "-k", "not process"]
 RESUME = ["tests/test_resume.py", "-k", "own or alike or older or size_of"]
+COMM = ["tests/test_comm_optimizer.py", "-k", "not process and not skips and not differ"]
+SKIPS = ["tests/test_comm_optimizer.py", "-k", "skips"]
+RESUMES = ["tests/test_comm_optimizer.py", "-k", "resume"]
+DIFFER = ["tests/test_comm_optimizer.py", "-k", "differ or world"]
 
 MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     # x <- mean(y) + (x - y)
@@ -130,6 +134,38 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("topology.py", "if rank in out[r]} for", "if r in out[rank]} for", TOPOLOGY),
     # what may go on with another number of workers
     ("checkpoint.py", 'if slot == "private":', "if False:", RESUME),
+    # CommOptimizer: a period of 4 is 4; observe, pull, then communicate; copies and saved state
+    ("dist_optimizer.py", "self.counter >= self.comm_period", "self.counter >= self.comm_period - 1", COMM),
+    ("dist_optimizer.py", "self.comm_train_step()\n            self.counter = 0", "self.comm_train_step()", COMM),
+    ("dist_optimizer.py", "self.dist_train_step()\n        self.local_pulling_step()", "self.local_pulling_step()\n        self.dist_train_step()", COMM),
+    ("dist_optimizer.py", "self._joined.pull()", "pass", COMM),
+    ("dist_optimizer.py", "self._joined.observe()", "pass", COMM),
+    ("dist_optimizer.py", "communicate(now=True)", "communicate()", COMM),
+    ("dist_optimizer.py", "c, pull=self.local_pulling_strength", "c, pull=0.0", COMM),
+    ("dist_optimizer.py", "pull=c, drift=p", "pull=p, drift=c", COMM),
+    ("dist_optimizer.py", "tensor.copy_(values)", "pass", COMM),
+    ("dist_optimizer.py", 'if not afresh:\n                sync.load_state_dict(start["sync"])', "pass", COMM),
+    ("dist_optimizer.py", 'self._sync = start["counter"], AFRESH, sync', "self._sync = 0, AFRESH, sync", COMM),
+    ("dist_optimizer.py", 'self._sync.load_state_dict(start["sync"])\n                self.counter = start["counter"]', 'self._sync.load_state_dict(start["sync"])', RESUMES),
+    ("dist_optimizer.py", 'self._sync.load_state_dict(start["sync"])', "pass", RESUMES),
+    ("dist_optimizer.py", "self._sync.detach()\n            self._sync, self._start = None, start\n            self.join()", "pass", COMM),
+    ("dist_optimizer.py", "except BaseException:\n            sync.detach()", "except BaseException:", COMM),
+    ("dist_optimizer.py", "0 < share < 1", "False", COMM),
+    ("dist_optimizer.py", "set(sizes) != {world.size}", "False", COMM),
+    ("dist_optimizer.py", "set(sizes) != {world.size}", "self.world_size != world.size", DIFFER),
+    ("dist_optimizer.py", "(*own, *self.held())", "own", COMM),
+    ("dist_optimizer.py", "claim(self.local_optimizer, sync)", "pass", COMM),
+    ("synchronizer.py", "if not self._in_step:\n            self._skip()", "pass", SKIPS),
+    ("comm_optimizer.py", "_step_supports_amp_scaling = True  #", "_never = True  #", SKIPS),
+    ("comm_optimizer.py", "if float(found):", "if False:", COMM),
+    ("comm_optimizer.py", "inner.grad_scale, inner.found_inf = scale, found", "inner.grad_scale, inner.found_inf = None, found", COMM),
+    ("comm_optimizer.py", "if scale is not None:", "if False:", COMM),
+    ("comm_optimizer.py", "and not self._told:", "and True:", COMM),
+    ("comm_optimizer.py", "dist.report_loss(loss)", "pass", COMM),
+    ("comm_optimizer.py", "self._told = False\n", "pass\n", COMM),
+    ("comm_optimizer.py", "self.optimizer.add_param_group(param_group)", "super().add_param_group(param_group)", COMM),
+    ("comm_optimizer.py", "self.optimizer.zero_grad(set_to_none)", "self.optimizer.zero_grad()", COMM),
+    ("comm_optimizer.py", "state = state if changed is None else changed", "pass", COMM),
     # bytes
     ("links/cost.py", "return Cost(2 * (n - 1) * size // n", "return Cost(2 * n * size // n", LEDGER),
     ("links/cost.py", "return Cost((n - 1) * size // n", "return Cost(size", LEDGER),

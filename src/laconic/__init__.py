@@ -2,6 +2,8 @@
 
 from laconic import links, recipes, topology
 from laconic.attach import attach, init
+from laconic.comm_optimizer import CommOptimizer
+from laconic.dist_optimizer import EASGD, LSGD, DistOptimizer
 from laconic.errors import LinkError
 from laconic.gossip_graphs import (
     DynamicBipartiteExponentialGraph,
@@ -37,8 +39,12 @@ from laconic.synchronizer import Stats, Synchronizer
 __version__ = "0.1.0"
 
 __all__ = [
+    "EASGD",
+    "LSGD",
     "Arrival",
     "Clock",
+    "CommOptimizer",
+    "DistOptimizer",
     "DynamicBipartiteExponentialGraph",
     "DynamicBipartiteLinearGraph",
     "DynamicDirectedExponentialGraph",

@@ -119,14 +119,14 @@ def attach(
     sync.record(places)
     if scaler is not None:
         _count_skipped_steps(scaler)
-    remember(optimizer, sync)
+    claim(optimizer, sync)
     if link is not None:
         _carried[link] = weakref.ref(sync)
     return sync
 
 
-def remember(optimizer: Optimizer, sync: Synchronizer) -> None:
-    """``sync`` follows ``optimizer``."""
+def claim(optimizer: Optimizer, sync: Synchronizer) -> None:
+    """``sync`` follows ``optimizer`` from now on."""
     _attached[optimizer] = weakref.ref(sync)
 
 
@@ -172,8 +172,8 @@ def _count_skipped_steps(scaler: torch.amp.GradScaler) -> None:
         sync = synchronizer_of(optimizer)
         before = None if sync is None else sync.step
         result = original(optimizer, *args, **kwargs)
-        if sync is not None and sync.hooked and sync.step == before:
-            sync.step_skipped()
+        if sync is not None and sync.attached and sync.hooked and sync.step == before:
+            sync.advance()
         return result
 
     scaler.step = step  # type: ignore[method-assign]

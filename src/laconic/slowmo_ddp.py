@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from laconic.attach import check_free, remember
+from laconic.attach import check_free, claim
 from laconic.errors import check_bool, check_float, check_int
 from laconic.exchanges import Alone, Mean, Push, ShardedMean
 from laconic.gossip_graphs import GraphManager, NPeerDynamicDirectedExponentialGraph, UniformMixing
@@ -302,7 +302,7 @@ class SlowMoDistributedDataParallel(nn.Module):
                 stacklevel=2,
             )
         self._sync.bind(optimizer)
-        remember(optimizer, self._sync)
+        claim(optimizer, self._sync)
         self._put_back()
 
     def _bind_moved(self, optimizer: Optimizer) -> None:

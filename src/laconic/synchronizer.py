@@ -278,18 +278,20 @@ class Synchronizer:
         self._recorder.after_step(skipped=skipped)
 
     def advance(self) -> None:
-        """The step of a bound optimiser is done: what follows it is run. A step that a GradScaler
-        skipped, on this rank perhaps, counts too."""
-        if self._in_step:
-            self._after_step()
-        else:
-            self.step_skipped()
+        """The optimiser's step is done, which no hook told: what follows it is run. One that it did
+        not take counts, too: a GradScaler skips one after an overflow, on this rank alone perhaps,
+        and ranks that disagree on the step would wait in vain."""
+        self._after_step(skipped=not self._in_step)
 
     # -- the parts of what follows a step, for a front end that has them apart ----
 
     @torch.no_grad()
     def count(self) -> None:
-        """Count the step of the optimiser."""
+        """Count the step of the optimiser, or the one that it did not take."""
+        if not self._in_step:
+            self.begin_step(closure=False)
+            if self._scores is not None:
+                self._scores.skip_step()
         self.step += 1
         self._in_step = False
         self._status("computing")
@@ -457,15 +459,6 @@ class Synchronizer:
     def attached(self) -> bool:
         """Whether the optimiser's steps still run the rounds."""
         return bool(self._handles)
-
-    def step_skipped(self) -> None:
-        """Count a step that the optimiser did not take: a GradScaler skips one after an overflow,
-        on this rank alone perhaps, and ranks that disagree on the step would wait in vain."""
-        with torch.no_grad():
-            self.begin_step(closure=False)
-            if self._scores is not None:
-                self._scores.skip_step()
-            self._after_step(skipped=True)
 
     def detach(self) -> None:
         """Take the hooks off the optimiser and the parameters; no communication. The model keeps
