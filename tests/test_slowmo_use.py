@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
 import io
 import json
 import logging
@@ -495,14 +497,12 @@ def test_a_call_out_of_order_is_an_error_that_says_so() -> None:
 
 
 def test_parameters_outside_the_optimizer_are_named() -> None:
-    def run(rank: int) -> bool:
+    def run(rank: int) -> None:
         model, _ = tiny(rank)
-        some = torch.optim.SGD(list(model.parameters())[:2], lr=0.1)
-        with pytest.warns(UserWarning, match="2 trainable parameters of the module are not in"):
-            go(model, some, rank, 1)
-        return True
+        go(model, torch.optim.SGD(list(model.parameters())[:2], lr=0.1), rank, 1)
 
-    assert simulate(run, 2) == [True, True]
+    with pytest.warns(UserWarning, match="2 trainable parameters of the module are not in"):
+        simulate(run, 2)
 
 
 # -- profile and logs ----
@@ -552,3 +552,424 @@ def test_verbose_logs_a_line_of_json_for_every_call(caplog: pytest.LogCaptureFix
     own = [r for r in records if r["rank"] == 1 and r["event"] == "steps"]
     assert [r["step"] for r in own] == [1, 2, 3, 4, 5, 6]
     assert [call["name"] for call in own[5]["calls"]] == ["SlowMomentum round"]
+
+
+# -- what users do ----
+
+
+def test_half_and_full_precision_in_one_module_with_masters_for_some() -> None:
+    """The node's gradients are the same at every step, masters or not."""
+
+    def run(rank: int) -> list[bool]:
+        torch.manual_seed(rank)
+        half, norm = nn.Linear(6, 6).half(), nn.LayerNorm(6)
+        module = nn.ModuleList([half, norm])
+        model = SlowMoDistributedDataParallel(module, 2, slowmo_frequency=6)
+        masters = [p.detach().float() for p in half.parameters()]
+        masters += list(norm.parameters())
+        optimizer = torch.optim.SGD(masters, lr=0.1)
+        same = []
+        for x in loop.batches(rank, 4):
+            norm(half(x[:, :6].half()).float()).square().sum().backward()
+            flat = torch.cat(
+                [p.grad.float().view(-1) for p in module.parameters() if p.grad is not None]
+            )
+            with torch.no_grad():
+                for p, master in zip(half.parameters(), masters, strict=False):
+                    assert p.grad is not None
+                    master.grad = p.grad.float()
+            optimizer.step()
+            model.zero_grad(set_to_none=True)
+            model.perform_slowmo(optimizer, masters)
+            same.append(flat)
+        return same
+
+    runs = simulate(run)
+    for t in range(4):
+        assert torch.equal(runs[0][t], runs[1][t]) and torch.equal(runs[2][t], runs[3][t])
+
+
+def test_sharded_modules_are_refused(pool: gloo.Pool) -> None:
+    messages = pool.run(_sharded, ranks=4)
+    assert all("use laconic.attach(..., laconic.slowmo(...), mesh=)" in m for m in messages)
+
+
+def _sharded(rank: int) -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    module = nn.Linear(4, 4)
+    fully_shard(module, mesh=init_device_mesh("cpu", (4,)))
+    with pytest.raises(ValueError) as caught:
+        SlowMoDistributedDataParallel(module, 1)
+    return str(caught.value)
+
+
+def test_finish_and_consensus_are_the_mean_and_lose_no_progress() -> None:
+    """Also where no slow step has come yet, with its anchor at the start."""
+
+    def run(rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        model, optimizer = tiny(rank)
+        own = go(model, optimizer, rank, 10)[-1]
+        with model.consensus() as module:
+            inside = loop.flat(module)
+        back = loop.flat(model)
+        model.finish()
+        return own, inside, back, loop.flat(model)
+
+    runs = simulate(run)
+    mean = torch.stack([own for own, _, _, _ in runs]).mean(0)
+    for own, inside, back, end in runs:
+        assert torch.equal(own, back)
+        assert torch.allclose(inside, mean, rtol=0, atol=1e-6)
+        assert torch.equal(end, inside)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_parameters_that_are_not_the_modules(alike: bool) -> None:
+    """They are averaged too, gradients in the node included, if they start alike."""
+
+    def run(rank: int) -> Tensor:
+        model, _ = tiny(rank, nprocs_per_node=2, localsgd_frequency=1, slowmo_momentum=0.0)
+        scale = nn.Parameter(torch.ones(1) if alike else torch.tensor([1.0 + rank]))
+        optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
+        for x in loop.batches(rank, 3):
+            (scale * (rank + 1) + model(x[:, :6]).mean() * 0).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.perform_slowmo(optimizer)
+        return scale.detach().clone()
+
+    if alike:
+        for found in simulate(run):
+            assert torch.allclose(found, torch.tensor([1 - 3 * 0.1 * 2.5]))
+    else:
+        with pytest.raises(ValueError, match="put parameters of your own into the module"):
+            simulate(run)
+
+
+def test_another_optimizer_over_the_same_parameters_takes_over_with_its_lr() -> None:
+    def run(rank: int, fresh: bool) -> Tensor:
+        model, optimizer = tiny(rank, slowmo_frequency=3)
+        go(model, optimizer, rank, 4)
+        if fresh:
+            state = optimizer.state_dict()["state"]
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+            for index, p in enumerate(model.parameters()):
+                optimizer.state[p].update(state[index])
+        else:
+            optimizer.param_groups[0]["lr"] = 0.02
+        return go(model, optimizer, rank, 8)[-1]
+
+    changed, taken = (simulate(partial(run, fresh=fresh)) for fresh in (False, True))
+    assert all(map(torch.equal, changed, taken))
+
+
+class Unseen(torch.optim.SGD):
+    """Its instances' step() has none of torch's hooks."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.step = self._bare  # type: ignore[method-assign]
+
+    @torch.no_grad()
+    def _bare(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"])
+
+
+def test_an_optimizer_whose_first_step_is_not_seen_is_refused() -> None:
+    def run(rank: int) -> bool:
+        model, _ = tiny(rank)
+        optimizer = Unseen(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="no step of this optimizer was seen"):
+            go(model, optimizer, rank, 1)
+        return True
+
+    assert simulate(run, 2) == [True, True]
+
+
+def test_a_second_optimizer_of_the_same_module_is_an_error() -> None:
+    def run(rank: int) -> bool:
+        model, _ = tiny(rank)
+        halves = list(model.parameters())
+        body, head = (torch.optim.SGD(part, lr=0.1) for part in (halves[:2], halves[2:]))
+        model(torch.ones(1, 6)).sum().backward()
+        body.step()
+        with pytest.raises(ValueError, match="a second optimizer moves parameters of this module"):
+            head.step()
+        return True
+
+    assert simulate(run, 1) == [True]
+
+
+def test_one_optimizer_of_two_wrapped_modules_is_an_error_on_every_rank(pool: gloo.Pool) -> None:
+    assert pool.run(_two_wrapped, ranks=2) == [True, True]
+
+
+def _two_wrapped(rank: int) -> bool:
+    with loop.over_gloo(2):
+        one = SlowMoDistributedDataParallel(nn.Linear(2, 2), 1)
+    with loop.over_gloo(2):
+        other = SlowMoDistributedDataParallel(nn.Linear(2, 2), 1)
+    optimizer = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1)
+    (one(torch.ones(1, 2)) + other(torch.ones(1, 2))).sum().backward()
+    with pytest.raises(ValueError, match="one optimizer moves one wrapped module"):
+        optimizer.step()
+    return True
+
+
+def test_two_wrapped_modules_with_an_optimizer_each() -> None:
+    """As in adversarial training."""
+
+    def run(rank: int) -> list[Tensor]:
+        pairs = [tiny(rank, slowmo_frequency=6), tiny(10 + rank, slowmo_frequency=6)]
+        for _ in range(6):
+            for model, optimizer in pairs:
+                go(model, optimizer, rank, 1)
+        return [loop.flat(model) for model, _ in pairs]
+
+    runs = simulate(run)
+    assert all(torch.equal(run[k], runs[0][k]) for run in runs for k in (0, 1))
+    assert not torch.equal(runs[0][0], runs[0][1])
+
+
+def test_a_collective_of_the_users_after_a_skipped_first_step(pool: gloo.Pool) -> None:
+    """Nothing is sent while the optimiser steps, which one rank does not do."""
+    assert pool.run(_logs_in_between, ranks=2) == [True, True]
+
+
+def _logs_in_between(rank: int) -> bool:
+    import torch.distributed as dist
+
+    with loop.over_gloo(2):
+        model, optimizer = tiny(0, slowmo_frequency=3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        group = gloo._groups[2]
+        for t, x in enumerate(loop.batches(rank, 3)):
+            loss = model(x[:, :6]).square().mean() * (math.inf if (rank, t) == (1, 0) else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            dist.all_reduce(torch.ones(1), group=group)
+            scaler.update()
+            model.zero_grad(set_to_none=True)
+            model.perform_slowmo(optimizer)
+        return model.num_updates == 3
+
+
+def test_state_between_the_optimizers_step_and_the_call() -> None:
+    """With push weights other than 1 x is then not the model's; and going back without the call."""
+
+    def run(rank: int) -> tuple[bool, bool]:
+        graph = la.DynamicBipartiteExponentialGraph(rank, 3)
+
+        def make() -> tuple[SlowMoDistributedDataParallel, torch.optim.Optimizer]:
+            return tiny(rank, slowmo_base_algorithm=SGP, graph=graph)
+
+        def half_a_step(model: Any, optimizer: Any, x: Tensor) -> None:
+            model(x[:, :6]).square().mean().backward()
+            optimizer.step()
+
+        data = loop.batches(rank, 4)
+        model, optimizer = make()
+        go(model, optimizer, rank, 3)
+        good = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+        half_a_step(model, optimizer, data[0])
+        middle = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+        model.zero_grad()
+        model.perform_slowmo(optimizer)
+        end = loop.flat(model)
+
+        other, second = make()
+        go(other, second, rank, 1)
+        other.load_state_dict(middle[0])
+        second.load_state_dict(middle[1])
+        other.perform_slowmo(second)
+        resumed = torch.equal(loop.flat(other), end)
+
+        half_a_step(other, second, data[1])  # and no call: back to what was good
+        other.load_state_dict(good[0])
+        second.load_state_dict(good[1])
+        other.zero_grad()
+        half_a_step(other, second, data[0])
+        other.zero_grad()
+        other.perform_slowmo(second)
+        return resumed, torch.equal(loop.flat(other), end)
+
+    assert simulate(run, 3) == [(True, True)] * 3
+
+
+def test_one_node_without_a_slow_step_still_averages_buffers() -> None:
+    def run(rank: int) -> Tensor:
+        torch.manual_seed(0)
+        model = SlowMoDistributedDataParallel(Wide(), 2, slowmo_momentum=0.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for x in loop.batches(rank, 3):
+            model(x).square().mean().backward()
+            optimizer.step()
+            model.zero_grad()
+            model.perform_slowmo(optimizer)
+        means: Tensor = model.module.layers[1].running_mean  # type: ignore[index, assignment, union-attr]
+        return means.clone()
+
+    one, other = simulate(run, 2)
+    assert torch.equal(one, other) and bool(one.any())
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+class Cached(nn.Module):
+    """A buffer whose length follows the data, as that of positions does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 3)
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = torch.zeros(len(x))
+        out: Tensor = self.inner(x)
+        return out
+
+
+def test_a_buffer_whose_shape_follows_the_data() -> None:
+    def run(rank: int) -> Tensor:
+        torch.manual_seed(0)
+        model = SlowMoDistributedDataParallel(Cached(), 1, slowmo_frequency=3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for x in loop.batches(rank, 3):
+            model(x[: 4 + rank, :6]).square().mean().backward()
+            optimizer.step()
+            model.zero_grad()
+            model.perform_slowmo(optimizer)
+        return loop.flat(model)
+
+    one, other = simulate(run, 2)
+    assert torch.equal(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_compiled_optimizer_step() -> None:
+    def run(rank: int) -> tuple[Tensor, int]:
+        model, optimizer = tiny(rank, slowmo_frequency=3)
+        stepping = torch.compile(optimizer.step, backend="eager")
+        for x in loop.batches(rank, 6):
+            model(x[:, :6]).square().mean().backward()
+            stepping()
+            model.zero_grad(set_to_none=True)
+            model.perform_slowmo(optimizer)
+        return loop.flat(model), model.num_updates
+
+    (one, calls), (other, _) = simulate(run, 2)
+    assert torch.equal(one, other) and calls == 6
+
+
+def test_detached_it_averages_no_more_and_can_be_wrapped_again() -> None:
+    def run(rank: int) -> tuple[int, list[Tensor]]:
+        model, optimizer = tiny(rank, slowmo_frequency=3)
+        go(model, optimizer, rank, 3)
+        model.detach()
+        before = model.stats().bytes_sent
+        go(model, optimizer, rank, 3)
+        assert model.stats().bytes_sent == before and model.num_updates == 3
+        again = SlowMoDistributedDataParallel(model.module, 1, slowmo_frequency=3)
+        return again.num_updates, go(again, optimizer, rank, 3)
+
+    runs = simulate(run, 2)
+    assert runs[0][0] == 0 and torch.equal(runs[0][1][2], runs[1][1][2])
+
+
+def test_a_wrapper_that_is_dropped_leaves_nothing_behind() -> None:
+    def run(rank: int) -> int:
+        module = nn.Linear(6, 3)
+        for _ in range(3):
+            SlowMoDistributedDataParallel(module, 2)
+            gc.collect()
+        hooks = [p._post_accumulate_grad_hooks for p in module.parameters()]
+        return sum(len(h or ()) for h in hooks)
+
+    assert simulate(run, 2) == [0, 0]
+
+
+def test_channels_last_half_precision_with_masters() -> None:
+    def run(rank: int) -> Tensor:
+        torch.manual_seed(rank)
+        inner = nn.Conv2d(3, 4, 3).half().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model = SlowMoDistributedDataParallel(inner, 1, slowmo_frequency=3)
+        masters = [p.detach().float() for p in inner.parameters()]
+        optimizer = torch.optim.SGD(masters, lr=0.1)
+        for step in range(3):
+            for master in masters:
+                master.grad = torch.full_like(master, float(rank + step))
+            optimizer.step()
+            model.perform_slowmo(optimizer, masters)
+        assert inner.weight.is_contiguous(memory_format=torch.channels_last)
+        assert all(map(torch.equal, inner.parameters(), (m.half() for m in masters)))
+        return loop.flat(model)
+
+    one, other = simulate(run, 2)
+    assert torch.equal(one, other)
+
+
+def test_arguments_that_are_wrong_on_one_rank_are_an_error_on_all() -> None:
+    def run(rank: int) -> str:
+        with pytest.raises(ValueError) as caught:
+            SlowMoDistributedDataParallel(
+                nn.Linear(2, 2), 1, slowmo_base_algorithm=SGP, graph=la.RingGraph(0, 3)
+            )
+        return str(caught.value)
+
+    messages = simulate(run, 3)
+    assert messages[0] == "ranks [1, 2] were given arguments that do not fit: see there"
+    assert all("graph is of node 0 of 3, where this is node" in m for m in messages[1:])
+
+
+def test_settings_are_fixed_when_the_module_is_wrapped() -> None:
+    def run(rank: int) -> bool:
+        model, _ = tiny(rank)
+        for name in ("slowmo_momentum", "slowmo_frequency", "slowmo_num_shards"):
+            with pytest.raises(AttributeError, match=f"{name} is fixed when the module is wrapped"):
+                setattr(model, name, 0.1)
+        return True
+
+    assert simulate(run, 1) == [True]
+
+
+def test_a_trace_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor is one begun where the user has a profiler at work."""
+    link = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    model, optimizer = la.simulate(
+        lambda rank: tiny(rank, profile_mode=True, slowmo_frequency=3), workers=1
+    )[0]
+    profile = model._profile
+    assert profile is not None
+    profile._traces = True
+    with link:
+        go(model, optimizer, 0, 6)
+    assert "torch profiler trace" not in capsys.readouterr().out
+    assert any("slowmo" in event.name for event in link.events() or ())
+
+    model, optimizer = la.simulate(
+        lambda rank: tiny(rank, profile_mode=True, slowmo_frequency=3), workers=1
+    )[0]
+    profile = model._profile
+    assert profile is not None
+    profile._traces = True
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.warns(UserWarning, match="no torch profiler trace"):
+        go(model, optimizer, 0, 6)

@@ -122,8 +122,9 @@ class Profile:
         if self._profiler is not None:
             global _tracing
             self._profiler.stop()
-            path = Path(f"slowmo_trace.rank{self._rank}.json").resolve()
+            path = Path(f"slowmo_trace.rank{self._rank}.json")
             try:
+                path = path.resolve()
                 self._profiler.export_chrome_trace(str(path))
                 if self._rank == 0:
                     sys.stdout.write(f"torch profiler trace: {path}\n")

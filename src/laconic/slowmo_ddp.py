@@ -352,21 +352,6 @@ class SlowMoDistributedDataParallel(nn.Module):
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if any(p.device.type != self._device.type for p in held):
             raise ValueError(f"the module was on {self._device} when it was wrapped: move it first")
-        known = {id(p) for p in held}
-        own = [p for p in self.module.parameters() if p.requires_grad]
-        left = sum(id(p) not in known for p in own)
-        if left and not self._masters:
-            warnings.warn(
-                f"{left} trainable parameters of the module are not in the optimizer, and are not "
-                "averaged",
-                stacklevel=2,
-            )
-        if not self._masters and any(p.dtype == torch.float16 for p in held):
-            warnings.warn(
-                "the optimizer moves float16 parameters: float32 masters, passed as fp32_params=, "
-                "lose less",
-                stacklevel=2,
-            )
         self._before_step.clear()
         self._sync.bind(optimizer)
         claim(optimizer, self._sync)
@@ -385,6 +370,24 @@ class SlowMoDistributedDataParallel(nn.Module):
         """What had to wait until all ranks do the same."""
         self._agreed = True
         self._sync.agree_on_binding(self._common_start, self._problem)
+        bound = self._sync.bound
+        assert bound is not None, "binding comes first"
+        held = [p for group in bound.param_groups for p in group["params"]]
+        known = {id(p) for p in held}
+        own = [p for p in self.module.parameters() if p.requires_grad]
+        left = sum(id(p) not in known for p in own)
+        if left and not self._masters:
+            warnings.warn(
+                f"{left} trainable parameters of the module are not in the optimizer, and are not "
+                "averaged",
+                stacklevel=2,
+            )
+        if not self._masters and any(p.dtype == torch.float16 for p in held):
+            warnings.warn(
+                "the optimizer moves float16 parameters: float32 masters, passed as fp32_params=, "
+                "lose less",
+                stacklevel=2,
+            )
 
     def _bind_moved(self, optimizer: Optimizer) -> None:
         """To an optimiser whose step was not seen to move the module's own parameters: it was
