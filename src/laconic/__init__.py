@@ -20,6 +20,7 @@ from laconic.recipes import (
     slowmo,
 )
 from laconic.round import Arrival, Clock, Exchange, Recipe, Round, Update
+from laconic.saving import load, save
 from laconic.schedules import after, any_of, every, until
 from laconic.synchronizer import Stats, Synchronizer
 
@@ -51,10 +52,12 @@ __all__ = [
     "hierarchical",
     "init",
     "links",
+    "load",
     "local_sgd",
     "lsgd",
     "post_local_sgd",
     "recipes",
+    "save",
     "sgp",
     "simulate",
     "slowmo",

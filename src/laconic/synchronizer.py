@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,6 +37,10 @@ from laconic.tensors import (
     optimizer_state,
 )
 from laconic.updates import Average, Mix, Replace
+
+SAVE = "laconic.save (a call of every rank, as each has state of its own)"
+LOAD = "laconic.load"
+"""The calls of `Synchronizer.gathering`, as errors name them on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,7 @@ class Synchronizer:
         window = max((r.exchange.scored for r in recipe), default=0)
         self._scores = Scores(self._held, window) if window else None
         self._recorder = Recorder()
+        self._in_consensus = False
         self.step = 0
         """Optimiser steps taken since `laconic.attach`."""
         self._agree_on_setup()
@@ -166,6 +172,8 @@ class Synchronizer:
             "consensus()",
             "mean()",
             "load_state_dict()",
+            SAVE,
+            LOAD,
         ]
         if len(self._names) > 256:
             raise ValueError(f"a recipe has at most 240 rounds, not {len(self._recipe)}")
@@ -364,6 +372,7 @@ class Synchronizer:
         tensors = [*self._held(), *self._model.buffers()]
         self._call("consensus()", self.step)
         kept = [local(t).clone() for t in tensors]
+        self._in_consensus = True
         try:
             self._write_consensus()
             self._status("in consensus()")
@@ -371,6 +380,7 @@ class Synchronizer:
         finally:
             for tensor, values in zip(tensors, kept, strict=True):
                 local(tensor).copy_(values)
+            self._in_consensus = False
             self._status("computing")
 
     def consensus_state_dict(self) -> dict[str, Any]:
@@ -481,6 +491,39 @@ class Synchronizer:
             raise ValueError(problem or f"ranks {failed} could not load their state: see there")
         for put_back in loaded:
             put_back()
+
+    @property
+    def rank(self) -> int:
+        """This process's place among all ranks."""
+        return self._world.rank
+
+    @property
+    def workers(self) -> int:
+        """Number of workers."""
+        return self._workers.size
+
+    @contextmanager
+    def gathering(self, call: str) -> Iterator[Callable[[Any], list[Any]]]:
+        """A context for `SAVE` or `LOAD`, which every rank must enter: yields a function that
+        returns what each rank passes to it (anything that JSON holds), by rank."""
+        if self._in_consensus:
+            raise ValueError(
+                "inside sync.consensus() the model holds the consensus weights and not this "
+                "worker's own: save and load outside it"
+            )
+
+        def gather(note: Any) -> list[Any]:
+            self._call(call, self.step if call == SAVE else 0)  # before loading, steps may differ
+            own = torch.tensor(list(json.dumps(note).encode()), dtype=torch.uint8)
+            lengths = self._gather(torch.tensor([len(own)])).flatten().tolist()
+            padded = torch.zeros(max(lengths), dtype=torch.uint8)
+            padded[: len(own)] = own
+            rows = self._gather(padded).tolist()
+            self._status(f"in {call}")
+            return [json.loads(bytes(row[:n])) for row, n in zip(rows, lengths, strict=True)]
+
+        yield gather
+        self._status("computing")
 
     def _load(
         self, parts: Sequence[Mapping[str, Any]], loaded: list[Callable[[], None]]
