@@ -6,13 +6,15 @@
 Ranks may share the directory, or each host may have its own. A save of serial s has three parts,
 and each begins when the one before it is known to be done on all ranks:
 
-1. every rank writes its file of serial s, and a manifest under another name;
+1. every rank writes its file of serial s, which no manifest names yet, and a manifest under another
+   name;
 2. every rank renames that manifest to its place;
 3. every rank deletes what is older than s.
 
 So where any manifest says s all files of s are there, and while any says less those of before are
 there, too: however a save ends, the newest manifest that a rank can see belongs to a checkpoint
-that is whole, and `load` takes this one.
+that is whole, and `load` takes this one. The next save has a higher serial than anything that is
+there, and deletes what one that was cut short has left.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ T = TypeVar("T")
 VERSION = 1
 MANIFEST = "laconic.json"
 _FORMAT = "laconic checkpoint"
-_NAME = re.compile(r"rank-\d+-of-\d+\.(\d+)\.(pt|pt\.tmp|json\.tmp)")
+_NAME = re.compile(r"rank-\d+-of-\d+\.(\d+)\.(pt|json)")
 _MOST_LETTERS = 400
 _EVERY_RANK = (
     "laconic.save is a call of every rank, never of one alone: each worker holds parameters, "
@@ -290,23 +292,21 @@ class _Watched(io.BufferedWriter):
 
 
 def _write(file: Path, payload: Mapping[str, Any]) -> None:
-    """``payload`` as ``file``, which is there whole or not at all."""
-    temporary = file.with_name(f"{file.name}.tmp")
-    with _Watched(io.FileIO(temporary, "w")) as opened:
+    """``payload`` as ``file``, on disk but for its name. Raises ``ValueError`` where it is not
+    plain."""
+    with _Watched(io.FileIO(file, "w")) as opened:
         try:
             torch.save(payload, opened)
         except (RuntimeError, OSError) as error:
             raise opened.error or error from error
         opened.flush()
         os.fsync(opened.fileno())
-    foreign = torch.serialization.get_unsafe_globals_in_checkpoint(str(temporary))
+    foreign = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
     if foreign:
         raise ValueError(
             f"the state holds {', '.join(sorted(foreign))}, which is no plain data: save numbers, "
             "strings, tensors, and lists and dicts of these"
         )
-    os.replace(temporary, file)
-    _sync_folder(file.parent)
 
 
 def _read(file: Path, manifest: _Manifest, rank: int, *, mapped: bool = False) -> dict[str, Any]:
@@ -338,7 +338,7 @@ def _save(folder: Path, parts: _Parts, others: dict[str, Any], all_ranks: _AllRa
     def prepare() -> tuple[int, str]:
         _check_names(others)
         _make_folder(folder)
-        return max(0, *_serials(folder).values(), _current_serial(folder)), secrets.token_hex(8)
+        return max(_serials(folder).values(), default=0), secrets.token_hex(8)
 
     found = all_ranks.share(prepare)
     manifest = _Manifest(
@@ -349,34 +349,27 @@ def _save(folder: Path, parts: _Parts, others: dict[str, Any], all_ranks: _AllRa
         step=parts.sync.step,
     )
     own = manifest.file(folder, rank)
-    prepared = own.with_suffix(".json.tmp")
+    prepared = own.with_suffix(".json")
 
-    def write() -> None:
+    def write_files() -> None:
         _write(own, {"token": manifest.token, "rank": rank, **_state(parts, others)})
         with prepared.open("w") as opened:
             opened.write(manifest.text())
             opened.flush()
             os.fsync(opened.fileno())
+        _sync_folder(folder)
 
     def commit() -> None:
         os.replace(prepared, folder / MANIFEST)
         _sync_folder(folder)
 
     try:
-        all_ranks.do(write)
+        all_ranks.do(write_files)
     except (OSError, ValueError):  # known to all, so none commits; after a LinkError some may have
         _delete(folder, lambda name, s: s == manifest.serial and name.startswith(f"rank-{rank}-"))
         raise
     all_ranks.do(commit)
     _delete(folder, lambda _, serial: serial < manifest.serial)
-
-
-def _current_serial(folder: Path) -> int:
-    try:
-        manifest = _read_manifest(folder)
-    except ValueError:  # damaged: it is replaced
-        return 0
-    return 0 if manifest is None else int(manifest["serial"])
 
 
 def _delete(folder: Path, unwanted: Callable[[str, int], bool]) -> None:
@@ -527,7 +520,8 @@ def _load(
         parts.sync.load_state_dict(found.sync)
     except (OSError, ValueError):
         for back in undo:
-            back()
+            with suppress(Exception):  # of what could not load: the first error is the one to tell
+                back()
         raise
     if found.random is not None:
         _put_random_state(found.random)
