@@ -28,6 +28,8 @@ GROUPS = ["tests/test_exactness.py", "-k", "groups_of_workers"]
 MORE = ["tests/test_exactness.py", "-k", "more_workers"]
 TRAFFIC = ["tests/test_traffic.py", "-k", "not process"]
 RESUME = ["tests/test_resume.py", "-k", "own or alike or older or size_of"]
+SAVING = ["tests/test_saving.py", "-k", "any_line or any_agreement or on_disk or cannot_rename"]
+LOADING = ["tests/test_saving.py", "-k", "changes_nothing or bit_for_bit and not sharded or apart"]
 
 MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     # x <- mean(y) + (x - y)
@@ -130,6 +132,19 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("topology.py", "if rank in out[r]} for", "if r in out[rank]} for", TOPOLOGY),
     # what may go on with another number of workers
     ("checkpoint.py", 'if slot == "private":', "if False:", RESUME),
+    # a checkpoint on disk is whole, or not there
+    ("saving.py", "        all_ranks.do(write_files)\n", "        write_files()\n", SAVING),
+    ("saving.py", "    all_ranks.do(commit)\n", "    commit()\n", SAVING),
+    ("saving.py", "except (OSError, ValueError):  # known", "except BaseException:  # known", SAVING),
+    ("saving.py", "serial < manifest.serial", "serial <= manifest.serial", SAVING),
+    ("saving.py", "for newest, _ in found) + 1", "for newest, _ in found)", SAVING),
+    ("saving.py", "serial = max(manifest.serial", "serial = min(manifest.serial", SAVING),
+    ("saving.py", "        os.fsync(opened.fileno())\n    foreign", "    foreign", SAVING),
+    ("saving.py", "archive.testzip()", "None", LOADING),
+    ("saving.py", 'payload.get("token") != manifest.token', "False", LOADING),
+    ("saving.py", "                back()\n", "                pass\n", LOADING),
+    ("saving.py", "        _check_at_rest(sync)\n", "", LOADING),
+    ("saving.py", '    torch.set_rng_state(saved["torch"])\n', "", LOADING),
     # bytes
     ("links/cost.py", "return Cost(2 * (n - 1) * size // n", "return Cost(2 * n * size // n", LEDGER),
     ("links/cost.py", "return Cost((n - 1) * size // n", "return Cost(size", LEDGER),

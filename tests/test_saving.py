@@ -579,7 +579,8 @@ def full_disk(rank: int) -> Iterator[None]:
 
 
 def save_on_a_full_disk(rank: int, connection: Any, base: Path) -> None:
-    connection.send(two_saves(rank, base, full_disk))
+    big = {"big": torch.zeros(100_000)}  # more than a buffer takes
+    connection.send(two_saves(rank, base, full_disk, lambda r: big))
 
 
 def test_a_full_disk_of_one_rank_is_an_error_on_all(context: Any, tmp_path: Path) -> None:
@@ -799,13 +800,23 @@ def flip_a_bit(path: Path) -> None:
 class Planted:
     """What runs when it is unpickled."""
 
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
     def __reduce__(self) -> Any:
-        return os.system, ("touch /tmp/laconic-was-here",)
+        return os.system, (f"touch {self.mark}",)
 
 
 def plant_code(path: Path) -> None:
     (file,) = path.glob("*.pt")
-    torch.save({**torch.load(file), "more": Planted()}, file)
+    torch.save({**torch.load(file), "more": Planted(path / "was")}, file)
+
+
+def spoil_random_state(path: Path) -> None:
+    (file,) = path.glob("*.pt")
+    saved = torch.load(file)
+    saved["random"]["torch"] = torch.zeros(3, dtype=torch.uint8)
+    torch.save(saved, file)
 
 
 def replace_file(content: bytes) -> Callable[[Path], None]:
@@ -899,6 +910,7 @@ REFUSED = {
         "rank 1: laconic.json is damaged",
         lambda path: (path / saving.MANIFEST).write_text("[1]") and None,
     ),
+    "random state that is none": Refused("rank 1: RuntimeError: ", spoil_random_state),
     "another version": Refused(
         "rank 1: laconic.json is not of version 1", rewrite(lambda said: said.update(version=2))
     ),
@@ -953,7 +965,7 @@ def test_what_cannot_be_loaded_changes_nothing_on_any_rank(name: str, tmp_path: 
         return f"ValueError {caught.value}".replace(f"host{rank}", "host")
 
     check_told(la.simulate(run, workers=2), "ValueError", case.text)
-    assert not Path("/tmp/laconic-was-here").exists()
+    assert not (tmp_path / "host1" / "was").exists(), "code in a file was run"
 
 
 def everything(run: Run) -> dict[str, Any]:
@@ -1021,6 +1033,29 @@ def test_others_come_back(tmp_path: Path) -> None:
         assert own.optimizer.param_groups[0]["lr"].dtype == np.float64, "saving changed the run"
 
     la.simulate(run, workers=2)
+
+
+def test_the_current_cards_generator_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where CUDA is in use; a stand-in for its generator, as these tests need no card."""
+    card = [torch.arange(16, dtype=torch.uint8)]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: card[0].clone())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: card.__setitem__(0, state))
+
+    def run(rank: int) -> None:
+        own = Run(la.ddp(), rank)
+        own.save(tmp_path)
+        card[0] = card[0] + 1
+        own.load(tmp_path)
+        assert card[0].tolist() == list(range(16))
+        card[0] = torch.zeros(4, dtype=torch.uint8)
+        with pytest.raises(ValueError, match="CUDA generator's state"):
+            own.load(tmp_path)
+
+    la.simulate(run, workers=1)
 
 
 def test_ranks_that_save_after_different_steps_are_told(tmp_path: Path) -> None:

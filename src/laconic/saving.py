@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import io
 import json
 import os
 import pickle
@@ -278,27 +277,15 @@ def _make_folder(folder: Path) -> None:
         _sync_folder(made.parent)
 
 
-class _Watched(io.BufferedWriter):
-    """A file that remembers why writing failed: `torch.save` raises something else."""
-
-    error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-
 def _write(file: Path, payload: Mapping[str, Any]) -> None:
     """``payload`` as ``file``, on disk but for its name. Raises ``ValueError`` where it is not
     plain."""
-    with _Watched(io.FileIO(file, "w")) as opened:
+    with file.open("wb") as opened:
         try:
             torch.save(payload, opened)
-        except (RuntimeError, OSError) as error:
-            raise opened.error or error from error
+        except RuntimeError as error:  # torch's own, of what the file said
+            cause = error.__context__
+            raise cause if isinstance(cause, OSError) else error from error
         opened.flush()
         os.fsync(opened.fileno())
     foreign = torch.serialization.get_unsafe_globals_in_checkpoint(str(file))
@@ -460,8 +447,9 @@ def _check_random_state(saved: Mapping[str, Any]) -> None:
     torch.Generator().set_state(saved["torch"])
     if saved["numpy"] is not None and (numpy := _numpy()) is not None:
         numpy.random.RandomState().set_state(saved["numpy"])
-    if saved["cuda"] is not None and torch.cuda.is_available():
-        torch.Generator("cuda").set_state(saved["cuda"])
+    cuda = saved["cuda"] if torch.cuda.is_available() else None
+    if cuda is not None and cuda.shape != torch.cuda.get_rng_state().shape:
+        raise ValueError("the CUDA generator's state is not one of this version of torch")
 
 
 def _put_random_state(saved: Mapping[str, Any]) -> None:
@@ -591,10 +579,7 @@ def _find(
         if name in states:
             raise ValueError(f"others lacks {name!r}, an object whose state was saved")
         raise ValueError(f"no state of others[{name!r}] was saved, but of {sorted(states)}")
-    _check_module("the model", parts.model, saved["model"])
-    for name, value in objects.items():
-        if isinstance(value, nn.Module):
-            _check_module(f"others[{name!r}]", value, states[name])
+    _check_model(parts.model, saved["model"])
     if saved["optimizer of"] != _optimizer_of(parts, objects):
         raise ValueError(
             "the optimizer is another one: its class, its groups or the parameters in them differ "
@@ -612,23 +597,23 @@ def _check_at_rest(syncs: Sequence[Mapping[str, Any]]) -> None:
         raise ValueError(
             f"it was saved by {syncs[0]['ranks']} ranks in {syncs[0]['workers']} workers with "
             f"parameters of their own ({_ranks(own)} had others than rank 0), so there is no one "
-            "model for another number of them: save right after sync.finish(), and models that are "
-            "sharded for the same number"
+            "model for another number of them: save right after sync.finish(); a sharded model "
+            "needs the same number"
         )
 
 
-def _check_module(what: str, module: nn.Module, saved: Mapping[str, Any]) -> None:
-    here = module.state_dict()
+def _check_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
+    here = model.state_dict()
     there_alone, here_alone = sorted(saved.keys() - here.keys()), sorted(here.keys() - saved.keys())
     if there_alone or here_alone:
         raise ValueError(
-            f"{what} is another one: the checkpoint alone has {_some(there_alone)}, what is to be "
-            f"loaded alone has {_some(here_alone)}"
+            f"the model is another one: the checkpoint alone has {_some(there_alone)}, this model "
+            f"alone has {_some(here_alone)}"
         )
     for key, value in here.items():
         if isinstance(value, Tensor) and _kind(value) != _kind(saved[key]):
             raise ValueError(
-                f"{what} is another one: {key!r} is {_kind(saved[key])} in the checkpoint and "
+                f"the model is another one: {key!r} is {_kind(saved[key])} in the checkpoint and "
                 f"{_kind(value)} here"
             )
 
