@@ -115,7 +115,7 @@ def save(
 
     Raises `OSError` on every rank, naming those that could not write, and ``ValueError`` for what
     cannot be saved; the checkpoint of before then stays. Raises `laconic.LinkError` where not all
-    ranks call it.
+    ranks call it, as soon as the others come to another call of laconic's (a round, say).
     """
     parts = _parts(model, optimizer, sync)
     try:
@@ -187,8 +187,6 @@ class _AllRanks:
         caught: Exception | None = None
         try:
             result = work()
-        except LinkError:
-            raise
         except Exception as error:  # whatever it is: the other ranks would wait in vain
             caught = error
         problem = None if caught is None else [isinstance(caught, OSError), _one_line(caught)]
