@@ -32,6 +32,8 @@ COMM = ["tests/test_comm_optimizer.py", "-k", "not process and not skips and not
 SKIPS = ["tests/test_comm_optimizer.py", "-k", "skips"]
 RESUMES = ["tests/test_comm_optimizer.py", "-k", "resume"]
 DIFFER = ["tests/test_comm_optimizer.py", "-k", "differ or world"]
+SAVING = ["tests/test_saving.py", "-k", "any_line or any_agreement or on_disk or cannot_rename"]
+LOADING = ["tests/test_saving.py", "-k", "changes_nothing or bit_for_bit and not sharded or apart"]
 
 MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     # x <- mean(y) + (x - y)
@@ -166,6 +168,19 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("comm_optimizer.py", "self.optimizer.add_param_group(param_group)", "super().add_param_group(param_group)", COMM),
     ("comm_optimizer.py", "self.optimizer.zero_grad(set_to_none)", "self.optimizer.zero_grad()", COMM),
     ("comm_optimizer.py", "state = state if changed is None else changed", "pass", COMM),
+    # a checkpoint on disk is whole, or not there
+    ("saving.py", "        all_ranks.do(write_files)\n", "        write_files()\n", SAVING),
+    ("saving.py", "    all_ranks.do(commit)\n", "    commit()\n", SAVING),
+    ("saving.py", "except (OSError, ValueError):  # known", "except BaseException:  # known", SAVING),
+    ("saving.py", "serial < manifest.serial", "serial <= manifest.serial", SAVING),
+    ("saving.py", "for newest, _ in found) + 1", "for newest, _ in found)", SAVING),
+    ("saving.py", "serial = max(manifest.serial", "serial = min(manifest.serial", SAVING),
+    ("saving.py", "        os.fsync(opened.fileno())\n    foreign", "    foreign", SAVING),
+    ("saving.py", "archive.testzip()", "None", LOADING),
+    ("saving.py", 'payload.get("token") != manifest.token', "False", LOADING),
+    ("saving.py", "                back()\n", "                pass\n", LOADING),
+    ("saving.py", "        _check_at_rest(sync)\n", "", LOADING),
+    ("saving.py", '    torch.set_rng_state(saved["torch"])\n', "", LOADING),
     # bytes
     ("links/cost.py", "return Cost(2 * (n - 1) * size // n", "return Cost(2 * n * size // n", LEDGER),
     ("links/cost.py", "return Cost((n - 1) * size // n", "return Cost(size", LEDGER),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -39,6 +40,10 @@ from laconic.tensors import (
 )
 from laconic.updates import Average, Mix, Replace
 
+SAVE = "laconic.save (a call of every rank, as each has state of its own)"
+LOAD = "laconic.load"
+"""The calls of `Synchronizer.gathering`, as errors name them on all ranks."""
+
 CALLS = (
     "gradients",
     "first step",
@@ -48,6 +53,8 @@ CALLS = (
     "consensus()",
     "mean()",
     "load_state_dict()",
+    SAVE,
+    LOAD,
 )
 """What ranks do together beside the rounds: each has a word that they compare."""
 
@@ -114,6 +121,7 @@ class Synchronizer:
         window = max((r.exchange.scored for r in recipe), default=0)
         self._scores = Scores(self._held, window) if window else None
         self._recorder = Recorder()
+        self._in_consensus = False
         self.step = 0
         """Optimiser steps taken since `laconic.attach`."""
         self._rounds: list[RunningRound] = []
@@ -467,6 +475,7 @@ class Synchronizer:
         tensors = [*self._held(), *self._model.buffers()]
         self._call("consensus()", self.step)
         kept = [local(t).clone() for t in tensors]
+        self._in_consensus = True
         try:
             self._write_consensus(mean)
             self._status("in consensus()")
@@ -474,6 +483,7 @@ class Synchronizer:
         finally:
             for tensor, values in zip(tensors, kept, strict=True):
                 local(tensor).copy_(values)
+            self._in_consensus = False
             self._status("computing")
 
     def consensus_state_dict(self) -> dict[str, Any]:
@@ -599,6 +609,39 @@ class Synchronizer:
         for put_back in loaded if problem is None else ():
             put_back()
         return problem
+
+    @property
+    def rank(self) -> int:
+        """This process's place among all ranks."""
+        return self._world.rank
+
+    @property
+    def workers(self) -> int:
+        """Number of workers."""
+        return self._workers.size
+
+    @contextmanager
+    def gathering(self, call: str) -> Iterator[Callable[[Any], list[Any]]]:
+        """A context for `SAVE` or `LOAD`, which every rank must enter: yields a function that
+        returns what each rank passes to it (anything that JSON holds), by rank."""
+        if self._in_consensus:
+            raise ValueError(
+                "inside sync.consensus() the model holds the consensus weights and not this "
+                "worker's own: save and load outside it"
+            )
+
+        def gather(note: Any) -> list[Any]:
+            self._call(call, self.step if call == SAVE else 0)  # before loading, steps may differ
+            own = torch.tensor(list(json.dumps(note).encode()), dtype=torch.uint8)
+            lengths = self._gather(torch.tensor([len(own)])).flatten().tolist()
+            padded = torch.zeros(max(lengths), dtype=torch.uint8)
+            padded[: len(own)] = own
+            rows = self._gather(padded).tolist()
+            self._status(f"in {call}")
+            return [json.loads(bytes(row[:n])) for row, n in zip(rows, lengths, strict=True)]
+
+        yield gather
+        self._status("computing")
 
     def _load(
         self,
