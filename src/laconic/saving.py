@@ -41,7 +41,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laconic.attach import synchronizer_of
+from laconic.comm_optimizer import CommOptimizer
+from laconic.dist_optimizer import DistOptimizer
 from laconic.errors import LinkError
+from laconic.slowmo_ddp import SlowMoDistributedDataParallel
 from laconic.synchronizer import LOAD, SAVE, Synchronizer
 
 T = TypeVar("T")
@@ -51,6 +54,8 @@ MANIFEST = "laconic.json"
 _FORMAT = "laconic checkpoint"
 _NAME = re.compile(r"rank-\d+-of-\d+\.(\d+)\.(pt|json)")
 _MOST_LETTERS = 400
+_FRONT = "laconic: "
+"""Before the names of what is saved with ``others`` and is not the user's."""
 _EVERY_RANK = (
     "laconic.save is a call of every rank, never of one alone: each worker holds parameters, "
     "optimiser state and private state of its own that the other ranks do not have"
@@ -72,30 +77,80 @@ class Stateful(Protocol):
 
 class _Parts(NamedTuple):
     """What is saved, in the order in which it is loaded: the synchroniser compares the parameters
-    with those that it was saved with, so it comes last. Its ranks agree on each save and load."""
+    with those that it was saved with, so it comes last. Its ranks agree on each save and load.
+    ``objects``: what else a front end has that has state, by name."""
 
     model: nn.Module
     optimizer: Optimizer
     sync: Synchronizer
+    objects: dict[str, Stateful]
 
 
-def _parts(model: nn.Module, optimizer: Optimizer, sync: Synchronizer | None) -> _Parts:
+class _Counter:
+    """Local steps since the last round, which a `DistOptimizer` counts by itself."""
+
+    def __init__(self, front: DistOptimizer) -> None:
+        self._front = front
+
+    def state_dict(self) -> dict[str, int]:
+        return {"counter": self._front.counter}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        self._front.counter = int(state_dict["counter"])
+
+
+class _Outside:
+    """Parameters of the optimiser that are in no module that is saved: float32 masters, say."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params = params
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {str(index): p.detach().clone() for index, p in enumerate(self._params)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        for index, p in enumerate(self._params):
+            p.copy_(state_dict[str(index)])
+
+
+def _parts(
+    model: nn.Module, optimizer: Optimizer, sync: Synchronizer | DistOptimizer | None
+) -> _Parts:
     """The one place that knows front ends: one that has a synchroniser, and saves it in its own
     ``state_dict()``, is replaced here by the plain module or optimiser in it and that
     synchroniser, so that no state is saved twice."""
+    dist = sync if isinstance(sync, DistOptimizer) else None
+    if isinstance(optimizer, CommOptimizer):
+        dist, optimizer = optimizer.dist_optimizer, optimizer.optimizer
+    if dist is not None:
+        dist.join()
+        sync = dist.sync
+    if isinstance(model, SlowMoDistributedDataParallel):
+        if model.synchronizer.bound is None:
+            model.bind(optimizer)
+        model = model.module
+    elif dist is None and (found := synchronizer_of(optimizer)) and not found.hooked:
+        raise ValueError("a front end follows this optimizer: pass it, as it has state of its own")
     attached = synchronizer_of(optimizer)
     if attached is None:
-        raise ValueError("no synchroniser belongs to this optimizer: call laconic.attach first")
+        raise ValueError(
+            "no synchroniser belongs to this optimizer: call laconic.attach first, or use "
+            "torch.save where nothing is communicated"
+        )
     if sync is not None and sync is not attached:
         raise ValueError("sync is not what laconic.attach returned for this optimizer")
-    return _Parts(model, optimizer, attached)
+    objects: dict[str, Stateful] = {}
+    if dist is not None:
+        objects[f"{_FRONT}counter"] = _Counter(dist)
+    return _Parts(model, optimizer, attached, objects)
 
 
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: Optimizer,
-    sync: Synchronizer | None = None,
+    sync: Synchronizer | DistOptimizer | None = None,
     *,
     others: Mapping[str, Any] | None = None,
 ) -> None:
@@ -104,7 +159,11 @@ def save(
     Every rank must call it, after the same number of steps: each saves its own model, optimiser,
     synchroniser (``sync``; None: the one attached to ``optimizer``) with what is in flight, and
     random state: Python's, torch's on the CPU and on the current CUDA device if that is in use, and
-    NumPy's global one if it is loaded. ``others``: by name, objects with ``state_dict()`` and
+    NumPy's global one if it is loaded. ``model`` may be a `SlowMoDistributedDataParallel`,
+    ``optimizer`` a `CommOptimizer`, ``sync`` a `DistOptimizer`: what they count is saved, too.
+    Parameters that the optimiser has beside the model's, as float32 masters, are as well.
+
+    ``others``: by name, objects with ``state_dict()`` and
     ``load_state_dict()`` (a scheduler, a GradScaler), or plain data (numbers, strings, tensors,
     lists, dicts; ``generator.get_state()``), each rank's own. Gradients are not saved: call it
     between steps.
@@ -131,7 +190,7 @@ def load(
     path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: Optimizer,
-    sync: Synchronizer | None = None,
+    sync: Synchronizer | DistOptimizer | None = None,
     *,
     others: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -366,14 +425,14 @@ def _delete(folder: Path, unwanted: Callable[[str, int], bool]) -> None:
 
 
 def _check_names(others: Mapping[str, Any]) -> None:
-    wrong = [name for name in others if not isinstance(name, str) or name == "step"]
-    if wrong:
-        raise ValueError(f"others: names must be strings other than 'step', not {wrong[0]!r}")
+    for name in others:
+        if not isinstance(name, str) or name == "step" or name.startswith(_FRONT):
+            raise ValueError(f"others: names must be strings other than 'step', not {name!r}")
 
 
 def _state(parts: _Parts, others: Mapping[str, Any]) -> dict[str, Any]:
     """All that is this rank's, as plain data."""
-    objects = {name: value for name, value in others.items() if isinstance(value, Stateful)}
+    objects = _objects(parts, others)
     return {
         "random": _random_state(),
         "sync": parts.sync.state_dict(),
@@ -385,9 +444,23 @@ def _state(parts: _Parts, others: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _objects(parts: _Parts, others: Mapping[str, Any]) -> dict[str, Stateful]:
+    """What has state beside the model, the optimiser and the synchroniser, by name."""
+    objects = {name: value for name, value in others.items() if isinstance(value, Stateful)}
+    known = {id(p) for module in (parts.model, *objects.values()) for p in _parameters(module)}
+    held = [p for group in parts.optimizer.param_groups for p in group["params"]]
+    outside = [p for p in held if id(p) not in known]
+    if outside:
+        objects[f"{_FRONT}parameters outside the model"] = _Outside(outside)
+    return {**objects, **parts.objects}
+
+
+def _parameters(value: object) -> list[nn.Parameter]:
+    return list(value.parameters()) if isinstance(value, nn.Module) else []
+
+
 def _optimizer_of(parts: _Parts, objects: Mapping[str, Stateful]) -> list[Any]:
-    """The optimiser's class and, by group, its parameters' names. Raises ``ValueError`` where one
-    is in no module that is saved."""
+    """The optimiser's class and, by group, its parameters' names (None outside all modules)."""
     modules = {"": parts.model, **{k: m for k, m in objects.items() if isinstance(m, nn.Module)}}
     names = {
         id(p): f"{prefix}.{name}" if prefix else name
@@ -395,13 +468,7 @@ def _optimizer_of(parts: _Parts, objects: Mapping[str, Stateful]) -> list[Any]:
         for name, p in reversed(list(module.named_parameters()))
     }
     groups = [group["params"] for group in parts.optimizer.param_groups]
-    strangers = sum(id(p) not in names for params in groups for p in params)
-    if strangers:
-        raise ValueError(
-            f"{strangers} of the optimizer's parameters are not in the model, so their values "
-            "would not be saved: pass the module that holds them, as others={'head': head}"
-        )
-    return [type(parts.optimizer).__name__, [[names[id(p)] for p in params] for params in groups]]
+    return [type(parts.optimizer).__name__, [[names.get(id(p)) for p in group] for group in groups]]
 
 
 def _plain(value: Any) -> Any:
@@ -571,7 +638,7 @@ def _find(
             for r in range(manifest.ranks)
         ]
         _check_at_rest(sync)
-    objects = {name: value for name, value in others.items() if isinstance(value, Stateful)}
+    objects = _objects(parts, others)
     states = saved["objects"]
     for name in sorted(objects.keys() ^ states.keys()):
         if name in states:
