@@ -232,6 +232,20 @@ def test_a_slowed_host_is_seen() -> None:
         assert sending > 0.6 * ran if rank == 1 else sending < 0.4 * ran
 
 
+def test_a_card_that_is_still_looking_while_its_sights_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    card = timeline.Card("none")
+    card._seen = [1.0, 2.0]
+
+    def last_look(gaps: Sequence[float]) -> float:
+        card._seen.append(3.0)
+        return 1.0
+
+    monkeypatch.setattr(timeline, "median", last_look)
+    assert card.stop(0.0) == [(0.0, 2.0)]
+
+
 def test_data_is_seen_to_leave_through_a_card() -> None:
     card = timeline.Card("lo")
     with socket.create_server(("127.0.0.1", 0)) as server:

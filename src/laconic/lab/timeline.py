@@ -59,7 +59,7 @@ class Card:
     def stop(self, start: float) -> list[tuple[float, float]]:
         """It has ended; when its data left, ``start`` being when it started."""
         self._looking.clear()
-        return stretches(start, self._seen)
+        return stretches(start, tuple(self._seen))  # a last look may still add to it
 
     def _look(self) -> None:
         while self._looking.wait():
