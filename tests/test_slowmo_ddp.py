@@ -118,6 +118,15 @@ def test_equals_the_original_order_of_operations(given: ref.Settings, optimiser:
     check(settings, given, runs)
 
 
+@pytest.mark.filterwarnings("ignore:slowmo_frequency=8 is no multiple")
+@pytest.mark.parametrize("efficient", [True, False])
+def test_a_slow_step_between_two_rounds_averages_too(efficient: bool) -> None:
+    """Which the original does where it is memory efficient alone."""
+    given = ref.Settings(4, 1, "localsgd", 0.5, 1.0, 8, 3, memory_efficient=efficient)
+    settings = Settings(4, options=options(given))
+    check(settings, given, la.simulate(partial(train, settings), workers=4))
+
+
 @pytest.mark.parametrize("given", GRID[::5], ids=str)
 def test_equals_it_over_gloo_and_the_simulation_bit_for_bit(
     pool: gloo.Pool, given: ref.Settings

@@ -267,18 +267,22 @@ def test_gradients_accumulate_under_no_sync() -> None:
 
 
 def test_overlapped_gossip_conserves_what_there_is() -> None:
-    """x and w of all workers and messages add up; after the slow step all are equal."""
+    """x and w of all workers and messages add up; after the slow step all are equal. A message is
+    sent every max(1, synch_freq) calls."""
 
-    def run(rank: int, freq: int) -> list[Tensor]:
+    def run(rank: int, freq: int) -> tuple[list[Tensor], int]:
         torch.manual_seed(0)
         model = SlowMoDistributedDataParallel(
             nn.Linear(6, 3).double(), 1, slowmo_base_algorithm=SGP, overlap=True, synch_freq=freq,
             slowmo_frequency=8, slowmo_momentum=0.3,
         )  # fmt: skip
-        return go(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, 16)
+        trace = go(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, 16)
+        return trace, model.stats().rounds
 
-    for freq in (0, 1, 3):
-        runs = simulate(partial(run, freq=freq))
+    for freq, gossips in ((0, 14), (1, 14), (3, 5)):
+        made = simulate(partial(run, freq=freq))
+        assert [rounds for _, rounds in made] == [2 + gossips] * 4, "and two slow steps"
+        runs = [trace for trace, _ in made]
         for t in (7, 15):
             assert all(torch.equal(trace[t], runs[0][t]) for trace in runs)
         assert not torch.equal(runs[0][5], runs[1][5])
@@ -663,6 +667,21 @@ def test_another_optimizer_over_the_same_parameters_takes_over_with_its_lr() -> 
 
     changed, taken = (simulate(partial(run, fresh=fresh)) for fresh in (False, True))
     assert all(map(torch.equal, changed, taken))
+
+
+def test_it_takes_over_with_its_lr_where_its_first_step_is_skipped() -> None:
+    def run(rank: int, fresh: bool) -> Tensor:
+        model, optimizer = tiny(rank, slowmo_frequency=3)
+        go(model, optimizer, rank, 2)
+        optimizer.param_groups[0]["lr"] = 0.1 if fresh else 0.02
+        if fresh:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        model.perform_slowmo(optimizer)
+        kept = model.synchronizer.state_dict()["rounds"][-1]["state"][0]["u"]
+        return kept.clone()
+
+    changed, taken = (simulate(partial(run, fresh=fresh)) for fresh in (False, True))
+    assert all(map(torch.equal, changed, taken)) and any(bool(u.any()) for u in taken)
 
 
 class Unseen(torch.optim.SGD):
