@@ -95,3 +95,9 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
+
+
+def batches(rank: int, steps: int) -> list[Tensor]:
+    """Inputs of 64 numbers, each rank's own."""
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(8, 64, generator=generator) for _ in range(steps)]

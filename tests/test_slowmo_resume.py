@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 import pickle
 import random
 from collections.abc import Iterator
@@ -179,7 +178,7 @@ def test_weights_without_slowmo_state_are_refused_in_the_middle_of_a_training() 
     def run(rank: int) -> bool:
         model, optimizer = one(rank)
         go(model, optimizer, rank, 1, 2)
-        with pytest.raises(ValueError, match="to start afresh from other weights wrap the module"):
+        with pytest.raises(ValueError, match="to start afresh from other weights call detach"):
             model.load_state_dict(model.module.state_dict())
         return True
 
@@ -250,10 +249,10 @@ def test_state_of_other_settings_is_refused() -> None:
 class Masters:
     """A half-precision module, its wrapper, and an optimiser of one flat master."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, **given: Any) -> None:
         torch.manual_seed(rank)
         inner = nn.Linear(6, 3).half()
-        self.model = SlowMoDistributedDataParallel(inner, 1, slowmo_frequency=6)
+        self.model = SlowMoDistributedDataParallel(inner, 1, **{"slowmo_frequency": 6, **given})
         self.params = list(self.model.parameters())
         self.flat = torch.cat([p.detach().float().view(-1) for p in self.params])
         self.optimizer = torch.optim.SGD([self.flat], lr=0.05, momentum=0.9)
@@ -271,33 +270,81 @@ class Masters:
         self.model.zero_grad(set_to_none=True)
         self.model.perform_slowmo(self.optimizer, self.flat)
 
+    def state(self) -> Any:
+        return copy.deepcopy(
+            [self.model.state_dict(), self.flat, self.optimizer.state_dict()["state"]]
+        )
 
-def test_masters_resume_exactly_once_the_optimizer_is_named() -> None:
-    def run(rank: int) -> bool:
-        one = Masters(rank)
-        for t in range(1, 5):
+    def load(self, state: Any) -> None:
+        weights, flat, inner = copy.deepcopy(state)
+        self.model.load_state_dict(weights)
+        self.flat.copy_(flat)
+        if inner:
+            self.optimizer.state[self.flat]["momentum_buffer"] = inner[0]["momentum_buffer"]
+
+
+LATE = {"slowmo_base_algorithm": SGP, "overlap": True, "synch_freq": 3}
+MASTERS = {"local SGD": {}, "SGP": {"slowmo_base_algorithm": SGP}, "overlapped SGP": LATE}
+
+
+@pytest.mark.parametrize("name", MASTERS)
+@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.filterwarnings("ignore:without effect here")
+def test_masters_resume_exactly(name: str, bound: bool) -> None:
+    """By itself, or, where push weights are other than 1 at the time, once `bind` was called."""
+
+    def run(rank: int) -> tuple[bool, bool]:
+        one = Masters(rank, **MASTERS[name])
+        states = [one.state()]
+        ends = []
+        for t in range(1, 15):
             one.step(rank, t)
-        state = one.model.state_dict()
-        saved = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
-        flat, inner = one.flat.clone(), one.optimizer.state_dict()["state"][0]
-        momentum = inner["momentum_buffer"].clone()
-        for t in range(5, 15):
-            one.step(rank, t)
+            states.append(one.state())
+            ends.append(one.flat.clone())
+        exact, asked = True, False
+        for at in range(0, 14, 2 if name == "local SGD" else 1):
+            two = Masters(rank, **MASTERS[name])
+            two.load(states[at])
+            if bound:
+                two.model.bind(two.optimizer, two.flat)
+            try:
+                two.step(rank, at + 1)
+            except ValueError as error:
+                assert "its push weights are not 1: call model.bind" in str(error)
+                asked = True
+                continue
+            for t in range(at + 2, 15):
+                two.step(rank, t)
+                exact = exact and torch.equal(two.flat, ends[t - 1])
+        return exact, asked
 
-        two = Masters(rank)
-        two.model.load_state_dict(saved)
-        two.flat.copy_(flat)
-        two.optimizer.state[two.flat]["momentum_buffer"] = momentum
-        unbound = Masters(rank)
-        unbound.model.load_state_dict(saved)
-        with pytest.raises(ValueError, match=r"call model\.bind\(optimizer\) after loading"):
-            unbound.step(rank, 5)
-        two.model.bind(two.optimizer)
-        for t in range(5, 15):
-            two.step(rank, t)
-        return torch.equal(one.flat, two.flat)
+    for exact, asked in la.simulate(run, workers=3):
+        assert exact
+        assert asked == (name == "overlapped SGP" and not bound)
 
-    assert la.simulate(run, workers=2) == [True, True]
+
+def test_the_module_is_its_masters_after_every_call_and_at_the_end() -> None:
+    """With overlapped gossip, where x and the model differ between rounds; and in consensus() and
+    after finish()."""
+
+    def run(rank: int) -> Any:
+        given = Masters(rank, **LATE, slowmo_frequency=48)
+        same = []
+        for t in range(1, 9):
+            given.step(rank, t)
+            same.append(torch.equal(loop.flat(given.model), given.flat.half()))
+        before = loop.flat(given.model)
+        with given.model.consensus() as module:
+            inside = loop.flat(module)
+        same.append(torch.equal(loop.flat(given.model), before))
+        given.model.finish()
+        same.append(torch.equal(loop.flat(given.model), given.flat.half()))
+        return all(same), inside, loop.flat(given.model)
+
+    runs = la.simulate(run, workers=2)
+    for same, inside, end in runs:
+        assert same
+        assert torch.equal(inside, runs[0][1]) and torch.equal(end, runs[0][2])
 
 
 @pytest.mark.parametrize(
@@ -326,14 +373,23 @@ def test_masters_that_do_not_fit_are_refused(fp32: str, message: str) -> None:
     assert la.simulate(run, workers=2) == [True, True]
 
 
-def test_a_forward_pass_must_come_before_masters() -> None:
+def test_masters_of_other_models_are_refused() -> None:
+    """Made before wrapping, on ranks seeded differently; and not named at all."""
+
     def run(rank: int) -> bool:
-        given = Masters(rank)
-        with pytest.raises(ValueError, match="no forward pass of this wrapper came first"):
-            given.model.perform_slowmo(given.optimizer, given.flat)
+        torch.manual_seed(rank)
+        inner = nn.Linear(6, 3).half()
+        flat = torch.cat([p.detach().float().view(-1) for p in inner.parameters()])
+        model = SlowMoDistributedDataParallel(inner, 1)
+        optimizer = torch.optim.SGD([flat], lr=0.1)
+        optimizer.step()
+        with pytest.raises(ValueError, match="holds none of the module's parameters"):
+            model.perform_slowmo(optimizer)
+        with pytest.raises(ValueError, match=r"differ from rank 0's on ranks \[1\]"):
+            model.perform_slowmo(optimizer, flat)
         return True
 
-    assert list(itertools.chain(la.simulate(run, workers=2))) == [True, True]
+    assert la.simulate(run, workers=2) == [True, True]
 
 
 def test_copying_is_refused_with_the_way_to_do_it() -> None:

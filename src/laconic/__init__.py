@@ -32,6 +32,7 @@ from laconic.recipes import (
     slowmo,
 )
 from laconic.round import Arrival, Clock, Exchange, Recipe, Round, Update
+from laconic.saving import load, save
 from laconic.schedules import after, any_of, every, until
 from laconic.slowmo_ddp import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
 from laconic.synchronizer import Stats, Synchronizer
@@ -78,10 +79,12 @@ __all__ = [
     "hierarchical",
     "init",
     "links",
+    "load",
     "local_sgd",
     "lsgd",
     "post_local_sgd",
     "recipes",
+    "save",
     "sgp",
     "simulate",
     "slowmo",

@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from laconic.links.metered import Call
 from laconic.metrics import Metrics, Record
 from laconic.synchronizer import Synchronizer
+
+_tracing = False
 
 TRACED = 4
 """Calls in a torch profiler trace, the last of them with a slow step."""
@@ -105,6 +108,10 @@ class Profile:
         return "\n".join([title, *lines, ""])
 
     def _start_trace(self) -> None:
+        global _tracing
+        if _tracing or torch._C._autograd._profiler_enabled():
+            return  # torch has one profiler in a process, and it is in use
+        _tracing = True
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
@@ -113,9 +120,14 @@ class Profile:
 
     def _end_trace(self) -> None:
         if self._profiler is not None:
+            global _tracing
             self._profiler.stop()
-            path = Path(f"slowmo_trace.rank{self._rank}.json").resolve()
-            self._profiler.export_chrome_trace(str(path))
-            self._profiler = None
-            if self._rank == 0:
-                sys.stdout.write(f"torch profiler trace: {path}\n")
+            path = Path(f"slowmo_trace.rank{self._rank}.json")
+            try:
+                path = path.resolve()
+                self._profiler.export_chrome_trace(str(path))
+                if self._rank == 0:
+                    sys.stdout.write(f"torch profiler trace: {path}\n")
+            except (OSError, RuntimeError) as error:
+                warnings.warn(f"no torch profiler trace: {path}: {error}", stacklevel=2)
+            self._profiler, _tracing = None, False

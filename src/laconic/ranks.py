@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from laconic.errors import check_int
 from laconic.exchanges import Mean
@@ -41,6 +42,14 @@ def own_link(device: torch.device, timeout: float) -> Link:
     if bandwidth is None and latency is None:
         return link
     return Throttled(link, bandwidth, latency or 0.0)
+
+
+def raise_on_all(problem: str | None, everyone: Tensor, what: str) -> None:
+    """``ValueError`` on every rank where any has a ``problem``: ``everyone`` holds by rank whether
+    it has, and ``what`` says which they then have in common."""
+    failed = [rank for rank, value in enumerate(everyone.flatten().tolist()) if value]
+    if failed:
+        raise ValueError(problem or f"ranks {failed} {what}: see there")
 
 
 def layout_of(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,22 +16,36 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from laconic import recipes
 from laconic.attach import check_free, claim
 from laconic.errors import check_bool, check_float, check_int
-from laconic.exchanges import Alone, Mean, Push, ShardedMean
+from laconic.exchanges import Mean, Push, ShardedMean
 from laconic.gossip_graphs import GraphManager, NPeerDynamicDirectedExponentialGraph, UniformMixing
 from laconic.links import Link
 from laconic.profile import LogLines, Profile
-from laconic.ranks import layout_of, own_link, sets_of, within_workers
-from laconic.round import Exchange, Recipe, Round
-from laconic.schedules import Unless, every
+from laconic.ranks import layout_of, own_link, raise_on_all, sets_of, within_workers
+from laconic.round import Recipe, Round
+from laconic.schedules import every
 from laconic.synchronizer import Stats, Synchronizer
+from laconic.tensors import is_sharded, module_buffers
 from laconic.topology import Graph
-from laconic.updates import Average, Mix, PushSum, RoundedAverage, SlowMomentum
+from laconic.updates import Average, Mix, PushSum, Replace, RoundedAverage
 
 TIMEOUT = 600.0
 EXTRA = "_extra_state"
 HALF = (torch.float16, torch.bfloat16)
+SETTINGS = (
+    "nprocs_per_node",
+    "slowmo_base_algorithm",
+    "slowmo_momentum",
+    "slowmo_lr",
+    "slowmo_memory_efficient",
+    "slowmo_frequency",
+    "slowmo_num_shards",
+    "localsgd_frequency",
+    "slowmo_sgp_average_params",
+)
+T = TypeVar("T")
 FP32 = Tensor | Sequence[Tensor] | Mapping[Any, Any] | None
 
 
@@ -74,8 +88,9 @@ class SlowMoDistributedDataParallel(nn.Module):
     ``verbose``: a line of JSON for every call to the logger ``laconic.slowmo``.
     ``profile_mode``: after every slowmo_frequency calls rank 0 prints where the time went, and
     every rank writes a torch profiler trace of the calls up to the second slow step to the current
-    directory. ``process_rank`` to ``local_node_group`` are checked against what laconic finds,
-    which makes process groups of its own; ``comm_device`` must be the parameters'.
+    directory. ``process_rank``, ``process_world_size`` and the sizes of the groups are checked
+    against what laconic finds, which makes process groups of its own; ``comm_device`` must be the
+    parameters'. ``use_streams`` has no effect.
 
     When it pays, and how to set it (fairscale's guide; ``docs/slowmo.md`` has the reasons): on more
     than two nodes with a slow network, where ``t_allreduce * (1 - 1/localsgd_frequency) >
@@ -143,15 +158,22 @@ class SlowMoDistributedDataParallel(nn.Module):
         check_int("synch_freq", synch_freq, 0)
         world = own_link(device, TIMEOUT)
         layout = layout_of(world, nprocs_per_node, None, False)
-        _check_groups(
-            world, nprocs_per_node, process_rank, process_world_size, global_group, local_node_group
-        )
+        expected = {
+            "process_rank": (process_rank, world.rank),
+            "process_world_size": (process_world_size, world.size),
+            "the size of global_group": (_size_of(global_group), world.size),
+            "the size of master_group": (_size_of(master_group), len(layout)),
+            "the size of local_node_group": (_size_of(local_node_group), nprocs_per_node),
+        }
+        _on_all_ranks(world, lambda: _check_expected(expected))
         nodes = len(layout)
-        owners = min(-(-slowmo_num_shards // nprocs_per_node), nodes)  # on each rank of a node
-        self.slowmo_num_shards = owners * nprocs_per_node if slowmo_memory_efficient else 1
-        chosen = _graph(graph, mixing, world.rank // nprocs_per_node, nodes)
+        # over each rank of a node
+        owners = -(-slowmo_num_shards // nprocs_per_node) if slowmo_memory_efficient else None
+        self.slowmo_num_shards = min(owners, nodes) * nprocs_per_node if owners else 1
+        node = world.rank // nprocs_per_node
+        manager = _on_all_ranks(world, lambda: _graph(graph, mixing, node, nodes))
         if self.slowmo_base_algorithm is SlowMoBaseAlgorithm.SGP:
-            base = _gossip(chosen, push_sum, overlap, synch_freq)
+            base = _gossip(manager, push_sum, overlap, synch_freq)
         else:
             if overlap:
                 raise ValueError(
@@ -159,16 +181,37 @@ class SlowMoDistributedDataParallel(nn.Module):
                     "overlaps as laconic.attach(..., laconic.local_sgd(period, delay=...))"
                 )
             base = (Round(every(localsgd_frequency), _average(module), Mean()),)
-        rounds = self._rounds(base if nodes > 1 else ())
+        rounds = self._rounds(base if nodes > 1 else (), owners)
+        if nodes == 1 and broadcast_buffers and module_buffers(module)[0]:
+            together = Round(
+                every(localsgd_frequency), Replace(), Mean(), module_buffers, over="world"
+            )
+            rounds = (together, *rounds)
         if nprocs_per_node > 1:
             rounds = (*within_workers(rounds), *rounds)
-        self._warn(nodes, use_streams, synch_freq > 0 and not overlap)
+        sgp = self.slowmo_base_algorithm is SlowMoBaseAlgorithm.SGP
+        idle = {
+            "use_streams=False": not use_streams,
+            "synch_freq (it is for overlap=True)": synch_freq > 0 and not overlap,
+            "graph, mixing (they are for SGP)": not sgp and (graph or mixing) is not None,
+        }
+        self._warn(nodes, [name for name, unused in idle.items() if unused])
         buffers = "average" if broadcast_buffers else "keep"
         sets = sets_of(world, layout, None, False)
         self._sync = Synchronizer(module, None, rounds, sets, device, buffers)
-        self._start: list[Tensor] = []
+        weakref.finalize(self, self._sync.detach).atexit = False
+        self._device = device
+        self._agreed = self._detached = False
+        self._problem: str | None = None
+        self._common_start: Tensor | None = None
+        self._fp32: FP32 = None
         self._masters: list[tuple[Tensor, Tensor]] = []
         self._loaded: Mapping[str, Any] | None = None
+        self._foreign: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._before_step: weakref.WeakKeyDictionary[Optimizer, list[Tensor]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._seen = self._versions()
         self._profile: Profile | None = None
         if profile_mode:
             self._profile = Profile(self._sync, world.rank, slowmo_frequency, world.threaded)
@@ -176,8 +219,8 @@ class SlowMoDistributedDataParallel(nn.Module):
             self._sync.record([LogLines()])
         self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(_put_back)  # type: ignore[no-untyped-call]
-        _waiting.add(self)
+        self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
+        _fronts.add(self)
         _watch_optimizers()
 
     # -- the recipe ----
@@ -186,22 +229,23 @@ class SlowMoDistributedDataParallel(nn.Module):
     def _slow_step_on(self) -> bool:
         return (self.slowmo_momentum, self.slowmo_lr) != (0.0, 1.0)
 
-    def _rounds(self, base: Recipe) -> Recipe:
-        """``base`` with the slow step, which takes its place where it averages exactly."""
+    def _rounds(self, base: Recipe, owners: int | None) -> Recipe:
+        """``base`` with the slow step, which takes its place where it averages exactly; the state
+        of the slow step on ``owners`` nodes (None: on all of them)."""
         if not self._slow_step_on:
             return base
-        exchange: Exchange
-        if self.slowmo_memory_efficient:
-            exchange = ShardedMean(self.slowmo_num_shards // self.nprocs_per_node)
-        else:
-            local = self.slowmo_base_algorithm is SlowMoBaseAlgorithm.LOCALSGD
-            exchange = Mean() if local or self.slowmo_sgp_average_params or not base else Alone()
-        slow = every(self.slowmo_frequency)
-        if exchange.agrees:
-            base = tuple(replace(r, when=Unless(r.when, slow)) for r in base)
-        return (*base, Round(slow, SlowMomentum(self.slowmo_momentum, self.slowmo_lr), exchange))
+        local = self.slowmo_base_algorithm is SlowMoBaseAlgorithm.LOCALSGD
+        average = local or owners is not None or self.slowmo_sgp_average_params or not base
+        period, momentum, lr = self.slowmo_frequency, self.slowmo_momentum, self.slowmo_lr
+        sharded = owners is not None
+        *skipped, slow = recipes.slowmo(
+            base, period, momentum, lr, sharded=sharded, average=average
+        )
+        if sharded:
+            slow = replace(slow, exchange=ShardedMean(owners))
+        return (*(skipped if average else base), slow)
 
-    def _warn(self, nodes: int, use_streams: bool, idle_synch_freq: bool) -> None:
+    def _warn(self, nodes: int, idle: Sequence[str]) -> None:
         local = self.slowmo_base_algorithm is SlowMoBaseAlgorithm.LOCALSGD
         slow_over_base = self._slow_step_on and nodes > 1
         uneven = self.slowmo_frequency % self.localsgd_frequency != 0
@@ -223,141 +267,204 @@ class SlowMoDistributedDataParallel(nn.Module):
                 "sends none, and keeps two float32 numbers a parameter on every rank",
                 stacklevel=3,
             )
-        if not use_streams:
-            warnings.warn("use_streams=False has no effect", stacklevel=3)
-        if idle_synch_freq:
-            warnings.warn("synch_freq has no effect without overlap=True", stacklevel=3)
+        if idle:
+            warnings.warn(f"without effect here: {', '.join(idle)}", stacklevel=3)
 
     # -- training ----
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own forward pass; no communication, in training or out of it."""
-        if self._sync.bound is None and not self._start and torch.is_grad_enabled():
-            # masters in float32 are known when they have been moved already
-            self._start = [p.detach().clone() for p in self._half_parameters()]
         if self._profile is None:
             return self.module(*inputs, **kwargs)
         with self._profile.part("forward"):
             return self.module(*inputs, **kwargs)
 
-    def _half_parameters(self) -> list[Tensor]:
-        half = any(p.dtype in HALF for p in self.module.parameters())
-        return list(self.module.parameters()) if half else []
-
     @torch.no_grad()
     def perform_slowmo(self, optimizer: Optimizer, fp32_params: FP32 = None) -> None:
         """The base algorithm and the slow step, where they fall due; call it on every rank after
         every ``optimizer.step()``, and ``zero_grad(set_to_none=True)`` before it, whose memory it
-        can then use.
+        can then use. One optimiser moves the whole module; another over the same parameters may
+        take its place at any time.
 
         ``fp32_params``: the float32 masters of a half-precision module, which the optimiser moves
         in its parameters' place: one flat tensor, a list of one per parameter, or a dict with one
         such entry, in the order of ``module.parameters()`` and sharing storage with the
-        optimiser's. Averages of local SGD then travel in the module's precision and what rounding
-        cuts off stays in the masters; slow steps travel in float32; both are copied back to the
-        module.
+        optimiser's. Averages of local SGD then travel in the module's precision, if it has one for
+        all parameters, and what rounding cuts off stays in the masters; gossip and slow steps
+        travel in float32. Afterwards the masters are copied to the module.
         """
-        if fp32_params is not None:
-            self._masters = _pairs(list(self.module.parameters()), fp32_params)
-        if self._sync.bound is None and self._holds(optimizer):
-            self._bind(optimizer)  # its first step was skipped: any other would have been seen
-        elif self._sync.bound is None:
-            self._bind_moved(optimizer)
-        elif optimizer is not self._sync.bound:
-            self._check_same(optimizer)
-        before = self._sync.rounds
+        if self._detached:
+            return
+        self._know(optimizer, fp32_params)
+        if not self._agreed:
+            self._agree()
         if self._profile is None:
             self._sync.advance()
         else:
             self._profile.call(self._sync.advance)
-        if self._masters and self._sync.rounds != before:
-            for p, master in self._masters:
-                p.view(-1).copy_(master)
+        _copy(self._masters)
+
+    @torch.no_grad()
+    def bind(self, optimizer: Optimizer, fp32_params: FP32 = None) -> None:
+        """Name the optimiser before its first step; every rank must call it. `perform_slowmo` finds
+        it by itself; but where a run is resumed that gossips on uneven graphs or overlapped, and
+        whose optimiser moves masters, it must be told."""
+        self._know(optimizer, fp32_params)
+        self._agree()
+
+    def _know(self, optimizer: Optimizer, fp32_params: FP32) -> None:
+        """Bind to ``optimizer``, or find that it is the bound one."""
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(
+                f"optimizer must be a torch.optim.Optimizer (of a wrapper, the one inside), not "
+                f"{type(optimizer).__name__}"
+            )
+        if fp32_params is not None and fp32_params is not self._fp32:
+            self._masters = _pairs(list(self.module.parameters()), fp32_params)
+            self._fp32 = fp32_params
+        if not self._masters and not self._holds(optimizer):
+            raise ValueError(
+                "the optimizer holds none of the module's parameters: where it moves float32 "
+                "copies of them, pass these as fp32_params="
+            )
+        bound = self._sync.bound
+        if bound is None:
+            self._bind_moved(optimizer)
+        elif optimizer is not bound and not _same_parameters(optimizer, bound):
+            raise ValueError(
+                "perform_slowmo was given another optimizer than the one that moved the module's "
+                "parameters first: give one optimizer all of them, and the same at every call"
+            )
+        elif optimizer is not bound and not _same_groups(optimizer, bound):
+            self._follow(optimizer)
+
+    def _bind(self, optimizer: Optimizer) -> None:
+        """The optimiser is known, and has not moved x since the start (or since it was loaded). No
+        communication: it may be about to step, and ranks whose GradScaler skips that step are
+        elsewhere."""
+        try:
+            check_free(optimizer)
+        except ValueError:
+            raise ValueError(
+                "this optimizer is attached already: one optimizer moves one wrapped module. Wrap "
+                "a module that holds both, or call detach() on the other wrapper first"
+            ) from None
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(p.device.type != self._device.type for p in held):
+            raise ValueError(f"the module was on {self._device} when it was wrapped: move it first")
+        self._before_step.clear()
+        self._sync.bind(optimizer)
+        claim(optimizer, self._sync)
+        if self._loaded is not None:
+            self._problem, self._loaded = self._sync.load_here(self._loaded), None
+        else:
+            self._common_start = _sums(held)
+
+    def _follow(self, optimizer: Optimizer) -> None:
+        """Another optimiser over the same parameters takes the bound one's place."""
+        check_free(optimizer)
+        self._sync.follow(optimizer)
+        claim(optimizer, self._sync)
+
+    def _agree(self) -> None:
+        """What had to wait until all ranks do the same."""
+        self._agreed = True
+        self._sync.agree_on_binding(self._common_start, self._problem)
+        bound = self._sync.bound
+        assert bound is not None, "binding comes first"
+        held = [p for group in bound.param_groups for p in group["params"]]
+        known = {id(p) for p in held}
+        own = [p for p in self.module.parameters() if p.requires_grad]
+        left = sum(id(p) not in known for p in own)
+        if left and not self._masters:
+            warnings.warn(
+                f"{left} trainable parameters of the module are not in the optimizer, and are not "
+                "averaged",
+                stacklevel=2,
+            )
+        if not self._masters and any(p.dtype == torch.float16 for p in held):
+            warnings.warn(
+                "the optimizer moves float16 parameters: float32 masters, passed as fp32_params=, "
+                "lose less",
+                stacklevel=2,
+            )
+
+    def _bind_moved(self, optimizer: Optimizer) -> None:
+        """To an optimiser whose step was not seen to move the module's own parameters: it was
+        skipped, or moved masters, whose start was kept then."""
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        storages = {p.untyped_storage().data_ptr() for p in held}
+        if any(m.untyped_storage().data_ptr() not in storages for _, m in self._masters):
+            raise ValueError("fp32_params must share storage with the optimizer's parameters")
+        if not self._masters and self._versions() != self._seen:
+            raise ValueError(
+                "the module's parameters have moved, and no step of this optimizer was seen: its "
+                "class must call torch.optim.Optimizer's __init__ and let step() keep its hooks"
+            )
+        start = self._before_step.pop(optimizer, None)
+        moved = [p.clone() for p in held]
+        for p, values in zip(held, start or moved, strict=True):
+            p.copy_(values)
+        self._bind(optimizer)
+        if start is None:
+            return
+        if self._sync.reweighted:
+            raise ValueError(
+                "this run was resumed, and its push weights are not 1: call model.bind(optimizer, "
+                "fp32_params) after loading and before the first step"
+            )
+        self._sync.begin_step(closure=True)
+        for p, values in zip(held, moved, strict=True):
+            p.copy_(values)
+
+    def _about_to_step(self, optimizer: Optimizer) -> None:
+        """``optimizer``, of whatever program, is about to take a step."""
+        bound = self._sync.bound
+        if optimizer is bound or optimizer in self._foreign:
+            return
+        if not self._holds(optimizer):
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            own = list(self.module.parameters())
+            fits = sum(p.numel() for p in held) == sum(p.numel() for p in own)
+            if bound is None and fits and any(p.dtype in HALF for p in own):
+                if optimizer not in self._before_step:  # they may be masters
+                    self._before_step[optimizer] = [p.detach().clone() for p in held]
+            else:
+                self._foreign.add(optimizer)
+        elif bound is None:
+            self._bind(optimizer)
+        elif not _same_parameters(optimizer, bound):
+            raise ValueError(
+                "a second optimizer moves parameters of this module: give one optimizer all of them"
+            )
+        elif not _same_groups(optimizer, bound):
+            self._follow(optimizer)
 
     def _holds(self, optimizer: Optimizer) -> bool:
         """Whether it holds a parameter of the module."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return any(id(p) in held for p in self.module.parameters())
 
-    def bind(self, optimizer: Optimizer) -> None:
-        """Name the optimiser before its first step. `perform_slowmo` finds it by itself, but for
-        one that moves float32 masters when a run is resumed."""
-        self._bind(optimizer)
-
-    @torch.no_grad()
-    def _bind(self, optimizer: Optimizer) -> None:
-        """The optimiser is known, and has not moved x since the start (or since it was loaded)."""
-        if not isinstance(optimizer, Optimizer):
-            raise ValueError(f"optimizer must be a torch.optim.Optimizer, not {optimizer!r}")
-        check_free(optimizer)
-        self._start = []
-        _waiting.discard(self)
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        own = [p for p in self.module.parameters() if p.requires_grad]
-        left = [p for p in own if id(p) not in held]
-        if left and len(left) < len(own):
-            warnings.warn(
-                f"{len(left)} trainable parameters of the module are not in the optimizer, and are "
-                "not averaged: give one optimizer all of them",
-                stacklevel=2,
-            )
-        self._sync.bind(optimizer)
-        claim(optimizer, self._sync)
-        self._put_back()
-
-    def _bind_moved(self, optimizer: Optimizer) -> None:
-        """To an optimiser that was not seen to step on the module's own parameters, and has moved
-        its masters once: from the start kept in the module's precision."""
-        if not self._masters:
-            raise ValueError(
-                "the optimizer holds none of the module's parameters: where it moves float32 "
-                "copies of them, pass these as fp32_params="
-            )
-        if self._loaded is not None:
-            raise ValueError(
-                "this run was resumed, and its optimizer moves float32 masters: call "
-                "model.bind(optimizer) after loading and before the first step"
-            )
-        if not self._start:
-            raise ValueError(
-                "no forward pass of this wrapper came first: call model(x), not model.module(x)"
-            )
-        storages = {
-            p.untyped_storage().data_ptr() for g in optimizer.param_groups for p in g["params"]
-        }
-        if any(m.untyped_storage().data_ptr() not in storages for _, m in self._masters):
-            raise ValueError("fp32_params must share storage with the optimizer's parameters")
-        moved = [master.clone() for _, master in self._masters]
-        for start, (_, master) in zip(self._start, self._masters, strict=True):
-            master.copy_(start.view(-1))
-        self._bind(optimizer)
-        self._sync.begin_step(closure=True)
-        for (_, master), values in zip(self._masters, moved, strict=True):
-            master.copy_(values)
-
-    def _check_same(self, optimizer: Optimizer) -> None:
-        bound = self._sync.bound
-        assert bound is not None
-        held, given = (
-            [[id(p) for p in g["params"]] for g in o.param_groups] for o in (bound, optimizer)
-        )
-        if held != given:
-            raise ValueError(
-                "perform_slowmo was given another optimizer than the one that moved the module's "
-                "parameters first: give it the same at every call"
-            )
+    def _versions(self) -> int:
+        """Grows with every change of a parameter in place."""
+        return sum(p._version for p in self.module.parameters())
 
     # -- state ----
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in SETTINGS and name in self.__dict__:
+            raise AttributeError(f"{name} is fixed when the module is wrapped")
+        super().__setattr__(name, value)
+
     @property
     def synchronizer(self) -> Synchronizer:
-        """What does the work; `laconic.save` and metrics take it."""
+        """What does the work; metrics take it."""
         return self._sync
 
     @property
     def num_updates(self) -> int:
         """Calls of `perform_slowmo` so far."""
-        return self._sync.step
+        return self._sync.step if self._loaded is None else int(self._loaded["step"])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -374,24 +481,24 @@ class SlowMoDistributedDataParallel(nn.Module):
 
     def set_extra_state(self, state: Mapping[str, Any] | None) -> None:
         """Keep what `get_extra_state` returned until the module's own state is loaded, too."""
+        if state is not None and "slowmo" not in state:
+            raise ValueError(f"this is not what get_extra_state() returned: {list(state)}")
+        self._loaded = None if state is None else state["slowmo"]
+        if self._loaded is None and self._sync.bound is not None:
+            raise ValueError(
+                "this state has no SlowMo state, and training goes on already: to start afresh "
+                "from other weights call detach() and wrap the module again"
+            )
         if state is None:
-            if self._sync.bound is not None:
-                raise ValueError(
-                    "this state has no SlowMo state, and training goes on already: to start afresh "
-                    "from other weights wrap the module again"
-                )
             warnings.warn(
                 "the state has no SlowMo state: counters, anchor and momentum start afresh from "
                 "these weights, which must be the same on every rank",
                 stacklevel=2,
             )
-            return
-        if "slowmo" not in state:
-            raise ValueError(f"this is not what get_extra_state() returned: {list(state)}")
-        self._loaded = state["slowmo"]
 
     def _put_back(self) -> None:
         """What was loaded into the synchroniser, once it knows its optimiser."""
+        self._seen = self._versions()
         if self._loaded is not None and self._sync.bound is not None:
             self._sync.load_state_dict(self._loaded)
             self._loaded = None
@@ -402,22 +509,39 @@ class SlowMoDistributedDataParallel(nn.Module):
         """See `Synchronizer.no_sync`: to accumulate gradients over several backward passes."""
         return self._sync.no_sync()
 
-    def consensus(self) -> AbstractContextManager[nn.Module]:
-        """See `Synchronizer.consensus`: for validation between slow steps, where nodes differ."""
-        return self._sync.consensus()
+    @contextmanager
+    def consensus(self) -> Iterator[nn.Module]:
+        """A context in which the module holds the mean of all ranks' parameters, for validation
+        between slow steps, where nodes differ; every rank must enter it."""
+        kept = [p.detach().clone() for p, _ in self._masters]
+        with self._sync.consensus(mean=True) as module:
+            _copy(self._masters)
+            try:
+                yield module
+            finally:
+                _copy([(p, values) for (p, _), values in zip(self._masters, kept, strict=True)])
 
+    @torch.no_grad()
     def finish(self) -> None:
-        """See `Synchronizer.finish`: at the end every rank holds the consensus model."""
-        self._sync.finish()
+        """Leave every rank with the mean of all ranks' parameters, which after a slow step they
+        have already; every rank must call it."""
+        self._sync.finish(mean=True)
+        _copy(self._masters)
+
+    def detach(self) -> None:
+        """Average no more: calls of `perform_slowmo` then do nothing. No communication."""
+        self._detached = True
+        _fronts.discard(self)
+        self._sync.detach()
 
     def stats(self) -> Stats:
         """See `Synchronizer.stats`."""
         return self._sync.stats()
 
 
-# -- the optimiser, seen at its first step: x is the common start then, and no copy is needed ----
+# -- optimisers, seen at their steps: x is the common start at the first, and no copy is needed ----
 
-_waiting: weakref.WeakSet[SlowMoDistributedDataParallel] = weakref.WeakSet()
+_fronts: weakref.WeakSet[SlowMoDistributedDataParallel] = weakref.WeakSet()
 _watching: list[Any] = []
 
 
@@ -428,10 +552,38 @@ def _watch_optimizers() -> None:
         _watching.append(register_optimizer_step_pre_hook(_about_to_step))
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.no_grad()
 def _about_to_step(optimizer: Optimizer, *_: Any) -> None:
-    for front in list(_waiting):
-        if front._holds(optimizer):
-            front._bind(optimizer)
+    for front in list(_fronts):
+        front._about_to_step(optimizer)
+
+
+@torch.no_grad()
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Masters to the module's parameters."""
+    for p, master in pairs:
+        p.copy_(master.reshape(p.shape))
+
+
+def _same_parameters(one: Optimizer, other: Optimizer) -> bool:
+    groups = ([[id(p) for p in group["params"]] for group in o.param_groups] for o in (one, other))
+    return next(groups) == next(groups)
+
+
+def _same_groups(one: Optimizer, other: Optimizer) -> bool:
+    """Whether they share their groups, as an optimiser around another does."""
+    return [id(g) for g in one.param_groups] == [id(g) for g in other.param_groups]
+
+
+def _sums(tensors: Sequence[Tensor]) -> Tensor:
+    """Two sums over all elements, by which ranks compare what they hold."""
+    total = torch.zeros(2, dtype=torch.float64)
+    for t in tensors:
+        real = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
+        both = real.sum(dtype=torch.float64), real.abs().sum(dtype=torch.float64)
+        total += torch.stack(both).cpu()
+    return total
 
 
 # -- what the constructor is given ----
@@ -444,6 +596,11 @@ def _device_of(module: nn.Module, comm_device: torch.device | str | None) -> tor
     device = params[0].device
     if device.type == "meta":
         raise ValueError("the module's parameters are on the meta device: materialise them first")
+    if any(is_sharded(p) for p in params):
+        raise ValueError(
+            "the module's parameters are sharded (FSDP): use laconic.attach(..., "
+            "laconic.slowmo(...), mesh=) in place of this wrapper"
+        )
     if comm_device is not None and torch.device(comm_device).type != device.type:
         raise ValueError(
             f"comm_device must be the parameters' device, {device}, or None, not {comm_device}"
@@ -459,28 +616,28 @@ def _base_algorithm(given: SlowMoBaseAlgorithm) -> SlowMoBaseAlgorithm:
         raise ValueError(f"slowmo_base_algorithm must be one of {choices}, not {given!r}") from None
 
 
-def _check_groups(
-    world: Link,
-    nprocs_per_node: int,
-    rank: int | None,
-    size: int | None,
-    global_group: dist.ProcessGroup | None,
-    local_node_group: dist.ProcessGroup | None,
-) -> None:
+def _on_all_ranks(world: Link, check: Callable[[], T]) -> T:
+    """What ``check`` returns; what it raises on any rank, all raise."""
+    problem, result = None, None
+    try:
+        result = check()
+    except ValueError as error:
+        problem = str(error)
+    said = world.gather(torch.tensor([float(problem is not None)]))
+    raise_on_all(problem, said, "were given arguments that do not fit")
+    return result  # type: ignore[return-value]
+
+
+def _check_expected(expected: Mapping[str, tuple[int | None, int]]) -> None:
     """laconic makes process groups of its own; those given must be of the same ranks."""
-    expected = {
-        "process_rank": (rank, world.rank),
-        "process_world_size": (size, world.size),
-        "the size of global_group": (_size_of(global_group), world.size),
-        "the size of local_node_group": (_size_of(local_node_group), nprocs_per_node),
-    }
     for name, (given, found) in expected.items():
         if given is not None and given != found:
             raise ValueError(f"{name} is {given}, where laconic finds {found}")
 
 
-def _size_of(group: dist.ProcessGroup | None) -> int | None:
-    return None if group is None else group.size()
+def _size_of(group: object) -> int | None:
+    """None for no group, and for one that this rank is no member of."""
+    return group.size() if isinstance(group, dist.ProcessGroup) else None
 
 
 def _average(module: nn.Module) -> Average | RoundedAverage:
@@ -525,14 +682,14 @@ def _gossip(manager: GraphManager, push_sum: bool, overlap: bool, synch_freq: in
 
 
 def _pairs(params: Sequence[Tensor], fp32: FP32) -> list[tuple[Tensor, Tensor]]:
-    """Parameters of the module, each with its flat float32 master."""
+    """Parameters of the module, each with its float32 master."""
     if isinstance(fp32, Mapping):
         if len(fp32) != 1:
             raise ValueError(f"fp32_params must be a dict with one entry, not {len(fp32)}")
         fp32 = next(iter(fp32.values()))
     sizes = [p.numel() for p in params]
     if not isinstance(fp32, Tensor):
-        masters = [m.detach().view(-1) for m in fp32 or ()]
+        masters = [m.detach() for m in fp32 or ()]
     else:
         fits = fp32.numel() == sum(sizes)
         masters = list(torch.split(fp32.detach().view(-1), sizes)) if fits else []
@@ -555,7 +712,7 @@ def _without_prefix(
         state[prefix + key[len(inner) :]] = state.pop(key)
 
 
-def _put_back(front: nn.Module, _: object) -> None:
+def _loaded(front: nn.Module, _: object) -> None:
     assert isinstance(front, SlowMoDistributedDataParallel)
     front._put_back()
 
@@ -566,6 +723,15 @@ def _with_prefix(front: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
     inner = f"{prefix}module."
     own = {prefix + EXTRA, inner + EXTRA}
     assert isinstance(front, SlowMoDistributedDataParallel)
+    extra = state.get(prefix + EXTRA)
+    if extra is not None and not (isinstance(extra, Mapping) and "slowmo" in extra):
+        state[inner + EXTRA] = state.pop(prefix + EXTRA)  # the bare module's own
+    weight = state.pop(f"{prefix}ps_weight", None)  # fairscale's, of SGP
+    numerator = state.pop(f"{prefix}is_sgp_ps_numerator", False)
+    if numerator and weight is not None and float(weight) != 1.0:
+        raise ValueError(
+            f"these weights are to be divided by their push weight, {float(weight):g}, first"
+        )
     names = [name for name in front.module.state_dict() if name != EXTRA]
     bare, wrapped = (sum(start + name in state for name in names) for start in (prefix, inner))
     if bare >= wrapped:

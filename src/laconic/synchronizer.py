@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -24,6 +25,7 @@ from laconic.lane import Lane
 from laconic.links.link import Link
 from laconic.links.metered import Call, Ledger, Metered
 from laconic.metrics import Metrics, Recorder
+from laconic.ranks import raise_on_all
 from laconic.round import Recipe, Round, describe
 from laconic.running import RunningRound, Surroundings
 from laconic.schedules import any_of
@@ -38,6 +40,10 @@ from laconic.tensors import (
 )
 from laconic.updates import Average, Mix, Replace
 
+SAVE = "laconic.save (a call of every rank, as each has state of its own)"
+LOAD = "laconic.load"
+"""The calls of `Synchronizer.gathering`, as errors name them on all ranks."""
+
 CALLS = (
     "gradients",
     "first step",
@@ -47,6 +53,8 @@ CALLS = (
     "consensus()",
     "mean()",
     "load_state_dict()",
+    SAVE,
+    LOAD,
 )
 """What ranks do together beside the rounds: each has a word that they compare."""
 
@@ -113,6 +121,7 @@ class Synchronizer:
         window = max((r.exchange.scored for r in recipe), default=0)
         self._scores = Scores(self._held, window) if window else None
         self._recorder = Recorder()
+        self._in_consensus = False
         self.step = 0
         """Optimiser steps taken since `laconic.attach`."""
         self._rounds: list[RunningRound] = []
@@ -134,25 +143,64 @@ class Synchronizer:
 
     def bind(self, optimizer: Optimizer) -> None:
         """Run the parameter rounds from now on, on ``optimizer``'s parameters, which are still the
-        common start; its steps are told of by `advance`. Every rank must call it."""
+        common start; its steps are told of by `advance`. No communication: `agree_on_binding` is
+        to follow before any round."""
         assert self._optimizer is None, "an optimiser is bound once"
-        self.average_gradients()  # where this rank had no backward pass, others had one
         self._optimizer = optimizer
-        self._call("binding the optimizer", self.step)
-        self._agree_on_setup()
         self._start_rounds(optimizer)
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """``optimizer`` takes the bound one's place: it moves the same parameters, and has their
+        learning rates."""
+        self._optimizer = self._shared.optimizer = optimizer
+        for handle in self._handles:
+            handle.remove()
+        self._listen(optimizer)
+
+    def _listen(self, optimizer: Optimizer) -> None:
+        self._handles = [optimizer.register_step_pre_hook(self._pre_hook)]
+
+    def agree_on_binding(self, start: Tensor | None, problem: str | None) -> None:
+        """Compare what the ranks have bound: the shapes, and ``start``, which sums up the common
+        start (None: a run goes on, whose workers differ). Every rank must call it. Raises
+        ``ValueError`` on all of them where one has a ``problem``."""
+        self._call("binding the optimizer", 0)  # some ranks may have loaded a state, and others not
+        self._agree_on_setup(module=False)
+        start = torch.zeros(2, dtype=torch.float64) if start is None else start
+        row = torch.tensor([float(problem is not None), *start.tolist()], dtype=torch.float64)
+        everyone = self._gather(row)
+        raise_on_all(problem, everyone[:, 0], "could not load their state")
+        other = [r for r, said in enumerate(everyone.tolist()) if said != everyone[0].tolist()]
+        if other:
+            raise ValueError(
+                f"the optimizer's parameters differ from rank 0's on ranks {other}, before its "
+                "first step: load the same weights, or a saved state, on every rank, make float32 "
+                "masters from the wrapped module's parameters, and put parameters of your own into "
+                "the module"
+            )
 
     @property
     def bound(self) -> Optimizer | None:
         """The optimiser that moves its parameters, once it is known."""
         return self._optimizer
 
-    def _agree_on_setup(self) -> None:
+    @property
+    def reweighted(self) -> bool:
+        """Whether a push weight is other than 1, so that x and the model differ."""
+        weights = [
+            float(state[r.round.update.weight])
+            for r in self._rounds
+            if r.round.update.weight is not None
+            for state in r.states
+        ]
+        return any(weight != 1.0 for weight in weights)
+
+    def _agree_on_setup(self, *, module: bool = True) -> None:
         groups = [
             [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in group]
             for group in self._groups_held()
         ]
-        rest = [*self._model.parameters(), *self._model.buffers()]
+        rest = [*self._model.parameters(), *self._model.buffers()] if module else []
         shapes = [(tuple(t.shape), str(t.dtype)) for t in rest]
         text = repr((self._describe(), groups, shapes, self._workers.size))
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
@@ -186,7 +234,7 @@ class Synchronizer:
                 bucket.unpack(flat)
 
     def _start_rounds(self, optimizer: Optimizer) -> None:
-        shared = Surroundings(
+        self._shared = Surroundings(
             self._model,
             optimizer,
             self._lane,
@@ -196,11 +244,13 @@ class Synchronizer:
             self._scores,
             self._seed,
         )
-        self._rounds = [RunningRound(r, self._links[r.over], shared) for r in self._all_rounds()]
+        self._rounds = [
+            RunningRound(r, self._links[r.over], self._shared) for r in self._all_rounds()
+        ]
         for running in self._rounds:
             running.grow()
         self._groups = len(optimizer.param_groups)
-        self._handles.append(optimizer.register_step_pre_hook(self._pre_hook))
+        self._listen(optimizer)
 
     def _gradient_round(self, r: Round) -> GradientRound:
         link = self._links[r.over]
@@ -380,13 +430,13 @@ class Synchronizer:
     # -- what the workers agree on ----
 
     @torch.no_grad()
-    def _write_consensus(self) -> None:
+    def _write_consensus(self, mean: bool = False) -> None:
         """Consensus weights (and averaged buffers) into the model: anchors where rounds keep
-        them, and the mean over workers where these, or x, differ; without parameter rounds
-        replicas are equal already."""
+        them (unless ``mean``), and the mean over workers where these, or x, differ; without
+        parameter rounds replicas are equal already."""
         for running in self._rounds:
             running.write_at_rest(self.step)
-        anchored = [running for running in self._rounds if running.round.update.anchor]
+        anchored = [r for r in self._rounds if r.round.update.anchor and not mean]
         covered = {
             id(segment.tensor)
             for running in anchored
@@ -416,21 +466,24 @@ class Synchronizer:
         return not averaged or any(on == "params" for on, _ in kinds)
 
     @contextmanager
-    def consensus(self) -> Iterator[nn.Module]:
+    def consensus(self, *, mean: bool = False) -> Iterator[nn.Module]:
         """A context in which the model holds the consensus weights, for validation; every rank
-        must enter it. Afterwards the worker's own weights are back, bit for bit.
+        must enter it. Afterwards the worker's own weights are back, bit for bit. ``mean``: that of
+        the workers, whatever rounds keep for a consensus.
 
         Needs room for one copy of the model."""
         tensors = [*self._held(), *self._model.buffers()]
         self._call("consensus()", self.step)
         kept = [local(t).clone() for t in tensors]
+        self._in_consensus = True
         try:
-            self._write_consensus()
+            self._write_consensus(mean)
             self._status("in consensus()")
             yield self._model
         finally:
             for tensor, values in zip(tensors, kept, strict=True):
                 local(tensor).copy_(values)
+            self._in_consensus = False
             self._status("computing")
 
     def consensus_state_dict(self) -> dict[str, Any]:
@@ -443,15 +496,16 @@ class Synchronizer:
             }
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """Fold what is in flight and leave every worker with the consensus model.
+    def finish(self, *, mean: bool = False) -> None:
+        """Fold what is in flight and leave every worker with the consensus model (``mean``: with
+        the mean of the workers').
 
         Every rank must call it, after the same number of steps. Training may go on afterwards.
         """
         self._call("finish()", self.step)
         for running in self._rounds:
             running.settle(self.step, averaged=True)
-        self._write_consensus()
+        self._write_consensus(mean)
         self._recorder.event("finish")
         self._status("finished")
 
@@ -501,11 +555,13 @@ class Synchronizer:
         return [p for group in self._groups_held() for p in group]
 
     def _differentiated(self) -> list[Tensor]:
-        """The parameters that get gradients: the module's, where the optimiser has copies of them
-        in another precision."""
-        held: list[Tensor] = self._held()
+        """The parameters that get gradients: the optimiser's, and for a front end the module's,
+        of which the optimiser may have copies in another precision, and what else gets some."""
+        if self.hooked:
+            return self._held()
         own: list[Tensor] = list(self._model.parameters())
-        return held if {id(p) for p in held} & {id(p) for p in own} else own
+        known = {id(p) for p in own}
+        return own + [p for p in self._held() if id(p) not in known and p.grad_fn is None]
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -514,6 +570,7 @@ class Synchronizer:
         return {
             **self._header(),
             "step": self.step,
+            "in_step": self._in_step,
             "rounds": [checkpoint.round_state(running) for running in self._rounds],
             "scores": None if self._scores is None else self._scores.state_dict(),
         }
@@ -535,22 +592,65 @@ class Synchronizer:
 
         Raises ``ValueError`` on every rank where any of them cannot load its part.
         """
-        parts = [state] if isinstance(state, Mapping) else list(state)
         self._call("load_state_dict()", 0)  # ranks may have come to it after different steps
         loaded: list[Callable[[], None]] = []
-        problem = self._load(parts, loaded)
-        everyone = self._gather(torch.tensor([float(problem is not None)])).flatten().tolist()
-        failed = [rank for rank, value in enumerate(everyone) if value]
-        if failed:
-            raise ValueError(problem or f"ranks {failed} could not load their state: see there")
+        problem = self._load(state, loaded)
+        everyone = self._gather(torch.tensor([float(problem is not None)]))
+        raise_on_all(problem, everyone, "could not load their state")
         for put_back in loaded:
             put_back()
 
+    @torch.no_grad()
+    def load_here(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str | None:
+        """As `load_state_dict`, without any communication: returns what is wrong, if something is,
+        and nothing was put back."""
+        loaded: list[Callable[[], None]] = []
+        problem = self._load(state, loaded)
+        for put_back in loaded if problem is None else ():
+            put_back()
+        return problem
+
+    @property
+    def rank(self) -> int:
+        """This process's place among all ranks."""
+        return self._world.rank
+
+    @property
+    def workers(self) -> int:
+        """Number of workers."""
+        return self._workers.size
+
+    @contextmanager
+    def gathering(self, call: str) -> Iterator[Callable[[Any], list[Any]]]:
+        """A context for `SAVE` or `LOAD`, which every rank must enter: yields a function that
+        returns what each rank passes to it (anything that JSON holds), by rank."""
+        if self._in_consensus:
+            raise ValueError(
+                "inside sync.consensus() the model holds the consensus weights and not this "
+                "worker's own: save and load outside it"
+            )
+
+        def gather(note: Any) -> list[Any]:
+            self._call(call, self.step if call == SAVE else 0)  # before loading, steps may differ
+            own = torch.tensor(list(json.dumps(note).encode()), dtype=torch.uint8)
+            lengths = self._gather(torch.tensor([len(own)])).flatten().tolist()
+            padded = torch.zeros(max(lengths), dtype=torch.uint8)
+            padded[: len(own)] = own
+            rows = self._gather(padded).tolist()
+            self._status(f"in {call}")
+            return [json.loads(bytes(row[:n])) for row, n in zip(rows, lengths, strict=True)]
+
+        yield gather
+        self._status("computing")
+
     def _load(
-        self, parts: Sequence[Mapping[str, Any]], loaded: list[Callable[[], None]]
+        self,
+        state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        loaded: list[Callable[[], None]],
     ) -> str | None:
         """Append to ``loaded`` what puts the state back; return what is wrong, if something is,
         rather than raise it on one rank alone."""
+        parts = [state] if isinstance(state, Mapping) else list(state)
         try:
             mine = checkpoint.own_part(parts, self._header())
             for index, running in enumerate(self._rounds):
@@ -558,7 +658,9 @@ class Synchronizer:
                 loaded.append(checkpoint.load_round(running, rounds, mine))
             if self._scores is not None and mine is not None:
                 loaded.append(self._scores.loader(parts[mine]["scores"]))
-            loaded.append(partial(setattr, self, "step", int(parts[mine or 0]["step"])))
+            for name, value in (("step", int), ("_in_step", bool)):
+                kept = parts[mine or 0][name.lstrip("_")]
+                loaded.append(partial(setattr, self, name, value(kept)))
         except ValueError as error:
             return str(error)
         except (LookupError, TypeError, AttributeError, RuntimeError) as error:
