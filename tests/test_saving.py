@@ -746,7 +746,7 @@ def test_files_are_on_disk_before_they_are_named(
     la.simulate(run, workers=1)
     monkeypatch.undo()
     folder = str(tmp_path / "new" / "folder")
-    own, manifest = f"{folder}/rank-0-of-1.1.pt", f"{folder}/rank-0-of-1.1.json"
+    own, manifest = f"{folder}/rank-0-of-1.1-x.pt", f"{folder}/rank-0-of-1.1-x.json"
     renamed = events.index(("rename", manifest))
     assert [kind for kind, _ in events].count("rename") == 1
     assert ("fsync", own) in events[:renamed] and ("fsync", manifest) in events[:renamed]
