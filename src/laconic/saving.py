@@ -424,6 +424,9 @@ def _save(folder: Path, parts: _Parts, others: dict[str, Any], all_ranks: _AllRa
         _sync_folder(folder)
 
     def commit() -> None:
+        there = _read_manifest(folder) or {"serial": -1}
+        if there["serial"] >= manifest.serial and there["token"] != manifest.token:
+            raise ValueError("another run saves to this directory: give each one its own")
         os.replace(prepared, folder / MANIFEST)
         _sync_folder(folder)
 
