@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import math
 import pickle
 import random
@@ -987,3 +988,125 @@ def test_a_recipe_of_ones_own() -> None:
 
     one, two = la.simulate(run, workers=2)
     assert [torch.equal(x, y) for x, y in zip(one, two, strict=True)] == [False, False, True] * 2
+
+
+# -- what is refused, so that nothing goes wrong in silence ----
+
+
+def test_a_step_of_the_inner_optimiser_alone_is_an_error() -> None:
+    """Under a GradScaler, too: nothing would be communicated."""
+
+    def run(rank: int) -> bool:
+        model, inner = small(rank)
+        optimizer = la.CommOptimizer(inner, "EASGD", 2, 2, 0.5)
+        for _ in steps((model, optimizer), rank, 1, 3):
+            pass
+        inner.step()
+        with pytest.raises(ValueError, match="was stepped, and what follows a step was not"):
+            inner.step()
+        return True
+
+    assert la.simulate(run, workers=2) == [True, True]
+
+
+def test_weights_loaded_after_wrapping_are_an_error() -> None:
+    """The centre would pull back to what was there before."""
+
+    def run(rank: int) -> bool:
+        model, inner = small(rank)
+        optimizer = la.CommOptimizer(inner, "EASGD", 2, 2, 0.5)
+        with optimizer.consensus():
+            pass  # writes parameters and puts them back
+        model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
+        with pytest.raises(ValueError, match="load weights before wrapping the optimizer"):
+            optimizer.step()
+        return True
+
+    assert la.simulate(run, workers=2) == [True, True]
+
+
+@pytest.mark.parametrize("outer", ["attach", "wrapper"])
+def test_what_communicates_already_is_not_wrapped_again(outer: str) -> None:
+    def run(rank: int) -> bool:
+        model, inner = small(rank)
+        optimizer = la.CommOptimizer(inner, "EASGD", 2, 2, 0.5)
+        with pytest.raises(ValueError, match="attached already"):
+            if outer == "attach":
+                la.attach(model, optimizer, la.local_sgd(2))
+            else:
+                wrapped = la.SlowMoDistributedDataParallel(model, 1)
+                wrapped.bind(optimizer)
+        return True
+
+    assert la.simulate(run, workers=2) == [True, True]
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        la.local_sgd(4, delay=1),
+        la.slowmo(la.local_sgd(2), period=4),
+        la.hierarchical(2, 4),
+    ],
+)
+def test_rounds_that_it_cannot_run_are_refused(recipe: la.Recipe) -> None:
+    class Own(la.DistOptimizer):
+        def recipe(self) -> la.Recipe:
+            return recipe
+
+    model = nn.Linear(2, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run(rank: int) -> bool:
+        with pytest.raises(ValueError, match=r"rounds are all every comm_period=4 steps"):
+            Own(inner, 1, 0.0, 0.5, 4)
+        return True
+
+    assert la.simulate(run, workers=1) == [True]
+
+
+def test_detached_it_is_the_inner_optimiser() -> None:
+    def run(rank: int) -> tuple[int, Tensor]:
+        model, inner = small(rank)
+        optimizer = la.CommOptimizer(inner, "EASGD", 2, 2, 0.5)
+        for _ in steps((model, optimizer), rank, 1, 4):
+            pass
+        optimizer.detach()
+        before = optimizer.stats().bytes_sent
+        for _ in steps((model, optimizer), rank, 5, 8):
+            pass
+        assert optimizer.stats().bytes_sent == before
+        return optimizer.stats().rounds, flat(model)
+
+    (rounds, a), (_, b) = la.simulate(run, workers=2)
+    assert rounds == 2 and not torch.equal(a, b)
+
+
+def test_metrics_hear_of_every_step(tmp_path: Path) -> None:
+    def run(rank: int) -> None:
+        model, inner = small(rank)
+        optimizer = la.CommOptimizer(inner, "EASGD", 2, 2, 0.5)
+        assert optimizer.sync is not None
+        if rank == 0:
+            optimizer.sync.record([la.JsonLines(tmp_path / "run.jsonl", every=0.0)])
+        for _ in steps((model, optimizer), rank, 1, 4):
+            pass
+        optimizer.detach()
+
+    la.simulate(run, workers=2)
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["event"] == "steps"] == [1, 2, 3, 4]
+
+
+class Named(la.CommOptimizer):
+    name = ""
+
+
+def test_a_subclass_keeps_its_own_attributes_in_a_copy() -> None:
+    inner = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    optimizer = Named(inner, None, 1)
+    optimizer.name = "mine"
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)  # wraps step()
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert twin.name == "mine" and type(twin) is Named
+        twin.step()

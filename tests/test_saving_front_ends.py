@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:slowmo_memory_efficient=True sends"),
 ]
-STEPS, SAVES = 24, 5
+STEPS, SAVES = 24, 3
 LATE = {"slowmo_base_algorithm": SlowMoBaseAlgorithm.SGP, "overlap": True, "synch_freq": 2}
 SLOW: dict[str, dict[str, Any]] = {
     "local SGD": {"slowmo_frequency": 6},

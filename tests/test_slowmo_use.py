@@ -494,6 +494,9 @@ def test_a_call_out_of_order_is_an_error_that_says_so() -> None:
         same = torch.optim.SGD(model.parameters(), lr=0.1)
         model.perform_slowmo(same)  # the same parameters: a wrapper around the optimiser, say
         with pytest.raises(ValueError, match="attached already"):
+            la.attach(model, same, la.ddp())
+        model.perform_slowmo(optimizer)  # and back
+        with pytest.raises(ValueError, match="attached already"):
             la.attach(model, optimizer, la.ddp())
         return True
 

@@ -135,6 +135,11 @@ def synchronizer_of(optimizer: Optimizer) -> Synchronizer | None:
     return _alive(_attached.get(optimizer))
 
 
+def release(optimizer: Optimizer) -> None:
+    """Nothing follows ``optimizer`` any more."""
+    _attached.pop(optimizer, None)
+
+
 def check_free(optimizer: Optimizer) -> None:
     """Raise if a synchroniser follows ``optimizer``."""
     before = synchronizer_of(optimizer)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from laconic.attach import claim
 from laconic.dist_optimizer import EASGD, LSGD, NO_STATS, DistOptimizer, Gradients
 from laconic.errors import check_choice, check_int
 from laconic.links import Link
@@ -28,9 +29,10 @@ class CommOptimizer(Optimizer):
     own. The other arguments are those of `DistOptimizer`, of `EASGD` and of `LSGD`.
 
     A torch optimiser in all respects. ``param_groups``, ``state`` and ``defaults`` are those of
-    ``optimizer``, whichever of the two is stepped, scheduled, loaded or given more groups. Steps
-    that a GradScaler skips are counted. A copy (deepcopy, pickle) joins the other ranks' copies by
-    itself when it is stepped, and goes on as the original would have.
+    ``optimizer``, whichever of the two is scheduled or given more groups; step, unscale and load
+    this one. Steps that a GradScaler skips are counted. A copy (deepcopy, pickle) joins the other
+    ranks' copies by itself when it is stepped, and goes on as the original would have; under
+    ``"DDP"`` call ``copy.dist_optimizer.join()`` before its first backward pass.
 
     Make it after loading the model's weights, and call `finish` at the end of training. ``sync`` is
     the `Synchronizer` at work, with more to ask for, as ``sync.no_sync()`` under ``"DDP"``.
@@ -69,6 +71,8 @@ class CommOptimizer(Optimizer):
             self.dist_optimizer = kind(
                 optimizer, world_size, *numbers, model=model, link=link, timeout=timeout
             )
+            if self.dist_optimizer.sync is not None:
+                claim(self, self.dist_optimizer.sync)
 
     @property
     def local_optimizer(self) -> Optimizer:
@@ -86,7 +90,7 @@ class CommOptimizer(Optimizer):
         """A step of the inner optimiser, and what follows it; returns ``closure``'s loss, which
         counts as reported unless `report_loss` was called for this step."""
         dist = self.dist_optimizer
-        if dist is None:
+        if dist is None or dist.detached:
             return self._local_step(closure)
         dist.join()
         loss = self._local_step(closure)
@@ -191,8 +195,13 @@ class CommOptimizer(Optimizer):
             after(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("optimizer", "dist_optimizer", "defaults", "_made", "_told")
-        return {name: self.__dict__[name] for name in names}
+        """All but torch's hooks, and ``step`` as a scheduler has wrapped it."""
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("step", "_zero_grad_profile_name")
+            and not name.startswith("_optimizer_")
+        }
 
     # -- for the user's loop ----
 
@@ -212,6 +221,11 @@ class CommOptimizer(Optimizer):
         """A context in which the parameters hold the consensus weights, for validation; every rank
         must enter it. See `Synchronizer.consensus`."""
         return nullcontext() if self.dist_optimizer is None else self.dist_optimizer.consensus()
+
+    def detach(self) -> None:
+        """Communicate no more: steps are then the inner optimiser's alone."""
+        if self.dist_optimizer is not None:
+            self.dist_optimizer.detach()
 
     def stats(self) -> Stats:
         """Bytes, rounds and waiting so far, on this rank."""

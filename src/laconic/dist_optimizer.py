@@ -3,6 +3,7 @@ of the Synchronous Distributed Training Library's guide."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from laconic import recipes
 from laconic.attach import check_free, claim
@@ -17,8 +19,9 @@ from laconic.errors import check_float, check_int
 from laconic.links import Link
 from laconic.ranks import layout_of, own_link, sets_of
 from laconic.round import Recipe
+from laconic.schedules import every
 from laconic.synchronizer import Stats, Synchronizer
-from laconic.tensors import is_sharded, local
+from laconic.tensors import is_sharded, local, sums
 
 AFRESH: dict[str, Any] = {"counter": 0, "sync": None}
 NO_STATS = Stats(0, 0, 0, 0, {}, {}, 0.0)
@@ -33,8 +36,8 @@ class DistOptimizer:
 
     - `dist_train_step`: takes note of what the step tells; moves nothing, sends nothing;
     - `local_pulling_step`: ``x <- (1 - p/comm_period)*x + (p/comm_period)*centre``; sends nothing;
-    - `comm_train_step` where the count is ``comm_period``, which then begins anew: forms the
-      centre and pulls x toward it. It alone communicates.
+    - `comm_train_step` where the count is ``comm_period``, which then begins anew: pulls x toward
+      a centre and forms the next one, in the order of the algorithm. It alone communicates.
 
     ``world_size``: the number of ranks, each of which is a worker. ``local_pulling_strength``: p,
     in [0, 1). ``dist_pulling_strength``: of the pull in a round. ``comm_period``: local steps from
@@ -77,6 +80,9 @@ class DistOptimizer:
         self._link = link
         self._start: Mapping[str, Any] = AFRESH
         self._sync: Synchronizer | None = None
+        self._detached = False
+        self._unfollowed = 0  # steps of the local optimiser
+        self._hooks: list[RemovableHandle] = []
         self.join()
 
     def recipe(self) -> Recipe:
@@ -90,14 +96,18 @@ class DistOptimizer:
     def step(self) -> None:
         """What follows a step of the local optimiser; one that it did not take, as a GradScaler
         skips some, on this rank perhaps, counts too."""
+        if self._detached:
+            return
         self.join()
         self._joined.count()
+        self._unfollowed = 0
         self.counter += 1
         self.dist_train_step()
         self.local_pulling_step()
         if self.counter >= self.comm_period:
             self.comm_train_step()
             self.counter = 0
+        self._joined.note()
 
     def local_pulling_step(self) -> None:
         """Pull x toward the most recent centre; no communication."""
@@ -108,10 +118,16 @@ class DistOptimizer:
         self._joined.observe()
 
     def comm_train_step(self) -> None:
-        """Communicate: form the centre from all workers' x, and pull x toward it."""
+        """Communicate: form the centre from all workers' x, and pull x toward the centre (EASGD:
+        toward the one of before)."""
         self._joined.communicate(now=True)
 
     # -- the other ranks ----
+
+    @property
+    def detached(self) -> bool:
+        """Whether `detach` was called."""
+        return self._detached
 
     @property
     def sync(self) -> Synchronizer | None:
@@ -129,10 +145,11 @@ class DistOptimizer:
         or loaded. The constructor calls it, and a copy before it steps. Call it yourself, on every
         rank, before a copy's first backward pass under ``"DDP"``, if its gradients are clipped or
         unscaled before the step."""
-        if self._sync is not None:
+        if self._sync is not None or self._detached:
             return
         check_free(self.local_optimizer)
         recipe, start = self.recipe(), self._start
+        _check_rounds(recipe, self.comm_period)
         whole = _Whole(self.model, self.local_optimizer)
         params = whole.held()
         if not params or any(p.device.type == "meta" for p in params):
@@ -162,6 +179,32 @@ class DistOptimizer:
             raise
         self.counter, self._start, self._sync = start["counter"], AFRESH, sync
         claim(self.local_optimizer, sync)
+        weakref.finalize(self, sync.detach).atexit = False
+        local_optimizer, own = self.local_optimizer, weakref.ref(self)
+        self._hooks = [
+            local_optimizer.register_step_pre_hook(lambda *_: _told(own, done=False)),
+            local_optimizer.register_step_post_hook(lambda *_: _told(own, done=True)),
+        ]
+        self._note_start()
+
+    def _note_start(self) -> None:
+        self._known = [local(p) for g in self.local_optimizer.param_groups for p in g["params"]]
+        self._start_sums = sums(self._known)
+
+    def _check_step(self, done: bool) -> None:
+        """Before a step of the local optimiser, and after it."""
+        if done:
+            self._unfollowed += 1
+        elif self._unfollowed:
+            raise ValueError(
+                "the local optimizer was stepped, and what follows a step was not: step the "
+                "CommOptimizer, also by scaler.step(), or call DistOptimizer.step() after each step"
+            )
+        elif self._joined.step == 0 and not torch.equal(sums(self._known), self._start_sums):
+            raise ValueError(
+                "the parameters have changed since all ranks met, and the centre has not: load "
+                "weights before wrapping the optimizer, or the optimizer's state after them"
+            )
 
     # -- saving ----
 
@@ -179,16 +222,26 @@ class DistOptimizer:
             _check_alike(self._sync.mean(float(start["sync"] is None)))
             if start["sync"] is not None:
                 self._sync.load_state_dict(start["sync"])
-                self.counter = start["counter"]
+                self.counter, self._unfollowed = start["counter"], 0
+                self._note_start()
                 return
             self._sync.detach()
+            for hook in self._hooks:
+                hook.remove()
             self._sync, self._start = None, start
             self.join()
         self._start = start
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no link, and joins the other ranks' copies by itself."""
-        return {**self.__dict__, "_start": self.state_dict(), "_sync": None, "_link": None}
+        apart: dict[str, Any] = {
+            "_sync": None,
+            "_link": None,
+            "_hooks": [],
+            "_known": [],
+            "_unfollowed": 0,
+        }
+        return {**self.__dict__, "_start": self.state_dict(), **apart}
 
     # -- for the user's loop ----
 
@@ -208,6 +261,14 @@ class DistOptimizer:
         self.join()
         with self._joined.consensus():
             yield
+
+    def detach(self) -> None:
+        """Communicate no more: `step` then does nothing."""
+        self._detached = True
+        for hook in self._hooks:
+            hook.remove()
+        if self._sync is not None:
+            self._sync.detach()
 
     def stats(self) -> Stats:
         """See `Synchronizer.stats`."""
@@ -248,6 +309,25 @@ class Gradients(DistOptimizer):
 
     def recipe(self) -> Recipe:
         return recipes.ddp()
+
+
+def _told(own: weakref.ref[DistOptimizer], *, done: bool) -> None:
+    """The local optimiser steps; after its wrapper was dropped it does so by itself."""
+    front = own()
+    if front is not None:
+        front._check_step(done)
+
+
+def _check_rounds(recipe: Recipe, period: int) -> None:
+    """What `DistOptimizer.comm_train_step` can run: rounds of one period, at once."""
+    for r in recipe:
+        plain = r.delay == 0 and r.over in ("world", "workers")
+        if r.on == "params" and not (plain and r.when == every(period)):
+            raise ValueError(
+                f"a DistOptimizer's rounds are all every comm_period={period} steps, over all "
+                f"workers and without a delay, not {r.name} at {r.when}, over {r.over!r}, delay "
+                f"{r.delay}: use laconic.attach for other recipes"
+            )
 
 
 def _check_alike(share: float) -> None:

@@ -129,6 +129,11 @@ class Update:
         """Come to rest: push weights back to 1 (what is in flight was folded before); ``x`` is a
         whole bucket, in place. ``averaged``: the mean of x over workers is what counts next."""
 
+    @property
+    def pulls(self) -> bool:
+        """Whether `after_step` does anything, which a setting may decide."""
+        return self.overrides("after_step")
+
     def overrides(self, *methods: str) -> bool:
         """Whether any of these methods is not the default, which does nothing."""
         return any(getattr(type(self), name) is not getattr(Update, name) for name in methods)

@@ -265,7 +265,7 @@ class RunningRound:
 
     def after_step(self, step: int) -> None:
         """The update's `after_step` on every parameter."""
-        if self.round.update.overrides("after_step"):
+        if self.round.update.pulls:
             for x, state, clock in self._stretches(step):
                 self.round.update.after_step(x, state, clock)
 

@@ -1,7 +1,7 @@
 """A checkpoint on disk: a directory in which every rank has a file of its own.
 
     laconic.json             the manifest: which save counts, of how many ranks, after which step
-    rank-0-of-4.7.pt  ...    what each rank saved in the save of serial 7
+    rank-0-of-4.7-x.pt ...   what each rank saved in the save of serial 7, with a token x of its own
 
 Ranks may share the directory, or each host may have its own. A save of serial s has three parts,
 and each begins when the one before it is known to be done on all ranks:
@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from laconic.attach import synchronizer_of
+from laconic.attach import check_free, synchronizer_of
 from laconic.comm_optimizer import CommOptimizer
 from laconic.dist_optimizer import DistOptimizer
 from laconic.errors import LinkError
@@ -52,7 +52,7 @@ T = TypeVar("T")
 VERSION = 1
 MANIFEST = "laconic.json"
 _FORMAT = "laconic checkpoint"
-_NAME = re.compile(r"rank-\d+-of-\d+\.(\d+)\.(pt|json)")
+_NAME = re.compile(r"rank-\d+-of-\d+\.(\d+)-[0-9a-f]+\.(pt|json)")
 _MOST_LETTERS = 400
 _FRONT = "laconic: "
 """Before the names of what is saved with ``others`` and is not the user's."""
@@ -84,6 +84,12 @@ class _Parts(NamedTuple):
     optimizer: Optimizer
     sync: Synchronizer
     objects: dict[str, Stateful]
+    front: SlowMoDistributedDataParallel | None
+
+    def bind(self) -> None:
+        """Tell a wrapped module its optimiser, if it has not seen it yet; every rank does."""
+        if self.front is not None and self.front.synchronizer.bound is None:
+            self.front.bind(self.optimizer)
 
 
 class _Counter:
@@ -121,29 +127,34 @@ def _parts(
     ``state_dict()``, is replaced here by the plain module or optimiser in it and that
     synchroniser, so that no state is saved twice."""
     dist = sync if isinstance(sync, DistOptimizer) else None
-    if isinstance(optimizer, CommOptimizer):
+    front: SlowMoDistributedDataParallel | None = None
+    if isinstance(optimizer, CommOptimizer) and optimizer.dist_optimizer is not None:
         dist, optimizer = optimizer.dist_optimizer, optimizer.optimizer
     if dist is not None:
         dist.join()
         sync = dist.sync
     if isinstance(model, SlowMoDistributedDataParallel):
-        if model.synchronizer.bound is None:
-            model.bind(optimizer)
-        model = model.module
+        front, model = model, model.module
+        if sync is not None and sync is not front.synchronizer:
+            raise ValueError("sync is not what follows the wrapped module")
+        sync = front.synchronizer
     elif dist is None and (found := synchronizer_of(optimizer)) and not found.hooked:
         raise ValueError("a front end follows this optimizer: pass it, as it has state of its own")
     attached = synchronizer_of(optimizer)
+    if front is not None and front.synchronizer.bound is None:
+        check_free(optimizer)
+        attached = front.synchronizer
     if attached is None:
         raise ValueError(
             "no synchroniser belongs to this optimizer: call laconic.attach first, or use "
             "torch.save where nothing is communicated"
         )
     if sync is not None and sync is not attached:
-        raise ValueError("sync is not what laconic.attach returned for this optimizer")
+        raise ValueError("sync (or the wrapped module) is not what follows this optimizer")
     objects: dict[str, Stateful] = {}
     if dist is not None:
         objects[f"{_FRONT}counter"] = _Counter(dist)
-    return _Parts(model, optimizer, attached, objects)
+    return _Parts(model, optimizer, attached, objects, front)
 
 
 def save(
@@ -177,10 +188,14 @@ def save(
     ranks call it, as soon as the others come to another call of laconic's (a round, say).
     """
     parts = _parts(model, optimizer, sync)
+    parts.bind()
     try:
         with parts.sync.gathering(SAVE) as gather:
             _save(
-                Path(path), parts, dict(others or {}), _AllRanks(f"laconic.save to {path}", gather)
+                Path(path).expanduser(),
+                parts,
+                dict(others or {}),
+                _AllRanks(f"laconic.save to {path}", gather),
             )
     except LinkError as error:
         raise LinkError(f"{error}. {_EVERY_RANK}") from error
@@ -196,7 +211,9 @@ def load(
 ) -> dict[str, Any]:
     """Put back what `save` saved in the directory ``path``; the run then goes on bit for bit.
 
-    Every rank must call it, after `laconic.attach`, with a model and optimiser built as they were.
+    Every rank must call it, after `laconic.attach`, with a model and optimiser built as they were
+    (for a wrapped module whose optimiser moves float32 masters, after its
+    ``bind(optimizer, fp32_params)``).
     ``others``: the objects whose state was saved, by name. Returns what was saved of ``others``
     that is plain data (tensors on the CPU), and ``"step"``, the steps done.
 
@@ -214,7 +231,10 @@ def load(
     parts = _parts(model, optimizer, sync)
     with parts.sync.gathering(LOAD) as gather:
         return _load(
-            Path(path), parts, dict(others or {}), _AllRanks(f"laconic.load of {path}", gather)
+            Path(path).expanduser(),
+            parts,
+            dict(others or {}),
+            _AllRanks(f"laconic.load of {path}", gather),
         )
 
 
@@ -286,7 +306,7 @@ class _Manifest:
     step: int
 
     def file(self, folder: Path, rank: int) -> Path:
-        return folder / f"rank-{rank}-of-{self.ranks}.{self.serial}.pt"
+        return folder / f"rank-{rank}-of-{self.ranks}.{self.serial}-{self.token}.pt"
 
     def text(self) -> str:
         return json.dumps({"format": _FORMAT, "version": VERSION, **asdict(self)}, indent=1) + "\n"
@@ -404,6 +424,9 @@ def _save(folder: Path, parts: _Parts, others: dict[str, Any], all_ranks: _AllRa
         _sync_folder(folder)
 
     def commit() -> None:
+        there = _read_manifest(folder) or {"serial": -1}
+        if there["serial"] >= manifest.serial and there["token"] != manifest.token:
+            raise ValueError("another run saves to this directory: give each one its own")
         os.replace(prepared, folder / MANIFEST)
         _sync_folder(folder)
 
@@ -560,6 +583,7 @@ def _load(
     _refuse_missing(missing, manifest, alike, all_ranks)
     found = all_ranks.do(lambda: _find(folder, manifest, alike, parts, others))
 
+    parts.bind()
     undo: list[Callable[[], Any]] = []
 
     def put_back() -> None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from laconic import recipes
-from laconic.attach import check_free, claim
+from laconic.attach import check_free, claim, release
 from laconic.errors import check_bool, check_float, check_int
 from laconic.exchanges import Mean, Push, ShardedMean
 from laconic.gossip_graphs import GraphManager, NPeerDynamicDirectedExponentialGraph, UniformMixing
@@ -27,7 +27,7 @@ from laconic.ranks import layout_of, own_link, raise_on_all, sets_of, within_wor
 from laconic.round import Recipe, Round
 from laconic.schedules import every
 from laconic.synchronizer import Stats, Synchronizer
-from laconic.tensors import is_sharded, module_buffers
+from laconic.tensors import is_sharded, module_buffers, sums
 from laconic.topology import Graph
 from laconic.updates import Average, Mix, PushSum, Replace, RoundedAverage
 
@@ -274,6 +274,8 @@ class SlowMoDistributedDataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own forward pass; no communication, in training or out of it."""
+        if self._sync.bound is None:
+            self._seen = self._versions()
         if self._profile is None:
             return self.module(*inputs, **kwargs)
         with self._profile.part("forward"):
@@ -309,8 +311,10 @@ class SlowMoDistributedDataParallel(nn.Module):
         """Name the optimiser before its first step; every rank must call it. `perform_slowmo` finds
         it by itself; but where a run is resumed that gossips on uneven graphs or overlapped, and
         whose optimiser moves masters, it must be told."""
+        self._seen = self._versions()
         self._know(optimizer, fp32_params)
-        self._agree()
+        if not self._agreed:
+            self._agree()
 
     def _know(self, optimizer: Optimizer, fp32_params: FP32) -> None:
         """Bind to ``optimizer``, or find that it is the bound one."""
@@ -322,6 +326,11 @@ class SlowMoDistributedDataParallel(nn.Module):
         if fp32_params is not None and fp32_params is not self._fp32:
             self._masters = _pairs(list(self.module.parameters()), fp32_params)
             self._fp32 = fp32_params
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            storages = {p.untyped_storage().data_ptr() for p in held}
+            if any(m.untyped_storage().data_ptr() not in storages for _, m in self._masters):
+                self._masters, self._fp32 = [], None
+                raise ValueError("fp32_params must share storage with the optimizer's parameters")
         if not self._masters and not self._holds(optimizer):
             raise ValueError(
                 "the optimizer holds none of the module's parameters: where it moves float32 "
@@ -333,7 +342,7 @@ class SlowMoDistributedDataParallel(nn.Module):
         elif optimizer is not bound and not _same_parameters(optimizer, bound):
             raise ValueError(
                 "perform_slowmo was given another optimizer than the one that moved the module's "
-                "parameters first: give one optimizer all of them, and the same at every call"
+                "parameters first: give one optimizer all of them, in the same groups"
             )
         elif optimizer is not bound and not _same_groups(optimizer, bound):
             self._follow(optimizer)
@@ -358,11 +367,13 @@ class SlowMoDistributedDataParallel(nn.Module):
         if self._loaded is not None:
             self._problem, self._loaded = self._sync.load_here(self._loaded), None
         else:
-            self._common_start = _sums(held)
+            self._common_start = sums(held)
 
     def _follow(self, optimizer: Optimizer) -> None:
         """Another optimiser over the same parameters takes the bound one's place."""
         check_free(optimizer)
+        assert self._sync.bound is not None
+        release(self._sync.bound)
         self._sync.follow(optimizer)
         claim(optimizer, self._sync)
 
@@ -393,9 +404,6 @@ class SlowMoDistributedDataParallel(nn.Module):
         """To an optimiser whose step was not seen to move the module's own parameters: it was
         skipped, or moved masters, whose start was kept then."""
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        storages = {p.untyped_storage().data_ptr() for p in held}
-        if any(m.untyped_storage().data_ptr() not in storages for _, m in self._masters):
-            raise ValueError("fp32_params must share storage with the optimizer's parameters")
         if not self._masters and self._versions() != self._seen:
             raise ValueError(
                 "the module's parameters have moved, and no step of this optimizer was seen: its "
@@ -435,7 +443,8 @@ class SlowMoDistributedDataParallel(nn.Module):
             self._bind(optimizer)
         elif not _same_parameters(optimizer, bound):
             raise ValueError(
-                "a second optimizer moves parameters of this module: give one optimizer all of them"
+                "a second optimizer moves parameters of this module: give one optimizer all of "
+                "them, in the same groups"
             )
         elif not _same_groups(optimizer, bound):
             self._follow(optimizer)
@@ -574,16 +583,6 @@ def _same_parameters(one: Optimizer, other: Optimizer) -> bool:
 def _same_groups(one: Optimizer, other: Optimizer) -> bool:
     """Whether they share their groups, as an optimiser around another does."""
     return [id(g) for g in one.param_groups] == [id(g) for g in other.param_groups]
-
-
-def _sums(tensors: Sequence[Tensor]) -> Tensor:
-    """Two sums over all elements, by which ranks compare what they hold."""
-    total = torch.zeros(2, dtype=torch.float64)
-    for t in tensors:
-        real = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
-        both = real.sum(dtype=torch.float64), real.abs().sum(dtype=torch.float64)
-        total += torch.stack(both).cpu()
-    return total
 
 
 # -- what the constructor is given ----

@@ -325,7 +325,7 @@ class Synchronizer:
         self.observe()
         self.pull()
         self.communicate()
-        self._recorder.after_step(skipped=skipped)
+        self.note(skipped=skipped)
 
     def advance(self) -> None:
         """The optimiser's step is done, which no hook told: what follows it is run. One that it did
@@ -351,6 +351,10 @@ class Synchronizer:
             self._warn_of_identical_gradients()
         for r, gradient_round in self._gradient_rounds:
             gradient_round.after_step(r.when(self.step + 1))
+
+    def note(self, *, skipped: bool = False) -> None:
+        """Tell the metrics of the step, at its end."""
+        self._recorder.after_step(skipped=skipped)
 
     @torch.no_grad()
     def observe(self) -> None:

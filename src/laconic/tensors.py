@@ -69,6 +69,16 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def sums(tensors: Sequence[Tensor]) -> Tensor:
+    """Two sums over all elements, by which one compares what tensors hold, in float64."""
+    total = torch.zeros(2, dtype=torch.float64)
+    for t in tensors:
+        real = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
+        both = real.sum(dtype=torch.float64), real.abs().sum(dtype=torch.float64)
+        total += torch.stack(both).cpu()
+    return total
+
+
 def mean_in_rank_order(
     tensors: Iterable[Tensor], *, reuse: bool = False, out: Tensor | None = None
 ) -> Tensor:

@@ -34,9 +34,12 @@ class Elastic(Update):
     def init(self, x: Tensor) -> State:
         return {"anchor": x}
 
+    @property
+    def pulls(self) -> bool:
+        return self.pull > 0
+
     def after_step(self, x: Tensor, state: State, clock: Clock) -> None:
-        if self.pull:
-            x.lerp_(state["anchor"].to(x.dtype), self.pull)
+        x.lerp_(state["anchor"].to(x.dtype), self.pull)
 
     def fold(
         self, x: Tensor, received: Tensor, sent: Tensor | None, state: State, clock: Clock

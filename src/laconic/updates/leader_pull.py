@@ -32,9 +32,12 @@ class LeaderPull(Update):
     def init(self, x: Tensor) -> State:
         return {"leader": x} if self.drift else {}
 
+    @property
+    def pulls(self) -> bool:
+        return self.drift > 0
+
     def after_step(self, x: Tensor, state: State, clock: Clock) -> None:
-        if self.drift:
-            x.lerp_(state["leader"].to(x.dtype), self.drift)
+        x.lerp_(state["leader"].to(x.dtype), self.drift)
 
     def fold(
         self, x: Tensor, received: Tensor, sent: Tensor | None, state: State, clock: Clock
