@@ -18,9 +18,9 @@ by at most 0.4 %.
 
 With stochastic rounding s is rounded up, so that |y| <= L: clipping would be a bias.
 
-s is at least ``least``, so that Q(x) is never subnormal and ``x / s`` never overflows: elements of
-a smaller block are taken as multiples of that. It is at most the largest for which ``s * L`` is
-finite.
+s is at least 2^-126, the least normal number, so that Q(x) is never subnormal and ``x / s`` never
+overflows: elements of a smaller block are taken as multiples of that. It is at most the largest for
+which ``s * L`` is finite.
 
 The codes. With b bits a code, the block's m elements take w = ceil(m * b / 8) bytes: the code of
 element j is in byte j mod w, at bit b * floor(j / w); bits left over are codes of level 0.
@@ -42,6 +42,7 @@ from laconic.codecs.codec import Codec, check_length
 from laconic.errors import check_bool, check_int
 
 SCALE_BYTES = 2
+LEAST_SCALE = 2.0**-126
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,6 @@ class Blockwise(Codec):
     bits: ClassVar[int]
     levels: ClassVar[float]
     """L, the largest level."""
-    least: ClassVar[float]
-    """The smallest scale."""
-
     block: int = 256
     stochastic: bool = False
 
@@ -64,11 +62,11 @@ class Blockwise(Codec):
 
     @abstractmethod
     def quantise(self, y: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Codes of y, (n, m), as numbers that ``fold`` can add; y may be overwritten."""
+        """Codes of y, (n, m), as numbers that ``write`` can add; y may be overwritten."""
 
     @abstractmethod
     def level(self, code: Tensor) -> Tensor:
-        """The levels that uint8 codes stand for, a tensor that can be copied to float32."""
+        """The levels that uint8 codes stand for, int8."""
 
     @abstractmethod
     def error(self, x: Tensor, scale: Tensor) -> Tensor:
@@ -100,7 +98,7 @@ class Blockwise(Codec):
         payload[:, :SCALE_BYTES] = scale.view(torch.uint8)
         codes = payload[:, SCALE_BYTES:]
         self.write(self.quantise(x / scale.to(torch.float32), generator), codes)
-        return peak.isfinite().all()
+        return peak.amax() <= torch.finfo(torch.float32).max
 
     def decode_units(self, payload: Tensor, out: Tensor) -> None:
         scale = payload[:, :SCALE_BYTES].clone(memory_format=torch.contiguous_format)
@@ -115,7 +113,7 @@ class Blockwise(Codec):
         if self.stochastic:
             above = (scale.view(torch.int16) + 1).view(torch.bfloat16)
             scale = torch.where(scale.to(torch.float32) < step, above, scale)
-        return scale.clamp_(self.least, largest_scale(self.levels))
+        return scale.clamp_(LEAST_SCALE, largest_scale(self.levels))
 
     def write(self, codes: Tensor, payload: Tensor) -> None:
         """``codes``, (n, m) numbers, into the bytes ``payload``, (n, w): b * floor(j / w) is the

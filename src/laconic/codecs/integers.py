@@ -25,14 +25,12 @@ class Integers(Blockwise):
     float32 are clipped.
     """
 
-    least: ClassVar[float] = 2.0**-126
-
     def quantise(self, y: Tensor, generator: torch.Generator | None) -> Tensor:
         if not self.stochastic:
             return y.round_()
-        low: Tensor = y.floor()
+        low = y.floor()
         u = torch.rand(y.shape, generator=generator, device=y.device)
-        low += u < y.sub_(low)  # floor(y + u) would now and then round y + u up to an integer
+        low.add_(u < y.sub_(low))  # floor(y + u) would now and then round y + u up to an integer
         return low.clamp_(-self.levels, self.levels)
 
     def store(self, total: Tensor, payload: Tensor) -> None:

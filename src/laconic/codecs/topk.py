@@ -21,7 +21,8 @@ class TopK(Codec):
 
     A chunk of m elements keeps k' = min(k, m), of equal magnitudes those of lower index, and is
     coded as their indices, ascending, 12 bits each, then their values by the codec ``values``, on
-    their own: ceil(12 k' / 8) + values.nbytes(k') bytes. Of two indices a, b the three bytes are
+    their own: ceil(12 k' / 8) + values.nbytes(k') bytes. The indices are the 12-bit digits of one
+    little-endian number, so that two of them, a and b, are the three bytes
     ``a mod 256, floor(a / 256) + 16 (b mod 16), floor(b / 16)``.
 
     The error is that of ``values`` where an element is kept, else |x|. By default values are
