@@ -54,8 +54,9 @@ def to_bfloat16(value: float) -> float:
 def plain_scale(block: list[float], largest: int) -> float:
     scale = to_bfloat16(to_float32(max(map(abs, block)) / largest))
     scale = max(scale, 2.0**-126)
-    while scale * largest > MAX:  # the next bfloat16 below
-        scale -= 2.0 ** (math.frexp(scale)[1] - 8)
+    if scale * largest > MAX:  # then the largest bfloat16 for which it is not
+        step = 2.0 ** (math.frexp(MAX / largest)[1] - 8)
+        scale = math.floor(MAX / largest / step) * step
     return scale
 
 
@@ -223,13 +224,13 @@ def test_errors_are_within_the_bound(codec: Codec, data: st.DataObject) -> None:
     assert (error <= bound.double()).all()
 
 
-@codecs
+@pytest.mark.parametrize("codec", [c for c in CODECS if c.unit > 1], ids=str)
 def test_bounds_are_not_idle(codec: Codec) -> None:
     """A bound of infinity would also be one: somewhere an error comes near it."""
     x = normal(40_000)
     error, bound = (x - coded(codec, x)).abs(), codec.bound(x)
-    if bound.any():
-        assert (error > 0.9 * bound)[bound > 0].any()
+    assert (error >= 0.9 * bound).any()
+    assert bound.max() <= 3 * error.max()
 
 
 @codecs
@@ -368,7 +369,7 @@ def test_the_largest_and_the_smallest(codec: Codec) -> None:
         out = coded(codec, x)
         assert out.isfinite().all()
         assert ((x.double() - out.double()).abs() <= codec.bound(x).double()).all()
-        if size > 1e-36:
+        if size > 1e-36 and codec in BLOCKS:
             assert (out[::4] > 0.99 * size).all() and (out[1::4] < -0.99 * size).all()
         assert (out.abs() >= 2.0**-126)[out != 0].all()
 

@@ -90,7 +90,7 @@ class Blockwise(Codec):
         blocks = functional.pad(x.to(torch.float32), (0, -length % self.block))
         blocks = blocks.view(-1, self.block)
         scale = self.scales(blocks.abs().amax(1, keepdim=True)).to(torch.float32)
-        return self.error(blocks, scale).view(-1)[:length]
+        return self.error(blocks, scale).reshape(-1)[:length]
 
     def encode_units(self, x: Tensor, payload: Tensor, generator: torch.Generator | None) -> Tensor:
         peak = x.abs().amax(1, keepdim=True)  # NaN if any element is
