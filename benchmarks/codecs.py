@@ -58,12 +58,12 @@ def main(length: int = LENGTH, repeats: int = REPEATS) -> None:
     out = torch.empty_like(x)
     capability = torch.backends.cpu.get_cpu_capability()
     print(f"{4 * length / 2**20:.0f} MiB of float32, one thread, {capability}")
-    print(f"{'copy':50} {speed(lambda: out.copy_(x), length, repeats):7.1f} GB/s")
-    print(f"{'codec':50} {'encode':>7} {'decode':>7} {'bits':>7}")
+    print(f"{'copy':64} {speed(lambda: out.copy_(x), length, repeats):7.1f} GB/s")
+    print(f"{'codec':64} {'encode':>7} {'decode':>7} {'bits':>7}")
     for codec in CODECS:
         encode, decode = rates(codec, x, repeats)
         bits = 8 * codec.nbytes(length) / length
-        print(f"{codec!s:50} {encode:7.1f} {decode:7.1f} {bits:7.2f}", flush=True)
+        print(f"{codec!s:64} {encode:7.1f} {decode:7.1f} {bits:7.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from benchmarks import codecs as benchmark
 from laconic.codecs import E3M0, Cast, Codec, Int2, Int4, Int8, TopK
 from laconic.codecs.codec import PIECE
 
@@ -473,7 +474,7 @@ def test_codecs_are_values() -> None:
     assert Int8() == Int8(256) and hash(TopK()) == hash(TopK()) and Int8() != Int4()
 
 
-# Error feedback (1-bit SGD: Seide et al., Interspeech 2014, section 2).
+# Error feedback (1-bit SGD: Seide et al., Interspeech 2014).
 
 
 @pytest.mark.parametrize("codec", [*CODECS, *STOCHASTIC], ids=str)
@@ -493,3 +494,10 @@ def test_error_feedback_sends_all_in_the_end(codec: Codec) -> None:
     assert torch.allclose(sent + residual, came, rtol=0, atol=1e-12)
     assert (sent - came).abs().max() < (60 if isinstance(codec, TopK) else 10)
     assert sent.any()
+
+
+def test_the_benchmark_has_a_line_for_every_codec(capsys: pytest.CaptureFixture[str]) -> None:
+    benchmark.main(5000, 1)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:64].strip() for line in lines[3:]] == [str(codec) for codec in benchmark.CODECS]
+    assert all(float(rate) > 0 for line in lines[3:] for rate in line[64:].split())

@@ -1,5 +1,5 @@
 """One scale for each block of elements (block-wise quantisation: Dettmers et al., ICLR 2022,
-arXiv 2110.02861, section 2.1), and several codes in one byte.
+arXiv 2110.02861), and several codes in one byte.
 
 For a block of m elements x, with L the largest level of the grid:
 
@@ -9,8 +9,8 @@ For a block of m elements x, with L the largest level of the grid:
     Q(x) = s * q
 
 The scale. It is two bytes, in front of the block's codes. A bfloat16 has the exponents of a
-float32, so that any block has a scale; a float16 of the same two bytes would lose blocks below 6e-8
-or above 65504 times L. Its 8 significant bits make ``s * q`` exact in float32, and with it
+float32, so that any block has a scale; a float16 of the same two bytes would have none below 6e-8
+or above 65504. Its 8 significant bits make ``s * q`` exact in float32, and with it
 ``x - Q(x)``, the residual of an error feedback; and as s is off by at most 2^-8, ``y`` is within
 1/2 of L, so that nothing is clipped and ``Q(Q(x)) == Q(x)``. A float32 would cost two more bytes
 per block (0.06 bits per element of a block of 256), keep none of these, and make the steps smaller
@@ -108,7 +108,8 @@ class Blockwise(Codec):
 
     def scales(self, peak: Tensor) -> Tensor:
         """s, bfloat16, of blocks with the largest magnitudes ``peak``, float32."""
-        step = peak / self.levels
+        # by a tensor: an accelerator divides by a number by way of its rounded inverse
+        step = peak / torch.full((), self.levels, device=peak.device)
         scale = step.to(torch.bfloat16)
         if self.stochastic:
             above = (scale.view(torch.int16) + 1).view(torch.bfloat16)

@@ -19,10 +19,10 @@ class Integers(Blockwise):
     Nearest: ``q = round(y)``, half to even, and ``|x - Q(x)| <= s * (1/2 + L * 2^-23)``: half a
     step, and what y is off as a float32.
 
-    Stochastic (QSGD: Alistarh et al., NIPS 2017, arXiv 1610.02132, section 3.1, there with the
-    2-norm for the scale): ``q = floor(y) + [u < y - floor(y)]`` with u uniform in [0, 1), so that
-    E[q] = y, and ``|x - Q(x)| <= s * (1 + L * 2^-23)``. Blocks that reach within 2 % of the largest
-    float32 are clipped.
+    Stochastic (QSGD: Alistarh et al., NIPS 2017, arXiv 1610.02132, there with the 2-norm for
+    the scale): ``q = floor(y) + [u < y - floor(y)]`` with u uniform in [0, 1), so that
+    E[q] = y, and ``|x - Q(x)| <= s * (1 + L * 2^-23)``. Blocks that reach within 0.4 % of the
+    largest float32 are clipped.
     """
 
     def quantise(self, y: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -30,8 +30,10 @@ class Integers(Blockwise):
             return y.round_()
         low = y.floor()
         u = torch.rand(y.shape, generator=generator, device=y.device)
-        low.add_(u < y.sub_(low))  # floor(y + u) would now and then round y + u up to an integer
-        return low.clamp_(-self.levels, self.levels)
+        # ceil(y - low - u) is [u < y - low], twice as fast; floor(y + u) would not be exact, as the
+        # sum is rounded
+        q: Tensor = y.sub_(low).sub_(u).ceil_().add_(low)
+        return q.clamp_(-self.levels, self.levels)
 
     def store(self, total: Tensor, payload: Tensor) -> None:
         # a sum of q * 2^(bits*k) fits an int8, to which floats convert 6 times as fast as to uint8

@@ -17,7 +17,7 @@ INDEX_BITS = 12
 @dataclass(frozen=True)
 class TopK(Codec):
     """The ``k`` elements of largest magnitude of each ``chunk`` elements, the others 0 (SparseLoCo:
-    Sarfi et al., 2025, arXiv 2508.15706, section 3, with k 64, chunk 4096 and 2-bit values).
+    Sarfi et al., 2025, arXiv 2508.15706, with k 64, chunk 4096 and 2-bit values).
 
     A chunk of m elements keeps k' = min(k, m), of equal magnitudes those of lower index, and is
     coded as their indices, ascending, 12 bits each, then their values by the codec ``values``, on
