@@ -9,11 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from benchmarks import codecs as benchmark
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from benchmarks import codecs as benchmark
 from laconic.codecs import E3M0, Cast, Codec, Int2, Int4, Int8, TopK
 from laconic.codecs.codec import PIECE
 
@@ -172,6 +172,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 @codecs
+@settings(deadline=None)
 @given(data=st.data())
 def test_is_what_the_plain_loops_give(codec: Codec, data: st.DataObject) -> None:
     x = data.draw(inputs(codec))
@@ -216,6 +217,7 @@ def test_the_law_of_bytes(codec: Codec, sizes: dict[int, int]) -> None:
 
 
 @codecs
+@settings(deadline=None)
 @given(data=st.data())
 def test_errors_are_within_the_bound(codec: Codec, data: st.DataObject) -> None:
     x = data.draw(inputs(codec))
@@ -235,6 +237,7 @@ def test_bounds_are_not_idle(codec: Codec) -> None:
 
 
 @codecs
+@settings(deadline=None)
 @given(data=st.data())
 def test_what_was_coded_codes_to_itself(codec: Codec, data: st.DataObject) -> None:
     once = coded(codec, data.draw(inputs(codec)))
@@ -244,6 +247,7 @@ def test_what_was_coded_codes_to_itself(codec: Codec, data: st.DataObject) -> No
 
 
 @codecs
+@settings(deadline=None)
 @given(data=st.data())
 def test_the_residual_is_exact(codec: Codec, data: st.DataObject) -> None:
     x = data.draw(inputs(codec))
@@ -322,6 +326,7 @@ def test_stochastic_rounding_is_unbiased(codec: Int8 | E3M0, seed: int) -> None:
 
 
 @pytest.mark.parametrize("codec", STOCHASTIC, ids=str)
+@settings(deadline=None)
 @given(x=WIDEST, seed=st.integers(0, 99))
 def test_stochastic_errors_are_within_the_bound(codec: Codec, x: Tensor, seed: int) -> None:
     payload = codec.encode(x, torch.Generator().manual_seed(seed))
@@ -375,6 +380,22 @@ def test_the_largest_and_the_smallest(codec: Codec) -> None:
         assert (out.abs() >= 2.0**-126)[out != 0].all()
 
 
+@pytest.mark.parametrize("codec", STOCHASTIC, ids=str)
+def test_the_largest_stay_in_range_at_random(codec: Codec) -> None:
+    x = torch.full((20_000,), MAX)
+    payload = codec.encode(x, torch.Generator().manual_seed(0))
+    assert (codec.decode(payload, 20_000) > 0.99 * MAX).all()
+
+
+@codecs
+@pytest.mark.parametrize("offset", [1, 2, 3])
+def test_decodes_from_any_byte_on(codec: Codec, offset: int) -> None:
+    payload = codec.encode(normal(1000))
+    room = torch.empty(offset + len(payload), dtype=torch.uint8)
+    room[offset:] = payload
+    assert torch.equal(codec.decode(room[offset:], 1000), codec.decode(payload, 1000))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @codecs
 def test_other_dtypes_are_cast(codec: Codec, dtype: torch.dtype) -> None:
@@ -401,6 +422,7 @@ def test_decodes_into_a_given_tensor(codec: Codec) -> None:
 
 @pytest.mark.parametrize("codec", [*CODECS, *STOCHASTIC], ids=str)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@settings(deadline=None)
 @given(length=st.integers(1, 600), data=st.data())
 def test_what_is_not_finite_is_refused(
     codec: Codec, value: float, length: int, data: st.DataObject

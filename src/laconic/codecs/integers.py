@@ -41,7 +41,7 @@ class Integers(Blockwise):
         torch.add(total.to(torch.int8).view(torch.uint8), offset, out=payload)
 
     def level(self, code: Tensor) -> Tensor:
-        return (code - 2 ** (self.bits - 1)).view(torch.int8)
+        return (code - (1 << (self.bits - 1))).view(torch.int8)
 
     def error(self, x: Tensor, scale: Tensor) -> Tensor:
         steps = (1.0 if self.stochastic else 0.5) + self.levels * 2.0**-23
