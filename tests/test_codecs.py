@@ -522,4 +522,7 @@ def test_the_benchmark_has_a_line_for_every_codec(capsys: pytest.CaptureFixture[
     benchmark.main(5000, 1)
     lines = capsys.readouterr().out.splitlines()
     assert [line[:64].strip() for line in lines[3:]] == [str(codec) for codec in benchmark.CODECS]
-    assert all(float(rate) > 0 for line in lines[3:] for rate in line[64:].split())
+    for codec, line in zip(benchmark.CODECS, lines[3:], strict=True):
+        encode, decode, bits = map(float, line[64:].split())
+        assert min(encode, decode) >= 0
+        assert bits == pytest.approx(8 * codec.nbytes(5000) / 5000, abs=0.005)
