@@ -1,0 +1,61 @@
+"""Casts: each element as a shorter float."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laconic.codecs.codec import PIECE, Codec, check_length
+from laconic.errors import check_choice
+
+FORMATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Cast(Codec):
+    """x rounded to the nearest ``format``, half to even; float32 keeps it as it is.
+
+    ========  ==============  ===========================  ==============
+    format    bytes           |x - Q(x)| at most           largest |x|
+    ========  ==============  ===========================  ==============
+    float16   2 * length      max(2^-11 |x|, 2^-25)        65504
+    bfloat16  2 * length      max(2^-8 |x|, 2^-134)        3.39e38
+    float32   4 * length      0                            3.40e38
+    ========  ==============  ===========================  ==============
+
+    A larger element raises ``ValueError``: it would decode to infinity. ``x - Q(x)`` is exact in
+    float32.
+    """
+
+    format: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        check_choice("format", self.format, FORMATS)
+
+    @property
+    def unit(self) -> int:
+        return PIECE
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return FORMATS[self.format]
+
+    def nbytes(self, length: int) -> int:
+        return check_length(length) * self.dtype.itemsize
+
+    def bound(self, x: Tensor) -> Tensor:
+        size = x.to(torch.float32).abs()
+        if self.format == "float32":
+            return torch.zeros_like(size)
+        kind = torch.finfo(self.dtype)
+        # eps is twice the rounding of a normal number, tiny * eps the least subnormal one
+        return torch.clamp(size * (kind.eps / 2), min=kind.tiny * kind.eps / 2)
+
+    def encode_units(self, x: Tensor, payload: Tensor, generator: torch.Generator | None) -> Tensor:
+        payload.view(self.dtype).copy_(x)
+        return x.abs().amax() <= torch.finfo(self.dtype).max
+
+    def decode_units(self, payload: Tensor, out: Tensor) -> None:
+        out.copy_(payload.view(self.dtype))
