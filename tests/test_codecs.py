@@ -20,7 +20,7 @@ from laconic.codecs.codec import PIECE
 MAX = float(np.finfo(np.float32).max)
 MAX_BFLOAT16 = float(torch.finfo(torch.bfloat16).max)
 
-BLOCKS = [kind(block) for kind in (Int8, Int4, Int2, E3M0) for block in (1, 3, 8, 256)]
+BLOCKS = [kind(block) for kind in (Int8, Int4, Int2, E3M0) for block in (1, 3, 256)]
 CASTS = [Cast("float32"), Cast("float16"), Cast("bfloat16")]
 TOPS: list[Codec] = [
     TopK(),
