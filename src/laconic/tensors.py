@@ -70,12 +70,14 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def sums(tensors: Sequence[Tensor]) -> Tensor:
-    """Two sums over all elements, by which one compares what tensors hold, in float64."""
+    """Two sums over all elements, by which one compares what tensors hold, in float64; a piece at a
+    time, so that no copy of a large one is made."""
     total = torch.zeros(2, dtype=torch.float64)
     for t in tensors:
         real = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
-        both = real.sum(dtype=torch.float64), real.abs().sum(dtype=torch.float64)
-        total += torch.stack(both).cpu()
+        for piece in torch.split(real.reshape(-1), 2**16):
+            both = piece.sum(dtype=torch.float64), piece.abs().sum(dtype=torch.float64)
+            total += torch.stack(both).cpu()
     return total
 
 
