@@ -196,6 +196,7 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     torch.set_grad_enabled(False)
     while (task := jobs.get()) is not None:
         task()
+        del task  # or its tensors would stay until the next one comes
 
 
 def _tensors(value: object) -> list[torch.Tensor]:
