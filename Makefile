@@ -4,13 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench science peers mutations stress look clean
+.PHONY: demo test check bench science race peers mutations stress look clean
 
 demo: $(READY)            ## compare DDP, local SGD, SlowMo and DiLoCo on a 100 Mbit/s network
 	$(BIN)/laconic compare
 
 test: $(READY)            ## run the tests, on all processors
-	$(BIN)/python -m pytest -n auto --dist loadgroup
+	$(BIN)/python -m pytest -n auto
 
 check: $(READY)           ## lint and type-check
 	$(BIN)/ruff format --check .
@@ -27,6 +27,11 @@ SCIENCE ?= full
 
 science: $(READY)         ## tune and compare the recipes' quality; SCIENCE=quick in a few minutes
 	$(BIN)/python -m benchmarks.science $(SCIENCE)
+
+RACE ?=
+
+race: peers               ## recipes and other libraries on three networks; hours; goes on where it was
+	$(BIN)/python -m benchmarks.race $(RACE)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

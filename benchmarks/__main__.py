@@ -22,6 +22,7 @@ ALL = {
     "round2": (2, False, ["round"], "the same with two processes"),
     "ddp": (4, False, ["ddp"], "a step under ddp() / under torch's DistributedDataParallel"),
     "slow": (4, True, ["slow"], "a round at 100 Mbit/s / its bytes over the rate"),
+    "coded": (4, True, ["coded"], "a coded round at 100 Mbit/s / its bytes over the rate"),
     "memory": (4, False, ["memory", "slowmo"], "extra memory / (8/n bytes each + two buckets)"),
     "memory2": (4, False, ["memory", "diloco"], "extra memory / (8/n bytes each + two buckets)"),
     "shards": (4, False, ["shards"], "slow state on 2 shards / (8/2 bytes each, or 0, + buckets)"),

@@ -146,6 +146,22 @@ def slow() -> None:
         say(ratio(f"{name}, {ideal:.3f} s", times, [ideal] * len(times), bound=1.10))
 
 
+def coded() -> None:
+    """Rounds whose messages travel coded, beside their bytes, scales and all, over the rate."""
+    n = dist.get_world_size()
+    for codec, bound in (("int4", 1.15), ("int8", 1.15)):
+        for name, recipe in {
+            "local_sgd": laconic.local_sgd(1, codec=codec),
+            "diloco": laconic.diloco(1, codec=codec),
+        }.items():
+            training = Training()
+            ideal = 8 * recipe[0].exchange.cost(PARAMETERS, 4, n).bytes / 100e6
+            sync = laconic.attach(training.model, training.optimizer, recipe)
+            times = [timed(training.optimizer.step) for _ in range(33)][3:]
+            sync.detach()
+            say(ratio(f"{name}, {codec}, {ideal:.3f} s", times, [ideal] * len(times), bound=bound))
+
+
 def peak() -> int:
     """Most bytes of memory resident since the last `reset_peak`."""
     status = Path("/proc/self/status").read_text()
@@ -246,6 +262,7 @@ def main() -> None:
         "round": round,
         "ddp": ddp,
         "slow": slow,
+        "coded": coded,
         "memory": memory,
         "shards": shards,
         "calls": calls,

@@ -32,11 +32,19 @@ COMM = ["tests/test_comm_optimizer.py", "-k", "not process and not skips and not
 SKIPS = ["tests/test_comm_optimizer.py", "-k", "skips"]
 RESUMES = ["tests/test_comm_optimizer.py", "-k", "resume"]
 DIFFER = ["tests/test_comm_optimizer.py", "-k", "differ or world"]
-SLOW = ["tests/test_slowmo_ddp.py", "-k", "nesterov or graph or shards or less or part or eval"]
+SLOW = [
+    "tests/test_slowmo_ddp.py",
+    "-k",
+    "nesterov or graph or shards or less or part or eval or between",
+]
 USE = ["tests/test_slowmo_use.py", "-k", "not process"]
 SLOW_RESUME = ["tests/test_slowmo_resume.py"]
 SAVING = ["tests/test_saving.py", "-k", "any_line or any_agreement or on_disk or cannot_rename"]
 LOADING = ["tests/test_saving.py", "-k", "changes_nothing or bit_for_bit and not sharded or apart"]
+LOW_RANK = ["tests/test_low_rank.py", "-k", "not gloo"]
+DEMO = ["tests/test_demo.py", "-k", "not gloo"]
+NOLOCO = ["tests/test_noloco.py", "-k", "not gloo"]
+EAGER = ["tests/test_eager.py", "-k", "not gloo"]
 
 MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     # x <- mean(y) + (x - y)
@@ -151,9 +159,9 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("dist_optimizer.py", "tensor.copy_(values)", "pass", COMM),
     ("dist_optimizer.py", 'if not afresh:\n                sync.load_state_dict(start["sync"])', "pass", COMM),
     ("dist_optimizer.py", 'self._sync = start["counter"], AFRESH, sync', "self._sync = 0, AFRESH, sync", COMM),
-    ("dist_optimizer.py", 'self._sync.load_state_dict(start["sync"])\n                self.counter = start["counter"]', 'self._sync.load_state_dict(start["sync"])', RESUMES),
+    ("dist_optimizer.py", 'self.counter, self._unfollowed = start["counter"], 0', "self._unfollowed = 0", RESUMES),
     ("dist_optimizer.py", 'self._sync.load_state_dict(start["sync"])', "pass", RESUMES),
-    ("dist_optimizer.py", "self._sync.detach()\n            self._sync, self._start = None, start\n            self.join()", "pass", COMM),
+    ("dist_optimizer.py", "self._sync, self._start = None, start\n            self.join()", "pass", COMM),
     ("dist_optimizer.py", "except BaseException:\n            sync.detach()", "except BaseException:", COMM),
     ("dist_optimizer.py", "0 < share < 1", "False", COMM),
     ("dist_optimizer.py", "set(sizes) != {world.size}", "False", COMM),
@@ -196,7 +204,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("slowmo_ddp.py", "if not manager.is_regular_graph():", "if False:", USE),
     ("slowmo_ddp.py", "RoundedAverage(dtypes.pop()) if half", "RoundedAverage(dtypes.pop()) if False", USE),
     ("slowmo_ddp.py", "self._sync.load_here(self._loaded), None", "None, None", SLOW_RESUME),
-    ("slowmo_ddp.py", "self._common_start = _sums(held)", "pass", USE),
+    ("slowmo_ddp.py", "self._common_start = sums(held)", "pass", USE),
     ("slowmo_ddp.py", "            self._follow(optimizer)\n\n    def _bind(", "            pass\n\n    def _bind(", USE),
     ("slowmo_ddp.py", "            p.copy_(values)\n        self._bind(optimizer)", "            pass\n        self._bind(optimizer)", USE),
     ("slowmo_ddp.py", "if self._sync.reweighted:", "if False:", SLOW_RESUME),
@@ -209,6 +217,53 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("updates/average.py", "(x - x.to(self.dtype)).add_(received)", "received.to(x.dtype)", USE),
     ("exchanges/mean.py", "n if self.shards is None else min(self.shards, n)", "n", SLOW),
     ("gossip_graphs.py", "repeats=True", "repeats=False", SLOW),
+    # P = mean(M Q) ; P <- orthonormal(P) ; Q = mean(M^T P) ; result = P Q^T ; e <- M - P Q^T
+    ("exchanges/low_rank.py", '.add_(state["residual"])', "", LOW_RANK),
+    ("exchanges/low_rank.py", "left = [orthonormal(p) for p in means", "left = [p for p in means", LOW_RANK),
+    ("exchanges/low_rank.py", "[m @ orthonormal(q)", "[m @ q", LOW_RANK),
+    ("exchanges/low_rank.py", 'torch.sub(m.of(total), product, out=m.of(state["residual"]))', 'm.of(state["residual"]).add_(m.of(total)).sub_(product)', LOW_RANK),
+    ("exchanges/low_rank.py", 'state["basis"].copy_(torch.cat(right))', "pass", LOW_RANK),
+    ("exchanges/low_rank.py", "self.rank * (rows + columns) < rows * columns", "len(shape) > 1", LOW_RANK),
+    ("exchanges/low_rank.py", "-len(flat) % link.size", "0", LOW_RANK),
+    ("exchanges/low_rank.py", "if not bool(padded.isfinite().all()):", "if False:", LOW_RANK),
+    ("exchanges/low_rank.py", "(p / largest)", "(p)", LOW_RANK),
+    ("exchanges/low_rank.py", "torch.autocast(total.device.type, enabled=False)", "torch.no_grad()", LOW_RANK),
+    ("exchanges/low_rank.py", "if len(x) != sum(", "if False and sum(", LOW_RANK),
+    ("recipes.py", "replace(low, when=after(start, low.when))", "low", LOW_RANK),
+    ("checkpoint.py", "or now.dim() > 1", "", LOW_RANK),
+    # e <- decay*e + g ; q = topk(DCT(e)) ; e <- e - q ; g <- sign(mean(q))
+    ("exchanges/demo.py", ", alpha=self.decay)", ")", DEMO),
+    ("exchanges/demo.py", "torch.sub(e, _inverse(tilings, sent)", "torch.sub(e, _inverse(tilings, mean)", DEMO),
+    ("exchanges/demo.py", "torch.sub(e, _inverse(tilings, sent), out", "torch.sub(e, 0, out", DEMO),
+    ("exchanges/demo.py", "senders.clamp_(min=1)", "len(rows)", DEMO),
+    ("exchanges/demo.py", "if not _finite(mean):", "if False:", DEMO),
+    ("exchanges/demo.py", "if len(x) != sum(", "if False and sum(", DEMO),
+    ("exchanges/demo.py", "min(self.k, size)", "size", DEMO),
+    ("updates/sign.py", "mean.sign_()", "mean", DEMO),
+    ("codecs/dct.py", "down @ tiles @ across.mT", "down.mT @ tiles @ across.mT", DEMO),
+    ("codecs/dct.py", "c[0] /= 2**0.5", "pass", DEMO),
+    ("codecs/dct.py", "c[quarters % (2 * n) == n] = 0.0", "pass", DEMO),
+    ("codecs/dct.py", "d in range(min(n, most), 0, -1)", "d in range(1, n + 1)", DEMO),
+    ("codecs/dct.py", "torch.autocast(x.device.type, enabled=False)", "torch.no_grad()", DEMO),
+    # m <- mu*m + eta*mean(a - x) + gamma*(a - mean(a)) ; a <- a - m
+    ("updates/noloco.py", "[a - x, a]", "[x - a, a]", NOLOCO),
+    ("updates/noloco.py", "delta.add_(a - x, alpha=own)", "delta.add_(a - x)", NOLOCO),
+    ("updates/noloco.py", "anchor.add_(a, alpha=own)", "anchor.add_(a)", NOLOCO),
+    ("updates/noloco.py", "own = state[\"anchor\"], state[\"m\"], 1 - clock.weight", "own = state[\"anchor\"], state[\"m\"], 0.5", NOLOCO),
+    ("updates/noloco.py", "m.mul_(self.momentum)", "m", NOLOCO),
+    ("updates/noloco.py", "add_(apart, alpha=self.gamma)", "sub_(apart, alpha=self.gamma)", NOLOCO),
+    ("updates/noloco.py", "a.sub_(m)", "a - m", NOLOCO),
+    ("updates/noloco.py", '"private", "m": "private"', '"everywhere", "m": "everywhere"', NOLOCO),
+    # D = Delta/n + late ; a <- outer(a, D) ; late <- mean - Delta/n
+    ("updates/eager.py", "x.copy_(a - x)", "x.copy_(x - a)", EAGER),
+    ("updates/eager.py", "delta.to(a.dtype) / clock.workers", "delta.to(a.dtype)", EAGER),
+    ("updates/eager.py", "late.add_(own)  # D", "late.copy_(own)", EAGER),
+    ("updates/eager.py", "torch.neg(own, out=late)", "late.zero_()", EAGER),
+    ("updates/eager.py", "torch.neg(own, out=late)", "torch.neg((a - x) / clock.workers, out=late)", EAGER),
+    ("updates/eager.py", "add_(m, alpha=self.momentum)", "add_(m)", EAGER),
+    ("updates/eager.py", 'x.copy_(state["anchor"])', "pass", EAGER),
+    ("running.py", 'if update.overrides("depart"):', "if False:", EAGER),
+    ("recipes.py", "coded(codec, relative=False)\n    return (Round(every(period), Eager", "coded(codec, relative=True)\n    return (Round(every(period), Eager", EAGER),
     # bytes
     ("links/cost.py", "return Cost(2 * (n - 1) * size // n", "return Cost(2 * n * size // n", LEDGER),
     ("links/cost.py", "return Cost(size - own, min", "return Cost(size, min", LEDGER),

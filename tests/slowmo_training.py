@@ -73,6 +73,30 @@ def step(
     model.perform_slowmo(optimizer)
 
 
+class Wide(nn.Module):
+    """With statistics of its batches; by default what counts is the model's bytes."""
+
+    def __init__(self, hidden: int = 256, out: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(64, hidden), nn.BatchNorm1d(hidden), nn.Linear(hidden, out)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layers(x)
+        return found
+
+
+def square_step(
+    model: la.SlowMoDistributedDataParallel, optimizer: torch.optim.Optimizer, x: Tensor
+) -> None:
+    """One iteration of the guide's loop; the loss is the mean square of what comes out."""
+    model(x).square().mean().backward()
+    optimizer.step()
+    model.zero_grad()
+    model.perform_slowmo(optimizer)
+
+
 def train(settings: Settings, rank: int) -> list[dict[str, Any]]:
     """This rank's parameters after every step."""
     model, optimizer = build(settings, rank)

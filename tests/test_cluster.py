@@ -179,7 +179,7 @@ def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, inspect.getsource(condition)
-        time.sleep(0.02)
+        time.sleep(0.1)
 
 
 @pytest.mark.timeout(30)
@@ -281,7 +281,9 @@ def test_a_killed_launcher_takes_its_programs_along_on_loopback_too() -> None:
     with subprocess.Popen(command, env={**os.environ, MARK: mark}) as launcher:
         until(lambda: sum(name_of(pid) == "sleep" for pid in marked(mark)) == 2)
         launcher.kill()
+    assert launcher.returncode == -signal.SIGKILL
     until(lambda: not marked(mark))
+    assert not marked(mark)
 
 
 @pytest.mark.timeout(30)

@@ -33,8 +33,8 @@ from test_cluster import MARK, holders, marked, refusal, until
 
 DIGITS = 9_610
 """Parameters of the digits workload's model: 64 x 128 + 128 + 128 x 10 + 10."""
-SLOW = ("--bandwidth", "500kbit", "--steps", "200")
-"""A race in which averaging once takes 0.6 s, so ddp takes two minutes and others a second."""
+SLOW = ("--bandwidth", "2mbit", "--steps", "400")
+"""A race in which averaging once takes 0.15 s, so ddp takes a minute and others a second."""
 
 
 @dataclass
@@ -427,14 +427,17 @@ def mistake(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str
     return match[1]
 
 
-ALL = f"choose from {', '.join(RECIPES)}"
+ALL = f"choose from {', '.join(RECIPES)}, auto"
 MISTAKES: dict[str, tuple[str, str]] = {
     "recipe": ("sgd(3)", ALL),
     "second recipe": ("ddp slowmo(sgd(3))", ALL),
     "empty recipe": ("''", "write it as in Python, like 'local_sgd(12)'"),
     "silence": ("'no communication'", "write it as in Python, like 'local_sgd(12)'"),
-    "option": ("local_sgd(12,perod=3)", "its options are period, delay, optimizer_state"),
-    "argument": ("local_sgd", "local_sgd(period, *, delay=0, optimizer_state='keep'): missing"),
+    "option": ("local_sgd(12,perod=3)", "its options are period, delay, codec, optimizer_state"),
+    "argument": (
+        "local_sgd",
+        "local_sgd(period, *, delay=0, codec=None, optimizer_state='keep'): missing",
+    ),
     "period": ("local_sgd(0)", "period must be an integer of at least 1, not 0"),
     "rate": ("ddp --bandwidth fast", "not a rate: 'fast'; give a positive number of bit/s, or one"),
     "unit": ("ddp --bandwidth 3MB/s", "with bit, kbit, mbit or gbit (100mbit, 10 Gbit/s)"),

@@ -189,7 +189,7 @@ GROUPED: dict[str, tuple[la.Recipe, Callable[[int], ref.Recipe]]] = {
 
 @pytest.mark.parametrize(
     ("workers", "optimiser"),
-    [(1, "adamw"), (2, "nesterov"), (2, "adamw"), (3, "nesterov"), (4, "adamw")],
+    [(1, "adamw"), (2, "nesterov"), (3, "nesterov"), (4, "adamw")],
 )
 @pytest.mark.parametrize("row", ROWS)
 def test_recipe_equals_its_reference(row: str, workers: int, optimiser: str) -> None:
@@ -198,8 +198,15 @@ def test_recipe_equals_its_reference(row: str, workers: int, optimiser: str) -> 
     assert largest_difference(simulated(job), job.expected(expected)) < 1e-10
 
 
-@pytest.mark.parametrize("workers", [5, 6, 8])
-@pytest.mark.parametrize("row", GOSSIP)
+@pytest.mark.parametrize(
+    ("row", "workers"),
+    [
+        (row, workers)
+        for place, row in enumerate(GOSSIP)
+        for k, workers in enumerate((5, 6, 8))
+        if "slowmo" not in row or k == place % 3  # the graph is a bare row's, too
+    ],
+)
 def test_gossip_among_more_workers(row: str, workers: int) -> None:
     recipe, expected = ROWS[row]
     job = Job(recipe, workers)

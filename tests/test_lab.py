@@ -13,11 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks import stress
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -339,32 +341,39 @@ def test_laconic_slows_itself_down_as_the_lab_says(monkeypatch: pytest.MonkeyPat
         dist.destroy_process_group()
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("full", ["stdout", "rank1.out", "rank0.err", "rates.json"])
-def test_a_full_disk_is_one_readable_line(full: str, tmp_path: Path) -> None:
-    script = "setsid sleep 1000 & echo hello; echo hello >&2; exit 0"
-    options = ["--hosts", "2"]
-    if full != "stdout":
-        options += ["--out", str(tmp_path)]
-        (tmp_path / full).symlink_to("/dev/full")
-    with Path("/dev/full" if full == "stdout" else os.devnull).open("w") as stdout:
-        process = subprocess.Popen(
-            [*LAB, *options, "--", "sh", "-c", script],
-            stdout=stdout,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        said = process.communicate(timeout=50)[1]
-    what = "to standard output" if full == "stdout" else str(tmp_path / full)
+HELLO = ["--", "sh", "-c", "setsid sleep 1000 & echo hello; echo hello >&2; exit 0"]
+
+
+def check_full(what: str, code: int, said: str, pid: int) -> None:
     own = [line for line in said.splitlines() if " | " not in line]
     assert own[-1] == f"laconic: cannot write {what}: No space left on device"
     assert "Traceback" not in said and "Exception" not in said
-    assert process.returncode == 2
-    until(lambda: not of_launcher(process.pid))
+    assert code == 2
+    until(lambda: not of_launcher(pid))
+
+
+@pytest.mark.timeout(60)
+def test_a_full_disk_under_its_output_is_one_readable_line() -> None:
+    with Path("/dev/full").open("w") as stdout:
+        process = subprocess.Popen(
+            [*LAB, "--hosts", "2", *HELLO], stdout=stdout, stderr=subprocess.PIPE, text=True
+        )
+        said = process.communicate(timeout=50)[1]
+    check_full("to standard output", process.returncode, said, process.pid)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("full", ["rank1.out", "rank0.err", "rates.json"])
+def test_a_full_disk_under_a_file_is_one_readable_line(
+    full: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / full).symlink_to("/dev/full")
+    code = main(["lab", "--hosts", "2", "--out", str(tmp_path), *HELLO])
+    check_full(str(tmp_path / full), code, capfd.readouterr().err, os.getpid())
 
 
 @pytest.mark.timeout(110)
-def test_two_labs_and_what_a_killed_one_leaves() -> None:
+def test_two_labs_and_what_a_killed_one_leaves(capfd: pytest.CaptureFixture[str]) -> None:
     script = "setsid sleep 1000 & echo ready; wait"
     killed, stays = (start("--hosts", "2", "--", "sh", "-c", script) for _ in range(2))
     for process in (killed, stays):
@@ -382,14 +391,15 @@ def test_two_labs_and_what_a_killed_one_leaves() -> None:
     killed.wait()  # until then it is a zombie, which does not count as alive either
     until(lambda: of_launcher(killed.pid) == ["sleep 1000"] * 2)
     others = of_launcher(stays.pid)
-    cleaned = subprocess.run([*LAB, "clean"], capture_output=True, text=True, check=True).stdout
+    assert main(["lab", "clean"]) == 0
+    cleaned = capfd.readouterr().out
     lab_of = f"of the lab of process {killed.pid}\n"
     assert len(re.findall(rf"^ended process \d+ \(sleep 1000\) {lab_of}", cleaned, re.M)) == 2
     assert f"left alone: the lab of process {stays.pid}, which runs\n" in cleaned
     assert not of_launcher(killed.pid)
     assert of_launcher(stays.pid) == others != []
-    again = subprocess.run([*LAB, "clean"], capture_output=True, text=True, check=True).stdout
-    assert str(killed.pid) not in again
+    assert main(["lab", "clean"]) == 0
+    assert str(killed.pid) not in capfd.readouterr().out
     stays.send_signal(signal.SIGINT)
     said = stays.communicate(timeout=40)[1]
     assert stays.returncode == 130
@@ -401,16 +411,44 @@ def test_two_labs_and_what_a_killed_one_leaves() -> None:
 
 
 @pytest.mark.timeout(110)
-def test_every_way_out_leaves_nothing() -> None:
-    """One of each; ``make stress`` does 200."""
-    stress = subprocess.run(
-        [sys.executable, "-m", "benchmarks.stress", "6"],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
+def test_every_way_out_leaves_nothing(tmp_path: Path) -> None:
+    """One of each, two at a time; ``make stress`` does 200."""
+
+    def wrong(way: str) -> list[str]:
+        directory = tmp_path / way
+        directory.mkdir()
+        return stress.start_and_end(way, str(directory))
+
+    with ThreadPoolExecutor(2) as pool:
+        found = dict(zip(stress.WAYS, pool.map(wrong, stress.WAYS), strict=True))
+    assert len(found) == 6 and not any(found.values()), found
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("wrong", "said", "code"),
+    [
+        ([], "2 labs started and ended: 2 left nothing\n", 0),
+        (
+            ["sleep 1000"],
+            "lab 2, a rank crashes: sleep 1000\n2 labs started and ended: 1 left nothing\n",
+            1,
+        ),
+    ],
+)
+def test_stress_tells_what_is_left(
+    wrong: list[str],
+    said: str,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["stress", "2"])
+    monkeypatch.setattr(
+        stress, "start_and_end", lambda way, directory: wrong if way == "a rank crashes" else []
     )
-    assert stress.stdout == "6 labs started and ended: 6 left nothing\n", stress
-    assert stress.returncode == 0
+    assert stress.main() == code
+    assert capsys.readouterr().out == said
 
 
 class Terminal:

@@ -178,7 +178,8 @@ def test_cutting_into_many_buckets_costs_padding_alone(
     recipe: la.Recipe, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At 40 bytes a bucket, 130 elements make 13 buckets of 10, each padded by itself."""
-    monkeypatch.setattr(tensors, "BUCKET_BYTES", 40)
+    for module in (tensors, gradients):
+        monkeypatch.setattr(module, "BUCKET_BYTES", 40)
     monkeypatch.setattr(gradients, "FIRST_BYTES", 40)
     elements = sum(map(math.prod, SHAPES))
     assert elements == 130

@@ -819,8 +819,9 @@ def test_identical_gradients_of_a_closure_warn_too() -> None:
 
         optimizer.step(closure)
 
-    with pytest.warns(UserWarning, match="reading the same batches"):
+    with pytest.warns(UserWarning, match="reading the same batches") as caught:
         la.simulate(run, workers=2)
+    assert len(caught) == 2, "once on each worker"
 
 
 def test_one_worker_that_differs_is_enough_not_to_warn() -> None:

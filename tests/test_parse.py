@@ -11,7 +11,7 @@ import laconic as la
 from laconic.parse import parse_recipe
 from laconic.recipes import RECIPES
 
-NAMES = ", ".join(RECIPES)
+NAMES = ", ".join([*RECIPES, "auto"])
 
 SPELLINGS: dict[str, Callable[[], la.Recipe]] = {
     "ddp": la.ddp,
@@ -34,6 +34,13 @@ SPELLINGS: dict[str, Callable[[], la.Recipe]] = {
     "diloco(24, 1e-1, .5)": lambda: la.diloco(24, 0.1, 0.5),
     "diloco(24, momentum=0, outer=None)": lambda: la.diloco(24, momentum=0.0),
     "diloco(24, sharded=False, delay=4)": lambda: la.diloco(24, sharded=False, delay=4),
+    "diloco(24, delay=24, merge='eager')": lambda: la.diloco(24, delay=24, merge="eager"),
+    "noloco(50, gamma=0.5)": lambda: la.noloco(gamma=0.5),
+    "power_sgd(rank=2, start=100)": lambda: la.power_sgd(2, start=100),
+    "demo(k=16)": lambda: la.demo(k=16),
+    "ddp(codec='int4')": lambda: la.ddp(codec="int4"),
+    "streaming_diloco(24, 4, 2, codec='int4')": lambda: la.streaming_diloco(24, 4, 2, codec="int4"),
+    "sparse_loco(50, k=32)": lambda: la.sparse_loco(50, 32),
     "hierarchical(3, period=12)": lambda: la.hierarchical(3, 12),
     "sgp": la.sgp,
     "sgp('ring', peers=2)": lambda: la.sgp("ring", 2),
@@ -101,16 +108,25 @@ def test_a_name_that_is_no_recipe_gets_all_of_them(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("local_sgd(12, perod=3)", "no option 'perod': its options are period, delay, optimizer_s"),
-        ("ddp(period=3)", "ddp has no option 'period': its options are none"),
+        (
+            "local_sgd(12, perod=3)",
+            "no option 'perod': its options are period, delay, codec, optimizer_s",
+        ),
+        ("ddp(period=3)", "ddp has no option 'period': its options are codec"),
         ("slowmo(local_sgd(12, base=1))", "local_sgd has no option 'base': its options are period"),
-        ("local_sgd()", "local_sgd(period, *, delay=0, optimizer_state='keep'): missing"),
+        (
+            "local_sgd()",
+            "local_sgd(period, *, delay=0, codec=None, optimizer_state='keep'): missing",
+        ),
         ("local_sgd", "missing a required argument: 'period'"),
         ("slowmo(period=48)", "slowmo(base, period=48, momentum=0.5, lr=1.0, *, sharded=True, "),
         ("slowmo(local_sgd)", "missing a required argument: 'period', in 'slowmo(local_sgd)'"),
         ("post_local_sgd(100)", "missing a required argument: 'period'"),
-        ("local_sgd(12, 3)", "local_sgd(period, *, delay=0, optimizer_state='keep'): too many"),
-        ("ddp(1)", "ddp(): too many positional arguments"),
+        (
+            "local_sgd(12, 3)",
+            "local_sgd(period, *, delay=0, codec=None, optimizer_state='keep'): too many",
+        ),
+        ("ddp(1)", "ddp(*, codec=None): too many positional arguments"),
         ("local_sgd(12, period=3)", "multiple values for argument 'period'"),
     ],
 )

@@ -493,20 +493,13 @@ FAIRSCALE: list[tuple[Settings, list[Optimiser], list[float]]] = [
         nesterov,
         [8.082392738415347, 8.058736786177318, 8.07618093990559, 8.100654680068004],
     ),
-    (
-        Settings(4, base="sgp", slowmo_frequency=4, graph=GRAPHS[2]),
-        nesterov,
-        [8.107948410199478, 8.076938227889297, 8.059551970857367, 8.092928070906833],
-    ),
-    (
-        Settings(4, base="sgp", slowmo_frequency=4, graph=GRAPHS[3]),
-        nesterov,
-        [8.107948410199478, 8.076938227889297, 8.059551970857367, 8.092928070906833],
-    ),
-    (
-        Settings(4, base="sgp", slowmo_frequency=4, graph=GRAPHS[4]),
-        nesterov,
-        [8.107948410199478, 8.076938227889297, 8.059551970857367, 8.092928070906833],
+    *(
+        (
+            Settings(4, base="sgp", slowmo_frequency=4, graph=graph),
+            nesterov,
+            [8.107948410199478, 8.076938227889297, 8.059551970857367, 8.092928070906833],
+        )
+        for graph in GRAPHS[2:5]  # of four nodes: all send to the next, and to the one before
     ),
     (
         Settings(4, base="sgp", slowmo_frequency=4, graph=GRAPHS[5]),

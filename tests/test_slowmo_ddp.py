@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import laconic as la
 import slowmo_training as loop
 from laconic import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
-from slowmo_training import Settings
+from slowmo_training import Settings, Wide
 
 import gloo
 import reference
@@ -97,6 +97,8 @@ def train_over_gloo(rank: int, settings: Settings) -> list[dict[str, Any]]:
         return train(settings, rank)
 
 
+STEPS = 17
+"""Two slow steps of every frequency below, and one step more."""
 GRID = [
     ref.Settings(nodes, 4 // nodes, base, momentum, 1.0, slow, local, efficient, average)
     for nodes, base, momentum, (local, slow), (efficient, average) in itertools.product(
@@ -110,10 +112,19 @@ GRID = [
 ]
 
 
-@pytest.mark.parametrize("given", GRID, ids=str)
-@pytest.mark.parametrize("optimiser", ["nesterov", "adamw"])
+def optimiser_of(given: ref.Settings) -> str:
+    """One of two, such that each meets every value of every setting, and every two of them."""
+    values = (given.nodes == 2, given.momentum == 0, given.slowmo_frequency == 8)
+    return ("nesterov", "adamw")[(sum(values) + given.memory_efficient) % 2]
+
+
+@pytest.mark.parametrize(
+    ("given", "optimiser"),
+    [(given, optimiser_of(given)) for given in GRID],
+    ids=str,
+)
 def test_equals_the_original_order_of_operations(given: ref.Settings, optimiser: str) -> None:
-    settings = Settings(4, given.ranks_per_node, optimiser=optimiser, options=options(given))
+    settings = Settings(4, given.ranks_per_node, STEPS, optimiser, options=options(given))
     runs = la.simulate(partial(train, settings), workers=4)
     check(settings, given, runs)
 
@@ -131,7 +142,7 @@ def test_a_slow_step_between_two_rounds_averages_too(efficient: bool) -> None:
 def test_equals_it_over_gloo_and_the_simulation_bit_for_bit(
     pool: gloo.Pool, given: ref.Settings
 ) -> None:
-    settings = Settings(4, given.ranks_per_node, options=options(given))
+    settings = Settings(4, given.ranks_per_node, STEPS, options=options(given))
     runs = pool.run(train_over_gloo, settings, ranks=4)
     check(settings, given, runs)
     again = la.simulate(partial(train, settings), workers=4)
@@ -139,12 +150,16 @@ def test_equals_it_over_gloo_and_the_simulation_bit_for_bit(
     assert all(loop.equal(one, other) for one, other in pairs)
 
 
-@pytest.mark.parametrize("graph", ref.GRAPHS)
-@pytest.mark.parametrize("nodes", [2, 3, 4, 5, 8])
-@pytest.mark.parametrize("efficient", [True, False])
+@pytest.mark.parametrize(
+    ("graph", "nodes", "efficient"),
+    [
+        (graph, nodes, (i + j) % 2 == 0)
+        for i, graph in enumerate(ref.GRAPHS)
+        for j, nodes in enumerate((2, 4, 6, 8) if "Bipartite" in graph else (2, 3, 4, 5, 8))
+    ],
+)
 def test_every_graph_gossips_as_the_original_does(graph: str, nodes: int, efficient: bool) -> None:
     """Bipartite ones on even numbers of nodes: on odd ones the original fails."""
-    nodes += "Bipartite" in graph and nodes % 2
     given = ref.Settings(nodes, 1, "sgp", 0.5, 0.9, 6, memory_efficient=efficient, graph=graph)
     settings = Settings(nodes, steps=13, options=options(given))
     runs = la.simulate(partial(train, settings), workers=nodes)
@@ -162,16 +177,16 @@ def test_two_peers_and_gossip_without_push_weights(graph: str, peers: int) -> No
         check(settings, given, la.simulate(partial(train, settings), workers=5))
 
 
-@pytest.mark.parametrize("shards", [1, 2, 3, 32])
 @pytest.mark.parametrize("per_node", [1, 2])
-def test_the_number_of_shards_changes_no_bit(pool: gloo.Pool, shards: int, per_node: int) -> None:
-    runs = []
-    for number in (4, shards):
-        given = {"slowmo_frequency": 6, "slowmo_num_shards": number}
-        settings = Settings(4, per_node, options=given)
-        runs.append(pool.run(train_over_gloo, settings, ranks=4))
-    pairs = zip(itertools.chain(*runs[0]), itertools.chain(*runs[1]), strict=True)
-    assert all(loop.equal(one, other) for one, other in pairs)
+def test_the_number_of_shards_changes_no_bit(pool: gloo.Pool, per_node: int) -> None:
+    runs = {}
+    for shards in (4, 1, 2, 3, 32):
+        given = {"slowmo_frequency": 6, "slowmo_num_shards": shards}
+        settings = Settings(4, per_node, 13, options=given)
+        runs[shards] = pool.run(train_over_gloo, settings, ranks=4)
+    for shards, found in runs.items():
+        pairs = zip(itertools.chain(*runs[4]), itertools.chain(*found), strict=True)
+        assert all(loop.equal(one, other) for one, other in pairs), f"{shards} shards"
 
 
 @pytest.mark.parametrize(("shards", "per_node"), [(1, 1), (2, 1), (3, 1), (4, 1), (32, 1), (2, 2)])
@@ -202,20 +217,8 @@ def test_slow_state_is_two_over_shards_on_owners_and_nowhere_else(
 # -- traffic ----
 
 
-class Wide(nn.Module):
-    """Large enough that what counts is the model's bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.Linear(256, 64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x)
-        return out
-
-
 def test_by_default_three_times_less_goes_across_nodes_than_with_ddp() -> None:
-    steps = 96
+    steps = 48
 
     def run(rank: int, wrap: bool) -> int:
         torch.manual_seed(0)
@@ -284,10 +287,7 @@ def test_buffers_are_averaged_at_rounds_and_kept_where_asked() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         means = []
         for x in loop.batches(rank, 3):
-            model(x).square().mean().backward()
-            optimizer.step()
-            model.zero_grad()
-            model.perform_slowmo(optimizer)
+            loop.square_step(model, optimizer, x)
             means.append(model.module.layers[1].running_mean.clone())  # type: ignore[operator, union-attr]
         return means
 

@@ -826,28 +826,15 @@ def test_state_between_the_optimizers_step_and_the_call() -> None:
 def test_one_node_without_a_slow_step_still_averages_buffers() -> None:
     def run(rank: int) -> Tensor:
         torch.manual_seed(0)
-        model = SlowMoDistributedDataParallel(Wide(), 2, slowmo_momentum=0.0)
+        model = SlowMoDistributedDataParallel(loop.Wide(8, 4), 2, slowmo_momentum=0.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for x in loop.batches(rank, 3):
-            model(x).square().mean().backward()
-            optimizer.step()
-            model.zero_grad()
-            model.perform_slowmo(optimizer)
+            loop.square_step(model, optimizer, x)
         means: Tensor = model.module.layers[1].running_mean  # type: ignore[index, assignment, union-attr]
         return means.clone()
 
     one, other = simulate(run, 2)
     assert torch.equal(one, other) and bool(one.any())
-
-
-class Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x)
-        return out
 
 
 class Cached(nn.Module):
@@ -870,10 +857,7 @@ def test_a_buffer_whose_shape_follows_the_data() -> None:
         model = SlowMoDistributedDataParallel(Cached(), 1, slowmo_frequency=3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for x in loop.batches(rank, 3):
-            model(x[: 4 + rank, :6]).square().mean().backward()
-            optimizer.step()
-            model.zero_grad()
-            model.perform_slowmo(optimizer)
+            loop.square_step(model, optimizer, x[: 4 + rank, :6])
         return loop.flat(model)
 
     one, other = simulate(run, 2)

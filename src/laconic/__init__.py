@@ -1,7 +1,8 @@
 """laconic: train PyTorch models data-parallel over slow networks by talking less."""
 
-from laconic import links, recipes, topology
+from laconic import codecs, links, recipes, topology
 from laconic.attach import attach, init
+from laconic.auto import auto
 from laconic.comm_optimizer import CommOptimizer
 from laconic.dist_optimizer import EASGD, LSGD, DistOptimizer
 from laconic.errors import LinkError
@@ -20,6 +21,7 @@ from laconic.metrics import JsonLines, Metrics, TensorBoard
 from laconic.recipes import (
     d_psgd,
     ddp,
+    demo,
     diloco,
     downpour,
     eamsgd,
@@ -27,9 +29,13 @@ from laconic.recipes import (
     hierarchical,
     local_sgd,
     lsgd,
+    noloco,
     post_local_sgd,
+    power_sgd,
     sgp,
     slowmo,
+    sparse_loco,
+    streaming_diloco,
 )
 from laconic.round import Arrival, Clock, Exchange, Recipe, Round, Update
 from laconic.saving import load, save
@@ -69,8 +75,11 @@ __all__ = [
     "after",
     "any_of",
     "attach",
+    "auto",
+    "codecs",
     "d_psgd",
     "ddp",
+    "demo",
     "diloco",
     "downpour",
     "eamsgd",
@@ -82,12 +91,16 @@ __all__ = [
     "load",
     "local_sgd",
     "lsgd",
+    "noloco",
     "post_local_sgd",
+    "power_sgd",
     "recipes",
     "save",
     "sgp",
     "simulate",
     "slowmo",
+    "sparse_loco",
+    "streaming_diloco",
     "topology",
     "until",
 ]

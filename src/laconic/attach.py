@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from laconic.auto import START, Auto, Chooser
 from laconic.errors import check_float, check_int
 from laconic.links import Link
 from laconic.metrics import MetricsArgument, agree_on_metrics, check_metrics
+from laconic.program import check_groups
 from laconic.ranks import layout_of, own_link, sets_of, within_workers
 from laconic.round import Recipe, is_recipe
 from laconic.synchronizer import Synchronizer
@@ -52,7 +54,7 @@ def init() -> None:
 def attach(
     model: nn.Module,
     optimizer: Optimizer,
-    recipe: Recipe,
+    recipe: Recipe | Auto,
     *,
     nprocs_per_node: int | Literal["env"] = 1,
     group_size: int | None = None,
@@ -88,7 +90,8 @@ def attach(
     Raises ``ValueError`` for what cannot work, on every rank, and `laconic.LinkError` later where
     a rank is lost.
     """
-    _check(model, optimizer, recipe)
+    rounds = START.recipe if isinstance(recipe, Auto) else recipe
+    _check(model, optimizer, rounds)
     check_int("seed", seed, 0)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ValueError(f"scaler must be a torch.amp.GradScaler, not {scaler!r}")
@@ -105,17 +108,20 @@ def attach(
     sharded = any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
     ranks = layout_of(world, nprocs_per_node, mesh, sharded)
     sets = sets_of(world, ranks, group_size, sharded)
-    if "group" not in sets and any(r.over == "group" for r in recipe):
-        raise ValueError(
-            "the recipe has rounds inside groups of workers: say how many make up one, as "
-            "attach(..., group_size=4)"
-        )
+    check_groups(rounds, "group" in sets)
     places = agree_on_metrics(places, world)
-    if sharded:
-        recipe = tuple(replace(r, over="workers") if r.over == "world" else r for r in recipe)
-    elif len(ranks[0]) > 1:
-        recipe = (*within_workers(recipe), *recipe)
-    sync = Synchronizer(model, optimizer, recipe, sets, device, buffers, seed)
+
+    def arrange(recipe: Recipe) -> Recipe:
+        if sharded:
+            return tuple(replace(r, over="workers") if r.over == "world" else r for r in recipe)
+        return (*within_workers(recipe), *recipe) if len(ranks[0]) > 1 else recipe
+
+    chooser = Chooser(recipe, sets["workers"].size) if isinstance(recipe, Auto) else None
+    rounds = rounds if chooser is None else chooser.recipe
+    scale = None if scaler is None else scaler.get_scale
+    sync = Synchronizer(
+        model, optimizer, rounds, sets, device, buffers, seed, scale, chooser, arrange
+    )
     sync.record(places)
     if scaler is not None:
         _count_skipped_steps(scaler)

@@ -7,18 +7,18 @@ the parts of all ranks and cuts them anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from laconic.lane import Pending
-from laconic.round import Arrival, State
+from laconic.round import Arrival, Exchange, State
 from laconic.running import Flight, Message, RunningRound
 from laconic.tensors import Bucket, local
 
-VERSION = 1
+VERSION = 2
 Saved = dict[str, Any]
 
 
@@ -91,14 +91,83 @@ def own_part(parts: Sequence[Mapping[str, Any]], here: Saved) -> int | None:
 def round_state(running: RunningRound) -> Saved:
     """What ``running`` needs to go on: waits for what is in flight, sends nothing."""
     flights = [_flight_state(f) for f in running.flights]  # first: arriving may change the state
-    regions = [running.region(bucket) for bucket in running.buckets]
     return {
+        **carried_state(running),
         "executed": running.executed,
-        "sizes": [bucket.numel for bucket in running.buckets],
-        "starts": [region.start for region in regions],
         "state": [{k: t.clone() for k, t in state.items()} for state in running.states],
         "flights": flights,
     }
+
+
+class Carrier(Protocol):
+    """A round at work, whose exchange may keep state for each of its buckets."""
+
+    buckets: list[Bucket]
+    carried: list[State]
+
+    @property
+    def exchange(self) -> Exchange:
+        """With whom messages are exchanged."""
+
+    def part(self, bucket: Bucket) -> slice:
+        """The stretch of ``bucket`` that this rank carries."""
+
+    def region(self, bucket: Bucket) -> slice:
+        """The stretch of ``bucket`` whose ``owner`` state is kept here."""
+
+
+def carried_state(carrier: Carrier) -> Saved:
+    """What a round's exchange keeps, and where in its buckets."""
+    return {
+        "sizes": [bucket.numel for bucket in carrier.buckets],
+        "starts": [carrier.region(bucket).start for bucket in carrier.buckets],
+        "parts": [carrier.part(bucket).start for bucket in carrier.buckets],
+        "carried": [{k: t.clone() for k, t in state.items()} for state in carrier.carried],
+    }
+
+
+def load_carried(carrier: Carrier, parts: Sequence[Saved], mine: int | None) -> Callable[[], None]:
+    """What puts back the exchange's state that `carried_state` returned on every rank, or here, as
+    `load_round` does."""
+    slots = carrier.exchange.slots
+    sizes = [bucket.numel for bucket in carrier.buckets]
+    if slots and any(part["sizes"] != sizes for part in parts):
+        raise ValueError("the state was saved for other parameters: their sizes differ")
+    states: list[State] = []
+    for index, (bucket, state) in enumerate(zip(carrier.buckets, carrier.carried, strict=True)):
+        loaded = {}
+        for name, now in state.items():
+            if mine is not None or now.dim() > 1:  # of its own size: alike on all ranks
+                value = parts[mine or 0]["carried"][index][name]
+                if value.shape != now.shape:
+                    raise ValueError(f"{name!r} has {value.numel()} elements, not {now.numel()}")
+            else:
+                owned = slots[name] == "owner"
+                place = carrier.region(bucket) if owned else carrier.part(bucket)
+                starts = [part["starts" if owned else "parts"][index] for part in parts]
+                pieces = [part["carried"][index][name] for part in parts]
+                value = _mean_of_pieces(bucket, zip(starts, pieces, strict=True))[place]
+            loaded[name] = value.to(bucket.device, copy=True)
+        states.append(loaded)
+
+    def put_back() -> None:
+        for state, loaded in zip(carrier.carried, states, strict=True):
+            state.update(loaded)
+
+    return put_back
+
+
+def _mean_of_pieces(bucket: Bucket, pieces: Iterable[tuple[int, Tensor]]) -> Tensor:
+    """A bucket's tensor from the (start, piece) that all ranks kept of it; where several kept the
+    same stretch, which where workers agree is the same, their mean."""
+    whole = torch.zeros(bucket.length, dtype=torch.float64)
+    count = torch.zeros(bucket.length)
+    for start, piece in pieces:
+        stop = max(min(start + piece.numel(), bucket.numel), start)
+        whole[start:stop] += piece[: stop - start].cpu()
+        count[start:stop] += 1
+        dtype = piece.dtype
+    return (whole / count.clamp(min=1)).to(dtype)
 
 
 def _flight_state(flight: Flight) -> Saved:
@@ -130,6 +199,7 @@ def load_round(
             "number of workers: save after sync.finish()"
         )
     executed = int(own["executed"])
+    put_carried_back = load_carried(running, parts, mine)
     states = [
         _load_state(running, index, parts, mine) if keeps_state else {}
         for index in range(len(running.buckets))
@@ -137,6 +207,7 @@ def load_round(
     flights = [_load_flight(running, flight) for flight in own["flights"]]
 
     def put_back() -> None:
+        put_carried_back()
         running.executed, running.flights = executed, flights
         for state, loaded in zip(running.states, states, strict=True):
             state.clear()

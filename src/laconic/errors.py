@@ -13,6 +13,11 @@ class LinkError(RuntimeError):
     """
 
 
+class NotFiniteError(ValueError):
+    """NaN, an infinity, or a number too large for a codec; of a coded round on every rank, before
+    what rounds keep was changed."""
+
+
 def check_int(name: str, value: object, least: int) -> int:
     """Return ``value`` if it is an integer of at least ``least``, else raise ``ValueError``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

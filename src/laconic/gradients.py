@@ -8,7 +8,9 @@ so that clipping and unscaling see the mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,35 +18,107 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from laconic.errors import LinkError
+from laconic.errors import LinkError, NotFiniteError
 from laconic.lane import Lane, Pending
 from laconic.links.link import Link
-from laconic.tensors import Bucket, Segment, bucketize, local
+from laconic.round import Clock, Exchange, State, Update
+from laconic.tensors import BUCKET_BYTES, Bucket, Segment, bucketize, local, state_dtype
 
 FIRST_BYTES = 2**20
 """The first bucket is small, so that sending starts early in the backward pass."""
+CODED_BUCKETS, LEAST_BYTES = 4, 2**18
+"""Gradients that travel coded are cut into so many buckets, of at least so many bytes: the last
+one's way begins when the backward pass ends, so that it must be short, and each has its price."""
+
+
+def bucket_bytes(exchange: Exchange, total: int) -> tuple[int, int]:
+    """Most bytes of the first bucket, and of the others, for ``total`` bytes of gradients."""
+    if not exchange.slots:
+        return FIRST_BYTES, BUCKET_BYTES
+    each = min(max(-(-total // CODED_BUCKETS), LEAST_BYTES), BUCKET_BYTES)
+    return each, each
+
+
+def buckets_of(exchange: Exchange, total: int) -> int:
+    """About how many buckets there are for ``total`` bytes of gradients."""
+    first, each = bucket_bytes(exchange, total)
+    return 1 + -(-max(total - first, 0) // each)
+
+
+def _by_segment(bucket: Bucket, state: State) -> Iterator[tuple[str, Segment, Tensor]]:
+    """Every tensor of ``state`` that is as long as ``bucket``, in views of its segments."""
+    for name, whole in state.items():
+        if whole.shape == (bucket.length,):
+            for segment, values in zip(bucket.segments, bucket.split(whole), strict=True):
+                yield name, segment, values
+
+
+def _gather(bucket: Bucket, flat: Tensor) -> None:
+    """The gradients of a bucket's parameters into ``flat``; those that are None count as zero."""
+    for segment, values in zip(bucket.segments, bucket.split(flat), strict=True):
+        gradient = segment.tensor.grad
+        if gradient is None:
+            values.zero_()
+        elif gradient.is_sparse:
+            raise ValueError("sparse gradients cannot be averaged: use sparse=False")
+        else:
+            values.copy_(local(gradient).reshape(-1)[segment.start : segment.stop])
+    flat[bucket.numel :].zero_()
+
+
+def _scatter(bucket: Bucket, flat: Tensor, unused: set[int]) -> None:
+    """``flat`` into the gradients of a bucket's parameters, but for the ``unused`` ones."""
+    for segment, values in zip(bucket.segments, bucket.split(flat), strict=True):
+        p = segment.tensor
+        if id(p) in unused:
+            continue
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        elif local(p).is_contiguous() and not local(p.grad).is_contiguous():
+            # p may be cut, and its gradient must be too; any other layout is kept, as
+            # fused optimisers walk p and its gradient side by side
+            p.grad = p.grad.contiguous()
+        Segment(p.grad, segment.start, segment.stop).write(values)
 
 
 class GradientRound:
-    """Averages the gradients of ``params()`` over ``link`` in every backward pass for which
-    ``active()``. ``announce()`` tells the other ranks of the pass, and returns what to call it."""
+    """Averages the gradients of ``params()`` by ``exchange``, and ``update``'s `combine`, over
+    ``link`` in every backward pass for which ``active()``. ``announce()`` tells the other ranks of
+    the pass, and returns what to call it; ``clock()`` is asked when it begins. ``scale()``:
+    what the loss is multiplied with, where a GradScaler looks at the result, so that what is not
+    finite on one rank comes to all of them, where an error would end the run. ``left``: what a
+    round before it has left over."""
 
     def __init__(
         self,
         link: Link,
+        update: Update,
+        exchange: Exchange,
         lane: Lane,
         params: Callable[[], Iterable[Tensor]],
         active: Callable[[], bool],
         announce: Callable[[], str],
+        clock: Callable[[], Clock],
+        scale: Callable[[], float] | None,
+        left: Mapping[tuple[str, int], Tensor],
     ) -> None:
+        self.buckets: list[Bucket] = []
+        self.carried: list[State] = []
+        """What the exchange keeps for each bucket."""
         self._link = link
+        self._update = update
+        self.exchange = exchange
+        self._clock = clock
+        self._scale = scale
+        self.scale = 1.0
+        """That of the loss, by a GradScaler, in which gradients are that were not sent yet."""
+        self._left = left
         self._lane = lane
         self._all_params = params
         self._active = active
         self._announce = announce
         self._params: list[Tensor] = []
         self._hooks: list[RemovableHandle] = []
-        self._buckets: list[Bucket] = []
         self._flats: list[Tensor] = []
         self._pending: list[Pending[None]] = []
         self._missing: list[int] = []
@@ -63,9 +137,19 @@ class GradientRound:
             return False
         self.detach()
         self._params = params
-        self._buckets = bucketize([params[::-1]], self._link.size, first_bytes=FIRST_BYTES)
+        left, self._left = {**self._left, **self.left_over()}, {}
+        total = sum(local(p).numel() * p.element_size() for p in params)
+        first, each = bucket_bytes(self.exchange, total)
+        self.buckets = bucketize(
+            [params[::-1]],
+            self.exchange.multiple(self._link.size),
+            most_bytes=each,
+            first_bytes=first,
+            whole=self.exchange.whole,
+        )
+        self.carried = [self._init_carried(bucket, left) for bucket in self.buckets]
         self._flats = []
-        members = [[id(s.tensor) for s in bucket.segments] for bucket in self._buckets]
+        members = [[id(s.tensor) for s in bucket.segments] for bucket in self.buckets]
         self._counts = [len(set(m)) for m in members]
         self._homes: dict[int, list[int]] = {}
         for index, member in enumerate(members):
@@ -77,6 +161,38 @@ class GradientRound:
         ]
         return any(id(p) not in before for p in params)
 
+    def part(self, bucket: Bucket) -> slice:
+        """The stretch of ``bucket`` that this rank carries: all of it."""
+        return slice(0, bucket.length)
+
+    def region(self, bucket: Bucket) -> slice:
+        """The stretch of ``bucket`` whose ``owner`` state is kept here."""
+        return self.exchange.region(self._link, bucket.length)
+
+    def left_over(self) -> dict[tuple[str, int], Tensor]:
+        """What the exchange keeps for each parameter, by name and parameter, for whoever takes this
+        one's place."""
+        found: dict[tuple[str, int], Tensor] = {}
+        for bucket, state in zip(self.buckets, self.carried, strict=True):
+            self.exchange.give_back(state, self.region(bucket), self._link.size)
+            for name, segment, values in _by_segment(bucket, state):
+                key = name, id(segment.tensor)
+                if key not in found:
+                    found[key] = values.new_zeros(segment.tensor.numel())
+                found[key][segment.start : segment.stop] = values
+        return found
+
+    def _init_carried(self, bucket: Bucket, left: Mapping[tuple[str, int], Tensor]) -> State:
+        exchange = self.exchange.shaped(bucket.shapes)
+        if not exchange.slots:
+            return {}
+        zeros = torch.zeros(bucket.length, dtype=state_dtype(bucket.dtype), device=bucket.device)
+        state = exchange.init(zeros, self.region(bucket))
+        for name, segment, values in _by_segment(bucket, state):
+            if (name, id(segment.tensor)) in left:
+                values.copy_(left[name, id(segment.tensor)][segment.start : segment.stop])
+        return state
+
     def detach(self) -> None:
         """Take the hooks off."""
         for hook in self._hooks:
@@ -86,7 +202,7 @@ class GradientRound:
     @property
     def broken(self) -> bool:
         """Whether a backward pass ended with some of its buckets sent and others not."""
-        return 0 < len(self._pending) < len(self._buckets)
+        return 0 < len(self._pending) < len(self.buckets)
 
     # -- during backward ----
 
@@ -96,12 +212,13 @@ class GradientRound:
                 f"{self._label}: a backward pass raised after a part of its gradients was sent, so "
                 "this rank cannot join the others any more: start again from the last checkpoint"
             )
+        self._rescale()
         self._task = task
         self._missing = list(self._counts)
         self._seen = set()
         self._pending = []
         if not self._flats:
-            self._flats = [bucket.empty() for bucket in self._buckets]
+            self._flats = [bucket.empty() for bucket in self.buckets]
 
     def _arrived(self, p: Tensor) -> None:
         """A parameter's gradient is complete."""
@@ -120,30 +237,51 @@ class GradientRound:
         self._seen.add(id(p))
         for index in self._homes[id(p)]:
             self._missing[index] -= 1
-        while len(self._pending) < len(self._buckets) and not self._missing[len(self._pending)]:
+        while len(self._pending) < len(self.buckets) and not self._missing[len(self._pending)]:
             self._send()
+
+    def _rescale(self) -> None:
+        """What was not sent yet, to the scale of the gradients to come."""
+        scale = 1.0 if self._scale is None else self._scale()
+        if scale != self.scale:
+            for state in self.carried:
+                for name, values in state.items():
+                    if self.exchange.slots[name] != "everywhere":
+                        values.mul_(scale / self.scale)
+            self.scale = scale
 
     @torch.no_grad()
     def _send(self) -> None:
         """The next bucket, in order."""
-        bucket, flat = self._buckets[len(self._pending)], self._flats[len(self._pending)]
-        for segment, values in zip(bucket.segments, bucket.split(flat), strict=True):
-            gradient = segment.tensor.grad
-            if gradient is None:
-                values.zero_()
-            elif gradient.is_sparse:
-                raise ValueError("sparse gradients cannot be averaged: use sparse=False")
-            else:
-                values.copy_(local(gradient).reshape(-1)[segment.start : segment.stop])
-        flat[bucket.numel :].zero_()
+        bucket, flat = self.buckets[len(self._pending)], self._flats[len(self._pending)]
+        _gather(bucket, flat)
         if not self._pending:
-            self._label = self._announce()
-        self._pending.append(self._lane.submit(partial(self._link.mean, flat), self._label))
+            self._label, self._now = self._announce(), self._clock()
+        state = self.carried[len(self._pending)]
+        exchange = self.exchange.shaped(bucket.shapes)
+        now = replace(self._now, bucket=len(self._pending))
+        job = partial(self._carry, exchange, flat, state, now)
+        self._pending.append(self._lane.submit(job, self._label))
+
+    def _carry(self, exchange: Exchange, flat: Tensor, state: State, clock: Clock) -> None:
+        """``flat`` <- the mean over the ranks, or what the update makes of it."""
+
+        def combine(mean: Tensor) -> Tensor:
+            return self._update.combine(mean, {}, clock)
+
+        try:
+            mean = exchange.run(self._link, flat, combine, clock, state).flat
+        except NotFiniteError:
+            if self._scale is None:
+                raise
+            mean = flat.fill_(math.nan)
+        if mean is not flat:
+            flat.copy_(mean)
 
     def _end(self) -> None:
         """The backward pass is over: send what is left, wait, and write the means back."""
         try:
-            while len(self._pending) < len(self._buckets):
+            while len(self._pending) < len(self.buckets):
                 self._send()
             for pending in self._pending:
                 pending.wait()
@@ -155,10 +293,26 @@ class GradientRound:
     def before_step(self) -> None:
         """Average now, where no backward pass did: this rank had no gradient at all, all its
         backward passes were under ``no_sync()``, or parameters have joined since."""
+        before = {id(p) for p in self._params}
         joined = self.refresh()
-        if self._active() and self._buckets and (joined or not self._averaged):
-            self._begin(-1)
-            self._end()
+        if not (self._active() and self.buckets) or (self._averaged and not joined):
+            return
+        if self._averaged and self.exchange.slots:
+            self._average_dense([p for p in self._params if id(p) not in before])
+            return
+        self._begin(-1)
+        self._end()
+
+    @torch.no_grad()
+    def _average_dense(self, params: Sequence[Tensor]) -> None:
+        """Those that joined after the others were averaged, which once more would not be the same:
+        what was not sent of these would be sent twice."""
+        label = self._announce()
+        for bucket in bucketize([params], self._link.size):
+            flat = bucket.empty()
+            _gather(bucket, flat)
+            self._lane.call(partial(self._link.mean, flat), label)
+            _scatter(bucket, flat, set())
 
     def after_step(self, next_due: bool) -> None:
         """Forget the step's averaging; give back the room if the next step averages nothing."""
@@ -171,18 +325,8 @@ class GradientRound:
         """The means into ``.grad``; a parameter that no rank had a gradient for keeps None, so
         that the optimiser leaves it alone, as it would in one process."""
         unused = self._unused()
-        for bucket, flat in zip(self._buckets, self._flats, strict=True):
-            for segment, values in zip(bucket.segments, bucket.split(flat), strict=True):
-                p = segment.tensor
-                if id(p) in unused:
-                    continue
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
-                elif local(p).is_contiguous() and not local(p.grad).is_contiguous():
-                    # p may be cut, and its gradient must be too; any other layout is kept, as
-                    # fused optimisers walk p and its gradient side by side
-                    p.grad = p.grad.contiguous()
-                Segment(p.grad, segment.start, segment.stop).write(values)
+        for bucket, flat in zip(self.buckets, self._flats, strict=True):
+            _scatter(bucket, flat, unused)
 
     def _unused(self) -> set[int]:
         """Parameters without a gradient on any rank. All ranks see the same means, so all see
@@ -190,7 +334,7 @@ class GradientRound:
         other, which is seldom."""
         pieces = [
             (segment.tensor, piece)
-            for bucket, flat in zip(self._buckets, self._flats, strict=True)
+            for bucket, flat in zip(self.buckets, self._flats, strict=True)
             for segment, piece in zip(bucket.segments, bucket.split(flat), strict=True)
         ]
         firsts = torch.stack([piece[0].float() for _, piece in pieces]).tolist()

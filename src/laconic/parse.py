@@ -7,20 +7,24 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+from laconic.auto import Auto, auto
 from laconic.recipes import RECIPES
 from laconic.round import Recipe
 
 Functions = Mapping[str, Callable[..., Any]]
 
 
-def parse_recipe(text: str, own: Mapping[str, Callable[..., Recipe]] | None = None) -> Recipe:
-    """The recipe that ``text`` spells: a recipe's name with or without arguments, which are
-    numbers, words in quotes, True, False, None, or recipes. ``own``: a user's own recipes by
-    name, beside laconic's.
+def parse_recipe(
+    text: str, own: Mapping[str, Callable[..., Recipe]] | None = None
+) -> Recipe | Auto:
+    """The recipe that ``text`` spells: a recipe's name (or ``auto``) with or without arguments,
+    which are numbers, words in quotes, True, False, None, or recipes. ``own``: a user's own recipes
+    by name, beside laconic's.
 
     Raises ``ValueError``, in one line that names the choices, for everything else.
     """
-    return cast(Recipe, parse_call(text, {**RECIPES, **(own or {})}, "recipe"))
+    functions: Functions = {**RECIPES, "auto": auto, **(own or {})}
+    return cast("Recipe | Auto", parse_call(text, functions, "recipe"))
 
 
 def parse_call(text: str, functions: Functions, noun: str) -> Any:

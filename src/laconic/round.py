@@ -17,26 +17,30 @@ An algorithm is a tuple of `Round` values. Symbols are those of the papers:
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from laconic.errors import check_choice, check_int
+from laconic.links.cost import Cost
 from laconic.links.link import Link
 from laconic.schedules import Schedule
 from laconic.scores import NO_SCORE, Score
-from laconic.tensors import Selector, parameters
+from laconic.tensors import Fragment, Selector, parameters
 
 State = dict[str, Tensor]
 """The state of one update on one bucket: named tensors, alike in name on every rank."""
 
-Slot = Literal["owner", "everywhere", "private"]
+Slot = Literal["owner", "everywhere", "private", "pooled"]
 """Where a state tensor lives. ``owner``: the same value on every worker and needed only where a
 message is combined, so a sharded exchange keeps one slice per worker. ``everywhere``: the same
-value, needed on every worker. ``private``: this worker's own."""
+value, needed on every worker. ``private``: this worker's own. ``pooled``: this worker's own, and of
+all workers' only the mean counts, which is what each of another number of workers goes on with."""
 
 OptimizerState = Literal["keep", "average", "reset"]
 Combine = Callable[[Tensor], Tensor]
@@ -49,7 +53,7 @@ class Clock:
     were executed before this one, the round's delay in steps, how many workers take part and which
     of them this is, the ``weight`` of the message (of what is sent, None if the update gives it
     none; in `Update.fold` of what arrived), to how many peers it goes, this worker's score where
-    the exchange asks for one, and the seed of the run."""
+    the exchange asks for one, the seed of the run, and the number of the bucket."""
 
     step: int
     lr: float
@@ -61,6 +65,7 @@ class Clock:
     out_degree: int = 0
     score: Score = NO_SCORE
     seed: int = 0
+    bucket: int = 0
 
 
 class Arrival(NamedTuple):
@@ -89,8 +94,6 @@ class Update:
     called for delayed rounds only, and no second copy of x is made."""
     weight: ClassVar[str | None] = None
     """The state tensor (a number) that rides with every message; None: messages have no weight."""
-    keeps_sent: ClassVar[bool] = False
-    """Whether a delayed `fold` needs ``y``."""
     settles: ClassVar[bool] = False
     """Whether every other round must come to rest first, as an outer step asks."""
 
@@ -109,6 +112,10 @@ class Update:
     def send(self, x: Tensor, state: State, clock: Clock) -> Tensor:
         """The message for the exchange, from a copy of x that it may overwrite."""
         return x
+
+    def depart(self, x: Tensor, state: State, clock: Clock) -> None:
+        """Right after a message that is to be folded later has left; in place, on a whole bucket
+        (x itself, where `send` was given a copy). Rounds without a delay do not call it."""
 
     def combine(self, mean: Tensor, state: State, clock: Clock) -> Tensor:
         """The outer step: from the workers' mean, what is handed out to all of them. Runs where
@@ -130,6 +137,11 @@ class Update:
         whole bucket, in place. ``averaged``: the mean of x over workers is what counts next."""
 
     @property
+    def keeps_sent(self) -> bool:
+        """Whether a delayed `fold` needs ``y``."""
+        return False
+
+    @property
     def pulls(self) -> bool:
         """Whether `after_step` does anything, which a setting may decide."""
         return self.overrides("after_step")
@@ -142,12 +154,23 @@ class Update:
 class Exchange:
     """With whom a message is exchanged and how it is encoded."""
 
+    slots: ClassVar[Mapping[str, Slot]] = {}
+    """Where each tensor of its own state lives, if it keeps any."""
     communicates: ClassVar[bool] = True
     """Whether anything is sent at all."""
     agrees: ClassVar[bool] = False
     """Whether all workers hold the same result afterwards."""
+    whole: ClassVar[bool] = False
+    """Whether a bucket must hold whole tensors, as `shaped` may need."""
+    for_gradients: ClassVar[bool] = False
+    """Whether it is for gradients alone, whose messages do not build on those before."""
     gossips: ClassVar[bool] = False
     """Whether messages go to peers alone; module buffers then go the same way."""
+
+    @property
+    def averages(self) -> bool:
+        """Whether what it brings is the mean of the messages, whatever the rounds before."""
+        return False
 
     @property
     def scored(self) -> int:
@@ -167,13 +190,39 @@ class Exchange:
         each = length // owners
         return slice(min(link.rank, owners) * each, min(link.rank + 1, owners) * each)
 
+    def multiple(self, n: int) -> int:
+        """What the length of a message between ``n`` ranks must be a multiple of."""
+        return math.lcm(n, self.owners(n) or n)
+
+    def shaped(self, shapes: Sequence[torch.Size]) -> Exchange:
+        """What runs on a bucket of stretches of tensors of these shapes, one after the other, and
+        its padding; if not ``whole``, of a tensor that is cut, several stretches."""
+        return self
+
+    def init(self, x: Tensor, owned: slice) -> State:
+        """State for the common start ``x`` of what this rank carries (zeros for gradients), a copy
+        that the state may keep: tensors of its size, and of ``owner`` state the stretch
+        ``owned``. A tensor of two dimensions has a size of its own, and is alike on all workers."""
+        return {}
+
+    def cost(self, length: int, itemsize: int, n: int) -> Cost:
+        """What a rank sends, of ``n``, for a message of ``length`` elements of ``itemsize`` bytes:
+        what `run` makes the link count, as the mean over the ranks."""
+        return Cost(0, 0)
+
+    def give_back(self, state: State, owned: slice, n: int) -> None:
+        """Move what this rank keeps as the owner of the stretch ``owned``, one of ``n`` ranks, into
+        state as long as the message, before the latter alone is taken over into other buckets."""
+
     def out_degree(self, clock: Clock) -> int:
         """To how many peers a message goes; 0 where it is not sent to peers."""
         return 0
 
-    def run(self, link: Link, message: Tensor, combine: Combine, clock: Clock) -> Arrival:
+    def run(
+        self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
+    ) -> Arrival:
         """Carry ``message`` (which it may overwrite) over ``link``, call ``combine`` where a mean
-        arrives, and return the result."""
+        arrives, and return the result. ``state`` is what `init` made for these tensors."""
         raise NotImplementedError
 
 
@@ -184,7 +233,7 @@ class Round:
     when: Schedule
     update: Update
     exchange: Exchange
-    part: Selector = parameters
+    part: Selector | Fragment = parameters
     on: Literal["params", "gradients"] = "params"
     over: str = "workers"
     delay: int = 0
@@ -195,24 +244,28 @@ class Round:
         check_choice("optimizer_state", self.optimizer_state, ("keep", "average", "reset"))
         check_choice("on", self.on, ("params", "gradients"))
         check_choice("over", self.over, ("world", "workers", "group", "replica"))
+        if self.on == "params" and self.exchange.for_gradients:
+            raise ValueError(f"{type(self.exchange).__name__} is for rounds on gradients alone")
         if self.on == "gradients" and not self._is_plain_mean():
             raise ValueError(
-                "a round on gradients is Average over Mean, of all parameters, without a delay"
+                "a round on gradients is Average, or an update with nothing but a `combine`, "
+                "over a mean that is not relative, of all parameters, without a delay"
             )
 
     def _is_plain_mean(self) -> bool:
-        from laconic.exchanges import Mean
-        from laconic.updates import Average
-
         rest = (self.part, self.delay, self.optimizer_state)
-        plain = isinstance(self.update, Average) and isinstance(self.exchange, Mean)
+        methods = ("before_step", "after_step", "send", "settle")
+        plain = self.update.replaces and not self.update.overrides(*methods)
+        plain = plain and self.exchange.averages and not self.update.init(torch.zeros(1))
         return plain and rest == (parameters, 0, "keep")
 
     @property
     def name(self) -> str:
         """How messages to the user call this round."""
         kind = "gradient round" if self.on == "gradients" else "round"
-        return f"{type(self.update).__name__} {kind}"
+        part = self.part
+        of = f" of fragment {part.index + 1}/{part.count}" if isinstance(part, Fragment) else ""
+        return f"{type(self.update).__name__} {kind}{of}"
 
 
 Recipe = tuple[Round, ...]

@@ -4,7 +4,7 @@ synchroniser, which says when."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,9 +15,18 @@ from torch.optim import Optimizer
 from laconic.lane import Lane, Pending
 from laconic.links.link import Link, common
 from laconic.links.simulated import single_link
-from laconic.round import Arrival, Clock, Round, State
+from laconic.round import Arrival, Clock, Exchange, Round, State
 from laconic.scores import Scores, of_worker
-from laconic.tensors import BUCKET_BYTES, Bucket, Scratch, bucketize, parameters, state_dtype
+from laconic.tensors import (
+    BUCKET_BYTES,
+    Bucket,
+    Fragment,
+    Scratch,
+    Segment,
+    bucketize,
+    parameters,
+    state_dtype,
+)
 
 
 @dataclass
@@ -67,16 +76,24 @@ class RunningRound:
         self._replica = shared.replica if crosses else single_link()
         self.buckets: list[Bucket] = []
         self.states: list[State] = []
+        self.carried: list[State] = []
+        """What the exchange keeps for each bucket."""
         self.executed = 0
         self.flights: list[Flight] = []
         self._shared = shared
         self._groups = 0
 
     @property
+    def exchange(self) -> Exchange:
+        """With whom messages are exchanged."""
+        return self.round.exchange
+
+    @property
     def communicates(self) -> bool:
         """Whether its messages leave this rank."""
         across = self.link.size > 1 and self.round.exchange.communicates
-        return across or self._replica.size > 1
+        empty = isinstance(self.round.part, Fragment) and not self.buckets
+        return not empty and (across or self._replica.size > 1)
 
     def label(self, step: int) -> str:
         """What messages to the user call it."""
@@ -84,29 +101,40 @@ class RunningRound:
 
     def grow(self) -> None:
         """Take in the parameter groups added since the last call; called where x is x0."""
-        groups = self.round.part(self._shared.model, self._shared.optimizer)
-        self._add([list(group.values()) for group in groups[self._groups :]])
+        part, model, optimizer = self.round.part, self._shared.model, self._shared.optimizer
+        groups: Sequence[Sequence[Tensor | Segment]]
+        if isinstance(part, Fragment):
+            groups = part.segments(model, optimizer)
+        else:
+            groups = [list(group.values()) for group in part(model, optimizer)]
+        self._add(groups[self._groups :])
 
-    def _add(self, groups: list[list[Tensor]]) -> None:
+    def _add(self, groups: Sequence[Sequence[Tensor | Segment]]) -> None:
         workers = self.link.size
         owners = self.round.exchange.owners(workers) or workers
-        pieces = math.lcm(workers, owners) * self._replica.size
+        pieces = self.round.exchange.multiple(workers) * self._replica.size
         # each owner gets a slice from every other worker: with fewer owners buckets are smaller
         most = BUCKET_BYTES * owners // workers if owners < workers else None
         joined = [[t for group in groups for t in group]] if self._joins_groups() else groups
-        new = bucketize(joined, pieces, first_group=self._groups, most_bytes=most)
+        first, whole = self._groups, self.round.exchange.whole
+        new = bucketize(joined, pieces, first_group=first, most_bytes=most, whole=whole)
         self._groups += len(groups)
+        for number, bucket in enumerate(new, len(self.buckets)):
+            bucket.number = number
         self.buckets += new
         self.states += [self._init(bucket) for bucket in new]
+        self.carried += [self._init_carried(bucket) for bucket in new]
 
     def _joins_groups(self) -> bool:
         """Whether buckets may span parameter groups: where neither lr nor anything kept from one
         round to another (which a group that is added later would shift) depends on them."""
         update = self.round.update
-        return not (update.uses_lr or self.round.delay or update.init(torch.zeros(1)))
+        kept = update.init(torch.zeros(1)) or self.round.exchange.slots
+        return not (update.uses_lr or self.round.delay or kept)
 
     def _select_again(self) -> None:
         """Tensors that come and go, such as an optimiser's state: those that all ranks have."""
+        assert not isinstance(self.round.part, Fragment), "its parameters stay"
         groups = self.round.part(self._shared.model, self._shared.optimizer)
         keys = [
             [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in group.items()] for group in groups
@@ -117,7 +145,7 @@ class RunningRound:
             ),
             self.label(0),
         )
-        self.buckets, self.states, self._groups = [], [], 0
+        self.buckets, self.states, self.carried, self._groups = [], [], [], 0
         self._add(
             [
                 [
@@ -140,6 +168,15 @@ class RunningRound:
         whole = update.init(x.to(dtype, copy=True))
         return {name: owned[name] if self.is_owned(name, t) else t for name, t in whole.items()}
 
+    def _init_carried(self, bucket: Bucket) -> State:
+        """The exchange's state on the part of x0 that this rank carries."""
+        exchange = self.round.exchange.shaped(bucket.shapes)
+        if not exchange.slots:
+            return {}
+        part, owned = self.part(bucket), self.region(bucket)
+        x = bucket.pack(self._room(bucket))[part].to(state_dtype(bucket.dtype), copy=True)
+        return exchange.init(x, slice(owned.start - part.start, owned.stop - part.start))
+
     def is_owned(self, name: str, tensor: Tensor) -> bool:
         """Whether a state tensor is kept for this rank's `region` of a bucket only."""
         return tensor.dim() > 0 and self.round.update.slots.get(name, "owner") == "owner"
@@ -147,10 +184,14 @@ class RunningRound:
     def region(self, bucket: Bucket) -> slice:
         """The stretch of ``bucket`` whose ``owner`` state is kept here: within the part that this
         rank carries for its worker, what the exchange leaves to it."""
-        replica = self._replica
-        part = bucket.length // replica.size
-        within = self.round.exchange.region(self.link, part)
-        return slice(replica.rank * part + within.start, replica.rank * part + within.stop)
+        part = self.part(bucket)
+        within = self.round.exchange.region(self.link, part.stop - part.start)
+        return slice(part.start + within.start, part.start + within.stop)
+
+    def part(self, bucket: Bucket) -> slice:
+        """The stretch of ``bucket`` that this rank carries for its worker."""
+        each = bucket.length // self._replica.size
+        return slice(self._replica.rank * each, (self._replica.rank + 1) * each)
 
     def _room(self, bucket: Bucket) -> Tensor:
         return self._shared.scratch.take(bucket.length, bucket.dtype, bucket.device)
@@ -160,7 +201,8 @@ class RunningRound:
         lr = float(group.get("lr", math.nan)) if self.round.update.uses_lr else math.nan
         link, delay = self.link, self.round.delay
         seed = self._shared.seed
-        clock = Clock(step, lr, self.executed, delay, link.size, link.rank, seed=seed)
+        at = link.size, link.rank
+        clock = Clock(step, lr, self.executed, delay, *at, seed=seed, bucket=bucket.number)
         degree = self.round.exchange.out_degree(clock)
         return replace(clock, out_degree=degree) if degree else clock
 
@@ -173,7 +215,9 @@ class RunningRound:
             clock = replace(clock, score=self._shared.scores.now(window))
         return clock
 
-    def _carry(self, message: Tensor, state: State, clock: Clock) -> Arrival:
+    def _carry(
+        self, exchange: Exchange, message: Tensor, state: State, carried: State, clock: Clock
+    ) -> Arrival:
         """The message to the other workers and back, with the outer step in between. The ranks
         of one worker hold the same message: each carries its part across, then they share."""
 
@@ -188,7 +232,7 @@ class RunningRound:
         if self.round.exchange.scored and replica.size > 1:
             ranks = replica.gather(torch.tensor(clock.score, dtype=torch.float64))
             clock = replace(clock, score=of_worker(ranks))
-        result = self.round.exchange.run(self.link, part, combine, clock)
+        result = exchange.run(self.link, part, combine, clock, carried)
         if replica.size == 1:
             return result
         replica.all_gather(result.flat, message)
@@ -198,14 +242,15 @@ class RunningRound:
 
     def start(self, step: int) -> None:
         """Send this round's messages after ``step``; without a delay, fold the answers too."""
-        if self.round.part is not parameters and not any(self.states):
+        fixed = self.round.part is parameters or isinstance(self.round.part, Fragment)
+        if not fixed and not any(self.states):
             self._select_again()
         if self.round.delay:
-            messages = [self._launch(b, s, step) for b, s in self._pairs()]
+            messages = [self._launch(b, s, c, step) for b, s, c in self._kept()]
             self.flights.append(Flight(step + self.round.delay, messages))
         else:
-            for bucket, state in self._pairs():
-                self._exchange(bucket, state, step)
+            for bucket, state, carried in self._kept():
+                self._exchange(bucket, state, carried, step)
         self.executed += 1
         if self.round.optimizer_state == "reset":
             self._forget()
@@ -213,28 +258,37 @@ class RunningRound:
     def _pairs(self) -> Iterable[tuple[Bucket, State]]:
         return zip(self.buckets, self.states, strict=True)
 
-    def _exchange(self, bucket: Bucket, state: State, step: int) -> None:
+    def _kept(self) -> Iterable[tuple[Bucket, State, State]]:
+        return zip(self.buckets, self.states, self.carried, strict=True)
+
+    def _exchange(self, bucket: Bucket, state: State, carried: State, step: int) -> None:
         update, clock = self.round.update, self._clock(bucket, step)
         message = update.send(bucket.pack(self._room(bucket)), state, clock)
         clock = self._sent_with(state, clock)
+        exchange = self.round.exchange.shaped(bucket.shapes)
         received, weight = self._shared.lane.call(
-            partial(self._carry, message, state, clock), self.label(step)
+            partial(self._carry, exchange, message, state, carried, clock), self.label(step)
         )
         if not update.replaces:
             x = bucket.pack(self._shared.beside.take(bucket.length, bucket.dtype, bucket.device))
             received = update.fold(x, received, None, state, replace(clock, weight=weight))
         bucket.unpack(received)
 
-    def _launch(self, bucket: Bucket, state: State, step: int) -> Message:
+    def _launch(self, bucket: Bucket, state: State, carried: State, step: int) -> Message:
         update, clock = self.round.update, self._clock(bucket, step)
         y = bucket.pack(bucket.empty())
         message = update.send(y, state, clock)
         if update.keeps_sent and message is y:
             message = y.clone()
         clock = self._sent_with(state, clock)
+        exchange = self.round.exchange.shaped(bucket.shapes)
         pending = self._shared.lane.submit(
-            partial(self._carry, message, state, clock), self.label(step)
+            partial(self._carry, exchange, message, state, carried, clock), self.label(step)
         )
+        if update.overrides("depart"):
+            x = bucket.pack(self._room(bucket))
+            update.depart(x, state, clock)
+            bucket.unpack(x)
         return Message(bucket, state, y if update.keeps_sent else None, pending, message)
 
     def fold_due(self, step: int, *, early: bool = False) -> None:
@@ -289,9 +343,9 @@ class RunningRound:
 
     def _forget(self) -> None:
         """The optimiser's own state for this round's parameters, as before its first step."""
-        for group in self.round.part(self._shared.model, self._shared.optimizer):
-            for p in group.values():
-                self._shared.optimizer.state.pop(p, None)
+        for bucket in self.buckets:
+            for segment in bucket.segments:
+                self._shared.optimizer.state.pop(segment.tensor, None)
 
     # -- what the workers agree on ----
 

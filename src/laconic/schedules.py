@@ -20,12 +20,17 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True)
 class Every:
-    """After steps ``period, 2*period, 3*period, ...``."""
+    """After steps ``period, 2*period, 3*period, ...``, or ``offset, offset + period, ...``."""
 
     period: int
+    offset: int = 0
 
     def __call__(self, step: int) -> bool:
-        return step % self.period == 0
+        return step % self.period == self.offset
+
+    def __repr__(self) -> str:
+        offset = f", offset={self.offset}" if self.offset else ""
+        return f"Every(period={self.period}{offset})"
 
 
 @dataclass(frozen=True)
@@ -71,12 +76,14 @@ class AnyOf:
         return any(schedule(step) for schedule in self.schedules)
 
 
-def every(period: int, *, unless: Schedule | None = None) -> Schedule:
-    """Steps ``period, 2*period, ...``, but for those where ``unless`` falls due.
+def every(period: int, *, offset: int = 0, unless: Schedule | None = None) -> Schedule:
+    """Steps ``period, 2*period, ...`` (with an ``offset``: ``offset, offset + period, ...``), but
+    for those where ``unless`` falls due.
 
-    Raises ``ValueError`` unless ``period`` is an integer of at least 1.
+    Raises ``ValueError`` unless ``period`` is an integer of at least 1 and ``offset`` one of at
+    least 0.
     """
-    schedule = Every(check_int("period", period, 1))
+    schedule = Every(check_int("period", period, 1), check_int("offset", offset, 0) % period)
     return schedule if unless is None else Unless(schedule, unless)
 
 

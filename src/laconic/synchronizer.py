@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from laconic import batches, checkpoint
+from laconic.auto import Choice, Chooser
 from laconic.errors import check_choice
 from laconic.exchanges import Mean
 from laconic.gradients import GradientRound
@@ -25,10 +27,18 @@ from laconic.lane import Lane
 from laconic.links.link import Link
 from laconic.links.metered import Call, Ledger, Metered
 from laconic.metrics import Metrics, Recorder
+from laconic.program import (
+    check_count,
+    check_groups,
+    gradient_rounds,
+    parameter_rounds,
+    score_window,
+    workers_differ,
+)
 from laconic.ranks import raise_on_all
-from laconic.round import Recipe, Round, describe
+from laconic.round import Clock, Recipe, Round, describe, is_recipe
 from laconic.running import RunningRound, Surroundings
-from laconic.schedules import any_of
+from laconic.schedules import every
 from laconic.scores import Scores
 from laconic.tensors import (
     Scratch,
@@ -38,7 +48,7 @@ from laconic.tensors import (
     module_buffers,
     optimizer_state,
 )
-from laconic.updates import Average, Mix, Replace
+from laconic.updates import Average
 
 SAVE = "laconic.save (a call of every rank, as each has state of its own)"
 LOAD = "laconic.load"
@@ -51,6 +61,7 @@ CALLS = (
     "binding the optimizer",
     "finish()",
     "consensus()",
+    "switch()",
     "mean()",
     "load_state_dict()",
     SAVE,
@@ -98,6 +109,9 @@ class Synchronizer:
         device: torch.device,
         buffers: str,
         seed: int = 0,
+        scale: Callable[[], float] | None = None,
+        chooser: Chooser | None = None,
+        arrange: Callable[[Recipe], Recipe] = tuple,
     ) -> None:
         ledger = Ledger()
         self._links = {name: Metered(link, ledger, name) for name, link in sets.items()}
@@ -108,7 +122,6 @@ class Synchronizer:
         self._in_step = False
         self.hooked = optimizer is not None
         """Whether the optimiser's own steps run what follows them, and not `advance`."""
-        self._recipe = recipe
         self._average_buffers = check_choice("buffers", buffers, ("average", "keep")) == "average"
         threaded = self._world.threaded and self._world.size > 1
         self._lane = Lane(threaded, device, self._world.check)
@@ -118,28 +131,39 @@ class Synchronizer:
         self._handles: list[RemovableHandle] = []
         self._rounds_done = 0
         self._seed = seed
-        window = max((r.exchange.scored for r in recipe), default=0)
-        self._scores = Scores(self._held, window) if window else None
+        self._scale = scale
+        self._chooser = chooser
+        self._arrange = arrange
         self._recorder = Recorder()
         self._in_consensus = False
         self.step = 0
         """Optimiser steps taken since `laconic.attach`."""
         self._rounds: list[RunningRound] = []
-        self._names = [*(r.name for r in self._all_rounds()), *CALLS]
-        if len(self._names) > 256:
-            raise ValueError(f"a recipe has at most 240 rounds, not {len(self._recipe)}")
+        self._gradient_rounds: list[tuple[Round, GradientRound]] = []
+        self._read(arrange(recipe))
         self._agree_on_setup()
+        if chooser is not None:
+            chooser.meet(self._workers, self._world, self._lane, self._shapes, self._traffic)
         self._broadcast()
-        self._gradient_rounds = [
-            (r, self._gradient_round(r)) for r in recipe if r.on == "gradients"
-        ]
+        self._start_gradient_rounds()
         if optimizer is not None:
             self._start_rounds(optimizer)
+            self._listen(optimizer)
             after = optimizer.register_step_post_hook(lambda *_: self._after_step())
             self._handles.append(after)
         self._status("computing")
 
     # -- setting up ----
+
+    def _read(self, recipe: Recipe) -> None:
+        """Take ``recipe`` for the one to follow; its rounds are to be started."""
+        buffers = self._average_buffers and bool(module_buffers(self._model)[0])
+        check_count(recipe)
+        self._recipe = recipe
+        self._parameter_rounds = parameter_rounds(recipe, buffers=buffers)
+        self._names = [*(r.name for r in self._parameter_rounds), *CALLS]
+        window = score_window(recipe)
+        self._scores = Scores(self._held, window) if window else None
 
     def bind(self, optimizer: Optimizer) -> None:
         """Run the parameter rounds from now on, on ``optimizer``'s parameters, which are still the
@@ -148,6 +172,7 @@ class Synchronizer:
         assert self._optimizer is None, "an optimiser is bound once"
         self._optimizer = optimizer
         self._start_rounds(optimizer)
+        self._listen(optimizer)
 
     def follow(self, optimizer: Optimizer) -> None:
         """``optimizer`` takes the bound one's place: it moves the same parameters, and has their
@@ -216,9 +241,10 @@ class Synchronizer:
     def _describe(self) -> str:
         """What decides which rounds there are, but for the number of ranks."""
         own = tuple(r for r in self._recipe if r.over != "replica")
+        recipe = describe(own) if self._chooser is None else repr(self._chooser.auto)
         buffers = "average" if self._average_buffers else "keep"
         groups = f", group_size={self._links['group'].size}" if "group" in self._links else ""
-        return f"{describe(own)}, buffers={buffers}, seed={self._seed}{groups}"
+        return f"{recipe}, buffers={buffers}, seed={self._seed}{groups}"
 
     def _broadcast(self, tensors: Sequence[Tensor] | None = None) -> None:
         """Rank 0's parameters and buffers to everyone; shards, to who holds the same shard."""
@@ -245,14 +271,25 @@ class Synchronizer:
             self._seed,
         )
         self._rounds = [
-            RunningRound(r, self._links[r.over], self._shared) for r in self._all_rounds()
+            RunningRound(r, self._links[r.over], self._shared) for r in self._parameter_rounds
         ]
         for running in self._rounds:
             running.grow()
         self._groups = len(optimizer.param_groups)
-        self._listen(optimizer)
 
-    def _gradient_round(self, r: Round) -> GradientRound:
+    def _start_gradient_rounds(self) -> None:
+        """What gradient rounds before these have not sent yet is sent by these."""
+        before, left = [running for _, running in self._gradient_rounds], {}
+        for running in before:
+            running.detach()
+            left.update(running.left_over())
+        self._gradient_rounds = [
+            (r, self._gradient_round(r, left)) for r in gradient_rounds(self._recipe)
+        ]
+        for _, running in self._gradient_rounds:
+            running.scale = before[0].scale if before else 1.0
+
+    def _gradient_round(self, r: Round, left: Mapping[tuple[str, int], Tensor]) -> GradientRound:
         link = self._links[r.over]
 
         def active() -> bool:
@@ -267,35 +304,22 @@ class Synchronizer:
             self._lane.announce(partial(link.agree, self.step, code, self._names, wait=False))
             return label
 
-        return GradientRound(link, self._lane, self._differentiated, active, announce)
+        def clock() -> Clock:
+            step = self.step + 1
+            return Clock(step, math.nan, step - 1, 0, link.size, link.rank, seed=self._seed)
 
-    def _all_rounds(self) -> list[Round]:
-        """The recipe's parameter rounds, each followed by the averaging of optimiser state that
-        it asks for; and the averaging of module buffers with all of them."""
-        rounds: list[Round] = []
-        for r in self._recipe:
-            if r.on == "params":
-                rounds.append(r)
-                if r.optimizer_state == "average":
-                    rounds.append(Round(r.when, Average(), Mean(), optimizer_state, over=r.over))
-        if self._average_buffers and module_buffers(self._model)[0]:
-            rounds += self._buffer_rounds(rounds)
-        return rounds
-
-    def _buffer_rounds(self, rounds: Sequence[Round]) -> list[Round]:
-        """Module buffers along with ``rounds``, as late as these: mixed with those of the peers
-        where a round gossips, which an average over all would make pointless; else averaged."""
-        found: list[Round] = []
-        for r in rounds:
-            like = Round(r.when, Replace(), Mean(), module_buffers, over="world", delay=r.delay)
-            if r.exchange.gossips:
-                like = replace(like, update=Mix(), exchange=r.exchange, over=r.over)
-            same = [f for f in found if replace(f, when=r.when) == like]
-            if same:
-                found[found.index(same[0])] = replace(like, when=any_of(same[0].when, r.when))
-            else:
-                found.append(like)
-        return found
+        return GradientRound(
+            link,
+            r.update,
+            r.exchange,
+            self._lane,
+            self._differentiated,
+            active,
+            announce,
+            clock,
+            self._scale,
+            left,
+        )
 
     # -- one step ----
 
@@ -326,6 +350,8 @@ class Synchronizer:
         self.pull()
         self.communicate()
         self.note(skipped=skipped)
+        if self._chooser is not None and self._chooser.after_step(self.step):
+            self._switch(self._chooser.recipe)
 
     def advance(self) -> None:
         """The optimiser's step is done, which no hook told: what follows it is run. One that it did
@@ -450,7 +476,7 @@ class Synchronizer:
         }
         for running in anchored:
             running.write_anchor()
-        if self._workers_differ():
+        if workers_differ(self._recipe):
             groups = [[p for p in group if id(p) not in covered] for group in self._groups_held()]
             self._write_mean(groups, self._workers)
         if self._average_buffers:
@@ -462,12 +488,6 @@ class Synchronizer:
             flat = bucket.pack(bucket.empty())
             self._lane.call(partial(link.mean, flat), "consensus")
             bucket.unpack(flat)
-
-    def _workers_differ(self) -> bool:
-        """Whether workers can hold different x: always, unless gradients alone are averaged."""
-        kinds = {(r.on, r.over) for r in self._recipe}
-        averaged = kinds & {("gradients", "world"), ("gradients", "workers")}
-        return not averaged or any(on == "params" for on, _ in kinds)
 
     @contextmanager
     def consensus(self, *, mean: bool = False) -> Iterator[nn.Module]:
@@ -498,6 +518,61 @@ class Synchronizer:
                 key: value.detach().clone() if isinstance(value, Tensor) else value
                 for key, value in model.state_dict().items()
             }
+
+    @torch.no_grad()
+    def switch(self, recipe: Recipe) -> None:
+        """Go on under another ``recipe``; every rank must call it, after the same step.
+
+        What is in flight is folded, and all workers start anew from the consensus, and from the
+        mean of their optimisers' state where they differed: that sends two models. The state that
+        rounds keep starts anew, too, but for gradients that a codec has not sent yet. Raises
+        ``ValueError``, on every rank, where they ask for different ones.
+        """
+        if not is_recipe(recipe):
+            raise ValueError(f"recipe must be what a recipe function returns, not {recipe!r}")
+        self._switch(recipe)
+        self._chooser = None
+
+    def _switch(self, recipe: Recipe) -> None:
+        assert self._optimizer is not None, "rounds are bound to an optimiser"
+        check_groups(recipe, "group" in self._links)  # while the rounds before are still at work
+        check_count(recipe)
+        self._call("switch()", self.step)
+        for running in self._rounds:
+            running.settle(self.step, averaged=True)
+        self._write_consensus()
+        if workers_differ(self._recipe):
+            state = Round(every(1), Average(), Mean(), optimizer_state)
+            RunningRound(state, self._workers, self._shared).start(self.step)
+        self._adopt(recipe)
+        self._agree_on_setup(module=False)
+        self._recorder.event("switch", recipe=self._describe())
+        self._status("computing")
+
+    def _adopt(self, recipe: Recipe) -> None:
+        """Start the rounds of ``recipe``, on workers that hold the same x."""
+        assert self._optimizer is not None, "rounds are bound to an optimiser"
+        self._read(self._arrange(recipe))
+        self._start_gradient_rounds()
+        self._start_rounds(self._optimizer)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The one in force."""
+        return self._recipe
+
+    @property
+    def choices(self) -> list[Choice]:
+        """What `laconic.auto` has chosen so far, after which step, and why."""
+        return [] if self._chooser is None else list(self._chooser.choices)
+
+    def _shapes(self) -> tuple[tuple[tuple[int, ...], ...], int]:
+        held = self._held()
+        return tuple(tuple(local(p).shape) for p in held), held[0].element_size()
+
+    def _traffic(self) -> tuple[float, float]:
+        calls = list(self._ledger.by_call.values())
+        return float(sum(c.bytes for c in calls)), sum(c.seconds for c in calls)
 
     @torch.no_grad()
     def finish(self, *, mean: bool = False) -> None:
@@ -576,8 +651,18 @@ class Synchronizer:
             "step": self.step,
             "in_step": self._in_step,
             "rounds": [checkpoint.round_state(running) for running in self._rounds],
+            "gradients": [
+                {**checkpoint.carried_state(g), "scale": g.scale}
+                for g in self._keeping_gradient_rounds()
+            ],
+            "auto": None if self._chooser is None else self._chooser.state_dict(),
             "scores": None if self._scores is None else self._scores.state_dict(),
         }
+
+    def _keeping_gradient_rounds(self) -> list[GradientRound]:
+        """Those with state; averages inside a worker, which another layout need not have, have
+        none."""
+        return [running for _, running in self._gradient_rounds if running.exchange.slots]
 
     def _header(self) -> dict[str, Any]:
         return checkpoint.header(
@@ -657,9 +742,19 @@ class Synchronizer:
         parts = [state] if isinstance(state, Mapping) else list(state)
         try:
             mine = checkpoint.own_part(parts, self._header())
+            for _, gradient_round in self._gradient_rounds:
+                gradient_round.refresh()
+            if self._chooser is not None:
+                self._chooser.load_state_dict(parts[mine or 0]["auto"])
+                self._adopt(self._chooser.recipe)
             for index, running in enumerate(self._rounds):
                 rounds = [part["rounds"][index] for part in parts]
                 loaded.append(checkpoint.load_round(running, rounds, mine))
+            for index, gradient_round in enumerate(self._keeping_gradient_rounds()):
+                gradients = [part["gradients"][index] for part in parts]
+                loaded.append(checkpoint.load_carried(gradient_round, gradients, mine))
+                scale = float(gradients[mine or 0]["scale"])
+                loaded.append(partial(setattr, gradient_round, "scale", scale))
             if self._scores is not None and mine is not None:
                 loaded.append(self._scores.loader(parts[mine]["scores"]))
             for name, value in (("step", int), ("_in_step", bool)):

@@ -16,6 +16,29 @@ from torch.optim import Optimizer
 BUCKET_BYTES = 25 * 2**20
 """Most bytes a bucket holds: large enough that bytes, not messages, take the time."""
 
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements ``start`` to ``stop`` of a tensor, in the tensor's own order."""
+
+    tensor: Tensor
+    start: int
+    stop: int
+
+    def view(self) -> Tensor:
+        """The elements, flat, sharing storage where the tensor is contiguous."""
+        return local(self.tensor).reshape(-1)[self.start : self.stop]
+
+    def write(self, values: Tensor) -> None:
+        """``values`` into the elements."""
+        own = local(self.tensor)
+        if own.is_contiguous():
+            own.view(-1)[self.start : self.stop].copy_(values)
+        else:
+            assert (self.start, self.stop) == (0, own.numel()), "a strided tensor is never cut"
+            own.copy_(values.view(own.shape))
+
+
 Selector = Callable[[nn.Module, Optimizer], list[dict[str, Tensor]]]
 """Which tensors a round is about: named tensors by parameter group. Asked once by updates that
 keep state and for `parameters`; before every round by the others, which then take the names that
@@ -28,6 +51,68 @@ def parameters(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Tensor]
         {str(index): p for index, p in enumerate(group["params"])}
         for group in optimizer.param_groups
     ]
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The fragment of number ``index``, from 0, of ``count``: the optimiser's parameters in runs of
+    about equal bytes, in the order of their parameter group, which for most models is that of the
+    forward pass. Each group is cut on its own, so that one added later moves nothing.
+
+    ``by`` ``"bytes"``: runs of tensors; one larger than a fragment's share of its group is cut into
+    equal stretches that are not, unless it is strided. A fragment may stay empty.
+    ``"layers"``: runs of whole layers, which are the tensors whose names are alike up to the first
+    number (``blocks.3.``), or, where there is none, up to the first dot. What has s bytes and
+    begins at byte b of a group of B is in fragment ``floor(count * (b + s/2) / B)``.
+    """
+
+    index: int
+    count: int
+    by: str = "bytes"
+
+    def segments(self, model: nn.Module, optimizer: Optimizer) -> list[list[Segment]]:
+        """Its stretches of the parameters, by parameter group."""
+        names = {id(p): name for name, p in model.named_parameters()}
+        return [
+            self._of([(names.get(id(p), str(index)), p) for index, p in enumerate(group["params"])])
+            for group in optimizer.param_groups
+        ]
+
+    def _of(self, group: Sequence[tuple[str, Tensor]]) -> list[Segment]:
+        total = sum(_bytes(p) for _, p in group)
+        units: list[list[Segment]] = []
+        layer: str | None = None
+        for name, p in group:
+            if not local(p).numel():
+                continue
+            before, layer = layer, _layer(name) if self.by == "layers" else None
+            if layer is not None and layer == before:
+                units[-1] += self._pieces(p, total)
+            else:
+                units += [[piece] for piece in self._pieces(p, total)]
+        found, start = [], 0
+        for unit in units:
+            size = sum((s.stop - s.start) * s.tensor.element_size() for s in unit)
+            if self.count * (2 * start + size) // (2 * total) == self.index:
+                found += unit
+            start += size
+        return found
+
+    def _pieces(self, p: Tensor, total: int) -> list[Segment]:
+        size = local(p).numel()
+        cut = self.by == "bytes" and local(p).is_contiguous()
+        count = min(-(-_bytes(p) * self.count // total), size) if cut and size else min(size, 1)
+        return [Segment(p, i * size // count, (i + 1) * size // count) for i in range(count)]
+
+
+def _bytes(p: Tensor) -> int:
+    return local(p).numel() * p.element_size()
+
+
+def _layer(name: str) -> str:
+    parts = name.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0] + 1 if numbers else 1])
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Tensor]]:
@@ -102,26 +187,9 @@ def _empty(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(length, dtype=dtype, device=device)
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Elements ``start`` to ``stop`` of a tensor, in the tensor's own order."""
-
-    tensor: Tensor
-    start: int
-    stop: int
-
-    def view(self) -> Tensor:
-        """The elements, flat, sharing storage where the tensor is contiguous."""
-        return local(self.tensor).reshape(-1)[self.start : self.stop]
-
-    def write(self, values: Tensor) -> None:
-        """``values`` into the elements."""
-        own = local(self.tensor)
-        if own.is_contiguous():
-            own.view(-1)[self.start : self.stop].copy_(values)
-        else:
-            assert (self.start, self.stop) == (0, own.numel()), "a strided tensor is never cut"
-            own.copy_(values.view(own.shape))
+def whole_of(tensor: Tensor) -> Segment:
+    """All of ``tensor``."""
+    return Segment(tensor, 0, local(tensor).numel())
 
 
 class Bucket:
@@ -132,8 +200,11 @@ class Bucket:
     def __init__(self, segments: Sequence[Segment], group: int, multiple: int) -> None:
         self.segments = tuple(segments)
         self.group = group
+        self.number = 0
+        """Among those of its round."""
         self.dtype = local(segments[0].tensor).dtype
         self.device = local(segments[0].tensor).device
+        self.shapes = [local(s.tensor).shape for s in segments]
         self.sizes = [s.stop - s.start for s in segments]
         self.numel = sum(self.sizes)
         """Elements that are not padding."""
@@ -176,18 +247,21 @@ class Bucket:
         return torch.split(flat[: self.numel], self.sizes)
 
 
-def _segments(tensors: Iterable[Tensor], first: int, most: int) -> Iterable[list[Segment]]:
+def _segments(
+    tensors: Iterable[Tensor | Segment], first: int, most: int, whole: bool
+) -> Iterable[list[Segment]]:
     """Tensors in order, cut into lists of segments of at most ``most`` elements each, the first
-    of at most ``first``."""
+    of at most ``first``; ``whole`` ones are not cut, and the last of a list may go beyond."""
     segments: list[Segment] = []
     room = first
     for tensor in tensors:
-        own = local(tensor)
-        size, start = own.numel(), 0
+        piece = tensor if isinstance(tensor, Segment) else whole_of(tensor)
+        own, start, size = local(piece.tensor), piece.start, piece.stop
         while start < size:
             # a strided tensor has no flat view to write to, so it is never cut
-            take = min(room, size - start) if own.is_contiguous() else size
-            segments.append(Segment(tensor, start, start + take))
+            cut = own.is_contiguous() and not whole
+            take = min(room, size - start) if cut else size
+            segments.append(Segment(piece.tensor, start, start + take))
             start += take
             room -= take
             if room <= 0:
@@ -198,27 +272,30 @@ def _segments(tensors: Iterable[Tensor], first: int, most: int) -> Iterable[list
 
 
 def bucketize(
-    groups: Sequence[Sequence[Tensor]],
+    groups: Sequence[Sequence[Tensor | Segment]],
     multiple: int,
     *,
     first_group: int = 0,
     most_bytes: int | None = None,
     first_bytes: int | None = None,
+    whole: bool = False,
 ) -> list[Bucket]:
-    """Buckets over ``groups`` of tensors: each of one group, dtype and device, at most
-    ``most_bytes`` long (the first of a kind at most ``first_bytes``), padded to a multiple of
+    """Buckets over ``groups`` of tensors, or of stretches of them: each of one group, dtype and
+    device, at most ``most_bytes`` long (first of a kind: ``first_bytes``), padded to a multiple of
     ``multiple`` elements. A tensor larger than a bucket is cut. The same tensors give the same
-    buckets on every rank. ``first_group`` is the number of the first group."""
+    buckets on every rank. ``first_group`` is the number of the first group. ``whole``: no tensor is
+    cut."""
     buckets = []
     most_bytes = most_bytes or BUCKET_BYTES
     for index, group in enumerate(groups, first_group):
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor | Segment]] = {}
         for tensor in group:
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+            held = tensor.tensor if isinstance(tensor, Segment) else tensor
+            kinds.setdefault((held.dtype, held.device), []).append(tensor)
         for (dtype, _), tensors in kinds.items():
             most = max(most_bytes // dtype.itemsize, 1)
             first = max((first_bytes or most_bytes) // dtype.itemsize, 1)
-            for segments in _segments(tensors, first, most):
+            for segments in _segments(tensors, first, most, whole):
                 buckets.append(Bucket(segments, index, multiple))
     return buckets
 

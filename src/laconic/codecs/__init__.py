@@ -20,5 +20,23 @@ from laconic.codecs.codec import Codec
 from laconic.codecs.exponents import E3M0
 from laconic.codecs.integers import Int2, Int4, Int8
 from laconic.codecs.topk import TopK
+from laconic.errors import check_choice
 
-__all__ = ["E3M0", "Cast", "Codec", "Int2", "Int4", "Int8", "TopK"]
+__all__ = ["CODECS", "E3M0", "Cast", "Codec", "Int2", "Int4", "Int8", "TopK", "codec_of"]
+
+CODECS: dict[str, Codec] = {
+    "float32": Cast("float32"),
+    "bfloat16": Cast("bfloat16"),
+    "float16": Cast("float16"),
+    "int8": Int8(),
+    "int4": Int4(),
+    "int2": Int2(),
+    "e3m0": E3M0(),
+    "top64": TopK(values=Int2(block=64)),
+}
+"""Codecs by name, as recipes take them."""
+
+
+def codec_of(codec: object) -> Codec:
+    """The codec of that name, or ``codec`` itself. Raises ``ValueError`` that names the choices."""
+    return codec if isinstance(codec, Codec) else CODECS[check_choice("codec", codec, CODECS)]

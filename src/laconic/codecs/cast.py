@@ -39,6 +39,10 @@ class Cast(Codec):
         return PIECE
 
     @property
+    def grain(self) -> int:
+        return 1
+
+    @property
     def dtype(self) -> torch.dtype:
         return FORMATS[self.format]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from laconic.errors import check_int
+from laconic.errors import NotFiniteError, check_int
 
 PIECE = 2**18
 """Elements coded at a time on a CPU: 1 MiB of float32 and its temporaries stay in the caches.
@@ -29,6 +29,12 @@ class Codec(ABC):
     @abstractmethod
     def unit(self) -> int:
         """Elements that are coded together."""
+
+    @property
+    def grain(self) -> int:
+        """Elements at whose multiples a code can be cut: those of a and of b elements, one after
+        the other, are that of a + b where a is such a multiple."""
+        return self.unit
 
     @property
     @abstractmethod
@@ -53,12 +59,16 @@ class Codec(ABC):
         """What ``encode_units`` wrote, into ``out``, float32 (n, m)."""
 
     @torch.no_grad()
-    def encode(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    def encode(
+        self, x: Tensor, generator: torch.Generator | None = None, *, subtract: bool = False
+    ) -> Tensor:
         """The code of x: uint8, exactly ``nbytes(x.numel())`` of them, on the device of x.
 
         x is flat: float32, or another floating-point dtype, which is cast to float32 first.
-        ``generator`` is for stochastic rounding (none: torch's own). Raises ``ValueError`` where
-        an element is NaN, infinite, or beyond the range of ``dtype``.
+        ``generator`` is for stochastic rounding (none: torch's own). ``subtract``: what the code
+        stands for is taken off x, which must be contiguous: ``x <- x - Q(x)``. Raises
+        ``ValueError`` where an element is NaN, infinite, or beyond the range of ``dtype``; x is
+        spoilt then.
         """
         if x.dim() != 1 or not x.is_floating_point():
             raise ValueError(
@@ -66,9 +76,9 @@ class Codec(ABC):
                 f"{tuple(x.shape)}"
             )
         payload = torch.empty(self.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
-        fine = self.encode_rows(x.contiguous()[None], payload[None], generator)
+        fine = self.encode_rows(x.contiguous()[None], payload[None], generator, subtract)
         if not bool(fine):
-            raise ValueError(self._refusal(x))
+            raise NotFiniteError(self._refusal(x))
         return payload
 
     @torch.no_grad()
@@ -99,13 +109,22 @@ class Codec(ABC):
         self.decode_rows(payload[None], out[None])
         return out
 
-    def encode_rows(self, x: Tensor, payload: Tensor, generator: torch.Generator | None) -> Tensor:
+    def encode_rows(
+        self,
+        x: Tensor,
+        payload: Tensor,
+        generator: torch.Generator | None,
+        subtract: bool = False,
+    ) -> Tensor:
         """The code of each row of x, (n, m), as ``encode`` has it, into a row of ``payload``.
         Returns whether all elements are in range, a tensor of one bool."""
-        fine = [
-            self.encode_units(rows.to(torch.float32), codes, generator)
-            for rows, codes in self._pieces(x, payload)
-        ]
+        fine = []
+        for rows, codes in self._pieces(x, payload):
+            fine.append(self.encode_units(rows.to(torch.float32), codes, generator))
+            if subtract and bool(fine[-1]):  # while they are in the caches
+                decoded = torch.empty_like(rows, dtype=torch.float32)
+                self.decode_units(codes, decoded)
+                rows -= decoded
         return torch.stack(fine).all() if fine else torch.ones((), dtype=torch.bool)
 
     def decode_rows(self, payload: Tensor, out: Tensor) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from laconic.links.link import Link
-from laconic.round import Arrival, Clock, Combine, Exchange
+from laconic.round import Arrival, Clock, Combine, Exchange, State
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,8 @@ class Alone(Exchange):
 
     communicates = False
 
-    def run(self, link: Link, message: Tensor, combine: Combine, clock: Clock) -> Arrival:
+    def run(
+        self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
+    ) -> Arrival:
         result = combine(message)
         return Arrival(message if result is message else message.copy_(result))

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laconic.links import cost
+from laconic.links.cost import Cost
 from laconic.links.link import Link
-from laconic.round import Arrival, Clock, Combine, Exchange
+from laconic.round import Arrival, Clock, Combine, Exchange, State
 from laconic.scores import elect
 
 
@@ -23,7 +25,12 @@ class Leader(Exchange):
     def scored(self) -> int:
         return self.window
 
-    def run(self, link: Link, message: Tensor, combine: Combine, clock: Clock) -> Arrival:
+    def cost(self, length: int, itemsize: int, n: int) -> Cost:
+        return cost.gather(16, n) + cost.broadcast(length * itemsize, n)
+
+    def run(
+        self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
+    ) -> Arrival:
         leader = elect(link.gather(torch.tensor(clock.score, dtype=torch.float64)))
         link.broadcast(message, leader)
         return Arrival(message)

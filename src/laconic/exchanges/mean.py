@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from laconic.errors import check_int
+from laconic.links import cost
+from laconic.links.cost import Cost
 from laconic.links.link import Link
-from laconic.round import Arrival, Clock, Combine, Exchange
+from laconic.round import Arrival, Clock, Combine, Exchange, State
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,16 @@ class Mean(Exchange):
 
     agrees = True
 
-    def run(self, link: Link, message: Tensor, combine: Combine, clock: Clock) -> Arrival:
+    @property
+    def averages(self) -> bool:
+        return True
+
+    def cost(self, length: int, itemsize: int, n: int) -> Cost:
+        return cost.mean(length * itemsize, n, length % n == 0)
+
+    def run(
+        self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
+    ) -> Arrival:
         link.mean(message)
         result = combine(message)
         return Arrival(message if result is message else message.copy_(result))
@@ -43,7 +54,13 @@ class ShardedMean(Exchange):
     def owners(self, n: int) -> int | None:
         return n if self.shards is None else min(self.shards, n)
 
-    def run(self, link: Link, message: Tensor, combine: Combine, clock: Clock) -> Arrival:
+    def cost(self, length: int, itemsize: int, n: int) -> Cost:
+        at = length * itemsize, n, self.owners(n), n - 1  # most are no owners where some are not
+        return cost.reduce_scatter(*at) + cost.all_gather(*at)
+
+    def run(
+        self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
+    ) -> Arrival:
         owners = self.owners(link.size)
         result = combine(link.reduce_scatter(message, owners))
         link.all_gather(result, message, owners)

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laconic.links import cost
+from laconic.links.cost import Cost
 from laconic.links.link import Link
-from laconic.round import Arrival, Clock, Combine, Exchange
+from laconic.round import Arrival, Clock, Combine, Exchange, State
 from laconic.tensors import state_dtype
 from laconic.topology import Graph
 
@@ -28,7 +30,12 @@ class Push(Exchange):
         at = clock.worker, clock.workers, clock.executed, clock.seed
         return len(self.graph.out_peers(*at))
 
-    def run(self, link: Link, message: Tensor, combine: Combine, clock: Clock) -> Arrival:
+    def cost(self, length: int, itemsize: int, n: int) -> Cost:
+        return cost.swap(length * itemsize, len(self.graph.out_peers(0, n, 0, 0)))
+
+    def run(
+        self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
+    ) -> Arrival:
         at = link.size, clock.executed, clock.seed
         sources = self.graph.in_peers(link.rank, *at)
         weighted = clock.weight is not None

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import laconic
+from laconic.auto import Auto
 from laconic.lab.peers import Peer
 from laconic.lab.timeline import Recorder, Watched
 from laconic.links import Link
@@ -72,7 +73,7 @@ class Laconic:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        recipe: Recipe,
+        recipe: Recipe | Auto,
         link: Link,
         group_size: int | None = None,
         interface: str | None = None,

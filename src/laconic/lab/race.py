@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from laconic.auto import Auto
 from laconic.errors import check_float, check_int
 from laconic.lab import own, peers, workloads
 from laconic.lab import timeline as timelines
@@ -53,9 +54,10 @@ class Settings:
     """What to race, and where. Exactly one of ``seconds`` and ``steps`` is set. ``bandwidth`` in
     bit/s of each host, and ``host_bandwidth`` of single ones; ``latency`` in seconds added to each
     message; ``slow_hosts`` says how many times as long single hosts compute. Every recipe, and
-    every one of the ``peers``, runs once for each of the ``seeds``. ``rules``: a file with recipes
-    of the user's own. ``group_size``: neighbouring workers that make up one group, for recipes with
-    rounds inside groups."""
+    every one of the ``peers``, runs once for each of the ``seeds``, after a row without
+    communication unless ``baseline`` is False. ``rules``: a file with recipes of the user's own.
+    ``group_size``: neighbouring workers that make up one group, for recipes with rounds inside
+    groups."""
 
     recipes: tuple[str, ...]
     peers: tuple[str, ...] = ()
@@ -73,10 +75,11 @@ class Settings:
     steps: int | None = None
     seeds: tuple[int, ...] = (0,)
     validations: int = 8
+    baseline: bool = True
 
     def check(self) -> None:
         """Raise ``ValueError`` for anything that would fail later, before anything is started."""
-        if not self.recipes and not self.peers:
+        if not (self.recipes or self.peers or self.baseline):
             raise ValueError("give at least one recipe, like 'local_sgd(12)'")
         rules = self.own_recipes()
         recipes = {text: parse_recipe(text, rules) for text in self.recipes}
@@ -119,7 +122,7 @@ class Settings:
         """Those of the rules' file."""
         return {} if self.rules is None else own.rules(Path(self.rules))
 
-    def _check_groups(self, recipes: Mapping[str, Recipe]) -> None:
+    def _check_groups(self, recipes: Mapping[str, Recipe | Auto]) -> None:
         workers = self.hosts * self.per_host
         if self.group_size is not None:
             check_int("group-size", self.group_size, 1)
@@ -130,7 +133,7 @@ class Settings:
                 )
             return
         for text, recipe in recipes.items():
-            if any(r.over == "group" for r in recipe):
+            if not isinstance(recipe, Auto) and any(r.over == "group" for r in recipe):
                 raise ValueError(
                     f"{text} has rounds inside groups of workers: say how many make up one, such "
                     "as --group-size 2"
@@ -165,10 +168,10 @@ def network(settings: Settings) -> Iterator[tuple[Cluster | Loopback, str | None
 
 
 def run(settings: Settings, command: str, watch: Watch) -> Iterator[Result]:
-    """Race all recipes and peers, one after the other, after a row without communication; then all
-    of them with the next seed, so that a machine that slows down does so for all alike. Yields the
-    result so far after every row. A row that fails says so and the others go on. ``settings`` are
-    those that `Settings.check` has let pass."""
+    """Race all recipes and peers, one after the other, after the row without communication; then
+    all of them with the next seed, so that a machine that slows down does so for all alike. Yields
+    the result so far after every row. A row that fails says so and the others go on. ``settings``
+    are those that `Settings.check` has let pass."""
     rows: list[Row] = []
     parameters = 0
     versions = {"python": platform.python_version(), "torch": torch.__version__}
@@ -179,7 +182,8 @@ def run(settings: Settings, command: str, watch: Watch) -> Iterator[Result]:
             missing[text] = f"not installed: make peers, or pip install {peer.package}"
         else:
             versions[peer.name] = installed
-    entries = [(False, text) for text in ("", *settings.recipes)]
+    silent = ("",) if settings.baseline else ()
+    entries = [(False, text) for text in (*silent, *settings.recipes)]
     entries += [(True, text) for text in settings.peers]
     with network(settings) as (cluster, reason):
         if not cluster.emulated:
@@ -198,7 +202,7 @@ def run(settings: Settings, command: str, watch: Watch) -> Iterator[Result]:
                 yield Result(
                     rows=tuple(rows),
                     settings=_described(settings, parameters, reason),
-                    machine=_machine(),
+                    machine=machine(),
                     versions=versions,
                     command=command,
                 )
@@ -219,7 +223,7 @@ def _described(settings: Settings, parameters: int, reason: str | None) -> dict[
     return described
 
 
-def _machine() -> dict[str, str]:
+def machine() -> dict[str, str]:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     return {"system": platform.platform(), "cores": str(cores), "processor": _processor()}
 
@@ -335,6 +339,8 @@ def _read(name: str, peer: bool, last: Event, outcomes: list[Outcome], settings:
     if name == NO_COMMUNICATION:
         return row
     recipe = peers.find(name).rounds if peer else parse_recipe(name, settings.own_recipes())
+    if isinstance(recipe, Auto):
+        return replace(row, notes=tuple(last["choices"]))
     return replace(row, notes=_advice(recipe, steps))
 
 

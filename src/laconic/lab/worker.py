@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from laconic.attach import init
+from laconic.auto import START, WARMUP, WINDOW, Auto
 from laconic.errors import LinkError
 from laconic.lab import own, peers, plan, workloads
 from laconic.lab.contender import Contender, Laconic, Other
@@ -142,7 +143,7 @@ class Clock:
 class Run:
     """A fresh model in the hands of a contender, ready to train."""
 
-    def __init__(self, spec: Spec, workload: Workload, entry: Recipe | Peer) -> None:
+    def __init__(self, spec: Spec, workload: Workload, entry: Recipe | Auto | Peer) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.host = int(os.environ["GROUP_RANK"])
         self.spec, self.workload = spec, workload
@@ -223,10 +224,12 @@ def say(rank: int, **event: Any) -> None:
         print(json.dumps(event), file=sys.__stdout__, flush=True)
 
 
-def schedule(spec: Spec, workload: Workload, entry: Recipe | Peer) -> plan.Schedule:
+def schedule(spec: Spec, workload: Workload, entry: Recipe | Auto | Peer) -> plan.Schedule:
     """How long to run: the steps asked for, or those that fit into the seconds given, timed on a
-    model that is then thrown away."""
+    model that is then thrown away; what chooses its recipe has done so by then."""
     recipe = entry.rounds if isinstance(entry, Peer) else entry
+    if isinstance(recipe, Auto):
+        recipe = START.recipe
     validations = spec.validations if recipe else spec.validations // 2
     if spec.seconds is None:
         assert spec.steps is not None, "the race checked that one of the two is given"
@@ -243,6 +246,11 @@ def schedule(spec: Spec, workload: Workload, entry: Recipe | Peer) -> plan.Sched
 
     for _ in range(2):  # first steps make the optimiser's state and warm the caches
         timed(1, 1)
+    if isinstance(entry, Auto):
+        assert isinstance(run.contender, Laconic), "laconic's own"
+        for _ in range(WARMUP + WINDOW):
+            timed(1, 1)
+        recipe = run.contender.sync.recipe
     costs = plan.Timed(recipe, timed).costs(repeats=3)
     run.contender.close()
     steps = plan.steps_within(recipe, costs, spec.seconds)
@@ -255,7 +263,7 @@ def race(spec: Spec) -> None:
     data = None if spec.data is None else Path(spec.data)
     load = own.workload if own.is_workload(spec.workload) else workloads.load
     workload = load(spec.workload, data=data)
-    entry: Recipe | Peer = ()
+    entry: Recipe | Auto | Peer = ()
     if spec.peer:
         entry = peers.find(spec.recipe)
     elif spec.recipe:
@@ -272,7 +280,10 @@ def race(spec: Spec) -> None:
         record = {"event": "timeline", "ran": recorder.ran, "spans": recorder.spans()}
         print(json.dumps(record), file=sys.__stdout__, flush=True)  # of every rank
         say(rank, event="rounds", rounds=[asdict(rounds) for rounds in recorder.rounds()])
-    say(rank, event="end", parameters=parameters, curve=curve, **run.clock.figures())
+    choices = run.contender.sync.choices if isinstance(run.contender, Laconic) else []
+    told = [f"after step {c.step}: {c.reason}" for c in choices]
+    figures = run.clock.figures()
+    say(rank, event="end", parameters=parameters, curve=curve, choices=told, **figures)
     run.contender.close()
 
 

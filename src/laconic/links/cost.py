@@ -12,6 +12,7 @@ reduce_scatter  (n-1)/n * B      1           direct exchange, then a local sum
 all_gather      (n-1)/n * B      1           direct exchange (B: the gathered bytes)
 to s owners     (s-1)/s * B, B   1           reduce_scatter to the first s ranks: they, the others
 from s owners   (n-1)/s * B, 0   1           all_gather from them
+all_to_all      (n-1)/n * B      1           direct exchange (B: the rows for all ranks)
 broadcast       (n-1)/n * B      ceil(lb n)  tree; the mean over the ranks
 gather          (n-1) * B        1           direct exchange (B: one rank's bytes)
 swap            p * B            1           to p peers (B: one message's bytes)
@@ -33,6 +34,9 @@ class Cost:
 
     bytes: int
     messages: int
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.bytes + other.bytes, self.messages + other.messages)
 
     def seconds(self, rate: float, latency: float) -> float:
         """Time on a link of ``rate`` bit/s and ``latency`` seconds."""
@@ -59,6 +63,11 @@ def all_gather(size: int, n: int, owners: int | None = None, rank: int = 0) -> C
     one slice. What ``rank`` sends: its slice to every other."""
     own = size // (owners or n) if rank < (owners or n) else 0
     return Cost((n - 1) * own, min(n - 1, 1))
+
+
+def all_to_all(size: int, n: int) -> Cost:
+    """``size`` bytes of rows, one for each rank."""
+    return Cost((n - 1) * size // n, min(n - 1, 1))
 
 
 def broadcast(size: int, n: int) -> Cost:

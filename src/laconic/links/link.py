@@ -71,6 +71,12 @@ class Link(Protocol):
         cast to ``out``'s dtype. ``mine`` may be its own place in ``out``."""
         ...
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Row r of ``x``, shape (n, m), to rank r; returns the rows that all ranks have for this
+        one, in the order of their ranks, in that shape. Nothing is summed, so any dtype goes.
+        Valid until the next call."""
+        ...
+
     def broadcast(self, x: Tensor, root: int = 0) -> None:
         """``x`` <- that of rank ``root``, in place."""
         ...

@@ -190,6 +190,9 @@ class SimulatedLink:
             self._meet("all_gather", mine.to(out.dtype), lambda x: torch.cat(x[:slices]), out.shape)
         )
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return self._meet("all_to_all", x, torch.stack)[:, self.rank].clone()
+
     def broadcast(self, x: Tensor, root: int = 0) -> None:
         x.copy_(self._meet("broadcast", x, lambda everyone: everyone[root].clone()))
 

@@ -253,6 +253,18 @@ class TorchLink:
                 own.copy_(mine)
             self._exchange([own] * self.size, slices)
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        if self.size == 1:
+            return x
+        out = self._scratch.take(x.numel(), x.dtype, x.device).view_as(x)
+        if self._native:
+            self._wait(dist.all_to_all_single(out, x, group=self._group, async_op=True))
+            return out
+        rows = list(out.unbind())
+        rows[self.rank].copy_(x[self.rank])
+        self._exchange(x.unbind(), rows)
+        return out
+
     def _native_reduce_scatter(self, x: Tensor, owners: int | None) -> Tensor:
         op, slices = dist.ReduceOp.AVG, x.view(owners or self.size, -1).unbind()
         if len(slices) < self.size:  # NCCL reduces to one rank, or cuts for all of them

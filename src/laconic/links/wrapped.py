@@ -81,6 +81,10 @@ class Wrapped:
         with self.around("all_gather", sends, brings.bytes):
             self.link.all_gather(mine, out, owners)
 
+    def all_to_all(self, x: Tensor) -> Tensor:
+        with self._around("all_to_all", cost.all_to_all(size_of(x), self.size)):
+            return self.link.all_to_all(x)
+
     def _to_and_from(self, size: int, owners: int | None) -> tuple[Cost, Cost]:
         """What this rank sends to the owners of slices, and what as one of them to the others;
         what goes one way in a reduce-scatter comes back in an all-gather."""

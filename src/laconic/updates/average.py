@@ -23,6 +23,7 @@ class Average(Update):
     """
 
     replaces = True
+
     keeps_sent = True
 
     def fold(

@@ -1,6 +1,6 @@
-"""Delta = a - mean(x) ;  a <- outer(a, Delta) ;  x <- a    (late: x <- mix*x + (1-mix)*a)
+"""Delta = a - mean(y) ;  a <- outer(a, Delta) ;  x <- merge(x, a)    (without a delay: x <- a)
 
-DiLoCo: Douillard et al. 2023, arXiv 2311.08105, Algorithm 1; the delayed mix: Douillard et al.
+DiLoCo: Douillard et al. 2023, arXiv 2311.08105, Algorithm 1; the delayed merge: Douillard et al.
 2025, arXiv 2501.18512, Algorithm 2.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from laconic.round import Clock, Slot, State, Update
 
 OuterFactory = Callable[[list[Tensor]], Optimizer]
+Merge = Literal["mix", "average", "loscar"]
 
 
 @dataclass(frozen=True)
@@ -28,18 +29,29 @@ class OuterStep(Update):
 
     ``lr`` is eta (> 0), ``momentum`` is mu (0 <= mu < 1). ``outer`` makes any other torch
     optimiser from a list of flat tensors; it must be elementwise (SGD, Adam, ...: not LAMB or
-    Muon), because it sees buckets, or slices of them. With a delay the step is computed from y,
-    and x is mixed: ``x <- mix*x + (1-mix)*a`` (Streaming DiLoCo's alpha).
+    Muon), because it sees buckets, or slices of them.
+
+    With a delay the step is computed from y, and ``merge`` says what becomes of x, which has moved
+    on since::
+
+        "mix":      x <- mix*x + (1-mix)*a      (Streaming DiLoCo's alpha)
+        "average":  x <- (x + a)/2
+        "loscar":   x <- a + (x - y)            (the local progress is kept: arXiv 2605.20866)
     """
 
     lr: float
     momentum: float
     outer: OuterFactory | None = None
     mix: float = 0.5
+    merge: Merge = "mix"
 
     slots: ClassVar[dict[str, Slot]] = {"anchor": "owner", "m": "owner"}
     anchor = "anchor"
     replaces = True
+
+    @property
+    def keeps_sent(self) -> bool:
+        return self.merge == "loscar"
 
     def init(self, x: Tensor) -> State:
         state = {"anchor": x}
@@ -77,4 +89,8 @@ class OuterStep(Update):
     def fold(
         self, x: Tensor, received: Tensor, sent: Tensor | None, state: State, clock: Clock
     ) -> Tensor:
-        return x.mul_(self.mix).add_(received, alpha=1 - self.mix)
+        if self.merge == "loscar":
+            assert sent is not None, "a delayed round whose update keeps y"
+            return x.sub_(sent).add_(received)
+        mix = 0.5 if self.merge == "average" else self.mix
+        return x.mul_(mix).add_(received, alpha=1 - mix)

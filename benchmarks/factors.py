@@ -1,0 +1,101 @@
+"""How many steps a recipe takes for one of ddp()'s: ``python -m benchmarks.factors [SEED ...]``.
+
+Every recipe trains the text model for `STEPS` steps with 4 simulated workers, `ddp` for fewer, too;
+each run has its own learning-rate schedule over its steps. With L the loss that a recipe ends at,
+and s the steps in which `ddp` would end there, by interpolation of its losses over log(steps),
+
+    factor = STEPS / s
+
+These are the factors of `laconic.auto`. They hold for this model, this many steps and AdamW.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from itertools import pairwise
+
+import torch
+
+import laconic
+from laconic.lab import workloads
+from laconic.lab.workloads import lr_factor
+from laconic.parse import parse_recipe
+
+STEPS, WORKERS = 480, 4
+DDP_STEPS = (60, 120, 180, 240, 320, 400, STEPS)
+ROWS = (
+    "ddp(codec='int8')",
+    "ddp(codec='int4')",
+    "power_sgd(4, codec='int8')",
+    "power_sgd(2, codec='int8')",
+    *(
+        f"streaming_diloco({period}, 4, 1, codec='int4', lr=0.7, momentum=0.6)"
+        for period in (4, 8, 16, 32, 64)
+    ),
+)
+
+
+def train(text: str, steps: int, seed: int) -> float:
+    """The consensus model's validation loss after ``steps``."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    workload = workloads.load("text")
+
+    def worker(rank: int) -> float:
+        torch.manual_seed(seed)
+        model = workload.model()
+        optimizer = workload.optimizer(model)
+        peaks = [group["lr"] for group in optimizer.param_groups]
+        recipe = parse_recipe(text)
+        sync = laconic.attach(model, optimizer, recipe, seed=seed)
+        batches = workload.batches(rank, WORKERS, seed)
+        for step in range(1, steps + 1):
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * lr_factor(step, steps, workload)
+            loss = workload.loss(model, next(batches))
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        sync.finish()
+        model.eval()
+        with torch.no_grad():
+            own = [float(workload.loss(model, b)) for b in workload.validation[rank::WORKERS]]
+        return sum(own) / len(own)
+
+    losses = laconic.simulate(worker, workers=WORKERS)
+    return sum(losses) / WORKERS
+
+
+def factor(loss: float, ddp: dict[int, float]) -> float:
+    """STEPS over the steps in which ``ddp``, losses by steps, ends at ``loss``; beyond its ends the
+    nearest."""
+    points = sorted(ddp.items())
+    for (a, high), (b, low) in pairwise(points):
+        if high >= loss >= low:
+            share = (high - loss) / (high - low)
+            return STEPS / math.exp(math.log(a) + share * math.log(b / a))
+    return STEPS / (points[-1] if loss < points[-1][1] else points[0])[0]
+
+
+def main() -> None:
+    seeds = [int(word) for word in sys.argv[1:]] or [0]
+    jobs = [("ddp()", steps, seed) for seed in seeds for steps in reversed(DDP_STEPS)]
+    jobs += [(row, STEPS, seed) for seed in seeds for row in ROWS]
+    ends: dict[tuple[str, int, int], float] = {}
+    with ProcessPoolExecutor() as pool:
+        for job, loss in zip(jobs, pool.map(train, *zip(*jobs, strict=True)), strict=True):
+            ends[job] = loss
+            ddp = {steps: ends["ddp()", steps, job[2]] for steps in DDP_STEPS if
+                   ("ddp()", steps, job[2]) in ends}  # fmt: skip
+            line = {"recipe": job[0], "steps": job[1], "seed": job[2], "loss": round(loss, 4)}
+            if job[0] != "ddp()":
+                line["factor"] = round(factor(loss, ddp), 2)
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""Race laconic's recipes and other libraries on slow networks; the figures of docs/race.md.
+
+    python -m benchmarks.race [--rows ROW ...] [--networks RATE ...] [--seeds SEED ...] ...
+    python -m benchmarks.race table
+
+The first runs every row on every network with every seed and appends each run to the journal once
+it is finished; runs that are in it are not run again, so a race that was killed, or interrupted,
+goes on with the same command. Several commands with a part of the rows each may add to one journal.
+The second writes the tables and the picture from it, and runs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+import laconic
+from benchmarks.race import journal, page
+from benchmarks.race.journal import Entry, Job
+from benchmarks.race.rows import NETWORKS, NONE, SEEDS, chosen, is_peer
+from laconic.lab import race, workloads
+from laconic.lab.cluster import Cluster
+from laconic.lab.jobs import terminate_as_exit
+from laconic.lab.result import Result, Row, reason
+from laconic.units import format_rate, parse_rate
+
+HERE = Path(__file__).resolve().parents[2]
+JOURNAL = Path("laconic-race", "journal.jsonl")
+VALIDATIONS = 12
+"""Of each run, spread evenly over its time; the clock stands meanwhile."""
+
+
+class Parser(argparse.ArgumentParser):
+    """One whose complaints are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def parser() -> Parser:
+    described = (__doc__ or "").partition("\n")[0]
+    top = Parser(prog="benchmarks.race", description=described)
+    commands = top.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    run = commands.add_parser("run", help="run what the journal lacks (the default)")
+    run.add_argument(
+        "--rows", nargs="+", metavar="ROW", help="rows, or patterns such as 'torchft*'"
+    )
+    run.add_argument("--networks", nargs="+", metavar="RATE", default=list(NETWORKS))
+    run.add_argument("--seeds", nargs="+", metavar="SEED", type=int, default=list(SEEDS))
+    run.add_argument("--seconds", type=float, default=280.0, help="of training, each (%(default)g)")
+    run.add_argument("--hosts", type=int, default=4, help="default: %(default)s")
+    run.add_argument("--data", type=Path, metavar="FILE", help="text to learn; Python's library")
+    run.add_argument("--again", action="store_true", help="also what the journal has")
+    table = commands.add_parser("table", help="write the tables and the picture from the journal")
+    table.add_argument("--key", help="which settings, where the journal has several")
+    table.add_argument(
+        "--page", type=Path, metavar="FILE", default=HERE / "docs" / "race.md", help="%(default)s"
+    )
+    for command in (run, table):
+        command.add_argument("--journal", type=Path, metavar="FILE", default=JOURNAL)
+    return top
+
+
+def shared(hosts: int, seconds: float, data: Path | None) -> dict[str, object]:
+    """What two runs must have in common to be compared, the machine included."""
+    text = workloads.standard_library() if data is None else data.read_bytes()
+    machine = race.machine()
+    return {
+        "workload": "text",
+        "data": "Python's standard library" if data is None else data.name,
+        "sha256": hashlib.sha256(text).hexdigest()[:16],
+        "hosts": hosts,
+        "seconds": seconds,
+        "validations": VALIDATIONS,
+        "processor": machine["processor"],
+        "cores": machine["cores"],
+        "torch": str(torch.__version__),
+    }
+
+
+def commit() -> str:
+    """Of the repository; "unknown" where there is none."""
+    argv = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        ended = subprocess.run(argv, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return ended.stdout.strip()
+
+
+def jobs(rows: Sequence[str], bandwidths: Sequence[float], seeds: Sequence[int]) -> list[Job]:
+    """Seed by seed, so that a machine that slows down does so for all rows alike."""
+    return [
+        Job(row, bandwidth, seed)
+        for seed in seeds
+        for bandwidth in (None, *bandwidths)
+        for row in rows
+        if (row == NONE) == (bandwidth is None)
+    ]
+
+
+def asked(options: Any, rows: Sequence[str], bandwidths: Sequence[float]) -> race.Settings:
+    """All of it, for the lab. Raises ``ValueError`` for anything that would fail later."""
+    everything = race.Settings(
+        recipes=tuple(row for row in rows if row != NONE and not is_peer(row)),
+        peers=tuple(row for row in rows if is_peer(row)),
+        baseline=NONE in rows,
+        hosts=options.hosts,
+        data=None if options.data is None else str(options.data.resolve()),
+        seconds=options.seconds,
+        seeds=tuple(options.seeds),
+        validations=VALIDATIONS,
+    )
+    for bandwidth in bandwidths:
+        replace(everything, bandwidth=bandwidth).check()
+    return everything
+
+
+def part(everything: race.Settings, job: Job) -> race.Settings:
+    """The settings of one job."""
+    none, peer = job.row == NONE, is_peer(job.row)
+    one = replace(
+        everything,
+        recipes=() if none or peer else (job.row,),
+        peers=(job.row,) if peer else (),
+        baseline=none,
+        seeds=(job.seed,),
+    )
+    return one if job.bandwidth is None else replace(one, bandwidth=job.bandwidth)
+
+
+def run(options: Any) -> int:
+    """0 when all that was asked for is in the journal; 1 when a run failed or diverged."""
+    rows = chosen(options.rows)
+    bandwidths = list(dict.fromkeys(map(parse_rate, options.networks)))
+    everything = asked(options, rows, bandwidths)
+    with Cluster(options.hosts):
+        pass  # raises where there are no emulated hosts, without which other libraries cannot race
+    common = shared(options.hosts, options.seconds, options.data)
+    todo = jobs(rows, bandwidths, options.seeds)
+    lost = 0
+    with terminate_as_exit(), journal.opened(options.journal) as file:
+        kept = journal.by_key(journal.load(options.journal)).get(journal.key(common), [])
+        done = {entry.job for entry in kept if entry.run.status != "failed" and not options.again}
+        missing = [job for job in todo if job not in done]
+        hours = len(missing) * options.seconds / 3600
+        print(f"{len(todo)} runs, {len(missing)} to do: more than {hours:.1f} h", flush=True)
+        for number, job in enumerate(missing, 1):
+            print(f"{number}/{len(missing)} {told(job)}: ", end="", flush=True)
+            entry = Entry(common, job, single(part(everything, job)))
+            journal.append(file, entry)
+            lost += entry.run.status != "ok"
+            print(outcome(entry.run), flush=True)
+    return 1 if lost else 0
+
+
+def single(one: race.Settings) -> Result:
+    """The lab's result of a single run, without what tables and picture do not need."""
+    # a journal can be handed on: what was run is in its lines, without this machine's paths
+    (result,) = race.run(one, "python -m benchmarks.race", lambda name, event: None)
+    if result.settings["reason"] is not None:
+        raise OSError(f"the network namespaces were lost: {result.settings['reason']}")
+    (row,) = result.rows
+    data = None if one.data is None else Path(one.data).name
+    return replace(
+        result,
+        rows=(replace(row, timeline=(), rounds=()),),
+        settings={**result.settings, "data": data},
+        versions={**result.versions, "laconic": laconic.__version__, "commit": commit()},
+    )
+
+
+def told(job: Job) -> str:
+    where = "" if job.bandwidth is None else f"{format_rate(job.bandwidth)}, "
+    return f"{where}seed {job.seed}, {job.row}"
+
+
+def outcome(row: Row) -> str:
+    if row.status != "ok":
+        return reason(row)
+    return f"{row.steps} steps, {row.seconds_per_step:.3g} s each, loss {row.loss:.4f}"
+
+
+def table(options: Any) -> int:
+    """Write the page."""
+    groups = journal.by_key(journal.load(options.journal))
+    if not groups:
+        raise ValueError(f"there are no runs in {options.journal}")
+    if (options.key is None and len(groups) > 1) or options.key not in (None, *groups):
+        choices = "; ".join(
+            f"{key} ({page.task(entries)}: {len(entries)} runs)" for key, entries in groups.items()
+        )
+        raise ValueError(f"runs of which settings? --key must be one of {choices}")
+    entries = groups[options.key] if options.key else next(iter(groups.values()))
+    paths = page.write(options.page, entries)
+    print("written: " + ", ".join(map(str, paths)))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] not in (["run"], ["table"], ["-h"], ["--help"]):
+        given.insert(0, "run")
+    try:
+        options = parser().parse_args(given)
+        return {"run": run, "table": table}[options.command](options)
+    except (ValueError, ImportError, OSError) as error:
+        print(f"benchmarks.race: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nbenchmarks.race: interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

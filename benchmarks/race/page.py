@@ -1,0 +1,340 @@
+"""The tables and the picture of docs/race.md."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING
+
+from benchmarks.race.journal import Entry, key
+from benchmarks.race.rows import NONE, ROWS
+from laconic.lab.plots import COLOURS, GREY, limit_loss
+from laconic.lab.result import SECONDS, Result, Row, compared, line, reason, three_digits
+from laconic.lab.seeds import groups
+from laconic.units import format_rate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+HEAD = ("row", "s per step", "speed", "MB per step", "loss", "least to most", "steps")
+BEGIN, END = "<!-- begin: written by python -m benchmarks.race table -->", "<!-- end -->"
+Dashes = str | tuple[float, tuple[float, ...]]
+DASHES: dict[bool, tuple[Dashes, ...]] = {
+    False: ("-", "-.", ":"),
+    True: ("--", (0.0, (1.0, 1.0))),
+}
+"""Of recipes, the last for the one without communication, and of other libraries: the second where
+colours begin anew."""
+LINE_INCHES = 0.17
+"""A line of the rows' names."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row on a network: its runs, one for each seed."""
+
+    text: str
+    entries: tuple[Entry, ...]
+
+    @property
+    def peer(self) -> bool:
+        """Whether it is another library's."""
+        return self.entries[0].run.peer
+
+    @property
+    def finished(self) -> list[Row]:
+        """The runs that came to the end without going astray."""
+        return [entry.run for entry in self.entries if entry.run.status == "ok"]
+
+    @property
+    def seeds(self) -> set[int]:
+        """Those of the runs that finished."""
+        return {entry.job.seed for entry in self.entries if entry.run.status == "ok"}
+
+    @property
+    def losses(self) -> list[float]:
+        """Of the runs that finished, when the time was up."""
+        found = [
+            compared(entry.result, entry.run, SECONDS)
+            for entry in self.entries
+            if entry.run.status == "ok"
+        ]
+        return [loss for loss in found if loss is not None]
+
+    @property
+    def pace(self) -> float:
+        """Seconds per step, the mean over the runs that finished; NaN where there are none."""
+        return _mean(row.seconds_per_step for row in self.finished)
+
+    @property
+    def loss(self) -> float:
+        """The mean; NaN where there is none."""
+        return _mean(self.losses)
+
+
+def _mean(values: Iterable[float | None]) -> float:
+    known = [math.nan if value is None else value for value in values]
+    return statistics.fmean(known) if known else math.nan
+
+
+def networks(entries: Sequence[Entry]) -> dict[float, list[Line]]:
+    """The rows on each network (bit/s), in the table's order and then in that of their runs. The
+    row without communication, whose network does not matter, is on each."""
+    found = sorted({e.job.bandwidth for e in entries if e.job.bandwidth is not None})
+    texts = dict.fromkeys((*ROWS, *(entry.job.row for entry in entries)))
+    lines: dict[float, list[Line]] = {}
+    for bandwidth in found:
+        here = [e for e in entries if e.job.bandwidth in (None, bandwidth)]
+        runs = {text: tuple(e for e in here if e.job.row == text) for text in texts}
+        lines[bandwidth] = [Line(text, found) for text, found in runs.items() if found]
+    return lines
+
+
+def best(lines: Sequence[Line]) -> Line | None:
+    """The row with the lowest mean loss among those that finished with every seed that any row was
+    run with; None unless there are two of them. The row without communication does not compete."""
+    rivals = [one for one in lines if one.text != NONE]
+    seeds = {entry.job.seed for one in rivals for entry in one.entries}
+    rivals = [one for one in rivals if one.seeds == seeds and not math.isnan(one.loss)]
+    return min(rivals, key=lambda one: one.loss) if len(rivals) > 1 else None
+
+
+def task(entries: Sequence[Entry]) -> str:
+    """What the runs have in common, in words."""
+    s = entries[0].shared
+    return (
+        f"{s['workload']} workload on {s['data']}, {s['hosts']} hosts, {s['seconds']:g} s of "
+        f"training each, {s['processor']}, {s['cores']} cores, torch {s['torch']}"
+    )
+
+
+# --- the tables -----------------------------------------------------------------------------------
+
+
+def markdown(entries: Sequence[Entry], picture: str) -> str:
+    """All that stands between the marks of the page; ``picture``: its name."""
+    seeds = ", ".join(map(str, sorted({entry.job.seed for entry in entries})))
+    parameters = max(int(str(entry.result.settings["parameters"])) for entry in entries)
+    parts = [
+        f"Settings `{key(entries[0].shared)}`: {task(entries)}; {parameters:,} parameters, seeds "
+        f"{seeds}. {_versions(entries)}",
+        f"![Loss against wall clock, and at its end]({picture})",
+    ]
+    for bandwidth, lines in networks(entries).items():
+        parts += [f"### {format_rate(bandwidth)}", _table(lines)]
+        parts += ["\n".join(notes)] if (notes := _notes(lines)) else []
+    return "\n\n".join(parts)
+
+
+def _versions(entries: Sequence[Entry]) -> str:
+    """What was installed."""
+    names = dict.fromkeys(name for entry in entries for name in entry.result.versions)
+    told = []
+    for name in sorted(names.keys() - {"torch", "commit"}):
+        versions = {e.result.versions[name] for e in entries if name in e.result.versions}
+        told.append(f"{name} {' and '.join(sorted(versions))}")
+    return f"With {', '.join(told)}."
+
+
+def _table(lines: Sequence[Line]) -> str:
+    winner = best(lines)
+    silent = next((one.pace for one in lines if one.text == NONE), math.nan)
+    rows = [HEAD, ("---", *["---:"] * (len(HEAD) - 1))]
+    rows += [_cells(one, silent, one is winner) for one in lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _cells(one: Line, silent: float, wins: bool) -> tuple[str, ...]:
+    """One row of a table, as `HEAD` has it; ``silent``: seconds per step without communication."""
+    sent = _mean(row.interface_bytes_per_step for row in one.finished) / 1e6
+    share = silent / one.pace
+    losses = one.losses
+    loss = f"{one.loss:.3f}" if losses else "–"
+    return (
+        f"`{one.text}`",
+        three_digits(one.pace),
+        "–" if math.isnan(share) else f"{share:.0%}",
+        # a row that sends nothing: acknowledgements and what finds neighbours are no traffic
+        "0" if one.text == NONE else three_digits(sent),
+        f"**{loss}**" if wins else loss,
+        f"{min(losses):.3f} to {max(losses):.3f}" if losses else "–",
+        f"{_mean(row.steps for row in one.finished):,.0f}" if one.finished else "–",
+    )
+
+
+def _notes(lines: Sequence[Line]) -> list[str]:
+    """What a reader of a table must know."""
+    seeds = {entry.job.seed for one in lines for entry in one.entries if one.text != NONE}
+    notes = []
+    for one in lines:
+        lacking = sorted(seeds - {entry.job.seed for entry in one.entries})
+        if lacking:
+            notes.append(f"- `{one.text}` was not run with seed {', '.join(map(str, lacking))}.")
+        notes += [
+            f"- `{one.text}`, seed {entry.job.seed}, {reason(entry.run)}."
+            for entry in one.entries
+            if entry.run.status != "ok"
+        ]
+        said = dict.fromkeys(note for entry in one.entries for note in entry.run.notes)
+        notes += [f"- `{one.text}`: {note}." for note in said]
+    return notes
+
+
+# --- the picture ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a row is drawn, and where: its colour and dashes, its name in lines that fit, and its
+    height below the top of the lower panels, in lines of text."""
+
+    colour: str
+    dashes: Dashes
+    name: str
+    height: float
+
+
+def picture(entries: Sequence[Entry]) -> Figure:
+    """Loss against wall clock, a panel for each network, a band from the least to the greatest of
+    the seeds; below, the loss when the time is up: each seed, their span, and their mean."""
+    from matplotlib.figure import Figure  # without pyplot: no backend, no global state
+
+    found = networks(entries)
+    looks = _looks({one.text: one.peer for lines in found.values() for one in lines})
+    below = 0.7 + LINE_INCHES * (max(look.height for look in looks.values()) + 1)
+    figure = Figure(
+        figsize=(3.6 + 3.6 * len(found), 4.6 + below),
+        dpi=150,
+        layout="constrained",
+        facecolor="white",
+    )
+    panels = figure.subplots(2, len(found), squeeze=False, height_ratios=[4.0, below])
+    for column, (bandwidth, lines) in enumerate(found.items()):
+        curves, ends = panels[0][column], panels[1][column]
+        _curves(curves, lines, looks)
+        curves.set_title(format_rate(bandwidth), loc="left", fontsize=11, fontweight="bold")
+        _ends(ends, lines, looks, named=column == 0)
+    panels[0][0].set_ylabel("validation loss (nats)")
+    legend = "Solid: laconic's recipes; dashed: other libraries; grey: workers that never talk."
+    words = "\n".join((fill(task(entries), 60 + 45 * len(found)), legend))
+    figure.suptitle(words, x=0.01, ha="left", fontsize=8.5, color=GREY)
+    return figure
+
+
+def _looks(texts: Mapping[str, bool]) -> dict[str, Look]:
+    """Of each row, by whether it is another library's: colours are counted apart."""
+    count = {False: itertools.count(), True: itertools.count()}
+    looks, height = {}, 0.0
+    for text, peer in texts.items():
+        name = fill(text, 50, break_long_words=False)
+        half = (name.count("\n") + 1.4) / 2
+        colour, dashes = GREY, DASHES[False][-1]
+        if text != NONE:
+            number = next(count[peer])
+            colour = COLOURS[number % len(COLOURS)]
+            dashes = DASHES[peer][number // len(COLOURS) % 2]
+        height += half
+        looks[text] = Look(colour, dashes, name, height)
+        height += half
+    return looks
+
+
+def _curves(axes: Axes, lines: Sequence[Line], looks: dict[str, Look]) -> None:
+    seconds = lines[0].entries[0].result.settings["seconds"]
+    # the lab tells recipes apart by their name and whether they are a peer
+    rows = tuple(entry.run for one in lines for entry in one.entries)
+    result = Result(rows, {"seconds": seconds}, {}, {}, "")
+    for group, one in zip(groups(result), lines, strict=True):
+        look, pairs = looks[one.text], line(group.mean, SECONDS)
+        axes.plot(
+            [at for at, _ in pairs],
+            [loss for _, loss in pairs],
+            color=look.colour,
+            linestyle=look.dashes,
+            linewidth=1.5,
+        )
+        if len(group.runs) > 1 and pairs:
+            known = [k for k, point in enumerate(group.mean.curve) if point.loss is not None]
+            axes.fill_between(
+                [group.mean.curve[k].seconds for k in known],
+                [group.low[k] or 0.0 for k in known],
+                [group.high[k] or 0.0 for k in known],
+                color=look.colour,
+                alpha=0.15,
+                linewidth=0,
+            )
+    limit_loss(axes, result)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("seconds of training")
+    _style(axes)
+
+
+def _ends(axes: Axes, lines: Sequence[Line], looks: dict[str, Look], named: bool) -> None:
+    winner = best(lines)
+    beside = axes.get_yaxis_transform()
+    for one in lines:
+        look, losses = looks[one.text], one.losses
+        if not losses:
+            axes.text(
+                0.02, look.height, "no run finished", fontsize=7, color=GREY, transform=beside
+            )
+            continue
+        heights = [look.height] * len(losses)
+        axes.plot(losses, heights, color=look.colour, linewidth=1.2)
+        axes.plot(losses, heights, "|", color=look.colour, markersize=7)
+        marker = "D" if one is winner else "o"
+        axes.plot(one.loss, look.height, marker, color=look.colour, markersize=5)
+    names = [look.name if named else "" for look in looks.values()]
+    axes.set_yticks([look.height for look in looks.values()], names)
+    axes.set_ylim(max(look.height for look in looks.values()) + 1, 0)
+    axes.set_xlabel("loss when the time is up" + " (diamond: lowest)" * (winner is not None))
+    _style(axes)
+    if named:  # a piece of each row's line beside its name: the legend of the panels above
+        axes.tick_params(axis="y", pad=34, labelsize=7.5)
+        for look in looks.values():
+            axes.annotate(
+                "",
+                (0, look.height),
+                (-32, 0),
+                xycoords=beside,
+                textcoords="offset points",
+                arrowprops={
+                    "arrowstyle": "-",
+                    "color": look.colour,
+                    "linestyle": look.dashes,
+                    "linewidth": 1.6,
+                    "shrinkA": 0,
+                    "shrinkB": 4,
+                },
+                annotation_clip=False,
+            )
+
+
+def _style(axes: Axes) -> None:
+    axes.grid(color="#E6E6E6", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8)
+    axes.tick_params(axis="y", length=0)
+
+
+def write(path: Path, entries: Sequence[Entry]) -> list[Path]:
+    """The tables into the page at ``path``, between its marks, and the picture beside it. Raises
+    ``ValueError`` for a page without the marks and ``ImportError`` without matplotlib."""
+    before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"{path} must have a line {BEGIN!r} and after it a line {END!r}")
+    if not networks(entries):
+        raise ValueError("there is no run on a network yet")
+    drawn = path.with_suffix(".png")
+    picture(entries).savefig(drawn)
+    text = markdown(entries, drawn.name)
+    path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+    return [path, drawn]

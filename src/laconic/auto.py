@@ -1,0 +1,331 @@
+"""The recipe that chooses: measures the step and the network, picks what to say and how often, and
+looks again when they change.
+
+Every rank measures; the measurements are gathered, and from the slowest of each every rank works
+out the same choice: of all candidates the one that makes the most progress per second,
+
+    least  seconds(candidate) * steps(candidate)
+
+with the seconds per step by `laconic.predict`, and ``steps`` how many steps the candidate takes
+for what one step of dense gradient averaging does, measured on text (docs/race.md).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic.codecs import CODECS
+from laconic.errors import check_float
+from laconic.lane import Lane, Pending
+from laconic.links import cost
+from laconic.links.link import Link
+from laconic.predict import Facts, predict
+from laconic.recipes import ddp, streaming_diloco
+from laconic.round import Recipe
+from laconic.units import format_rate
+
+log = logging.getLogger("laconic")
+
+WARMUP, WINDOW = 3, 8
+"""Steps that are not measured, as the first ones are slow, and steps that are."""
+REVIEW = 64
+"""Steps after which the ranks compare whether it still is as it was."""
+LATER = 8
+"""Steps that such a comparison may take, beside the training."""
+CHANGE = 1.4
+"""How many times as long as before a step's computing, its waiting included, or a byte must take
+(or as short) for the network to be measured anew."""
+GAIN = 0.05
+"""A choice must be better than the one in force by so much: a change costs two models on the
+network."""
+TIE = 0.02
+"""Of candidates that differ by less, the one that gives up least is taken."""
+LEAST_PROBE, MOST_PROBE, LONG = 2**16, 2**26, 0.1
+"""Bytes of the first and largest probe of the network; one that takes so many seconds is enough."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A recipe, how it is written, and how many steps it takes for one of `laconic.ddp`."""
+
+    text: str
+    recipe: Recipe
+    steps: float
+
+    @property
+    def kind(self) -> str:
+        """What it says: "gradients" or "params"."""
+        return self.recipe[0].on
+
+
+GRADIENTS = {None: 1.0, "float16": 1.0, "int8": 1.0, "int4": 1.01}
+"""Codecs of gradients, with the steps they take."""
+PERIODS = {4: 1.35, 8: 1.45, 16: 1.6, 32: 1.75, 64: 1.9, 128: 2.1, 256: 2.3, 512: 2.5}
+"""Periods of `laconic.streaming_diloco` with Int4, with the steps they take."""
+FRAGMENTS = 4
+OUTER_LR, OUTER_MOMENTUM = 0.7, 0.6
+
+
+def candidates(facts: Facts, now: Candidate | None = None) -> Iterator[Candidate]:
+    """What there is to choose from, those that give up least first. The delay of ``now``, the one
+    in force, is kept while it hides its messages."""
+    for codec, steps in GRADIENTS.items():
+        yield _gradients(codec, steps)
+    for period, steps in PERIODS.items():
+        size = CODECS["int4"].nbytes(-(-facts.elements // FRAGMENTS))
+        seconds = cost.mean(size, facts.workers).seconds(facts.rate, facts.latency)
+        delay = min(max(math.ceil(1.25 * seconds / facts.compute), 1), period)
+        found = _streaming(period, delay, steps)
+        if now is not None and now.recipe[0].when == found.recipe[0].when:
+            late = now.recipe[0].delay
+            if seconds <= late * facts.compute and late <= 2 * delay:
+                found = _streaming(period, late, steps)
+        yield found
+
+
+def _streaming(period: int, delay: int, steps: float) -> Candidate:
+    text = f"streaming_diloco({period}, {FRAGMENTS}, {delay}, codec='int4', "
+    text += f"lr={OUTER_LR}, momentum={OUTER_MOMENTUM})"
+    at = period, FRAGMENTS, delay
+    recipe = streaming_diloco(*at, codec="int4", lr=OUTER_LR, momentum=OUTER_MOMENTUM)
+    return Candidate(text, recipe, steps)
+
+
+def _gradients(codec: str | None, steps: float) -> Candidate:
+    text = "ddp()" if codec is None else f"ddp(codec={codec!r})"
+    return Candidate(text, ddp(codec=codec), steps)
+
+
+START = _gradients("int4", GRADIENTS["int4"])
+"""In force until there is a choice: cheap enough on any network, and gives up next to nothing."""
+
+
+@dataclass(frozen=True)
+class Auto:
+    """What `laconic.auto` returns: stands for a recipe, which is chosen in training."""
+
+    target: float | None = None
+
+
+def auto(target: float | None = None) -> Auto:
+    """Measure the first steps and the network, then choose codec, period and overlap, and choose
+    again when they have changed; every rank chooses the same, and says why to the logger
+    ``laconic`` and in `Synchronizer.choices`.
+
+    ``target``: the share of the speed without communication that must be reached, in (0, 1]: the
+    choice is among the recipes predicted to reach it, or else is the fastest. None: whatever makes
+    the most progress per second, be it slower. Candidates: `ddp` with and without codecs, and
+    `streaming_diloco` with Int4 in several periods, with so much delay as hides its messages.
+    """
+    if target is not None:
+        check_float("target", target, 0.0, strict=True, most=1.0)
+    return Auto(target)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A choice made after ``step``: the recipe's text, what it was made from, and why."""
+
+    step: int
+    text: str
+    facts: Facts
+    reason: str
+
+
+def choose(
+    auto: Auto, facts: Facts, now: Candidate | None, extra: Mapping[str, float]
+) -> tuple[str, str]:
+    """The text of the best candidate, and the reason. ``now``: the one in force, which stays unless
+    another is better by `GAIN`. ``extra``: seconds per step beyond what is predicted, as measured
+    for candidates of a kind."""
+    choices = list(candidates(facts, now))
+    seconds = {
+        c.text: max(predict(c.recipe, facts).seconds + extra.get(c.kind, 0.0), facts.compute)
+        for c in choices
+    }
+    steps = {c.text: c.steps for c in choices}
+    able = list(seconds)
+    if auto.target is not None:
+        able = [t for t in able if facts.compute >= auto.target * seconds[t]]
+        able = able or [min(seconds, key=seconds.__getitem__)]
+    least = min(seconds[text] * steps[text] for text in able)
+    best = next(text for text in able if seconds[text] * steps[text] <= (1 + TIE) * least)
+    if now is not None and now.text in able:
+        best = now.text if seconds[now.text] * steps[now.text] <= (1 + GAIN) * least else best
+    reason = (
+        f"a step computes {facts.compute * 1e3:.3g} ms; the network does "
+        f"{format_rate(facts.rate)} and takes {facts.latency * 1e3:.2g} ms a message: {best} takes "
+        f"{seconds[best] * 1e3:.3g} ms a step, {facts.compute / seconds[best]:.0%} of the speed "
+        f"without communication, and {steps[best]:g} steps for one of ddp()'s"
+    )
+    return best, reason
+
+
+class Chooser:
+    """Measures for one synchroniser of so many ``workers``, and says when to change the recipe."""
+
+    def __init__(self, auto: Auto, workers: int) -> None:
+        self.auto = auto
+        self.now = START if workers > 1 else _gradients(None, GRADIENTS[None])
+        self.choices: list[Choice] = []
+        self._extra: dict[str, float] = {}
+        self._usual: list[float] = []
+        self._asked: Pending[Tensor] | None = None
+        self._facts: Facts | None = None
+        self._since = 0
+        self._spans: list[tuple[float, float]] = []
+        self._last = self._traffic = (0.0, 0.0)
+
+    def meet(
+        self,
+        link: Link,
+        world: Link,
+        lane: Lane,
+        model: Callable[[], tuple[tuple[tuple[int, ...], ...], int]],
+        traffic: Callable[[], tuple[float, float]],
+    ) -> None:
+        """Measure ``link``, and agree over ``world``; all messages go by ``lane``. ``model()``: the
+        shapes of what a round is about, and the bytes of an element; ``traffic()``: bytes sent so
+        far, and the seconds."""
+        self._link, self._world, self._lane = link, world, lane
+        self._model, self._sent = model, traffic
+
+    @property
+    def recipe(self) -> Recipe:
+        """The one in force."""
+        return self.now.recipe
+
+    def after_step(self, step: int) -> bool:
+        """Whether there is another `recipe` now; every rank must call it after the same steps."""
+        if self._link.size == 1:
+            return False
+        now = time.perf_counter(), self._lane.seconds_waiting
+        self._since += 1
+        if self._since > WARMUP:
+            self._spans.append((now[0] - self._last[0], now[1] - self._last[1]))
+        before = self.now
+        self._look(step)
+        self._last = time.perf_counter(), self._lane.seconds_waiting
+        return self.now != before
+
+    def _look(self, step: int) -> None:
+        first = WARMUP + WINDOW
+        if not self.choices:
+            if self._since == first:
+                self._choose(step, self._measure())
+        elif self._since == first or self._since % REVIEW == 0:
+            own = torch.tensor(self._pace(), dtype=torch.float64)
+            self._asked = self._lane.submit(partial(self._world.gather, own), "comparing the pace")
+        elif self._asked is not None and self._since % REVIEW in (first + LATER, LATER):
+            pace, self._asked = self._asked.wait().amax(0).tolist(), None
+            self._compare(step, pace)
+
+    def _pace(self) -> list[float]:
+        """Seconds of a step, the median of the last; and of a byte on the link, 0 where too little
+        was sent to tell."""
+        spans, self._spans = self._spans[-WINDOW:], []
+        before, self._traffic = self._traffic, self._sent()
+        sent, seconds = (now - then for now, then in zip(self._traffic, before, strict=True))
+        each = seconds / sent if sent >= LEAST_PROBE else 0.0
+        return [statistics.median(wall for wall, _ in spans), each]
+
+    def _compare(self, step: int, pace: list[float]) -> None:
+        """Choose again where the step takes other than was predicted, or than it did before."""
+        assert self._facts is not None, "measured before the first choice"
+        if not self._usual:
+            self._usual = pace
+            self._extra[self.now.kind] = pace[0] - predict(self.now.recipe, self._facts).seconds
+            self._choose(step, self._facts)
+            return
+        known = [(now, usual) for now, usual in zip(pace, self._usual, strict=True) if now * usual]
+        if any(not 1 / CHANGE < now / usual < CHANGE for now, usual in known):
+            self._extra, self._usual = {}, pace
+            self._choose(step, self._measure())
+
+    def _choose(self, step: int, facts: Facts) -> None:
+        found = {c.text: c for c in candidates(facts, self.now)}
+        text, reason = choose(self.auto, facts, self.now, self._extra)
+        self._facts = facts
+        if not self.choices or text != self.now.text:
+            self.choices.append(Choice(step, text, facts, reason))
+            if self._world.rank == 0:
+                log.info("after step %d: %s. %s", step, text, reason)
+            self._since, self._usual, self._spans = 0, [], []
+        self.now = found.get(text, self.now)
+
+    # -- measuring ----
+
+    def _measure(self) -> Facts:
+        """What all ranks together find; the slowest of each counts."""
+        compute = statistics.median(wall - waiting for wall, waiting in self._spans[-WINDOW:])
+        rate, latency = self._lane.call(self._probe, "measuring the network")
+        own = torch.tensor([compute, -rate, latency], dtype=torch.float64)
+        worst = self._lane.call(partial(self._world.gather, own), "comparing what was measured")
+        compute, rate, latency = worst.amax(0).tolist()
+        shapes, itemsize = self._model()
+        return Facts(self._link.size, shapes, itemsize, compute, -rate, latency)
+
+    def _probe(self) -> tuple[float, float]:
+        """Bits per second, and seconds of a message: of growing ones, until one takes long, the
+        last two; a shaped card lets the first bytes pass as fast as it can."""
+        n = self._link.size
+        tiny = [self._timed(n) for _ in range(5)]
+        latency = sorted(tiny)[2]
+        size, before = LEAST_PROBE, 0.0
+        while (seconds := self._timed(size)) < LONG and size < MOST_PROBE:
+            size, before = 4 * size, seconds
+        first = size == LEAST_PROBE
+        sent = cost.all_to_all(size, n).bytes - (
+            0 if first else cost.all_to_all(size // 4, n).bytes
+        )
+        return 8 * sent / max(seconds - (latency if first else before), 1e-9), latency
+
+    def _timed(self, size: int) -> float:
+        """Seconds, on the slowest rank, of ``size`` bytes in an all-to-all."""
+        x = torch.zeros(self._link.size, size // self._link.size, dtype=torch.uint8)
+        self._link.gather(x[0, :1])  # all begin together
+        start = time.perf_counter()
+        self._link.all_to_all(x)
+        own = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+        return float(self._link.gather(own).max())
+
+    # -- saving ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """The choices so far, and what they rest on, as plain data."""
+        choices = [{**asdict(c), "facts": asdict(c.facts)} for c in self.choices]
+        return {
+            "choices": choices,
+            "facts": None if self._facts is None else asdict(self._facts),
+            "since": self._since,
+            "usual": list(self._usual),
+            "extra": dict(self._extra),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state_dict` returned; `recipe` is then the one that was in force."""
+        from laconic.parse import parse_recipe  # which knows all recipes, this one, too
+
+        choices = [Choice(**{**c, "facts": _facts(c["facts"])}) for c in state["choices"]]
+        recipe = parse_recipe(choices[-1].text) if choices else START.recipe
+        assert isinstance(recipe, tuple), "chosen from recipes"
+        self.now = Candidate(choices[-1].text, recipe, 1.0) if choices else START
+        self._facts = None if state["facts"] is None else _facts(state["facts"])
+        self.choices, self._since = choices, int(state["since"])
+        self._usual, self._extra = list(state["usual"]), dict(state["extra"])
+        self._asked, self._spans = None, []
+        self._last = time.perf_counter(), self._lane.seconds_waiting
+
+
+def _facts(saved: Mapping[str, Any]) -> Facts:
+    return Facts(**{**saved, "shapes": tuple(tuple(shape) for shape in saved["shapes"])})

@@ -1,0 +1,92 @@
+"""The discrete cosine transform of the tiles of a matrix: C_h X C_w^T, C_n orthonormal.
+
+    C_n[f, j] = sqrt((2 - [f = 0]) / n) * cos(pi * f * (2*j + 1) / (2*n)),   f, j = 0..n-1
+
+Type II (Ahmed, Natarajan, Rao, IEEE Transactions on Computers, 1974). Orthonormal: the inverse is
+C_h^T Y C_w, and sums of squares are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from laconic.errors import check_int
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A matrix of ``rows`` by ``columns`` elements in tiles of ``height`` by ``width``, which
+    divide them; tiles are counted along the rows of tiles."""
+
+    rows: int
+    columns: int
+    height: int
+    width: int
+
+    @classmethod
+    def of(cls, shape: Sequence[int], chunk: int) -> Tiling:
+        """A tensor's: a vector is one row, and all dimensions but the first are one. Sides are the
+        largest divisors that are at most ``chunk`` (at least 1): 64 is cut as it is, 100 in 50s, a
+        prime number in 1s, all for a chunk of 64."""
+        numel = 1
+        for side in shape:
+            numel *= side
+        rows = shape[0] if len(shape) > 1 else 1
+        columns = numel // rows
+        return cls(rows, columns, divisor(rows, chunk), divisor(columns, chunk))
+
+    @property
+    def size(self) -> int:
+        """Elements of a tile."""
+        return self.height * self.width
+
+    @property
+    def count(self) -> int:
+        """Number of tiles."""
+        return self.rows * self.columns // self.size
+
+    @property
+    def numel(self) -> int:
+        """Elements of the matrix."""
+        return self.rows * self.columns
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The coefficients, (count, size), of the matrix whose elements, row by row, are ``x``."""
+        down, across = self._bases(x)
+        tiles = x.view(-1, self.height, self.columns // self.width, self.width).transpose(1, 2)
+        with torch.autocast(x.device.type, enabled=False):
+            return (down @ tiles @ across.mT).reshape(self.count, self.size)
+
+    def inverse(self, c: Tensor) -> Tensor:
+        """The matrix, flat, whose coefficients are ``c``."""
+        down, across = self._bases(c)
+        tiles = c.view(-1, self.columns // self.width, self.height, self.width)
+        with torch.autocast(c.device.type, enabled=False):
+            return (down.mT @ tiles @ across).transpose(1, 2).reshape(self.numel)
+
+    def _bases(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        down, across = (cosines(n, x.dtype, x.device) for n in (self.height, self.width))
+        return down, across
+
+
+@lru_cache(maxsize=256)
+def cosines(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """C_n."""
+    quarters = torch.arange(n)[:, None] * (2 * torch.arange(n) + 1)  # f * (2*j + 1), of pi/(2*n)
+    c = torch.cos(torch.pi / (2 * n) * quarters.double()) * (2 / n) ** 0.5
+    c[0] /= 2**0.5
+    c[quarters % (2 * n) == n] = 0.0  # and not a rounding error, whose sign would count as another
+    basis: Tensor = c.to(device, dtype)
+    return basis
+
+
+@lru_cache(maxsize=4096)
+def divisor(n: int, most: int) -> int:
+    """The largest divisor of ``n`` that is at most ``most``."""
+    check_int("most", most, 1)
+    return next(d for d in range(min(n, most), 0, -1) if n % d == 0)

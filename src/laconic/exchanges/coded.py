@@ -1,0 +1,212 @@
+"""The mean over all workers of messages that travel coded, and of which nothing gets lost.
+
+With b the feedback, r what all workers agreed on last (0 for gradients, whose mean does not depend
+on the one before), Q the codec, and slice j of every bucket being worker j's to combine:
+
+    worker i:          v = m_i - r + b*e_i ;  q_i = Q(v) ;  e_i <- v - q_i
+    owner, its slice:  mean = r + b*o + (1/n) sum_i q_i ;  c = combine(mean)
+                       w = c - r ;  p = Q(w) ;  o <- w - p
+    everyone:          r <- r + p , which is what the round brings
+
+Error feedback: Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019, arXiv 1901.09847; on
+both ways: Tang et al., ICML 2019, arXiv 1905.05957 (DoubleSqueeze). What a round leaves out is sent
+with the next: for b = 1 all that was sent, and what is left in e and o, add up to all that went in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from laconic.codecs import Codec, TopK, codec_of
+from laconic.errors import NotFiniteError, check_bool, check_float
+from laconic.links import cost
+from laconic.links.cost import Cost
+from laconic.links.link import Link
+from laconic.round import Arrival, Clock, Combine, Exchange, Slot, State
+from laconic.tensors import mean_in_rank_order, state_dtype
+
+REFUSED = 255
+"""A message that its codec refuses goes out as bytes of this value, which no code consists of: so
+all ranks learn of it from the message itself, and raise the same error."""
+
+
+@dataclass(frozen=True)
+class _Coded(Exchange):
+    """``codec``: what messages travel in. ``relative``: to what was agreed on last, as parameters
+    must, which change little from one round to the next; else as they are, as gradients do.
+    ``feedback``: b, in [0, 1]; 0 keeps no residual."""
+
+    codec: Codec
+    relative: bool
+    feedback: float = 1.0
+
+    agrees = True
+    slots: ClassVar[dict[str, Slot]] = {
+        "reference": "everywhere",
+        "residual": "pooled",
+        "lag": "owner",
+    }
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.codec, Codec):
+            raise ValueError(f"codec must be a laconic.codecs.Codec, not {self.codec!r}")
+        check_bool("relative", self.relative)
+        check_float("feedback", self.feedback, 0.0, most=1.0)
+
+    @property
+    def averages(self) -> bool:
+        return not self.relative
+
+    def init(self, x: Tensor, owned: slice) -> State:
+        if not x.is_floating_point():
+            raise ValueError(f"{self.codec} codes real numbers, not parameters of {x.dtype}")
+        state = {"reference": x} if self.relative else {}
+        if self.feedback:
+            state["residual"] = torch.zeros_like(x)
+        return state
+
+    def _encode(self, message: Tensor, clock: Clock, state: State) -> tuple[Tensor, Tensor, str]:
+        """The code of v, and why it was refused, if it was; first v - q, in the room of the
+        message where dtypes allow."""
+        v = message.to(state_dtype(message.dtype))
+        if self.relative:
+            v.sub_(state["reference"])
+        if self.feedback:
+            v.add_(state["residual"], alpha=self.feedback)
+        return (v, *self._code(v, clock))
+
+    def _code(self, x: Tensor, clock: Clock, way: int = 0) -> tuple[Tensor, str]:
+        """The code of x, and why it was refused; x is left with what the code leaves out."""
+        generator = _generator(clock, x.device, way)
+        try:
+            return self.codec.encode(x, generator, subtract=bool(self.feedback)), ""
+        except NotFiniteError as error:
+            length = self.codec.nbytes(len(x))
+            return torch.full((length,), REFUSED, dtype=torch.uint8, device=x.device), str(error)
+
+
+@dataclass(frozen=True)
+class CodedMean(_Coded):
+    """Both ways coded: all-to-all of coded slices, decoded and summed by their owners in float32
+    (float64 for such tensors), in rank order; combined there; the result coded again by its owner,
+    with a residual of the owner's, and gathered. All workers hold the same bits afterwards.
+
+    Sends 2(n-1)/n of the coded message. State: the residual, and if ``relative`` the reference, as
+    long as the message, on every worker; the owner's residual, 1/n of it.
+    """
+
+    def owners(self, n: int) -> int | None:
+        return n
+
+    def multiple(self, n: int) -> int:
+        return n * self.codec.grain
+
+    def init(self, x: Tensor, owned: slice) -> State:
+        state = super().init(x, owned)
+        if self.feedback:
+            state["lag"] = torch.zeros_like(x[owned])
+        return state
+
+    def give_back(self, state: State, owned: slice, n: int) -> None:
+        if self.feedback:
+            state["residual"][owned].add_(state["lag"], alpha=n)  # which counts 1/n in the mean
+            state["lag"].zero_()
+
+    def cost(self, length: int, itemsize: int, n: int) -> Cost:
+        size = self.codec.nbytes(length)
+        return cost.all_to_all(size, n) + cost.all_gather(size, n)
+
+    def run(
+        self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
+    ) -> Arrival:
+        n, length = link.size, len(message)
+        left, payload, refusal = self._encode(message, clock, state)
+        rows = link.all_to_all(payload.view(n, -1))
+        _raise_if_refused(rows, refusal)
+        each = length // n
+        own = slice(link.rank * each, (link.rank + 1) * each)
+        mean = mean_in_rank_order(
+            (self.codec.decode(row, each).to(left.dtype) for row in rows), reuse=True
+        )
+        if self.feedback:
+            mean.add_(state["lag"], alpha=self.feedback)
+        if self.relative:
+            mean.add_(state["reference"][own])
+        result = combine(mean)
+        w = result if result is mean else result.clone()  # which may be state of the update's
+        if self.relative:
+            w.sub_(state["reference"][own])
+        back, refusal = self._code(w, clock, way=1)
+        everyone = back.new_empty(n * len(back))
+        link.all_gather(back, everyone)
+        _raise_if_refused(everyone.view(n, -1), refusal)
+        if self.feedback:
+            state["residual"].copy_(left)  # e <- v - q
+            state["lag"].copy_(w)  # o <- w - p
+        fits = message.dtype == torch.float32 and message.is_contiguous()
+        received = self.codec.decode(everyone, length, message if fits else None)
+        if self.relative:
+            received = state["reference"].add_(received).to(left.dtype, copy=True)
+        return Arrival(received.to(left.dtype))
+
+
+@dataclass(frozen=True)
+class GatheredMean(_Coded):
+    """Coded once: every worker's message to every other, decoded and summed by all, in rank order.
+    For codes so short that n of them are little, and whose sum would lose by being coded again, as
+    that of `TopK`.
+
+    Sends (n-1) times the coded message. Every worker combines, and keeps, everything.
+    """
+
+    def multiple(self, n: int) -> int:
+        return 1
+
+    def cost(self, length: int, itemsize: int, n: int) -> Cost:
+        return cost.gather(self.codec.nbytes(length), n)
+
+    def run(
+        self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
+    ) -> Arrival:
+        length = len(message)
+        left, payload, refusal = self._encode(message, clock, state)
+        rows = link.gather(payload)
+        _raise_if_refused(rows, refusal)
+        mean = mean_in_rank_order(
+            (self.codec.decode(row, length).to(left.dtype) for row in rows), reuse=True
+        )
+        if self.feedback:
+            state["residual"].copy_(left)  # e <- v - q
+        if self.relative:
+            mean.add_(state["reference"])
+        received = combine(mean)
+        if self.relative:
+            state["reference"].copy_(received)
+        return Arrival(received.clone())
+
+
+def coded(codec: Codec | str, *, relative: bool, feedback: float = 1.0) -> Exchange:
+    """The mean that suits ``codec``."""
+    codec = codec_of(codec)
+    kind = GatheredMean if isinstance(codec, TopK) else CodedMean
+    return kind(codec, relative, feedback)
+
+
+def _generator(clock: Clock, device: torch.device, way: int = 0) -> torch.Generator:
+    """For stochastic rounding: other numbers on every worker, in every step, bucket and way, and
+    the same ones after a resume."""
+    seed = hash((clock.seed, clock.step, clock.bucket, clock.worker, way))
+    return torch.Generator(device).manual_seed(seed % 2**63)
+
+
+def _raise_if_refused(rows: Tensor, own: str) -> None:
+    """Raise, on every rank alike, where one of them sends nothing but `REFUSED`."""
+    suspects = (rows[:, 0] == REFUSED).tolist()
+    refused = [r for r, odd in enumerate(suspects) if odd and bool((rows[r] == REFUSED).all())]
+    if refused:
+        mine = f"; here: {own}" if own else ""
+        raise NotFiniteError(f"ranks {refused} of its link had NaN or an infinity to send{mine}")

@@ -1,0 +1,399 @@
+"""The recipe that chooses: what it chooses from which facts, alike on every rank, when it looks
+again, and that a change of recipe in mid-training loses nothing."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import laconic as la
+from laconic.links import Link, Throttled
+from laconic.links.cost import Cost
+from laconic.parse import parse_recipe
+from laconic.predict import Facts, predict
+from laconic.synchronizer import Synchronizer
+
+import gloo
+
+auto_module = __import__("laconic.auto", fromlist=["choose"])
+
+TEXT = Facts(workers=4, shapes=((845, 1024),), itemsize=4, compute=0.15, rate=100e6, latency=1e-3)
+
+
+def chosen(facts: Facts, target: float | None = None) -> str:
+    text, reason = auto_module.choose(la.auto(target), facts, None, {})
+    assert text in reason
+    return str(text)
+
+
+def _candidate(text: str) -> Any:
+    return auto_module.Candidate(text, parse_recipe(text), 1.0)
+
+
+# -- the cost model ----
+
+
+def test_predictions_by_hand() -> None:
+    """4 workers, 8,000,000 elements of 4 bytes, 0.5 s of computing, 80 Mbit/s, no latency."""
+    facts = Facts(4, ((8_000_000,),), 4, 0.5, 80e6, 0.0)
+    whole = 2 * 3 / 4 * 32e6 * 8 / 80e6  # 4.8 s
+    assert predict((), facts).seconds == 0.5
+    assert predict(la.local_sgd(10), facts).seconds == pytest.approx(0.5 + whole / 10)
+    assert predict(la.local_sgd(10, delay=4), facts).seconds == pytest.approx(0.5 + 2.8 / 10)
+    hidden = predict(la.local_sgd(20, delay=10), facts)
+    assert hidden.seconds == 0.5 and hidden.exposed == 0
+    assert hidden.busy == pytest.approx(whole / 20 / 0.5)
+    assert hidden.bytes == pytest.approx(1.5 * 32e6 / 20)
+    crowded = predict(la.local_sgd(4, delay=4), facts)
+    assert crowded.seconds == pytest.approx(whole / 4), "the network is never busier than always"
+    dense = predict(la.ddp(), facts)
+    assert dense.seconds == pytest.approx(0.5 + whole - 0.6 * 0.5), "hides behind backward alone"
+    assert predict(la.ddp(codec="int4"), facts).bytes == pytest.approx(dense.bytes / 7.88, rel=0.01)
+    inside = la.hierarchical(2, 8)
+    assert predict(inside, facts).bytes == pytest.approx(1.5 * 32e6 / 8)
+
+
+def test_fragments_share_what_a_period_sends() -> None:
+    whole = predict(la.diloco(12, codec="int4"), TEXT)
+    parts = predict(la.streaming_diloco(12, 4, 0, codec="int4"), TEXT)
+    assert parts.bytes == pytest.approx(whole.bytes, rel=0.01)
+
+
+# -- the choice ----
+
+
+def test_the_slower_the_network_the_less_is_said() -> None:
+    """From dense gradients over ever shorter codes to ever longer periods."""
+    rates = (1e11, 1e9, 3e8, 1e8, 3e7, 1e7, 3e6, 1e6, 1e5)
+    found = [chosen(replace(TEXT, rate=rate)) for rate in rates]
+    assert found[0] == "ddp()"
+    assert found[3] == "ddp(codec='int4')"
+    assert all(text.startswith("streaming_diloco(") for text in found[-4:])
+    bytes_of = [predict(parse_recipe(t), TEXT).bytes for t in found]
+    assert bytes_of == sorted(bytes_of, reverse=True)
+
+
+def test_a_target_is_reached_or_the_fastest_taken() -> None:
+    slow = replace(TEXT, rate=3e7)
+    for target in (0.5, 0.9, 1.0):
+        best = predict(parse_recipe(chosen(slow, target)), slow)
+        assert slow.compute >= target * best.seconds
+    hopeless = replace(TEXT, rate=100.0)
+    found = chosen(hopeless, 1.0)
+    seconds = [predict(c.recipe, hopeless).seconds for c in auto_module.candidates(hopeless)]
+    assert predict(parse_recipe(found), hopeless).seconds == min(seconds)
+
+
+def test_the_one_in_force_stays_unless_another_is_clearly_better() -> None:
+    close = replace(TEXT, rate=1e9)
+    best = chosen(close)
+    other = {"ddp(codec='int8')", "ddp(codec='int4')"} - {best}
+    text, _ = auto_module.choose(la.auto(), close, _candidate(other.pop()), {})
+    assert text != best
+    far, _ = auto_module.choose(la.auto(), close, _candidate("streaming_diloco(512)"), {})
+    assert far == best
+
+
+def test_what_is_measured_counts_more_than_what_is_predicted() -> None:
+    facts = replace(TEXT, rate=1e8)
+    assert auto_module.choose(la.auto(), facts, None, {})[0] == "ddp(codec='int4')"
+    worse, reason = auto_module.choose(la.auto(), facts, None, {"gradients": 5.0})
+    assert worse.startswith("streaming") and "speed without communication" in reason
+
+
+@pytest.mark.parametrize("target", [0.0, -1.0, 1.5, "fast"])
+def test_a_wrong_target_is_refused(target: Any) -> None:
+    with pytest.raises(ValueError, match="target"):
+        la.auto(target)
+
+
+def test_it_stands_for_a_recipe_in_attach_alone() -> None:
+    with pytest.raises(ValueError, match="base must be a recipe"):
+        la.slowmo(la.auto())  # type: ignore[arg-type]
+    assert parse_recipe("auto(0.9)") == la.auto(0.9)
+
+
+# -- in training ----
+
+
+def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 30))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, t: int) -> None:
+    x = torch.randn(8, 40, generator=torch.Generator().manual_seed(1000 * rank + t))
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(x), torch.sin(x[:, :30])).backward()
+    optimizer.step()
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+class Changing(Throttled):
+    """A network whose rate follows the step, as told by its first worker."""
+
+    rates: Iterator[float]
+
+    def set(self, rate: float) -> None:
+        self._rate = rate
+
+    def like(self, link: Link) -> Link:
+        inner = Changing(link, self.bandwidth, self.latency)
+        LINKS.append(inner)
+        return inner
+
+
+LINKS: list[Changing] = []
+
+
+def changing(link: Link) -> Link:
+    outer = Changing(link, "1gbit")
+    LINKS.append(outer)
+    return outer
+
+
+def run(rank: int, steps: int, recipe: Any, rates: dict[int, float]) -> Any:
+    model, optimizer = build(rank)
+    sync = la.attach(model, optimizer, recipe)
+    for t in range(1, steps + 1):
+        if t in rates:
+            for link in LINKS:
+                link.set(rates[t])
+        step(model, optimizer, rank, t)
+    sync.finish()
+    return sync.choices, weights(model)
+
+
+def test_every_rank_makes_the_same_choice_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    LINKS.clear()
+    with caplog.at_level(logging.INFO, logger="laconic"):
+        found = la.simulate(
+            lambda rank: run(rank, 40, la.auto(), {1: 2e5}), workers=3, link=changing
+        )
+    (choices, x), *others = found
+    assert choices and all(other == choices for other, _ in others)
+    assert all(torch.equal(x, y) for _, y in others)
+    assert choices[0].step == 11
+    assert choices[0].facts.rate == pytest.approx(2e5, rel=0.1)
+    assert choices[0].text.startswith("streaming_diloco(")
+    told = [record.message for record in caplog.records]
+    assert len(told) == len(choices) and choices[0].reason in told[0]
+
+
+def test_it_looks_again_when_the_network_changes() -> None:
+    """From 200 kbit/s to 1 Gbit/s: bytes take a fraction of the time, so it measures anew."""
+    LINKS.clear()
+    found = la.simulate(
+        lambda rank: run(rank, 170, la.auto(), {1: 2e5, 100: 1e9}), workers=3, link=changing
+    )
+    choices = found[0][0]
+    late = [c for c in choices if c.step > 100]
+    assert late and late[-1].facts.rate > 1e7
+    assert all(other == choices for other, _ in found)
+
+
+def test_a_choice_is_part_of_what_is_saved() -> None:
+    """Loaded into a fresh run, the recipe that was in force goes on, with its state."""
+    LINKS.clear()
+
+    def first(rank: int) -> Any:
+        model, optimizer = build(rank)
+        sync = la.attach(model, optimizer, la.auto())
+        for t in range(1, 31):
+            step(model, optimizer, rank, t)
+        file = io.BytesIO()
+        torch.save([model.state_dict(), optimizer.state_dict(), sync.state_dict()], file)
+        tail = []
+        for t in range(31, 36):
+            step(model, optimizer, rank, t)
+            tail.append(weights(model))
+        return file.getvalue(), sync.recipe, sync.choices, tail
+
+    for link in LINKS:
+        link.set(2e5)
+
+    def slow(link: Link) -> Link:
+        outer = changing(link)
+        assert isinstance(outer, Changing)
+        outer.set(2e5)
+        return outer
+
+    saved = la.simulate(first, workers=2, link=slow)
+
+    def second(rank: int) -> Any:
+        model, optimizer = build(rank)
+        sync = la.attach(model, optimizer, la.auto())
+        states = torch.load(io.BytesIO(saved[rank][0]), weights_only=True)
+        for part, state in zip((model, optimizer, sync), states, strict=True):
+            part.load_state_dict(state)
+        tail = []
+        for t in range(31, 36):
+            step(model, optimizer, rank, t)
+            tail.append(weights(model))
+        return sync.recipe, sync.choices, tail
+
+    for (_, recipe, choices, tail), (theirs, again, late) in zip(
+        saved, la.simulate(second, workers=2), strict=True
+    ):
+        assert recipe == theirs and choices == again
+        assert all(torch.equal(a, b) for a, b in zip(tail, late, strict=True))
+
+
+def test_over_processes(pool: gloo.Pool) -> None:
+    found = pool.run(over_gloo, ranks=2)
+    (choices, x), (others, y) = found
+    assert choices == others and choices and torch.equal(x, y)
+
+
+def over_gloo(rank: int) -> Any:
+    model, optimizer = build(rank)
+    sync = la.attach(model, optimizer, la.auto(), link=gloo.link_of(2))
+    for t in range(1, 40):
+        step(model, optimizer, rank, t)
+    sync.finish()
+    sync.detach()
+    told = [(c.step, c.text) for c in sync.choices]
+    return told, weights(model)
+
+
+def test_one_worker_has_nothing_to_choose() -> None:
+    assert la.simulate(lambda rank: run(rank, 20, la.auto(), {}), workers=1)[0][0] == []
+
+
+# -- changing the recipe ----
+
+RECIPES = {
+    "ddp": la.ddp(),
+    "int4": la.ddp(codec="int4"),
+    "local": la.local_sgd(3, delay=2),
+    "diloco": la.diloco(4, momentum=0.5),
+    "sgp": la.sgp(),
+    "streaming": la.streaming_diloco(4, 2, 1),
+}
+
+
+@pytest.mark.parametrize("after", RECIPES)
+@pytest.mark.parametrize("before", RECIPES)
+def test_switching_starts_all_workers_from_the_consensus(before: str, after: str) -> None:
+    """Alike in x and in the optimiser's state; and what the recipe before would have ended with."""
+
+    def one(rank: int, switch: bool) -> Any:
+        model, optimizer = build(rank)
+        sync = la.attach(model, optimizer, RECIPES[before])
+        for t in range(1, 6):
+            step(model, optimizer, rank, t)
+        if not switch:
+            sync.finish()
+            return weights(model)
+        sync.switch(RECIPES[after])
+        x = weights(model)
+        moments = torch.cat([s["exp_avg"].reshape(-1) for s in optimizer.state.values()])
+        for t in range(6, 12):
+            step(model, optimizer, rank, t)
+        sync.finish()
+        assert sync.recipe == RECIPES[after] and sync.step == 11
+        return x, moments, weights(model)
+
+    finished = la.simulate(lambda rank: one(rank, False), workers=2)
+    (x, moments, end), (y, others, last) = la.simulate(lambda rank: one(rank, True), workers=2)
+    assert torch.equal(x, y) and torch.equal(moments, others) and torch.equal(end, last)
+    assert torch.equal(x, finished[0])
+
+
+def test_gradients_not_sent_yet_are_sent_after_a_switch() -> None:
+    def one(rank: int) -> tuple[Tensor, Tensor]:
+        model, optimizer = build(rank)
+        sync = la.attach(model, optimizer, la.ddp(codec="int4"))
+        for t in range(1, 5):
+            step(model, optimizer, rank, t)
+        before = owed(sync)
+        sync.switch(la.ddp(codec="int8"))
+        return before, owed(sync)
+
+    found = la.simulate(one, workers=2)
+    before, after = (torch.stack([f[i] for f in found]).mean(0) for i in range(2))
+    assert torch.allclose(before, after, atol=1e-9) and float(before.abs().max()) > 0
+
+
+def owed(sync: Synchronizer) -> Tensor:
+    """What a worker has not sent, its share as an owner included, n = 2 times."""
+    (state,) = sync.state_dict()["gradients"]
+    found = []
+    for kept, start, size in zip(state["carried"], state["starts"], state["sizes"], strict=True):
+        total = kept["residual"].clone()
+        total[start : start + len(kept["lag"])] += 2 * kept["lag"]
+        found.append(total[:size])
+    return torch.cat(found)
+
+
+def test_ranks_that_switch_to_different_recipes_all_learn_of_it() -> None:
+    def one(rank: int) -> None:
+        model, optimizer = build(rank)
+        sync = la.attach(model, optimizer, la.ddp())
+        step(model, optimizer, rank, 1)
+        with pytest.raises(ValueError, match="attach something else than rank 0"):
+            sync.switch(la.local_sgd(4 + rank))
+
+    la.simulate(one, workers=2)
+    with pytest.raises(ValueError, match="recipe must be what a recipe function returns"):
+        la.simulate(lambda rank: la.attach(*build(rank), la.ddp()).switch("ddp()"), workers=2)  # type: ignore[arg-type]
+
+
+def test_costs_add_up() -> None:
+    assert Cost(3, 1) + Cost(4, 2) == Cost(7, 3)
+
+
+def test_switching_keeps_the_layout() -> None:
+    """The ranks of a worker go on averaging their gradients."""
+
+    def one(rank: int) -> Tensor:
+        model, optimizer = build(0)
+        sync = la.attach(model, optimizer, la.ddp(), nprocs_per_node=2)
+        step(model, optimizer, rank, 1)
+        sync.switch(la.local_sgd(100))
+        for t in range(2, 5):
+            step(model, optimizer, rank, t)
+        return weights(model)
+
+    a, b, c, d = la.simulate(one, workers=4)
+    assert torch.equal(a, b) and torch.equal(c, d) and not torch.equal(a, c)
+
+
+def test_a_switch_that_cannot_be_leaves_the_rounds_at_work() -> None:
+    def one(rank: int) -> Tensor:
+        model, optimizer = build(0)
+        sync = la.attach(model, optimizer, la.ddp(codec="int4"))
+        step(model, optimizer, rank, 1)
+        for wrong, word in ((la.hierarchical(1, 2), "group_size"), (MANY, "at most 240")):
+            with pytest.raises(ValueError, match=word):
+                sync.switch(wrong)
+        for t in range(2, 5):
+            step(model, optimizer, rank, t)
+        return weights(model)
+
+    a, b = la.simulate(one, workers=2)
+    assert torch.equal(a, b)
+
+
+MANY = la.streaming_diloco(300, 250, 1)
+
+
+def test_the_delay_in_force_stays_while_it_hides() -> None:
+    slow = replace(TEXT, rate=2e6)
+    first = next(c for c in auto_module.candidates(slow) if "(8, " in c.text)
+    assert first.recipe[0].delay > 1
+    slower = replace(slow, rate=0.9 * slow.rate)
+    again = next(c for c in auto_module.candidates(slower, first) if "(8, " in c.text)
+    other = next(c for c in auto_module.candidates(slower) if "(8, " in c.text)
+    assert again == first and other != first

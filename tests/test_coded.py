@@ -1,0 +1,756 @@
+"""Coded rounds: against plain loops with the codec's rounding in them, what they conserve, what
+they send, how they go on after a stop, and what they refuse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import laconic as la
+from laconic.codecs import CODECS, Cast, Codec, Int4, Int8, TopK, codec_of
+from laconic.errors import NotFiniteError
+from laconic.exchanges import CodedMean, GatheredMean
+from laconic.links import Metered
+from laconic.round import Clock, Exchange, State
+
+import gloo
+import reference_coded as ref
+
+STEPS = 14
+SHAPES = ((7, 5), (7,), (11, 7), (11,), (3, 40))
+CLOSE = 1e-9
+
+
+# -- the problem: sum(log cosh(x - target)), whose gradient is tanh(x - target) ----
+
+
+def target(worker: int, step: int) -> list[Any]:
+    rng = np.random.default_rng([worker, step])
+    return [worker + 2.0 * rng.standard_normal(shape) for shape in SHAPES]
+
+
+def start() -> list[Any]:
+    rng = np.random.default_rng(7)
+    return [rng.standard_normal(shape) for shape in SHAPES]
+
+
+def gradient(worker: int, step: int, x: list[Any]) -> list[Any]:
+    return [np.tanh(p - t) for p, t in zip(x, target(worker, step), strict=True)]
+
+
+def rate(step: int) -> float:
+    return 0.1 + 0.05 * math.sin(step)
+
+
+class Vectors(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        values = [torch.from_numpy(p).to(dtype) for p in start()]
+        self.x = nn.ParameterList([nn.Parameter(p) for p in values])
+
+
+def build(dtype: torch.dtype = torch.float64) -> tuple[Vectors, torch.optim.Optimizer]:
+    model = Vectors(dtype)
+    return model, torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+
+
+def step_of(model: Vectors, optimizer: torch.optim.Optimizer, rank: int, t: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate(t)
+    optimizer.zero_grad()
+    dtype = model.x[0].dtype
+    wanted = [torch.from_numpy(v).to(dtype) for v in target(rank, t)]
+    loss = sum(torch.log(torch.cosh(p - w)).sum() for p, w in zip(model.x, wanted, strict=True))
+    assert isinstance(loss, Tensor)
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
+def flat(model: Vectors) -> Any:
+    return torch.cat([p.detach().reshape(-1) for p in model.x]).numpy().copy()
+
+
+Trace = list[tuple[Any, Any]]
+
+
+def train(
+    rank: int,
+    recipe: la.Recipe,
+    link: la.links.Link | None = None,
+    dtype: torch.dtype = torch.float64,
+    consensus: bool = True,
+    **options: Any,
+) -> Trace:
+    """(parameters, consensus) after every step."""
+    model, optimizer = build(dtype)
+    sync = la.attach(model, optimizer, recipe, link=link, **options)
+    trace = []
+    for t in range(1, STEPS + 1):
+        step_of(model, optimizer, rank, t)
+        mine, agreed = flat(model), None
+        if consensus:
+            with sync.consensus():
+                agreed = flat(model)
+        trace.append((mine, agreed))
+    sync.detach()
+    return trace
+
+
+@dataclass(frozen=True)
+class Row:
+    recipe: la.Recipe
+    plain: Callable[[], ref.Algorithm]
+
+
+def coded(name: str) -> ref.Codec:
+    kinds = {"int8": partial(ref.int8, 256), "int4": partial(ref.int4, 256)}
+    return kinds[name]() if name in kinds else ref.cast(name)
+
+
+SMALL = Int4(block=8)
+small = partial(ref.int4, 8)
+
+ROWS = {
+    "ddp, int4": Row(la.ddp(codec="int4"), lambda: ref.DDP(coded("int4"))),
+    "ddp, int8": Row(la.ddp(codec="int8"), lambda: ref.DDP(coded("int8"))),
+    "ddp, float16": Row(la.ddp(codec="float16"), lambda: ref.DDP(coded("float16"))),
+    "ddp, small blocks": Row(la.ddp(codec=SMALL), lambda: ref.DDP(small())),
+    "local": Row(la.local_sgd(3, codec=SMALL), lambda: ref.LocalSGD(3, small())),
+    "local, late": Row(
+        la.local_sgd(4, delay=3, codec=SMALL), lambda: ref.LocalSGD(4, small(), delay=3)
+    ),
+    "slowmo": Row(
+        la.slowmo(la.local_sgd(2, codec=SMALL), 6, 0.6, 0.8, codec="int8"),
+        lambda: ref.SlowMo(ref.LocalSGD(2, small()), 6, coded("int8"), 0.6, 0.8),
+    ),
+    "easgd": Row(la.easgd(3, 0.7, codec=SMALL), lambda: ref.EASGD(3, small(), 0.7)),
+    "diloco": Row(la.diloco(3, 0.6, 0.8, codec=SMALL), lambda: ref.DiLoCo(3, small(), 0.6, 0.8)),
+    "diloco, late": Row(
+        la.diloco(4, 0.6, 0.8, delay=2, mix=0.3, codec=SMALL),
+        lambda: ref.DiLoCo(4, small(), 0.6, 0.8, delay=2, mix=0.3),
+    ),
+    "streaming": Row(
+        la.streaming_diloco(4, 2, 2, 0.3, SMALL, lr=0.6, momentum=0.8),
+        lambda: ref.StreamingDiLoCo(4, 2, small(), 0.6, 0.8, delay=2, mix=0.3),
+    ),
+    "sparse": Row(
+        la.sparse_loco(3, 5, 32, values="float32"),
+        lambda: ref.SparseLoCo(3, 5, 32, ref.cast("float32")),
+    ),
+    "sparse, int8": Row(
+        la.sparse_loco(3, 5, 32, decay=0.8, lr=0.7, values="int8"),
+        lambda: ref.SparseLoCo(3, 5, 32, ref.int8(256), feedback=0.8, lr=0.7),
+    ),
+}
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("row", ROWS)
+def test_equals_the_plain_loop(row: str, workers: int) -> None:
+    """x of every worker and the consensus, at every step: with 8 values to a block and three
+    workers, blocks, slices and padding all lie across the tensors' borders."""
+    expected = ref.run(ROWS[row].plain(), workers, STEPS, start(), gradient, rate, 0.5)
+    runs = la.simulate(lambda rank: train(rank, ROWS[row].recipe), workers=workers)
+    for rank, run in enumerate(runs):
+        for t, (mine, agreed) in enumerate(run):
+            plain = np.concatenate([p.reshape(-1) for p in expected.workers[t][rank]])
+            assert np.abs(mine - plain).max() < CLOSE, f"x of worker {rank} after step {t + 1}"
+            assert np.abs(agreed - expected.consensus[t]).max() < CLOSE, f"after step {t + 1}"
+
+
+@pytest.mark.parametrize("row", ["ddp, int4", "local", "diloco, late", "streaming", "sparse"])
+def test_processes_do_what_the_simulation_does(pool: gloo.Pool, row: str) -> None:
+    there = pool.run(over_gloo, row, ranks=3)
+    here = la.simulate(lambda rank: train(rank, ROWS[row].recipe, dtype=torch.float32), workers=3)
+    for theirs, ours in zip(there, here, strict=True):
+        for (a, b), (c, d) in zip(theirs, ours, strict=True):
+            assert np.array_equal(a, c) and np.array_equal(b, d)
+
+
+def over_gloo(rank: int, row: str) -> Trace:
+    return train(rank, ROWS[row].recipe, gloo.link_of(3), torch.float32)
+
+
+AGREE = ["ddp, int4", "local", "slowmo", "diloco", "sparse"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("row", AGREE)
+def test_replicas_are_alike_to_the_last_bit(row: str, dtype: torch.dtype) -> None:
+    """After every round: for the periods here, after step 6."""
+
+    def run(rank: int) -> list[Tensor]:
+        model, optimizer = build(dtype)
+        sync = la.attach(model, optimizer, ROWS[row].recipe)
+        for t in range(1, 7):
+            step_of(model, optimizer, rank, t)
+        sync.detach()
+        return [p.detach().clone() for p in model.x]
+
+    first, *others = la.simulate(run, workers=3)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    assert first[0].dtype == dtype
+
+
+# -- what is sent, and what is left, is what went in ----
+
+
+def rounds_of(
+    exchange: Exchange, rank: int, link: la.links.Link, count: int, length: int = 96
+) -> tuple[Tensor, Tensor, State, Tensor]:
+    """The sums over ``count`` rounds of what went in and what came out, the state that is left, and
+    the last that came out; messages are random, of very different sizes."""
+    generator = torch.Generator().manual_seed(rank)
+    zeros = torch.zeros(length, dtype=torch.float64)
+    x = torch.linspace(-1, 1, length, dtype=torch.float64)
+    state = exchange.init(x.clone(), exchange.region(link, length))
+    put, got, last = zeros.clone(), zeros.clone(), x
+    for t in range(1, count + 1):
+        size = 10.0 ** torch.randint(-3, 3, (length,), generator=generator)
+        m = size * torch.randn(length, generator=generator, dtype=torch.float64)
+        put += m
+        clock = Clock(t, math.nan, t - 1, 0, link.size, link.rank)
+        last = exchange.run(link, m.clone(), lambda mean: mean, clock, state).flat
+        got += last
+    return put, got, state, last
+
+
+LOSSY: dict[str, Codec] = {
+    "int4": Int4(block=8),
+    "int2": CODECS["int2"],
+    "e3m0": CODECS["e3m0"],
+    "bfloat16": Cast("bfloat16"),
+    "stochastic": Int4(block=8, stochastic=True),
+}
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_gradients_sent_and_left_add_up(codec: str) -> None:
+    """sum of what came out + owner's residual + mean residual = mean of the sums that went in."""
+    exchange = CodedMean(LOSSY[codec], relative=False)
+    length = 96 if exchange.multiple(3) <= 96 else exchange.multiple(3)
+
+    def run(rank: int) -> Any:
+        link = la.links.simulated.current_link.get()
+        assert link is not None
+        return rounds_of(exchange, rank, link, 20, length)
+
+    found = la.simulate(run, workers=3)
+    mean = torch.stack([put for put, *_ in found]).mean(0)
+    lag = torch.cat([state["lag"] for _, _, state, _ in found])
+    left = torch.stack([state["residual"] for _, _, state, _ in found]).mean(0)
+    for _, got, _, _ in found:
+        assert torch.equal(got, found[0][1])
+        assert float((got + lag + left - mean).abs().max()) < 1e-9
+    assert float(left.abs().max()) > 0
+
+
+@pytest.mark.parametrize("k", [3, 32])
+def test_sparse_messages_sent_and_left_add_up(k: int) -> None:
+    exchange = GatheredMean(TopK(k, 32), relative=False)
+
+    def run(rank: int) -> Any:
+        link = la.links.simulated.current_link.get()
+        assert link is not None
+        return rounds_of(exchange, rank, link, 20)
+
+    found = la.simulate(run, workers=3)
+    mean = torch.stack([put for put, *_ in found]).mean(0)
+    left = torch.stack([state["residual"] for _, _, state, _ in found]).mean(0)
+    for _, got, _, _ in found:
+        assert float((got + left - mean).abs().max()) < 1e-3 * float(mean.abs().max())
+    assert (float(left.abs().max()) > 1) == (k == 3), "all that is kept whole is sent"
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_averaging_keeps_the_mean_but_for_what_is_left(delay: int) -> None:
+    """local_sgd(3), without gradients: mean(x) + mean(e) + o never changes."""
+
+    def run(rank: int) -> Any:
+        model = nn.Linear(9, 11).double()
+        nn.init.normal_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        sync = la.attach(model, optimizer, la.local_sgd(3, delay=delay, codec=SMALL))
+        generator = torch.Generator().manual_seed(rank)
+        added = torch.zeros(110, dtype=torch.float64)
+        begin = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        for _ in range(3 * 5 + delay):
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            added -= torch.cat(
+                [p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]
+            )
+            optimizer.step()
+        (saved,) = sync.state_dict()["rounds"]
+        (kept,) = saved["carried"]
+        end = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        return begin + added, end, kept["residual"][:110], kept["lag"]
+
+    found = la.simulate(run, workers=3)
+    put, end, left = (torch.stack([f[i] for f in found]).mean(0) for i in range(3))
+    lag = torch.cat([f[3] for f in found])[:110]
+    assert float((end + left + lag - put).abs().max()) < 1e-10
+    assert float(left.abs().max()) > 1e-3
+
+
+# -- identities ----
+
+
+SAME = {
+    "ddp": (la.ddp(), la.ddp(codec="float32"), 1e-7),
+    "local": (la.local_sgd(3, delay=1), la.local_sgd(3, delay=1, codec="float32"), 1e-6),
+    "diloco": (la.diloco(3, 0.6, 0.8), la.diloco(3, 0.6, 0.8, codec="float32"), 1e-6),
+    "downpour": (la.downpour(3), la.downpour(3, codec="float32"), 1e-6),
+    "post": (la.post_local_sgd(4, 3), la.post_local_sgd(4, 3, codec="float32"), 1e-6),
+    "one fragment": (
+        la.diloco(3, 0.4, 0.9),
+        la.streaming_diloco(3, 1, 0, codec=None),
+        0.0,
+    ),
+    "one fragment, coded": (
+        la.diloco(3, 0.4, 0.9, codec="int4"),
+        la.streaming_diloco(3, 1, 0, codec="int4"),
+        0.0,
+    ),
+    "loscar is local_sgd": (
+        la.local_sgd(3, delay=2),
+        la.diloco(3, 1.0, 0.0, delay=2, merge="loscar"),
+        1e-12,
+    ),
+    "average is mix": (
+        la.diloco(3, delay=2, mix=0.1, merge="average"),
+        la.diloco(3, delay=2, mix=0.5),
+        0.0,
+    ),
+    "density 1": (la.diloco(3, 1.0, 0.0), la.sparse_loco(3, 32, 32, values="float32"), 1e-6),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_special_cases_are_the_same(name: str) -> None:
+    one, other, close = SAME[name]
+    runs = [
+        la.simulate(lambda rank, r=recipe: train(rank, r, consensus=False), workers=3)  # type: ignore[misc]
+        for recipe in (one, other)
+    ]
+    for mine, theirs in zip(*runs, strict=True):
+        for (a, _), (b, _) in zip(mine, theirs, strict=True):
+            assert np.abs(a - b).max() <= close
+
+
+def test_fragments_hold_everything_once() -> None:
+    """Any model, any number of fragments up to its elements: about equal bytes, nothing twice."""
+    model = nn.Sequential(nn.Linear(40, 30), nn.LayerNorm(30), nn.Linear(30, 2))
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.SGD([{"params": weights}, {"params": biases}], lr=0.1)
+    for count in (1, 2, 3, 5, 8, 40):
+        parts = [la.tensors.Fragment(k, count).segments(model, optimizer) for k in range(count)]
+        for group, held in enumerate((weights, biases)):
+            seen = [s for part in parts for s in part[group]]
+            assert sum(s.stop - s.start for s in seen) == sum(p.numel() for p in held)
+            spans = sorted((id(s.tensor), s.start, s.stop) for s in seen)
+            for a, b in pairwise(spans):
+                assert a[0] != b[0] or a[2] == b[1], "one stretch after the other"
+            sizes = [sum(s.stop - s.start for s in part[group]) for part in parts]
+            if sum(sizes) >= 8 * count:  # else single elements decide
+                assert min(sizes) > 0 and max(sizes) <= 2 * -(-sum(sizes) // count)
+
+
+def test_layers_stay_whole() -> None:
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(6)))
+    optimizer = torch.optim.SGD(blocks.parameters(), lr=0.1)
+    for k in range(3):
+        (held,) = la.tensors.Fragment(k, 3, "layers").segments(blocks, optimizer)
+        wanted = [id(p) for block in blocks[2 * k : 2 * k + 2] for p in block.parameters()]
+        assert [id(s.tensor) for s in held] == wanted
+
+
+# -- bytes ----
+
+
+def test_bytes_are_the_laws() -> None:
+    """Scales and padding included: 250 elements are padded to 3 slices of 11 blocks of 8."""
+    payload = SMALL.nbytes(264)
+    assert payload == 33 * 6
+    model = 4 * 250
+    expected = {
+        "ddp, small blocks": {"all_to_all": payload * 2 // 3, "all_gather": payload * 2 // 3},
+        "sparse": {"gather": 2 * TopK(5, 32, Cast("float32")).nbytes(250)},
+    }
+
+    def run(rank: int, row: str) -> dict[str, int]:
+        trained, optimizer = build(torch.float32)
+        sync = la.attach(trained, optimizer, ROWS[row].recipe)
+        for t in range(1, 3):
+            step_of(trained, optimizer, rank, t)
+        before = dict(sync.stats().bytes_by_collective)
+        step_of(trained, optimizer, rank, 3)
+        after = sync.stats().bytes_by_collective
+        return {k: v - before.get(k, 0) for k, v in after.items() if v != before.get(k, 0)}
+
+    for row, bytes_of in expected.items():
+        for found in la.simulate(lambda rank, r=row: run(rank, r), workers=3):  # type: ignore[misc]
+            assert found == bytes_of
+    assert 2 * payload < 0.2 * 2 * model
+
+
+@pytest.mark.parametrize("row", ["ddp, int4", "local", "diloco", "sparse", "easgd"])
+def test_the_cost_model_knows_the_bytes(row: str) -> None:
+    """`Exchange.cost` is what a round makes the link count."""
+    (r,) = ROWS[row].recipe
+    length = -(-250 // r.exchange.multiple(3)) * r.exchange.multiple(3)
+
+    def run(rank: int) -> int:
+        link = la.links.simulated.current_link.get()
+        assert link is not None
+        metered = Metered(link)
+        rounds_of(r.exchange, rank, metered, 1, length)
+        return metered.ledger.bytes_sent
+
+    assert la.simulate(run, workers=3) == [r.exchange.cost(length, 8, 3).bytes] * 3
+
+
+# -- going on after a stop ----
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_resume_in_mid_flight(row: str) -> None:
+    """Residuals, references and messages under way are part of what is saved, bit for bit."""
+    whole = la.simulate(lambda rank: train(rank, ROWS[row].recipe, consensus=False), workers=3)
+    saves = (1, 4, 5, 6, 9)
+
+    def saving(rank: int) -> Any:
+        model, optimizer = build()
+        sync = la.attach(model, optimizer, ROWS[row].recipe)
+        kept = {}
+        for t in range(1, STEPS + 1):
+            step_of(model, optimizer, rank, t)
+            if t in saves:
+                parts = (model, optimizer, sync)
+                kept[t] = [{**part.state_dict()} for part in parts]
+                kept[t][0] = {k: v.clone() for k, v in kept[t][0].items()}
+                kept[t][1] = torch.load(_copied(kept[t][1]), weights_only=True)
+        return kept
+
+    saved = la.simulate(saving, workers=3)
+
+    def resumed(rank: int, after: int) -> list[Any]:
+        model, optimizer = build()
+        sync = la.attach(model, optimizer, ROWS[row].recipe)
+        for part, state in zip((model, optimizer, sync), saved[rank][after], strict=True):
+            part.load_state_dict(state)
+        trace = []
+        for t in range(after + 1, STEPS + 1):
+            step_of(model, optimizer, rank, t)
+            trace.append(flat(model))
+        return trace
+
+    for after in saves:
+        for run, tail in zip(
+            whole, la.simulate(partial(_call, resumed, after), workers=3), strict=True
+        ):
+            for (expected, _), mine in zip(run[after:], tail, strict=True):
+                assert np.array_equal(expected, mine), f"saved after step {after}"
+
+
+def _call(function: Callable[[int, int], Any], after: int, rank: int) -> Any:
+    return function(rank, after)
+
+
+def _copied(state: Any) -> Any:
+    import io
+
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("row", ["ddp, small blocks", "diloco", "streaming, at once"])
+def test_another_number_of_workers_goes_on_with_what_is_left(row: str, ranks: int) -> None:
+    """What was agreed on, and the mean of what workers had not sent: so nothing gets lost."""
+    recipe = {
+        "streaming, at once": la.streaming_diloco(4, 2, 0, codec=SMALL),
+        **{name: r.recipe for name, r in ROWS.items()},
+    }[row]
+
+    def first(rank: int) -> Any:
+        model, optimizer = build()
+        sync = la.attach(model, optimizer, recipe)
+        for t in range(1, 7):
+            step_of(model, optimizer, rank, t)
+        return model.state_dict(), sync.state_dict()
+
+    saved = la.simulate(first, workers=3)
+
+    def second(rank: int) -> Any:
+        model, optimizer = build()
+        sync = la.attach(model, optimizer, recipe)
+        model.load_state_dict(saved[0][0])
+        sync.load_state_dict([state for _, state in saved])
+        return sync.state_dict()
+
+    def totals(states: Sequence[Any]) -> list[Tensor]:
+        """Mean residual and lag, of each bucket of each round."""
+        found = []
+        for kind in ("rounds", "gradients"):
+            for index in range(len(states[0][kind])):
+                for bucket, size in enumerate(states[0][kind][index]["sizes"]):
+                    kept = [state[kind][index]["carried"][bucket] for state in states]
+                    found.append(torch.stack([k["residual"][:size] for k in kept]).mean(0))
+                    found.append(torch.cat([k["lag"] for k in kept])[:size])
+        return found
+
+    before = totals([state for _, state in saved])
+    after = totals(la.simulate(second, workers=ranks))
+    assert len(before) == len(after) > 0
+    for a, b in zip(before, after, strict=True):
+        assert float((a - b).abs().max()) < 1e-12 and float(a.abs().max()) > 0
+
+
+def test_a_frozen_parameter_keeps_what_is_left_of_the_others() -> None:
+    """Buckets are made anew when a parameter is frozen; what was not sent yet moves along."""
+
+    def run(rank: int) -> tuple[Tensor, Tensor]:
+        model, optimizer = build()
+        sync = la.attach(model, optimizer, la.ddp(codec=SMALL))
+        for t in range(1, 5):
+            step_of(model, optimizer, rank, t)
+        before = _owed(sync.state_dict()["gradients"], rank)
+        model.x[1].requires_grad_(False)
+        optimizer.zero_grad()
+        sync._gradient_rounds[0][1].refresh()
+        after = _owed(sync.state_dict()["gradients"], rank)
+        return before, after
+
+    found = la.simulate(run, workers=3)
+    before, after = (torch.stack([f[i] for f in found]).mean(0) for i in range(2))
+    last = slice(11 + 120, 11 + 120 + 77)  # of the parameters in reverse, before the one frozen
+    kept = torch.cat([before[: last.stop], before[last.stop + 7 :]])
+    assert float((after - kept).abs().max()) < 1e-12 and float(kept.abs().max()) > 0
+
+
+def _owed(states: Any, rank: int) -> Tensor:
+    """The residual, and the owner's as n times its slice."""
+    (kept,) = states[0]["carried"]
+    total: Tensor = kept["residual"].clone()
+    (begin,) = states[0]["starts"]
+    total[begin : begin + len(kept["lag"])] += 3 * kept["lag"]
+    return total[: states[0]["sizes"][0]]
+
+
+# -- what is refused ----
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("row", ["ddp, int4", "local", "diloco", "sparse", "ddp, float16"])
+def test_what_is_not_finite_is_named_on_every_rank(row: str, bad: float) -> None:
+    messages: dict[int, str] = {}
+    untouched: dict[int, bool] = {}
+
+    def run(rank: int) -> None:
+        model, optimizer = build()
+        sync = la.attach(model, optimizer, ROWS[row].recipe)
+        for t in range(1, 6):
+            step_of(model, optimizer, rank, t)
+        if rank == 1:
+            with torch.no_grad():
+                model.x[2][3, 4] = bad
+        kept = repr(_carried(sync))
+        try:
+            step_of(model, optimizer, rank, 6)
+        except NotFiniteError as error:
+            messages[rank] = str(error)
+        untouched[rank] = kept == repr(_carried(sync))
+
+    la.simulate(run, workers=3)
+    assert sorted(messages) == [0, 1, 2]
+    assert all("ranks [1]" in text for text in messages.values())
+    assert "is nan" in messages[1] or "is inf" in messages[1]
+    assert all(untouched.values())
+
+
+def _carried(sync: la.Synchronizer) -> list[Any]:
+    state = sync.state_dict()
+    return [round["carried"] for kind in ("rounds", "gradients") for round in state[kind]]
+
+
+def test_a_scaler_sees_what_is_not_finite() -> None:
+    """It comes to all ranks, as it does uncoded, so that all of them skip the step."""
+
+    def run(rank: int) -> tuple[bool, bool]:
+        model, optimizer = build(torch.float32)
+        scaler = torch.amp.GradScaler("cpu")
+        sync = la.attach(model, optimizer, la.ddp(codec="int4"), scaler=scaler)
+        optimizer.zero_grad()
+        loss = (model.x[0] * (math.inf if rank == 1 else 1.0)).sum() + model.x[1].sum()
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        before = [p.detach().clone() for p in model.x]
+        scaler.step(optimizer)
+        scaler.update()
+        moved = any(not torch.equal(a, b) for a, b in zip(before, model.x, strict=True))
+        (state,) = sync.state_dict()["gradients"]
+        clean = all(not k["residual"].any() for k in state["carried"])
+        return moved, clean and sync.step == 1
+
+    assert la.simulate(run, workers=2) == [(False, True)] * 2
+
+
+def test_wrong_options_are_named() -> None:
+    with pytest.raises(ValueError, match="codec must be one of 'float32', 'bfloat16'"):
+        la.ddp(codec="int5")
+    with pytest.raises(ValueError, match="codec"):
+        la.local_sgd(4, codec=4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="nothing to code"):
+        la.slowmo(None, average=False, codec="int4")
+    with pytest.raises(ValueError, match="fragments must be at most the period, 3, not 4"):
+        la.streaming_diloco(3)
+    with pytest.raises(ValueError, match="merge must be one of 'mix'"):
+        la.diloco(3, delay=1, merge="add")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="mix"):
+        la.diloco(3, delay=1, mix=1.5)
+    with pytest.raises(ValueError, match="by must be one of"):
+        la.streaming_diloco(8, by="names")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="feedback"):
+        CodedMean(Int8(), relative=True, feedback=1.5)
+    with pytest.raises(ValueError, match="not relative"):
+        la.Round(la.every(1), la.updates.Average(), CodedMean(Int8(), True), on="gradients")
+    assert codec_of(Int8()) == codec_of("int8")
+
+
+# -- tensors larger than a bucket, stochastic rounding, workers of several ranks ----
+
+
+@pytest.mark.parametrize("recipe", [la.ddp(codec="int8"), la.local_sgd(2, codec="int8")])
+def test_a_tensor_larger_than_a_bucket(recipe: la.Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (la.gradients, la.running, la.tensors):
+        monkeypatch.setattr(module, "BUCKET_BYTES", 256)
+    monkeypatch.setattr(la.gradients, "LEAST_BYTES", 64)
+    dense = {1: la.ddp(), 2: la.local_sgd(2)}[2 if recipe[0].on == "params" else 1]
+    runs = [
+        la.simulate(lambda rank, r=r: train(rank, r, consensus=False), workers=3)  # type: ignore[misc]
+        for r in (dense, recipe)
+    ]
+    for mine, theirs in zip(*runs, strict=True):
+        assert np.abs(mine[-1][0] - theirs[-1][0]).max() < 0.05
+
+
+def test_stochastic_rounding_draws_anew_and_alike_after_a_resume() -> None:
+    exchange = CodedMean(Int4(block=8, stochastic=True), relative=False, feedback=0.0)
+
+    def run(rank: int) -> list[Tensor]:
+        link = la.links.simulated.current_link.get()
+        assert link is not None
+        outs = []
+        for t in (1, 2, 1):
+            m = torch.linspace(-1, 1, 48)
+            clock = Clock(t, math.nan, 0, 0, link.size, link.rank)
+            outs.append(exchange.run(link, m, lambda mean: mean, clock, {}).flat)
+        return outs
+
+    for first, second, again in la.simulate(run, workers=2):
+        assert torch.equal(first, again) and not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("row", ["local", "diloco", "streaming"])
+def test_workers_of_two_ranks(row: str) -> None:
+    """Each rank of a worker carries, and keeps what is left of, its part: the worker's are alike,
+    and close to two workers of one rank on the mean of their gradients."""
+
+    def run(rank: int) -> Any:
+        model, optimizer = build()
+        sync = la.attach(model, optimizer, ROWS[row].recipe, nprocs_per_node=2)
+        for t in range(1, 9):
+            step_of(model, optimizer, rank, t)
+        return flat(model), sum(
+            len(k.get("reference", ())) for kept in _carried(sync) for k in kept
+        )
+
+    a, b, c, d = la.simulate(run, workers=4)
+    assert np.array_equal(a[0], b[0]) and np.array_equal(c[0], d[0])
+    assert 2 * a[1] >= 250 > a[1], "half the model"
+
+
+def test_late_and_out_of_order_completions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages that arrive long after they are due, beside training that goes on, fold into the
+    same run."""
+    recipe = la.streaming_diloco(4, 2, 2, 0.3, SMALL, lr=0.6, momentum=0.8)
+    quick = la.simulate(lambda rank: train(rank, recipe, consensus=False), workers=2)
+    slow = la.simulate(
+        lambda rank: train(rank, recipe, consensus=False),
+        workers=2,
+        link=lambda link: la.links.Throttled(link, "1mbit", "3ms"),
+    )
+    for mine, theirs in zip(quick, slow, strict=True):
+        for (a, _), (b, _) in zip(mine, theirs, strict=True):
+            assert np.array_equal(a, b)
+
+
+def test_residuals_follow_the_scale_of_the_loss() -> None:
+    """At half the scale, what was not sent is half as much: unscaled gradients are as without a
+    scaler, but for rounding."""
+
+    def run(rank: int, scales: list[float] | None) -> list[Tensor]:
+        model, optimizer = build(torch.float32)
+        scaler = None if scales is None else torch.amp.GradScaler("cpu", init_scale=1.0)
+        if scaler is not None:
+            scaler.scale(torch.zeros(()))  # which makes its scale
+        sync = la.attach(model, optimizer, la.ddp(codec=SMALL), scaler=scaler)
+        found = []
+        for t in range(1, 7):
+            optimizer.zero_grad()
+            wanted = [torch.from_numpy(v).float() for v in target(rank, t)]
+            pairs = zip(model.x, wanted, strict=True)
+            loss = torch.stack([torch.log(torch.cosh(p - w)).sum() for p, w in pairs]).sum()
+            scale = 1.0 if scales is None else scales[t - 1]
+            if scaler is not None:
+                scaler.update(scale)
+            (loss * scale).backward()  # type: ignore[no-untyped-call]
+            gradients = [p.grad for p in model.x if p.grad is not None]
+            found.append(torch.cat([g.reshape(-1) / scale for g in gradients]))
+        sync.detach()
+        return found
+
+    scales = [4.0, 4.0, 1024.0, 0.5, 0.5, 64.0]
+    plain = la.simulate(lambda rank: run(rank, None), workers=2)
+    scaled = la.simulate(lambda rank: run(rank, scales), workers=2)
+    for a, b in zip(plain[0], scaled[0], strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_parameter_thawed_in_the_step_is_averaged_once() -> None:
+    """After the backward pass, which has averaged the others already: those are left alone."""
+
+    def run(rank: int) -> tuple[Tensor, Tensor]:
+        model, optimizer = build()
+        model.x[0].requires_grad_(False)
+        la.attach(model, optimizer, la.ddp(codec=SMALL))
+        step_of(model, optimizer, rank, 1)
+        optimizer.zero_grad()
+        torch.cat([p.reshape(-1) * (rank + 1) for p in model.x]).sum().backward()  # type: ignore[no-untyped-call]
+        model.x[0].requires_grad_(True)
+        model.x[0].grad = torch.full_like(model.x[0], rank + 1.0)
+        assert model.x[1].grad is not None
+        before = model.x[1].grad.clone()
+        optimizer.step()
+        assert torch.equal(before, model.x[1].grad)
+        return model.x[0].grad, model.x[0].detach().clone()
+
+    (a, x), (b, y) = la.simulate(run, workers=2)
+    assert torch.equal(a, torch.full_like(a, 1.5)) and torch.equal(a, b) and torch.equal(x, y)
+
+
+def test_exchanges_for_gradients_are_refused_on_parameters() -> None:
+    with pytest.raises(ValueError, match="LowRank is for rounds on gradients alone"):
+        la.Round(la.every(1), la.updates.Average(), la.exchanges.LowRank(1))
