@@ -754,3 +754,29 @@ def test_a_parameter_thawed_in_the_step_is_averaged_once() -> None:
 def test_exchanges_for_gradients_are_refused_on_parameters() -> None:
     with pytest.raises(ValueError, match="LowRank is for rounds on gradients alone"):
         la.Round(la.every(1), la.updates.Average(), la.exchanges.LowRank(1))
+
+
+@pytest.mark.parametrize("codec", [None, "int4"])
+def test_sending_begins_in_the_backward_pass_whatever_the_groups(codec: str | None) -> None:
+    """Parameters without weight decay, which are in all layers, are a group of their own."""
+
+    def one(rank: int) -> tuple[int, int]:
+        torch.manual_seed(0)
+        layers = [nn.Linear(300, 300) for _ in range(8)]
+        model = nn.Sequential(*layers)
+        groups = [
+            {"params": [layer.weight for layer in layers], "weight_decay": 0.1},
+            {"params": [layer.bias for layer in layers], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=1e-3)
+        sent = []
+        layers[0].weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            lambda _: sent.append(sync.stats().bytes_sent)
+        )
+        sync = la.attach(model, optimizer, la.ddp(codec=codec))
+        before = sync.stats().bytes_sent
+        model(torch.randn(4, 300)).square().mean().backward()
+        return sent[0] - before, sync.stats().bytes_sent - before
+
+    for early, total in la.simulate(one, workers=2):
+        assert early > total / 3

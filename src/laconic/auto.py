@@ -234,9 +234,10 @@ class Chooser:
         """Seconds of a step, the median of the last; and of a byte on the link, 0 where too little
         was sent to tell."""
         spans, self._spans = self._spans[-WINDOW:], []
-        before, self._traffic = self._traffic, self._sent()
-        sent, seconds = (now - then for now, then in zip(self._traffic, before, strict=True))
-        each = seconds / sent if sent >= LEAST_PROBE else 0.0
+        traffic, each = self._sent(), 0.0
+        sent, seconds = (now - then for now, then in zip(traffic, self._traffic, strict=True))
+        if sent >= LEAST_PROBE:
+            self._traffic, each = traffic, seconds / sent
         return [statistics.median(wall for wall, _ in spans), each]
 
     def _compare(self, step: int, pace: list[float]) -> None:
@@ -248,6 +249,7 @@ class Chooser:
             self._choose(step, self._facts)
             return
         known = [(now, usual) for now, usual in zip(pace, self._usual, strict=True) if now * usual]
+        self._usual = [usual or now for now, usual in zip(pace, self._usual, strict=True)]
         if any(not 1 / CHANGE < now / usual < CHANGE for now, usual in known):
             self._extra, self._usual = {}, pace
             self._choose(step, self._measure())
@@ -281,14 +283,11 @@ class Chooser:
         n = self._link.size
         tiny = [self._timed(n) for _ in range(5)]
         latency = sorted(tiny)[2]
-        size, before = LEAST_PROBE, 0.0
+        before, size = (n, latency), LEAST_PROBE
         while (seconds := self._timed(size)) < LONG and size < MOST_PROBE:
-            size, before = 4 * size, seconds
-        first = size == LEAST_PROBE
-        sent = cost.all_to_all(size, n).bytes - (
-            0 if first else cost.all_to_all(size // 4, n).bytes
-        )
-        return 8 * sent / max(seconds - (latency if first else before), 1e-9), latency
+            before, size = (size, seconds), 4 * size
+        sent = cost.all_to_all(size, n).bytes - cost.all_to_all(before[0], n).bytes
+        return 8 * sent / max(seconds - before[1], 1e-9), latency
 
     def _timed(self, size: int) -> float:
         """Seconds, on the slowest rank, of ``size`` bytes in an all-to-all."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from laconic.errors import LinkError, NotFiniteError
 from laconic.lane import Lane, Pending
 from laconic.links.link import Link
-from laconic.round import Clock, Exchange, State, Update
+from laconic.round import Clock, Exchange, Round, State
 from laconic.tensors import BUCKET_BYTES, Bucket, Segment, bucketize, local, state_dtype
 
 FIRST_BYTES = 2**20
@@ -81,42 +82,47 @@ def _scatter(bucket: Bucket, flat: Tensor, unused: set[int]) -> None:
         Segment(p.grad, segment.start, segment.stop).write(values)
 
 
+@dataclass(frozen=True)
+class Host:
+    """What gradient rounds ask of who runs them. ``params()``: whose gradients; ``scale()``: what
+    the loss is multiplied with, where a GradScaler looks at the result, so that what is not finite
+    on one rank comes to all of them, where an error would end the run."""
+
+    lane: Lane
+    params: Callable[[], Iterable[Tensor]]
+    scale: Callable[[], float] | None
+
+
 class GradientRound:
-    """Averages the gradients of ``params()`` by ``exchange``, and ``update``'s `combine`, over
-    ``link`` in every backward pass for which ``active()``. ``announce()`` tells the other ranks of
-    the pass, and returns what to call it; ``clock()`` is asked when it begins. ``scale()``:
-    what the loss is multiplied with, where a GradScaler looks at the result, so that what is not
-    finite on one rank comes to all of them, where an error would end the run. ``left``: what a
-    round before it has left over."""
+    """Averages the gradients by ``r.exchange``, and the `combine` of ``r.update``, over ``link`` in
+    every backward pass for which ``active()``. ``announce()`` tells the other ranks of the pass,
+    and returns what to call it; ``clock()`` is asked when it begins. ``left``: what a round before
+    it has left over."""
 
     def __init__(
         self,
+        r: Round,
         link: Link,
-        update: Update,
-        exchange: Exchange,
-        lane: Lane,
-        params: Callable[[], Iterable[Tensor]],
+        host: Host,
         active: Callable[[], bool],
         announce: Callable[[], str],
         clock: Callable[[], Clock],
-        scale: Callable[[], float] | None,
         left: Mapping[tuple[str, int], Tensor],
     ) -> None:
         self.buckets: list[Bucket] = []
         self.carried: list[State] = []
         """What the exchange keeps for each bucket."""
-        self._link = link
-        self._update = update
-        self.exchange = exchange
-        self._clock = clock
-        self._scale = scale
         self.scale = 1.0
         """That of the loss, by a GradScaler, in which gradients are that were not sent yet."""
-        self._left = left
-        self._lane = lane
-        self._all_params = params
+        self.exchange = r.exchange
+        self._update = r.update
+        self._link = link
+        self._lane = host.lane
+        self._host = host
         self._active = active
         self._announce = announce
+        self._clock = clock
+        self._left = left
         self._params: list[Tensor] = []
         self._hooks: list[RemovableHandle] = []
         self._flats: list[Tensor] = []
@@ -131,7 +137,7 @@ class GradientRound:
     def refresh(self) -> bool:
         """Follow the parameters: groups added, parameters frozen or thawed. Returns whether any
         joined."""
-        params = [p for p in self._all_params() if p.requires_grad and p.numel()]
+        params = [p for p in self._host.params() if p.requires_grad and p.numel()]
         before = {id(p) for p in self._params}
         if [id(p) for p in params] == [id(p) for p in self._params]:
             return False
@@ -151,15 +157,23 @@ class GradientRound:
         self._flats = []
         members = [[id(s.tensor) for s in bucket.segments] for bucket in self.buckets]
         self._counts = [len(set(m)) for m in members]
+        self._firsts = [
+            torch.tensor([0, *accumulate(bucket.sizes[:-1])], device=bucket.device)
+            for bucket in self.buckets
+        ]
         self._homes: dict[int, list[int]] = {}
         for index, member in enumerate(members):
             for key in dict.fromkeys(member):
                 self._homes.setdefault(key, []).append(index)
+        self.listen()
+        return any(id(p) not in before for p in params)
+
+    def listen(self) -> None:
+        """Have the parameters tell when their gradients are there."""
         self._hooks = [
             p.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
-            for p in params
+            for p in self._params
         ]
-        return any(id(p) not in before for p in params)
 
     def part(self, bucket: Bucket) -> slice:
         """The stretch of ``bucket`` that this rank carries: all of it."""
@@ -242,7 +256,7 @@ class GradientRound:
 
     def _rescale(self) -> None:
         """What was not sent yet, to the scale of the gradients to come."""
-        scale = 1.0 if self._scale is None else self._scale()
+        scale = 1.0 if self._host.scale is None else self._host.scale()
         if scale != self.scale:
             for state in self.carried:
                 for name, values in state.items():
@@ -272,7 +286,7 @@ class GradientRound:
         try:
             mean = exchange.run(self._link, flat, combine, clock, state).flat
         except NotFiniteError:
-            if self._scale is None:
+            if self._host.scale is None:
                 raise
             mean = flat.fill_(math.nan)
         if mean is not flat:
@@ -337,7 +351,11 @@ class GradientRound:
             for bucket, flat in zip(self.buckets, self._flats, strict=True)
             for segment, piece in zip(bucket.segments, bucket.split(flat), strict=True)
         ]
-        firsts = torch.stack([piece[0].float() for _, piece in pieces]).tolist()
+        firsts = [
+            first
+            for flat, places in zip(self._flats, self._firsts, strict=True)
+            for first in flat[places].tolist()
+        ]
         alive = {
             id(p)
             for (p, piece), first in zip(pieces, firsts, strict=True)

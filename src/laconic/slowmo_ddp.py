@@ -558,10 +558,11 @@ def _watch_optimizers() -> None:
     """One hook for the whole process, once: torch iterates over such hooks while one of them waits
     for other workers, so that none may come or go."""
     if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(_about_to_step))
+        # not as a decorator: it imports torch's compiler, which takes a second
+        hook = torch.compiler.disable(_about_to_step)  # type: ignore[no-untyped-call]
+        _watching.append(register_optimizer_step_pre_hook(hook))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.no_grad()
 def _about_to_step(optimizer: Optimizer, *_: Any) -> None:
     for front in list(_fronts):

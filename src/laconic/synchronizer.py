@@ -22,7 +22,7 @@ from laconic import batches, checkpoint
 from laconic.auto import Choice, Chooser
 from laconic.errors import check_choice
 from laconic.exchanges import Mean
-from laconic.gradients import GradientRound
+from laconic.gradients import GradientRound, Host
 from laconic.lane import Lane
 from laconic.links.link import Link
 from laconic.links.metered import Call, Ledger, Metered
@@ -49,6 +49,18 @@ from laconic.tensors import (
     optimizer_state,
 )
 from laconic.updates import Average
+
+ADOPTED = (
+    "_recipe",
+    "_parameter_rounds",
+    "_names",
+    "_scores",
+    "_shared",
+    "_rounds",
+    "_groups",
+    "_gradient_rounds",
+)
+"""What a recipe brings with it, as attributes of a `Synchronizer`."""
 
 SAVE = "laconic.save (a call of every rank, as each has state of its own)"
 LOAD = "laconic.load"
@@ -133,6 +145,7 @@ class Synchronizer:
         self._seed = seed
         self._scale = scale
         self._chooser = chooser
+        self._chosen: list[Choice] = []
         self._arrange = arrange
         self._recorder = Recorder()
         self._in_consensus = False
@@ -145,7 +158,7 @@ class Synchronizer:
         if chooser is not None:
             chooser.meet(self._workers, self._world, self._lane, self._shapes, self._traffic)
         self._broadcast()
-        self._start_gradient_rounds()
+        self._start_gradient_rounds({})
         if optimizer is not None:
             self._start_rounds(optimizer)
             self._listen(optimizer)
@@ -277,12 +290,11 @@ class Synchronizer:
             running.grow()
         self._groups = len(optimizer.param_groups)
 
-    def _start_gradient_rounds(self) -> None:
-        """What gradient rounds before these have not sent yet is sent by these."""
-        before, left = [running for _, running in self._gradient_rounds], {}
+    def _start_gradient_rounds(self, left: Mapping[tuple[str, int], Tensor]) -> None:
+        """What is ``left``, as gradient rounds before these have not sent it, is sent by these."""
+        before = [running for _, running in self._gradient_rounds]
         for running in before:
             running.detach()
-            left.update(running.left_over())
         self._gradient_rounds = [
             (r, self._gradient_round(r, left)) for r in gradient_rounds(self._recipe)
         ]
@@ -308,18 +320,8 @@ class Synchronizer:
             step = self.step + 1
             return Clock(step, math.nan, step - 1, 0, link.size, link.rank, seed=self._seed)
 
-        return GradientRound(
-            link,
-            r.update,
-            r.exchange,
-            self._lane,
-            self._differentiated,
-            active,
-            announce,
-            clock,
-            self._scale,
-            left,
-        )
+        host = Host(self._lane, self._differentiated, self._scale)
+        return GradientRound(r, link, host, active, announce, clock, left)
 
     # -- one step ----
 
@@ -531,7 +533,7 @@ class Synchronizer:
         if not is_recipe(recipe):
             raise ValueError(f"recipe must be what a recipe function returns, not {recipe!r}")
         self._switch(recipe)
-        self._chooser = None
+        self._chosen, self._chooser = self.choices, None
 
     def _switch(self, recipe: Recipe) -> None:
         assert self._optimizer is not None, "rounds are bound to an optimiser"
@@ -544,17 +546,31 @@ class Synchronizer:
         if workers_differ(self._recipe):
             state = Round(every(1), Average(), Mean(), optimizer_state)
             RunningRound(state, self._workers, self._shared).start(self.step)
-        self._adopt(recipe)
+        left: dict[tuple[str, int], Tensor] = {}
+        for _, gradients in self._gradient_rounds:
+            left.update(gradients.left_over())
+        self._adopt(recipe, left)
         self._agree_on_setup(module=False)
         self._recorder.event("switch", recipe=self._describe())
         self._status("computing")
 
-    def _adopt(self, recipe: Recipe) -> None:
-        """Start the rounds of ``recipe``, on workers that hold the same x."""
+    def _adopt(self, recipe: Recipe, left: Mapping[tuple[str, int], Tensor]) -> Callable[[], None]:
+        """Start the rounds of ``recipe``, on workers that hold the same x, the gradient rounds with
+        what is ``left`` of those before; returns what puts those back, as they were."""
         assert self._optimizer is not None, "rounds are bound to an optimiser"
+        before = {name: getattr(self, name) for name in ADOPTED}
+
+        def undo() -> None:
+            for _, running in self._gradient_rounds:
+                running.detach()
+            vars(self).update(before)
+            for _, running in self._gradient_rounds:
+                running.listen()
+
         self._read(self._arrange(recipe))
-        self._start_gradient_rounds()
+        self._start_gradient_rounds(left)
         self._start_rounds(self._optimizer)
+        return undo
 
     @property
     def recipe(self) -> Recipe:
@@ -564,7 +580,7 @@ class Synchronizer:
     @property
     def choices(self) -> list[Choice]:
         """What `laconic.auto` has chosen so far, after which step, and why."""
-        return [] if self._chooser is None else list(self._chooser.choices)
+        return list(self._chosen if self._chooser is None else self._chooser.choices)
 
     def _shapes(self) -> tuple[tuple[tuple[int, ...], ...], int]:
         held = self._held()
@@ -635,12 +651,14 @@ class Synchronizer:
 
     def _differentiated(self) -> list[Tensor]:
         """The parameters that get gradients: the optimiser's, and for a front end the module's,
-        of which the optimiser may have copies in another precision, and what else gets some."""
-        if self.hooked:
-            return self._held()
-        own: list[Tensor] = list(self._model.parameters())
-        known = {id(p) for p in own}
-        return own + [p for p in self._held() if id(p) not in known and p.grad_fn is None]
+        of which the optimiser may have copies in another precision, and what else gets some. In the
+        module's order, as backward passes come to them in about the reverse; groups of parameters
+        with and without weight decay, say, would have the first gradients wait for the last."""
+        held, own = self._held(), list(self._model.parameters())
+        wanted, known = {id(p) for p in held}, {id(p) for p in own}
+        first = [p for p in own if not self.hooked or id(p) in wanted]
+        rest = [p for p in held if id(p) not in known and (self.hooked or p.grad_fn is None)]
+        return first + rest
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -683,8 +701,11 @@ class Synchronizer:
         """
         self._call("load_state_dict()", 0)  # ranks may have come to it after different steps
         loaded: list[Callable[[], None]] = []
-        problem = self._load(state, loaded)
+        undo: list[Callable[[], None]] = []
+        problem = self._load(state, loaded, undo)
         everyone = self._gather(torch.tensor([float(problem is not None)]))
+        for restore in undo if bool(everyone.any()) else ():
+            restore()
         raise_on_all(problem, everyone, "could not load their state")
         for put_back in loaded:
             put_back()
@@ -694,8 +715,9 @@ class Synchronizer:
         """As `load_state_dict`, without any communication: returns what is wrong, if something is,
         and nothing was put back."""
         loaded: list[Callable[[], None]] = []
-        problem = self._load(state, loaded)
-        for put_back in loaded if problem is None else ():
+        undo: list[Callable[[], None]] = []
+        problem = self._load(state, loaded, undo)
+        for put_back in loaded if problem is None else undo:
             put_back()
         return problem
 
@@ -736,17 +758,20 @@ class Synchronizer:
         self,
         state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
         loaded: list[Callable[[], None]],
+        undo: list[Callable[[], None]],
     ) -> str | None:
-        """Append to ``loaded`` what puts the state back; return what is wrong, if something is,
-        rather than raise it on one rank alone."""
+        """Append to ``loaded`` what puts the state back, and to ``undo`` what takes back what has
+        changed already, in this order; return what is wrong, if something is, rather than raise it
+        on one rank alone."""
         parts = [state] if isinstance(state, Mapping) else list(state)
         try:
             mine = checkpoint.own_part(parts, self._header())
             for _, gradient_round in self._gradient_rounds:
                 gradient_round.refresh()
             if self._chooser is not None:
+                undo.append(partial(self._chooser.load_state_dict, self._chooser.state_dict()))
                 self._chooser.load_state_dict(parts[mine or 0]["auto"])
-                self._adopt(self._chooser.recipe)
+                undo.append(self._adopt(self._chooser.recipe, {}))
             for index, running in enumerate(self._rounds):
                 rounds = [part["rounds"][index] for part in parts]
                 loaded.append(checkpoint.load_round(running, rounds, mine))

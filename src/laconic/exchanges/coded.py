@@ -129,9 +129,8 @@ class CodedMean(_Coded):
         _raise_if_refused(rows, refusal)
         each = length // n
         own = slice(link.rank * each, (link.rank + 1) * each)
-        mean = mean_in_rank_order(
-            (self.codec.decode(row, each).to(left.dtype) for row in rows), reuse=True
-        )
+        sent = self.codec.decode(rows.view(-1), length).to(left.dtype)  # slices of whole blocks
+        mean = mean_in_rank_order(sent.view(n, each).unbind(), reuse=True)
         if self.feedback:
             mean.add_(state["lag"], alpha=self.feedback)
         if self.relative:
