@@ -93,12 +93,21 @@ class Blockwise(Codec):
         return self.error(blocks, scale).reshape(-1)[:length]
 
     def encode_units(self, x: Tensor, payload: Tensor, generator: torch.Generator | None) -> Tensor:
+        codes, _, fine = self.quantised(x.to(torch.float32), payload, generator)
+        self.write(codes, payload[:, SCALE_BYTES:])
+        return fine
+
+    def quantised(
+        self, x: Tensor, payload: Tensor, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes of x, float32, that are still to be written, the blocks' scales, which are written
+        into ``payload``, and whether all elements are in range."""
         peak = x.abs().amax(1, keepdim=True)  # NaN if any element is
         scale = self.scales(peak)
         payload[:, :SCALE_BYTES] = scale.view(torch.uint8)
-        codes = payload[:, SCALE_BYTES:]
-        self.write(self.quantise(x / scale.to(torch.float32), generator), codes)
-        return peak.amax() <= torch.finfo(torch.float32).max
+        scale = scale.to(torch.float32)
+        fine = peak.amax() <= torch.finfo(torch.float32).max
+        return self.quantise(x / scale, generator), scale, fine
 
     def decode_units(self, payload: Tensor, out: Tensor) -> None:
         scale = payload[:, :SCALE_BYTES].clone(memory_format=torch.contiguous_format)
@@ -137,8 +146,10 @@ class Blockwise(Codec):
         """Slices of ``out`` and their codes, one a byte."""
         for k, part in enumerate(torch.split(out, codes.shape[1], dim=1)):
             code = codes[:, : part.shape[1]]
-            if self.bits < 8:
-                code = (code >> (self.bits * k)) & (2**self.bits - 1)
+            if k:
+                code = code >> (self.bits * k)
+            if self.bits * (k + 1) < 8:
+                code = code & (2**self.bits - 1)
             yield part, code
 
 

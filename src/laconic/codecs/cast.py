@@ -58,6 +58,7 @@ class Cast(Codec):
         return torch.clamp(size * (kind.eps / 2), min=kind.tiny * kind.eps / 2)
 
     def encode_units(self, x: Tensor, payload: Tensor, generator: torch.Generator | None) -> Tensor:
+        x = x.to(torch.float32)
         payload.view(self.dtype).copy_(x)
         return x.abs().amax() <= torch.finfo(self.dtype).max
 

@@ -51,8 +51,20 @@ class Codec(ABC):
 
     @abstractmethod
     def encode_units(self, x: Tensor, payload: Tensor, generator: torch.Generator | None) -> Tensor:
-        """The code of each row of x, float32 (n, m) with m at most ``unit``, into ``payload``,
-        uint8 (n, nbytes(m)). Returns whether all elements are in range, a tensor of one bool."""
+        """The code of each row of x, (n, m) with m at most ``unit``, taken as float32, into
+        ``payload``, uint8 (n, nbytes(m)). Returns whether all elements are in range, a tensor of
+        one bool."""
+
+    def encode_and_subtract(
+        self, x: Tensor, payload: Tensor, generator: torch.Generator | None
+    ) -> Tensor:
+        """As ``encode_units``, and x <- x - Q(x) where all elements are in range."""
+        fine = self.encode_units(x, payload, generator)
+        if bool(fine):
+            decoded = torch.empty_like(x, dtype=torch.float32)
+            self.decode_units(payload, decoded)
+            x -= decoded
+        return fine
 
     @abstractmethod
     def decode_units(self, payload: Tensor, out: Tensor) -> None:
@@ -120,11 +132,8 @@ class Codec(ABC):
         Returns whether all elements are in range, a tensor of one bool."""
         fine = []
         for rows, codes in self._pieces(x, payload):
-            fine.append(self.encode_units(rows.to(torch.float32), codes, generator))
-            if subtract and bool(fine[-1]):  # while they are in the caches
-                decoded = torch.empty_like(rows, dtype=torch.float32)
-                self.decode_units(codes, decoded)
-                rows -= decoded
+            code = self.encode_and_subtract if subtract else self.encode_units
+            fine.append(code(rows, codes, generator))
         return torch.stack(fine).all() if fine else torch.ones((), dtype=torch.bool)
 
     def decode_rows(self, payload: Tensor, out: Tensor) -> None:

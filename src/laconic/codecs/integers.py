@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from laconic.codecs.blocks import Blockwise
+from laconic.codecs.blocks import SCALE_BYTES, Blockwise
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,16 @@ class Integers(Blockwise):
         # sum is rounded
         q: Tensor = y.sub_(low).sub_(u).ceil_().add_(low)
         return q.clamp_(-self.levels, self.levels)
+
+    def encode_and_subtract(
+        self, x: Tensor, payload: Tensor, generator: torch.Generator | None
+    ) -> Tensor:
+        if x.dtype != torch.float32:
+            return super().encode_and_subtract(x, payload, generator)
+        q, scale, fine = self.quantised(x, payload, generator)
+        x.addcmul_(q, scale, value=-1)  # s * q is exact: what decoding would give
+        self.write(q, payload[:, SCALE_BYTES:])
+        return fine
 
     def store(self, total: Tensor, payload: Tensor) -> None:
         # a sum of q * 2^(bits*k) fits an int8, to which floats convert 6 times as fast as to uint8

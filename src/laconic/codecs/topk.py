@@ -67,6 +67,7 @@ class TopK(Codec):
         return torch.cat(bounds)
 
     def encode_units(self, x: Tensor, payload: Tensor, generator: torch.Generator | None) -> Tensor:
+        x = x.to(torch.float32)
         kept = self._largest(x)
         n, k = kept.shape
         size = index_bytes(k)
