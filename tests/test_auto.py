@@ -52,7 +52,7 @@ def test_predictions_by_hand() -> None:
     assert hidden.busy == pytest.approx(whole / 20 / 0.5)
     assert hidden.bytes == pytest.approx(1.5 * 32e6 / 20)
     crowded = predict(la.local_sgd(4, delay=4), facts)
-    assert crowded.seconds == pytest.approx(whole / 4), "the network is never busier than always"
+    assert crowded.seconds == pytest.approx(whole / 4 / 0.7), "the network is not always busy"
     dense = predict(la.ddp(), facts)
     assert dense.seconds == pytest.approx(0.5 + whole - 0.6 * 0.5), "hides behind backward alone"
     assert predict(la.ddp(codec="int4"), facts).bytes == pytest.approx(dense.bytes / 7.88, rel=0.01)

@@ -222,7 +222,7 @@ class Chooser:
         first = WARMUP + WINDOW
         if not self.choices:
             if self._since == first:
-                self._choose(step, self._measure())
+                self._choose_anew(step)
         elif self._since == first or self._since % REVIEW == 0:
             own = torch.tensor(self._pace(), dtype=torch.float64)
             self._asked = self._lane.submit(partial(self._world.gather, own), "comparing the pace")
@@ -251,8 +251,14 @@ class Chooser:
         known = [(now, usual) for now, usual in zip(pace, self._usual, strict=True) if now * usual]
         self._usual = [usual or now for now, usual in zip(pace, self._usual, strict=True)]
         if any(not 1 / CHANGE < now / usual < CHANGE for now, usual in known):
-            self._extra, self._usual = {}, pace
-            self._choose(step, self._measure())
+            self._usual = pace
+            self._choose_anew(step)
+
+    def _choose_anew(self, step: int) -> None:
+        facts, wall = self._measure()
+        beyond = wall - predict(self.now.recipe, facts).seconds
+        self._extra = {self.now.kind: max(beyond, 0.0)}
+        self._choose(step, facts)
 
     def _choose(self, step: int, facts: Facts) -> None:
         found = {c.text: c for c in candidates(facts, self.now)}
@@ -267,15 +273,17 @@ class Chooser:
 
     # -- measuring ----
 
-    def _measure(self) -> Facts:
-        """What all ranks together find; the slowest of each counts."""
-        compute = statistics.median(wall - waiting for wall, waiting in self._spans[-WINDOW:])
+    def _measure(self) -> tuple[Facts, float]:
+        """What all ranks together find, and how long a step takes; the slowest of each counts."""
+        spans = self._spans[-WINDOW:]
+        compute = statistics.median(wall - waiting for wall, waiting in spans)
+        wall = statistics.median(wall for wall, _ in spans)
         rate, latency = self._lane.call(self._probe, "measuring the network")
-        own = torch.tensor([compute, -rate, latency], dtype=torch.float64)
+        own = torch.tensor([compute, -rate, latency, wall], dtype=torch.float64)
         worst = self._lane.call(partial(self._world.gather, own), "comparing what was measured")
-        compute, rate, latency = worst.amax(0).tolist()
+        compute, rate, latency, wall = worst.amax(0).tolist()
         shapes, itemsize = self._model()
-        return Facts(self._link.size, shapes, itemsize, compute, -rate, latency)
+        return Facts(self._link.size, shapes, itemsize, compute, -rate, latency), wall
 
     def _probe(self) -> tuple[float, float]:
         """Bits per second, and seconds of a message: of growing ones, until one takes long, the
