@@ -115,7 +115,7 @@ def test_push_weights_and_what_they_weigh_are_conserved(graph: str, delay: int, 
     for step in steps:
         mass = mass + total(step, lambda seen: seen.moved - seen.before)
         assert gap(total(step, lambda seen: seen.mass), mass) < EXACT
-        for bucket in range(2):
+        for bucket in range(len(step[0].weights)):
             weight = sum(seen.weights[bucket] + seen.arriving[bucket] for seen in step)
             assert abs(weight - n) < EXACT
         moved |= any(abs(w - 1) > 0.01 for seen in step for w in seen.weights)
@@ -136,8 +136,8 @@ def test_a_slow_step_brings_all_weight_home() -> None:
     steps = steps_of(Job(la.slowmo(la.sgp("bipartite_linear", delay=2), 4), 5, steps=9))
     for t, step in enumerate(steps, 1):
         weights = [w for seen in step for w in seen.weights]
-        assert (weights == [1.0] * 10) == (t % 4 == 0)
-        assert abs(sum(weights) + sum(sum(seen.arriving) for seen in step) - 2 * 5) < EXACT
+        assert (set(weights) == {1.0}) == (t % 4 == 0)
+        assert abs(sum(weights) + sum(sum(seen.arriving) for seen in step) - len(weights)) < EXACT
 
 
 KEEP_THE_MEAN = {

@@ -93,6 +93,7 @@ def round_state(running: RunningRound) -> Saved:
     flights = [_flight_state(f) for f in running.flights]  # first: arriving may change the state
     return {
         **carried_state(running),
+        "joined": list(running.joined),
         "executed": running.executed,
         "state": [{k: t.clone() for k, t in state.items()} for state in running.states],
         "flights": flights,
@@ -190,8 +191,11 @@ def load_round(
     """
     own = parts[mine] if mine is not None else parts[0]
     keeps_state = any(running.states)
+    target, keeps = running, keeps_state or own["flights"] or running.exchange.slots
+    if keeps and own["joined"] != running.joined:
+        running = running.like(own["joined"])
     sizes = [bucket.numel for bucket in running.buckets]
-    if own["sizes"] != sizes and (keeps_state or own["flights"]):
+    if own["sizes"] != sizes and keeps:
         raise ValueError("the state was saved for other parameters: their sizes differ")
     if mine is None and any(part["flights"] for part in parts):
         raise ValueError(
@@ -212,6 +216,8 @@ def load_round(
         for state, loaded in zip(running.states, states, strict=True):
             state.clear()
             state.update(loaded)
+        if target is not running:
+            target.become(running)
 
     return put_back
 

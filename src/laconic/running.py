@@ -80,8 +80,9 @@ class RunningRound:
         """What the exchange keeps for each bucket."""
         self.executed = 0
         self.flights: list[Flight] = []
+        self.joined: list[int] = []
+        """How many parameter groups came at a time: those are in the same buckets."""
         self._shared = shared
-        self._groups = 0
 
     @property
     def exchange(self) -> Exchange:
@@ -101,13 +102,28 @@ class RunningRound:
 
     def grow(self) -> None:
         """Take in the parameter groups added since the last call; called where x is x0."""
+        self._add(self._selected()[sum(self.joined) :])
+
+    def like(self, joined: Sequence[int]) -> RunningRound:
+        """This one as it would be, had parameter groups come in these numbers."""
+        fresh = RunningRound(self.round, self.link, self._shared)
+        groups = self._selected()
+        if sum(joined) != len(groups):
+            raise ValueError(f"the state was saved for {sum(joined)} groups, not {len(groups)}")
+        for count in joined:
+            start = sum(fresh.joined)
+            fresh._add(groups[start : start + count])
+        return fresh
+
+    def become(self, other: RunningRound) -> None:
+        """Go on as ``other``, which nobody else runs."""
+        vars(self).update(vars(other))
+
+    def _selected(self) -> Sequence[Sequence[Tensor | Segment]]:
         part, model, optimizer = self.round.part, self._shared.model, self._shared.optimizer
-        groups: Sequence[Sequence[Tensor | Segment]]
         if isinstance(part, Fragment):
-            groups = part.segments(model, optimizer)
-        else:
-            groups = [list(group.values()) for group in part(model, optimizer)]
-        self._add(groups[self._groups :])
+            return part.segments(model, optimizer)
+        return [list(group.values()) for group in part(model, optimizer)]
 
     def _add(self, groups: Sequence[Sequence[Tensor | Segment]]) -> None:
         workers = self.link.size
@@ -115,22 +131,17 @@ class RunningRound:
         pieces = self.round.exchange.multiple(workers) * self._replica.size
         # each owner gets a slice from every other worker: with fewer owners buckets are smaller
         most = BUCKET_BYTES * owners // workers if owners < workers else None
-        joined = [[t for group in groups for t in group]] if self._joins_groups() else groups
-        first, whole = self._groups, self.round.exchange.whole
+        # buckets span groups, as a few biases on their own would take as many messages as the rest
+        apart = self.round.update.uses_lr
+        joined = groups if apart else [[t for group in groups for t in group]]
+        first, whole = sum(self.joined), self.round.exchange.whole
         new = bucketize(joined, pieces, first_group=first, most_bytes=most, whole=whole)
-        self._groups += len(groups)
+        self.joined += [len(groups)] if groups else []
         for number, bucket in enumerate(new, len(self.buckets)):
             bucket.number = number
         self.buckets += new
         self.states += [self._init(bucket) for bucket in new]
         self.carried += [self._init_carried(bucket) for bucket in new]
-
-    def _joins_groups(self) -> bool:
-        """Whether buckets may span parameter groups: where neither lr nor anything kept from one
-        round to another (which a group that is added later would shift) depends on them."""
-        update = self.round.update
-        kept = update.init(torch.zeros(1)) or self.round.exchange.slots
-        return not (update.uses_lr or self.round.delay or kept)
 
     def _select_again(self) -> None:
         """Tensors that come and go, such as an optimiser's state: those that all ranks have."""
@@ -145,7 +156,7 @@ class RunningRound:
             ),
             self.label(0),
         )
-        self.buckets, self.states, self.carried, self._groups = [], [], [], 0
+        self.buckets, self.states, self.carried, self.joined = [], [], [], []
         self._add(
             [
                 [
