@@ -430,6 +430,8 @@ def test_what_is_not_finite_is_refused(
     x = torch.ones(length)
     index = data.draw(st.integers(0, length - 1))
     x[index:] = value
+    with pytest.raises(ValueError, match=rf"element {index} is {value}$"):
+        codec.encode(x.clone(), subtract=True)
     with pytest.raises(ValueError, match=rf"element {index} is {value}$") as raised:
         codec.encode(x)
     assert str(raised.value).startswith(str(codec))

@@ -751,6 +751,23 @@ def test_a_parameter_thawed_in_the_step_is_averaged_once() -> None:
     assert torch.equal(a, torch.full_like(a, 1.5)) and torch.equal(a, b) and torch.equal(x, y)
 
 
+def test_a_parameter_thawed_in_the_step_that_nobody_used_keeps_no_gradient() -> None:
+    """So that its optimiser leaves it alone, weight decay included."""
+
+    def run(rank: int) -> bool:
+        model, optimizer = build()
+        model.x[0].requires_grad_(False)
+        la.attach(model, optimizer, la.ddp(codec=SMALL))
+        step_of(model, optimizer, rank, 1)
+        optimizer.zero_grad()
+        sum(p.sum() for p in list(model.x)[1:]).backward()  # type: ignore[union-attr]
+        model.x[0].requires_grad_(True)
+        optimizer.step()
+        return model.x[0].grad is None
+
+    assert la.simulate(run, workers=2) == [True, True]
+
+
 def test_exchanges_for_gradients_are_refused_on_parameters() -> None:
     with pytest.raises(ValueError, match="LowRank is for rounds on gradients alone"):
         la.Round(la.every(1), la.updates.Average(), la.exchanges.LowRank(1))
@@ -780,3 +797,57 @@ def test_sending_begins_in_the_backward_pass_whatever_the_groups(codec: str | No
 
     for early, total in la.simulate(one, workers=2):
         assert early > total / 3
+
+
+# -- at rest, and within a worker ----
+
+
+def test_nothing_is_owed_twice_after_finish() -> None:
+    """finish() hands out the anchor as it is, what its owner had still to send included. With outer
+    steps of size 1 x then is the mean of all that was sent."""
+
+    def run(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        model, optimizer = build()
+        recipe = la.diloco(2, lr=1.0, momentum=0.0, codec=SMALL)
+        sync = la.attach(model, optimizer, recipe)
+        for t in range(1, 5):
+            step_of(model, optimizer, rank, t)
+        sync.finish()
+        agreed = torch.from_numpy(flat(model))
+        (before,) = sync.state_dict()["rounds"]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        optimizer.zero_grad()
+        optimizer.step()
+        optimizer.step()
+        with sync.consensus():
+            after = torch.from_numpy(flat(model))
+        (left,) = sync.state_dict()["rounds"]
+        residuals = [s["carried"][0]["residual"][: s["sizes"][0]] for s in (before, left)]
+        return agreed, after, residuals[0] - residuals[1]
+
+    found = la.simulate(run, workers=3)
+    sent = torch.stack([f[2] for f in found]).mean(0)
+    agreed, after, _ = found[0]
+    assert float(sent.abs().max()) > 0
+    assert float((after - agreed - sent).abs().max()) < 1e-12
+
+
+def test_what_one_rank_of_a_worker_carries_is_refused_by_the_others() -> None:
+    refused = []
+
+    def run(rank: int) -> None:
+        model, optimizer = build()
+        sync = la.attach(model, optimizer, la.local_sgd(1, codec="int4"), nprocs_per_node=2)
+        step_of(model, optimizer, rank, 1)
+        with torch.no_grad():
+            model.x[0].view(-1)[0] = math.nan  # in what the first rank of each worker carries
+        try:
+            optimizer.zero_grad()
+            optimizer.step()
+        except NotFiniteError:
+            refused.append(rank)
+        assert sync.step >= 1
+
+    la.simulate(run, workers=4)
+    assert sorted(refused) == [0, 1, 2, 3]

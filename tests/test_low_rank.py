@@ -364,3 +364,31 @@ def test_bad_arguments() -> None:
 def test_it_is_for_gradients_alone() -> None:
     with pytest.raises(ValueError, match="for rounds on gradients alone"):
         Round(la.every(2), Average(), LowRank(1))
+
+
+def test_what_another_recipe_left_over_is_sent_once() -> None:
+    """After a switch from coded gradients, a bias travels as it is, in all steps but the first."""
+
+    def run(rank: int, recipe: la.Recipe, then: la.Recipe) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(20, 30)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        sync = la.attach(model, optimizer, recipe)
+        found = []
+        for t in range(5):
+            if t == 2:
+                sync.switch(then)
+            x = torch.randn(4, 20, generator=torch.Generator().manual_seed(10 * t + rank))
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            assert model.bias.grad is not None
+            found.append(model.bias.grad.clone())
+            optimizer.step()
+        return found
+
+    both = la.ddp(codec="int2"), la.power_sgd(1)
+    ours, _ = la.simulate(lambda rank: run(rank, *both), workers=2)
+    theirs, _ = la.simulate(lambda rank: run(rank, la.ddp(), la.ddp()), workers=2)
+    assert not torch.allclose(ours[2], theirs[2], rtol=1e-4), "with what was left over"
+    for a, b in zip(ours[3:], theirs[3:], strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,89 +67,124 @@ def peer(
     rounds = laconic.diloco(turn, lr, momentum) if outer else laconic.local_sgd(turn)
     rounds = tuple(replace(r, when=Ahead(delay, turn), delay=delay) for r in rounds)
 
+    options = Options(period, turn, outer, lr, momentum, fragments, delay, alpha, bucketed)
+
     def attach(model: nn.Module, optimizer: Optimizer) -> Attached:
+        running = Running(options, model, optimizer)
+        consensus = running.consensus if outer else lambda: None
+        return Attached(model, running.step, running.seek, consensus, running.close)
+
+    return Peer("torchft==0.2.0", rounds, attach)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Those of `peer`, and the ``turn``: steps from one fragment to the next."""
+
+    period: int
+    turn: int
+    outer: bool
+    lr: float
+    momentum: float
+    fragments: int
+    delay: int
+    alpha: float
+    bucketed: bool
+
+
+class Running:
+    """torchft at work on ``model``, whose ``optimizer`` it hooks."""
+
+    def __init__(self, options: Options, model: nn.Module, optimizer: Optimizer) -> None:
+        self._options = options
+        self._optimizer = optimizer
+        self._size = dist.get_world_size()
+        self._manage()
+        self._algorithm = self._hook(model)
+        self._algorithm.__enter__()
+
+    def _manage(self) -> None:
+        """Start the manager, its store, and on rank 0 the lighthouse."""
         from torchft import Manager, ProcessGroupGloo
         from torchft.coordination import LighthouseServer
-        from torchft.local_sgd import DiLoCo, LocalSGD
 
-        rank, size = dist.get_rank(), dist.get_world_size()
-        host = socket.gethostname()
-        lighthouse = LighthouseServer(bind="[::]:0", min_replicas=size) if rank == 0 else None
-        told = [lighthouse.address() if lighthouse else None]
+        rank, host = dist.get_rank(), socket.gethostname()
+        serves = rank == 0
+        self._lighthouse = (
+            LighthouseServer(bind="[::]:0", min_replicas=self._size) if serves else None
+        )
+        told = [self._lighthouse.address() if self._lighthouse else None]
         dist.broadcast_object_list(told, src=0)
-        store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+        self._store: dist.TCPStore | None = dist.TCPStore(
+            "0.0.0.0", 0, is_master=True, wait_for_workers=False
+        )
         timeout = timedelta(seconds=60)
-        manager = Manager(
+        self._manager = Manager(
             pg=ProcessGroupGloo(timeout=timeout),
             load_state_dict=None,
             state_dict=None,
-            min_replica_size=size,
+            min_replica_size=self._size,
             use_async_quorum=False,
             timeout=timeout,
             rank=0,
             world_size=1,
             store_addr=host,
-            store_port=store.port,
+            store_port=self._store.port,
             lighthouse_addr=told[0],
             replica_id=f"replica_{rank}",
             hostname=host,
             init_sync=False,
         )
-        if outer:
-            parts = cut(model, fragments)
-            algorithm = DiLoCo(
-                manager,
-                parts,
-                optimizer,
-                # one for each: a step of a common one would also move the parameters of the others
-                [
-                    torch.optim.SGD(p.parameters(), lr=lr, momentum=momentum, nesterov=True)
-                    for p in parts
-                ],
-                sync_every=period,
-                use_bucketization=bucketed,
-                fragment_sync_delay=delay,
-                fragment_update_alpha=alpha,
-            )
-        else:
-            algorithm = LocalSGD(manager, model, optimizer, sync_every=period)
-        algorithm.__enter__()
 
-        def step() -> None:
-            rounds, due = manager.current_step(), algorithm._local_step + 1 == turn
-            optimizer.step()
-            if manager.current_step() != rounds + due or (
-                due and manager.num_participants() != size
-            ):
-                raise RuntimeError("torchft did not average over all ranks")
+    def _hook(self, model: nn.Module) -> Any:
+        from torchft.local_sgd import DiLoCo, LocalSGD
 
-        def consensus() -> list[Tensor] | None:
-            if not outer:
-                return None
-            return [x for f in algorithm._fragments for x in f.original_parameters.values()]
+        options = self._options
+        if not options.outer:
+            return LocalSGD(self._manager, model, self._optimizer, sync_every=options.period)
+        parts = cut(model, options.fragments)
+        outer = {"lr": options.lr, "momentum": options.momentum, "nesterov": True}
+        return DiLoCo(
+            self._manager,
+            parts,
+            self._optimizer,
+            # one for each: a step of a common one would also move the parameters of the others
+            [torch.optim.SGD(p.parameters(), **outer) for p in parts],
+            sync_every=options.period,
+            use_bucketization=options.bucketed,
+            fragment_sync_delay=options.delay,
+            fragment_update_alpha=options.alpha,
+        )
 
-        def seek(step: int) -> None:
-            algorithm._local_step = step % turn
-            if not delay:
-                return
-            fragment = algorithm._fragments[algorithm._current_fragment()]
-            if fragment._allreduce_work:  # sent by the seek before this one
-                fragment.perform_sync()
-            if algorithm._local_step >= turn - delay:
-                manager.start_quorum()
-                algorithm._fragments[algorithm._current_fragment()].prepare_sync()
+    def step(self) -> None:
+        rounds = self._manager.current_step()
+        due = self._algorithm._local_step + 1 == self._options.turn
+        self._optimizer.step()
+        alone = due and self._manager.num_participants() != self._size
+        if self._manager.current_step() != rounds + due or alone:
+            raise RuntimeError("torchft did not average over all ranks")
 
-        def close() -> None:
-            nonlocal store
-            dist.barrier()  # nobody leaves while others still ask
-            manager.shutdown(wait=False)
-            del store  # which has been there for the others to ask
-            if lighthouse is not None:
-                lighthouse.shutdown()
+    def consensus(self) -> list[Tensor]:
+        return [x for f in self._algorithm._fragments for x in f.original_parameters.values()]
 
-        return Attached(model, step, seek, consensus, close)
+    def seek(self, step: int) -> None:
+        turn, delay = self._options.turn, self._options.delay
+        self._algorithm._local_step = step % turn
+        if not delay:
+            return
+        fragment = self._algorithm._fragments[self._algorithm._current_fragment()]
+        if fragment._allreduce_work:  # sent by the seek before this one
+            fragment.perform_sync()
+        if self._algorithm._local_step >= turn - delay:
+            self._manager.start_quorum()
+            self._algorithm._fragments[self._algorithm._current_fragment()].prepare_sync()
 
-    return Peer("torchft==0.2.0", rounds, attach)
+    def close(self) -> None:
+        dist.barrier()  # nobody leaves while others still ask
+        self._manager.shutdown(wait=False)
+        self._store = None  # which has been there for the others to ask
+        if self._lighthouse is not None:
+            self._lighthouse.shutdown()
 
 
 def cut(model: nn.Module, fragments: int) -> list[nn.Module]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from laconic.auto import START, Auto, Chooser
+from laconic.auto import Auto, Chooser, start
 from laconic.errors import check_float, check_int
 from laconic.links import Link
 from laconic.metrics import MetricsArgument, agree_on_metrics, check_metrics
@@ -90,7 +90,7 @@ def attach(
     Raises ``ValueError`` for what cannot work, on every rank, and `laconic.LinkError` later where
     a rank is lost.
     """
-    rounds = START.recipe if isinstance(recipe, Auto) else recipe
+    rounds = start(2).recipe if isinstance(recipe, Auto) else recipe
     _check(model, optimizer, rounds)
     check_int("seed", seed, 0)
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):

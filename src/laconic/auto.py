@@ -46,7 +46,7 @@ CHANGE = 1.4
 """How many times as long as before a step's computing, its waiting included, or a byte must take
 (or as short) for the network to be measured anew."""
 GAIN = 0.05
-"""A choice must be better than the one in force by so much: a change costs two models on the
+"""A choice must be better than the one in force by so much: a change costs a few models on the
 network."""
 TIE = 0.02
 """Of candidates that differ by less, the one that gives up least is taken."""
@@ -64,15 +64,18 @@ class Candidate:
 
     @property
     def kind(self) -> str:
-        """What it says: "gradients" or "params"."""
-        return self.recipe[0].on
+        """Of candidates of one kind, what is measured of one holds for the others, too."""
+        if self.recipe[0].on == "params":
+            return self.text
+        return "coded gradients" if self.recipe[0].exchange.slots else "gradients"
 
 
-GRADIENTS = {None: 1.0, "float16": 1.0, "int8": 1.0, "int4": 1.02}
+GRADIENTS = {None: 1.0, "bfloat16": 1.0, "int8": 1.0, "int4": 1.02}
 """Codecs of gradients, with the steps they take: measured for Int4."""
 PERIODS = {4: 1.37, 8: 1.43, 16: 1.5, 32: 1.58, 64: 1.66, 128: 1.74, 256: 1.82, 512: 1.9}
-"""Periods of `laconic.streaming_diloco` with Int4, with the steps they take: measured up to 64,
-which is where a run of 480 steps has a few of them, and continued by 0.08 for each doubling."""
+"""Periods of `laconic.streaming_diloco` with Int4, with the steps they take: measured with a delay
+of 1 up to 64, which is where a run of 480 steps has a few of them, and continued by 0.08 for each
+doubling."""
 FRAGMENTS = 4
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.6
 
@@ -107,8 +110,11 @@ def _gradients(codec: str | None, steps: float) -> Candidate:
     return Candidate(text, ddp(codec=codec), steps)
 
 
-START = _gradients("int4", GRADIENTS["int4"])
-"""In force until there is a choice: cheap enough on any network, and gives up next to nothing."""
+def start(workers: int) -> Candidate:
+    """In force until there is a choice: cheap enough on any network, and gives up next to nothing;
+    one worker, who has nothing to choose, codes nothing."""
+    codec = "int4" if workers > 1 else None
+    return _gradients(codec, GRADIENTS[codec])
 
 
 @dataclass(frozen=True)
@@ -148,7 +154,7 @@ def choose(
 ) -> tuple[str, str]:
     """The text of the best candidate, and the reason. ``now``: the one in force, which stays unless
     another is better by `GAIN`. ``extra``: seconds per step beyond what is predicted, as measured
-    for candidates of a kind."""
+    for candidates of a `Candidate.kind`."""
     choices = list(candidates(facts, now))
     seconds = {
         c.text: max(predict(c.recipe, facts).seconds + extra.get(c.kind, 0.0), facts.compute)
@@ -177,7 +183,7 @@ class Chooser:
 
     def __init__(self, auto: Auto, workers: int) -> None:
         self.auto = auto
-        self.now = START if workers > 1 else _gradients(None, GRADIENTS[None])
+        self.now = start(workers)
         self.choices: list[Choice] = []
         self._extra: dict[str, float] = {}
         self._usual: list[float] = []
@@ -194,11 +200,12 @@ class Chooser:
         lane: Lane,
         model: Callable[[], tuple[tuple[tuple[int, ...], ...], int]],
         traffic: Callable[[], tuple[float, float]],
+        device: torch.device,
     ) -> None:
-        """Measure ``link``, and agree over ``world``; all messages go by ``lane``. ``model()``: the
-        shapes of what a round is about, and the bytes of an element; ``traffic()``: bytes sent so
-        far, and the seconds."""
-        self._link, self._world, self._lane = link, world, lane
+        """Measure ``link``, and agree over ``world``; all messages go by ``lane``, and are on
+        ``device``. ``model()``: the shapes of what a round is about, and the bytes of an element;
+        ``traffic()``: bytes sent so far, and the seconds."""
+        self._link, self._world, self._lane, self._device = link, world, lane, device
         self._model, self._sent = model, traffic
 
     @property
@@ -217,7 +224,7 @@ class Chooser:
         before = self.now
         self._look(step)
         self._last = time.perf_counter(), self._lane.seconds_waiting
-        return self.now != before
+        return self.now.text != before.text
 
     def _look(self, step: int) -> None:
         first = WARMUP + WINDOW
@@ -225,7 +232,7 @@ class Chooser:
             if self._since == first:
                 self._choose_anew(step)
         elif self._since == first or self._since % REVIEW == 0:
-            own = torch.tensor(self._pace(), dtype=torch.float64)
+            own = torch.tensor(self._pace(), dtype=torch.float64, device=self._device)
             self._asked = self._lane.submit(partial(self._world.gather, own), "comparing the pace")
         elif self._asked is not None and self._since % REVIEW in (first + LATER, LATER):
             pace, self._asked = self._asked.wait().amax(0).tolist(), None
@@ -262,8 +269,9 @@ class Chooser:
         self._choose(step, facts)
 
     def _choose(self, step: int, facts: Facts) -> None:
-        found = {c.text: c for c in candidates(facts, self.now)}
-        text, reason = choose(self.auto, facts, self.now, self._extra)
+        before = self.now if self.choices else None  # the first choice costs no more than another
+        found = {c.text: c for c in candidates(facts, before)}
+        text, reason = choose(self.auto, facts, before, self._extra)
         self._facts = facts
         if not self.choices or text != self.now.text:
             self.choices.append(Choice(step, text, facts, reason))
@@ -280,10 +288,14 @@ class Chooser:
         compute = statistics.median(wall - waiting for wall, waiting in spans)
         wall = statistics.median(wall for wall, _ in spans)
         rate, latency = self._lane.call(self._probe, "measuring the network")
-        own = torch.tensor([compute, -rate, latency, wall], dtype=torch.float64)
-        worst = self._lane.call(partial(self._world.gather, own), "comparing what was measured")
-        compute, rate, latency, wall = worst.amax(0).tolist()
         shapes, itemsize = self._model()
+        elements = sum(map(math.prod, shapes))
+        found = [compute, -rate, latency, wall, elements, -elements]
+        own = torch.tensor(found, dtype=torch.float64, device=self._device)
+        worst = self._lane.call(partial(self._world.gather, own), "comparing what was measured")
+        compute, rate, latency, wall, most, least = worst.amax(0).tolist()
+        if most != -least:  # shards of unlike size, of which all ranks must think alike
+            shapes = ((int(most),),)
         return Facts(self._link.size, shapes, itemsize, compute, -rate, latency), wall
 
     def _probe(self) -> tuple[float, float]:
@@ -300,12 +312,19 @@ class Chooser:
 
     def _timed(self, size: int) -> float:
         """Seconds, on the slowest rank, of ``size`` bytes in an all-to-all."""
-        x = torch.zeros(self._link.size, size // self._link.size, dtype=torch.uint8)
+        n = self._link.size
+        x = torch.zeros(n, size // n, dtype=torch.uint8, device=self._device)
         self._link.gather(x[0, :1])  # all begin together
-        start = time.perf_counter()
+        start = self._clock()
         self._link.all_to_all(x)
-        own = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+        own = torch.tensor([self._clock() - start], dtype=torch.float64, device=self._device)
         return float(self._link.gather(own).max())
+
+    def _clock(self) -> float:
+        """Seconds, when all that was asked of the card is done."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
 
     # -- saving ----
 
@@ -314,25 +333,28 @@ class Chooser:
         choices = [{**asdict(c), "facts": asdict(c.facts)} for c in self.choices]
         return {
             "choices": choices,
+            "text": self.now.text,
             "facts": None if self._facts is None else asdict(self._facts),
-            "since": self._since,
-            "usual": list(self._usual),
-            "extra": dict(self._extra),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` returned; `recipe` is then the one that was in force."""
+        """Put back what `state_dict` returned; `recipe` is then the one that was in force. How long
+        steps take is measured anew: the machine may be another."""
         from laconic.parse import parse_recipe  # which knows all recipes, this one, too
 
         choices = [Choice(**{**c, "facts": _facts(c["facts"])}) for c in state["choices"]]
-        recipe = parse_recipe(choices[-1].text) if choices else START.recipe
-        assert isinstance(recipe, tuple), "chosen from recipes"
-        self.now = Candidate(choices[-1].text, recipe, 1.0) if choices else START
+        if choices or self._link.size > 1:
+            recipe = parse_recipe(state["text"])
+            assert isinstance(recipe, tuple), "chosen from recipes"
+            self.now = Candidate(state["text"], recipe, 1.0)
         self._facts = None if state["facts"] is None else _facts(state["facts"])
-        self.choices, self._since = choices, int(state["since"])
-        self._usual, self._extra = list(state["usual"]), dict(state["extra"])
+        self.choices, self._since, self._usual, self._extra = choices, 0, [], {}
         self._asked, self._spans = None, []
         self._last = time.perf_counter(), self._lane.seconds_waiting
+
+    def undo(self) -> Callable[[], None]:
+        """What puts back all that there is now, after a `load_state_dict`."""
+        return partial(vars(self).update, dict(vars(self)))
 
 
 def _facts(saved: Mapping[str, Any]) -> Facts:

@@ -58,7 +58,7 @@ def own_part(parts: Sequence[Mapping[str, Any]], here: Saved) -> int | None:
     if saved["recipe"] != here["recipe"]:
         raise ValueError(f"the state was saved with another recipe: {saved['recipe']}")
     same = all(saved[key] == here[key] for key in ("ranks", "workers"))
-    if len(parts) not in (1, saved["ranks"]) or (len(parts) == 1 and not same):
+    if len(parts) != saved["ranks"] and not (len(parts) == 1 and same):
         raise ValueError(
             f"the state was saved by {saved['ranks']} ranks in {saved['workers']} workers, and "
             f"there are {here['ranks']} in {here['workers']} now: pass the list of all ranks' "

@@ -40,10 +40,11 @@ def bucket_bytes(exchange: Exchange, total: int) -> tuple[int, int]:
     return each, each
 
 
-def buckets_of(exchange: Exchange, total: int) -> int:
-    """About how many buckets there are for ``total`` bytes of gradients."""
+def bucket_sizes(exchange: Exchange, total: int) -> list[int]:
+    """About how many bytes each bucket has, of ``total`` bytes of gradients."""
     first, each = bucket_bytes(exchange, total)
-    return 1 + -(-max(total - first, 0) // each)
+    whole, rest = divmod(max(total - first, 0), each)
+    return [min(first, total), *[each] * whole, *([rest] if rest else [])]
 
 
 def _by_segment(bucket: Bucket, state: State) -> Iterator[tuple[str, Segment, Tensor]]:
@@ -322,7 +323,10 @@ class GradientRound:
         """Those that joined after the others were averaged, which once more would not be the same:
         what was not sent of these would be sent twice."""
         label = self._announce()
-        for bucket in bucketize([params], self._link.size):
+        had = torch.tensor([float(p.grad is not None) for p in params], device=params[0].device)
+        self._lane.call(partial(self._link.mean, had), label)
+        used = [p for p, share in zip(params, had.tolist(), strict=True) if share > 0]
+        for bucket in bucketize([used], self._link.size):
             flat = bucket.empty()
             _gather(bucket, flat)
             self._lane.call(partial(self._link.mean, flat), label)

@@ -4,8 +4,9 @@ Symbols: c, seconds of forward, backward and optimiser of one step; T_r, seconds
 network, by `Exchange.cost` at the given rate and latency; f_r, its rounds per step; d_r, its delay.
 
     exposed_r = f_r * max(0, T_r - d_r * c)                       a round on parameters
-    exposed_r = T_r / b + max(0, (1 - 1/b) * T_r - B * c)         gradients in b buckets, sent while
-                                                                  the backward pass, B of c, runs
+    exposed_r = l * T_r + max(0, (1 - l) * T_r - B * c)           gradients, sent while the backward
+                                                                  pass, B of c, runs, the last
+                                                                  bucket's share l after it
     seconds   = max(c + sum_r exposed_r, sum_r f_r * T_r / U_r)
 
 The second term of the maximum: the network is one at a time; and rounds with a delay, of which a
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from laconic.gradients import buckets_of
+from laconic.gradients import bucket_sizes
 from laconic.round import Recipe, Round
 from laconic.tensors import Fragment
 
@@ -29,8 +30,8 @@ BACKWARD = 0.6
 UTILISATION = 0.7
 """U. Measured with the text model on 4 emulated hosts at 10 Mbit/s: a recipe whose messages would
 have filled the network, were all ranks alike, kept it busy for 0.6 of the time."""
-HORIZON = 1000
-"""Steps over which a schedule's rounds are counted."""
+HORIZON = 15 * 512
+"""Steps over which a schedule's rounds are counted: all of them, for periods that divide it."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,9 @@ def predict(recipe: Recipe, facts: Facts) -> Prediction:
         cost = exchange.cost(_elements(r, facts), facts.itemsize, facts.workers)
         seconds = cost.seconds(facts.rate, facts.latency)
         if r.on == "gradients":
-            count = buckets_of(r.exchange, facts.elements * facts.itemsize)
-            last = seconds / count
+            sizes = bucket_sizes(r.exchange, facts.elements * facts.itemsize)
+            seconds += (len(sizes) - 1) * cost.messages * facts.latency
+            last = seconds * sizes[-1] / sum(sizes)
             exposed += often * (last + max(seconds - last - BACKWARD * facts.compute, 0.0))
         else:
             exposed += often * max(seconds - r.delay * facts.compute, 0.0)

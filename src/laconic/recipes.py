@@ -55,7 +55,7 @@ def ddp(*, codec: CodecOption = None) -> Recipe:
     workers is one step on the n times larger batch. ``codec``: what gradients travel in; with
     ``"int4"`` in an eighth of the bytes, see `CodedMean`.
     """
-    mean = Mean() if codec is None else coded(codec, relative=False)
+    mean = _mean(codec, relative=False)
     return (Round(every(1), Average(), mean, on="gradients", over="world"),)
 
 
@@ -386,10 +386,10 @@ def noloco(period: int = 50, lr: float = 0.7, momentum: float = 0.5, gamma: floa
     return (Round(every(period), NoLoCo(lr, momentum, gamma), Push(Graph("random"))),)
 
 
-def _mean(codec: CodecOption, *, sharded: bool = False) -> Exchange:
-    """The workers' mean of x, coded or not."""
+def _mean(codec: CodecOption, *, relative: bool = True, sharded: bool = False) -> Exchange:
+    """The workers' mean, coded or not."""
     if codec is not None:
-        return coded(codec, relative=True)
+        return coded(codec, relative=relative)
     return ShardedMean() if sharded else Mean()
 
 
@@ -425,7 +425,7 @@ def _eager(
         raise ValueError("merge='eager' takes Nesterov steps: it cannot be given an outer=")
     if check_int("delay", delay, 1) > period:
         raise ValueError(f"delay must be at most the period, {period}, not {delay}")
-    mean = Mean() if codec is None else coded(codec, relative=False)
+    mean = _mean(codec, relative=False)
     return (Round(every(period), Eager(lr, momentum), mean, delay=delay),)
 
 

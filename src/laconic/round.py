@@ -214,6 +214,10 @@ class Exchange:
         """Move what this rank keeps as the owner of the stretch ``owned``, one of ``n`` ranks, into
         state as long as the message, before the latter alone is taken over into other buckets."""
 
+    def rest(self, x: Tensor, state: State) -> None:
+        """All workers hold ``x`` now, which they have from elsewhere: none of what they agreed on
+        is still owed to them."""
+
     def out_degree(self, clock: Clock) -> int:
         """To how many peers a message goes; 0 where it is not sent to peers."""
         return 0

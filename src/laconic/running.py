@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from laconic.errors import NotFiniteError
 from laconic.lane import Lane, Pending
 from laconic.links.link import Link, common
 from laconic.links.simulated import single_link
@@ -243,7 +244,17 @@ class RunningRound:
         if self.round.exchange.scored and replica.size > 1:
             ranks = replica.gather(torch.tensor(clock.score, dtype=torch.float64))
             clock = replace(clock, score=of_worker(ranks))
-        result = exchange.run(self.link, part, combine, clock, carried)
+        refusal: NotFiniteError | None = None
+        try:
+            result = exchange.run(self.link, part, combine, clock, carried)
+        except NotFiniteError as error:
+            refusal = error
+        if replica.size > 1 and exchange.slots:  # the ranks of all places in the workers must know
+            told = replica.gather(torch.tensor([float(refusal is not None)]))
+            if bool(told.any()) and refusal is None:
+                refusal = NotFiniteError("what other ranks of this worker carry is not finite")
+        if refusal is not None:
+            raise refusal
         if replica.size == 1:
             return result
         replica.all_gather(result.flat, message)
@@ -385,6 +396,13 @@ class RunningRound:
             if self.is_owned(name, anchor):
                 anchor = self._shared.lane.call(partial(self._whole, anchor, bucket), "consensus")
             bucket.unpack(anchor)
+
+    def rest(self) -> None:
+        """x is the anchor on all workers now."""
+        if self.round.update.anchor and self.exchange.agrees and self.exchange.slots:
+            for bucket, _, carried in self._kept():
+                x = bucket.pack(self._room(bucket))[self.part(bucket)]
+                self.exchange.shaped(bucket.shapes).rest(x, carried)
 
     def _whole(self, owned: Tensor, bucket: Bucket) -> Tensor:
         """A bucket's tensor from the slices of it that its owners keep."""

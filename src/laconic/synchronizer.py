@@ -156,7 +156,8 @@ class Synchronizer:
         self._read(arrange(recipe))
         self._agree_on_setup()
         if chooser is not None:
-            chooser.meet(self._workers, self._world, self._lane, self._shapes, self._traffic)
+            at = self._workers, self._world, self._lane
+            chooser.meet(*at, self._shapes, self._traffic, device)
         self._broadcast()
         self._start_gradient_rounds({})
         if optimizer is not None:
@@ -233,14 +234,14 @@ class Synchronizer:
         ]
         return any(weight != 1.0 for weight in weights)
 
-    def _agree_on_setup(self, *, module: bool = True) -> None:
+    def _agree_on_setup(self, *, module: bool = True, chosen: bool = False) -> None:
         groups = [
             [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in group]
             for group in self._groups_held()
         ]
         rest = [*self._model.parameters(), *self._model.buffers()] if module else []
         shapes = [(tuple(t.shape), str(t.dtype)) for t in rest]
-        text = repr((self._describe(), groups, shapes, self._workers.size))
+        text = repr((self._describe(chosen=chosen), groups, shapes, self._workers.size))
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
         everyone = self._gather(torch.tensor([digest], dtype=torch.int64)).flatten().tolist()
         other = [rank for rank, value in enumerate(everyone) if value != everyone[0]]
@@ -251,10 +252,12 @@ class Synchronizer:
                 "requires_grad) must be alike"
             )
 
-    def _describe(self) -> str:
-        """What decides which rounds there are, but for the number of ranks."""
+    def _describe(self, *, chosen: bool = False) -> str:
+        """What decides which rounds there are, but for the number of ranks; ``chosen``: the recipe
+        in force even where it is to be chosen again."""
         own = tuple(r for r in self._recipe if r.over != "replica")
-        recipe = describe(own) if self._chooser is None else repr(self._chooser.auto)
+        auto = None if chosen or self._chooser is None else self._chooser.auto
+        recipe = describe(own) if auto is None else repr(auto)
         buffers = "average" if self._average_buffers else "keep"
         groups = f", group_size={self._links['group'].size}" if "group" in self._links else ""
         return f"{recipe}, buffers={buffers}, seed={self._seed}{groups}"
@@ -526,9 +529,10 @@ class Synchronizer:
         """Go on under another ``recipe``; every rank must call it, after the same step.
 
         What is in flight is folded, and all workers start anew from the consensus, and from the
-        mean of their optimisers' state where they differed: that sends two models. The state that
-        rounds keep starts anew, too, but for gradients that a codec has not sent yet. Raises
-        ``ValueError``, on every rank, where they ask for different ones.
+        mean of their optimisers' state where they differed: with AdamW that sends about as much as
+        four models. The state that rounds keep starts anew, too, but for gradients that a codec has
+        not sent yet, where the new recipe codes gradients. Raises ``ValueError``, on every rank,
+        where they ask for different ones.
         """
         if not is_recipe(recipe):
             raise ValueError(f"recipe must be what a recipe function returns, not {recipe!r}")
@@ -549,9 +553,13 @@ class Synchronizer:
         left: dict[tuple[str, int], Tensor] = {}
         for _, gradients in self._gradient_rounds:
             left.update(gradients.left_over())
-        self._adopt(recipe, left)
-        self._agree_on_setup(module=False)
-        self._recorder.event("switch", recipe=self._describe())
+        undo = self._adopt(recipe, left)
+        try:
+            self._agree_on_setup(module=False, chosen=True)
+        except ValueError:
+            undo()
+            raise
+        self._recorder.event("switch", recipe=self._describe(chosen=True))
         self._status("computing")
 
     def _adopt(self, recipe: Recipe, left: Mapping[tuple[str, int], Tensor]) -> Callable[[], None]:
@@ -567,9 +575,13 @@ class Synchronizer:
             for _, running in self._gradient_rounds:
                 running.listen()
 
-        self._read(self._arrange(recipe))
-        self._start_gradient_rounds(left)
-        self._start_rounds(self._optimizer)
+        try:
+            self._read(self._arrange(recipe))
+            self._start_gradient_rounds(left)
+            self._start_rounds(self._optimizer)
+        except BaseException:  # out of memory, say
+            undo()
+            raise
         return undo
 
     @property
@@ -601,6 +613,8 @@ class Synchronizer:
         for running in self._rounds:
             running.settle(self.step, averaged=True)
         self._write_consensus(mean)
+        for running in () if mean else self._rounds:
+            running.rest()
         self._recorder.event("finish")
         self._status("finished")
 
@@ -765,11 +779,12 @@ class Synchronizer:
         on one rank alone."""
         parts = [state] if isinstance(state, Mapping) else list(state)
         try:
+            if self._chooser is not None:
+                undo.append(self._chooser.undo())
             mine = checkpoint.own_part(parts, self._header())
             for _, gradient_round in self._gradient_rounds:
                 gradient_round.refresh()
             if self._chooser is not None:
-                undo.append(partial(self._chooser.load_state_dict, self._chooser.state_dict()))
                 self._chooser.load_state_dict(parts[mine or 0]["auto"])
                 undo.append(self._adopt(self._chooser.recipe, {}))
             for index, running in enumerate(self._rounds):

@@ -41,7 +41,8 @@ class Integers(Blockwise):
         if x.dtype != torch.float32:
             return super().encode_and_subtract(x, payload, generator)
         q, scale, fine = self.quantised(x, payload, generator)
-        x.addcmul_(q, scale, value=-1)  # s * q is exact: what decoding would give
+        if bool(fine):
+            x.addcmul_(q, scale, value=-1)  # s * q is exact: what decoding would give
         self.write(q, payload[:, SCALE_BYTES:])
         return fine
 

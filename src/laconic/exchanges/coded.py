@@ -69,6 +69,10 @@ class _Coded(Exchange):
             state["residual"] = torch.zeros_like(x)
         return state
 
+    def rest(self, x: Tensor, state: State) -> None:
+        if self.relative:
+            state["reference"].copy_(x)
+
     def _encode(self, message: Tensor, clock: Clock, state: State) -> tuple[Tensor, Tensor, str]:
         """The code of v, and why it was refused, if it was; first v - q, in the room of the
         message where dtypes allow."""
@@ -110,6 +114,11 @@ class CodedMean(_Coded):
         if self.feedback:
             state["lag"] = torch.zeros_like(x[owned])
         return state
+
+    def rest(self, x: Tensor, state: State) -> None:
+        super().rest(x, state)
+        if self.relative and self.feedback:
+            state["lag"].zero_()
 
     def give_back(self, state: State, owned: slice, n: int) -> None:
         if self.feedback:

@@ -25,6 +25,8 @@ from laconic.codecs import TopK
 from laconic.codecs.dct import Tiling
 from laconic.codecs.topk import INDEX_BITS, index_bytes, unpack_indices
 from laconic.errors import NotFiniteError, check_float, check_int
+from laconic.links import cost
+from laconic.links.cost import Cost
 from laconic.links.link import Link
 from laconic.round import Arrival, Clock, Combine, Exchange, Slot, State
 from laconic.tensors import state_dtype
@@ -81,6 +83,10 @@ class FastComponents(Exchange):
     def init(self, x: Tensor, owned: slice) -> State:
         assert len(x) >= sum(shape.numel() for shape in self.shapes), "a bucket of whole tensors"
         return {"momentum": torch.zeros_like(x)}
+
+    def cost(self, length: int, itemsize: int, n: int) -> Cost:
+        tilings = [Tiling.of(shape, self.chunk) for shape in self.shapes]
+        return cost.gather(sum(t.count * self._codec(t.size).nbytes(t.size) for t in tilings), n)
 
     def run(
         self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State

@@ -131,7 +131,9 @@ class LowRank(Exchange):
                 torch.sub(m.of(total), product, out=m.of(state["residual"]))
                 m.of(message).copy_(product)
         for m, mean in zip(dense, means[len(low) :], strict=True):
-            if self.codec is not None:
+            if self.codec is None:
+                m.of(state["residual"]).zero_()  # it may be what another recipe left over
+            else:
                 torch.sub(m.of(total), mean, out=m.of(state["residual"]))
             m.of(message).copy_(mean)
         if right:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from laconic.attach import init
-from laconic.auto import START, WARMUP, WINDOW, Auto
+from laconic.auto import WARMUP, WINDOW, Auto
+from laconic.auto import start as auto_start
 from laconic.errors import LinkError
 from laconic.lab import own, peers, plan, workloads
 from laconic.lab.contender import Contender, Laconic, Other
@@ -229,7 +230,7 @@ def schedule(spec: Spec, workload: Workload, entry: Recipe | Auto | Peer) -> pla
     model that is then thrown away; what chooses its recipe has done so by then."""
     recipe = entry.rounds if isinstance(entry, Peer) else entry
     if isinstance(recipe, Auto):
-        recipe = START.recipe
+        recipe = auto_start(2).recipe
     validations = spec.validations if recipe else spec.validations // 2
     if spec.seconds is None:
         assert spec.steps is not None, "the race checked that one of the two is given"
