@@ -26,12 +26,10 @@ from laconic.lab.workloads import lr_factor
 from laconic.parse import parse_recipe
 
 STEPS, WORKERS = 480, 4
-DDP_STEPS = (60, 120, 180, 240, 320, 400, STEPS)
+DDP_STEPS = (120, 180, 240, 320, STEPS)
 ROWS = (
-    "ddp(codec='int8')",
     "ddp(codec='int4')",
     "power_sgd(4, codec='int8')",
-    "power_sgd(2, codec='int8')",
     *(
         f"streaming_diloco({period}, 4, 1, codec='int4', lr=0.7, momentum=0.6)"
         for period in (4, 8, 16, 32, 64)
