@@ -4,7 +4,7 @@ over any link, and as `reference_coded` wants it."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -109,6 +109,19 @@ def simulated(problem: Problem, **more: Any) -> list[list[list[Array]]]:
         return Training(problem, rank, **more).steps(1, problem.steps)
 
     return la.simulate(run, workers=problem.workers)
+
+
+def of_two_ranks(problem: Problem) -> tuple[list[list[list[Array]]], Problem]:
+    """By worker and step, where two ranks, which must hold the same bits, make up a worker; and
+    what such workers are: half as many, each with the mean of its ranks' gradients."""
+    runs = simulated(problem, nprocs_per_node=2)
+    assert same_bits(runs[0::2], runs[1::2])
+
+    def joined(given: Problem, worker: int, step: int) -> Params:
+        both = [replace(given, offset=None).c(2 * worker + i, step) for i in (0, 1)]
+        return [(a + b) / 2 for a, b in zip(*both, strict=True)]
+
+    return runs[0::2], replace(problem, workers=problem.workers // 2, offset=joined)
 
 
 def over_gloo(rank: int, problem: Problem) -> list[list[Array]]:

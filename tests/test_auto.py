@@ -366,22 +366,6 @@ def test_what_is_saved_before_a_choice_is_loaded_by_any_number(before: int, afte
     assert all(torch.equal(x, found[0]) for x in found)
 
 
-def test_ranks_that_switch_to_different_recipes_after_auto_learn_of_it() -> None:
-    def one(rank: int) -> Tensor:
-        model, optimizer = build(rank)
-        sync = la.attach(model, optimizer, la.auto())
-        step(model, optimizer, rank, 1)
-        with pytest.raises(ValueError, match="attach something else than rank 0"):
-            sync.switch(la.diloco(4, lr=0.5 + 0.1 * rank))
-        for t in range(2, 5):  # under the recipe before
-            step(model, optimizer, rank, t)
-        assert sync.recipe == la.ddp(codec="int4")
-        return weights(model)
-
-    x, y = la.simulate(one, workers=2)
-    assert torch.equal(x, y)
-
-
 def test_what_was_chosen_is_told_after_a_switch_by_hand() -> None:
     def one(rank: int) -> Any:
         model, optimizer = build(rank)
@@ -483,15 +467,26 @@ def owed(sync: Synchronizer) -> Tensor:
     return torch.cat(found)
 
 
-def test_ranks_that_switch_to_different_recipes_all_learn_of_it() -> None:
-    def one(rank: int) -> None:
+@pytest.mark.parametrize("first", [la.ddp(codec="int4"), la.auto()], ids=["ddp", "auto"])
+def test_ranks_that_switch_to_different_recipes_all_learn_of_it(first: Any) -> None:
+    """And go on under the one before."""
+
+    def one(rank: int) -> Tensor:
         model, optimizer = build(rank)
-        sync = la.attach(model, optimizer, la.ddp())
+        sync = la.attach(model, optimizer, first)
         step(model, optimizer, rank, 1)
         with pytest.raises(ValueError, match="attach something else than rank 0"):
-            sync.switch(la.local_sgd(4 + rank))
+            sync.switch(la.diloco(4, lr=0.5 + 0.1 * rank))
+        for t in range(2, 5):
+            step(model, optimizer, rank, t)
+        assert sync.recipe == la.ddp(codec="int4")
+        return weights(model)
 
-    la.simulate(one, workers=2)
+    x, y = la.simulate(one, workers=2)
+    assert torch.equal(x, y)
+
+
+def test_what_is_no_recipe_is_not_switched_to() -> None:
     with pytest.raises(ValueError, match="recipe must be what a recipe function returns"):
         la.simulate(lambda rank: la.attach(*build(rank), la.ddp()).switch("ddp()"), workers=2)  # type: ignore[arg-type]
 

@@ -150,16 +150,8 @@ def test_gloo_equals_the_simulation(pool: gloo.Pool, workers: int) -> None:
 
 
 def test_workers_of_two_ranks_hold_the_same_bits() -> None:
-    given = problem(4)
-    runs = linear.simulated(given, nprocs_per_node=2)
-    assert linear.same_bits([runs[0], runs[2]], [runs[1], runs[3]])
-
-    def joined(given: Problem, worker: int, step: int) -> list[Any]:
-        both = [replace(given, offset=None).c(2 * worker + i, step) for i in (0, 1)]
-        return [(a + b) / 2 for a, b in zip(*both, strict=True)]
-
-    expected = replace(given, workers=2, offset=joined).expected(Eager(4))
-    assert linear.gap([runs[0], runs[2]], expected) < 1e-12
+    runs, joined = linear.of_two_ranks(problem(4))
+    assert linear.gap(runs, joined.expected(Eager(4))) < 1e-12
 
 
 def test_half_precision_subtracts_what_it_sent() -> None:

@@ -153,17 +153,8 @@ def test_gloo_equals_the_simulation(pool: gloo.Pool, workers: int) -> None:
 
 def test_workers_of_two_ranks_are_workers() -> None:
     """Which hold the same bits, and are workers with the mean of their gradients."""
-    given = problem(4)
-    runs = linear.simulated(given, nprocs_per_node=2)
-    assert linear.same_bits([runs[0], runs[2]], [runs[1], runs[3]])
-
-    def joined(given: Problem, worker: int, step: int) -> list[Any]:
-        both = [replace(given, offset=None).c(2 * worker + i, step) for i in (0, 1)]
-        return [(a + b) / 2 for a, b in zip(*both, strict=True)]
-
-    two = replace(given, workers=2, offset=joined)
-    expected = two.expected(coded.noloco(3, pairs(2)))
-    assert linear.gap([runs[0], runs[2]], expected) < 1e-12
+    runs, joined = linear.of_two_ranks(problem(4))
+    assert linear.gap(runs, joined.expected(coded.noloco(3, pairs(2)))) < 1e-12
 
 
 def test_half_precision_sends_float32() -> None:
