@@ -47,7 +47,6 @@ NOLOCO = ["tests/test_noloco.py", "-k", "not gloo"]
 EAGER = ["tests/test_eager.py", "-k", "not gloo"]
 CODED = ["tests/test_coded.py", "-k", "not process"]
 AUTO = ["tests/test_auto.py", "-k", "not process"]
-CODECS = ["tests/test_codecs.py"]
 
 MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     # x <- mean(y) + (x - y)
@@ -247,13 +246,13 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("exchanges/coded.py", "            state[\"lag\"].zero_()\n\n    def give_back", "            pass\n\n    def give_back", CODED),
     ("exchanges/coded.py", "if refused:", "if False:", CODED),
     ("exchanges/coded.py", "clock.worker, way", "way", CODED),
-    ("exchanges/coded.py", 'state["residual"].copy_(left)  # e <- v - q\n        if self.relative', "if self.relative", CODED),
+    ("exchanges/coded.py", 'state["residual"].copy_(left)  # e <- v - q\n        if self.relative', "pass\n        if self.relative", CODED),
     ("gradients.py", "values.mul_(scale / self.scale)", "pass", CODED),
     ("gradients.py", "used = [p for p, share in zip(params, had.tolist(), strict=True) if share > 0]", "used = list(params)", CODED),
     ("running.py", "if bool(told.any()) and refusal is None", "if False", CODED),
     ("synchronizer.py", "first = [p for p in own if not self.hooked or id(p) in wanted]", "first = [p for p in held if id(p) in known]", CODED),
     ("synchronizer.py", "            running.rest()", "            pass", CODED),
-    ("codecs/integers.py", "value=-1)  # s * q", "value=-0.5)  # s * q", CODECS),
+    ("codecs/integers.py", "value=-1)  # s * q", "value=-0.5)  # s * q", CODED),
     # seconds = c + l*T + max(0, (1-l)*T - B*c) ; best = min(seconds * steps)
     ("predict.py", "max(seconds - last - BACKWARD", "max(seconds - BACKWARD", AUTO),
     ("predict.py", "(len(sizes) - 1) * cost.messages", "0 * cost.messages", AUTO),

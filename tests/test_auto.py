@@ -332,6 +332,18 @@ def test_a_load_that_fails_changes_nothing() -> None:
     assert all(torch.equal(x, y) for x, y in zip(without, with_load, strict=True))
 
 
+def test_small_traffic_is_added_up_until_it_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """40,000 bytes a look in 0.1 s: too few to tell for one look, enough for two."""
+    chooser = auto_module.Chooser(la.auto(), 2)
+    looks = iter([(4e4, 0.1), (8e4, 0.2), (12e4, 0.3), (16e4, 0.4)])
+    monkeypatch.setattr(chooser, "_sent", lambda: next(looks), raising=False)
+    found = []
+    for _ in range(4):
+        chooser._spans = [(0.1, 0.0)]
+        found.append(chooser._pace()[1])
+    assert found == [0.0, pytest.approx(2.5e-6), 0.0, pytest.approx(2.5e-6)]
+
+
 def test_a_fast_network_gets_gradients_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it begins with has no advantage in the first choice."""
     fast = replace(TEXT, rate=1e12, latency=0.0)

@@ -4,10 +4,11 @@ they send, how they go on after a stop, and what they refuse."""
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -663,6 +664,25 @@ def test_stochastic_rounding_draws_anew_and_alike_after_a_resume() -> None:
         assert torch.equal(first, again) and not torch.equal(first, second)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("codec", [Int4(), Int8(), Int4(stochastic=True), Cast("float16"), TopK()])
+def test_what_is_taken_off_is_what_is_decoded(codec: Codec, dtype: torch.dtype) -> None:
+    x = torch.randn(3000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    left = x.clone()
+    payload = codec.encode(left, torch.Generator().manual_seed(1), subtract=True)
+    assert torch.equal(left, x - codec.decode(payload, len(x)))
+
+
+def test_every_message_is_rounded_by_numbers_of_its_own() -> None:
+    """Of each worker, step, bucket and way, and of another run of the same seed the same."""
+    generator = sys.modules["laconic.exchanges.coded"]._generator
+    seeds = [
+        generator(Clock(t, math.nan, 0, 0, 3, worker, bucket=bucket), torch.device("cpu"), way)
+        for t, worker, bucket, way in product((1, 2), (0, 1, 2), (0, 1), (0, 1))
+    ]
+    assert len({g.initial_seed() for g in seeds}) == len(seeds)
+
+
 @pytest.mark.parametrize("row", ["local", "diloco", "streaming"])
 def test_workers_of_two_ranks(row: str) -> None:
     """Each rank of a worker carries, and keeps what is left of, its part: the worker's are alike,
@@ -787,7 +807,7 @@ def test_sending_begins_in_the_backward_pass_whatever_the_groups(codec: str | No
         ]
         optimizer = torch.optim.AdamW(groups, lr=1e-3)
         sent = []
-        layers[0].weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+        layers[3].weight.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
             lambda _: sent.append(sync.stats().bytes_sent)
         )
         sync = la.attach(model, optimizer, la.ddp(codec=codec))
@@ -796,7 +816,7 @@ def test_sending_begins_in_the_backward_pass_whatever_the_groups(codec: str | No
         return sent[0] - before, sync.stats().bytes_sent - before
 
     for early, total in la.simulate(one, workers=2):
-        assert early > total / 3
+        assert early > total / 5, "of the half whose gradients are there"
 
 
 # -- at rest, and within a worker ----
