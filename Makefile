@@ -33,7 +33,7 @@ RACE ?=
 race: peers               ## recipes and other libraries on three networks; hours; goes on where it was
 	$(BIN)/python -m benchmarks.race $(RACE)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt src/laconic/codecs/kernels.c
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[dev]'

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from laconic.cli import main
 from laconic.cli.doctor import report
+from laconic.codecs import kernels
 from laconic.lab import doctor, meeting
 from laconic.lab.cluster import Cluster, NamespacesUnavailable, launch
 from laconic.lab.doctor import Finding, Interface
@@ -168,7 +169,7 @@ def test_cards_and_back_ends(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda card: "H200")
     monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
     monkeypatch.setattr(Path, "exists", lambda path: False)
-    first, last = doctor.software({"LOCAL_WORLD_SIZE": processes})
+    first, *_, last = doctor.software({"LOCAL_WORLD_SIZE": processes})
     assert first.text == ", ".join(f"{k} {v}" for k, v in doctor.versions().items())
     assert last.level == level and said in last.text
 
@@ -176,6 +177,11 @@ def test_cards_and_back_ends(
 def test_a_torch_without_gloo_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
     assert texts(doctor.software({}), "problem") == ["this torch has no gloo back end"]
+
+
+def test_kernels_that_were_not_compiled_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "library", lambda: None)
+    assert "kernels" in texts(doctor.software({}), "warning")[-1]
 
 
 def test_what_the_lab_needs_is_tried() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import NotFiniteError, check_int
+from laconic.tensors import mean_in_rank_order
 
 PIECE = 2**18
 """Elements coded at a time on a CPU: 1 MiB of float32 and its temporaries stay in the caches.
@@ -72,15 +73,22 @@ class Codec(ABC):
 
     @torch.no_grad()
     def encode(
-        self, x: Tensor, generator: torch.Generator | None = None, *, subtract: bool = False
+        self,
+        x: Tensor,
+        generator: torch.Generator | None = None,
+        *,
+        less: Tensor | None = None,
+        plus: Tensor | None = None,
+        subtract: bool = False,
     ) -> Tensor:
         """The code of x: uint8, exactly ``nbytes(x.numel())`` of them, on the device of x.
 
         x is flat: float32, or another floating-point dtype, which is cast to float32 first.
-        ``generator`` is for stochastic rounding (none: torch's own). ``subtract``: what the code
-        stands for is taken off x, which must be contiguous: ``x <- x - Q(x)``. Raises
-        ``ValueError`` where an element is NaN, infinite, or beyond the range of ``dtype``; x is
-        spoilt then.
+        ``generator`` is for stochastic rounding (none: torch's own). ``less``, ``plus``: of x's
+        shape and dtype, ``x <- x - less + plus`` before all else. ``subtract``: what the code
+        stands for is taken off in the end, ``x <- x - Q(x)``. Where x is changed it must be
+        contiguous. Raises ``ValueError`` where an element is NaN, infinite, or beyond the range of
+        ``dtype``; x may be spoilt then.
         """
         if x.dim() != 1 or not x.is_floating_point():
             raise ValueError(
@@ -88,15 +96,18 @@ class Codec(ABC):
                 f"{tuple(x.shape)}"
             )
         payload = torch.empty(self.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
-        fine = self.encode_rows(x.contiguous()[None], payload[None], generator, subtract)
+        fine = self.encode_flat(x.contiguous(), payload, generator, less, plus, subtract)
         if not bool(fine):
             raise NotFiniteError(self._refusal(x))
         return payload
 
     @torch.no_grad()
-    def decode(self, payload: Tensor, length: int, out: Tensor | None = None) -> Tensor:
+    def decode(
+        self, payload: Tensor, length: int, out: Tensor | None = None, *, add: bool = False
+    ) -> Tensor:
         """The ``length`` elements of which ``payload`` is the code, float32, on its device; written
-        to ``out`` if given. Raises ``ValueError`` where the lengths do not fit."""
+        to ``out`` if given, or with ``add`` added to it. Raises ``ValueError`` where the lengths do
+        not fit."""
         size = self.nbytes(length)
         if payload.dtype != torch.uint8 or payload.shape != (size,):
             raise ValueError(
@@ -104,6 +115,8 @@ class Codec(ABC):
                 f"{tuple(payload.shape)}"
             )
         if out is None:
+            if add:
+                raise ValueError("add needs out, to which the elements are added")
             out = torch.empty(length, dtype=torch.float32, device=payload.device)
         elif (
             out.dtype != torch.float32
@@ -115,11 +128,41 @@ class Codec(ABC):
                 f"out must be {length} contiguous float32 on {payload.device}, not {out.dtype} of "
                 f"shape {tuple(out.shape)} on {out.device}"
             )
-        payload = payload.contiguous()
+        self.decode_flat(payload.contiguous(), out, add)
+        return out
+
+    @torch.no_grad()
+    def decode_mean(self, rows: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+        """The mean over the codes ``rows``, uint8 (n, nbytes(length)) and contiguous, of ``length``
+        elements each, a multiple of ``grain``: added up in their order, as ``dtype``."""
+        decoded = self.decode(rows.view(-1), len(rows) * length).to(dtype)
+        return mean_in_rank_order(decoded.view(len(rows), length).unbind(), reuse=True)
+
+    def encode_flat(
+        self,
+        x: Tensor,
+        payload: Tensor,
+        generator: torch.Generator | None,
+        less: Tensor | None,
+        plus: Tensor | None,
+        subtract: bool,
+    ) -> Tensor | bool:
+        """What ``encode`` does, of a contiguous x, into ``payload``. Returns whether all elements
+        are in range."""
+        if less is not None:
+            x.sub_(less)
+        if plus is not None:
+            x.add_(plus)
+        return self.encode_rows(x[None], payload[None], generator, subtract)
+
+    def decode_flat(self, payload: Tensor, out: Tensor, add: bool) -> None:
+        """What ``decode`` does, of a contiguous ``payload``, into ``out``."""
         if payload.storage_offset() % 4:  # a slice: its bytes could not be viewed as floats
             payload = payload.clone()
-        self.decode_rows(payload[None], out[None])
-        return out
+        decoded = torch.empty_like(out) if add else out
+        self.decode_rows(payload[None], decoded[None])
+        if add:
+            out += decoded
 
     def encode_rows(
         self,

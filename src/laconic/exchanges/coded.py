@@ -76,18 +76,26 @@ class _Coded(Exchange):
     def _encode(self, message: Tensor, clock: Clock, state: State) -> tuple[Tensor, Tensor, str]:
         """The code of v, and why it was refused, if it was; first v - q, in the room of the
         message where dtypes allow."""
-        v = message.to(state_dtype(message.dtype))
-        if self.relative:
-            v.sub_(state["reference"])
-        if self.feedback:
-            v.add_(state["residual"], alpha=self.feedback)
-        return (v, *self._code(v, clock))
+        v = message.to(state_dtype(message.dtype)).contiguous()
+        residual = state.get("residual")
+        if residual is not None and self.feedback < 1:
+            residual = self.feedback * residual
+        return (v, *self._code(v, clock, 0, state.get("reference"), residual))
 
-    def _code(self, x: Tensor, clock: Clock, way: int = 0) -> tuple[Tensor, str]:
-        """The code of x, and why it was refused; x is left with what the code leaves out."""
+    def _code(
+        self,
+        x: Tensor,
+        clock: Clock,
+        way: int,
+        less: Tensor | None = None,
+        plus: Tensor | None = None,
+    ) -> tuple[Tensor, str]:
+        """The code of x - less + plus, and why it was refused; with a feedback x is left with what
+        the code leaves out."""
         generator = _generator(clock, x.device, way)
+        subtract = bool(self.feedback)
         try:
-            return self.codec.encode(x, generator, subtract=bool(self.feedback)), ""
+            return self.codec.encode(x, generator, less=less, plus=plus, subtract=subtract), ""
         except NotFiniteError as error:
             length = self.codec.nbytes(len(x))
             return torch.full((length,), REFUSED, dtype=torch.uint8, device=x.device), str(error)
@@ -138,28 +146,30 @@ class CodedMean(_Coded):
         _raise_if_refused(rows, refusal)
         each = length // n
         own = slice(link.rank * each, (link.rank + 1) * each)
-        sent = self.codec.decode(rows.view(-1), length).to(left.dtype)  # slices of whole blocks
-        mean = mean_in_rank_order(sent.view(n, each).unbind(), reuse=True)
+        mean = self.codec.decode_mean(rows, each, left.dtype)  # slices of whole blocks
         if self.feedback:
             mean.add_(state["lag"], alpha=self.feedback)
         if self.relative:
             mean.add_(state["reference"][own])
         result = combine(mean)
         w = result if result is mean else result.clone()  # which may be state of the update's
-        if self.relative:
-            w.sub_(state["reference"][own])
-        back, refusal = self._code(w, clock, way=1)
+        reference = state["reference"][own] if self.relative else None
+        back, refusal = self._code(w, clock, 1, reference)
         everyone = back.new_empty(n * len(back))
         link.all_gather(back, everyone)
         _raise_if_refused(everyone.view(n, -1), refusal)
         if self.feedback:
             state["residual"].copy_(left)  # e <- v - q
             state["lag"].copy_(w)  # o <- w - p
-        fits = message.dtype == torch.float32 and message.is_contiguous()
-        received = self.codec.decode(everyone, length, message if fits else None)
-        if self.relative:
-            received = state["reference"].add_(received).to(left.dtype, copy=True)
-        return Arrival(received.to(left.dtype))
+        if not self.relative:
+            fits = left.dtype == torch.float32
+            received = self.codec.decode(everyone, length, left if fits else None)
+            return Arrival(received.to(left.dtype))
+        if left.dtype == torch.float32:
+            self.codec.decode(everyone, length, state["reference"], add=True)
+        else:
+            state["reference"] += self.codec.decode(everyone, length)
+        return Arrival(left.copy_(state["reference"]))
 
 
 @dataclass(frozen=True)

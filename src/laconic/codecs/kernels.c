@@ -1,0 +1,180 @@
+/* The integer codecs of integers.py and blocks.py in one pass over memory, for float32 on a CPU:
+   the same bits as these, which remain where this was not compiled, and for everything else.
+
+   A block of m elements is two bytes of scale, a bfloat16, and w = ceil(m * bits / 8) bytes of
+   codes q + 2^(bits-1), that of element j in byte j mod w at bit bits * floor(j / w). All
+   arithmetic is IEEE float32 in the order that blocks.py has; it must be compiled without
+   contraction and without -ffast-math. */
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
+#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define CLONES
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+#define LEAST_SCALE 0x1p-126f
+#define MOST_BLOCK 4096
+
+/* x to the nearest bfloat16, ties to even; x is not NaN */
+INLINE float to_bfloat16(float x) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    u += 0x7fff + ((u >> 16) & 1);
+    u &= 0xffff0000u;
+    memcpy(&x, &u, 4);
+    return x;
+}
+
+INLINE float read_scale(const uint8_t *code) {
+    uint32_t u = (uint32_t)code[0] << 16 | (uint32_t)code[1] << 24;
+    float s;
+    memcpy(&s, &u, 4);
+    return s;
+}
+
+INLINE void write_scale(uint8_t *code, float s) {
+    uint32_t u;
+    memcpy(&u, &s, 4);
+    code[0] = (uint8_t)(u >> 16);
+    code[1] = (uint8_t)(u >> 24);
+}
+
+INLINE int64_t width_of(int64_t m, int bits) { return (m * bits + 7) / 8; }
+
+/* v = x - less + plus of one block, coded into `code`, and left <- v - Q(v) where wanted.
+   Returns whether all of v is finite; where not, left <- v. */
+INLINE int encode_block(int bits, int64_t m, const float *x, const float *less, const float *plus,
+                        uint8_t *code, float *left, float most_scale) {
+    const int half = 1 << (bits - 1);
+    const float levels = (float)(half - 1);
+    float v[MOST_BLOCK];
+    int8_t q[MOST_BLOCK];
+    uint32_t peak = 0;
+
+    for (int64_t j = 0; j < m; j++) v[j] = x[j];
+    if (less) for (int64_t j = 0; j < m; j++) v[j] -= less[j];
+    if (plus) for (int64_t j = 0; j < m; j++) v[j] += plus[j];
+    for (int64_t j = 0; j < m; j++) { /* as integers, so that a NaN is the largest */
+        uint32_t u;
+        memcpy(&u, &v[j], 4);
+        u &= 0x7fffffffu;
+        peak = u > peak ? u : peak;
+    }
+    if (peak >= 0x7f800000u) {
+        if (left) memcpy(left, v, (size_t)m * 4);
+        return 0;
+    }
+
+    float s;
+    memcpy(&s, &peak, 4);
+    s = to_bfloat16(s / levels);
+    s = s < LEAST_SCALE ? LEAST_SCALE : s;
+    s = s > most_scale ? most_scale : s;
+    write_scale(code, s);
+    for (int64_t j = 0; j < m; j++) {
+        float r = rintf(v[j] / s);
+        q[j] = (int8_t)(int32_t)r;
+        v[j] -= s * r; /* s * r is exact */
+    }
+    if (left) memcpy(left, v, (size_t)m * 4);
+
+    const int64_t w = width_of(m, bits);
+    uint8_t *to = code + 2;
+    if (w * (8 / bits) == m) {
+        for (int64_t j = 0; j < w; j++) {
+            uint32_t byte = 0;
+            for (int k = 0; k < 8 / bits; k++)
+                byte |= (uint32_t)((q[k * w + j] + half) & (2 * half - 1)) << (bits * k);
+            to[j] = (uint8_t)byte;
+        }
+    } else {
+        for (int64_t j = 0; j < w; j++) {
+            uint32_t byte = 0;
+            for (int k = 0; k < 8 / bits; k++) {
+                int value = k * w + j < m ? q[k * w + j] : 0;
+                byte |= (uint32_t)((value + half) & (2 * half - 1)) << (bits * k);
+            }
+            to[j] = (uint8_t)byte;
+        }
+    }
+    return 1;
+}
+
+/* Q(v) of one block into `out`, or added to it */
+INLINE void decode_block(int bits, int64_t m, const uint8_t *code, float *out, int add) {
+    const int half = 1 << (bits - 1);
+    const int64_t w = width_of(m, bits);
+    const float s = read_scale(code);
+    const uint8_t *from = code + 2;
+    for (int k = 0; k < 8 / bits; k++) {
+        const int64_t start = k * w, rest = m - start, n = rest < w ? rest : w;
+        float *to = out + start;
+        if (add)
+            for (int64_t j = 0; j < n; j++)
+                to[j] += s * (float)((int)(from[j] >> (bits * k) & (2 * half - 1)) - half);
+        else
+            for (int64_t j = 0; j < n; j++)
+                to[j] = s * (float)((int)(from[j] >> (bits * k) & (2 * half - 1)) - half);
+    }
+}
+
+INLINE int encode(int bits, int64_t block, int64_t length, const float *x, const float *less,
+                  const float *plus, uint8_t *code, float *left, float most_scale) {
+    const int64_t step = 2 + width_of(block, bits);
+    for (int64_t i = 0; i < length; i += block, code += step) {
+        const int64_t m = length - i < block ? length - i : block;
+        if (!encode_block(bits, m, x + i, less ? less + i : NULL, plus ? plus + i : NULL, code,
+                          left ? left + i : NULL, most_scale))
+            return 0;
+    }
+    return 1;
+}
+
+INLINE void decode(int bits, int64_t block, int64_t length, const uint8_t *code, float *out,
+                   int add) {
+    const int64_t step = 2 + width_of(block, bits);
+    for (int64_t i = 0; i < length; i += block, code += step)
+        decode_block(bits, length - i < block ? length - i : block, code, out + i, add);
+}
+
+/* The mean over n codes of `length` elements, `stride` bytes apart, added in their order */
+INLINE void decode_mean(int bits, int64_t block, int64_t length, int64_t n, int64_t stride,
+                        const uint8_t *code, float *out) {
+    const int64_t step = 2 + width_of(block, bits);
+    for (int64_t i = 0; i < length; i += block, code += step) {
+        const int64_t m = length - i < block ? length - i : block;
+        float total[MOST_BLOCK];
+        decode_block(bits, m, code, total, 0);
+        for (int64_t k = 1; k < n; k++) decode_block(bits, m, code + k * stride, total, 1);
+        for (int64_t j = 0; j < m; j++) out[i + j] = total[j] / (float)n;
+    }
+}
+
+#define EVERY_WIDTH(name, ...)                                                                     \
+    if (bits == 4) { if (block == 256) return name(4, 256, __VA_ARGS__);                           \
+                     return name(4, block, __VA_ARGS__); }                                         \
+    if (bits == 8) { if (block == 256) return name(8, 256, __VA_ARGS__);                           \
+                     return name(8, block, __VA_ARGS__); }                                         \
+    return name(2, block, __VA_ARGS__);
+
+CLONES int laconic_encode(int bits, int64_t block, int64_t length, const float *x,
+                          const float *less, const float *plus, uint8_t *code, float *left,
+                          float most_scale) {
+    EVERY_WIDTH(encode, length, x, less, plus, code, left, most_scale)
+}
+
+CLONES void laconic_decode(int bits, int64_t block, int64_t length, const uint8_t *code,
+                           float *out, int add) {
+    EVERY_WIDTH(decode, length, code, out, add)
+}
+
+CLONES void laconic_decode_mean(int bits, int64_t block, int64_t length, int64_t n, int64_t stride,
+                                const uint8_t *code, float *out) {
+    EVERY_WIDTH(decode_mean, length, n, stride, code, out)
+}
