@@ -46,6 +46,7 @@ DEMO = ["tests/test_demo.py", "-k", "not gloo"]
 NOLOCO = ["tests/test_noloco.py", "-k", "not gloo"]
 EAGER = ["tests/test_eager.py", "-k", "not gloo"]
 CODED = ["tests/test_coded.py", "-k", "not process"]
+KERNELS = ["tests/test_kernels.py"]
 AUTO = ["tests/test_auto.py", "-k", "not process"]
 
 MUTATIONS: list[tuple[str, str, str, list[str]]] = [
@@ -234,14 +235,15 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("recipes.py", "replace(low, when=after(start, low.when))", "low", LOW_RANK),
     ("checkpoint.py", "or now.dim() > 1", "", LOW_RANK),
     # v = m - r + b*e ; e <- v - Q(v) ; mean = r + b*o + mean(Q(v)) ; o <- w - Q(w) ; r <- r + Q(w)
-    ("exchanges/coded.py", 'v.sub_(state["reference"])', "pass", CODED),
-    ("exchanges/coded.py", 'v.add_(state["residual"], alpha=self.feedback)', 'v.add_(state["residual"])', CODED),
+    ("exchanges/coded.py", 'state.get("reference"), residual)', "None, residual)", CODED),
+    ("exchanges/coded.py", "residual = self.feedback * residual", "pass", CODED),
     ("exchanges/coded.py", 'mean.add_(state["lag"], alpha=self.feedback)', "pass", CODED),
     ("exchanges/coded.py", 'mean.add_(state["reference"][own])', "pass", CODED),
-    ("exchanges/coded.py", 'w.sub_(state["reference"][own])', "pass", CODED),
+    ("exchanges/coded.py", "self._code(w, clock, 1, reference)", "self._code(w, clock, 1)", CODED),
     ("exchanges/coded.py", 'state["residual"].copy_(left)  # e <- v - q\n            state["lag"].copy_(w)', 'state["lag"].copy_(w)', CODED),
     ("exchanges/coded.py", 'state["lag"].copy_(w)', 'state["lag"].add_(w)', CODED),
-    ("exchanges/coded.py", 'state["reference"].add_(received)', 'state["reference"].add(received)', CODED),
+    ("exchanges/coded.py", 'state["reference"], add=True)', 'state["reference"])', CODED),
+    ("exchanges/coded.py", 'state["reference"] += ', "", CODED),
     ("exchanges/coded.py", "alpha=n)  # which counts", "alpha=1)  # which counts", CODED),
     ("exchanges/coded.py", "            state[\"lag\"].zero_()\n\n    def give_back", "            pass\n\n    def give_back", CODED),
     ("exchanges/coded.py", "if refused:", "if False:", CODED),
@@ -252,7 +254,11 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("running.py", "if bool(told.any()) and refusal is None", "if False", CODED),
     ("synchronizer.py", "first = [p for p in own if not self.hooked or id(p) in wanted]", "first = [p for p in held if id(p) in known]", CODED),
     ("synchronizer.py", "            running.rest()", "            pass", CODED),
-    ("codecs/integers.py", "value=-1)  # s * q", "value=-0.5)  # s * q", CODED),
+    ("codecs/integers.py", "value=-1)  # s * q", "value=-0.5)  # s * q", KERNELS),
+    ("codecs/codec.py", "x.sub_(less)", "x.add_(less)", KERNELS),
+    ("codecs/codec.py", "out += decoded", "pass", KERNELS),
+    ("codecs/kernels.py", "_at(less), _at(plus)", "_at(plus), _at(less)", KERNELS),
+    ("codecs/integers.py", "and not self.stochastic", "", KERNELS),
     # seconds = c + l*T + max(0, (1-l)*T - B*c) ; best = min(seconds * steps)
     ("predict.py", "max(seconds - last - BACKWARD", "max(seconds - BACKWARD", AUTO),
     ("predict.py", "(len(sizes) - 1) * cost.messages", "0 * cost.messages", AUTO),
