@@ -498,6 +498,33 @@ def test_ranks_that_switch_to_different_recipes_all_learn_of_it(first: Any) -> N
     assert torch.equal(x, y)
 
 
+def test_a_refused_switch_leaves_nothing_owed_twice() -> None:
+    """All start from the consensus, which is what the rounds are about from then on."""
+
+    def one(rank: int) -> tuple[float, float]:
+        model, optimizer = build(rank)
+        sync = la.attach(model, optimizer, la.diloco(2, codec="int4"))
+        for t in range(1, 5):
+            step(model, optimizer, rank, t)
+        before = float(carried(sync)["lag"].abs().max())
+        with pytest.raises(ValueError, match="attach something else"):
+            sync.switch(la.local_sgd(3 + rank))
+        state = carried(sync)
+        x = weights(model)
+        assert torch.equal(state["reference"][: len(x)], x.to(state["reference"].dtype))
+        return before, float(state["lag"].abs().max())
+
+    for before, after in la.simulate(one, workers=2):
+        assert before > 0 and after == 0
+
+
+def carried(sync: Synchronizer) -> dict[str, Tensor]:
+    """What the exchange of the only round keeps for its only bucket."""
+    (running,) = sync._rounds
+    (state,) = running.carried
+    return state
+
+
 def test_what_is_no_recipe_is_not_switched_to() -> None:
     with pytest.raises(ValueError, match="recipe must be what a recipe function returns"):
         la.simulate(lambda rank: la.attach(*build(rank), la.ddp()).switch("ddp()"), workers=2)  # type: ignore[arg-type]

@@ -478,6 +478,43 @@ def test_what_does_not_fit_is_refused(codec: Codec) -> None:
             codec.decode(payload, 10, out=room)
 
 
+@codecs
+def test_no_code_is_bytes_of_255_alone(codec: Codec) -> None:
+    """Which is what a worker sends of what cannot be coded."""
+    top = largest(codec)
+    for x in (0.0, 1.0, -1.0, top, -top, 2.0**-126, -(2.0**-126)):
+        for length in (1, 2, 3, 600):
+            assert not bool((codec.encode(torch.full((length,), x)) == 255).all())
+
+
+@codecs
+def test_what_is_not_as_x_is_refused(codec: Codec) -> None:
+    x = torch.ones(10)
+    for name in ("less", "plus"):
+        for wrong in (torch.ones(1), torch.ones(10).double(), torch.ones(11)):
+            with pytest.raises(ValueError, match=f"{name} must be as x, torch.float32 of shape"):
+                codec.encode(x, subtract=True, **{name: wrong})
+    with pytest.raises(ValueError, match="changed in place, so that it must be contiguous"):
+        codec.encode(torch.ones(20)[::2], subtract=True)
+
+
+@codecs
+def test_rows_that_do_not_fit_have_no_mean(codec: Codec) -> None:
+    length = 3 * codec.grain
+    row = codec.encode(torch.ones(length))
+    rows = torch.stack([row, row])
+    assert torch.equal(
+        codec.decode_mean(rows, length, torch.float32), codec.decode(row, length).float()
+    )
+    strided = torch.stack([row, row], dim=1).t()
+    for wrong in (rows[:, 1:], rows[:0], rows[0], rows.view(torch.int8), strided):
+        with pytest.raises(ValueError, match=f"as a contiguous row of {len(row)} bytes"):
+            codec.decode_mean(wrong, length, torch.float32)
+    if codec.grain > 1:
+        with pytest.raises(ValueError, match=f"multiples of {codec.grain}, not of 1"):
+            codec.decode_mean(rows, 1, torch.float32)
+
+
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="'float16', 'bfloat16', 'float32', not 'int8'"):
         Cast("int8")

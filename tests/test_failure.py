@@ -82,6 +82,9 @@ class Story:
     culprit: int = 1
 
 
+LIVES_ON = ("raises and lives on", "raises in backward", "breaks in a message")
+
+
 class BrokenLoopError(Exception):
     """What a user's loop may raise."""
 
@@ -93,6 +96,8 @@ def act(story: Story, sync: la.Synchronizer, connection: Connection) -> bool:
         time.sleep(300)  # until the test stops or kills this process
     if story.act == "raises in backward":
         raise_in_backward(sync)
+    if story.act == "breaks in a message":
+        break_in_a_message(sync)
     if story.act.startswith("raises"):
         raise BrokenLoopError("the user's own trouble")
     if story.act == "finishes":
@@ -109,6 +114,16 @@ def raise_in_backward(sync: la.Synchronizer) -> None:
     model = sync._model
     model[0].weight.register_hook(trouble)  # type: ignore[operator, index, union-attr]
     model(torch.randn(5, 4)).square().mean().backward()
+
+
+def break_in_a_message(sync: la.Synchronizer) -> None:
+    """Have this process's next round fail while the others are in it."""
+
+    def trouble(*_: object) -> None:
+        raise BrokenLoopError("the user's own trouble")
+
+    for kind in {type(r.exchange) for r in sync.recipe}:
+        kind.run = trouble  # type: ignore[method-assign, assignment]
 
 
 def live(rank: int, story: Story, port: int, connection: Connection) -> None:
@@ -131,7 +146,7 @@ def live(rank: int, story: Story, port: int, connection: Connection) -> None:
         connection.send(("nothing", f"{AT + 20} steps"))
     except Exception as error:
         connection.send((type(error).__name__, str(error)))
-    if story.act in ("raises and lives on", "raises in backward") and rank == story.culprit:
+    if story.act in LIVES_ON and rank == story.culprit:
         time.sleep(300)  # until the test kills this process
 
 
@@ -253,6 +268,15 @@ def test_a_rank_that_has_left_but_lives(context: Any, recipe: str) -> None:
 
 def test_a_rank_that_leaves_with_half_of_its_gradients_sent(context: Any) -> None:
     story = Story("ddp", "raises in backward")
+    with running(context, story) as run:
+        for _, (kind, text) in tell(run, story, None).items():
+            assert kind == "LinkError" and "has left" in text, text
+
+
+@pytest.mark.parametrize("recipe", ["ddp", "local_sgd"])
+def test_a_rank_that_leaves_after_its_round_failed(context: Any, recipe: str) -> None:
+    """The others are in the same call, and would be waiting for its messages."""
+    story = Story(recipe, "breaks in a message")
     with running(context, story) as run:
         for _, (kind, text) in tell(run, story, None).items():
             assert kind == "LinkError" and "has left" in text, text

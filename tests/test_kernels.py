@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,6 +58,24 @@ def everything(codec: Codec, length: int, seed: int) -> list[Tensor]:
         found.append(codec.decode_mean(rows, length, torch.float32))
         found.append(codec.decode_mean(rows, length, torch.float64))
     return found
+
+
+@pytest.mark.parametrize("what", ["cut short", "another version", "no such function"])
+def test_what_cannot_be_used_is_left_alone(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensor operations do it then."""
+    found = kernels.library()
+    assert found is not None
+    if what == "cut short":
+        cut = tmp_path / "_kernels.so"
+        cut.write_bytes(Path(found._name).read_bytes()[:100])
+        monkeypatch.setattr(kernels, "find_spec", lambda name: SimpleNamespace(origin=str(cut)))
+    elif what == "another version":
+        monkeypatch.setattr(kernels, "VERSION", kernels.VERSION + 1)
+    else:
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    assert kernels.library.__wrapped__() is None
 
 
 @codecs

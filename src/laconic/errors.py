@@ -14,8 +14,8 @@ class LinkError(RuntimeError):
 
 
 class NotFiniteError(ValueError):
-    """NaN, an infinity, or a number too large for a codec; of a coded round on every rank, before
-    what rounds keep was changed."""
+    """NaN, an infinity, or a number too large for a codec; of a coded round on every rank, which is
+    half done then: a checkpoint is to be loaded."""
 
 
 def check_int(name: str, value: object, least: int) -> int:

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from laconic.errors import LinkError
+from laconic.errors import LinkError, NotFiniteError
 
 T = TypeVar("T")
 
@@ -175,9 +175,12 @@ class Lane:
         self._thread, self._jobs = None, queue.SimpleQueue()
 
     def abandon(self) -> bool:
-        """Run no more jobs but the one under way; returns whether there were some."""
-        self._error = self._error or LinkError("left by an exception, with messages unsent")
-        return bool(self._waiting)
+        """Run no more jobs but the one under way; returns whether there were some, or one failed
+        that the other ranks may be waiting in."""
+        error = self._error or (self._latest.error if self._latest is not None else None)
+        self._error = error or LinkError("left by an exception, with messages unsent")
+        alone = error is not None and not isinstance(error, NotFiniteError)  # that, all ranks raise
+        return alone or bool(self._waiting)
 
     def look(self, label: str) -> None:
         """Raise if what is waited for will not come; no later job runs then."""

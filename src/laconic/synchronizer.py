@@ -550,6 +550,8 @@ class Synchronizer:
         if workers_differ(self._recipe):
             state = Round(every(1), Average(), Mean(), optimizer_state)
             RunningRound(state, self._workers, self._shared).start(self.step)
+        for running in self._rounds:  # which may go on, if the ranks do not agree
+            running.rest()
         left: dict[tuple[str, int], Tensor] = {}
         for _, gradients in self._gradient_rounds:
             left.update(gradients.left_over())

@@ -20,9 +20,10 @@ time, and 3.5 with a whole message of 16 MiB; for E3M0 3, 2 and 0.4."""
 class Codec(ABC):
     """A lossy code for flat tensors. Elements are coded in units of ``unit`` elements, each unit on
     its own, one after the other, the last one shorter: for a and b multiples of ``unit``,
-    ``encode(x[a:b]) == encode(x)[nbytes(a):nbytes(b)]`` (without stochastic rounding).
+    ``encode(x[a:b]) == encode(x)[nbytes(a):nbytes(b)]`` (without stochastic rounding). No code
+    consists of bytes of 255 alone, which is what a worker sends of what cannot be coded.
 
-    The code runs on the device of x. Whether x is finite is read back once for every ``encode``,
+    The code runs on the device of x. Whether x is finite is read back in every ``encode``,
     which on an accelerator waits for it; ``decode`` never waits.
     """
 
@@ -84,10 +85,10 @@ class Codec(ABC):
         """The code of x: uint8, exactly ``nbytes(x.numel())`` of them, on the device of x.
 
         x is flat: float32, or another floating-point dtype, which is cast to float32 first.
-        ``generator`` is for stochastic rounding (none: torch's own). ``less``, ``plus``: of x's
-        shape and dtype, ``x <- x - less + plus`` before all else. ``subtract``: what the code
-        stands for is taken off in the end, ``x <- x - Q(x)``. Where x is changed it must be
-        contiguous. Raises ``ValueError`` where an element is NaN, infinite, or beyond the range of
+        ``generator`` is for stochastic rounding (none: torch's own). ``less``, ``plus``: other
+        tensors of x's shape and dtype, ``x <- x - less + plus`` before all else. ``subtract``: what
+        the code stands for is taken off in the end, ``x <- x - Q(x)``. Where x is changed it must
+        be contiguous. Raises ``ValueError`` where an element is NaN, infinite, or beyond the range of
         ``dtype``; x may be spoilt then.
         """
         if x.dim() != 1 or not x.is_floating_point():
@@ -95,6 +96,15 @@ class Codec(ABC):
                 f"{self} encodes a flat floating-point tensor, not {x.dtype} of shape "
                 f"{tuple(x.shape)}"
             )
+        for name, other in (("less", less), ("plus", plus)):
+            if other is not None and (other.shape != x.shape or other.dtype != x.dtype):
+                raise ValueError(
+                    f"{name} must be as x, {x.dtype} of shape {tuple(x.shape)}, not {other.dtype} "
+                    f"of shape {tuple(other.shape)}"
+                )
+        changed = subtract or less is not None or plus is not None
+        if changed and not x.is_contiguous():
+            raise ValueError("x is changed in place, so that it must be contiguous")
         payload = torch.empty(self.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
         fine = self.encode_flat(x.contiguous(), payload, generator, less, plus, subtract)
         if not bool(fine):
@@ -133,8 +143,27 @@ class Codec(ABC):
 
     @torch.no_grad()
     def decode_mean(self, rows: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-        """The mean over the codes ``rows``, uint8 (n, nbytes(length)) and contiguous, of ``length``
-        elements each, a multiple of ``grain``: added up in their order, as ``dtype``."""
+        """The mean over the codes ``rows``, contiguous uint8 (n, nbytes(length)), of ``length``
+        elements each, a multiple of ``grain``: added up in their order, as ``dtype``. Raises
+        ``ValueError`` where the lengths do not fit."""
+        size = self.nbytes(length)
+        if length % self.grain:
+            raise ValueError(f"{self} has a mean of multiples of {self.grain}, not of {length}")
+        if (
+            rows.dtype != torch.uint8
+            or rows.dim() != 2
+            or not len(rows)
+            or rows.shape[1] != size
+            or not rows.is_contiguous()
+        ):
+            raise ValueError(
+                f"{self} codes {length} elements as a contiguous row of {size} bytes, not as "
+                f"{rows.dtype} of shape {tuple(rows.shape)}, strides {rows.stride()}"
+            )
+        return self.mean_of_rows(rows, length, dtype)
+
+    def mean_of_rows(self, rows: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+        """What ``decode_mean`` does, of such rows."""
         decoded = self.decode(rows.view(-1), len(rows) * length).to(dtype)
         return mean_in_rank_order(decoded.view(len(rows), length).unbind(), reuse=True)
 

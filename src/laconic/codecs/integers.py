@@ -57,28 +57,25 @@ class Integers(Blockwise):
         subtract: bool,
     ) -> Tensor | bool:
         others = [t for t in (less, plus) if t is not None]
-        if not self._compiled(x, *others) or (others and not subtract):
+        by_hand = self.stochastic or (others and not subtract)
+        if by_hand or not kernels.take(self.block, x, *others):
             return super().encode_flat(x, payload, generator, less, plus, subtract)
         most = largest_scale(self.levels)
         left = x if subtract else None
         return kernels.encode(self.bits, self.block, x, less, plus, payload, left, most)
 
     def decode_flat(self, payload: Tensor, out: Tensor, add: bool) -> None:
-        if self._compiled(out):
+        if kernels.take(self.block, out):
             kernels.decode(self.bits, self.block, payload, out, add)
         else:
             super().decode_flat(payload, out, add)
 
-    def decode_mean(self, rows: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    def mean_of_rows(self, rows: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         mean = torch.empty(length, dtype=dtype, device=rows.device)
-        if not self._compiled(mean):
-            return super().decode_mean(rows, length, dtype)
+        if not kernels.take(self.block, mean):
+            return super().mean_of_rows(rows, length, dtype)
         kernels.decode_mean(self.bits, self.block, rows, mean)
         return mean
-
-    def _compiled(self, *tensors: Tensor) -> bool:
-        """Whether there is a kernel for these."""
-        return kernels.fit(self.block, tensors) and not self.stochastic
 
     def store(self, total: Tensor, payload: Tensor) -> None:
         # a sum of q * 2^(bits*k) fits an int8, to which floats convert 6 times as fast as to uint8

@@ -3,18 +3,24 @@
 
    A block of m elements is two bytes of scale, a bfloat16, and w = ceil(m * bits / 8) bytes of
    codes q + 2^(bits-1), that of element j in byte j mod w at bit bits * floor(j / w). All
-   arithmetic is IEEE float32 in the order that blocks.py has; it must be compiled without
-   contraction and without -ffast-math. */
+   arithmetic is IEEE float32 in the order that blocks.py has, compiled without contraction. */
 
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#if defined(__FAST_MATH__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__ || __FLT_EVAL_METHOD__ != 0
+#error "the kernels would not give the bits of blocks.py"
+#endif
+
+#define EXPORT __attribute__((visibility("default")))
+#if !defined(__x86_64__) || !defined(__gnu_linux__) || defined(__clang__)
+#define CLONES EXPORT
+#elif __GNUC__ >= 12
+#define CLONES EXPORT __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
-#define CLONES
+#define CLONES EXPORT __attribute__((target_clones("avx2", "default")))
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
@@ -29,6 +35,13 @@ INLINE float to_bfloat16(float x) {
     u &= 0xffff0000u;
     memcpy(&x, &u, 4);
     return x;
+}
+
+/* y to the nearest integer, ties to even, for |y| < 2^22: rintf is a call for each element where
+   there is no SSE4.1 */
+INLINE float nearest(float y) {
+    const float shift = 0x1.8p23f;
+    return copysignf(y + shift - shift, y);
 }
 
 INLINE float read_scale(const uint8_t *code) {
@@ -78,7 +91,7 @@ INLINE int encode_block(int bits, int64_t m, const float *x, const float *less, 
     s = s > most_scale ? most_scale : s;
     write_scale(code, s);
     for (int64_t j = 0; j < m; j++) {
-        float r = rintf(v[j] / s);
+        float r = nearest(v[j] / s);
         q[j] = (int8_t)(int32_t)r;
         v[j] -= s * r; /* s * r is exact */
     }
@@ -114,6 +127,7 @@ INLINE void decode_block(int bits, int64_t m, const uint8_t *code, float *out, i
     const uint8_t *from = code + 2;
     for (int k = 0; k < 8 / bits; k++) {
         const int64_t start = k * w, rest = m - start, n = rest < w ? rest : w;
+        if (rest <= 0) break;
         float *to = out + start;
         if (add)
             for (int64_t j = 0; j < n; j++)
@@ -156,25 +170,34 @@ INLINE void decode_mean(int bits, int64_t block, int64_t length, int64_t n, int6
     }
 }
 
-#define EVERY_WIDTH(name, ...)                                                                     \
-    if (bits == 4) { if (block == 256) return name(4, 256, __VA_ARGS__);                           \
-                     return name(4, block, __VA_ARGS__); }                                         \
-    if (bits == 8) { if (block == 256) return name(8, 256, __VA_ARGS__);                           \
-                     return name(8, block, __VA_ARGS__); }                                         \
-    return name(2, block, __VA_ARGS__);
+/* `then` is done with constants for the widths, and for the block that is usual */
+#define FOR_EVERY_WIDTH(then)                                                                      \
+    if (bits == 4 && block == 256) then(4, 256);                                                   \
+    else if (bits == 4) then(4, block);                                                            \
+    else if (bits == 8 && block == 256) then(8, 256);                                              \
+    else if (bits == 8) then(8, block);                                                            \
+    else then(2, block)
+
+/* Changes whenever the functions below take other arguments, or do something else */
+EXPORT int laconic_version(void) { return 1; }
 
 CLONES int laconic_encode(int bits, int64_t block, int64_t length, const float *x,
                           const float *less, const float *plus, uint8_t *code, float *left,
                           float most_scale) {
-    EVERY_WIDTH(encode, length, x, less, plus, code, left, most_scale)
+    int fine;
+#define ENCODE(b, n) fine = encode(b, n, length, x, less, plus, code, left, most_scale)
+    FOR_EVERY_WIDTH(ENCODE);
+    return fine;
 }
 
 CLONES void laconic_decode(int bits, int64_t block, int64_t length, const uint8_t *code,
                            float *out, int add) {
-    EVERY_WIDTH(decode, length, code, out, add)
+#define DECODE(b, n) decode(b, n, length, code, out, add)
+    FOR_EVERY_WIDTH(DECODE);
 }
 
 CLONES void laconic_decode_mean(int bits, int64_t block, int64_t length, int64_t n, int64_t stride,
                                 const uint8_t *code, float *out) {
-    EVERY_WIDTH(decode_mean, length, n, stride, code, out)
+#define DECODE_MEAN(b, m) decode_mean(b, m, length, n, stride, code, out)
+    FOR_EVERY_WIDTH(DECODE_MEAN);
 }

@@ -6,7 +6,6 @@ elsewhere, so that workers with and without them agree, and they run without the
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
 from functools import cache
 from importlib.util import find_spec
 
@@ -15,17 +14,26 @@ from torch import Tensor
 
 MOST_BLOCK = 4096
 """The longest block that they take."""
+VERSION = 1
+"""What ``kernels.c`` must be: an updated checkout may still have what it compiled before."""
 
 _POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, if there are any."""
+    """The compiled kernels, if there are any that can be used."""
     spec = find_spec("laconic.codecs._kernels")
     if spec is None or spec.origin is None:
         return None
-    found = ctypes.CDLL(spec.origin)
+    try:
+        found = ctypes.CDLL(spec.origin)
+        return _declared(found) if found.laconic_version() == VERSION else None
+    except (OSError, AttributeError):  # cut short, of another machine, on a disk mounted noexec
+        return None
+
+
+def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     shape = [_INT, _INT64, _INT64]
     found.laconic_encode.argtypes = [*shape, *[_POINTER] * 5, ctypes.c_float]
     found.laconic_encode.restype = _INT
@@ -36,13 +44,18 @@ def library() -> ctypes.CDLL | None:
     return found
 
 
-def fit(block: int, tensors: Iterable[Tensor]) -> bool:
-    """Whether there are kernels, for such tensors: contiguous float32 on a CPU."""
+def take(block: int, *tensors: Tensor) -> bool:
+    """Whether there are kernels for such tensors: contiguous float32 in a CPU's memory, as they
+    look (not lazily negated), and that may be written to (not those of inference mode)."""
     return (
         block <= MOST_BLOCK
         and library() is not None
         and all(
-            t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous()
+            t.dtype == torch.float32
+            and t.device.type == "cpu"
+            and t.is_contiguous()
+            and not t.is_neg()
+            and not t.is_inference()
             for t in tensors
         )
     )
@@ -60,27 +73,27 @@ def encode(
 ) -> bool:
     """``payload`` <- the code of ``v = x - less + plus``, ``left <- v - Q(v)``, which may be x.
     Returns whether all of v is finite; if not, what is not is in ``left``."""
-    at = (_at(x), _at(less), _at(plus), _at(payload), _at(left))
+    at = (_address(x), _address(less), _address(plus), _address(payload), _address(left))
     return bool(_library().laconic_encode(bits, block, x.numel(), *at, most_scale))
 
 
 def decode(bits: int, block: int, payload: Tensor, out: Tensor, add: bool) -> None:
     """``out`` <- what ``payload`` is the code of, or with ``add`` that much more."""
-    _library().laconic_decode(bits, block, out.numel(), _at(payload), _at(out), add)
+    _library().laconic_decode(bits, block, out.numel(), _address(payload), _address(out), add)
 
 
 def decode_mean(bits: int, block: int, rows: Tensor, out: Tensor) -> None:
     """``out`` <- the mean of what the ``rows`` are the codes of, added in their order."""
     n, stride = rows.shape
-    at = _at(rows), _at(out)
+    at = _address(rows), _address(out)
     _library().laconic_decode_mean(bits, block, out.numel(), n, stride, *at)
 
 
 def _library() -> ctypes.CDLL:
     found = library()
-    assert found is not None, "asked for by fit()"
+    assert found is not None, "asked for by take()"
     return found
 
 
-def _at(tensor: Tensor | None) -> int | None:
+def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()

@@ -135,7 +135,9 @@ def _kernels() -> Finding:
     """Whether the integer codecs are as fast as they can be."""
     if kernels.library() is not None:
         return Finding("ok", "software", "the kernels of the integer codecs are compiled")
-    remedy = "install laconic again with a C compiler at hand (Debian: apt install gcc)"
+    remedy = (
+        "with GCC or Clang at hand: pip install --force-reinstall --no-deps --no-cache-dir laconic"
+    )
     text = "the kernels of the integer codecs are not compiled: coding takes 3 times as long"
     return Finding("warning", "software", text, remedy)
 
