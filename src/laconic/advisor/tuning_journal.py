@@ -74,7 +74,9 @@ def _study(path: Path, settings: Mapping[str, Any]) -> optuna.Study:
     storage = optuna.storages.JournalStorage(
         JournalFileBackend(str(path), lock_obj=_Held(str(path)))
     )
-    study = optuna.create_study(storage=storage, study_name=NAME, load_if_exists=True)
+    begun = bool(storage.get_all_studies())
+    make = optuna.load_study if begun else optuna.create_study  # to make it again adds a record
+    study = make(storage=storage, study_name=NAME)
     wanted = json.loads(json.dumps(settings))
     found = study.user_attrs.get(SETTINGS)
     if found is None:
