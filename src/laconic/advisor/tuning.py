@@ -3,10 +3,11 @@ kept in a journal.
 
 Each trial is a setting of a finite grid, on which names whose values are numbers are places in
 ascending order. The first is the usual one; the others are drawn by Optuna's tree-structured Parzen
-estimator (Bergstra et al., NeurIPS 2011). No setting is tried twice: where one comes again, an
-untried one next to it takes its place. A trial is stopped halfway by asynchronous successive
-halving (Li et al., MLSys 2020, arXiv 1810.05934). The estimator's random state is a function of the
-seed and of how many trials have ended, so a tuning that was killed goes on to the same trials.
+estimator (Bergstra et al., NeurIPS 2011). No setting is tried twice: where one comes again, the
+estimator has nothing new to say, and a random setting takes its place. (An untried one next to it
+was tried instead, and found less.) Trials are stopped early by asynchronous successive halving
+(Li et al., MLSys 2020, arXiv 1810.05934). The estimator's random state is a function of the seed
+and of how many trials have ended, so a tuning that was killed goes on to the same trials.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ Evaluate = Callable[[Setting, Told], Run]
 
 STARTUP = 6
 """Trials before the estimator models anything: until then settings are random."""
+STOPS_AT = 3
+"""Of the `LOOKS` at a run, the one after which it may be stopped."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +94,12 @@ def tune(
 
 
 def pruner() -> optuna.pruners.BasePruner:
-    """What stops trials: halfway, those that are not in the better half of all that came so far.
+    """What stops trials: after three eighths of their length, those that are not in the best third
+    of all that came so far.
 
     Earlier, losses say little of how a run will end: large learning rates are behind until the
     schedule has lowered them."""
-    return optuna.pruners.SuccessiveHalvingPruner(min_resource=LOOKS // 2, reduction_factor=2)
+    return optuna.pruners.SuccessiveHalvingPruner(min_resource=STOPS_AT, reduction_factor=3)
 
 
 def ended(study: optuna.Study, space: Space) -> list[Trial]:
@@ -158,14 +162,12 @@ def _ask(study: optuna.Study, space: Space, rng: random.Random) -> optuna.Trial:
     states = (TrialState.COMPLETE, TrialState.PRUNED)
     tried = {_places(t.params, space) for t in study.get_trials(deepcopy=False, states=states)}
     trial = study.ask(_distributions(space))
-    if (wanted := _places(trial.params, space)) not in tried:
+    if _places(trial.params, space) not in tried:
         return trial
     study.tell(trial, state=TrialState.FAIL)
     grids = space.grids.values()
     left = [p for p in product(*(range(len(grid)) for grid in grids)) if p not in tried]
-    rng.shuffle(left)  # of several as near, any
-    nearest = min(left, key=lambda p: sum(abs(a - b) for a, b in zip(p, wanted, strict=True)))
-    study.enqueue_trial(dict(zip(space.grids, nearest, strict=True)))
+    study.enqueue_trial(dict(zip(space.grids, rng.choice(left), strict=True)))
     return study.ask(_distributions(space))
 
 

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import ast
 import csv
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.table import Table
 
 from laconic.advisor.tuning import Trial, best, pareto
+from laconic.advisor.tuning_runs import LOOKS
 from laconic.advisor.tuning_space import LR, Setting, Space
 from laconic.lab.plots import COLOURS, GREY
 from laconic.recipes import RECIPES
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 MOST_ROWS = 20
 """In the terminal; the CSV has all."""
@@ -126,30 +132,8 @@ def plot(space: Space, trials: Sequence[Trial], title: str, path: Path) -> Path:
     figure = Figure(figsize=(11, 4.6), dpi=150, layout="constrained", facecolor="white")
     figure.suptitle(title, x=0.01, ha="left", fontsize=9, color=GREY)
     speed, curves = figure.subplots(1, 2)
-    done, front = [t for t in trials if t.status == "ok"], pareto(trials)
-    xs = [t.run.seconds_per_step * 1e3 for t in done]
-    speed.scatter(xs, [t.run.loss for t in done], s=28, color=COLOURS[5], label="trials")
-    points = [(t.run.seconds_per_step * 1e3, t.run.loss) for t in front]
-    speed.plot(*zip(*points, strict=True), "o-", color=COLOURS[0], label="Pareto front")
-    for (x, y), t in zip(points, front, strict=True):
-        right = x > (min(xs) + max(xs)) / 2
-        speed.annotate(
-            told(space, t.setting).replace(" ", "\n"), (x, y), fontsize=7, color=COLOURS[0],
-            xytext=(-8 if right else 8, 8), textcoords="offset points",
-            ha="right" if right else "left", va="bottom",
-        )  # fmt: skip
-    speed.set_xlabel("milliseconds per step")
-    speed.legend(frameon=False, fontsize=9)
-    for t in trials:
-        looks = sorted(t.curve)
-        colour, width = (COLOURS[0], 2.2) if t is best(trials) else (COLOURS[5], 0.9)
-        if t.status != "ok":
-            colour, width = COLOURS[1], 0.7
-        shares = [look / 8 for look in looks]
-        curves.plot(shares, [t.curve[look] for look in looks], color=colour, linewidth=width)
-        if t.status != "ok" and looks:
-            curves.plot(shares[-1], t.curve[looks[-1]], "x", color=colour, markersize=4)
-    curves.set_xlabel("share of a run")
+    _speed(speed, space, trials)
+    _curves(curves, trials)
     for axes in (speed, curves):
         axes.set_yscale("log")
         axes.set_ylabel("validation loss")
@@ -157,5 +141,41 @@ def plot(space: Space, trials: Sequence[Trial], title: str, path: Path) -> Path:
         axes.yaxis.set_major_formatter("{x:.3g}")
         axes.yaxis.set_minor_formatter("{x:.3g}")
         axes.tick_params(axis="y", which="both", labelsize=7)
+        axes.legend(frameon=False, fontsize=9, loc="upper right")
     figure.savefig(path)
     return path
+
+
+def _speed(axes: Axes, space: Space, trials: Sequence[Trial]) -> None:
+    done, front = [t for t in trials if t.status == "ok"], pareto(trials)
+    xs = [t.run.seconds_per_step * 1e3 for t in done]
+    axes.scatter(xs, [t.run.loss for t in done], s=28, color=COLOURS[5], label="trained to the end")
+    points = [(t.run.seconds_per_step * 1e3, t.run.loss) for t in front]
+    axes.step(*zip(*points, strict=True), "o-", where="post", color=COLOURS[0], label="front")
+    for (x, y), t in zip(points, front, strict=True):
+        right = x > (min(xs) + max(xs)) / 2
+        axes.annotate(
+            told(space, t.setting).replace(" ", "\n"), (x, y), fontsize=7, color=COLOURS[0],
+            xytext=(-8 if right else 8, 4), textcoords="offset points",
+            ha="right" if right else "left", va="bottom",
+        )  # fmt: skip
+    axes.set_xlabel("milliseconds per step")
+
+
+def _curves(axes: Axes, trials: Sequence[Trial]) -> None:
+    winner = best(trials)
+    for t in trials:
+        colour, width, label = COLOURS[5], 0.9, "trained to the end"
+        if t.status != "ok":
+            colour, width, label = COLOURS[1], 0.7, "stopped early"
+        elif t is winner:
+            colour, width, label = COLOURS[0], 2.2, "lowest loss"
+        looks = [look for look in sorted(t.curve) if math.isfinite(t.curve[look])]
+        shares = [look / LOOKS for look in looks]
+        known = axes.get_legend_handles_labels()[1]
+        axes.plot(
+            shares, [t.curve[look] for look in looks], color=colour, linewidth=width,
+            marker="x" if t.status != "ok" else None, markevery=[-1] if looks else None,
+            markersize=4, label=None if label in known else label,
+        )  # fmt: skip
+    axes.set_xlabel("share of a run")
