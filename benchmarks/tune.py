@@ -118,10 +118,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("laconic-tune-benchmark"), metavar="DIR")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    console = Console()
+    console = Console(width=100)
     space = space_of(RECIPE, {}, WORKERS)
-    table = Table("seed", "lowest loss", "median ratio", "worst", "within 5 %", "cost", "trials",
-                  "stopped", "random: median", "random: within 5 %", box=None)  # fmt: skip
+    table = Table("seed", "lowest loss", "ratio: median", "worst", "within 5 %", "cost", "trials",
+                  "stopped", "random: median", "within 5 %", box=None)  # fmt: skip
     for seed in range(options.seeds):
         with console.status("") as status:
             told = f"seed {seed}: of {space.size} settings "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 from laconic.advisor import tuning, tuning_report
 from laconic.advisor.tuning import Trial
@@ -251,7 +253,9 @@ def test_killed_it_goes_on_where_it_was(tmp_path: Path) -> None:
 
     options = [RECIPE, "--workers", "2", "--steps", "64", "--compute", "1ms", "--trials", "6"]
     command = [sys.executable, "-m", "laconic", "tune", *options, "--out", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    threads = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}  # sums depend on them
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, env=threads, **quiet)  # type: ignore[call-overload]
     journal, deadline = tmp_path / "journal.jsonl", time.monotonic() + 60
     while time.monotonic() < deadline and process.poll() is None:
         lines = journal.read_bytes().splitlines() if journal.exists() else []

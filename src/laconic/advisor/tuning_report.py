@@ -69,19 +69,24 @@ def summary(space: Space, trials: Sequence[Trial]) -> str:
     winner = best(trials)
     lines.append(f"Lowest validation loss: {winner.run.loss:.4f}, {told(space, winner.setting)}.")
     for name in edges(space, winner.setting):
-        lines.append(f"{name}={winner.setting[name]} is the last of its values: --param {name}=...")
+        lowest = winner.setting[name] == space.grids[name][0]
+        lines.append(
+            f"{name}={winner.setting[name]} is the {'smallest' if lowest else 'largest'} of its "
+            f"values: try {'smaller' if lowest else 'larger'} ones, --param {name}=..."
+        )
     lines += ["To paste:", "", *code(space, winner.setting)]
     return "\n".join(lines)
 
 
 def edges(space: Space, setting: Setting) -> list[str]:
-    """The names whose best value is the largest or smallest that was tried, and not 0 or the
-    smallest that there can be: beyond it there may be a better one."""
+    """The names whose best value is the largest or smallest of three or more, and not 0 or 1,
+    beyond which there often is nothing: a better one may lie outside."""
     return [
         name
         for name in tuned(space)
         if space.ordered(name)
-        and setting[name] in (space.grids[name][0], space.grids[name][-1])
+        and len(values := space.grids[name]) > 2
+        and setting[name] in (values[0], values[-1])
         and setting[name] not in (0, 1)
     ]
 
