@@ -125,8 +125,10 @@ def test_finds_the_minimum_in_a_third_of_the_grids_steps(tmp_path: Path) -> None
 
 
 def test_without_stopping_the_whole_grid_is_run_once(tmp_path: Path) -> None:
-    trials = search(tmp_path / "journal", prune=False)
-    assert len({tuple(t.setting.items()) for t in trials}) == len(trials) == SPACE.size
+    space = space_of(SPACE.recipe, {"momentum": (0, 0.1), "lr": (1, 2)}, 8)
+    with opened(tmp_path / "journal", {}) as study:
+        trials = list(tuning.tune(study, space, formula(), prune=False))
+    assert len({tuple(t.setting.items()) for t in trials}) == len(trials) == space.size == 16
     assert {t.status for t in trials} == {"ok"}
 
 
@@ -366,3 +368,27 @@ def test_a_journal_of_other_settings_or_in_use_is_left_as_it_is(
         assert main(options) == 2
     assert "another process is tuning" in capsys.readouterr().err
     assert journal.read_bytes() == content
+
+
+def test_what_was_refused_can_be_put_right(tmp_path: Path) -> None:
+    options = ["tune", "ddp", "--workers", "2", "--trials", "1", "--compute", "1ms"]
+    options += ["--out", str(tmp_path)]
+    assert main([*options, "--seconds", "0.0001"]) == 2
+    assert main([*options, "--steps", "8"]) == 0
+
+
+def test_interrupted_it_shows_what_it_has(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "laconic", "tune", *SMALL, "--budget", "1h"]
+    process = subprocess.Popen(
+        [*command, "--out", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("1/? ")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.endswith("laconic: interrupted\n")
+    assert "settings tried" in out and (tmp_path / "trials.csv").exists()

@@ -62,8 +62,11 @@ class _Ears:
         self._trial = trial
         self._look = 0
         self.step, self.loss = 0, math.nan
+        self.closed = False
 
     def __call__(self, step: int, steps: int, loss: float) -> None:
+        if self.closed:  # interrupted: simulated workers are threads, which outlive the call
+            raise _Stop
         look = LOOKS * step // steps
         if look <= self._look:
             return
@@ -145,6 +148,8 @@ def _next(study: optuna.Study, space: Space, evaluate: Evaluate, key: str) -> Tr
         run, finished = evaluate(setting, ears), True
     except _Stop:
         run, finished = Run(ears.loss, ears.step, math.nan, math.nan), False
+    finally:
+        ears.closed = True
     finished = finished and math.isfinite(run.loss)
     trial.set_user_attr("run", asdict(run))
     trial.set_user_attr("seconds", time.perf_counter() - start)

@@ -17,6 +17,8 @@ NAME = "laconic tune"
 """What the study in a journal is called, by which it is known as ours."""
 SETTINGS = "settings"
 """The study's attribute that says what is tuned, and how."""
+COMPUTE = "compute"
+"""The attribute with the seconds that a step computes, as measured when the tuning began."""
 
 
 class _Held(JournalFileOpenLock):
@@ -78,9 +80,11 @@ def _study(path: Path, settings: Mapping[str, Any]) -> optuna.Study:
     make = optuna.load_study if begun else optuna.create_study  # to make it again adds a record
     study = make(storage=storage, study_name=NAME)
     wanted = json.loads(json.dumps(settings))
-    found = study.user_attrs.get(SETTINGS)
-    if found is None:
-        study.set_user_attr(SETTINGS, wanted)
+    found = study.user_attrs.get(SETTINGS, {})
+    if not study.get_trials(deepcopy=False):  # nothing is lost: what was wrong may be put right
+        if found != wanted:
+            study.set_user_attr(SETTINGS, wanted)
+            study.set_user_attr(COMPUTE, None)
     elif found != wanted:
         names = (n for n in {**found, **wanted} if found.get(n) != wanted.get(n))
         name = next(names)

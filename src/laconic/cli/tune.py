@@ -100,9 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     settings = _settings(arguments, space, task)
     with terminate_as_exit(), opened(arguments.out / "journal.jsonl", settings) as study:
-        timed = replace(task, compute=_compute(study, task))
-        texts = {space.text(setting): None for setting in space.settings()}
-        timed.check(list(texts))
+        timed = _timed(study, space, task)
 
         def evaluate(setting: Any, told: Any) -> Any:
             return timed.run(space.text(setting), float(setting[LR]), told)
@@ -216,15 +214,19 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def _compute(study: optuna.Study, task: Task) -> float:
-    """Seconds that a step computes: as given, as measured when the journal was begun, or now."""
+def _timed(study: optuna.Study, space: Space, task: Task) -> Task:
+    """The task with the seconds that a step computes: as given, as measured when the tuning began,
+    or now. Raises ``ValueError`` where with these some setting cannot be run."""
+    from laconic.advisor.tuning_journal import COMPUTE
     from laconic.advisor.tuning_runs import measure_compute
 
-    if not math.isnan(task.compute):
-        return task.compute
-    if "compute" not in study.user_attrs:
-        study.set_user_attr("compute", measure_compute(task))
-    return float(study.user_attrs["compute"])
+    begun = study.user_attrs.get(COMPUTE)
+    if math.isnan(task.compute):
+        task = replace(task, compute=begun or measure_compute(task))
+    task.check(list({space.text(setting): None for setting in space.settings()}))
+    if begun is None:
+        study.set_user_attr(COMPUTE, task.compute)
+    return task
 
 
 def _title(space: Space, task: Task) -> str:
