@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -212,6 +213,16 @@ def test_a_run_is_the_same_every_time_and_depends_on_lr() -> None:
     assert first.loss == told[-1][2] < told[0][2]
     assert here.run("local_sgd(3)", 1.0, lambda *_: None) == first
     assert here.run("local_sgd(3)", 2.0, lambda *_: None).loss != first.loss
+
+
+def test_emulated_hosts_train_as_simulated_workers_do() -> None:
+    here = task(Length("steps", 24))
+    hosts = replace(here, emulated=True, race=replace(here.race, hosts=2, per_host=1))
+    told: list[tuple[int, int]] = []
+    real = hosts.run("local_sgd(3)", 2.0, lambda step, steps, _: told.append((step, steps)))
+    assert real.loss == pytest.approx(here.run("local_sgd(3)", 2.0, lambda *_: None).loss, rel=1e-4)
+    assert told == [(step, 24) for step in range(3, 25, 3)]
+    assert real.steps == 24 and real.seconds_per_step > 0
 
 
 def test_a_run_ends_where_it_is_told_to() -> None:
