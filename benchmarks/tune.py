@@ -4,7 +4,8 @@ python -m benchmarks.tune [--seeds N] [--tuners N] [--out DIR]
 
 The workload is the lab's digits on 8 simulated workers, the recipe SlowMo over local SGD. For every
 seed of the workload all settings of the grid are trained to their end; then tuners of other seeds
-each have a third of the steps, those of stopped runs counted. A simulated run is the same every
+each have a third of the steps, those of stopped runs counted. The same is done with the mean of
+three seeds, as --repeat 3 tunes it. A simulated run is the same every
 time, so what a tuner trains is looked up among the grid's runs. Beside it stands what random
 settings, all trained to their end, find at the same cost. Grids are kept in DIR, so that a
 benchmark that was interrupted goes on.
@@ -17,7 +18,7 @@ import random
 import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -34,6 +35,8 @@ from laconic.lab.plan import Schedule
 
 RECIPE = "slowmo(local_sgd(period), period=period, momentum=momentum)"
 WORKERS, STEPS = 8, 240
+REPEAT = 3
+"""Seeds whose mean is tuned as well."""
 SHARE = 3
 """The grid's cost over the tuner's."""
 NEAR = 1.05
@@ -61,6 +64,21 @@ def grid(space: Space, seed: int, out: Path, progress: Callable[[int], None]) ->
         for _ in tuning.tune(study, space, train, prune=False):
             progress(len(tuning.ended(study, space)))
         return tuning.ended(study, space)
+
+
+def mean(grids: list[list[Trial]]) -> list[Trial]:
+    """The grid that --repeat trains: losses as means over the runs of several seeds."""
+    found = []
+    for runs in zip(*map(in_order, grids), strict=True):
+        curve = {look: statistics.fmean(t.curve[look] for t in runs) for look in runs[0].curve}
+        loss = statistics.fmean(t.run.loss for t in runs)
+        found.append(replace(runs[0], run=replace(runs[0].run, loss=loss), curve=curve))
+    return found
+
+
+def in_order(trials: list[Trial]) -> list[Trial]:
+    """By setting."""
+    return sorted(trials, key=lambda trial: str(trial.setting))
 
 
 def replay(space: Space, runs: list[Trial]) -> Evaluate:
@@ -113,35 +131,46 @@ def at_random(runs: list[Trial], seed: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune")
-    parser.add_argument("--seeds", type=int, default=3, help="of the workload (%(default)s)")
+    parser.add_argument("--seeds", type=int, default=6, help="of the workload (%(default)s)")
     parser.add_argument("--tuners", type=int, default=10, help="for each of them (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("laconic-tune-benchmark"), metavar="DIR")
     options = parser.parse_args()
     torch.set_num_threads(1)
     console = Console(width=100)
     space = space_of(RECIPE, {}, WORKERS)
-    table = Table("seed", "lowest loss", "ratio: median", "worst", "within 5 %", "cost", "trials",
+    table = Table("seeds", "lowest loss", "ratio: median", "worst", "within 5 %", "cost", "trials",
                   "stopped", "random: median", "within 5 %", box=None)  # fmt: skip
+    grids = []
     for seed in range(options.seeds):
         with console.status("") as status:
             told = f"seed {seed}: of {space.size} settings "
             runs = grid(space, seed, options.out, lambda n, t=told: status.update(f"{t}{n}"))  # type: ignore[misc]
-        found = [search(space, runs, tuner) for tuner in range(options.tuners)]
-        ratios = [f.ratio for f in found]
-        chance = [at_random(runs, i) for i in range(1000)]
-        table.add_row(
-            str(seed),
-            f"{tuning.best(runs).run.loss:.4f}",
-            f"{statistics.median(ratios):.3f}",
-            f"{max(ratios):.3f}",
-            f"{sum(r <= NEAR for r in ratios)} of {len(ratios)}",
-            f"{max(f.cost for f in found):.3f}",
-            f"{statistics.median(f.trials for f in found):g}",
-            f"{statistics.median(f.stopped for f in found):g}",
-            f"{statistics.median(chance):.3f}",
-            f"{sum(r <= NEAR for r in chance) / len(chance):.0%}",
-        )
+        grids.append(runs)
+    named = {str(seed): runs for seed, runs in enumerate(grids)}
+    for first in range(0, len(grids) - REPEAT + 1, REPEAT):
+        several = grids[first : first + REPEAT]
+        named[f"{first}-{first + REPEAT - 1}"] = mean(several)
+    for name, runs in named.items():
+        table.add_row(name, *figures(space, runs, options.tuners))
     console.print(table)
+
+
+def figures(space: Space, runs: list[Trial], tuners: int) -> list[str]:
+    """Of so many tuners on one grid."""
+    found = [search(space, runs, tuner) for tuner in range(tuners)]
+    ratios = [f.ratio for f in found]
+    chance = [at_random(runs, i) for i in range(1000)]
+    return [
+        f"{tuning.best(runs).run.loss:.4f}",
+        f"{statistics.median(ratios):.3f}",
+        f"{max(ratios):.3f}",
+        f"{sum(r <= NEAR for r in ratios)} of {len(ratios)}",
+        f"{max(f.cost for f in found):.3f}",
+        f"{statistics.median(f.trials for f in found):g}",
+        f"{statistics.median(f.stopped for f in found):g}",
+        f"{statistics.median(chance):.3f}",
+        f"{sum(r <= NEAR for r in chance) / len(chance):.0%}",
+    ]
 
 
 if __name__ == "__main__":

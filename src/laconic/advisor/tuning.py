@@ -35,7 +35,7 @@ Evaluate = Callable[[Setting, Told], Run]
 STARTUP = 6
 """Trials before the estimator models anything: until then settings are random."""
 STOPS_AT = 3
-"""Of the `LOOKS` at a run, the one after which it may be stopped."""
+"""Of the `LOOKS` at a run, the one after which it may be stopped, and again after twice that."""
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,12 @@ def tune(
 
 
 def pruner() -> optuna.pruners.BasePruner:
-    """What stops trials: after three eighths of their length, those that are not in the best third
-    of all that came so far.
+    """What stops trials: after three eighths of their length, and again after three
+    quarters, those that are not in the better half of all that came so far.
 
     Earlier, losses say little of how a run will end: large learning rates are behind until the
     schedule has lowered them."""
-    return optuna.pruners.SuccessiveHalvingPruner(min_resource=STOPS_AT, reduction_factor=3)
+    return optuna.pruners.SuccessiveHalvingPruner(min_resource=STOPS_AT, reduction_factor=2)
 
 
 def ended(study: optuna.Study, space: Space) -> list[Trial]:

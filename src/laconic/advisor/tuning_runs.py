@@ -18,6 +18,7 @@ import laconic
 from laconic.errors import check_int
 from laconic.lab import own, plan, race, workloads
 from laconic.lab.workloads import Workload, lr_factor
+from laconic.links.simulated import current_link
 from laconic.parse import parse_recipe
 from laconic.predict import Facts, Prediction, predict
 from laconic.round import Recipe
@@ -62,9 +63,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Task:
-    """What all trials share. ``race``: workload, network, seed; its hosts and processes are the
-    workers. ``emulated``: on hosts of the lab, where time is measured; else in the simulator, where
-    it is predicted from ``compute``, the seconds that a step computes."""
+    """What all trials share. ``race``: workload, network, and the seeds over whose runs the loss is
+    a mean; its hosts and processes are the workers. ``emulated``: on hosts of the lab, where time
+    is measured; else in the simulator, where it is predicted from ``compute``, the seconds that a
+    step computes."""
 
     race: race.Settings
     length: Length
@@ -128,21 +130,31 @@ class Task:
         return Run(loss, steps, cost.seconds, cost.bytes)
 
     def _simulated(self, recipe: Recipe, steps: int, lr: float, told: Told) -> float:
+        """All seeds in step with each other, so that their mean is known while they run."""
+
         def worker(rank: int) -> float:
-            training = _Training(self.workload, rank, self.workers, self.race.seeds[0], lr)
-            sync = laconic.attach(
-                training.model, training.optimizer, recipe, group_size=self.race.group_size
-            )
+            link = current_link.get()
+            assert link is not None, "a simulated worker has one"
+            runs = []
+            for seed in self.race.seeds:
+                run = _Training(self.workload, rank, self.workers, seed, lr)
+                own_link = link.split([range(self.workers)])
+                sync = laconic.attach(
+                    run.model, run.optimizer, recipe, link=own_link, group_size=self.race.group_size
+                )
+                runs.append((run, sync))
             planned, loss = plan.Schedule(recipe, None, steps, LOOKS, {}), math.nan
             for step in range(1, steps + 1):
-                training.backward(step, steps, sync.report_loss)
-                training.optimizer.step()
+                for run, sync in runs:
+                    run.backward(step, steps, sync.report_loss)
+                    run.optimizer.step()
                 if planned.is_look(step) and planned.look(step, 0.0):
-                    with sync.consensus():
-                        loss = training.validation_loss() if rank == 0 else math.nan
+                    losses = [_consensus_loss(run, sync, rank) for run, sync in runs]
+                    loss = statistics.fmean(losses)
                     if rank == 0:
                         told(step, steps, loss)
-            sync.detach()
+            for _, sync in runs:
+                sync.detach()
             return loss
 
         return laconic.simulate(worker, self.workers)[0]
@@ -197,6 +209,12 @@ class _Training:
         losses = [float(self.workload.loss(self.model, b)) for b in self.workload.validation]
         self.model.train()
         return statistics.fmean(losses)
+
+
+def _consensus_loss(run: _Training, sync: laconic.Synchronizer, rank: int) -> float:
+    """Of the consensus model, on rank 0; every rank must call it."""
+    with sync.consensus():
+        return run.validation_loss() if rank == 0 else math.nan
 
 
 def measure_compute(task: Task, steps: int = 20) -> float:

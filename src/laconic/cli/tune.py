@@ -82,6 +82,10 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--no-stop", action="store_true", help="train every setting to its end, good or bad"
     )
+    parser.add_argument(
+        "--repeat", type=int, default=1, metavar="N",
+        help="train each setting with so many seeds; the mean loss counts (%(default)s)",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("laconic-tune"), metavar="DIR")
     parser.set_defaults(run=run)
@@ -144,6 +148,9 @@ def _asked(arguments: argparse.Namespace) -> tuple[Space, Task]:
 
     workers = check_int("workers", arguments.workers, 1)
     check_int("seed", arguments.seed, 0)
+    repeat = check_int("repeat", arguments.repeat, 1)
+    if repeat > 1 and arguments.emulated:
+        raise ValueError("--repeat is for simulated workers: leave out --emulated")
     given: dict[str, Any] = {}
     for text in arguments.param:
         name, values = parse_values(text)
@@ -165,7 +172,7 @@ def _asked(arguments: argparse.Namespace) -> tuple[Space, Task]:
         data=arguments.data and str(Path(arguments.data).resolve()),
         seconds=length.amount if arguments.emulated and length.unit == "seconds" else None,
         steps=None if arguments.emulated and length.unit == "seconds" else STEPS,
-        seeds=(arguments.seed,),
+        seeds=tuple(range(arguments.seed, arguments.seed + repeat)),
     )
     space = space_of(arguments.recipe, given, workers, settings.own_recipes())
     compute = math.nan
@@ -206,6 +213,7 @@ def _settings(arguments: argparse.Namespace, space: Space, task: Task) -> dict[s
         "emulated": task.emulated,
         "no_stop": arguments.no_stop,
         "seed": arguments.seed,
+        "repeat": arguments.repeat,
         "torch": torch.__version__,
     }
 
