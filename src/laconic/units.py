@@ -13,9 +13,9 @@ __all__ = ["format_rate", "parse_duration", "parse_rate"]
 
 _NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-zµμ/]*)\s*", re.ASCII)
 _RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-_DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _RATE_FORMS = "a positive number of bit/s, or one with bit, kbit, mbit or gbit (100mbit, 10 Gbit/s)"
-_DURATION_FORMS = "a number of seconds from 0 up, or one with us, ms or s (20ms, 1.5 s)"
+_DURATION_FORMS = "a number of seconds from 0 up, or one with us, ms, s, min or h (20ms, 1.5 s)"
 
 
 def parse_rate(text: str) -> float:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from laconic import __version__
-from laconic.cli import compare, doctor, lab, report, watch
+from laconic.cli import compare, doctor, lab, report, tune, watch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     lab.add(commands)
     doctor.add(commands)
     watch.add(commands)
+    tune.add(commands)
     arguments = parser.parse_args(argv)
     try:
         return int(arguments.run(arguments))

@@ -57,7 +57,7 @@ class Settings:
     every one of the ``peers``, runs once for each of the ``seeds``, after a row without
     communication unless ``baseline`` is False. ``rules``: a file with recipes of the user's own.
     ``group_size``: neighbouring workers that make up one group, for recipes with rounds inside
-    groups."""
+    groups. ``lr``: times the workload's own learning rate."""
 
     recipes: tuple[str, ...]
     peers: tuple[str, ...] = ()
@@ -76,6 +76,7 @@ class Settings:
     seeds: tuple[int, ...] = (0,)
     validations: int = 8
     baseline: bool = True
+    lr: float = 1.0
 
     def check(self) -> None:
         """Raise ``ValueError`` for anything that would fail later, before anything is started."""
@@ -260,6 +261,7 @@ def _row(
         steps=settings.steps,
         seed=seed,
         validations=settings.validations,
+        lr=settings.lr,
         # emulated hosts have slow cards; elsewhere the link is slowed down, ranks sharing a card
         bandwidths=None if cluster.emulated else [rate / settings.per_host for rate in rates],
         latency=settings.latency,

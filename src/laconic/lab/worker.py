@@ -39,7 +39,7 @@ REPORT_SECONDS = 0.5
 class Spec:
     """What every rank of a race is told. ``recipe`` is empty for no communication, and the name of
     another library where it is a ``peer``; ``rules`` is the file with the user's own recipes;
-    ``group_size`` workers make up a group;
+    ``group_size`` workers make up a group; ``lr`` is in multiples of the workload's;
     ``seconds`` or ``steps`` ends the run. ``bandwidths`` (bit/s, of a rank on each host) and
     ``latency`` (s) are for a link that must be slowed down here; ``paces`` say how many times as
     long each host's computing is to take; ``interface`` is the one whose counter is read."""
@@ -59,6 +59,7 @@ class Spec:
     paces: list[float]
     interface: str | None
     timeout: float
+    lr: float = 1.0
 
     def to_json(self) -> str:
         """For the command line of the worker."""
@@ -151,7 +152,7 @@ class Run:
         torch.manual_seed(spec.seed)
         self.model = workload.model()
         self._optimizer = workload.optimizer(self.model)
-        self._peaks = [group["lr"] for group in self._optimizer.param_groups]
+        self._peaks = [spec.lr * group["lr"] for group in self._optimizer.param_groups]
         self._batches: Iterator[Batch] = workload.batches(self.rank, self.size, spec.seed)
         self.contender: Contender
         if isinstance(entry, Peer):
@@ -307,6 +308,7 @@ def train(run: Run, planned: plan.Schedule) -> list[tuple[int, float, float, flo
             if planned.look(step, elapsed):
                 figures = run.validation_loss(), run.contender.distance()
                 curve.append((step, elapsed, megabytes, *figures))
+                say(run.rank, event="validation", step=step, steps=planned.steps, loss=figures[0])
             clock.start()
     clock.stop(step)
     return curve

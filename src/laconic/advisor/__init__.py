@@ -1,0 +1,1 @@
+"""Advice about which recipe to train with, and how to set it."""

@@ -1,0 +1,277 @@
+"""``laconic tune``: find good settings of a recipe on one's own workload."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from laconic.errors import check_float, check_int
+from laconic.units import parse_duration, parse_rate
+
+if TYPE_CHECKING:
+    import optuna
+
+    from laconic.advisor.tuning import Trial
+    from laconic.advisor.tuning_runs import Length, Task
+    from laconic.advisor.tuning_space import Space
+
+TRIALS, STEPS = 20, 240
+"""Where nothing else is asked for."""
+
+
+def add(commands: Any) -> None:
+    """Add the command to the parser's."""
+    parser = commands.add_parser(
+        "tune",
+        help="find good settings of a recipe on your workload",
+        description="Train a workload under one setting of a recipe after the other, by simulated "
+        "workers on this machine, stop what is behind early, and show quality against speed. "
+        "Interrupted, the same command goes on where it was.",
+        epilog="Free names in the recipe are tuned, and always lr: the local optimiser's learning "
+        "rate, in multiples of the workload's own. For example: laconic tune "
+        "'slowmo(local_sgd(12), period=outer, momentum=momentum)' --param outer=12,24,48",
+    )
+    parser.add_argument(
+        "recipe",
+        nargs="?",
+        default="slowmo",
+        metavar="RECIPE",
+        help="slowmo (the default), local_sgd, diloco, ddp, sgp, easgd or eamsgd with what is "
+        "usually tuned of it, or a recipe with free names",
+    )
+    parser.add_argument(
+        "--param",
+        action="append",
+        default=[],
+        metavar="NAME=A,B,...",
+        help="the values of a name, such as momentum=0,0.2,0.4; may be given for several",
+    )
+    parser.add_argument(
+        "--workload", default="digits", help="digits, text, or your own: my.py:make (%(default)s)"
+    )
+    parser.add_argument("--data", metavar="FILE", help="what the text workload, or yours, learns")
+    parser.add_argument("--rules", metavar="FILE", help="recipes of your own, such as my_rules.py")
+    parser.add_argument("--workers", type=int, default=4, help="default: %(default)s")
+    parser.add_argument("--group-size", type=int, metavar="N", help="workers that make up a group")
+    parser.add_argument(
+        "--bandwidth", default="100mbit", help="of each worker, such as 20mbit (%(default)s)"
+    )
+    parser.add_argument("--latency", default="0", help="of each message, such as 20ms")
+    parser.add_argument(
+        "--compute",
+        metavar="TIME",
+        help="what a step computes on your machines, such as 50ms, for times to be predicted; "
+        "default: as measured here",
+    )
+    parser.add_argument(
+        "--emulated",
+        action="store_true",
+        help="train on emulated hosts, as laconic compare does, and measure times",
+    )
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=int, help=f"that each trial trains ({STEPS})")
+    length.add_argument("--seconds", type=float, help="the same in time, as the cost model has it")
+    length.add_argument("--megabytes", type=float, help="the same in what each worker sends")
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--trials", type=int, help=f"in all, resumed ones included ({TRIALS})")
+    budget.add_argument("--budget", metavar="TIME", help="for all trials here, such as 10min")
+    parser.add_argument(
+        "--no-stop", action="store_true", help="train every setting to its end, good or bad"
+    )
+    parser.add_argument(
+        "--repeat", type=int, default=1, metavar="N",
+        help="train each setting with so many seeds; the mean loss counts (%(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path("laconic-tune"), metavar="DIR")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """0 when it has found a setting."""
+    _needs()
+    from laconic.advisor import tuning
+    from laconic.advisor.tuning_journal import opened
+    from laconic.advisor.tuning_space import LR
+    from laconic.lab.jobs import terminate_as_exit
+
+    trials, seconds = _budget(arguments)
+    space, task = _asked(arguments)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    settings = _settings(arguments, space, task)
+    with terminate_as_exit(), opened(arguments.out / "journal.jsonl", settings) as study:
+        timed = _timed(study, space, task)
+
+        def evaluate(setting: Any, told: Any) -> Any:
+            return timed.run(space.text(setting), float(setting[LR]), told)
+
+        limits: dict[str, Any] = {"trials": trials, "seconds": seconds, "seed": arguments.seed}
+        done = len(tuning.ended(study, space))
+        try:
+            for trial in tuning.tune(study, space, evaluate, prune=not arguments.no_stop, **limits):
+                done += 1
+                _say(f"{done}/{trials or '?'} {_told(space, trial)}")
+        finally:
+            if found := tuning.ended(study, space):
+                _show(space, found, _title(space, timed), arguments.out)
+    return 0
+
+
+def _needs() -> None:
+    """Raise ``ImportError`` where a package is missing."""
+    try:
+        import matplotlib  # noqa: F401
+        import optuna  # noqa: F401
+        import rich  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"laconic tune needs {error.name}: pip install 'laconic[tune]'") from None
+
+
+def _budget(arguments: argparse.Namespace) -> tuple[int | None, float]:
+    """Trials and seconds at most."""
+    if arguments.budget is not None:
+        seconds = parse_duration(arguments.budget)
+        return None, check_float("budget", seconds, 0.0, strict=True)
+    trials = TRIALS if arguments.trials is None else arguments.trials
+    return check_int("trials", trials, 1), math.inf
+
+
+def _asked(arguments: argparse.Namespace) -> tuple[Space, Task]:
+    """What is to be tuned, and on what. Raises ``ValueError`` for what can be seen to be wrong."""
+    from laconic.advisor.tuning_runs import Task
+    from laconic.advisor.tuning_space import parse_values, space_of
+    from laconic.lab.race import Settings
+
+    workers = check_int("workers", arguments.workers, 1)
+    check_int("seed", arguments.seed, 0)
+    repeat = check_int("repeat", arguments.repeat, 1)
+    if repeat > 1 and arguments.emulated:
+        raise ValueError("--repeat is for simulated workers: leave out --emulated")
+    given: dict[str, Any] = {}
+    for text in arguments.param:
+        name, values = parse_values(text)
+        if name in given:
+            raise ValueError(f"--param is given twice for {name}")
+        given[name] = values
+    if arguments.compute is not None and arguments.emulated:
+        raise ValueError("--compute is for predicted times: --emulated measures them")
+    length = _length(arguments)
+    settings = Settings(
+        recipes=(),
+        rules=arguments.rules,
+        hosts=workers if arguments.emulated else 1,
+        per_host=1 if arguments.emulated else workers,
+        group_size=arguments.group_size,
+        bandwidth=parse_rate(arguments.bandwidth),
+        latency=parse_duration(arguments.latency),
+        workload=arguments.workload,
+        data=arguments.data and str(Path(arguments.data).resolve()),
+        seconds=length.amount if arguments.emulated and length.unit == "seconds" else None,
+        steps=None if arguments.emulated and length.unit == "seconds" else STEPS,
+        seeds=tuple(range(arguments.seed, arguments.seed + repeat)),
+    )
+    space = space_of(arguments.recipe, given, workers, settings.own_recipes())
+    compute = math.nan
+    if arguments.compute is not None:
+        compute = check_float("compute", parse_duration(arguments.compute), 0.0, strict=True)
+    task = Task(settings, length, arguments.emulated, compute)
+    settings.check()
+    return space, task
+
+
+def _length(arguments: argparse.Namespace) -> Length:
+    from laconic.advisor.tuning_runs import Length
+
+    if arguments.seconds is not None:
+        return Length("seconds", check_float("seconds", arguments.seconds, 0.0, strict=True))
+    if arguments.megabytes is not None:
+        return Length("megabytes", check_float("megabytes", arguments.megabytes, 0.0, strict=True))
+    return Length("steps", STEPS if arguments.steps is None else arguments.steps)
+
+
+def _settings(arguments: argparse.Namespace, space: Space, task: Task) -> dict[str, Any]:
+    """All that the trials' outcomes depend on: a journal is of one tuning only."""
+    import torch
+
+    workload = arguments.workload.rpartition(":")[0] or arguments.workload
+    files = [Path(name) for name in (workload, arguments.rules, arguments.data) if name]
+    return {
+        "recipe": space.recipe,
+        "values": {name: list(values) for name, values in space.grids.items()},
+        "length": f"{task.length.amount:g} {task.length.unit}",
+        "workload": arguments.workload,
+        "files": {f.name: _digest(f) for f in files if f.is_file()},
+        "workers": task.workers,
+        "group_size": arguments.group_size,
+        "bandwidth": task.race.bandwidth,
+        "latency": task.race.latency,
+        "compute": arguments.compute,
+        "emulated": task.emulated,
+        "no_stop": arguments.no_stop,
+        "seed": arguments.seed,
+        "repeat": arguments.repeat,
+        "torch": torch.__version__,
+    }
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def _timed(study: optuna.Study, space: Space, task: Task) -> Task:
+    """The task with the seconds that a step computes: as given, as measured when the tuning began,
+    or now. Raises ``ValueError`` where with these some setting cannot be run."""
+    from laconic.advisor.tuning_journal import COMPUTE
+    from laconic.advisor.tuning_runs import measure_compute
+
+    begun = study.user_attrs.get(COMPUTE)
+    if math.isnan(task.compute):
+        task = replace(task, compute=begun or measure_compute(task))
+    task.check(list({space.text(setting): None for setting in space.settings()}))
+    if begun is None:
+        study.set_user_attr(COMPUTE, task.compute)
+    return task
+
+
+def _title(space: Space, task: Task) -> str:
+    from laconic.units import format_rate
+
+    how = "emulated hosts" if task.emulated else "simulated workers, times predicted"
+    network = f"{format_rate(task.race.bandwidth)}, {task.race.latency * 1e3:g} ms"
+    length = f"{task.length.amount:g} {task.length.unit} each"
+    return f"{space.recipe}\n{task.race.workload}, {task.workers} {how}, {network}, {length}"
+
+
+def _told(space: Space, trial: Trial) -> str:
+    from laconic.advisor.tuning_report import told
+
+    how = {"ok": "", "stopped": f", stopped after {trial.run.steps} steps"}
+    ended = how.get(trial.status, f", diverged after {trial.run.steps} steps")
+    return f"{told(space, trial.setting)}: loss {trial.run.loss:.4f}{ended}"
+
+
+def _say(text: str) -> None:
+    from rich.console import Console
+
+    Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _show(space: Space, trials: list[Trial], title: str, out: Path) -> None:
+    """The table, what follows from it, and where the rest is."""
+    from rich.console import Console
+
+    from laconic.advisor import tuning_report
+
+    console = Console()
+    console.print(title, highlight=False, markup=False)
+    console.print()
+    console.print(tuning_report.table(space, trials))
+    text = tuning_report.summary(space, trials)
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    paths = tuning_report.write(space, trials, title, out)
+    written = ", ".join(map(str, (*paths, out / "journal.jsonl")))
+    console.print(f"Written: {written}", highlight=False, soft_wrap=True)
