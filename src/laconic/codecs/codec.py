@@ -88,8 +88,8 @@ class Codec(ABC):
         ``generator`` is for stochastic rounding (none: torch's own). ``less``, ``plus``: other
         tensors of x's shape and dtype, ``x <- x - less + plus`` before all else. ``subtract``: what
         the code stands for is taken off in the end, ``x <- x - Q(x)``. Where x is changed it must
-        be contiguous. Raises ``ValueError`` where an element is NaN, infinite, or beyond the range of
-        ``dtype``; x may be spoilt then.
+        be contiguous. Raises ``ValueError`` where an element is NaN, infinite, or beyond the range
+        of ``dtype``; x may be spoilt then.
         """
         if x.dim() != 1 or not x.is_floating_point():
             raise ValueError(

@@ -135,9 +135,8 @@ def _kernels() -> Finding:
     """Whether the integer codecs are as fast as they can be."""
     if kernels.library() is not None:
         return Finding("ok", "software", "the kernels of the integer codecs are compiled")
-    remedy = (
-        "with GCC or Clang at hand: pip install --force-reinstall --no-deps --no-cache-dir laconic"
-    )
+    remedy = "with GCC or Clang at hand, pip install --force-reinstall --no-deps --no-cache-dir"
+    remedy += " laconic"
     text = "the kernels of the integer codecs are not compiled: coding takes 3 times as long"
     return Finding("warning", "software", text, remedy)
 
