@@ -6,7 +6,9 @@ from pathlib import Path
 
 
 def main() -> None:
-    there = sorted(path.stem.removeprefix("chapter") for path in Path(__file__).parent.glob("chapter*.py"))
+    there = sorted(
+        path.stem.removeprefix("chapter") for path in Path(__file__).parent.glob("chapter*.py")
+    )
     chosen = sys.argv[1:] or there
     for number in chosen:
         if number not in there:

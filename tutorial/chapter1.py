@@ -76,6 +76,7 @@ assert count_parameters(medium) == 40_501
 # %% tags=["source"]
 show(train_epoch, sgd)
 
+
 # %%
 def train(seed, epochs=10, num_samples=1024, verbose=True):
     torch.manual_seed(seed)  # the network's start and the order of the data follow from it
@@ -173,7 +174,8 @@ if FULL:
     assert days > 7
 
 # %% [markdown]
-# and that is reckoned kindly, as if a step grew no faster than its parameters. One process is not enough, and that is why the following chapters exist.
+# and that is reckoned kindly, as if a step grew no faster than its parameters. One process is not
+# enough, and that is why the following chapters exist.
 #
 # ## Exercises
 #

@@ -9,9 +9,11 @@ from __future__ import annotations
 import sys
 from base64 import b64decode
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jupytext
+from jupyter_client.manager import AsyncKernelManager as KernelManager
 from nbclient import NotebookClient
 
 HERE = Path(__file__).parent
@@ -21,10 +23,10 @@ PAGES = HERE.parent / "docs" / "tutorial"
 def main() -> None:
     for number in sys.argv[1:] or chapters():
         notebook = jupytext.read(HERE / f"chapter{number}.py")
-        client = NotebookClient(
-            notebook, timeout=900, resources={"metadata": {"path": str(HERE.parent)}}
-        )
-        client.execute()
+        where = {"metadata": {"path": str(HERE.parent)}}
+        with TemporaryDirectory() as sockets:  # and no port is opened
+            kernel = KernelManager(transport="ipc", ip=f"{sockets}/kernel")
+            NotebookClient(notebook, km=kernel, timeout=900, resources=where).execute()
         page = PAGES / f"chapter{number}.md"
         page.write_text(markdown(notebook.cells, page))
         print(page)

@@ -137,4 +137,4 @@ def _processor() -> str:
 
 def show(*pieces: object) -> None:
     """Print the source of functions and classes, so that a chapter shows what it runs."""
-    print("\n\n".join(inspect.getsource(piece).rstrip() for piece in pieces))
+    print("\n\n\n".join(inspect.getsource(piece).rstrip() for piece in pieces))
