@@ -141,7 +141,9 @@ def torch_ddp(model: nn.Module, network: Network, most: int) -> DistributedDataP
 # --- measured ------------------------------------------------------------------------------------
 
 
-def compare(rank: int, world_size: int, *, steps: int, rate: float, most: int) -> dict[str, dict]:
+def compare(
+    rank: int, world_size: int, *, steps: int, rate: float, most: int, batch: int
+) -> dict[str, dict]:
     """Each way: median seconds of forward, backward and averaging; messages; the gradients."""
     network, ways = Network(rate), {}
     for name in ("alone", "one by one", "flat", "buckets", "overlapped", "torch's DDP"):
@@ -149,7 +151,7 @@ def compare(rank: int, world_size: int, *, steps: int, rate: float, most: int) -
         model = deep_network()
         ways[name] = one_step(name, model, network, most), model, []
     generator = torch.Generator().manual_seed(rank)  # batches of each rank's own
-    x, y = torch.randn(64, 100, generator=generator), torch.randn(64, 1, generator=generator)
+    x, y = torch.randn(batch, 100, generator=generator), torch.randn(batch, 1, generator=generator)
     messages = {}
     for _ in range(steps + 2):  # two to warm up: torch's DDP lays its buckets out anew
         for name, (step, model, seconds) in ways.items():  # in turn: what disturbs, disturbs all
@@ -199,12 +201,14 @@ def one_step(
     return step
 
 
-def sweep(rank: int, world_size: int, *, sizes: list[int], steps: int, rate: float) -> list[float]:
+def sweep(
+    rank: int, world_size: int, *, sizes: list[int], steps: int, rate: float, batch: int
+) -> list[float]:
     """Median seconds of an overlapped step, for buckets of at most so many bytes."""
     results = [[] for _ in sizes]
     network = Network(rate)
     ways = [one_step("overlapped", deep_network(), network, most) for most in sizes]
-    x, y = torch.randn(64, 100), torch.randn(64, 1)
+    x, y = torch.randn(batch, 100), torch.randn(batch, 1)
     for _ in range(steps + 1):
         for step, seconds in zip(ways, results, strict=True):
             dist.barrier()

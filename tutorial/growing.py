@@ -14,6 +14,7 @@ from tutorial.toy import FFNet, sgd
 
 def steps_of_one(steps: int) -> None:
     """Steps of a network so small that Python and dispatch are most of the work."""
+    torch.set_num_threads(1)  # holds for the thread that says it
     model = FFNet(input_size=100, num_hl=0, hl_size=10)
     optimizer = sgd(model)
     x, y = torch.randn(32, 100), torch.randn(32, 1)
