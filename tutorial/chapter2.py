@@ -76,7 +76,7 @@ if FULL:  # times count at full size only
 #
 # Parameters of language models, from the papers that describe them:
 
-# %%
+# %% alt="Parameters of language models by year"
 models = [  # name, year, parameters, arXiv number of the source
     ("ELMo", 2018.1, 94e6, "1802.05365"),
     ("BERT-Large", 2018.8, 340e6, "1810.04805"),
@@ -92,7 +92,13 @@ figure, axes = plt.subplots(figsize=(7, 4))
 axes.semilogy([year for _, year, _, _ in models], [size for _, _, size, _ in models], "o")
 for name, year, size, _ in models:
     axes.annotate(name, (year, size), xytext=(5, -10), textcoords="offset points", fontsize=8)
-axes.set(xlabel="year", ylabel="parameters", xlim=(2017.8, 2026), title="Language models")
+axes.set(
+    xlabel="year",
+    ylabel="parameters",
+    xlim=(2017.8, 2026.5),
+    ylim=(3e7, 3e12),
+    title="Language models",
+)
 axes.grid(alpha=0.3)
 plt.show()
 

@@ -122,7 +122,8 @@ assert sums == [[101, 101], [101, 101]]
 # ## The race
 #
 # A network of 22 layers, batches of 1,024, two processes: without any network between them, and
-# over one of 200 Mbit/s. *Alone* sends nothing. The last line is torch's own, over the same `Network`:
+# over one of 200 Mbit/s. *Alone* sends nothing. The last line is torch's own, over the same
+# `Network`:
 
 # %% tags=["source"]
 show(buckets.torch_ddp)
@@ -153,9 +154,9 @@ if FULL:
 
 # %% [markdown]
 # **What to notice.** All ways give the same gradient to the last bit; they differ in time alone.
-# One message for each tensor pays the latency 44 times. With buckets that leave early, a part of the
-# travel is hidden behind the backward pass. Not all of it: the last bucket leaves when everything
-# is computed, and no more than the backward pass itself can hide anything. A network on which
+# One message for each tensor pays the latency 44 times. With buckets that leave early, a part of
+# the travel is hidden behind the backward pass. Not all of it: the last bucket leaves when
+# everything is computed, and only the backward pass can hide anything. A network on which
 # gradients travel for ten times as long as a step computes makes a step ten times as long, and no
 # order of messages helps against it.
 #

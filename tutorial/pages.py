@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import jupytext
-from jupyter_client.manager import AsyncKernelManager as KernelManager
 from nbclient import NotebookClient
 
 HERE = Path(__file__).parent
@@ -25,8 +24,10 @@ def main() -> None:
         notebook = jupytext.read(HERE / f"chapter{number}.py")
         where = {"metadata": {"path": str(HERE.parent)}}
         with TemporaryDirectory() as sockets:  # and no port is opened
-            kernel = KernelManager(transport="ipc", ip=f"{sockets}/kernel")
-            NotebookClient(notebook, km=kernel, timeout=900, resources=where).execute()
+            client = NotebookClient(notebook, timeout=900, resources=where)
+            kernel = client.create_kernel_manager()
+            kernel.transport, kernel.ip = "ipc", f"{sockets}/kernel"
+            client.execute()
         page = PAGES / f"chapter{number}.md"
         page.write_text(markdown(notebook.cells, page))
         print(page)
@@ -53,7 +54,7 @@ def markdown(cells: list[Any], page: Path) -> str:
             if "image/png" in output.get("data", {}):
                 picture = page.with_name(f"{page.stem}-{len(parts)}.png")
                 picture.write_bytes(b64decode(output.data["image/png"]))
-                parts.append(f"![{output.data['text/plain']}]({picture.name})")
+                parts.append(f"![{cell.metadata.get('alt', 'figure')}]({picture.name})")
     return "\n\n".join(parts) + "\n"
 
 
