@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS := $(VENV)/.docs
 
-.PHONY: demo test check bench science race peers mutations stress look clean
+.PHONY: demo test check bench science race peers mutations stress look docs tutorial clean
 
 demo: $(READY)            ## compare DDP, local SGD, SlowMo and DiLoCo on a 100 Mbit/s network
 	$(BIN)/laconic compare
@@ -47,6 +48,17 @@ stress: $(READY)          ## start and end 200 labs in every way there is; nothi
 
 look: $(READY)            ## pictures of the demo's report, with Chromium
 	$(BIN)/python tests/look.py
+
+docs: $(DOCS)             ## build the docs site into build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	$(BIN)/python tests/offline.py build/site
+
+tutorial: $(DOCS)         ## execute the tutorial's chapters and write their pages; some minutes
+	$(BIN)/python -m tutorial.pages
+
+$(DOCS): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[docs]'
+	touch $@
 
 clean:
 	rm -rf $(VENV) laconic-compare laconic-science build *.egg-info

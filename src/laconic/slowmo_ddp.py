@@ -61,7 +61,7 @@ class SlowMoDistributedDataParallel(nn.Module):
 
     Wang et al., ICLR 2020, arXiv 1910.00643, Algorithm 1; the signature is fairscale's, so that a
     user changes the import only. After ``optimizer.step()`` call `perform_slowmo`; with n its
-    calls, counted from 1::
+    calls, counted from 1:
 
         backward:                     g <- mean of g over the node's ranks, while backward runs
         n % localsgd_frequency == 0:  x <- mean(x) over nodes      (SGP: one gossip at every call)

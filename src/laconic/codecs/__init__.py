@@ -3,16 +3,14 @@
 A codec is a pure value: no state, no headers, and a length in bytes that follows from the number
 of elements alone, so that ranks know it without talking. With ``Q(x) = decode(encode(x))``:
 
-===========  ===================================================  ==========================
-codec        Q(x)                                                 bits per element (default)
-===========  ===================================================  ==========================
-``Cast``     x rounded to float16 or bfloat16 (float32: x)        16 (32)
-``Int8``     s * q, q in -127..127, s = max|x| / 127 per block    8.06
-``Int4``     s * q, q in -7..7                                    4.06
-``Int2``     s * q, q in -1, 0, 1                                 2.06
-``E3M0``     s * q, q in 0, +-1, +-2, +-4, ..., +-64              4.06
-``TopK``     the k largest of each chunk, the others 0            0.69
-===========  ===================================================  ==========================
+| codec    | Q(x)                                                   | bits per element (default) |
+|----------|--------------------------------------------------------|----------------------------|
+| ``Cast`` | x rounded to float16 or bfloat16 (float32: x)          | 16 (32)                    |
+| ``Int8`` | s * q, q in -127..127, s = max(abs(x)) / 127 per block | 8.06                       |
+| ``Int4`` | s * q, q in -7..7                                      | 4.06                       |
+| ``Int2`` | s * q, q in -1, 0, 1                                   | 2.06                       |
+| ``E3M0`` | s * q, q in 0, +-1, +-2, +-4, ..., +-64                | 4.06                       |
+| ``TopK`` | the k largest of each chunk, the others 0              | 0.69                       |
 """
 
 from laconic.codecs.cast import Cast

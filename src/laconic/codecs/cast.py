@@ -17,13 +17,11 @@ FORMATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torc
 class Cast(Codec):
     """x rounded to the nearest ``format``, half to even; float32 keeps it as it is.
 
-    ========  ==============  ===========================  ==============
-    format    bytes           |x - Q(x)| at most           largest |x|
-    ========  ==============  ===========================  ==============
-    float16   2 * length      max(2^-11 |x|, 2^-25)        65504
-    bfloat16  2 * length      max(2^-8 |x|, 2^-134)        3.39e38
-    float32   4 * length      0                            3.40e38
-    ========  ==============  ===========================  ==============
+    | format   | bytes      | abs(x - Q(x)) at most    | largest abs(x) |
+    |----------|------------|--------------------------|----------------|
+    | float16  | 2 * length | max(2^-11 abs(x), 2^-25) | 65504          |
+    | bfloat16 | 2 * length | max(2^-8 abs(x), 2^-134) | 3.39e38        |
+    | float32  | 4 * length | 0                        | 3.40e38        |
 
     A larger element raises ``ValueError``: it would decode to infinity. ``x - Q(x)`` is exact in
     float32.

@@ -1,0 +1,269 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 2. Growing
+#
+# Chapter 1 ended with a bill in days for a network that is small by today's measure. This chapter
+# is about the ways to pay it: processors made for the purpose, and many of them. It meets two
+# walls, a batch that is too small and a model that is too large, and says what is done about each.
+
+# %%
+import math
+import os
+import time
+
+import matplotlib.pyplot as plt
+import torch
+from torch import nn
+
+from tutorial.growing import steps_of_one, time_process, time_threads
+from tutorial.naive_ddp import spawn_and_join
+from tutorial.toy import FULL, SEED, FFNet, ToyDataset, machine, scaled, show
+
+torch.set_num_threads(1)
+print(machine())
+
+# %% [markdown]
+# ## What processors are good at
+#
+# Training is multiplication of matrices, nearly all of it. A product of two n × n matrices takes
+# 2n³ operations on 3n² numbers: the larger the matrices, the more is done with each number that
+# was fetched from memory, and the less the overhead of a call counts. Even one core shows it:
+
+# %%
+print(f"product of two n x n matrices on one core, {machine()}\n")
+rates = {}
+for n in (8, 32, 128, 512):
+    a, b = torch.randn(n, n), torch.randn(n, n)
+    repeats, best = scaled(20_000_000 // n**3, least=3), math.inf
+    for _ in range(5):
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            a @ b
+        best = min(best, (time.perf_counter() - begin) / repeats)
+    rates[n] = 2 * n**3 / best
+    print(f"n = {n:4}: {rates[n] / 1e9:8.2f} 10^9 operations per second")
+if FULL:  # times count at full size only
+    assert rates[512] > 10 * rates[8]
+
+# %% [markdown]
+# **GPUs** take that further: thousands of simple cores that all do the same on different numbers,
+# units that multiply whole tiles of matrices, and memory that is some ten times as fast as a CPU's.
+# **TPUs** are little else than one such unit, a grid through which numbers flow. Both are good at
+# large products of regular shape, in 16 bits or fewer, and bad at everything else: small tensors,
+# branches, one operation after the other. The network of chapter 1 would be slower on a GPU.
+#
+# | processor | year | operations per second, 16 bits, dense | memory |
+# |---|---|---|---|
+# | V100 | 2017 | 125·10¹² | 16 or 32 GB |
+# | A100 | 2020 | 312·10¹² | 40 or 80 GB |
+# | TPU v4 | 2020 | 275·10¹² | 32 GB |
+# | H100 (SXM) | 2022 | 989·10¹² | 80 GB |
+#
+# Published peaks, from the sources below; what training reaches is often half of it or less.
+#
+# ## What there is to train
+#
+# Parameters of language models, from the papers that describe them:
+
+# %% alt="Parameters of language models by year"
+models = [  # name, year, parameters, arXiv number of the source
+    ("ELMo", 2018.1, 94e6, "1802.05365"),
+    ("BERT-Large", 2018.8, 340e6, "1810.04805"),
+    ("Megatron-LM", 2019.7, 8.3e9, "1909.08053"),
+    ("T5", 2019.8, 11e9, "1910.10683"),
+    ("GPT-3", 2020.4, 175e9, "2005.14165"),
+    ("Gopher", 2021.9, 280e9, "2112.11446"),
+    ("PaLM", 2022.3, 540e9, "2204.02311"),
+    ("Llama 3.1", 2024.6, 405e9, "2407.21783"),
+    ("DeepSeek-V3", 2024.95, 671e9, "2412.19437"),
+]
+figure, axes = plt.subplots(figsize=(7, 4))
+axes.semilogy([year for _, year, _, _ in models], [size for _, _, size, _ in models], "o")
+for name, year, size, _ in models:
+    axes.annotate(name, (year, size), xytext=(5, -10), textcoords="offset points", fontsize=8)
+axes.set(
+    xlabel="year",
+    ylabel="parameters",
+    xlim=(2017.8, 2026.5),
+    ylim=(3e7, 3e12),
+    title="Language models",
+)
+axes.grid(alpha=0.3)
+plt.show()
+
+size = {name: parameters for name, _, parameters, _ in models}
+print(f"BERT-Large to PaLM: {size['PaLM'] / size['BERT-Large']:,.0f} times in 3.5 years")
+print(f"V100 to H100:       {989 / 125:,.0f} times in 5 years")
+assert size["PaLM"] / size["BERT-Large"] > 1000 > 989 / 125
+
+# %% [markdown]
+# **What to notice.** Models grew a thousandfold while processors became some eight times as fast.
+# The rest was made up by using many. Since 2022 data grow more than
+# parameters, and some models use a part of these at a time (DeepSeek-V3: 37 of 671 thousand million
+# for a token); the bill is still a product.
+#
+# ## The first wall: a batch that is too small
+#
+# The gradient of a batch is a sample of the true one, and its noise falls with the square root of
+# the batch: four times the batch, half the noise.
+
+# %%
+torch.manual_seed(SEED)
+data = ToyDataset(input_size=100, num_samples=scaled(16_384, least=4096))
+model = FFNet(input_size=100, num_hl=0, hl_size=10)
+
+
+def gradient(x, y, weight=1.0):
+    """The gradient of weight * mean loss over a batch, in one flat tensor."""
+    model.zero_grad()
+    (weight * nn.functional.mse_loss(model(x), y)).backward()
+    return nn.utils.parameters_to_vector([p.grad for p in model.parameters()]).clone()
+
+
+whole = gradient(data.x, data.y)
+noise = {}
+for batch in (8, 32, 128):
+    off = []
+    for _ in range(scaled(400, least=100)):
+        drawn = torch.randint(len(data), (batch,))
+        off.append((gradient(data.x[drawn], data.y[drawn]) - whole).square().sum())
+    noise[batch] = float(torch.stack(off).mean().sqrt() / whole.norm())
+    print(f"batch {batch:4}: noise {noise[batch]:.2f} of the gradient's length")
+for small, large in ((8, 32), (32, 128)):
+    assert 1.6 < noise[small] / noise[large] < 2.5
+
+# %% [markdown]
+# Where memory holds only a small batch, *gradient accumulation* makes a large one of several: add
+# up gradients, each with its share, and step once. It is the same gradient, not an approximation:
+
+# %%
+x, y = data.x[:128], data.y[:128]
+at_once = gradient(x, y)
+parts = zip(x.split(16), y.split(16), strict=True)
+added = sum(gradient(part_x, part_y, weight=16 / 128) for part_x, part_y in parts)
+print(f"largest difference: {float((added - at_once).abs().max()):.1e}")
+torch.testing.assert_close(added, at_once, rtol=1e-4, atol=1e-6)
+
+# %% [markdown]
+# It takes eight passes, one after the other. If eight processors took one each and added up what
+# they got, it would take the time of one pass and of a message. That is **data parallelism**, and
+# all there is to it; chapter 3 builds it.
+#
+# ## The second wall: a model that is too large
+#
+# Trained with Adam in mixed precision, a parameter takes 16 bytes: weight and gradient in 16 bits;
+# weight, momentum and variance in 32 (Rajbhandari et al., below). A network of 175 thousand million
+# parameters does not fit, whatever the batch:
+
+# %%
+for name in ("BERT-Large", "GPT-3", "DeepSeek-V3"):
+    needed = 16 * size[name] / 80e9
+    print(f"{name:12} {16 * size[name] / 1e9:8,.0f} GB, that is {needed:6.2f} processors of 80 GB")
+assert 16 * size["BERT-Large"] < 80e9 < 16 * size["GPT-3"]
+
+# %% [markdown]
+# **Model parallelism** cuts the network up. *Between* layers: each processor holds some layers and
+# hands its outputs on (a pipeline). *Inside* a layer: each processor holds some columns of a matrix
+# and computes some of the outputs. Both compute what the whole computes:
+
+# %%
+network = FFNet(input_size=100, num_hl=1, hl_size=64)
+first_stage, second_stage = network.layers[:2], network.layers[2:]
+x = torch.randn(8, 100)
+assert torch.equal(second_stage(first_stage(x)), network(x))  # between layers
+
+layer = network.layers[0]
+upper, lower = layer.weight.split(32), layer.bias.split(32)
+halves = [nn.functional.linear(x, weight, bias) for weight, bias in zip(upper, lower, strict=True)]
+torch.testing.assert_close(torch.cat(halves, dim=1), layer(x))  # inside a layer
+
+# %% [markdown]
+# | | data parallelism | model parallelism |
+# |---|---|---|
+# | what is cut up | the batch | the network |
+# | each processor holds | all parameters (FSDP: fetched as needed) | its part of them |
+# | what is sent | gradients, once per step | activations, at every cut, forward and backward |
+# | what it takes to work | a batch worth cutting | a fast link at every cut |
+# | who waits | everyone, for the last one's gradients | the next stage, for the one before it |
+#
+# Large runs use both: model parallelism inside a host, where links are fast, and data parallelism
+# between hosts. What travels between hosts is then the gradients, over the slowest link of all, and
+# that is laconic's subject.
+#
+# ## Threads or processes
+#
+# PyTorch has two ways to data parallelism. `DataParallel` is one process with a thread for each
+# device; at every step it copies the network to all, deals out the batch, and gathers the outputs.
+# `DistributedDataParallel` is one process for each, and they exchange gradients.
+#
+# Python has a lock that lets one thread at a time run Python code (the GIL). So threads take turns
+# where the work is Python, and processes do not. Two workers, each with as many steps as one:
+
+# %% tags=["source"]
+show(steps_of_one, time_threads)
+
+# %%
+steps = scaled(500, least=10)
+steps_of_one(10)
+ways = {
+    "one worker": lambda: time_threads(1, steps),
+    "two threads": lambda: time_threads(2, steps),
+    "two processes": lambda: spawn_and_join(2, time_process, steps=steps)[0],
+}
+seconds = dict.fromkeys(ways, math.inf)
+for _ in range(scaled(8)):  # in turn, the best of each: what else runs here disturbs all alike
+    for name, way in ways.items():
+        seconds[name] = min(seconds[name], way())
+print(f"{steps} steps by each worker, on {machine()}\n")
+for name, taken in seconds.items():
+    print(f"{name:14} {taken:6.2f} s, {taken / seconds['one worker']:5.2f} times one worker's")
+if FULL and (os.cpu_count() or 1) >= 2:
+    assert seconds["two threads"] > seconds["two processes"]
+
+# %% [markdown]
+# **What to notice.** Twice the work by two threads takes about twice as long or longer: the second
+# thread gains nothing. Two processes on two free cores take little longer than one. Inside large
+# operations PyTorch lets go of the lock, so with large networks threads fare better than here; but
+# `DataParallel` also copies the network at every step, and it cannot leave its machine. PyTorch's
+# own documentation recommends `DistributedDataParallel` even on one machine.
+#
+# ## Exercises
+#
+# 1. Make the network in `steps_of_one` wide enough that two threads are faster than one worker
+#    making all the steps. How wide is that?
+# 2. Print the noise after training for some epochs. Why does a batch that was large enough at the
+#    beginning no longer suffice? (McCandlish et al., below.)
+# 3. Cut `FFNet` into four stages and draw which stage works when, for a batch that is cut into four
+#    parts and for one that is not. What share of the time is each stage idle?
+# 4. Reckon the bytes that data parallelism sends per step for GPT-3, with 16-bit gradients, and how
+#    long they travel at 100 Gbit/s and at 1 Gbit/s.
+#
+# ## Sources
+#
+# - NVIDIA, data sheets of the
+#   [V100](https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf),
+#   [A100](https://www.nvidia.com/en-us/data-center/a100/) and
+#   [H100](https://www.nvidia.com/en-us/data-center/h100/); N. Jouppi et al., *TPU v4*,
+#   [arXiv 2304.01433](https://arxiv.org/abs/2304.01433).
+# - Sizes of models: the arXiv numbers in the code above.
+# - S. McCandlish et al., *An empirical model of large-batch training*,
+#   [arXiv 1812.06162](https://arxiv.org/abs/1812.06162): the gradient's noise, and how large a
+#   batch is worth having.
+# - S. Rajbhandari et al., *ZeRO*, [arXiv 1910.02054](https://arxiv.org/abs/1910.02054), section
+#   3.1: 16 bytes for each parameter.
+# - Y. Huang et al., *GPipe*, [arXiv 1811.06965](https://arxiv.org/abs/1811.06965), and M. Shoeybi
+#   et al., *Megatron-LM*, [arXiv 1909.08053](https://arxiv.org/abs/1909.08053): between layers and
+#   inside a layer.
+# - PyTorch, [DataParallel](https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html)
+#   and what to use in its place.

@@ -1,0 +1,46 @@
+"""What chapter 2 runs in threads and processes."""
+
+from __future__ import annotations
+
+import time
+from threading import Thread
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tutorial.toy import FFNet, sgd
+
+
+def steps_of_one(steps: int) -> None:
+    """Steps of a network so small that Python and dispatch are most of the work."""
+    torch.set_num_threads(1)  # holds for the thread that says it
+    model = FFNet(input_size=100, num_hl=0, hl_size=10)
+    optimizer = sgd(model)
+    x, y = torch.randn(32, 100), torch.randn(32, 1)
+    for _ in range(steps):
+        loss = nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def time_threads(workers: int, steps: int) -> float:
+    """Seconds until ``workers`` threads of this process have made ``steps`` steps each."""
+    threads = [Thread(target=steps_of_one, args=(steps,)) for _ in range(workers)]
+    begin = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - begin
+
+
+def time_process(rank: int, world_size: int, steps: int) -> float:
+    """Seconds until every process of the group has made ``steps`` steps."""
+    steps_of_one(1)  # what the first step sets up is not timed
+    dist.barrier()
+    begin = time.perf_counter()
+    steps_of_one(steps)
+    dist.barrier()
+    return time.perf_counter() - begin
