@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test check bench science race peers mutations stress look clean
+.PHONY: demo test check bench science race validate-model peers mutations stress look clean
 
 demo: $(READY)            ## compare DDP, local SGD, SlowMo and DiLoCo on a 100 Mbit/s network
 	$(BIN)/laconic compare
@@ -32,6 +32,11 @@ RACE ?=
 
 race: peers               ## recipes and other libraries on three networks; hours; goes on where it was
 	$(BIN)/python -m benchmarks.race $(RACE)
+
+VALIDATE ?=
+
+validate-model: $(READY)  ## the cost model against emulated networks; 40 minutes; VALIDATE=--quick
+	$(BIN)/python -m benchmarks.validate $(VALIDATE)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -8,18 +8,17 @@ d_r, its delay; s, seconds that workers which meet after every step wait for the
 k, the share of work beside the training that the training pays for, as they share processors.
 
     exposed_r = f_r * (T_r + w_r) + s * sqrt(f_r)            a round on parameters
-    exposed_r = f_r * max(0, T_r + w_r - d_r * c)            the same with a delay, k * f_r * w_r
-                                                             on top
+    exposed_r = f_r * max(0, T_r + w_r - d_r * c)            the same with a delay
     exposed_r = f_r * (e_K - B * c) + s * sqrt(f_r)          gradients, in buckets 1 to K:
       e_j = max(e_{j-1}, B * c * (share of the gradients in buckets 1 to j)) + T_rj + w_rj
     seconds   = max(c + sum_r exposed_r, min(sum_r f_r * T_r / U_r, c + sum_r f_r * (T_r + w_r)))
 
-B * c is longer by k times the work done meanwhile. s * sqrt(f): the steps between two meetings
-differ independently, so that what the slowest is behind grows as the root of their number. The
-second term of the maximum: the network is one at a time; and rounds with a delay, of which a
-message begins when the last of the ranks has come to it, keep it busy for the share U of the time
-at most (U_r = 1 for the others), though not for
-longer than if nothing were hidden.
+c is longer by k times the work done meanwhile: w_r, and what sending takes of processors.
+s * sqrt(f): the steps between two meetings differ independently, so that what the slowest is behind
+grows as the root of their number. The second term of the maximum: the network is one at a time; and
+collectives with a delay, of which a message begins when the last of the ranks has come to it, keep
+it busy for the share U of the time at most (U_r = 1 for the others, and for gossip), though no step
+takes longer than if nothing were hidden.
 """
 
 from __future__ import annotations
@@ -146,7 +145,8 @@ def predict(recipe: Recipe, facts: Facts) -> Prediction:
             network += share * load.network
             waited += share * min(load.exposed, load.network)
             alone += share * (load.network + facts.work.get(work_key(r), 0.0))
-            least += share * load.network / (UTILISATION if r.delay else 1)
+            joint = r.delay and not r.exchange.gossips
+            least += share * load.network / (UTILISATION if joint else 1)
             sent += share * load.sent
     # a delay never makes a step longer than waiting for each message would
     total = max(facts.compute + exposed, min(least, facts.compute + alone))
@@ -174,9 +174,9 @@ def _parameters(r: Round, facts: Facts) -> _Load:
     work = facts.work.get(work_key(r), 0.0)
     if not r.delay:
         return _Load(seconds, seconds + work, 0.0, amount.bytes)
-    late = max(seconds + work - r.delay * facts.compute, 0.0)
-    beside = work + facts.carry * amount.bytes
-    return _Load(seconds, late, facts.contention * beside, amount.bytes)
+    stretch = facts.contention * (work + facts.carry * amount.bytes)
+    meanwhile = r.delay * (facts.compute + often(r) * stretch)
+    return _Load(seconds, max(seconds + work - meanwhile, 0.0), stretch, amount.bytes)
 
 
 def _gradients(r: Round, facts: Facts) -> _Load:

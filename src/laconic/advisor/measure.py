@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ LEAST, MOST, REPEATS = 2**12, 2**26, 3
 """Bytes of the smallest and largest message of a sweep, and how often each is sent."""
 LONG = 0.25
 """A message that takes so many seconds is the largest."""
+TURNS = 4
+"""How often each kind of step has its turn."""
 TRIM = 0.1
 """Share of the slowest, and of the fastest, steps that do not count."""
 NUISANCE = 2**22
@@ -85,13 +87,11 @@ def measure(
     params = _parameters(model, optimizer)
     timed = _Steps(bench, step, params)
     timed.run(WARMUP)
-    own = timed.run(steps)
-    every = bench.everyone(_mean(own), timed.backward)
-    computes = every[:, 0].tolist()
-    compute, backward = max(computes), statistics.median(every[:, 1].tolist())
+    pace = _pace(bench, timed, steps)
+    compute = max(pace.computes)
     nets, carry = _nets(bench, sum(p.numel() * p.element_size() for p in params))
     net = nets["workers"]
-    met = float(bench.everyone(_mean(timed.run(steps, meet=True))).max())
+    backward = min(max(pace.backward / compute, 0.0), 1.0)
     facts = Facts(
         workers=bench.workers.size,
         shapes=tuple(tuple(p.shape) for p in params),
@@ -99,20 +99,21 @@ def measure(
         compute=compute,
         rate=net.rate,
         latency=net.latency,
-        backward=min(max(backward / compute, 0.0), 1.0) if backward > 0 else BACKWARD,
+        backward=backward or BACKWARD,
         ranks=bench.replica.size,
         nets=nets,
+        contention=pace.contention,
         carry=carry,
-        skew=max(met - compute - net.latency, 0.0),
+        skew=pace.skew,
     )
     work = {}
     for key, r in rehearsals(recipes).items():
         own_work = rehearse(r, facts, params[0].dtype, bench.device, bench.meet)
         work[key] = float(bench.everyone(own_work).max())
-    facts = replace(facts, work=work, contention=_contention(bench, timed, steps, compute))
+    facts = replace(facts, work=work)
     held = 2 * sum(p.numel() * p.element_size() for p in params) + _state_bytes(optimizer)
     most = bench.everyone(float(held), float(_peak(bench.device))).amax(0).tolist()
-    return Measured(facts, tuple(computes), int(most[0]), int(most[1]))
+    return Measured(facts, pace.computes, int(most[0]), int(most[1]))
 
 
 def _parameters(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
@@ -174,6 +175,92 @@ def _mean(spans: Sequence[float]) -> float:
     cut = int(TRIM * len(spans))
     kept = sorted(spans)[cut : len(spans) - cut]
     return statistics.fmean(kept)
+
+
+class _Pace(NamedTuple):
+    """Seconds of a step on each rank; seconds that gradients take to appear; s; and k."""
+
+    computes: tuple[float, ...]
+    backward: float
+    skew: float
+    contention: float
+
+
+def _pace(bench: Bench, timed: _Steps, steps: int) -> _Pace:
+    """Steps by themselves, steps after each of which all ranks meet, and steps with work beside
+    them, in turn, so that a machine that slows down does so for all of them."""
+    each = -(-steps // TURNS)
+    free, meeting, beside, windows = [], [], [], []
+    with _Nuisance() as nuisance:
+        bench.meet()
+        nuisance.calibrate()  # all ranks at once, but without the training
+        for _ in range(TURNS):
+            free += timed.run(each)
+            windows.append(timed.backward)
+            meeting += timed.run(each, meet=True)
+            nuisance.resume()
+            beside += timed.run(each)
+            nuisance.pause()
+    bare = [_timed_meeting(bench) for _ in range(each)]
+    own = _mean(free)
+    longer = (_mean(beside) - own) * len(beside) / max(nuisance.seconds, 1e-9)
+    said = bench.everyone(own, statistics.median(windows), _mean(meeting), longer, _mean(bare))
+    most = said.amax(0).tolist()
+    contention = min(max(float(said[:, 3].median()), 0.0), 1.5)
+    skew = max(most[2] - most[0] - most[4], 0.0)
+    return _Pace(tuple(said[:, 0].tolist()), float(said[:, 1].median()), skew, contention)
+
+
+def _timed_meeting(bench: Bench) -> float:
+    start = time.perf_counter()
+    bench.meet()
+    return time.perf_counter() - start
+
+
+class _Nuisance:
+    """A thread beside the training that copies bytes, a third of the time."""
+
+    def __init__(self) -> None:
+        self._source = torch.zeros(NUISANCE, dtype=torch.uint8)
+        self._target = torch.zeros_like(self._source)
+        self._go, self._end = threading.Event(), False
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._count, self._each = 0, 0.0
+
+    def __enter__(self) -> _Nuisance:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end = True
+        self._go.set()
+        self._thread.join()
+
+    @property
+    def seconds(self) -> float:
+        """What it has done so far, in seconds that it takes undisturbed."""
+        return self._count * self._each
+
+    def calibrate(self) -> None:
+        """Find out what a copy takes."""
+        spans = []
+        for _ in range(20):
+            start = time.perf_counter()
+            self._target.copy_(self._source)
+            spans.append(time.perf_counter() - start)
+        self._each = statistics.median(spans)
+
+    def resume(self) -> None:
+        self._go.set()
+
+    def pause(self) -> None:
+        self._go.clear()
+
+    def _work(self) -> None:
+        while self._go.wait() and not self._end:
+            self._target.copy_(self._source)
+            self._count += 1
+            time.sleep(2 * self._each)
 
 
 # -- the network ----
@@ -239,43 +326,7 @@ def _send(link: Link, collective: str, x: Tensor) -> None:
         link.all_to_all(x.view(n, -1))
 
 
-# -- processors and memory ----
-
-
-def _contention(bench: Bench, timed: _Steps, steps: int, compute: float) -> float:
-    """How many seconds a step is longer for a second of work done beside it: 0 where a processor
-    is free for that, about 1 where they are shared."""
-    source = torch.zeros(NUISANCE, dtype=torch.uint8)
-    target = torch.zeros_like(source)
-
-    def copies(seconds: float) -> float:
-        end, count = time.perf_counter() + seconds, 0
-        while time.perf_counter() < end:
-            target.copy_(source)
-            count += 1
-        return count / seconds
-
-    bench.meet()
-    rate = copies(0.1)  # all ranks at once, but without the training
-    stop, counted = threading.Event(), [0]
-
-    def nuisance() -> None:
-        while not stop.is_set():
-            target.copy_(source)
-            counted[0] += 1
-            stop.wait(2 / rate)  # a third of the time, as rounds are not always under way
-
-    thread = threading.Thread(target=nuisance, daemon=True)
-    thread.start()
-    try:
-        spans = timed.run(max(steps // 2, 4))
-    finally:
-        stop.set()
-        thread.join()
-    beside = counted[0] / rate / len(spans)
-    longer = _mean(spans) - compute
-    found = bench.everyone(longer / max(beside, 1e-9)).median()
-    return min(max(float(found), 0.0), 1.5)
+# -- memory ----
 
 
 def _state_bytes(optimizer: Optimizer | None) -> int:

@@ -18,6 +18,13 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 """Okabe and Ito's, which colour-blind people tell apart."""
 
 
+LEGEND = (
+    "hidden: the share of communication that training does not wait for; MB: sent by a rank in a",
+    "step; memory: what rounds keep on it; x ddp: speed against ddp(); alone: share of the speed",
+    "without communication; steps: for one of ddp()'s, as measured with one task",
+)
+
+
 def show(advice: Advice, console: Console) -> None:
     """All of it, the recommendation last."""
 
@@ -27,13 +34,8 @@ def show(advice: Advice, console: Console) -> None:
     for text in facts_told(advice):
         say(text)
     console.print(table(advice))
-    say(
-        "hidden: the share of communication that training does not wait for; MB: sent by a rank in a"
-    )
-    say(
-        "step; memory: what rounds keep on it; x ddp: speed against ddp(); alone: of the speed without"
-    )
-    say("communication; steps: how many for one of ddp()'s (measured with one task, see docs)")
+    for text in LEGEND:
+        say(text)
     say("")
     say("Quality, as far as it is known:")
     for text in quality(advice):
