@@ -47,6 +47,8 @@ NOLOCO = ["tests/test_noloco.py", "-k", "not gloo"]
 EAGER = ["tests/test_eager.py", "-k", "not gloo"]
 CODED = ["tests/test_coded.py", "-k", "not process"]
 AUTO = ["tests/test_auto.py", "-k", "not process"]
+PREDICT = ["tests/test_predict.py"]
+ADVISE = ["tests/test_advise.py"]
 
 MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     # x <- mean(y) + (x - y)

@@ -50,7 +50,9 @@ def test_work_beside_the_training_costs_what_processors_are_shared() -> None:
 
 def test_who_meets_seldom_waits_less_for_the_slowest() -> None:
     assert seconds(la.local_sgd(1), skew=0.1) == pytest.approx(0.5 + WHOLE + 0.1)
-    assert seconds(la.local_sgd(16), skew=0.1) == pytest.approx(0.5 + WHOLE / 16 + 0.1 / 4, rel=1e-3)
+    assert seconds(la.local_sgd(16), skew=0.1) == pytest.approx(
+        0.5 + WHOLE / 16 + 0.1 / 4, rel=1e-3
+    )
     hidden = la.local_sgd(16, delay=15)
     assert seconds(hidden, skew=0.1) == seconds(hidden)
 

@@ -24,8 +24,10 @@ takes longer than if nothing were hidden.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import cast
 
 import torch
 
@@ -34,7 +36,7 @@ from laconic.links import cost
 from laconic.links.cost import Cost
 from laconic.ranks import within_workers
 from laconic.round import Exchange, Recipe, Round, describe
-from laconic.schedules import every
+from laconic.schedules import Schedule, every
 from laconic.tensors import Fragment
 
 BACKWARD = 0.6
@@ -157,7 +159,16 @@ def predict(recipe: Recipe, facts: Facts) -> Prediction:
 
 def often(r: Round) -> float:
     """How many rounds there are per step."""
-    return sum(r.when(step) for step in range(1, HORIZON + 1)) / HORIZON
+    return _share(r.when) if isinstance(r.when, Hashable) else _count(r.when) / HORIZON
+
+
+@lru_cache(maxsize=256)
+def _share(when: Hashable) -> float:
+    return _count(cast("Schedule", when)) / HORIZON
+
+
+def _count(when: Schedule) -> int:
+    return sum(when(step) for step in range(1, HORIZON + 1))
 
 
 def _parameters(r: Round, facts: Facts) -> _Load:

@@ -21,6 +21,8 @@ ROUNDS = 50
 """Of reweighting; the line has come to rest after about 20."""
 LEAST = 1e-3
 """Relative errors below this weigh alike: weights stay finite."""
+BEGINS = 0.1
+"""By how much the smallest message may be above the line for it to begin there."""
 FASTEST = 1e13
 """bit/s, where larger messages take no longer."""
 
@@ -44,10 +46,10 @@ def fit(samples: Sequence[Sample]) -> Net:
     least = statistics.median(s.seconds for s in samples if s.bytes == sizes[0])
     start, slope = line([(s.bytes, s.seconds) for s in samples if s.bytes > sizes[0]])
     rate = min(8 / slope, FASTEST) if slope > 0 else FASTEST
-    below = max(least - start, 0.0)
+    if least <= (1 + BEGINS) * (start + slope * sizes[0]):
+        return Net(rate, max(start, 0.0) / messages)
     # more than half of the largest message at once is no burst but a line that is none
-    burst = min(below * rate / 8, sizes[-1] / 2)
-    return Net(rate, max(least, start) / messages, burst)
+    return Net(rate, least / messages, min((least - start) * rate / 8, sizes[-1] / 2))
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
