@@ -30,36 +30,36 @@ SAME = "the same mathematics as one large batch (Li et al., VLDB 2020)"
 INT8 = "rounding is sent later, not lost; no loss seen (docs/coded.md)"
 INT4 = "2% more steps for the same loss on text (docs/coded.md, benchmarks.factors)"
 LOCAL = {
-    4: "close to DDP per step at a tuned learning rate (Stich 2018; Lin et al. 2018)",
-    16: "Lin et al. 2018 use 16, after the first decay of the learning rate",
-    64: "behind DDP per step: at 24 already, on text (docs/race.md)",
-    256: "beyond what Lin et al. 2018 tried: expect to lose quality",
+    4: "loses some quality per step, less than longer periods do (docs/science.md: 12)",
+    16: "Lin et al. 2018 take 16 or 32, after the first decay of the learning rate",
+    64: "behind DDP per step (24 steps are already, on text: README)",
+    256: "longer than Lin et al. 2018 tried: expect to lose quality",
 }
 SLOWMO = {
-    4: "recovers what local SGD loses, in long runs (Wang et al., ICLR 2020: period 12)",
-    16: "the paper has averages every 12 steps; rarer ones were not tried there",
-    64: "not tried in Wang et al., ICLR 2020",
-    256: "not tried in Wang et al., ICLR 2020",
+    4: "recovers what local SGD loses, in runs of many slow steps (Wang et al., ICLR 2020)",
+    16: "Wang et al., ICLR 2020, have averages and slow steps every 12 steps",
+    64: "averages are rarer than in Wang et al., ICLR 2020",
+    256: "averages are far rarer than in Wang et al., ICLR 2020",
 }
-SGP = "close to DDP on ImageNet (Assran et al., ICML 2019); workers never quite agree"
-OSGP = "a little behind SGP (Assran et al., ICML 2019)"
+SGP = "close to all-reduce (Assran et al., ICML 2019; docs/science.md)"
+OSGP = "messages a step late (OSGP, Assran et al., ICML 2019)"
 DILOCO = {
-    4: "more often than in any paper: local SGD with momentum",
-    16: "more often than Douillard et al. 2023; good in runs of 100 and more rounds",
-    64: "as DDP per step in long runs (Douillard et al. 2023 found 50 to 500 alike)",
-    256: "a little behind shorter periods (Douillard et al. 2023: 500 still close to DDP)",
+    4: "far more often than in any paper",
+    16: "more often than in Douillard et al. 2023; wants 100 and more rounds",
+    64: "more often than in Douillard et al. 2023; wants 100 and more rounds",
+    256: "as synchronous training with 500 steps, in long runs (Douillard et al. 2023)",
 }
 STREAMING = {
-    4: "37% more steps for the same loss on text (benchmarks.factors)",
-    16: "50% more steps on text (benchmarks.factors); as DiLoCo in Douillard et al. 2025",
-    64: "66% more steps on text (benchmarks.factors); as DiLoCo in Douillard et al. 2025",
-    256: "paper: 100 steps as good as DDP (Douillard et al. 2025); longer ones lose",
+    4: "37% more steps for the same loss, on text (benchmarks.factors)",
+    16: "50% more steps for the same loss, on text (benchmarks.factors)",
+    64: "66% more steps on text (benchmarks.factors); long runs: Douillard et al. 2025",
+    256: "as DiLoCo in long runs (Douillard et al. 2025); on text not measured",
 }
 SPARSE = {
-    4: "more often than Sarfi et al. 2025",
-    16: "as DiLoCo or better (Sarfi et al. 2025: 15 to 250 steps)",
-    64: "as DiLoCo (Sarfi et al. 2025: 15 to 250 steps)",
-    256: "the end of what Sarfi et al. 2025 tried; behind shorter periods there",
+    4: "far more often than in any paper",
+    16: "ahead of DiLoCo in long runs (Sarfi et al. 2025)",
+    64: "ahead of DiLoCo in long runs (Sarfi et al. 2025)",
+    256: "rarer than the default of 30, after Sarfi et al. 2025: expect to lose quality",
 }
 OWN = "your own: laconic knows nothing of its quality"
 
