@@ -52,7 +52,7 @@ def parser() -> Parser:
     made.add_argument("--hosts", nargs="+", type=int, default=list(HOSTS))
     made.add_argument("--rates", nargs="+", metavar="RATE", default=[str(r) for r in RATES])
     made.add_argument("--per-host", nargs="+", type=int, default=[1, 2])
-    made.add_argument("--seconds", type=float, default=4.0, help="of each recipe (%(default)g)")
+    made.add_argument("--seconds", type=float, default=3.0, help="of each recipe (%(default)g)")
     made.add_argument("--table", action="store_true", help="run nothing")
     made.add_argument("--again", action="store_true", help="also what the journal has")
     made.add_argument("--journal", type=Path, metavar="FILE", default=JOURNAL)

@@ -24,7 +24,7 @@ from laconic.round import Recipe
 
 STEPS = 24
 """Timed at a time for the facts."""
-ALONE = 6
+ALONE = 5
 """Steps without communication before each recipe, which say whether the machine still computes as
 fast as when it was measured."""
 
