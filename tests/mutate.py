@@ -269,7 +269,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("advisor/advice.py", "(1 - 1 / self.frequency)", "1", PREDICT),
     ("advisor/advice.py", "self.saved > max(self.backward, self.node)", "self.pays_there", PREDICT),
     ("advisor/fit.py", "weights = 1 / error.clamp(min=LEAST)", "pass", ADVISE),
-    ("advisor/fit.py", "max(least, start) / messages", "least / messages", ADVISE),
+    ("advisor/fit.py", "max(least, start) / messages", "max(least, start)", ADVISE),
     ("advisor/advice.py", "row.seconds * row.steps", "row.seconds", ADVISE),
     ("advisor/advice.py", "(1 + WORTH) * _score(best)", "_score(best)", ADVISE),
     ("auto.py", "min(seconds[text] * steps[text] for", "min(seconds[text] for", AUTO),

@@ -2,9 +2,11 @@
 
     seconds = messages * latency + 8 * (bytes - burst) / rate
 
-A straight line through (bytes, seconds) with the least sum of absolute relative errors, so that
-single messages that something held up do not count: iteratively reweighted least squares. Where it
-begins below what the smallest messages take, the card lets a burst pass before it slows down.
+The rate is that of a straight line through (bytes, seconds) of the larger third of the sizes, with
+the least sum of absolute relative errors, so that single messages that something held up do not
+count: iteratively reweighted least squares. Small messages, which a busy machine holds up most, do
+not bend it. They give the latency; where the line begins below it, a burst passes at once, as a
+shaped card lets it, and where above, it is the latency of messages that matter.
 """
 
 from __future__ import annotations
@@ -21,8 +23,6 @@ ROUNDS = 50
 """Of reweighting; the line has come to rest after about 20."""
 LEAST = 1e-3
 """Relative errors below this weigh alike: weights stay finite."""
-BEGINS = 0.1
-"""By how much the smallest message may be above the line for it to begin there."""
 FASTEST = 1e13
 """bit/s, where larger messages take no longer."""
 
@@ -37,19 +37,17 @@ class Sample(NamedTuple):
 
 
 def fit(samples: Sequence[Sample]) -> Net:
-    """The net on which these took so long. All have as many messages. The smallest of at least
-    three sizes gives the latency, the others the line."""
+    """The net on which these took so long. All have as many messages. There are at least
+    three sizes."""
     sizes = sorted({s.bytes for s in samples})
     if len(sizes) < 3:
         raise ValueError(f"a fit needs messages of at least three sizes, not {len(sizes)}")
     messages = max(samples[0].messages, 1)
     least = statistics.median(s.seconds for s in samples if s.bytes == sizes[0])
-    start, slope = line([(s.bytes, s.seconds) for s in samples if s.bytes > sizes[0]])
+    large = sizes[2 * len(sizes) // 3 - 1]
+    start, slope = line([(s.bytes, s.seconds) for s in samples if s.bytes >= large])
     rate = min(8 / slope, FASTEST) if slope > 0 else FASTEST
-    if least <= (1 + BEGINS) * (start + slope * sizes[0]):
-        return Net(rate, max(start, 0.0) / messages)
-    # more than half of the largest message at once is no burst but a line that is none
-    return Net(rate, least / messages, min((least - start) * rate / 8, sizes[-1] / 2))
+    return Net(rate, max(least, start) / messages, max(least - start, 0.0) * rate / 8)
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

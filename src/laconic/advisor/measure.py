@@ -31,7 +31,7 @@ from laconic.round import Recipe
 
 WARMUP = 3
 """Steps that are not measured: the first ones are slow."""
-LEAST, MOST, REPEATS = 2**12, 2**26, 3
+LEAST, MOST, REPEATS = 2**8, 2**26, 3
 """Bytes of the smallest and largest message of a sweep, and how often each is sent."""
 LONG = 0.25
 """A message that takes so many seconds is the largest."""
