@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
 
-.PHONY: demo test check bench science race peers mutations stress look docs tutorial clean
+.PHONY: demo test check bench science race validate-model peers mutations stress look docs tutorial clean
 
 demo: $(READY)            ## compare DDP, local SGD, SlowMo and DiLoCo on a 100 Mbit/s network
 	$(BIN)/laconic compare
@@ -33,6 +33,11 @@ RACE ?=
 
 race: peers               ## recipes and other libraries on three networks; hours; goes on where it was
 	$(BIN)/python -m benchmarks.race $(RACE)
+
+VALIDATE ?=
+
+validate-model: $(READY)  ## the cost model against emulated networks; 40 minutes; VALIDATE=--quick
+	$(BIN)/python -m benchmarks.validate $(VALIDATE)
 
 $(READY): pyproject.toml constraints.txt src/laconic/codecs/kernels.c
 	$(PYTHON) -m venv $(VENV)

@@ -9,7 +9,7 @@ import torch
 
 import gloo
 
-HOSTS = {"cluster", "compare", "doctor", "example", "lab", "own", "timeline"}
+HOSTS = {"advise_hosts", "cluster", "compare", "doctor", "example", "lab", "own", "timeline"}
 """Tests that emulate hosts: they look for namespaces left behind, and must not see each other's."""
 LONG = ["hosts", "resume", "exactness", "codecs", "science", "saving", "links_agree"]
 """What takes longest, and is begun first."""

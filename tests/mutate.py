@@ -48,6 +48,8 @@ EAGER = ["tests/test_eager.py", "-k", "not gloo"]
 CODED = ["tests/test_coded.py", "-k", "not process"]
 KERNELS = ["tests/test_kernels.py"]
 AUTO = ["tests/test_auto.py", "-k", "not process"]
+PREDICT = ["tests/test_predict.py"]
+ADVISE = ["tests/test_advise.py"]
 
 MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     # x <- mean(y) + (x - y)
@@ -257,13 +259,25 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("codecs/integers.py", "value=-1)  # s * q", "value=-0.5)  # s * q", KERNELS),
     ("codecs/codec.py", "x.sub_(less)", "x.add_(less)", KERNELS),
     ("codecs/codec.py", "out += decoded", "pass", KERNELS),
-    ("codecs/kernels.py", "_at(less), _at(plus)", "_at(plus), _at(less)", KERNELS),
-    ("codecs/integers.py", "and not self.stochastic", "", KERNELS),
-    # seconds = c + l*T + max(0, (1-l)*T - B*c) ; best = min(seconds * steps)
-    ("predict.py", "max(seconds - last - BACKWARD", "max(seconds - BACKWARD", AUTO),
-    ("predict.py", "(len(sizes) - 1) * cost.messages", "0 * cost.messages", AUTO),
-    ("predict.py", "max(seconds - r.delay * facts.compute, 0.0)", "max(seconds, 0.0)", AUTO),
-    ("predict.py", "(UTILISATION if r.delay else 1)", "1", AUTO),
+    ("codecs/kernels.py", "_address(less), _address(plus)", "_address(plus), _address(less)", KERNELS),
+    ("codecs/integers.py", "self.stochastic or (others", "(others", KERNELS),
+    # seconds = max(c + sum f*exposed, min(sum f*T/U, c + sum f*(T + w))) ; best = min(seconds * steps)
+    ("predict.py", "end = max(end, backward * done) + own", "end += own", AUTO),
+    ("predict.py", "(len(sizes) - 1) * amount.messages", "0 * amount.messages", AUTO),
+    ("predict.py", "max(seconds + work - meanwhile, 0.0)", "seconds + work", AUTO),
+    ("predict.py", "(UTILISATION if joint else 1)", "1", AUTO),
+    ("predict.py", "min(least, facts.compute + alone)", "least", AUTO),
+    ("predict.py", "seconds, seconds + work, 0.0", "seconds, seconds, 0.0", PREDICT),
+    ("predict.py", "facts.skew * math.sqrt(share)", "facts.skew", PREDICT),
+    ("predict.py", "min(self.burst, amount.bytes)", "self.burst", PREDICT),
+    ("predict.py", "elements(r, facts, n) // share)", "elements(r, facts, n))", PREDICT),
+    ("predict.py", "names = (\"peers\", \"workers\") if", "names = (\"workers\", \"workers\") if", PREDICT),
+    ("advisor/advice.py", "(1 - 1 / self.frequency)", "1", PREDICT),
+    ("advisor/advice.py", "self.saved > max(self.backward, self.node)", "self.pays_there", PREDICT),
+    ("advisor/fit.py", "weights = 1 / error.clamp(min=LEAST)", "pass", ADVISE),
+    ("advisor/fit.py", "max(least, start) / messages", "max(least, start)", ADVISE),
+    ("advisor/advice.py", "row.seconds * row.steps", "row.seconds", ADVISE),
+    ("advisor/advice.py", "(1 + WORTH) * _score(best)", "_score(best)", ADVISE),
     ("auto.py", "min(seconds[text] * steps[text] for", "min(seconds[text] for", AUTO),
     ("auto.py", "before = self.now if self.choices else None", "before = self.now", AUTO),
     ("auto.py", "self._traffic, each = traffic, seconds / sent", "pass", AUTO),

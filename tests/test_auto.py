@@ -52,10 +52,15 @@ def test_predictions_by_hand() -> None:
     assert hidden.seconds == 0.5 and hidden.exposed == 0
     assert hidden.busy == pytest.approx(whole / 20 / 0.5)
     assert hidden.bytes == pytest.approx(1.5 * 32e6 / 20)
-    crowded = predict(la.local_sgd(4, delay=4), facts)
+    slow = replace(facts, compute=1.0)
+    crowded = predict(la.local_sgd(4, delay=4), slow)
     assert crowded.seconds == pytest.approx(whole / 4 / 0.7), "the network is not always busy"
+    waiting = predict(la.local_sgd(4, delay=4), facts)
+    assert waiting.seconds == pytest.approx(0.5 + whole / 4), "no longer than without a delay"
     dense = predict(la.ddp(), facts)
-    assert dense.seconds == pytest.approx(0.5 + whole - 0.6 * 0.5), "hides behind backward alone"
+    first = (2**20 + 25 * 2**20) / 32e6  # of the gradients: the first bucket leaves meanwhile
+    late = 0.3 * first + whole * (1 - 2**20 / 32e6) - 0.3
+    assert dense.seconds == pytest.approx(0.5 + late), "hides behind backward alone"
     assert predict(la.ddp(codec="int4"), facts).bytes == pytest.approx(dense.bytes / 7.88, rel=0.01)
     inside = la.hierarchical(2, 8)
     assert predict(inside, facts).bytes == pytest.approx(1.5 * 32e6 / 8)
@@ -103,11 +108,12 @@ def test_the_one_in_force_stays_unless_another_is_clearly_better() -> None:
 
 
 def test_messages_one_after_the_other_take_their_latencies() -> None:
-    """4 buckets of 2 messages each, the last of which nothing hides."""
+    """4 buckets of 2 messages each, the first of which leaves after a quarter of backward."""
     facts = Facts(4, ((8_000_000,),), 4, 0.5, 1e15, 0.05)
-    assert predict(la.ddp(codec="int4"), facts).seconds == pytest.approx(0.5 + 0.1)
-    wide = replace(facts, latency=0.1)  # 0.6 s before the last, 0.3 s of which are hidden
-    assert predict(la.ddp(codec="int4"), wide).seconds == pytest.approx(0.5 + 0.2 + 0.3)
+    first = 0.3 / 4
+    assert predict(la.ddp(codec="int4"), facts).seconds == pytest.approx(0.2 + first + 4 * 0.1)
+    quick = replace(facts, latency=0.01)  # each has arrived when the next one leaves
+    assert predict(la.ddp(codec="int4"), quick).seconds == pytest.approx(0.5 + 0.02)
 
 
 def test_what_is_measured_counts_more_than_what_is_predicted() -> None:

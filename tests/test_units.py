@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laconic.units import format_rate, parse_duration, parse_rate
+from laconic.units import (
+    format_bytes,
+    format_rate,
+    format_seconds,
+    parse_count,
+    parse_duration,
+    parse_rate,
+)
 
 
 @pytest.mark.parametrize(
@@ -100,3 +107,34 @@ def test_no_rate_is_not_formatted(rate: float) -> None:
 @given(st.floats(1.0, 1e15))
 def test_what_is_formatted_parses_to_four_digits(rate: float) -> None:
     assert parse_rate(format_rate(rate)) == pytest.approx(rate, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("1.3B", 1_300_000_000), ("125 M", 125_000_000), ("865280", 865_280), ("2k", 2000)],
+)
+def test_counts(text: str, count: int) -> None:
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "many", "0", "-1M", "1.5", "1.2345k", "nan", "1e999", "3 kB"])
+def test_what_is_no_count_is_named_in_one_line(text: str) -> None:
+    with pytest.raises(ValueError, match="865280") as raised:
+        parse_count(text)
+    assert repr(text) in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0305, "30.5 ms"), (1.0, "1 s"), (2e-5, "20 us"), (0.9999, "1 s"), (0.0, "0 us")],
+)
+def test_seconds_for_a_reader(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(3.461e6, "3.46 MB"), (0.0, "0 bytes"), (999_900, "1 MB"), (5.2e9, "5.2 GB")],
+)
+def test_bytes_for_a_reader(count: float, text: str) -> None:
+    assert format_bytes(count) == text

@@ -1,5 +1,7 @@
 """laconic: train PyTorch models data-parallel over slow networks by talking less."""
 
+from typing import TYPE_CHECKING, Any
+
 from laconic import codecs, links, recipes, topology
 from laconic.attach import attach, init
 from laconic.auto import auto
@@ -43,11 +45,15 @@ from laconic.schedules import after, any_of, every, until
 from laconic.slowmo_ddp import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
 from laconic.synchronizer import Stats, Synchronizer
 
+if TYPE_CHECKING:
+    from laconic.advisor import Advice, advise
+
 __version__ = "0.1.0"
 
 __all__ = [
     "EASGD",
     "LSGD",
+    "Advice",
     "Arrival",
     "Clock",
     "CommOptimizer",
@@ -72,6 +78,7 @@ __all__ = [
     "TensorBoard",
     "UniformMixing",
     "Update",
+    "advise",
     "after",
     "any_of",
     "attach",
@@ -104,3 +111,12 @@ __all__ = [
     "topology",
     "until",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The advisor, which is built on all of the above, when it is asked for."""
+    if name in ("Advice", "advise"):
+        import laconic.advisor
+
+        return getattr(laconic.advisor, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

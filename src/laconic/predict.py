@@ -1,32 +1,46 @@
-"""Seconds a step will take under a recipe, from what was measured: the cost model put to use.
+"""Seconds a step will take under a recipe, from what was measured: the one cost model, which
+`laconic.auto` chooses by, `laconic advise` tells, and `make validate-model` checks.
 
-Symbols: c, seconds of forward, backward and optimiser of one step; T_r, seconds of round r on the
-network, by `Exchange.cost` at the given rate and latency; f_r, its rounds per step; d_r, its delay.
+Symbols: c, seconds of forward, backward and optimiser of one step; B, the share of c in which
+gradients appear; T_r, seconds of round r on the network, by `Exchange.cost` on the net of its set
+of ranks; w_r, seconds of processors for packing, coding and folding it; f_r, its rounds per step;
+d_r, its delay; s, seconds that workers which meet after every step wait for the slowest of them;
+k, the share of work beside the training that the training pays for, as they share processors.
 
-    exposed_r = f_r * max(0, T_r - d_r * c)                       a round on parameters
-    exposed_r = l * T_r + max(0, (1 - l) * T_r - B * c)           gradients, sent while the backward
-                                                                  pass, B of c, runs, the last
-                                                                  bucket's share l after it
-    seconds   = max(c + sum_r exposed_r, sum_r f_r * T_r / U_r)
+    exposed_r = f_r * (T_r + w_r) + s * sqrt(f_r)            a round on parameters
+    exposed_r = f_r * max(0, T_r + w_r - d_r * c)            the same with a delay
+    exposed_r = f_r * (e_K - B * c) + s * sqrt(f_r)          gradients, in buckets 1 to K:
+      e_j = max(e_{j-1}, B * c * (share of the gradients in buckets 1 to j)) + T_rj + w_rj
+    seconds   = max(c + sum_r exposed_r, min(sum_r f_r * T_r / U_r, c + sum_r f_r * (T_r + w_r)))
 
-The second term of the maximum: the network is one at a time; and rounds with a delay, of which a
-message begins when the last of the ranks has come to it, keep it busy for the share U of the time
-at most (U_r = 1 for the others).
+c is longer by k times the work done meanwhile: w_r, and what sending takes of processors.
+s * sqrt(f): the steps between two meetings differ independently, so that what the slowest is behind
+grows as the root of their number. The second term of the maximum: the network is one at a time; and
+collectives with a delay, of which a message begins when the last of the ranks has come to it, keep
+it busy for the share U of the time at most (U_r = 1 for the others, and for gossip), though no step
+takes longer than if nothing were hidden.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import cast
 
 import torch
 
 from laconic.gradients import bucket_sizes
-from laconic.round import Recipe, Round
+from laconic.links import cost
+from laconic.links.cost import Cost
+from laconic.ranks import within_workers
+from laconic.round import Exchange, Recipe, Round, describe
+from laconic.schedules import Schedule, every
 from laconic.tensors import Fragment
 
 BACKWARD = 0.6
-"""B: the share of a step's computing in which gradients appear."""
+"""B where it was not measured: the share of a step's computing in which gradients appear."""
 UTILISATION = 0.7
 """U. Measured with the text model on 4 emulated hosts at 10 Mbit/s: a recipe whose messages would
 have filled the network, were all ranks alike, kept it busy for 0.6 of the time."""
@@ -35,10 +49,31 @@ HORIZON = 15 * 512
 
 
 @dataclass(frozen=True)
+class Net:
+    """What one rank gets of the network: ``rate`` in bit/s, ``latency`` in seconds per message, and
+    the ``burst``, bytes that pass at once after a pause, as a shaped card lets them."""
+
+    rate: float
+    latency: float
+    burst: float = 0.0
+
+    def seconds(self, amount: Cost) -> float:
+        """Of a collective; as `Cost.seconds`, but for the burst."""
+        whole = amount.seconds(self.rate, self.latency)
+        return whole - 8 * min(self.burst, amount.bytes) / self.rate
+
+
+@dataclass(frozen=True)
 class Facts:
     """What was measured: ``compute`` in seconds per step; ``rate`` in bit/s of one worker's card;
     ``latency`` in seconds per message; of the model its tensors' ``shapes``, of ``itemsize`` bytes
-    an element."""
+    an element.
+
+    What else may be known: ``backward``, B; ``ranks`` of each worker; ``nets`` by set of ranks, one
+    rank's part where all ranks use it at once: ``"workers"``, ``"world"``, ``"replica"``, and
+    ``"peers"``, a message to another worker alone; ``work``, w by `work_key`; ``contention``, k;
+    ``carry``, seconds of processors for a byte sent; ``skew``, s.
+    """
 
     workers: int
     shapes: tuple[tuple[int, ...], ...]
@@ -46,50 +81,142 @@ class Facts:
     compute: float
     rate: float
     latency: float
+    backward: float = BACKWARD
+    ranks: int = 1
+    nets: Mapping[str, Net] = field(default_factory=dict)
+    work: Mapping[str, float] = field(default_factory=dict)
+    contention: float = 0.0
+    carry: float = 0.0
+    skew: float = 0.0
 
     @property
     def elements(self) -> int:
         """Of the model."""
         return sum(math.prod(shape) for shape in self.shapes)
 
+    def net(self, *names: str) -> Net:
+        """The first of these sets whose net is known, else one of ``rate`` and ``latency``."""
+        known = (self.nets[name] for name in names if name in self.nets)
+        return next(known, Net(self.rate, self.latency))
+
 
 @dataclass(frozen=True)
 class Prediction:
-    """``seconds`` per step, of which ``exposed`` are waiting; ``bytes`` sent per step; ``busy``:
-    the share of the time in which the network is in use."""
+    """``seconds`` per step, of which ``exposed`` are waiting; ``bytes`` sent per step to other
+    workers by each rank; ``busy``: the share of the time in which the network is in use;
+    ``hidden``: the share of the communication behind which training went on."""
 
     seconds: float
     exposed: float
     bytes: float
     busy: float
+    hidden: float = 0.0
+
+
+def work_key(r: Round) -> str:
+    """What rounds have in common that keep processors busy for as long."""
+    part = Fragment(0, r.part.count, r.part.by) if isinstance(r.part, Fragment) else r.part
+    alike = replace(r, when=every(1), delay=0, part=part, over="workers")
+    return describe((alike,))
+
+
+@dataclass(frozen=True)
+class _Load:
+    """One round's: seconds on the ``network``, those ``exposed``, and by how many it makes
+    computing longer (``stretch``); bytes ``sent`` by a rank."""
+
+    network: float
+    exposed: float
+    stretch: float
+    sent: float
 
 
 def predict(recipe: Recipe, facts: Facts) -> Prediction:
-    """What a step under ``recipe`` takes. Rounds inside a worker or a group are taken for free."""
-    exposed = network = least = sent = 0.0
-    for r in recipe:
-        if r.over not in ("workers", "world"):
+    """What a step under ``recipe`` takes. Rounds inside a group are taken for free, and so is all
+    work that ``facts`` do not tell of."""
+    rounds = (*within_workers(recipe), *recipe) if facts.ranks > 1 else recipe
+    exposed = network = waited = least = alone = sent = 0.0
+    for r in rounds:
+        share = often(r)
+        if r.over == "group" or not share or not r.exchange.communicates:
             continue
-        often = sum(r.when(step) for step in range(1, HORIZON + 1)) / HORIZON
-        exchange = r.exchange.shaped([torch.Size(shape) for shape in facts.shapes])
-        cost = exchange.cost(_elements(r, facts), facts.itemsize, facts.workers)
-        seconds = cost.seconds(facts.rate, facts.latency)
-        if r.on == "gradients":
-            sizes = bucket_sizes(r.exchange, facts.elements * facts.itemsize)
-            seconds += (len(sizes) - 1) * cost.messages * facts.latency
-            last = seconds * sizes[-1] / sum(sizes)
-            exposed += often * (last + max(seconds - last - BACKWARD * facts.compute, 0.0))
-        else:
-            exposed += often * max(seconds - r.delay * facts.compute, 0.0)
-        network += often * seconds
-        least += often * seconds / (UTILISATION if r.delay else 1)
-        sent += often * cost.bytes
-    total = max(facts.compute + exposed, least)
-    return Prediction(total, total - facts.compute, sent, network / total)
+        load = _gradients(r, facts) if r.on == "gradients" else _parameters(r, facts)
+        skew = 0.0 if r.delay or r.over == "replica" else facts.skew * math.sqrt(share)
+        exposed += share * (load.exposed + load.stretch) + skew
+        if r.over != "replica":
+            network += share * load.network
+            waited += share * min(load.exposed, load.network)
+            alone += share * (load.network + facts.work.get(work_key(r), 0.0))
+            joint = r.delay and not r.exchange.gossips
+            least += share * load.network / (UTILISATION if joint else 1)
+            sent += share * load.sent
+    # a delay never makes a step longer than waiting for each message would
+    total = max(facts.compute + exposed, min(least, facts.compute + alone))
+    waited = max(waited, min(total - facts.compute - exposed, network))
+    hidden = 1 - waited / network if network else 0.0
+    return Prediction(total, total - facts.compute, sent, network / total, hidden)
 
 
-def _elements(r: Round, facts: Facts) -> int:
+def often(r: Round) -> float:
+    """How many rounds there are per step."""
+    return _share(r.when) if isinstance(r.when, Hashable) else _count(r.when) / HORIZON
+
+
+@lru_cache(maxsize=256)
+def _share(when: Hashable) -> float:
+    return _count(cast("Schedule", when)) / HORIZON
+
+
+def _count(when: Schedule) -> int:
+    return sum(when(step) for step in range(1, HORIZON + 1))
+
+
+def _parameters(r: Round, facts: Facts) -> _Load:
+    n, share = facts.workers, facts.ranks if r.over == "workers" else 1
+    if r.over == "world":
+        n *= facts.ranks
+    length = -(-_elements(r, facts, n) // share)  # the ranks of a worker carry a part each
+    amount = _shaped(r, facts).cost(length, facts.itemsize, n)
+    names = ("peers", "workers") if r.exchange.gossips else (r.over, "workers")
+    seconds = facts.net(*names).seconds(amount)
+    if share > 1:
+        whole = cost.all_gather(length * share * facts.itemsize, share)
+        seconds += facts.net("replica").seconds(whole)
+    work = facts.work.get(work_key(r), 0.0)
+    if not r.delay:
+        return _Load(seconds, seconds + work, 0.0, amount.bytes)
+    stretch = facts.contention * (work + facts.carry * amount.bytes)
+    meanwhile = r.delay * (facts.compute + often(r) * stretch)
+    return _Load(seconds, max(seconds + work - meanwhile, 0.0), stretch, amount.bytes)
+
+
+def _gradients(r: Round, facts: Facts) -> _Load:
+    n = {"replica": facts.ranks, "workers": facts.workers}.get(r.over, facts.workers * facts.ranks)
+    amount = _shaped(r, facts).cost(_elements(r, facts, n), facts.itemsize, n)
+    names = ("direct", r.over, "workers") if r.exchange.slots else (r.over, "workers")
+    net = facts.net(*names)
+    sizes = bucket_sizes(r.exchange, facts.elements * facts.itemsize)
+    # every bucket takes its messages' latencies; the card rests before the first alone
+    seconds = net.seconds(amount) + (len(sizes) - 1) * amount.messages * net.latency
+    work = facts.work.get(work_key(r), 0.0)
+    backward = facts.backward * facts.compute
+    each = [(seconds + work) * size / sum(sizes) for size in sizes]
+    end = done = 0.0
+    for size, own in zip(sizes, each, strict=True):
+        done += size / sum(sizes)
+        end = max(end, backward * done) + own
+    exposed = end - backward
+    meanwhile = 1 - min(exposed / (seconds + work), 1.0) if seconds + work else 0.0
+    beside = meanwhile * (work + facts.carry * amount.bytes)
+    return _Load(seconds, exposed, facts.contention * beside, amount.bytes)
+
+
+def _shaped(r: Round, facts: Facts) -> Exchange:
+    return r.exchange.shaped([torch.Size(shape) for shape in facts.shapes])
+
+
+def _elements(r: Round, facts: Facts, n: int) -> int:
     """How many elements a message of ``r`` has, padded as its exchange needs them."""
     share = r.part.count if isinstance(r.part, Fragment) else 1
-    multiple = r.exchange.multiple(facts.workers)
+    multiple = r.exchange.multiple(n)
     return -(-facts.elements // share // multiple) * multiple

@@ -9,11 +9,20 @@ import math
 import re
 from collections.abc import Mapping
 
-__all__ = ["format_rate", "parse_duration", "parse_rate"]
+__all__ = [
+    "format_bytes",
+    "format_rate",
+    "format_seconds",
+    "parse_count",
+    "parse_duration",
+    "parse_rate",
+]
 
 _NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-zµμ/]*)\s*", re.ASCII)
 _RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_COUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_COUNT_FORMS = "a positive whole number, or one with K, M, B or T (1.3B, 125M, 865280)"
 _RATE_FORMS = "a positive number of bit/s, or one with bit, kbit, mbit or gbit (100mbit, 10 Gbit/s)"
 _DURATION_FORMS = "a number of seconds from 0 up, or one with us, ms, s, min or h (20ms, 1.5 s)"
 
@@ -39,6 +48,33 @@ def parse_duration(text: str) -> float:
     if seconds is None or not 0.0 <= seconds < math.inf:
         raise ValueError(f"not a duration: {text!r}; give {_DURATION_FORMS}")
     return seconds
+
+
+def parse_count(text: str) -> int:
+    """Return `text` ("1.3B", "125 M", "865280") as a whole number; case does not matter.
+
+    Raises ValueError for another unit and for what is not positive and whole.
+    """
+    count = _parse(text, _COUNTS, suffix="")
+    if count is None or not 0.0 < count < math.inf or round(count) != round(count, 3):
+        raise ValueError(f"not a count: {text!r}; give {_COUNT_FORMS}")
+    return round(count)
+
+
+def format_seconds(seconds: float) -> str:
+    """Return `seconds` for a reader, to three significant digits: 0.0305 is "30.5 ms"."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if float(f"{seconds / scale:.3g}") >= 1 or unit == "us":
+            break
+    return f"{seconds / scale:.3g} {unit}" if seconds < 1e4 else f"{seconds:.0f} s"
+
+
+def format_bytes(count: float) -> str:
+    """Return `count` bytes for a reader, to three significant digits: 3.461e6 is "3.46 MB"."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0)):
+        if float(f"{count / scale:.3g}") >= 1 or unit == "bytes":
+            break
+    return f"{count / scale:.3g} {unit}"
 
 
 def format_rate(rate: float) -> str:

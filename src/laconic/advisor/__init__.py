@@ -1,1 +1,6 @@
-"""Advice about which recipe to train with, and how to set it."""
+"""The advisor: measures a training and its network, and says which recipe will pay."""
+
+from laconic.advisor.advice import Advice, Guide, Row, advice_on
+from laconic.advisor.advise import advise
+
+__all__ = ["Advice", "Guide", "Row", "advice_on", "advise"]

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from laconic import __version__
-from laconic.cli import compare, doctor, lab, report, tune, watch
+from laconic.cli import advise, compare, doctor, lab, report, tune, watch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"laconic {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     compare.add(commands)
+    advise.add(commands)
     report.add(commands)
     lab.add(commands)
     doctor.add(commands)

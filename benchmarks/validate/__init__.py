@@ -1,0 +1,1 @@
+"""Does the cost model predict what an emulated network then takes?"""

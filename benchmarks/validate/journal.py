@@ -1,0 +1,107 @@
+"""The launches that were finished, one line of JSON each, so that a validation that was killed goes
+on: the settings that all must share, the network, what was measured there, and the recipes' times.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.race.journal import append, key, opened
+from benchmarks.validate.rows import Network
+from laconic.advisor.worker import facts_of
+from laconic.parse import parse_recipe
+from laconic.predict import Facts, predict
+
+__all__ = ["Launch", "Timed", "append", "key", "load", "opened"]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A recipe's ``seconds`` per step over so many ``steps``; ``alone``: those without
+    communication, right before and after."""
+
+    recipe: str
+    seconds: float
+    alone: float
+    steps: int
+    waiting: float
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One network's: ``facts`` as measured, and every recipe's time."""
+
+    shared: Mapping[str, object]
+    network: Network
+    facts: Facts
+    rows: tuple[Timed, ...]
+
+    @property
+    def compute(self) -> float:
+        """Seconds of a step without communication, all over the launch."""
+        return statistics.median(row.alone for row in self.rows)
+
+    def predicted(self, row: Timed) -> float:
+        """Seconds per step by the model as it is now, with what a step took without communication
+        right before and after the row."""
+        return self._predict(row.recipe, row.alone)
+
+    def error(self, row: Timed) -> float:
+        """Of the prediction, relative to what was measured."""
+        return self.predicted(row) / row.seconds - 1
+
+    def chosen(self) -> Timed:
+        """The row with the shortest prediction from one set of facts."""
+        return min(self.rows, key=lambda row: self._predict(row.recipe, self.compute))
+
+    def regret(self) -> float:
+        """How much longer the chosen row takes than the fastest measured one."""
+        return self.chosen().seconds / min(row.seconds for row in self.rows) - 1
+
+    def _predict(self, text: str, compute: float) -> float:
+        recipe = parse_recipe(text)
+        assert isinstance(recipe, tuple), "auto is no row"
+        return predict(recipe, replace(self.facts, compute=compute)).seconds
+
+    def to_line(self) -> str:
+        """For the journal."""
+        return json.dumps({"key": key(self.shared), **asdict(self)})
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Launch:
+        """From what `to_line` wrote. Raises ``ValueError`` for anything else."""
+        try:
+            rows = tuple(Timed(**row) for row in fields["rows"])
+            launch = cls(
+                fields["shared"], Network(**fields["network"]), facts_of(fields["facts"]), rows
+            )
+            agrees = fields["key"] == key(launch.shared)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a launch of this benchmark: {error!r}") from None
+        if not agrees or not rows:
+            raise ValueError("not a launch of this benchmark: its settings and key do not agree")
+        return launch
+
+
+def load(path: Path) -> list[Launch]:
+    """The journal's launches, the last one of each network under its settings; none where there is
+    no file. A line that was cut off does not count. Raises ``ValueError`` for one of another kind.
+    """
+    found: dict[tuple[str, Network], Launch] = {}
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
+            fields = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # the machine was switched off, or the disk full, while it was written
+        try:
+            launch = Launch.from_fields(fields if isinstance(fields, dict) else {})
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+        found[key(launch.shared), launch.network] = launch
+    return list(found.values())

@@ -1,0 +1,139 @@
+"""The tables and the picture of docs/validation.md."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.validate.journal import Launch
+from benchmarks.validate.rows import Network
+from laconic.units import format_rate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BEGIN, END = "<!-- begin: written by python -m benchmarks.validate -->", "<!-- end -->"
+MEDIAN, WORST, NEAR = 0.05, 0.15, 0.05
+"""Bounds set: of the errors' median and largest, and of how much slower than the fastest recipe the
+one predicted to be fastest may be."""
+INTRODUCTION = """# The cost model against an emulated network
+
+Predicted and measured seconds per step (`make validate-model`): the text model of 865,280
+parameters, hosts as network namespaces with shaped cards. One launch for each network: the same
+processes measure what the model needs to know (`docs/cost_model.md`), as `laconic advise` does,
+then train under each recipe for a few whole periods, after a first round that does not count. The
+time of a step without communication is taken anew right before and after each recipe, and enters
+its prediction, as a shared machine does not keep its pace for minutes.
+
+An error is predicted / measured - 1. The recipe predicted to be fastest, from one set of facts for
+all, counts as right if it was measured to be the fastest, or within 5% of that.
+"""
+
+
+def write(path: Path, launches: Sequence[Launch]) -> list[Path]:
+    """The page, between its marks where it has some, and the picture beside it."""
+    picture = path.with_suffix(".png")
+    text = "\n".join(
+        [BEGIN, f"![Predicted against measured]({picture.name})", *body(launches), END]
+    )
+    before, after = INTRODUCTION + "\n", "\n"
+    if path.exists():
+        old = path.read_text(encoding="utf-8")
+        if BEGIN not in old or END not in old:
+            raise ValueError(f"{path} has no place for the tables: {BEGIN} and {END}")
+        before, _, rest = old.partition(BEGIN)
+        after = rest.partition(END)[2]
+    path.write_text(before + text + after, encoding="utf-8")
+    draw(picture, launches)
+    return [path, picture]
+
+
+def body(launches: Sequence[Launch]) -> list[str]:
+    """The tables, those of one process per host and those of several apart."""
+    lines = []
+    for per_host in sorted({launch.network.per_host for launch in launches}):
+        these = sorted(
+            (launch for launch in launches if launch.network.per_host == per_host),
+            key=lambda launch: launch.network,
+        )
+        word = "One process" if per_host == 1 else f"{per_host} processes"
+        lines += ["", f"## {word} on each host", "", *verdict(these), "", *table(these)]
+    machine = launches[0].shared
+    lines += ["", f"Machine: {machine['processor']}, {machine['cores']} cores; torch "
+              f"{machine['torch']}."]  # fmt: skip
+    return lines
+
+
+def verdict(launches: Sequence[Launch]) -> list[str]:
+    """What came of the bounds."""
+    errors = [abs(launch.error(row)) for launch in launches for row in launch.rows]
+    near = sum(launch.regret() <= NEAR for launch in launches)
+    return [
+        f"Of {len(errors)} predictions the median error is {statistics.median(errors):.1%} (bound "
+        f"{MEDIAN:.0%}), the largest {max(errors):.1%} (bound {WORST:.0%}). The recipe predicted "
+        f"to be fastest is right on {near} of {len(launches)} networks."
+    ]
+
+
+def kept(launches: Sequence[Launch]) -> bool:
+    """Whether all bounds are; of the networks, eight of nine must have the right recipe."""
+    errors = [abs(launch.error(row)) for launch in launches for row in launch.rows]
+    near = sum(launch.regret() <= NEAR for launch in launches)
+    within = statistics.median(errors) <= MEDIAN and max(errors) <= WORST
+    return within and 9 * near >= 8 * len(launches)
+
+
+def table(launches: Sequence[Launch]) -> list[str]:
+    """Measured seconds per step, and the error of the prediction."""
+    names = [name_of(launch.network) for launch in launches]
+    lines = ["| recipe | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for text in dict.fromkeys(row.recipe for launch in launches for row in launch.rows):
+        cells = []
+        for launch in launches:
+            row = next((row for row in launch.rows if row.recipe == text), None)
+            cells.append(f"{row.seconds:.3g} ({launch.error(row):+.0%})" if row else "")
+        lines.append(f"| `{text}` | " + " | ".join(cells) + " |")
+    chosen = [f"`{launch.chosen().recipe}` ({launch.regret():+.0%})" for launch in launches]
+    lines.append("| predicted fastest, against the fastest | " + " | ".join(chosen) + " |")
+    return lines
+
+
+def name_of(network: Network) -> str:
+    """For the head of a column."""
+    return f"{network.hosts} hosts, {format_rate(network.rate)}"
+
+
+def draw(path: Path, launches: Sequence[Launch]) -> None:
+    """Measured against predicted, a panel for each number of processes per host."""
+    from matplotlib.figure import Figure
+
+    kinds = sorted({launch.network.per_host for launch in launches})
+    figure = Figure(figsize=(6 * len(kinds), 5.5), dpi=150, layout="constrained", facecolor="white")
+    panels = figure.subplots(1, len(kinds), squeeze=False)[0]
+    for axes, per_host in zip(panels, kinds, strict=True):
+        _panel(axes, [launch for launch in launches if launch.network.per_host == per_host])
+        axes.set_title(f"{per_host} process(es) on each host", loc="left")
+    panels[-1].legend(fontsize=7, loc="upper left")
+    figure.savefig(path)
+
+
+def _panel(axes: Axes, launches: Sequence[Launch]) -> None:
+    from laconic.lab.plots import COLOURS
+
+    families: dict[str, list[tuple[float, float]]] = {}
+    for launch in launches:
+        for row in launch.rows:
+            family = families.setdefault(row.recipe.partition("(")[0], [])
+            family.append((row.seconds, launch.predicted(row)))
+    for colour, (name, points) in zip(COLOURS, families.items(), strict=False):
+        axes.plot(*zip(*points, strict=True), "o", color=colour, label=name, markersize=4)
+    ends = [f(x for points in families.values() for p in points for x in p) for f in (min, max)]
+    axes.plot(ends, ends, color="#000000", linewidth=0.8, label="as predicted")
+    for factor in (1 - WORST, 1 + WORST):
+        axes.plot(ends, [factor * e for e in ends], color="#767676", linewidth=0.6, linestyle=":")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("measured seconds per step")
+    axes.set_ylabel("predicted seconds per step")

@@ -1,0 +1,231 @@
+"""Advice: what each recipe is predicted to take, when SlowMo pays, and what to do.
+
+The rule of the recommendation is that of `laconic.auto`: the most progress per second, which is the
+least ``seconds * steps``, with the steps that a recipe takes for one of DDP's. Of recipes that
+differ by less than `WORTH`, the one that gives up least; so DDP is kept where little is gained.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from laconic.advisor.choices import Choice, choices, steps_of
+from laconic.links import cost
+from laconic.predict import Facts, often, predict
+from laconic.round import Exchange, Recipe, Round
+from laconic.tensors import Fragment
+
+WORTH = 0.05
+"""How much slower than the best a recipe that gives up less may be."""
+GUIDE_PERIODS = (3, 12, 48)
+"""H for which the inequality is written out: the guide's own, the SlowMo paper's two."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A recipe's prediction: ``seconds`` per step; ``hidden``, the share of communication that
+    training does not wait for; ``megabytes`` per step to other workers, of a rank; ``memory``,
+    bytes of a rank for what rounds keep; ``speedup`` against DDP, and ``share`` of the speed
+    without communication; ``steps``, how many it takes for one of DDP's, as `steps_of` says."""
+
+    recipe: str
+    period: int | None
+    seconds: float
+    hidden: float
+    megabytes: float
+    memory: float
+    speedup: float
+    share: float
+    steps: float
+    quality: str
+
+
+@dataclass(frozen=True)
+class Guide:
+    """fairscale's rule for one ``frequency`` H: local SGD (SlowMo's slow steps cost nothing on top)
+    is faster than DDP where
+
+        allreduce * (1 - 1/H) > backward + node         gradients averaged in a node after backward
+        allreduce * (1 - 1/H) > max(backward, node)     and during it, as laconic does
+
+    in seconds: ``allreduce`` of the model over the nodes, ``backward`` of a step, ``node``, an
+    average inside one. ``saved`` is the left side. For SGP put 2 for H; exactly 2(n-1)/n.
+    """
+
+    frequency: float
+    allreduce: float
+    backward: float
+    node: float
+
+    @property
+    def saved(self) -> float:
+        return self.allreduce * (1 - 1 / self.frequency)
+
+    @property
+    def pays_there(self) -> bool:
+        """In the guide's own program."""
+        return self.saved > self.backward + self.node
+
+    @property
+    def pays_here(self) -> bool:
+        return self.saved > max(self.backward, self.node)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What `laconic.advise` returns, alike on every rank. ``computes``: seconds of a step on each
+    rank; ``held``, bytes of parameters, gradients and optimiser state, and ``peak``, of memory in
+    use: None where nothing was measured. ``recommendation`` is a recipe's text, ``code`` the line
+    for a training loop, ``reason`` one sentence."""
+
+    facts: Facts
+    rows: tuple[Row, ...]
+    guide: tuple[Guide, ...]
+    recommendation: str
+    code: str
+    reason: str
+    computes: tuple[float, ...] | None = None
+    held: int | None = None
+    peak: int | None = None
+
+    @property
+    def row(self) -> Row:
+        """The recommended one."""
+        return next(r for r in self.rows if r.recipe == self.recommendation)
+
+    @property
+    def fastest(self) -> Row:
+        """Whatever its quality."""
+        return min(self.rows, key=lambda r: r.seconds)
+
+    def to_json(self) -> str:
+        """All of it, for programs."""
+        plain = asdict(self)
+        facts: dict[str, Any] = plain["facts"]
+        del facts["shapes"], facts["work"]
+        facts["parameters"] = self.facts.elements
+        for guide, source in zip(plain["guide"], self.guide, strict=True):
+            for name in ("saved", "pays_there", "pays_here"):
+                guide[name] = getattr(source, name)
+        return json.dumps(_finite(plain), indent=2)
+
+
+def advice_on(
+    facts: Facts,
+    own: Sequence[str] = (),
+    *,
+    computes: tuple[float, ...] | None = None,
+    held: int | None = None,
+    peak: int | None = None,
+) -> Advice:
+    """Predict all `choices`, and the user's ``own`` recipes, from ``facts``; and recommend one."""
+    rows = rows_of(choices(facts, own), facts)
+    best, reason = recommend(rows)
+    node = f", nprocs_per_node={facts.ranks}" if facts.ranks > 1 else ""
+    code = f"sync = laconic.attach(model, optimizer, laconic.{best.recipe}{node})"
+    code = code.replace("(local_sgd", "(laconic.local_sgd")
+    guide = tuple(guides(facts))
+    return Advice(facts, tuple(rows), guide, best.recipe, code, reason, computes, held, peak)
+
+
+def rows_of(found: Sequence[Choice], facts: Facts) -> list[Row]:
+    """One for each of the choices, of which the first is DDP."""
+    ddp = predict(found[0].recipe, facts).seconds
+    rows = []
+    for c in found:
+        p = predict(c.recipe, facts)
+        kept = memory(c.recipe, facts)
+        at = p.seconds, p.hidden, p.bytes / 1e6, kept, ddp / p.seconds, facts.compute / p.seconds
+        rows.append(Row(c.text, c.period, *at, steps_of(c.recipe), c.quality))
+    return rows
+
+
+def recommend(rows: Sequence[Row]) -> tuple[Row, str]:
+    """The row to take, and why."""
+    ddp, best = rows[0], min(rows, key=_score)
+    taken = next(r for r in rows if _score(r) <= (1 + WORTH) * _score(best))
+    if taken is ddp and best is ddp:
+        return ddp, "Keep DDP: nothing makes more progress per second."
+    if taken is ddp:
+        gain = _score(ddp) / _score(best) - 1
+        return ddp, f"Keep DDP: {best.recipe} would make {gain:.1%} more progress per second."
+    told = (
+        f"{taken.recipe} takes {taken.seconds:.3g} s a step where ddp() takes {ddp.seconds:.3g} s "
+        f"({taken.speedup:.2g} times as fast, {taken.share:.0%} of the speed without "
+        f"communication), and {taken.steps:.3g} steps for one of ddp()'s"
+    )
+    if taken is best:
+        return taken, f"{told}: the most progress per second."
+    more = _score(taken) / _score(best) - 1
+    return taken, f"{told}; {best.recipe} makes {more:.1%} more progress, and gives up more."
+
+
+def _score(row: Row) -> float:
+    return row.seconds * row.steps
+
+
+def guides(facts: Facts) -> list[Guide]:
+    """The inequality for each of `GUIDE_PERIODS`, and for SGP."""
+    size = facts.elements * facts.itemsize
+    # the ranks of a worker carry a part each, all at once
+    allreduce = facts.net("workers").seconds(cost.mean(size // facts.ranks, facts.workers))
+    node = facts.net("replica").seconds(cost.mean(size, facts.ranks)) if facts.ranks > 1 else 0.0
+    backward = facts.backward * facts.compute
+    return [Guide(h, allreduce, backward, node) for h in (*GUIDE_PERIODS, 2)]
+
+
+def memory(recipe: Recipe, facts: Facts) -> float:
+    """Bytes that rounds keep on one rank: state of updates and exchanges, the gradients' buckets,
+    and messages in flight, as the mean over time. Buckets of the moment, two of 25 MiB at most,
+    come on top."""
+    return sum(_kept(r, facts) for r in recipe)
+
+
+def _kept(r: Round, facts: Facts) -> float:
+    n = facts.workers * (facts.ranks if r.on == "gradients" else 1)
+    share = r.part.count if isinstance(r.part, Fragment) else 1
+    size = facts.elements * facts.itemsize / share
+    exchange = r.exchange.shaped([torch.Size(s) for s in facts.shapes])
+    kept = _update_share(r, n) * size / (facts.ranks if r.on == "params" else 1)
+    kept += _exchange_share(exchange, n) * size / (facts.ranks if r.on == "params" else 1)
+    if r.on == "gradients":
+        return kept + size
+    return kept + (1 + r.update.keeps_sent) * size * r.delay * often(r)
+
+
+def _update_share(r: Round, n: int) -> float:
+    """Of a message's bytes, those that the update's state has."""
+    owners = r.exchange.owners(n) or 1
+    state = r.update.init(torch.zeros(1))
+    slots = r.update.slots
+    return sum(
+        1 / owners if slots.get(name, "owner") == "owner" else 1.0
+        for name, t in state.items()
+        if t.dim()
+    )
+
+
+def _exchange_share(exchange: Exchange, n: int) -> float:
+    """The same for the exchange: each of its slots is as long as a message, or an owner's part."""
+    owned = sum(slot == "owner" for slot in exchange.slots.values())
+    whole = [name for name, slot in exchange.slots.items() if slot != "owner"]
+    relative = getattr(exchange, "relative", True)
+    whole = [name for name in whole if name != "reference" or relative]
+    return len(whole) + owned / (exchange.owners(n) or n)
+
+
+def _finite(value: object) -> object:
+    """What JSON can hold: numbers that are not finite become None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return value

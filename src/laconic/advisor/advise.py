@@ -1,0 +1,86 @@
+"""`laconic.advise`: on the user's own machines, with the user's own step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from laconic.advisor.advice import Advice, advice_on
+from laconic.advisor.choices import PLAIN, choices, representative
+from laconic.advisor.measure import Bench, Measured, measure
+from laconic.errors import check_float, check_int
+from laconic.links.link import Link
+from laconic.ranks import layout_of, own_link, sets_of
+from laconic.round import Recipe
+
+
+def advise(
+    model: nn.Module,
+    step_fn: Callable[[], object],
+    *,
+    optimizer: Optimizer | None = None,
+    recipes: Sequence[str] = (),
+    nprocs_per_node: int | Literal["env"] = 1,
+    steps: int = 20,
+    link: Link | None = None,
+    timeout: float = 600.0,
+) -> Advice:
+    """Measure ``step_fn`` and the network, and say which recipe will pay.
+
+    Call it on every rank, under torchrun, after `laconic.init` and before `laconic.attach`.
+    ``step_fn()`` runs one local step (forward, backward, optimiser) of ``model``, and is called
+    some three times ``steps`` times: the model goes on training, each rank's by itself.
+    ``optimizer``: whose parameters and state count; None: all parameters that are trained.
+    ``recipes``: others to predict beside the advisor's, as text. ``nprocs_per_node``, ``link``,
+    ``timeout``: as for `laconic.attach`.
+
+    Seconds and bytes in the result are of one step. All ranks get the same. Raises ``ValueError``
+    on every rank where there is one worker alone, where an argument is wrong or where ``step_fn``
+    raised on one of them, and `laconic.LinkError` where a rank is lost.
+    """
+    found = measured(
+        model,
+        step_fn,
+        [c.recipe for c in choices(PLAIN, recipes)] + representative(),
+        optimizer=optimizer,
+        nprocs_per_node=nprocs_per_node,
+        steps=steps,
+        link=link,
+        timeout=timeout,
+    )
+    at = found.computes, found.held, found.peak
+    return advice_on(found.facts, recipes, computes=at[0], held=at[1], peak=at[2])
+
+
+def measured(
+    model: nn.Module,
+    step_fn: Callable[[], object],
+    recipes: Sequence[Recipe],
+    *,
+    optimizer: Optimizer | None = None,
+    nprocs_per_node: int | Literal["env"] = 1,
+    steps: int = 20,
+    link: Link | None = None,
+    timeout: float = 600.0,
+) -> Measured:
+    """What `advise` measures, for ``recipes`` of any kind."""
+    check_int("steps", steps, 2)
+    check_float("timeout", timeout, 0.0, strict=True)
+    if not callable(step_fn):
+        raise ValueError(f"step_fn must be a function that runs one local step, not {step_fn!r}")
+    device = next((p.device for p in model.parameters()), None)
+    if device is None:
+        raise ValueError("the model has no parameter to train")
+    world = link or own_link(device, timeout)
+    layout = layout_of(world, nprocs_per_node, None, False)
+    sets = sets_of(world, layout, None, False)
+    if sets["workers"].size < 2:
+        raise ValueError(
+            f"there is one worker of {world.size} rank(s), and nobody to talk to: start more "
+            "(torchrun), or give numbers to laconic advise"
+        )
+    bench = Bench(world, sets["workers"], sets["replica"], device)
+    return measure(bench, model, step_fn, recipes, steps, optimizer)

@@ -1,0 +1,152 @@
+"""What the advisor compares: recipes, in the order of what they give up, and what is known of the
+quality that they reach."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from laconic.auto import FRAGMENTS, GRADIENTS, Auto
+from laconic.auto import PERIODS as STEPS
+from laconic.codecs import CODECS
+from laconic.exchanges import CodedMean
+from laconic.links import cost
+from laconic.parse import parse_recipe
+from laconic.predict import Facts, often
+from laconic.program import workers_differ
+from laconic.recipes import local_sgd
+from laconic.round import Recipe
+
+PERIODS = (4, 16, 64, 256)
+"""Steps between two rounds of the same tensors."""
+SLOW_MOMENTUM = ((16, 0.6), (8, 0.5), (4, 0.2))
+"""Slow momentum by the least number of workers; fairscale's guide, for translation."""
+
+PLAIN = Facts(16, ((1,),), 4, 1.0, 1e9, 0.0)
+"""For reading recipes before anything is measured."""
+
+SAME = "the same mathematics as one large batch (Li et al., VLDB 2020)"
+INT8 = "rounding is sent later, not lost; no loss seen (docs/coded.md)"
+INT4 = "2% more steps for the same loss on text (docs/coded.md, benchmarks.factors)"
+LOCAL = {
+    4: "loses some quality per step, less than longer periods do (docs/science.md: 12)",
+    16: "Lin et al. 2018 take 16 or 32, after the first decay of the learning rate",
+    64: "behind DDP per step (24 steps are already, on text: README)",
+    256: "longer than Lin et al. 2018 tried: expect to lose quality",
+}
+SLOWMO = {
+    4: "recovers what local SGD loses, in runs of many slow steps (Wang et al., ICLR 2020)",
+    16: "Wang et al., ICLR 2020, have averages and slow steps every 12 steps",
+    64: "averages are rarer than in Wang et al., ICLR 2020",
+    256: "averages are far rarer than in Wang et al., ICLR 2020",
+}
+SGP = "close to all-reduce (Assran et al., ICML 2019; docs/science.md)"
+OSGP = "messages a step late (OSGP, Assran et al., ICML 2019)"
+DILOCO = {
+    4: "far more often than in any paper",
+    16: "more often than in Douillard et al. 2023; wants 100 and more rounds",
+    64: "more often than in Douillard et al. 2023; wants 100 and more rounds",
+    256: "as synchronous training with 500 steps, in long runs (Douillard et al. 2023)",
+}
+STREAMING = {
+    4: "37% more steps for the same loss, on text (benchmarks.factors)",
+    16: "50% more steps for the same loss, on text (benchmarks.factors)",
+    64: "66% more steps on text (benchmarks.factors); long runs: Douillard et al. 2025",
+    256: "as DiLoCo in long runs (Douillard et al. 2025); on text not measured",
+}
+SPARSE = {
+    4: "far more often than in any paper",
+    16: "ahead of DiLoCo in long runs (Sarfi et al. 2025)",
+    64: "ahead of DiLoCo in long runs (Sarfi et al. 2025)",
+    256: "rarer than the default of 30, after Sarfi et al. 2025: expect to lose quality",
+}
+OWN = "your own: laconic knows nothing of its quality"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A recipe, as it is written; ``period``: steps between two of its rounds, None where every
+    step has one; ``quality``: what is known of it, with the source."""
+
+    text: str
+    recipe: Recipe
+    period: int | None
+    quality: str
+
+
+def choices(facts: Facts, own: Sequence[str] = ()) -> list[Choice]:
+    """All that is compared, those that give up least first, and last the user's ``own`` recipes.
+
+    Raises ``ValueError`` for text that is no recipe."""
+    found = [
+        _choice("ddp()", None, SAME),
+        _choice("ddp(codec='int8')", None, INT8),
+        _choice("ddp(codec='int4')", None, INT4),
+    ]
+    if facts.workers > 2:  # two that gossip send each other what an all-reduce does
+        found += [_choice("sgp()", None, SGP), _choice("sgp(delay=1)", None, OSGP)]
+    for period in PERIODS:
+        found += _with_period(period, facts)
+    return found + [_own(text) for text in own]
+
+
+def _with_period(period: int, facts: Facts) -> list[Choice]:
+    momentum = next((m for least, m in SLOW_MOMENTUM if facts.workers >= least), None)
+    texts = [(f"local_sgd({period})", LOCAL[period])]
+    if momentum is not None:  # below four workers slow momentum does not help
+        slow = max(4 * period, 48)
+        slowmo = f"slowmo(local_sgd({period}), period={slow}, momentum={momentum})"
+        texts.append((slowmo, SLOWMO[period]))
+    streaming = f"streaming_diloco({period}, {FRAGMENTS}, {delay_for(period, facts)}, codec='int4')"
+    texts += [
+        (f"diloco({period})", DILOCO[period]),
+        (streaming, STREAMING[period]),
+        (f"sparse_loco({period})", SPARSE[period]),
+    ]
+    return [_choice(text, period, quality) for text, quality in texts]
+
+
+def delay_for(period: int, facts: Facts) -> int:
+    """Steps in which a fragment's message arrives, and a quarter more; at most the period."""
+    size = CODECS["int4"].nbytes(-(-facts.elements // FRAGMENTS) // facts.ranks)
+    seconds = facts.net("workers").seconds(cost.mean(size, facts.workers))
+    return min(max(math.ceil(1.25 * seconds / facts.compute), 1), period)
+
+
+def _choice(text: str, period: int | None, quality: str) -> Choice:
+    recipe = parse_recipe(text)
+    assert isinstance(recipe, tuple), "written here"
+    return Choice(text, recipe, period, quality)
+
+
+def _own(text: str) -> Choice:
+    recipe = parse_recipe(text)
+    if isinstance(recipe, Auto):
+        raise ValueError(f"{text} chooses its recipe in training: there is nothing to predict")
+    if any(r.over == "group" for r in recipe):
+        raise ValueError(f"{text} has rounds inside groups of workers, which advise does not know")
+    return Choice(text, recipe, None, OWN)
+
+
+def representative() -> list[Recipe]:
+    """Recipes with all rounds that `choices` have, to be rehearsed before the facts are known."""
+    return [c.recipe for c in choices(PLAIN)] + [local_sgd(1)]
+
+
+def steps_of(recipe: Recipe) -> float:
+    """How many steps a recipe takes for one of `laconic.ddp`, after what ``python -m
+    benchmarks.factors`` measured of gradients in Int4 and of `laconic.streaming_diloco`, with one
+    task. Others are taken for these: coded gradients for Int4, and a recipe in which workers
+    differ for the streaming one of the nearest period, from 4 up, as it loses about what that
+    does."""
+    if not workers_differ(recipe):
+        if not any(r.exchange.slots for r in recipe):
+            return 1.0
+        codecs = [r.exchange.codec for r in recipe if isinstance(r.exchange, CodedMean)]
+        known = {CODECS[name]: steps for name, steps in GRADIENTS.items() if name is not None}
+        most = GRADIENTS["int4"]
+        return max((known.get(codec, most) for codec in codecs), default=most)
+    period = 1 / max(often(r) for r in recipe if r.on == "params")
+    nearest = min(STEPS, key=lambda p: abs(math.log2(p / period)))
+    return STEPS[nearest]

@@ -1,0 +1,63 @@
+"""The measurement on emulated hosts: `laconic advise --workload`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from laconic.advisor.measure import Measured
+from laconic.advisor.worker import Spec, measured_of
+from laconic.lab import own, workloads
+from laconic.lab.cluster import Cluster, Loopback, check_hosts, check_rate, launch
+from laconic.lab.race import Settings, network
+
+SECONDS = 300.0
+"""After which a measurement that has not ended has failed."""
+TIMEOUT = 60.0
+"""Seconds after which a rank that does not answer is an error on the others."""
+
+
+def check(spec: Spec, hosts: int, per_host: int, bandwidth: float) -> None:
+    """Raise ``ValueError`` for what would fail later, before anything is started."""
+    check_hosts(hosts)
+    check_rate(bandwidth)
+    if hosts * per_host < 2:
+        raise ValueError("one process has nobody to talk to: give --hosts 2 or more")
+    data = None if spec.data is None else Path(spec.data)
+    if own.is_workload(spec.workload):
+        own.try_out(own.workload(spec.workload, data), spec.workload, hosts * per_host, spec.seed)
+    else:
+        workloads.load(spec.workload, data=data)
+
+
+def measure_on_hosts(
+    spec: Spec, hosts: int, per_host: int, bandwidth: float
+) -> tuple[Measured, str | None]:
+    """What is measured there; and why hosts could not be emulated, where a link stood in."""
+    settings = Settings(recipes=(), hosts=hosts, per_host=per_host, bandwidth=bandwidth)
+    with network(settings) as (cluster, reason):
+        if not cluster.emulated:
+            spec = replace(spec, bandwidth=bandwidth / per_host)
+        argv = ["-m", "laconic.advisor.worker", spec.to_json()]
+        return measured_of(said(cluster, argv, per_host)[-1]), reason
+
+
+def said(
+    cluster: Cluster | Loopback, argv: Sequence[str], per_host: int, seconds: float = SECONDS
+) -> list[str]:
+    """The lines that rank 0 of a Python program said. Raises ``ValueError`` where a rank failed."""
+    env = {"PYTHONSAFEPATH": "1"}  # files in the user's directory may be named like modules
+    job = launch(cluster, [sys.executable, *argv], per_host=per_host, env=env)
+    try:
+        outcomes = job.wait(timeout=seconds)
+    except TimeoutError as error:
+        job.kill()
+        raise ValueError(f"the measurement did not end: {error}") from None
+    failed = [o for o in outcomes if o.failed or o.signal]
+    lines = [line for line in job.stdout(0).splitlines() if line.startswith("{")]
+    if failed or not lines:
+        last = failed[0].stderr.strip().splitlines()[-1:] if failed else ["it said nothing"]
+        raise ValueError(": ".join(["the measurement failed", *last]))
+    return lines

@@ -1,0 +1,126 @@
+"""One rank of a measurement on an emulated cluster: as told by a JSON specification, rank 0 says
+what was measured as a line of JSON. Started by `laconic.advisor.cluster` on every host."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from laconic.advisor.advise import measured
+from laconic.advisor.choices import PLAIN, choices, representative
+from laconic.advisor.measure import Measured
+from laconic.attach import init
+from laconic.errors import LinkError
+from laconic.lab import own, workloads
+from laconic.lab.workloads import Workload
+from laconic.links import Link, Throttled, TorchLink
+from laconic.predict import Facts, Net
+
+
+@dataclass(frozen=True)
+class Spec:
+    """``bandwidths`` (bit/s, of a rank on each host) and ``latency`` (s) are for a link that must
+    be slowed down here; ``recipes`` are the user's own beside the advisor's."""
+
+    workload: str
+    data: str | None
+    recipes: list[str]
+    steps: int
+    seed: int
+    bandwidth: float | None
+    latency: float
+    timeout: float
+
+    def to_json(self) -> str:
+        """For the command line of the worker."""
+        return json.dumps(asdict(self))
+
+
+class Training:
+    """A workload's model and optimiser on this rank, and one local step of them."""
+
+    def __init__(self, spec: Spec) -> None:
+        data = None if spec.data is None else Path(spec.data)
+        load = own.workload if own.is_workload(spec.workload) else workloads.load
+        self.workload: Workload = load(spec.workload, data=data)
+        torch.manual_seed(spec.seed)
+        self.model: nn.Module = self.workload.model()
+        self.optimizer: Optimizer = self.workload.optimizer(self.model)
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._batches = self.workload.batches(rank, size, spec.seed)
+
+    def step(self) -> None:
+        """Forward, backward, optimiser."""
+        loss = self.workload.loss(self.model, next(self._batches))
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+
+
+def link_of(spec: Spec) -> Link:
+    """To all ranks."""
+    link = TorchLink.world(torch.device("cpu"), timedelta(seconds=spec.timeout))
+    if spec.bandwidth is None and not spec.latency:
+        return link
+    return Throttled(link, spec.bandwidth, spec.latency)
+
+
+def facts_of(plain: dict[str, Any]) -> Facts:
+    """From what `asdict` made of them."""
+    nets = {name: Net(**net) for name, net in plain["nets"].items()}
+    shapes = tuple(tuple(shape) for shape in plain["shapes"])
+    return Facts(**{**plain, "nets": nets, "shapes": shapes})
+
+
+def measured_of(line: str) -> Measured:
+    """From the line that rank 0 said."""
+    plain = json.loads(line)
+    facts, computes = facts_of(plain["facts"]), tuple(plain["computes"])
+    return Measured(facts, computes, plain["held"], plain["peak"])
+
+
+def work(spec: Spec) -> None:
+    """Measure, and say it."""
+    init()
+    training = Training(spec)
+    recipes = [c.recipe for c in choices(PLAIN, spec.recipes)] + representative()
+    found = measured(
+        training.model,
+        training.step,
+        recipes,
+        optimizer=training.optimizer,
+        steps=spec.steps,
+        link=link_of(spec),
+    )
+    if os.environ["RANK"] == "0":
+        print(json.dumps(asdict(found)), file=sys.__stdout__, flush=True)
+
+
+def run(job: Callable[[], None]) -> None:
+    """``job`` as this process; what a user's code prints is no result."""
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    sys.stdout = sys.stderr
+    try:
+        job()
+    except Exception as error:
+        if not isinstance(error, (LinkError, ValueError, ImportError)):
+            traceback.print_exc()
+        print(own.told(error), file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)  # not through the process group's own shutdown, which may wait for the lost
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    run(lambda: work(Spec(**json.loads(sys.argv[1]))))

@@ -1,0 +1,332 @@
+"""What is measured, what is recommended, and the command: the advisor."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import laconic as la
+from laconic.advisor import advice_on
+from laconic.advisor.choices import choices, steps_of
+from laconic.advisor.fit import Sample, fit
+from laconic.advisor.numbers import facts_from
+from laconic.advisor.rehearse import rehearsals, rehearse
+from laconic.advisor.silent import Silent
+from laconic.cli import main
+from laconic.links import Throttled
+from laconic.links.cost import Cost
+from laconic.parse import parse_recipe
+from laconic.predict import Facts, predict, work_key
+
+import gloo
+
+TEXT = Facts(4, ((845, 1024),), 4, 0.15, 100e6, 1e-3)
+
+
+# -- the fit ----
+
+
+def samples(rate: float, latency: float, burst: float = 0.0) -> Iterator[Sample]:
+    """As a sweep has them: three of each size, of two messages, noise of 1%, and one in nine held
+    up by half a second."""
+    noise = random.Random(1)
+    for number in range(36):
+        size = 2 ** (8 + number // 3)
+        seconds = 2 * latency + 8 * max(size - burst, 0) / rate
+        yield Sample(size, 2, seconds * noise.uniform(0.99, 1.01) + 0.5 * (number % 9 == 4))
+
+
+@pytest.mark.parametrize("rate", [20e6, 1e9])
+@pytest.mark.parametrize("latency", [2e-4, 0.03])
+def test_a_fit_finds_rate_and_latency_past_outliers(rate: float, latency: float) -> None:
+    found = fit(list(samples(rate, latency)))
+    assert found.rate == pytest.approx(rate, rel=0.05)
+    assert found.latency == pytest.approx(latency, rel=0.03, abs=1e-4)
+    whole = Cost(2**19, 2)
+    assert found.seconds(whole) == pytest.approx(whole.seconds(rate, latency), rel=0.02)
+
+
+def test_a_fit_finds_what_passes_at_once() -> None:
+    found = fit(list(samples(20e6, 0.01, burst=2**15)))
+    assert found.burst == pytest.approx(2**15, rel=0.1)
+    assert found.latency == pytest.approx(0.01, rel=0.03)
+    assert found.rate == pytest.approx(20e6, rel=0.05)
+
+
+def test_what_does_not_grow_with_size_has_no_end_of_rate() -> None:
+    found = fit([Sample(2**k, 1, 0.01) for k in range(12, 20)])
+    assert found.rate > 1e12 and found.latency == pytest.approx(0.01)
+
+
+def test_two_sizes_are_no_sweep() -> None:
+    with pytest.raises(ValueError, match="three sizes"):
+        fit([Sample(1, 1, 0.1), Sample(2, 1, 0.2)])
+
+
+# -- the rehearsal ----
+
+
+def test_rounds_alike_are_rehearsed_once() -> None:
+    kinds = rehearsals([la.local_sgd(4), la.local_sgd(8, delay=1), la.streaming_diloco(8, 4)])
+    assert len(kinds) == 2
+
+
+@pytest.mark.parametrize("text", ["local_sgd(4)", "ddp(codec='int4')", "sgp()", "power_sgd(2)"])
+def test_a_round_over_silence_keeps_processors_busy(text: str) -> None:
+    recipe = parse_recipe(text)
+    assert isinstance(recipe, tuple)
+    facts = Facts(3, ((300, 500), (77,)), 4, 0.1, 1e8, 0.0)
+    device = torch.device("cpu")
+    small = rehearse(recipe[0], facts, torch.float32, device, lambda: None)
+    large = Facts(3, ((6000, 500), (77,)), 4, 0.1, 1e8, 0.0)
+    assert 0 <= small < rehearse(recipe[0], large, torch.float32, device, lambda: None) < 5
+
+
+def test_silence_brings_what_one_has_sent() -> None:
+    link, x = Silent(3), torch.arange(6.0)
+    assert torch.equal(link.gather(x), torch.stack([x] * 3))
+    assert torch.equal(link.reduce_scatter(x.clone()), x[:2])
+    assert all(torch.equal(y, x) for y in link.swap(x, [1], [2]))
+    link.all_gather(x[:2], out := torch.empty(6))
+    assert torch.equal(out, x[:2].repeat(3))
+
+
+# -- the recommendation ----
+
+
+def recommended(rate: float, workers: int = 4) -> str:
+    return advice_on(Facts(workers, TEXT.shapes, 4, 0.15, rate, 1e-4)).recommendation
+
+
+def test_ddp_is_kept_on_a_fast_network_and_left_on_a_slow_one() -> None:
+    fast = advice_on(Facts(4, TEXT.shapes, 4, 0.15, 1e11, 1e-5))
+    assert fast.recommendation == "ddp()" and fast.reason.startswith("Keep DDP")
+    assert fast.code == "sync = laconic.attach(model, optimizer, laconic.ddp())"
+    assert recommended(1e8) == "ddp(codec='int4')"
+    assert recommended(1e6).startswith(("streaming_diloco(", "sparse_loco("))
+
+
+def test_ddp_is_kept_where_another_gains_a_few_percent() -> None:
+    rates = [10 ** (k / 5) for k in range(42, 56)]
+    found = [advice_on(Facts(4, TEXT.shapes, 4, 0.15, rate, 1e-5)) for rate in rates]
+    within = [a for a in found if a.recommendation == "ddp()"]
+    assert any(a.fastest.seconds < 0.99 * a.rows[0].seconds for a in within)
+    for a in found:
+        best = min(row.seconds * row.steps for row in a.rows)
+        assert a.row.seconds * a.row.steps <= 1.05 * best
+        assert (a.recommendation == "ddp()") == (a.rows[0].seconds <= 1.05 * best)
+
+
+def test_every_text_is_its_recipe() -> None:
+    """Every recipe that can be recommended."""
+    for facts in (TEXT, facts_from(params=10**6, step_time=1, bandwidth=1e8, latency=0, nodes=16)):
+        for c in choices(facts):
+            assert parse_recipe(c.text) == c.recipe
+
+
+def pasted(rank: int, code: str) -> la.Synchronizer:
+    model = nn.Linear(3, 2)
+    known = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    exec(code, {"laconic": la}, known)
+    return known["sync"]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("rate", [1e11, 1e8, 1e6])
+def test_the_code_can_be_pasted(rate: float) -> None:
+    found = advice_on(Facts(2, TEXT.shapes, 4, 0.15, rate, 1e-4))
+    (sync, _) = la.simulate(lambda rank: pasted(rank, found.code), workers=2)
+    assert sync.recipe == parse_recipe(found.recommendation)
+
+
+def test_two_workers_are_not_told_to_gossip_nor_three_to_have_momentum() -> None:
+    names = {n: [c.text for c in choices(Facts(n, ((64,),), 4, 1, 1e8, 0))] for n in (2, 3, 16)}
+    assert not any(text.startswith("sgp") for text in names[2])
+    assert any(text.startswith("sgp") for text in names[3])
+    assert not any(text.startswith("slowmo") for text in names[3])
+    assert any("momentum=0.6" in text for text in names[16])
+
+
+def test_steps_grow_with_the_period() -> None:
+    periods = [steps_of(la.local_sgd(h)) for h in (4, 16, 64, 256)]
+    assert periods[0] > 1 and periods == sorted(set(periods))
+    assert steps_of(la.ddp()) == steps_of(la.ddp(codec="int8")) == 1
+    assert 1 < steps_of(la.ddp(codec="int4")) < periods[0]
+
+
+# -- measured ----
+
+
+def training(rank: int, fail: bool = False) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 30))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        if fail:
+            raise RuntimeError("out of batches")
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(torch.randn(8, 40)), torch.ones(8, 30)).backward()
+        optimizer.step()
+
+    return model, optimizer, step
+
+
+def advised(rank: int, nprocs: int = 1, **options: Any) -> la.Advice:
+    model, optimizer, step = training(rank)
+    return la.advise(model, step, optimizer=optimizer, steps=4, nprocs_per_node=nprocs, **options)
+
+
+def test_workers_are_measured_and_told_the_same() -> None:
+    found = la.simulate(
+        lambda rank: advised(rank, recipes=("power_sgd(2)",)),
+        workers=3,
+        link=lambda link: Throttled(link, "20mbit", 0.002),
+    )
+    first = found[0]
+    assert all(other == first for other in found)
+    assert first.facts.workers == 3 and first.facts.elements == 21_330
+    assert first.facts.rate == pytest.approx(20e6, rel=0.25)
+    assert first.facts.net("peers").rate == pytest.approx(20e6, rel=0.25)
+    assert 0.0015 < first.facts.latency < 0.02
+    assert len(first.computes or ()) == 3 and first.facts.compute == max(first.computes or ())
+    assert first.rows[-1].recipe == "power_sgd(2)"
+    assert first.held == 4 * 4 * 21_330 + 4 * 4  # and AdamW's own steps, a number for each tensor
+    for c in choices(first.facts):
+        assert all(work_key(r) in first.facts.work for r in c.recipe), c.text
+    assert 0 < first.facts.backward < 1
+
+
+def test_workers_of_two_ranks() -> None:
+    found = la.simulate(lambda rank: advised(rank, nprocs=2), workers=4)
+    facts = found[0].facts
+    assert (facts.workers, facts.ranks) == (2, 2)
+    assert set(facts.nets) == {"workers", "peers", "replica", "world", "direct"}
+    assert "nprocs_per_node=2" in found[0].code
+    assert all(other == found[0] for other in found)
+
+
+def over_gloo(rank: int) -> str:
+    model, optimizer, step = training(rank)
+    found = la.advise(model, step, optimizer=optimizer, steps=4, link=gloo.link_of(2))
+    return found.to_json()
+
+
+def test_over_processes(pool: gloo.Pool) -> None:
+    first, second = pool.run(over_gloo, ranks=2)
+    assert first == second
+    told = json.loads(first)
+    assert told["facts"]["parameters"] == 21_330 and told["facts"]["rate"] > 1e6
+    assert told["recommendation"] in {row["recipe"] for row in told["rows"]}
+
+
+def test_an_error_in_a_step_is_one_on_all_ranks() -> None:
+    def one(rank: int) -> str:
+        model, _, step = training(rank, fail=rank == 1)
+        with pytest.raises(ValueError, match="step_fn") as raised:
+            la.advise(model, step, steps=2)
+        return str(raised.value)
+
+    other, own = la.simulate(one, workers=2)
+    assert "ranks [1]" in other and "out of batches" in own
+
+
+def test_one_worker_has_nobody_to_talk_to() -> None:
+    with pytest.raises(ValueError, match="nobody to talk to"):
+        la.simulate(advised, workers=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"steps": 1}, "steps"),
+        ({"step_fn": None}, "step_fn"),
+        ({"model": nn.ReLU()}, "no parameter"),
+        ({"recipes": ("nonsense(3)",)}, "nonsense"),
+        ({"recipes": ("auto()",)}, "nothing to predict"),
+        ({"recipes": ("hierarchical(2, 8)",)}, "groups"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: dict[str, Any], named: str) -> None:
+    def one(rank: int) -> None:
+        model, _, step = training(rank)
+        given: dict[str, Any] = {"model": model, "step_fn": step, "steps": 2, **options}
+        la.advise(given.pop("model"), given.pop("step_fn"), **given)
+
+    with pytest.raises(ValueError, match=named):
+        la.simulate(one, workers=2)
+
+
+# -- the command ----
+
+NUMBERS = [
+    "--params", "1.3B", "--step-time", "0.9s", "--bandwidth", "1gbit", "--latency", "30ms",
+    "--nodes", "8",
+]  # fmt: skip
+
+
+def test_from_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "advice.png"
+    assert main(["advise", *NUMBERS, "--plot", str(picture), "--recipe", "power_sgd(2)"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1,300,000,000 parameters of 4 bytes" in said and "power_sgd(2)" in said
+    assert "H = 3: 72.9 s * (1 - 1/3) = 48.6 s against 540 ms: pays" in said
+    assert "sync = laconic.attach(model, optimizer, laconic." in said
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", *NUMBERS, "--per-node", "8", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert set(told) == {
+        "facts", "rows", "guide", "recommendation", "code", "reason", "computes", "held", "peak",
+    }  # fmt: skip
+    row = next(row for row in told["rows"] if row["recipe"] == "local_sgd(16)")
+    assert set(row) == {
+        "recipe", "period", "seconds", "hidden", "megabytes", "memory", "speedup", "share",
+        "steps", "quality",
+    }  # fmt: skip
+    facts = facts_from(
+        params=1_300_000_000, step_time=0.9, bandwidth=1e9, latency=0.03, nodes=8, per_node=8
+    )
+    assert row["seconds"] == predict(la.local_sgd(16), facts).seconds
+    assert told["guide"][0]["pays_here"] is True
+    assert told["facts"]["parameters"] == 1_300_000_000 and told["peak"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ([], "--params, --step-time, --bandwidth, --latency, --nodes"),
+        (NUMBERS[2:], "needs --params"),
+        ([*NUMBERS, "--params", "many"], "not a count: 'many'"),
+        ([*NUMBERS, "--params", "1.5"], "not a count"),
+        ([*NUMBERS, "--step-time", "0.9h"], "not a duration"),
+        ([*NUMBERS, "--bandwidth", "fast"], "not a rate"),
+        ([*NUMBERS, "--latency", "1mbit"], "not a duration"),
+        ([*NUMBERS, "--nodes", "1"], "nodes"),
+        ([*NUMBERS, "--dtype", "int3"], "'float32'"),
+        ([*NUMBERS, "--backward-share", "2"], "backward-share"),
+        ([*NUMBERS, "--local-bandwidth", "1gbit"], "per-node > 1"),
+        ([*NUMBERS, "--hosts", "3"], "--hosts belongs to a measurement"),
+        ([*NUMBERS, "--recipe", "nonsense"], "nonsense"),
+        ([*NUMBERS, "--plot", "advice.docx"], "png"),
+        ([*NUMBERS, "--workload", "text"], "is measured with --workload"),
+        (["--workload", "chess"], "digits"),
+        (["--workload", "digits", "--hosts", "1"], "nobody to talk to"),
+        (["--workload", "digits", "--hosts", "0"], "hosts"),
+        (["--workload", "digits", "--recipe", "nonsense"], "nonsense"),
+    ],
+)
+def test_mistakes_are_one_line(
+    capsys: pytest.CaptureFixture[str], options: list[str], named: str
+) -> None:
+    assert main(["advise", *options]) == 2
+    captured = capsys.readouterr()
+    assert named in captured.err and captured.err.count("\n") == 1 and not captured.out

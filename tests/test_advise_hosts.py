@@ -1,0 +1,61 @@
+"""``laconic advise --workload`` as a user runs it, on emulated hosts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from laconic.cli import main
+
+BROKEN = """
+import torch
+from torch import nn
+
+class Broken(nn.Module):
+    calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x):
+        Broken.calls += 1
+        if Broken.calls > 6:
+            raise RuntimeError("out of luck")
+        return self.layer(x)
+
+def stream():
+    while True:
+        yield torch.randn(8, 4)
+
+def make():
+    return {
+        "model": Broken,
+        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        "batches": lambda worker, workers, seed: stream(),
+        "loss": lambda model, batch: model(batch).square().mean(),
+        "validation": [torch.randn(8, 4)],
+    }
+"""
+
+
+def test_a_workload_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--hosts", "2", "--bandwidth", "20mbit", "--steps", "6", "--json"]
+    assert main(["advise", "--workload", "digits", "--recipe", "noloco(8)", *options]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["facts"]["workers"] == 2 and told["facts"]["parameters"] == 9_610
+    assert told["facts"]["rate"] == pytest.approx(20e6, rel=0.3)
+    assert told["rows"][-1]["recipe"] == "noloco(8)"
+    assert len(told["computes"]) == 2 and told["facts"]["compute"] == max(told["computes"])
+
+
+def test_what_fails_in_a_workload_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(BROKEN)
+    options = ["--hosts", "2", "--steps", "6", "--workload", f"{tmp_path}/mine.py:make"]
+    assert main(["advise", *options]) == 2
+    said = capsys.readouterr().err
+    assert "out of luck" in said and said.count("\n") == 1

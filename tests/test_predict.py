@@ -1,0 +1,195 @@
+"""The cost model's terms by hand, one at a time; what rounds keep; what is read from numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import laconic as la
+from laconic.advisor.advice import guides, memory
+from laconic.advisor.numbers import facts_from
+from laconic.predict import Facts, Net, often, predict, work_key
+from laconic.round import Recipe
+
+FACTS = Facts(4, ((8_000_000,),), 4, 0.5, 80e6, 0.0)
+WHOLE = 4.8
+"""Seconds of an all-reduce: 2 * 3/4 * 32 MB at 80 Mbit/s."""
+
+
+def seconds(recipe: Recipe, **known: Any) -> float:
+    return predict(recipe, replace(FACTS, **known)).seconds
+
+
+def work_of(recipe: Recipe, each: float) -> dict[str, float]:
+    return {work_key(r): each for r in recipe}
+
+
+def test_work_of_a_round_is_waited_for() -> None:
+    recipe = la.local_sgd(10)
+    assert seconds(recipe, work=work_of(recipe, 0.2)) == pytest.approx(0.5 + (WHOLE + 0.2) / 10)
+    assert seconds(la.diloco(10), work=work_of(recipe, 0.2)) == pytest.approx(0.5 + WHOLE / 10)
+
+
+def test_work_is_known_for_any_period_and_delay() -> None:
+    (one,), (other,) = la.local_sgd(10), la.local_sgd(3, delay=2)
+    assert work_key(one) == work_key(other) != work_key(la.local_sgd(3, codec="int4")[0])
+    first, *_, last = la.streaming_diloco(8, 4)
+    assert work_key(first) == work_key(last)
+
+
+def test_work_beside_the_training_costs_what_processors_are_shared() -> None:
+    """A round that is hidden: 0.2 s of coding and 48 MB of sending at 1 ns a byte."""
+    recipe = la.local_sgd(20, delay=19)
+    known = {"work": work_of(recipe, 0.2), "carry": 1e-9}
+    assert seconds(recipe, **known) == pytest.approx(0.5)
+    assert seconds(recipe, **known, contention=0.5) == pytest.approx(0.5 + 0.5 * 0.248 / 20)
+
+
+def test_who_meets_seldom_waits_less_for_the_slowest() -> None:
+    assert seconds(la.local_sgd(1), skew=0.1) == pytest.approx(0.5 + WHOLE + 0.1)
+    assert seconds(la.local_sgd(16), skew=0.1) == pytest.approx(
+        0.5 + WHOLE / 16 + 0.1 / 4, rel=1e-3
+    )
+    hidden = la.local_sgd(16, delay=15)
+    assert seconds(hidden, skew=0.1) == seconds(hidden)
+
+
+def test_gossip_has_a_net_of_its_own() -> None:
+    peers = {"peers": Net(160e6, 0.01)}
+    assert seconds(la.sgp(), nets=peers) == pytest.approx(0.5 + 32e6 * 8 / 160e6 + 0.01)
+    assert seconds(la.local_sgd(1), nets=peers) == pytest.approx(0.5 + WHOLE)
+
+
+def test_a_burst_passes_at_once_and_never_more_than_is_sent() -> None:
+    net = Net(80e6, 0.0, burst=1e6)
+    assert seconds(la.local_sgd(1), nets={"workers": net}) == pytest.approx(0.5 + WHOLE - 0.1)
+    huge = {"workers": Net(80e6, 0.0, burst=1e12)}
+    assert seconds(la.local_sgd(1), nets=huge) == pytest.approx(0.5)
+
+
+def test_what_backward_hides_is_what_it_takes() -> None:
+    """Int8 gradients in 4 buckets of 0.3 s each, behind a backward pass of b seconds: the last
+    begins when the one before it has arrived, or at the end of the pass."""
+    coded = la.ddp(codec="int8")
+    each = predict(la.local_sgd(1, codec="int8"), FACTS).exposed / 4
+    for share in (0.2, 1.0):
+        b = 0.5 * share
+        end = 0.0
+        for bucket in range(1, 5):
+            end = max(end, b * bucket / 4) + each
+        assert seconds(coded, backward=share) == pytest.approx(0.5 - b + end, rel=1e-4)
+
+
+def test_hidden_is_the_share_that_nobody_waits_for() -> None:
+    assert predict(la.local_sgd(4), FACTS).hidden == pytest.approx(0.0, abs=1e-9)
+    assert predict(la.local_sgd(20, delay=19), FACTS).hidden == pytest.approx(1.0)
+    half = predict(la.local_sgd(20, delay=4), FACTS)
+    assert half.hidden == pytest.approx(2.0 / WHOLE)
+    assert predict((), FACTS).hidden == 0.0
+
+
+def test_ranks_of_a_worker_carry_a_part_each() -> None:
+    """2 ranks a worker: half of the model between the workers, all of it back inside, where also
+    gradients are averaged: one bucket's last part shows."""
+    nets = {"workers": Net(80e6, 0.0), "replica": Net(8e9, 0.0), "world": Net(80e6, 0.0)}
+    known = {"ranks": 2, "nets": nets}
+    inside = seconds(la.local_sgd(10**9), **known) - 0.5
+    assert 0 < inside < 0.032
+    back = 0.5 * 32e6 * 8 / 8e9
+    assert seconds(la.local_sgd(1), **known) == pytest.approx(0.5 + inside + WHOLE / 2 + back)
+    assert predict(la.local_sgd(1), replace(FACTS, **known)).bytes == pytest.approx(24e6)
+
+
+def test_rounds_per_step() -> None:
+    base, slow = la.slowmo(la.local_sgd(4), 8)
+    assert often(base) == pytest.approx(1 / 8) and often(slow) == pytest.approx(1 / 8)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "models"),
+    [
+        (la.local_sgd(4), 0.0),
+        (la.ddp(), 1.0),
+        (la.ddp(codec="int4"), 1 + 1 + 1 / 4),
+        (la.slowmo(la.local_sgd(4), 48), 2 / 4),
+        (la.slowmo(la.local_sgd(4), 48, sharded=False), 2.0),
+        (la.diloco(8, codec="int4"), 2 / 4 + 2 + 1 / 4),
+        (la.local_sgd(8, delay=4), 0.5 * 2),
+    ],
+    ids=str,
+)
+def test_what_rounds_keep_in_models(recipe: Recipe, models: float) -> None:
+    """Anchor and momentum with their owner, residual and reference on every worker, a gradient's
+    bucket, and y and its message for half of the time."""
+    assert memory(recipe, FACTS) == pytest.approx(models * 32e6, rel=1e-3)
+
+
+# -- the guide's inequality ----
+
+
+def test_the_guides_example() -> None:
+    """t_backward = 150 ms, t_node = 50 ms, t_allreduce = 270 ms, H = 3, as in docs/slowmo.md."""
+    allreduce = Net(1e6 * 8 * 1.5 / 2 / 0.27, 0.0)
+    node = Net(1e6 * 8 / 0.05, 0.0)
+    facts = Facts(
+        4, ((250_000,),), 4, 0.25, 1e8, 0.0, ranks=2,
+        nets={"workers": allreduce, "replica": node},
+    )  # fmt: skip
+    three, *_, gossip = guides(facts)
+    assert (three.frequency, gossip.frequency) == (3, 2)
+    assert three.allreduce == pytest.approx(0.27) and three.node == pytest.approx(0.05)
+    assert three.backward == pytest.approx(0.15) and three.saved == pytest.approx(0.18)
+    assert three.pays_here and not three.pays_there
+    assert gossip.saved == pytest.approx(0.135) and not gossip.pays_here
+
+
+# -- from numbers ----
+
+NUMBERS: dict[str, Any] = {
+    "params": 8_000_000, "step_time": 0.5, "bandwidth": 80e6, "latency": 0.0, "nodes": 4,
+}  # fmt: skip
+
+
+def test_numbers_make_the_same_facts() -> None:
+    facts = facts_from(**NUMBERS)
+    assert facts.elements == 8_000_000
+    assert predict(la.local_sgd(10), facts).seconds == pytest.approx(0.5 + WHOLE / 10)
+    half = facts_from(**NUMBERS, dtype="bfloat16")
+    assert predict(la.local_sgd(10), half).seconds == pytest.approx(0.5 + WHOLE / 20)
+
+
+def test_ranks_of_a_node_share_its_card() -> None:
+    """Between nodes, 8 ranks with an eighth of the model each take as long as one with all of it;
+    an all-reduce over all 32 ranks passes each card once."""
+    facts = facts_from(**NUMBERS, per_node=8)
+    assert predict(la.local_sgd(10), facts).seconds == pytest.approx(0.5 + WHOLE / 10)
+    ddp = predict(la.ddp(), replace(facts, backward=0.0))
+    assert ddp.seconds == pytest.approx(0.5 + 2 * 31 / 32 * 3.2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"params": 0}, "params"),
+        ({"step_time": 0.0}, "step-time"),
+        ({"bandwidth": 0.0}, "bandwidth"),
+        ({"latency": -1.0}, "latency"),
+        ({"nodes": 1}, "nodes"),
+        ({"per_node": 0}, "per-node"),
+        ({"backward_share": 1.5}, "backward-share"),
+        ({"dtype": "int3"}, "'float32', 'bfloat16'"),
+        ({"local_bandwidth": 1e9}, "per-node > 1"),
+        ({"local_bandwidth": 1e6, "per_node": 2}, "nodes of their own"),
+    ],
+)
+def test_numbers_at_odds_are_refused(wrong: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        facts_from(**{**NUMBERS, **wrong})
+
+
+def test_a_size_that_is_no_multiple_keeps_its_parameters() -> None:
+    assert facts_from(**{**NUMBERS, "params": 12_345}).elements == 12_345
+    assert torch.Size(facts_from(**{**NUMBERS, "params": 7}).shapes[0]) == (7,)
