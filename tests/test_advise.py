@@ -307,7 +307,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         (NUMBERS[2:], "needs --params"),
         ([*NUMBERS, "--params", "many"], "not a count: 'many'"),
         ([*NUMBERS, "--params", "1.5"], "not a count"),
-        ([*NUMBERS, "--step-time", "0.9h"], "not a duration"),
+        ([*NUMBERS, "--step-time", "0.9d"], "not a duration"),
         ([*NUMBERS, "--bandwidth", "fast"], "not a rate"),
         ([*NUMBERS, "--latency", "1mbit"], "not a duration"),
         ([*NUMBERS, "--nodes", "1"], "nodes"),

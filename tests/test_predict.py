@@ -12,7 +12,7 @@ import laconic as la
 from laconic.advisor.advice import guides, memory
 from laconic.advisor.numbers import facts_from
 from laconic.predict import Facts, Net, often, predict, work_key
-from laconic.round import Recipe
+from laconic.round import Recipe, describe
 
 FACTS = Facts(4, ((8_000_000,),), 4, 0.5, 80e6, 0.0)
 WHOLE = 4.8
@@ -71,15 +71,15 @@ def test_a_burst_passes_at_once_and_never_more_than_is_sent() -> None:
 
 
 def test_what_backward_hides_is_what_it_takes() -> None:
-    """Int8 gradients in 4 buckets of 0.3 s each, behind a backward pass of b seconds: the last
+    """Int8 gradients in 3 buckets of 0.4 s each, behind a backward pass of b seconds: the last
     begins when the one before it has arrived, or at the end of the pass."""
     coded = la.ddp(codec="int8")
-    each = predict(la.local_sgd(1, codec="int8"), FACTS).exposed / 4
+    each = predict(la.local_sgd(1, codec="int8"), FACTS).exposed / 3
     for share in (0.2, 1.0):
         b = 0.5 * share
         end = 0.0
-        for bucket in range(1, 5):
-            end = max(end, b * bucket / 4) + each
+        for bucket in range(1, 4):
+            end = max(end, b * bucket / 3) + each
         assert seconds(coded, backward=share) == pytest.approx(0.5 - b + end, rel=1e-4)
 
 
@@ -119,7 +119,7 @@ def test_rounds_per_step() -> None:
         (la.diloco(8, codec="int4"), 2 / 4 + 2 + 1 / 4),
         (la.local_sgd(8, delay=4), 0.5 * 2),
     ],
-    ids=str,
+    ids=lambda value: describe(value) if isinstance(value, tuple) else str(value),
 )
 def test_what_rounds_keep_in_models(recipe: Recipe, models: float) -> None:
     """Anchor and momentum with their owner, residual and reference on every worker, a gradient's

@@ -27,7 +27,7 @@ from laconic.tensors import BUCKET_BYTES, Bucket, Segment, bucketize, local, sta
 
 FIRST_BYTES = 2**20
 """The first bucket is small, so that sending starts early in the backward pass."""
-CODED_BUCKETS, LEAST_BYTES = 4, 2**18
+CODED_BUCKETS, LEAST_BYTES = 3, 2**18
 """Gradients that travel coded are cut into so many buckets, of at least so many bytes: the last
 one's way begins when the backward pass ends, so that it must be short, and each has its price."""
 
