@@ -50,6 +50,7 @@ KERNELS = ["tests/test_kernels.py"]
 AUTO = ["tests/test_auto.py", "-k", "not process"]
 PREDICT = ["tests/test_predict.py"]
 ADVISE = ["tests/test_advise.py"]
+TUNE = ["tests/test_tune.py", "-k", "not killed"]
 
 MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     # x <- mean(y) + (x - y)
@@ -263,12 +264,18 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("codecs/integers.py", "self.stochastic or (others", "(others", KERNELS),
     # seconds = max(c + sum f*exposed, min(sum f*T/U, c + sum f*(T + w))) ; best = min(seconds * steps)
     ("predict.py", "end = max(end, backward * done) + own", "end += own", AUTO),
-    ("predict.py", "(len(sizes) - 1) * amount.messages", "0 * amount.messages", AUTO),
+    ("predict.py", "(buckets - 1) * amount.messages", "0 * amount.messages", AUTO),
+    ("predict.py", "seconds(amount, buckets)", "seconds(amount)", PREDICT),
+    ("predict.py", "* r.update.models", "", PREDICT),
+    ("predict.py", "LATER + 1, LATER + HORIZON + 1", "1, HORIZON + 1", PREDICT),
+    ("gradients.py", "if exchange.whole:", "if False:", PREDICT),
+    ("exchanges/low_rank.py", "return self.codec is not None", "return True", PREDICT),
+    ("advisor/tuning.py", "return loss > losses", "return loss >= losses", TUNE),
     ("predict.py", "max(seconds + work - meanwhile, 0.0)", "seconds + work", AUTO),
     ("predict.py", "(UTILISATION if joint else 1)", "1", AUTO),
     ("predict.py", "min(least, facts.compute + alone)", "least", AUTO),
     ("predict.py", "seconds, seconds + work, 0.0", "seconds, seconds, 0.0", PREDICT),
-    ("predict.py", "facts.skew * math.sqrt(share)", "facts.skew", PREDICT),
+    ("predict.py", "math.sqrt(min(meetings, 1.0))", "min(meetings, 1.0)", PREDICT),
     ("predict.py", "min(self.burst, amount.bytes)", "self.burst", PREDICT),
     ("predict.py", "elements(r, facts, n) // share)", "elements(r, facts, n))", PREDICT),
     ("predict.py", "names = (\"peers\", \"workers\") if", "names = (\"workers\", \"workers\") if", PREDICT),

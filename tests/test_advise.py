@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import laconic as la
-from laconic.advisor import advice_on
-from laconic.advisor.choices import choices, steps_of
+from laconic.advisor import advice_on, measure
+from laconic.advisor.choices import choices, rehearsed, steps_of
 from laconic.advisor.fit import Sample, fit
 from laconic.advisor.numbers import facts_from
 from laconic.advisor.rehearse import rehearsals, rehearse
@@ -330,3 +332,49 @@ def test_mistakes_are_one_line(
     assert main(["advise", *options]) == 2
     captured = capsys.readouterr()
     assert named in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 8, 16])
+def test_all_that_is_compared_was_rehearsed(workers: int) -> None:
+    known = rehearsals(rehearsed(workers))
+    facts = replace(TEXT, workers=workers)
+    for c in choices(facts):
+        assert {work_key(r) for r in c.recipe} <= set(known), c.text
+
+
+def test_the_streaming_recipe_is_the_one_whose_quality_was_measured() -> None:
+    (text,) = (c.text for c in choices(TEXT) if c.text.startswith("streaming_diloco(16"))
+    assert text.endswith("codec='int4', lr=0.7, momentum=0.6)")
+
+
+def test_ranks_that_measure_different_things_are_told_so() -> None:
+    def one(rank: int) -> str:
+        model, _, step = training(rank)
+        with pytest.raises(ValueError, match="do not ask for the same") as raised:
+            la.advise(model, step, steps=2 + rank)
+        return str(raised.value)
+
+    assert len(set(la.simulate(one, workers=2))) == 1
+
+
+def test_a_model_that_averages_its_gradients_is_refused(pool: gloo.Pool) -> None:
+    assert pool.run(wrapped, ranks=1) == [
+        "the model averages its gradients already: give model.module"
+    ]
+
+
+def wrapped(rank: int) -> str:
+    model, _, step = training(rank)
+    try:
+        la.advise(DistributedDataParallel(model, process_group=gloo._groups[1]), step)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_network_of_long_latency_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the first message takes longer than the last one of a sweep should."""
+    monkeypatch.setattr(measure, "LONG", 0.01)
+    found = la.simulate(advised, workers=2, link=lambda link: Throttled(link, "50mbit", 0.02))
+    for advice in found:
+        assert 0.018 < advice.facts.latency < 0.04

@@ -13,6 +13,7 @@ from laconic.units import (
     parse_count,
     parse_duration,
     parse_rate,
+    three_digits,
 )
 
 
@@ -126,7 +127,14 @@ def test_what_is_no_count_is_named_in_one_line(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.0305, "30.5 ms"), (1.0, "1 s"), (2e-5, "20 us"), (0.9999, "1 s"), (0.0, "0 us")],
+    [
+        (0.0305, "30.5 ms"),
+        (1.0, "1 s"),
+        (2e-5, "20 us"),
+        (1234.0, "1,230 s"),
+        (0.9999, "1 s"),
+        (0.0, "0 us"),
+    ],
 )
 def test_seconds_for_a_reader(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
@@ -138,3 +146,19 @@ def test_seconds_for_a_reader(seconds: float, text: str) -> None:
 )
 def test_bytes_for_a_reader(count: float, text: str) -> None:
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (1e-5, "0.00001"),
+        (0.0, "0"),
+        (0.90123, "0.901"),
+        (99.96, "100"),
+        (10150.2, "10,200"),
+        (3.0, "3"),
+        (999.9, "1,000"),
+    ],
+)
+def test_three_digits(number: float, text: str) -> None:
+    assert three_digits(number) == text

@@ -119,7 +119,7 @@ def work(spec: Spec, job: Job) -> None:
     found = measured(
         training.model,
         training.step,
-        recipes,
+        lambda workers: recipes,
         optimizer=training.optimizer,
         steps=spec.steps,
         link=link,

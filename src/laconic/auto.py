@@ -24,12 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.codecs import CODECS
 from laconic.errors import check_float
 from laconic.lane import Lane, Pending
 from laconic.links import cost
 from laconic.links.link import Link
-from laconic.predict import Facts, predict
+from laconic.predict import Facts, predict, travel
 from laconic.recipes import ddp, streaming_diloco
 from laconic.round import Recipe
 from laconic.units import format_rate
@@ -86,18 +85,23 @@ def candidates(facts: Facts, now: Candidate | None = None) -> Iterator[Candidate
     for codec, steps in GRADIENTS.items():
         yield _gradients(codec, steps)
     for period, steps in PERIODS.items():
-        size = CODECS["int4"].nbytes(-(-facts.elements // FRAGMENTS))
-        seconds = cost.mean(size, facts.workers).seconds(facts.rate, facts.latency)
-        delay = min(max(math.ceil(1.25 * seconds / facts.compute), 1), period)
-        found = _streaming(period, delay, steps)
+        delay, seconds = delay_for(period, facts)
+        found = streaming(period, delay, steps)
         if now is not None and now.recipe[0].when == found.recipe[0].when:
             late = now.recipe[0].delay
             if seconds <= late * facts.compute and late <= 2 * delay:
-                found = _streaming(period, late, steps)
+                found = streaming(period, late, steps)
         yield found
 
 
-def _streaming(period: int, delay: int, steps: float) -> Candidate:
+def delay_for(period: int, facts: Facts) -> tuple[int, float]:
+    """Steps in which a fragment's message arrives, and a quarter more, at most the period; and the
+    seconds that it takes."""
+    seconds = travel(streaming(period, 1, 1.0).recipe[0], facts)
+    return min(max(math.ceil(1.25 * seconds / facts.compute), 1), period), seconds
+
+
+def streaming(period: int, delay: int, steps: float) -> Candidate:
     text = f"streaming_diloco({period}, {FRAGMENTS}, {delay}, codec='int4', "
     text += f"lr={OUTER_LR}, momentum={OUTER_MOMENTUM})"
     at = period, FRAGMENTS, delay

@@ -40,9 +40,12 @@ def bucket_bytes(exchange: Exchange, total: int) -> tuple[int, int]:
     return each, each
 
 
-def bucket_sizes(exchange: Exchange, total: int) -> list[int]:
-    """About how many bytes each bucket has, of ``total`` bytes of gradients."""
+def bucket_sizes(exchange: Exchange, total: int, largest: int = 0) -> list[int]:
+    """About how many bytes each bucket has, of ``total`` bytes of gradients, where the ``largest``
+    tensor has so many."""
     first, each = bucket_bytes(exchange, total)
+    if exchange.whole:
+        first, each = max(first, largest), max(each, largest)
     whole, rest = divmod(max(total - first, 0), each)
     return [min(first, total), *[each] * whole, *([rest] if rest else [])]
 

@@ -84,3 +84,15 @@ def _value(node: ast.expr, text: str, functions: Functions, noun: str) -> Any:
             f"cannot read {said!r} in {text!r}: numbers, words in quotes, True, False, None and "
             f"{noun}s ({', '.join(functions)}) can stand there"
         ) from None
+
+
+def qualified(text: str) -> str:
+    """A recipe's text as a program writes it that has imported laconic alone."""
+    return ast.unparse(_Qualify().visit(ast.parse(text, mode="eval")))
+
+
+class _Qualify(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if node.id not in RECIPES:
+            return node
+        return ast.Attribute(ast.Name("laconic", ast.Load()), node.id, ast.Load())

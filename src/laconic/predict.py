@@ -7,9 +7,9 @@ of ranks; w_r, seconds of processors for packing, coding and folding it; f_r, it
 d_r, its delay; s, seconds that workers which meet after every step wait for the slowest of them;
 k, the share of work beside the training that the training pays for, as they share processors.
 
-    exposed_r = f_r * (T_r + w_r) + s * sqrt(f_r)            a round on parameters
+    exposed_r = f_r * (T_r + w_r)                            a round on parameters
     exposed_r = f_r * max(0, T_r + w_r - d_r * c)            the same with a delay
-    exposed_r = f_r * (e_K - B * c) + s * sqrt(f_r)          gradients, in buckets 1 to K:
+    exposed_r = f_r * (e_K - B * c)                          gradients, in buckets 1 to K:
       e_j = max(e_{j-1}, B * c * (share of the gradients in buckets 1 to j)) + T_rj + w_rj
     seconds   = max(c + sum_r exposed_r, min(sum_r f_r * T_r / U_r, c + sum_r f_r * (T_r + w_r)))
 
@@ -36,8 +36,8 @@ from laconic.links import cost
 from laconic.links.cost import Cost
 from laconic.ranks import within_workers
 from laconic.round import Exchange, Recipe, Round, describe
-from laconic.schedules import Schedule, every
-from laconic.tensors import Fragment
+from laconic.schedules import After, Every, Schedule, every
+from laconic.tensors import BUCKET_BYTES, Fragment
 
 BACKWARD = 0.6
 """B where it was not measured: the share of a step's computing in which gradients appear."""
@@ -45,7 +45,10 @@ UTILISATION = 0.7
 """U. Measured with the text model on 4 emulated hosts at 10 Mbit/s: a recipe whose messages would
 have filled the network, were all ranks alike, kept it busy for 0.6 of the time."""
 HORIZON = 15 * 512
-"""Steps over which a schedule's rounds are counted: all of them, for periods that divide it."""
+"""Steps over which rounds are counted of schedules that are not plainly periodic: all of them, for
+periods that divide it."""
+LATER = 10_000 * HORIZON
+"""The step after which they are: what begins has begun, and what ends has ended."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,11 @@ class Net:
     latency: float
     burst: float = 0.0
 
-    def seconds(self, amount: Cost) -> float:
-        """Of a collective; as `Cost.seconds`, but for the burst."""
+    def seconds(self, amount: Cost, buckets: int = 1) -> float:
+        """Of a collective in so many ``buckets``, each of which takes its messages' latencies; as
+        `Cost.seconds`, but for the burst: the card rests before the first one alone."""
         whole = amount.seconds(self.rate, self.latency)
+        whole += (buckets - 1) * amount.messages * self.latency
         return whole - 8 * min(self.burst, amount.bytes) / self.rate
 
 
@@ -135,21 +140,22 @@ def predict(recipe: Recipe, facts: Facts) -> Prediction:
     """What a step under ``recipe`` takes. Rounds inside a group are taken for free, and so is all
     work that ``facts`` do not tell of."""
     rounds = (*within_workers(recipe), *recipe) if facts.ranks > 1 else recipe
-    exposed = network = waited = least = alone = sent = 0.0
+    exposed = network = waited = least = alone = sent = meetings = 0.0
     for r in rounds:
         share = often(r)
         if r.over == "group" or not share or not r.exchange.communicates:
             continue
-        load = _gradients(r, facts) if r.on == "gradients" else _parameters(r, facts)
-        skew = 0.0 if r.delay or r.over == "replica" else facts.skew * math.sqrt(share)
-        exposed += share * (load.exposed + load.stretch) + skew
+        load = (_gradients if r.on == "gradients" else _parameters)(r, facts)
+        exposed += share * (load.exposed + load.stretch)
         if r.over != "replica":
+            meetings += 0.0 if r.delay else share
             network += share * load.network
             waited += share * min(load.exposed, load.network)
             alone += share * (load.network + facts.work.get(work_key(r), 0.0))
             joint = r.delay and not r.exchange.gossips
             least += share * load.network / (UTILISATION if joint else 1)
             sent += share * load.sent
+    exposed += facts.skew * math.sqrt(min(meetings, 1.0))
     # a delay never makes a step longer than waiting for each message would
     total = max(facts.compute + exposed, min(least, facts.compute + alone))
     waited = max(waited, min(total - facts.compute - exposed, network))
@@ -157,18 +163,27 @@ def predict(recipe: Recipe, facts: Facts) -> Prediction:
     return Prediction(total, total - facts.compute, sent, network / total, hidden)
 
 
+def travel(r: Round, facts: Facts) -> float:
+    """Seconds that the messages of one round ``r`` take on the network."""
+    return (_gradients if r.on == "gradients" else _parameters)(r, facts).network
+
+
 def often(r: Round) -> float:
-    """How many rounds there are per step."""
+    """How many rounds there are per step, in the long run."""
     return _share(r.when) if isinstance(r.when, Hashable) else _count(r.when) / HORIZON
 
 
 @lru_cache(maxsize=256)
 def _share(when: Hashable) -> float:
+    if isinstance(when, Every):
+        return 1 / when.period
+    if isinstance(when, After):
+        return _share(cast("Hashable", when.schedule))
     return _count(cast("Schedule", when)) / HORIZON
 
 
 def _count(when: Schedule) -> int:
-    return sum(when(step) for step in range(1, HORIZON + 1))
+    return sum(when(step) for step in range(LATER + 1, LATER + HORIZON + 1))
 
 
 def _parameters(r: Round, facts: Facts) -> _Load:
@@ -178,10 +193,11 @@ def _parameters(r: Round, facts: Facts) -> _Load:
     length = -(-_elements(r, facts, n) // share)  # the ranks of a worker carry a part each
     amount = _shaped(r, facts).cost(length, facts.itemsize, n)
     names = ("peers", "workers") if r.exchange.gossips else (r.over, "workers")
-    seconds = facts.net(*names).seconds(amount)
+    size = length * share * facts.itemsize
+    buckets = -(-size // BUCKET_BYTES)  # one after the other
+    seconds = facts.net(*names).seconds(amount, buckets)
     if share > 1:
-        whole = cost.all_gather(length * share * facts.itemsize, share)
-        seconds += facts.net("replica").seconds(whole)
+        seconds += facts.net("replica").seconds(cost.all_gather(size, share), buckets)
     work = facts.work.get(work_key(r), 0.0)
     if not r.delay:
         return _Load(seconds, seconds + work, 0.0, amount.bytes)
@@ -193,11 +209,11 @@ def _parameters(r: Round, facts: Facts) -> _Load:
 def _gradients(r: Round, facts: Facts) -> _Load:
     n = {"replica": facts.ranks, "workers": facts.workers}.get(r.over, facts.workers * facts.ranks)
     amount = _shaped(r, facts).cost(_elements(r, facts, n), facts.itemsize, n)
-    names = ("direct", r.over, "workers") if r.exchange.slots else (r.over, "workers")
+    names = ("direct", r.over, "workers") if r.exchange.direct else (r.over, "workers")
     net = facts.net(*names)
-    sizes = bucket_sizes(r.exchange, facts.elements * facts.itemsize)
-    # every bucket takes its messages' latencies; the card rests before the first alone
-    seconds = net.seconds(amount) + (len(sizes) - 1) * amount.messages * net.latency
+    largest = max(math.prod(shape) for shape in facts.shapes) * facts.itemsize
+    sizes = bucket_sizes(r.exchange, facts.elements * facts.itemsize, largest)
+    seconds = net.seconds(amount, len(sizes))
     work = facts.work.get(work_key(r), 0.0)
     backward = facts.backward * facts.compute
     each = [(seconds + work) * size / sum(sizes) for size in sizes]
@@ -219,4 +235,4 @@ def _elements(r: Round, facts: Facts, n: int) -> int:
     """How many elements a message of ``r`` has, padded as its exchange needs them."""
     share = r.part.count if isinstance(r.part, Fragment) else 1
     multiple = r.exchange.multiple(n)
-    return -(-facts.elements // share // multiple) * multiple
+    return -(-facts.elements * r.update.models // share // multiple) * multiple

@@ -94,6 +94,8 @@ class Update:
     called for delayed rounds only, and no second copy of x is made."""
     weight: ClassVar[str | None] = None
     """The state tensor (a number) that rides with every message; None: messages have no weight."""
+    models: ClassVar[int] = 1
+    """How many times as long as x its message is."""
     settles: ClassVar[bool] = False
     """Whether every other round must come to rest first, as an outer step asks."""
 
@@ -166,6 +168,12 @@ class Exchange:
     """Whether it is for gradients alone, whose messages do not build on those before."""
     gossips: ClassVar[bool] = False
     """Whether messages go to peers alone; module buffers then go the same way."""
+
+    @property
+    def direct(self) -> bool:
+        """Whether every rank sends to every other, where others let sums travel: as it does where
+        a message is coded, which is when there is something to keep."""
+        return bool(self.slots)
 
     @property
     def averages(self) -> bool:

@@ -16,6 +16,7 @@ __all__ = [
     "parse_count",
     "parse_duration",
     "parse_rate",
+    "three_digits",
 ]
 
 _NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-zµμ/]*)\s*", re.ASCII)
@@ -61,12 +62,23 @@ def parse_count(text: str) -> int:
     return round(count)
 
 
+def three_digits(number: float) -> str:
+    """Return `number` for a reader, to three significant digits, without an exponent: 10150.2 is
+    "10,200"."""
+    rounded = float(f"{number:.3g}")
+    if abs(rounded) >= 100:
+        return f"{rounded:,.0f}"
+    places = 2 - math.floor(math.log10(abs(rounded))) if rounded else 0
+    text = f"{rounded:.{max(places, 0)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
 def format_seconds(seconds: float) -> str:
     """Return `seconds` for a reader, to three significant digits: 0.0305 is "30.5 ms"."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if float(f"{seconds / scale:.3g}") >= 1 or unit == "us":
             break
-    return f"{seconds / scale:.3g} {unit}" if seconds < 1e4 else f"{seconds:.0f} s"
+    return f"{three_digits(seconds / scale)} {unit}"
 
 
 def format_bytes(count: float) -> str:
@@ -74,7 +86,7 @@ def format_bytes(count: float) -> str:
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0)):
         if float(f"{count / scale:.3g}") >= 1 or unit == "bytes":
             break
-    return f"{count / scale:.3g} {unit}"
+    return f"{three_digits(count / scale)} {unit}"
 
 
 def format_rate(rate: float) -> str:

@@ -17,9 +17,12 @@ import torch
 
 from laconic.advisor.choices import Choice, choices, steps_of
 from laconic.links import cost
+from laconic.parse import qualified
 from laconic.predict import Facts, often, predict
+from laconic.ranks import within_workers
 from laconic.round import Exchange, Recipe, Round
 from laconic.tensors import Fragment
+from laconic.units import three_digits
 
 WORTH = 0.05
 """How much slower than the best a recipe that gives up less may be."""
@@ -55,7 +58,8 @@ class Guide:
         allreduce * (1 - 1/H) > max(backward, node)     and during it, as laconic does
 
     in seconds: ``allreduce`` of the model over the nodes, ``backward`` of a step, ``node``, an
-    average inside one. ``saved`` is the left side. For SGP put 2 for H; exactly 2(n-1)/n.
+    average inside one. ``saved`` is the left side. For SGP the guide puts 2 for H, which is
+    2(n-1)/n for many nodes.
     """
 
     frequency: float
@@ -128,8 +132,7 @@ def advice_on(
     rows = rows_of(choices(facts, own), facts)
     best, reason = recommend(rows)
     node = f", nprocs_per_node={facts.ranks}" if facts.ranks > 1 else ""
-    code = f"sync = laconic.attach(model, optimizer, laconic.{best.recipe}{node})"
-    code = code.replace("(local_sgd", "(laconic.local_sgd")
+    code = f"sync = laconic.attach(model, optimizer, {qualified(best.recipe)}{node})"
     guide = tuple(guides(facts))
     return Advice(facts, tuple(rows), guide, best.recipe, code, reason, computes, held, peak)
 
@@ -156,9 +159,10 @@ def recommend(rows: Sequence[Row]) -> tuple[Row, str]:
         gain = _score(ddp) / _score(best) - 1
         return ddp, f"Keep DDP: {best.recipe} would make {gain:.1%} more progress per second."
     told = (
-        f"{taken.recipe} takes {taken.seconds:.3g} s a step where ddp() takes {ddp.seconds:.3g} s "
-        f"({taken.speedup:.2g} times as fast, {taken.share:.0%} of the speed without "
-        f"communication), and {taken.steps:.3g} steps for one of ddp()'s"
+        f"{taken.recipe} takes {three_digits(taken.seconds)} s a step where ddp() takes "
+        f"{three_digits(ddp.seconds)} s ({three_digits(taken.speedup)} times as fast, "
+        f"{taken.share:.0%} of the speed without communication), and {taken.steps:.3g} steps for "
+        "one of ddp()'s"
     )
     if taken is best:
         return taken, f"{told}: the most progress per second."
@@ -177,35 +181,40 @@ def guides(facts: Facts) -> list[Guide]:
     allreduce = facts.net("workers").seconds(cost.mean(size // facts.ranks, facts.workers))
     node = facts.net("replica").seconds(cost.mean(size, facts.ranks)) if facts.ranks > 1 else 0.0
     backward = facts.backward * facts.compute
-    return [Guide(h, allreduce, backward, node) for h in (*GUIDE_PERIODS, 2)]
+    gossip = 2 * (facts.workers - 1) / facts.workers  # the guide takes 2, whatever n is
+    return [Guide(h, allreduce, backward, node) for h in (*GUIDE_PERIODS, gossip)]
 
 
 def memory(recipe: Recipe, facts: Facts) -> float:
     """Bytes that rounds keep on one rank: state of updates and exchanges, the gradients' buckets,
     and messages in flight, as the mean over time. Buckets of the moment, two of 25 MiB at most,
     come on top."""
-    return sum(_kept(r, facts) for r in recipe)
+    rounds = (*within_workers(recipe), *recipe) if facts.ranks > 1 else recipe
+    return sum(_kept(r, facts) for r in rounds if often(r))
 
 
 def _kept(r: Round, facts: Facts) -> float:
     n = facts.workers * (facts.ranks if r.on == "gradients" else 1)
     share = r.part.count if isinstance(r.part, Fragment) else 1
     size = facts.elements * facts.itemsize / share
+    state = facts.elements * max(facts.itemsize, 4) / share  # in float32 at least
+    carriers = facts.ranks if r.on == "params" else 1
     exchange = r.exchange.shaped([torch.Size(s) for s in facts.shapes])
-    kept = _update_share(r, n) * size / (facts.ranks if r.on == "params" else 1)
-    kept += _exchange_share(exchange, n) * size / (facts.ranks if r.on == "params" else 1)
+    kept = _update_share(r, n, carriers) * state
+    kept += _exchange_share(exchange, n) * state / carriers
     if r.on == "gradients":
         return kept + size
     return kept + (1 + r.update.keeps_sent) * size * r.delay * often(r)
 
 
-def _update_share(r: Round, n: int) -> float:
-    """Of a message's bytes, those that the update's state has."""
+def _update_share(r: Round, n: int, carriers: int) -> float:
+    """Of a message's elements, those that the update's state has on a rank; what owners have, the
+    ``carriers`` of one worker share."""
     owners = r.exchange.owners(n) or 1
     state = r.update.init(torch.zeros(1))
     slots = r.update.slots
     return sum(
-        1 / owners if slots.get(name, "owner") == "owner" else 1.0
+        1 / owners / carriers if slots.get(name, "owner") == "owner" else 1.0
         for name, t in state.items()
         if t.dim()
     )

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from laconic.advisor.advice import Advice, advice_on
-from laconic.advisor.choices import PLAIN, choices, representative
+from laconic.advisor.choices import PLAIN, choices, rehearsed
 from laconic.advisor.measure import Bench, Measured, measure
+from laconic.attach import check_free
 from laconic.errors import check_float, check_int
 from laconic.links.link import Link
 from laconic.ranks import layout_of, own_link, sets_of
-from laconic.round import Recipe
+from laconic.round import Recipe, describe
 
 
 def advise(
@@ -41,10 +45,11 @@ def advise(
     on every rank where there is one worker alone, where an argument is wrong or where ``step_fn``
     raised on one of them, and `laconic.LinkError` where a rank is lost.
     """
+    choices(PLAIN, recipes)  # raises for what is none, before anything is measured
     found = measured(
         model,
         step_fn,
-        [c.recipe for c in choices(PLAIN, recipes)] + representative(),
+        partial(rehearsed, own=recipes),
         optimizer=optimizer,
         nprocs_per_node=nprocs_per_node,
         steps=steps,
@@ -58,7 +63,7 @@ def advise(
 def measured(
     model: nn.Module,
     step_fn: Callable[[], object],
-    recipes: Sequence[Recipe],
+    recipes: Callable[[int], Sequence[Recipe]],
     *,
     optimizer: Optimizer | None = None,
     nprocs_per_node: int | Literal["env"] = 1,
@@ -66,12 +71,16 @@ def measured(
     link: Link | None = None,
     timeout: float = 600.0,
 ) -> Measured:
-    """What `advise` measures, for ``recipes`` of any kind."""
+    """What `advise` measures, for the ``recipes`` that so many workers are to compare."""
     check_int("steps", steps, 2)
     check_float("timeout", timeout, 0.0, strict=True)
     if not callable(step_fn):
         raise ValueError(f"step_fn must be a function that runs one local step, not {step_fn!r}")
-    device = next((p.device for p in model.parameters()), None)
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError("the model averages its gradients already: give model.module")
+    if optimizer is not None:
+        check_free(optimizer)
+    device = next((p.device for p in model.parameters() if p.requires_grad), None)
     if device is None:
         raise ValueError("the model has no parameter to train")
     world = link or own_link(device, timeout)
@@ -83,4 +92,18 @@ def measured(
             "(torchrun), or give numbers to laconic advise"
         )
     bench = Bench(world, sets["workers"], sets["replica"], device)
-    return measure(bench, model, step_fn, recipes, steps, optimizer)
+    compared = recipes(sets["workers"].size)
+    _check_alike(bench, model, compared, steps)
+    return measure(bench, model, step_fn, compared, steps, optimizer)
+
+
+def _check_alike(bench: Bench, model: nn.Module, recipes: Sequence[Recipe], steps: int) -> None:
+    """Ranks that measure different things would wait for each other in vain."""
+    shapes = [(tuple(p.shape), str(p.dtype)) for p in model.parameters() if p.requires_grad]
+    text = f"{steps} {shapes} {[describe(recipe) for recipe in recipes]}"
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+    said = bench.everyone(float(digest))
+    if bool((said != said[0]).any()):
+        raise ValueError(
+            "the ranks do not ask for the same: model, steps and recipes must be alike"
+        )

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from laconic.auto import FRAGMENTS, GRADIENTS, Auto
+from laconic.auto import GRADIENTS, Auto, delay_for, streaming
 from laconic.auto import PERIODS as STEPS
 from laconic.codecs import CODECS
 from laconic.exchanges import CodedMean
-from laconic.links import cost
 from laconic.parse import parse_recipe
 from laconic.predict import Facts, often
 from laconic.program import workers_differ
@@ -98,20 +97,13 @@ def _with_period(period: int, facts: Facts) -> list[Choice]:
         slow = max(4 * period, 48)
         slowmo = f"slowmo(local_sgd({period}), period={slow}, momentum={momentum})"
         texts.append((slowmo, SLOWMO[period]))
-    streaming = f"streaming_diloco({period}, {FRAGMENTS}, {delay_for(period, facts)}, codec='int4')"
+    late = streaming(period, delay_for(period, facts)[0], 1.0).text
     texts += [
         (f"diloco({period})", DILOCO[period]),
-        (streaming, STREAMING[period]),
+        (late, STREAMING[period]),
         (f"sparse_loco({period})", SPARSE[period]),
     ]
     return [_choice(text, period, quality) for text, quality in texts]
-
-
-def delay_for(period: int, facts: Facts) -> int:
-    """Steps in which a fragment's message arrives, and a quarter more; at most the period."""
-    size = CODECS["int4"].nbytes(-(-facts.elements // FRAGMENTS) // facts.ranks)
-    seconds = facts.net("workers").seconds(cost.mean(size, facts.workers))
-    return min(max(math.ceil(1.25 * seconds / facts.compute), 1), period)
 
 
 def _choice(text: str, period: int | None, quality: str) -> Choice:
@@ -129,9 +121,10 @@ def _own(text: str) -> Choice:
     return Choice(text, recipe, None, OWN)
 
 
-def representative() -> list[Recipe]:
-    """Recipes with all rounds that `choices` have, to be rehearsed before the facts are known."""
-    return [c.recipe for c in choices(PLAIN)] + [local_sgd(1)]
+def rehearsed(workers: int, own: Sequence[str] = ()) -> list[Recipe]:
+    """Recipes with all rounds that `choices` have for so many workers, to be rehearsed before the
+    other facts are known."""
+    return [c.recipe for c in choices(replace(PLAIN, workers=workers), own)] + [local_sgd(1)]
 
 
 def steps_of(recipe: Recipe) -> float:
@@ -139,7 +132,8 @@ def steps_of(recipe: Recipe) -> float:
     benchmarks.factors`` measured of gradients in Int4 and of `laconic.streaming_diloco`, with one
     task. Others are taken for these: coded gradients for Int4, and a recipe in which workers
     differ for the streaming one of the nearest period, from 4 up, as it loses about what that
-    does."""
+    does: what SlowMo or DiLoCo make of the same rounds is not in it. Raises ``ValueError`` for one
+    whose rounds on parameters end."""
     if not workers_differ(recipe):
         if not any(r.exchange.slots for r in recipe):
             return 1.0
@@ -147,6 +141,11 @@ def steps_of(recipe: Recipe) -> float:
         known = {CODECS[name]: steps for name, steps in GRADIENTS.items() if name is not None}
         most = GRADIENTS["int4"]
         return max((known.get(codec, most) for codec in codecs), default=most)
-    period = 1 / max(often(r) for r in recipe if r.on == "params")
+    share = max((often(r) for r in recipe if r.on == "params"), default=0.0)
+    if not share:
+        raise ValueError(
+            "a recipe that advise compares has rounds again and again, not for a while"
+        )
+    period = 1 / share
     nearest = min(STEPS, key=lambda p: abs(math.log2(p / period)))
     return STEPS[nearest]

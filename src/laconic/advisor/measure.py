@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from laconic.advisor.fit import Sample, fit
 from laconic.advisor.rehearse import now, rehearsals, rehearse
@@ -88,6 +89,7 @@ def measure(
     timed = _Steps(bench, step, params)
     timed.run(WARMUP)
     pace = _pace(bench, timed, steps)
+    peak = _peak(bench.device)
     compute = max(pace.computes)
     nets, carry = _nets(bench, sum(p.numel() * p.element_size() for p in params))
     net = nets["workers"]
@@ -112,7 +114,7 @@ def measure(
         work[key] = float(bench.everyone(own_work).max())
     facts = replace(facts, work=work)
     held = 2 * sum(p.numel() * p.element_size() for p in params) + _state_bytes(optimizer)
-    most = bench.everyone(float(held), float(_peak(bench.device))).amax(0).tolist()
+    most = bench.everyone(float(held), float(peak)).amax(0).tolist()
     return Measured(facts, pace.computes, int(most[0]), int(most[1]))
 
 
@@ -127,6 +129,50 @@ def _parameters(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
     return found
 
 
+class _Arrivals:
+    """When each parameter's gradient was last there: gradients that are accumulated in several
+    passes are sent with the last one."""
+
+    def __init__(self, params: Sequence[Tensor], device: torch.device) -> None:
+        self._params, self._cuda = params, device.type == "cuda"
+        self._seen: dict[int, Any] = {}
+        self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> _Arrivals:
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+            for p in self._params
+            if p.requires_grad
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def clear(self) -> None:
+        self._seen = {}
+
+    def _arrived(self, p: Tensor) -> None:
+        self._seen.pop(id(p), None)  # the last to come stands last
+        if self._cuda:  # a hook runs when the work is queued, not when it is done
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._seen[id(p)] = event
+        else:
+            self._seen[id(p)] = time.perf_counter()
+
+    def window(self) -> list[float]:
+        """Seconds from the first to the last of them, once the step is done; none where none
+        came."""
+        marks = list(self._seen.values())
+        if not marks:
+            return []
+        if self._cuda:
+            return [marks[0].elapsed_time(marks[-1]) / 1000]
+        return [marks[-1] - marks[0]]
+
+
 class _Steps:
     """Times the user's steps. An error in one of them is an error on all ranks."""
 
@@ -138,28 +184,20 @@ class _Steps:
         """Seconds of each of ``count`` steps; ``meet``: all ranks wait for each other after each,
         which counts."""
         bench, problem, spans, windows = self._bench, None, [], []
-        arrived: list[float] = []
-        hooks = [
-            p.register_post_accumulate_grad_hook(lambda _: arrived.append(time.perf_counter()))  # type: ignore[no-untyped-call]
-            for p in self._params
-            if p.requires_grad
-        ]
-        bench.meet()
-        for _ in range(count):
-            arrived.clear()
-            start = now(bench.device)
-            try:
-                if problem is None:
-                    self._step()
-            except Exception as error:
-                problem = error
-            if meet:
-                bench.meet()
-            spans.append(now(bench.device) - start)
-            if arrived:
-                windows.append(arrived[-1] - arrived[0])
-        for hook in hooks:
-            hook.remove()
+        with _Arrivals(self._params, bench.device) as arrivals:
+            bench.meet()
+            for _ in range(count):
+                arrivals.clear()
+                start = now(bench.device)
+                try:
+                    if problem is None:
+                        self._step()
+                except Exception as error:
+                    problem = error
+                if meet:
+                    bench.meet()
+                spans.append(now(bench.device) - start)
+                windows += arrivals.window()
         self.backward = statistics.median(windows) if windows else 0.0
         said = f"step_fn raised {type(problem).__name__}: {problem}" if problem else None
         failed = bench.everyone(float(problem is not None))
@@ -286,8 +324,11 @@ def _sweep(bench: Bench, link: Link, collective: str, size: int) -> tuple[Net, f
     """Growing messages, until one takes `LONG`, or is of ``size`` bytes."""
     samples: list[Sample] = []
     busy = sent = 0.0
-    length, longest = LEAST, 0.0
-    while length <= min(max(size, 2**18), MOST) and longest < LONG:
+    length, first, longest = LEAST, 0.0, 0.0
+    fewest = LEAST * 2**2  # sizes to fit a line to, on a network of any latency
+    while length <= fewest or (
+        length <= min(max(size, 2**18), MOST) and longest < LONG + 2 * first
+    ):
         x = torch.zeros(-(-length // (4 * link.size)) * link.size, device=bench.device)
         amount = _amount(collective, x, link.size)
         spans = []
@@ -301,6 +342,7 @@ def _sweep(bench: Bench, link: Link, collective: str, size: int) -> tuple[Net, f
             busy, sent = busy + mean, sent + amount.bytes
             samples.append(Sample(amount.bytes, amount.messages, slowest))
         length, longest = 2 * length, statistics.median(spans)
+        first = first or longest
     # machines that differ may fit the same samples to other last digits: rank 0's count
     found = bench.everyone(*astuple(fit(samples)), busy / max(sent, 1.0))[0].tolist()
     return Net(*found[:3]), found[3]

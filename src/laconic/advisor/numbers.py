@@ -31,7 +31,7 @@ def facts_from(
 
     The ranks of a node share its card: each carries its part of a round between nodes. An
     all-reduce over all ranks passes each card once, as NCCL's rings do; what every rank sends to
-    every other does so once for each rank.
+    every other does so once for each rank, but for what stays in the node.
 
     Raises ``ValueError`` for numbers out of range or at odds with each other.
     """
@@ -55,10 +55,13 @@ def facts_from(
     if per_node > 1:
         shared = Net(bandwidth / per_node, latency)
         local = Net(local_bandwidth or float("inf"), 0.0)
-        nets = {"workers": shared, "direct": shared, "replica": local}
+        leaving = (nodes - 1) * per_node / (nodes * per_node - 1)  # the others stay in the node
+        direct = Net(bandwidth / per_node / leaving, latency)
+        nets = {"workers": shared, "direct": direct, "replica": local}
         nets["world"] = Net(bandwidth, latency)
-    rows, rest = divmod(params, SIDE)
-    shapes = ((rows, SIDE),) * bool(rows) + ((rest,),) * bool(rest)
+    squares, rest = divmod(params, SIDE * SIDE)
+    rows, rest = divmod(rest, SIDE)
+    shapes = ((SIDE, SIDE),) * squares + ((rows, SIDE),) * bool(rows) + ((rest,),) * bool(rest)
     return Facts(
         workers=nodes,
         shapes=shapes,

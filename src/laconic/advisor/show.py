@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laconic.advisor.advice import Advice, Guide, Row
-from laconic.units import format_bytes, format_rate, format_seconds
+from laconic.units import format_bytes, format_rate, format_seconds, three_digits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +29,7 @@ def show(advice: Advice, console: Console) -> None:
     """All of it, the recommendation last."""
 
     def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False)
+        console.print(text, highlight=False, markup=False, soft_wrap=not console.is_terminal)
 
     for text in facts_told(advice):
         say(text)
@@ -88,11 +88,11 @@ def table(advice: Advice) -> Table:
 def cells(row: Row) -> tuple[str, ...]:
     """The figures of a row."""
     return (
-        f"{row.seconds:.3g}",
+        three_digits(row.seconds),
         f"{row.hidden:.0%}",
-        f"{row.megabytes:.3g}",
+        three_digits(row.megabytes),
         format_bytes(row.memory),
-        f"{row.speedup:.3g}",
+        three_digits(row.speedup),
         f"{row.share:.0%}",
         f"{row.steps:.2f}",
     )
@@ -114,7 +114,7 @@ def guide_told(advice: Advice) -> Iterator[str]:
     *rest, gossip = advice.guide
     for guide in rest:
         yield f"  H = {guide.frequency:g}: {_inequality(guide)}"
-    yield f"  SGP, as H = {gossip.frequency:g}: {_inequality(gossip)}"
+    yield f"  SGP, as H = 2(n-1)/n = {gossip.frequency:.3g}: {_inequality(gossip)}"
     if advice.facts.workers <= 2:
         yield "  but two workers have the least to gain: it is meant for more than two nodes"
 

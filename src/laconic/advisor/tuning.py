@@ -102,7 +102,29 @@ def pruner() -> optuna.pruners.BasePruner:
 
     Earlier, losses say little of how a run will end: large learning rates are behind until the
     schedule has lowered them."""
-    return optuna.pruners.SuccessiveHalvingPruner(min_resource=STOPS_AT, reduction_factor=2)
+    return _Halving()
+
+
+class _Halving(optuna.pruners.BasePruner):
+    """Asynchronous successive halving over the trials that have ended, so that one which was cut
+    off with its process, and run again, counts once."""
+
+    def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
+        *before, look = [0, *sorted(trial.intermediate_values)]
+        rung = next((r for r in (2 * STOPS_AT, STOPS_AT) if before[-1] < r <= look), None)
+        if rung is None:
+            return False
+        states = (TrialState.COMPLETE, TrialState.PRUNED)
+        others = [_value(t, rung) for t in study.get_trials(deepcopy=False, states=states)]
+        loss = trial.intermediate_values[look]
+        losses = sorted([loss, *(other for other in others if other is not None)])
+        return loss > losses[max(len(losses) // 2, 1) - 1]
+
+
+def _value(trial: FrozenTrial, rung: int) -> float | None:
+    """The loss at the first look from ``rung`` on: those whose rounds are rare skip looks."""
+    looks = [look for look in trial.intermediate_values if look >= rung]
+    return trial.intermediate_values[min(looks)] if looks else None
 
 
 def ended(study: optuna.Study, space: Space) -> list[Trial]:
@@ -124,9 +146,11 @@ def pareto(trials: Sequence[Trial]) -> list[Trial]:
 
 def best(trials: Sequence[Trial]) -> Trial:
     """The one with the lowest loss at its end; the first of several. Raises ``ValueError`` where
-    all diverged."""
+    none came to its end."""
     done = [trial for trial in trials if trial.status == "ok"]
     if not done:
+        if any(trial.status == "stopped" for trial in trials):
+            raise ValueError("no trial has come to its end: give more --trials, or --no-stop")
         raise ValueError("every trial diverged: give smaller values of lr")
     return min(done, key=lambda trial: trial.run.loss)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import csv
 import math
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from laconic.advisor.tuning import Trial, best, pareto
 from laconic.advisor.tuning_runs import LOOKS
 from laconic.advisor.tuning_space import LR, Setting, Space
 from laconic.lab.plots import COLOURS, GREY
-from laconic.recipes import RECIPES
+from laconic.parse import qualified
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,7 +92,7 @@ def edges(space: Space, setting: Setting) -> list[str]:
 
 def code(space: Space, setting: Setting) -> list[str]:
     """The lines of a training program."""
-    recipe = ast.unparse(_Qualify().visit(ast.parse(space.text(setting), mode="eval")))
+    recipe = qualified(space.text(setting))
     scale = setting[LR]
     lines = [f"    sync = laconic.attach(model, optimizer, {recipe})"]
     if scale != 1:
@@ -104,19 +103,16 @@ def code(space: Space, setting: Setting) -> list[str]:
     return lines
 
 
-class _Qualify(ast.NodeTransformer):
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        if node.id not in RECIPES:
-            return node
-        return ast.Attribute(ast.Name("laconic", ast.Load()), node.id, ast.Load())
-
-
 def write(space: Space, trials: Sequence[Trial], title: str, out: Path) -> list[Path]:
     """`trials.csv` and `tune.png` in ``out``; returns what it wrote."""
-    return [_csv(space, trials, out / "trials.csv"), plot(space, trials, title, out / "tune.png")]
+    return [
+        write_csv(space, trials, out / "trials.csv"),
+        plot(space, trials, title, out / "tune.png"),
+    ]
 
 
-def _csv(space: Space, trials: Sequence[Trial], path: Path) -> Path:
+def write_csv(space: Space, trials: Sequence[Trial], path: Path) -> Path:
+    """All trials, the stopped ones included, a row each."""
     with path.open("w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file)
         rows.writerow(

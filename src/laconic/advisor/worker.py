@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from laconic.advisor.advise import measured
-from laconic.advisor.choices import PLAIN, choices, representative
+from laconic.advisor.choices import rehearsed
 from laconic.advisor.measure import Measured
 from laconic.attach import init
 from laconic.errors import LinkError
@@ -94,11 +95,10 @@ def work(spec: Spec) -> None:
     """Measure, and say it."""
     init()
     training = Training(spec)
-    recipes = [c.recipe for c in choices(PLAIN, spec.recipes)] + representative()
     found = measured(
         training.model,
         training.step,
-        recipes,
+        partial(rehearsed, own=spec.recipes),
         optimizer=training.optimizer,
         steps=spec.steps,
         link=link_of(spec),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,21 +66,34 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """0 with the advice printed."""
     needs("advise")
+    if arguments.plot is not None:
+        _check_picture(arguments.plot)
     advice, reason = _measured(arguments) if arguments.workload else (_numbers(arguments), None)
     from laconic.advisor import show
 
-    if arguments.plot is not None:
-        show.plot(advice, arguments.plot)
+    if reason is not None:
+        note = f"laconic: hosts could not be emulated ({reason}): a throttled link stands in"
+        print(note, file=sys.stderr)
     if arguments.json:
         print(advice.to_json())
-        return 0
-    from rich.console import Console
+    else:
+        from rich.console import Console
 
-    console = Console()
-    if reason is not None:
-        console.print(f"hosts could not be emulated ({reason}): a throttled link stands in")
-    show.show(advice, console)
+        show.show(advice, Console())
+    if arguments.plot is not None:
+        show.plot(advice, arguments.plot)
     return 0
+
+
+def _check_picture(path: Path) -> None:
+    """Before a measurement of minutes is lost."""
+    from matplotlib.figure import Figure
+
+    endings = Figure().canvas.get_supported_filetypes()
+    if path.suffix.lstrip(".").lower() not in endings:
+        raise ValueError(f"--plot must end in one of {', '.join(sorted(endings))}, not {path}")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"--plot {path}: there is no such directory")
 
 
 def _option(name: str) -> str:

@@ -118,6 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
         finally:
             if found := tuning.ended(study, space):
                 _show(space, found, _title(space, timed), arguments.out)
+        tuning.best(tuning.ended(study, space))  # raises where there is none
     return 0
 
 
@@ -266,12 +267,15 @@ def _show(space: Space, trials: list[Trial], title: str, out: Path) -> None:
 
     from laconic.advisor import tuning_report
 
+    if not any(trial.status == "ok" for trial in trials):
+        tuning_report.write_csv(space, trials, out / "trials.csv")
+        return
     console = Console()
+    paths = tuning_report.write(space, trials, title, out)
     console.print(title, highlight=False, markup=False)
     console.print()
     console.print(tuning_report.table(space, trials))
     text = tuning_report.summary(space, trials)
     console.print(text, highlight=False, markup=False, soft_wrap=True)
-    paths = tuning_report.write(space, trials, title, out)
     written = ", ".join(map(str, (*paths, out / "journal.jsonl")))
     console.print(f"Written: {written}", highlight=False, soft_wrap=True)

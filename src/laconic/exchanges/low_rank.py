@@ -102,6 +102,10 @@ class LowRank(Exchange):
         costs = [self._mean.cost(count, itemsize, n) for count in each]
         return sum(costs, Cost(0, 0))
 
+    @property
+    def direct(self) -> bool:
+        return self.codec is not None
+
     def shaped(self, shapes: Sequence[torch.Size]) -> Exchange:
         return replace(self, shapes=tuple(shapes))
 

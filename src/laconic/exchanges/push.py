@@ -31,7 +31,8 @@ class Push(Exchange):
         return len(self.graph.out_peers(*at))
 
     def cost(self, length: int, itemsize: int, n: int) -> Cost:
-        return cost.swap(length * itemsize, len(self.graph.out_peers(0, n, 0, 0)))
+        peers = max(len(self.graph.out_peers(rank, n, 0, 0)) for rank in range(n))
+        return cost.swap(length * itemsize, peers)
 
     def run(
         self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State

@@ -31,6 +31,7 @@ class NoLoCo(Update):
     momentum: float
     gamma: float
 
+    models = 2
     slots: ClassVar[dict[str, Slot]] = {"anchor": "private", "m": "private"}
 
     def init(self, x: Tensor) -> State:
