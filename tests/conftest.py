@@ -9,9 +9,19 @@ import torch
 
 import gloo
 
-HOSTS = {"advise_hosts", "cluster", "compare", "doctor", "example", "lab", "own", "timeline"}
+HOSTS = {
+    "advise_hosts",
+    "cluster",
+    "compare",
+    "doctor",
+    "example",
+    "lab",
+    "own",
+    "timeline",
+    "tune_hosts",
+}
 """Tests that emulate hosts: they look for namespaces left behind, and must not see each other's."""
-LONG = ["hosts", "resume", "exactness", "codecs", "science", "saving", "links_agree"]
+LONG = ["hosts", "resume", "exactness", "codecs", "tune", "science", "saving", "links_agree"]
 """What takes longest, and is begun first."""
 
 

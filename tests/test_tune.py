@@ -225,16 +225,6 @@ def test_a_run_is_the_same_every_time_and_depends_on_lr() -> None:
     assert here.run("local_sgd(3)", 2.0, lambda *_: None).loss != first.loss
 
 
-def test_emulated_hosts_train_as_simulated_workers_do() -> None:
-    here = task(Length("steps", 24))
-    hosts = replace(here, emulated=True, race=replace(here.race, hosts=2, per_host=1))
-    told: list[tuple[int, int]] = []
-    real = hosts.run("local_sgd(3)", 2.0, lambda step, steps, _: told.append((step, steps)))
-    assert real.loss == pytest.approx(here.run("local_sgd(3)", 2.0, lambda *_: None).loss, rel=1e-4)
-    assert told == [(step, 24) for step in range(3, 25, 3)]
-    assert real.steps == 24 and real.seconds_per_step > 0
-
-
 def test_several_seeds_count_by_their_mean() -> None:
     here = task(Length("steps", 24))
 
