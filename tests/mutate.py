@@ -261,7 +261,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("codecs/codec.py", "x.sub_(less)", "x.add_(less)", KERNELS),
     ("codecs/codec.py", "out += decoded", "pass", KERNELS),
     ("codecs/kernels.py", "_address(less), _address(plus)", "_address(plus), _address(less)", KERNELS),
-    ("codecs/integers.py", "self.stochastic or (others", "(others", KERNELS),
+    ("codecs/compiled.py", "or not kernel.encodes", "", KERNELS),
     # seconds = max(c + sum f*exposed, min(sum f*T/U, c + sum f*(T + w))) ; best = min(seconds * steps)
     ("predict.py", "end = max(end, backward * done) + own", "end += own", AUTO),
     ("predict.py", "(buckets - 1) * amount.messages", "0 * amount.messages", AUTO),

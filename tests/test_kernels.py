@@ -14,13 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from laconic.codecs import Codec, Int2, Int4, Int8, kernels
+from laconic.codecs import Cast, Codec, Int2, Int4, Int8, kernels
 from laconic.errors import NotFiniteError
 
-CODECS = [
-    kind(block)
-    for kind in (Int8, Int4, Int2)
-    for block in (1, 7, 100, 256, kernels.MOST_BLOCK, kernels.MOST_BLOCK + 1)
+CODECS: list[Codec] = [
+    Cast("bfloat16"),
+    *(
+        kind(block)
+        for kind in (Int8, Int4, Int2)
+        for block in (1, 7, 100, 256, kernels.MOST_BLOCK, kernels.MOST_BLOCK + 1)
+    ),
 ]
 codecs = pytest.mark.parametrize("codec", CODECS, ids=str)
 lengths = st.one_of(st.integers(0, 1200), st.sampled_from([4096, 5000, 8192]))

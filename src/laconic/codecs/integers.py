@@ -8,12 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from laconic.codecs import kernels
 from laconic.codecs.blocks import SCALE_BYTES, Blockwise, largest_scale
+from laconic.codecs.compiled import Compiled, Kernel
 
 
 @dataclass(frozen=True)
-class Integers(Blockwise):
+class Integers(Compiled, Blockwise):
     """Levels q in -L..L with L = 2^(bits-1) - 1, a code being ``q + 2^(bits-1)`` (code 0 is not
     used); symbols, scale s and y as in `laconic.codecs.blocks`.
 
@@ -47,35 +47,9 @@ class Integers(Blockwise):
         self.write(q, payload[:, SCALE_BYTES:])
         return fine
 
-    def encode_flat(
-        self,
-        x: Tensor,
-        payload: Tensor,
-        generator: torch.Generator | None,
-        less: Tensor | None,
-        plus: Tensor | None,
-        subtract: bool,
-    ) -> Tensor | bool:
-        others = [t for t in (less, plus) if t is not None]
-        by_hand = self.stochastic or (others and not subtract)
-        if by_hand or not kernels.take(self.block, x, *others):
-            return super().encode_flat(x, payload, generator, less, plus, subtract)
-        most = largest_scale(self.levels)
-        left = x if subtract else None
-        return kernels.encode(self.bits, self.block, x, less, plus, payload, left, most)
-
-    def decode_flat(self, payload: Tensor, out: Tensor, add: bool) -> None:
-        if kernels.take(self.block, out):
-            kernels.decode(self.bits, self.block, payload, out, add)
-        else:
-            super().decode_flat(payload, out, add)
-
-    def mean_of_rows(self, rows: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-        mean = torch.empty(length, dtype=dtype, device=rows.device)
-        if not kernels.take(self.block, mean):
-            return super().mean_of_rows(rows, length, dtype)
-        kernels.decode_mean(self.bits, self.block, rows, mean)
-        return mean
+    @property
+    def kernel(self) -> Kernel:
+        return Kernel(self.bits, self.block, largest_scale(self.levels), not self.stochastic)
 
     def store(self, total: Tensor, payload: Tensor) -> None:
         # a sum of q * 2^(bits*k) fits an int8, to which floats convert 6 times as fast as to uint8

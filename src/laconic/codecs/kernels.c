@@ -1,9 +1,11 @@
-/* The integer codecs of integers.py and blocks.py in one pass over memory, for float32 on a CPU:
-   the same bits as these, which remain where this was not compiled, and for everything else.
+/* The codecs of integers.py, blocks.py and, for bfloat16, cast.py in one pass over memory, for
+   float32 on a CPU: the same bits as these, which remain where this was not compiled, and for
+   everything else.
 
-   A block of m elements is two bytes of scale, a bfloat16, and w = ceil(m * bits / 8) bytes of
-   codes q + 2^(bits-1), that of element j in byte j mod w at bit bits * floor(j / w). All
-   arithmetic is IEEE float32 in the order that blocks.py has, compiled without contraction. */
+   bits = 2, 4, 8: a block of m elements is two bytes of scale, a bfloat16, and
+   w = ceil(m * bits / 8) bytes of codes q + 2^(bits-1), that of element j in byte j mod w at bit
+   bits * floor(j / w). bits = 16: a block is its elements as bfloat16, and has no scale. All
+   arithmetic is IEEE float32 in the order that the Python has, compiled without contraction. */
 
 #include <math.h>
 #include <stddef.h>
@@ -60,8 +62,11 @@ INLINE void write_scale(uint8_t *code, float s) {
 
 INLINE int64_t width_of(int64_t m, int bits) { return (m * bits + 7) / 8; }
 
+/* Bytes of the code of a block of m elements */
+INLINE int64_t size_of(int64_t m, int bits) { return width_of(m, bits) + (bits < 16 ? 2 : 0); }
+
 /* v = x - less + plus of one block, coded into `code`, and left <- v - Q(v) where wanted.
-   Returns whether all of v is finite; where not, left <- v. */
+   Returns whether all of v is in range; where not, left <- v. */
 INLINE int encode_block(int bits, int64_t m, const float *x, const float *less, const float *plus,
                         uint8_t *code, float *left, float most_scale) {
     const int half = 1 << (bits - 1);
@@ -79,9 +84,21 @@ INLINE int encode_block(int bits, int64_t m, const float *x, const float *less, 
         u &= 0x7fffffffu;
         peak = u > peak ? u : peak;
     }
-    if (peak >= 0x7f800000u) {
+    if (peak > (bits < 16 ? 0x7f7fffffu : 0x7f7f0000u)) { /* the largest float32, bfloat16 */
         if (left) memcpy(left, v, (size_t)m * 4);
         return 0;
+    }
+    if (bits == 16) {
+        for (int64_t j = 0; j < m; j++) {
+            const float r = to_bfloat16(v[j]);
+            uint32_t u;
+            memcpy(&u, &r, 4);
+            const uint16_t h = (uint16_t)(u >> 16);
+            memcpy(code + 2 * j, &h, 2);
+            v[j] -= r;
+        }
+        if (left) memcpy(left, v, (size_t)m * 4);
+        return 1;
     }
 
     float s;
@@ -121,6 +138,17 @@ INLINE int encode_block(int bits, int64_t m, const float *x, const float *less, 
 
 /* Q(v) of one block into `out`, or added to it */
 INLINE void decode_block(int bits, int64_t m, const uint8_t *code, float *out, int add) {
+    if (bits == 16) {
+        for (int64_t j = 0; j < m; j++) {
+            uint16_t h;
+            memcpy(&h, code + 2 * j, 2);
+            const uint32_t u = (uint32_t)h << 16;
+            float r;
+            memcpy(&r, &u, 4);
+            out[j] = add ? out[j] + r : r;
+        }
+        return;
+    }
     const int half = 1 << (bits - 1);
     const int64_t w = width_of(m, bits);
     const float s = read_scale(code);
@@ -140,7 +168,7 @@ INLINE void decode_block(int bits, int64_t m, const uint8_t *code, float *out, i
 
 INLINE int encode(int bits, int64_t block, int64_t length, const float *x, const float *less,
                   const float *plus, uint8_t *code, float *left, float most_scale) {
-    const int64_t step = 2 + width_of(block, bits);
+    const int64_t step = size_of(block, bits);
     for (int64_t i = 0; i < length; i += block, code += step) {
         const int64_t m = length - i < block ? length - i : block;
         if (!encode_block(bits, m, x + i, less ? less + i : NULL, plus ? plus + i : NULL, code,
@@ -152,7 +180,7 @@ INLINE int encode(int bits, int64_t block, int64_t length, const float *x, const
 
 INLINE void decode(int bits, int64_t block, int64_t length, const uint8_t *code, float *out,
                    int add) {
-    const int64_t step = 2 + width_of(block, bits);
+    const int64_t step = size_of(block, bits);
     for (int64_t i = 0; i < length; i += block, code += step)
         decode_block(bits, length - i < block ? length - i : block, code, out + i, add);
 }
@@ -160,7 +188,7 @@ INLINE void decode(int bits, int64_t block, int64_t length, const uint8_t *code,
 /* The mean over n codes of `length` elements, `stride` bytes apart, added in their order */
 INLINE void decode_mean(int bits, int64_t block, int64_t length, int64_t n, int64_t stride,
                         const uint8_t *code, float *out) {
-    const int64_t step = 2 + width_of(block, bits);
+    const int64_t step = size_of(block, bits);
     for (int64_t i = 0; i < length; i += block, code += step) {
         const int64_t m = length - i < block ? length - i : block;
         float total[MOST_BLOCK];
@@ -176,10 +204,11 @@ INLINE void decode_mean(int bits, int64_t block, int64_t length, int64_t n, int6
     else if (bits == 4) then(4, block);                                                            \
     else if (bits == 8 && block == 256) then(8, 256);                                              \
     else if (bits == 8) then(8, block);                                                            \
+    else if (bits == 16) then(16, block);                                                          \
     else then(2, block)
 
 /* Changes whenever the functions below take other arguments, or do something else */
-EXPORT int laconic_version(void) { return 1; }
+EXPORT int laconic_version(void) { return 2; }
 
 CLONES int laconic_encode(int bits, int64_t block, int64_t length, const float *x,
                           const float *less, const float *plus, uint8_t *code, float *left,

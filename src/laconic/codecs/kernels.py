@@ -1,5 +1,5 @@
-"""The integer codecs in one pass over memory, compiled from ``kernels.c`` where laconic was
-installed with a C compiler at hand. They give the same bits as the tensor operations that do it
+"""Codecs in one pass over memory, compiled from ``kernels.c`` where laconic was installed with a C
+compiler at hand. They give the same bits as the tensor operations that do it
 elsewhere, so that workers with and without them agree, and they run without the interpreter.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 MOST_BLOCK = 4096
 """The longest block that they take."""
-VERSION = 1
+VERSION = 2
 """What ``kernels.c`` must be: an updated checkout may still have what it compiled before."""
 
 _POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int

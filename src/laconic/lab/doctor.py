@@ -134,10 +134,10 @@ def software(environ: Environment) -> list[Finding]:
 def _kernels() -> Finding:
     """Whether the integer codecs are as fast as they can be."""
     if kernels.library() is not None:
-        return Finding("ok", "software", "the kernels of the integer codecs are compiled")
+        return Finding("ok", "software", "the codecs' kernels are compiled")
     remedy = "with GCC or Clang at hand, pip install --force-reinstall --no-deps --no-cache-dir"
     remedy += " laconic"
-    text = "the kernels of the integer codecs are not compiled: coding takes 3 times as long"
+    text = "the codecs' kernels are not compiled: coding takes 3 times as long"
     return Finding("warning", "software", text, remedy)
 
 

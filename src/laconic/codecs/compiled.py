@@ -1,0 +1,66 @@
+"""A codec for which there is a kernel, and tensor operations for where it does not fit."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from laconic.codecs import kernels
+from laconic.codecs.codec import Codec
+
+
+class Kernel(NamedTuple):
+    """The kernel for ``bits`` an element, in blocks of ``block``, with scales up to ``most``;
+    ``encodes``: whether it encodes, too, and not only decodes."""
+
+    bits: int
+    block: int
+    most: float
+    encodes: bool
+
+
+class Compiled(Codec):
+    """A codec with a kernel for contiguous float32 on a CPU."""
+
+    @property
+    @abstractmethod
+    def kernel(self) -> Kernel | None:
+        """What there is for it."""
+
+    def encode_flat(
+        self,
+        x: Tensor,
+        payload: Tensor,
+        generator: torch.Generator | None,
+        less: Tensor | None,
+        plus: Tensor | None,
+        subtract: bool,
+    ) -> Tensor | bool:
+        others = [t for t in (less, plus) if t is not None]
+        kernel = self._fitting(x, *others)
+        if kernel is None or not kernel.encodes or (others and not subtract):
+            return super().encode_flat(x, payload, generator, less, plus, subtract)
+        left = x if subtract else None
+        return kernels.encode(kernel.bits, kernel.block, x, less, plus, payload, left, kernel.most)
+
+    def decode_flat(self, payload: Tensor, out: Tensor, add: bool) -> None:
+        kernel = self._fitting(out)
+        if kernel is None:
+            super().decode_flat(payload, out, add)
+        else:
+            kernels.decode(kernel.bits, kernel.block, payload, out, add)
+
+    def mean_of_rows(self, rows: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+        mean = torch.empty(length, dtype=dtype, device=rows.device)
+        kernel = self._fitting(mean)
+        if kernel is None:
+            return super().mean_of_rows(rows, length, dtype)
+        kernels.decode_mean(kernel.bits, kernel.block, rows, mean)
+        return mean
+
+    def _fitting(self, *tensors: Tensor) -> Kernel | None:
+        kernel = self.kernel
+        return kernel if kernel and kernels.take(kernel.block, *tensors) else None
