@@ -54,7 +54,7 @@ def said(
         outcomes = job.wait(timeout=seconds)
     except TimeoutError as error:
         job.kill()
-        raise ValueError(f"the measurement did not end: {error}") from None
+        raise ValueError(f"the measurement did not end: {error}; fewer --steps take less") from None
     failed = [o for o in outcomes if o.failed or o.signal]
     lines = [line for line in job.stdout(0).splitlines() if line.startswith("{")]
     if failed or not lines:
