@@ -158,7 +158,7 @@ def predict(recipe: Recipe, facts: Facts) -> Prediction:
     exposed += facts.skew * math.sqrt(min(meetings, 1.0))
     # a delay never makes a step longer than waiting for each message would
     total = max(facts.compute + exposed, min(least, facts.compute + alone))
-    waited = max(waited, min(total - facts.compute - exposed, network))
+    waited = min(waited + max(total - facts.compute - exposed, 0.0), network)
     hidden = 1 - waited / network if network else 0.0
     return Prediction(total, total - facts.compute, sent, network / total, hidden)
 
