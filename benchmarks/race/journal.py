@@ -10,14 +10,15 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, TypeVar
 
 from laconic.lab.result import Result, Row
 
+T = TypeVar("T")
 Shared = Mapping[str, object]
 """Settings by name; JSON."""
 
@@ -79,6 +80,15 @@ def load(path: Path) -> list[Entry]:
     file. A line that was cut off does not count. Raises ``ValueError`` for a line of another kind
     and ``OSError`` for a file that cannot be read."""
     found: dict[tuple[str, Job], Entry] = {}
+    for entry in read(path, Entry.from_fields):
+        found.pop((key(entry.shared), entry.job), None)
+        found[key(entry.shared), entry.job] = entry
+    return list(found.values())
+
+
+def read(path: Path, parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
+    """What ``parse`` makes of each line of a journal; nothing where there is no file. A line that
+    was cut off does not count; a ``ValueError`` of ``parse`` is told with the line's number."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
@@ -86,12 +96,9 @@ def load(path: Path) -> list[Entry]:
         except json.JSONDecodeError:
             continue  # the machine was switched off, or the disk full, while it was written
         try:
-            entry = Entry.from_fields(fields if isinstance(fields, dict) else {})
+            yield parse(fields if isinstance(fields, dict) else {})
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
-        found.pop((key(entry.shared), entry.job), None)
-        found[key(entry.shared), entry.job] = entry
-    return list(found.values())
 
 
 def by_key(entries: Iterable[Entry]) -> dict[str, list[Entry]]:

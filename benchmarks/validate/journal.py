@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.race.journal import append, key, opened
+from benchmarks.race.journal import append, key, opened, read
 from benchmarks.validate.rows import Network
 from laconic.advisor.worker import facts_of
 from laconic.parse import parse_recipe
@@ -93,15 +93,6 @@ def load(path: Path) -> list[Launch]:
     no file. A line that was cut off does not count. Raises ``ValueError`` for one of another kind.
     """
     found: dict[tuple[str, Network], Launch] = {}
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            fields = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the machine was switched off, or the disk full, while it was written
-        try:
-            launch = Launch.from_fields(fields if isinstance(fields, dict) else {})
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
+    for launch in read(path, Launch.from_fields):
         found[key(launch.shared), launch.network] = launch
     return list(found.values())

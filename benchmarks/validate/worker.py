@@ -16,7 +16,8 @@ import torch
 
 import laconic
 from laconic.advisor.advise import measured
-from laconic.advisor.worker import Spec, Training, link_of, run
+from laconic.advisor.worker import Spec, Training, link_of
+from laconic.lab.worker import run
 from laconic.links.link import Link
 from laconic.parse import parse_recipe
 from laconic.predict import Facts, often, predict

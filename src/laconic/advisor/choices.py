@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from laconic.advisor.tuning_space import usual_momentum
 from laconic.auto import GRADIENTS, Auto, delay_for, streaming
 from laconic.auto import PERIODS as STEPS
 from laconic.codecs import CODECS
@@ -19,9 +20,6 @@ from laconic.round import Recipe
 
 PERIODS = (4, 16, 64, 256)
 """Steps between two rounds of the same tensors."""
-SLOW_MOMENTUM = ((16, 0.6), (8, 0.5), (4, 0.2))
-"""Slow momentum by the least number of workers; fairscale's guide, for translation."""
-
 PLAIN = Facts(16, ((1,),), 4, 1.0, 1e9, 0.0)
 """For reading recipes before anything is measured."""
 
@@ -91,9 +89,9 @@ def choices(facts: Facts, own: Sequence[str] = ()) -> list[Choice]:
 
 
 def _with_period(period: int, facts: Facts) -> list[Choice]:
-    momentum = next((m for least, m in SLOW_MOMENTUM if facts.workers >= least), None)
+    momentum = usual_momentum(facts.workers)
     texts = [(f"local_sgd({period})", LOCAL[period])]
-    if momentum is not None:  # below four workers slow momentum does not help
+    if momentum:  # below four workers slow momentum does not help
         slow = max(4 * period, 48)
         slowmo = f"slowmo(local_sgd({period}), period={slow}, momentum={momentum})"
         texts.append((slowmo, SLOWMO[period]))

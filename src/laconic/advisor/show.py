@@ -7,16 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laconic.advisor.advice import Advice, Guide, Row
+from laconic.lab.plots import COLOURS
 from laconic.units import format_bytes, format_rate, format_seconds, three_digits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.console import Console
     from rich.table import Table
-
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's, which colour-blind people tell apart."""
-
 
 LEGEND = (
     "hidden: the share of communication that training does not wait for; MB: sent by a rank in a",

@@ -54,7 +54,7 @@ STARTS: dict[str, Value] = {
 
 def usual_momentum(workers: int) -> float:
     """Slow momentum that is usual for so many workers: 0 below 4, 0.2 from 4, 0.5 from 8, 0.6 from
-    16 on."""
+    16 on, as fairscale's guide has it for translation."""
     return next((m for n, m in ((16, 0.6), (8, 0.5), (4, 0.2)) if workers >= n), 0.0)
 
 

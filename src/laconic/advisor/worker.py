@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import traceback
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -22,8 +20,8 @@ from laconic.advisor.advise import measured
 from laconic.advisor.choices import rehearsed
 from laconic.advisor.measure import Measured
 from laconic.attach import init
-from laconic.errors import LinkError
 from laconic.lab import own, workloads
+from laconic.lab.worker import run
 from laconic.lab.workloads import Workload
 from laconic.links import Link, Throttled, TorchLink
 from laconic.predict import Facts, Net
@@ -105,21 +103,6 @@ def work(spec: Spec) -> None:
     )
     if os.environ["RANK"] == "0":
         print(json.dumps(asdict(found)), file=sys.__stdout__, flush=True)
-
-
-def run(job: Callable[[], None]) -> None:
-    """``job`` as this process; what a user's code prints is no result."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    sys.stdout = sys.stderr
-    try:
-        job()
-    except Exception as error:
-        if not isinstance(error, (LinkError, ValueError, ImportError)):
-            traceback.print_exc()
-        print(own.told(error), file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(1)  # not through the process group's own shutdown, which may wait for the lost
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,12 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -314,12 +314,12 @@ def train(run: Run, planned: plan.Schedule) -> list[tuple[int, float, float, flo
     return curve
 
 
-def main() -> None:
-    """Entry of ``python -m laconic.lab.worker SPECIFICATION``."""
+def run(job: Callable[[], object]) -> NoReturn:
+    """``job`` as this process; what a user's code prints is no event."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    sys.stdout = sys.stderr  # what a user's code prints is no event
+    sys.stdout = sys.stderr
     try:
-        race(Spec(**json.loads(sys.argv[1])))
+        job()
     except Exception as error:
         if not isinstance(error, (LinkError, ValueError, ImportError)):
             traceback.print_exc()
@@ -327,6 +327,11 @@ def main() -> None:
         sys.stderr.flush()
         os._exit(1)  # not through the process group's own shutdown, which may wait for the lost
     os._exit(0)
+
+
+def main() -> None:
+    """Entry of ``python -m laconic.lab.worker SPECIFICATION``."""
+    run(lambda: race(Spec(**json.loads(sys.argv[1]))))
 
 
 if __name__ == "__main__":
