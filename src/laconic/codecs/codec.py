@@ -13,7 +13,7 @@ from laconic.tensors import mean_in_rank_order
 
 PIECE = 2**18
 """Elements that tensor operations code at a time on a CPU: 1 MiB of float32 and temporaries stay
-in the caches. Measured for Int4, encode: 1.7 times as fast as with 256 KiB, where torch's calls take
+in the caches. Measured for Int4, encode: 1.7 times as fast as with 256 KiB, where the calls take
 the time, and as with a whole message of 16 MiB; for E3M0 1.5 and 7 times."""
 
 
