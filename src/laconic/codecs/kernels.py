@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+from laconic import native
+
 MOST_BLOCK = 4096
 """The longest block that they take."""
 VERSION = 2
-"""What ``kernels.c`` must be: an updated checkout may still have what it compiled before."""
+"""What ``kernels.c`` must be."""
 
 _POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
@@ -23,14 +24,8 @@ _POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, if there are any that can be used."""
-    spec = find_spec("laconic.codecs._kernels")
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        found = ctypes.CDLL(spec.origin)
-        return _declared(found) if found.laconic_version() == VERSION else None
-    except (OSError, AttributeError):  # cut short, of another machine, on a disk mounted noexec
-        return None
+    found = native.load("laconic.codecs._kernels", VERSION)
+    return None if found is None else _declared(found)
 
 
 def _declared(found: ctypes.CDLL) -> ctypes.CDLL:

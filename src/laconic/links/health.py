@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterable
@@ -36,9 +37,26 @@ def address_towards(host: str) -> str | None:
         return None
 
 
+def address_of(interface: str) -> str | None:
+    """The IPv4 address of a network interface of this host, on Linux; None where it has none."""
+    try:
+        import fcntl  # not on Windows
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            request = struct.pack("256s", interface.encode()[:15])
+            said = fcntl.ioctl(asking, 0x8915, request)  # SIOCGIFADDR
+        return socket.inet_ntoa(said[20:24])
+    except (ImportError, OSError):
+        return None
+
+
 def own_address() -> str:
-    """This host's address on the network that leads to the rendezvous (MASTER_ADDR)."""
-    return address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")) or "127.0.0.1"
+    """This host's address for other ranks: that of the interface that GLOO_SOCKET_IFNAME names, as
+    for gloo (the first where it names several), else the one on the network that leads to the
+    rendezvous (MASTER_ADDR)."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip()
+    named = address_of(interface) if interface else None
+    return named or address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")) or "127.0.0.1"
 
 
 class Place(NamedTuple):

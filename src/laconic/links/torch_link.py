@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import struct
 import time
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import NoReturn
 
@@ -17,13 +16,14 @@ from laconic.errors import LinkError
 from laconic.links import health
 from laconic.links.health import Answer, Place
 from laconic.links.link import Link
+from laconic.links.wire import OtherCallError, Transfer, Wire
 from laconic.tensors import Scratch, mean_in_rank_order
 
 ADVICE = (
     "Look at that rank's own output, then start all ranks again from the last checkpoint; "
     "where a rank is only slow, pass a longer timeout= to laconic.attach"
 )
-ADDRESS_BYTES = 64
+ADDRESS_BYTES = 192
 
 
 class _Calls:
@@ -57,11 +57,10 @@ class _Calls:
         """What another rank found wrong with the calls."""
         return self._beacon.verdicts.get(health.key_of(self.address), "")
 
-    def tag(self, x: Tensor) -> int:
-        """Of the message ``x``: messages meet only within the same call, and only if they are
-        equally long, as gloo ends the process where one is longer than the room for it."""
-        size = x.numel() * x.element_size()
-        return zlib.crc32(struct.pack("<qqq", self.place.serial, self.place.word, size)) >> 2
+    @property
+    def tag(self) -> int:
+        """Of the call's messages, which meet no others."""
+        return self.place.serial << 32 | self.place.word % 2**32
 
     def told(self, place: Place) -> str:
         """A place in words."""
@@ -101,17 +100,29 @@ class TorchLink:
         self._calls = calls or _Calls()
         self.joined = time.perf_counter()
         self._beacon = health.beacon()
-        self._addresses = self._share(self._calls.address)
+        self._wire, self._addresses = self._connect()
 
     @classmethod
     def world(cls, device: torch.device, timeout: timedelta) -> TorchLink:
         """The link over all ranks of the initialised default process group."""
         return cls(dist.new_group(timeout=timeout), device, timeout)
 
-    def _share(self, address: str) -> list[str]:
-        text = address.encode().ljust(ADDRESS_BYTES)
-        everyone = self.gather(torch.tensor(list(text), dtype=torch.uint8))
-        return [bytes(row).decode().strip() for row in everyone.tolist()]
+    def _connect(self) -> tuple[Wire, list[str]]:
+        """Connections to the other ranks, and the addresses of their beacons."""
+        wire = Wire(self.rank, health.own_address(), self._timeout.total_seconds())
+        told = self._share(f"{self._calls.address}/{wire.address}")
+        beacons, wires = zip(*(said.split("/") for said in told), strict=True)
+        if not self._native:
+            wire.connect(wires)
+        return wire, list(beacons)
+
+    def _share(self, text: str) -> list[str]:
+        """Every rank's text, by way of the process group."""
+        padded = torch.tensor(list(text.encode().ljust(ADDRESS_BYTES)), dtype=torch.uint8)
+        rows = [torch.empty_like(padded, device=self._device) for _ in range(self.size)]
+        own = padded.to(self._device)
+        self._wait(dist.all_gather(rows, own, group=self._group, async_op=True))
+        return [bytes(row.tolist()).decode().strip() for row in rows]
 
     # -- the call announced, and errors ----
 
@@ -170,7 +181,7 @@ class TorchLink:
             self._lost(error)
         self.joined = time.perf_counter()
 
-    def _lost(self, error: RuntimeError) -> NoReturn:
+    def _lost(self, error: RuntimeError | OSError) -> NoReturn:
         if self._calls.verdict:
             raise LinkError(self._calls.verdict) from error
         answers = {self._ranks[r]: answer for r, answer in self._ask().items()}
@@ -186,25 +197,38 @@ class TorchLink:
 
     # -- point to point ----
 
-    def _post(
-        self, sends: Sequence[Tensor], receives: Sequence[Tensor]
-    ) -> tuple[Mapping[int, dist.Work | None], Sequence[dist.Work | None]]:
+    def _post(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> Transfer:
         """``sends[r]`` to every other rank r that there is one for, and theirs into
-        ``receives[r]``, all of one length and all at once, so that a rank waits for no message
-        that it does not need. The receives' works by rank, and the sends'."""
+        ``receives[r]``, all of one length and all at once."""
         others = [(self.rank + hop) % self.size for hop in range(1, self.size)]
-        tag = self._calls.tag(sends[0] if sends else receives[0])
-        sources = [r for r in reversed(others) if r < len(receives)]
+        return self._begin(
+            {r: sends[r] for r in others if r < len(sends)},
+            {r: receives[r] for r in others if r < len(receives)},
+        )
+
+    def _begin(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
+        with self._named():
+            return self._wire.post(sends, receives, self._calls.tag)
+
+    def _finish(self, transfer: Transfer, rank: int | None = None) -> None:
+        """Until the message from ``rank`` is here; None: until all is done."""
+        with self._named():
+            transfer.wait(rank)
+        self.joined = time.perf_counter()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """An error in here is raised as one that names the ranks that it is about."""
         try:
-            receiving = {r: self._group.recv([receives[r]], r, tag) for r in sources}
-            targets = [r for r in others if r < len(sends)]
-            return receiving, [self._group.send([sends[r]], r, tag) for r in targets]
-        except RuntimeError as error:  # a connection that is known to be closed
+            yield
+        except OtherCallError:
+            self.check()  # who is where
+            raise
+        except OSError as error:
             self._lost(error)
 
     def _exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:
-        receiving, sending = self._post(sends, receives)
-        self._wait(*receiving.values(), *sending)
+        self._finish(self._post(sends, receives))
 
     # -- collectives ----
 
@@ -229,16 +253,16 @@ class TorchLink:
         room = self._scratch.take((self.size - 1) * length, x.dtype, x.device)
         pieces = list(torch.split(room, length)) if self.size > 1 else []
         pieces.insert(self.rank, slices[self.rank])
-        receiving, sending = self._post(slices, pieces)
+        transfer = self._post(slices, pieces)
 
         def arrived() -> Iterator[Tensor]:
             for r, piece in enumerate(pieces):
                 if r != self.rank:
-                    self._wait(receiving[r])
+                    self._finish(transfer, r)
                 yield piece
 
         mean = mean_in_rank_order(arrived(), reuse=True, out=slices[self.rank])
-        self._wait(*sending)
+        self._finish(transfer)
         return mean
 
     def all_gather(self, mine: Tensor, out: Tensor, owners: int | None = None) -> None:
@@ -290,31 +314,27 @@ class TorchLink:
     def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor]:
         room = self._scratch.take(x.numel() * len(source), x.dtype, x.device)
         pieces = list(room.view(-1, x.numel()).unbind())
-        tag = self._calls.tag(x)
-        come, go = list(zip(pieces, source, strict=True)), [(x, r) for r in to]
-        try:
-            if self._native:
-                works: list[dist.Work | None] = self._batch(come, go)
-            else:
-                works = [self._group.recv([piece], r, tag) for piece, r in come]
-                works += [self._group.send([piece], r, tag) for piece, r in go]
-        except RuntimeError as error:
-            self._lost(error)
-        self._wait(*works)
+        come, go = dict(zip(source, pieces, strict=True)), dict.fromkeys(to, x)
+        if self._native:
+            self._wait(*self._batch(come, go))
+        else:
+            self._finish(self._begin(go, come))
         return pieces
 
     def _batch(
-        self, come: Sequence[tuple[Tensor, int]], go: Sequence[tuple[Tensor, int]]
+        self, come: Mapping[int, Tensor], go: Mapping[int, Tensor]
     ) -> list[dist.Work | None]:
-        """Tensors with the ranks whom they come from, and go to, at once: NCCL ends a receive
-        before it begins a send that was not grouped with it, and two ranks that exchange would
-        each wait for the other."""
+        """Messages by rank, all at once: NCCL ends a receive before it begins a send that was not
+        grouped with it, and two ranks that exchange would each wait for the other."""
         ops = [
             dist.P2POp(op, x, dist.get_global_rank(self._group, r), self._group)
-            for op, pairs in ((dist.irecv, come), (dist.isend, go))
-            for x, r in pairs
+            for op, messages in ((dist.irecv, come), (dist.isend, go))
+            for r, x in messages.items()
         ]
-        return [*dist.batch_isend_irecv(ops)] if ops else []
+        try:
+            return [*dist.batch_isend_irecv(ops)] if ops else []
+        except RuntimeError as error:
+            self._lost(error)
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
         source = dist.get_global_rank(self._group, root)

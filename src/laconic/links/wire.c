@@ -1,0 +1,100 @@
+/* Moves messages between memory and non-blocking sockets, as wire.py's _move does, without the
+   interpreter. */
+
+#include <errno.h>
+#include <poll.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#ifndef MSG_NOSIGNAL
+#define MSG_NOSIGNAL 0 /* Python ignores SIGPIPE */
+#endif
+
+#define EXPORT __attribute__((visibility("default")))
+#define HEADER 16
+
+/* as class _Message in wire.py */
+struct message {
+    uint8_t header[HEADER]; /* what is sent, or expected, before the payload */
+    uint8_t got[HEADER];    /* what came */
+    uint8_t *payload;
+    int64_t end;  /* bytes of header and payload */
+    int64_t done; /* how many of them were moved */
+    int32_t fd;
+    int32_t comes; /* 1: is received, 0: is sent */
+};
+
+enum { FINE = 0, SILENT = 1, CLOSED = 2, OTHER = 3, FAILED = 4 };
+
+EXPORT int laconic_version(void) { return 1; }
+
+/* Moves what can be moved at once. */
+static int step(struct message *m) {
+    while (m->done < m->end) {
+        struct iovec parts[2];
+        struct msghdr both = {.msg_iov = parts};
+        int64_t before = m->done, into = before < HEADER ? 0 : before - HEADER;
+        ssize_t moved;
+        if (before < HEADER) {
+            parts[0].iov_base = (m->comes ? m->got : m->header) + before;
+            parts[0].iov_len = (size_t)(HEADER - before);
+            both.msg_iovlen = 1;
+        }
+        if (m->end > HEADER) {
+            parts[both.msg_iovlen].iov_base = m->payload + into;
+            parts[both.msg_iovlen].iov_len = (size_t)(m->end - HEADER - into);
+            both.msg_iovlen++;
+        }
+        moved = m->comes ? recvmsg(m->fd, &both, 0) : sendmsg(m->fd, &both, MSG_NOSIGNAL);
+        if (moved < 0 && errno == EINTR)
+            continue;
+        if (moved < 0)
+            return errno == EAGAIN || errno == EWOULDBLOCK ? FINE : FAILED;
+        if (moved == 0)
+            return CLOSED;
+        m->done += moved;
+        if (m->comes && before < HEADER && m->done >= HEADER && memcmp(m->got, m->header, HEADER))
+            return OTHER;
+    }
+    return FINE;
+}
+
+/* Until message `until` is complete, or all for -1; for -2 only what can be sent at once. At most
+   `timeout` ms in which not a byte moves: SILENT. CLOSED, OTHER, FAILED with `error`: `which`. */
+EXPORT int laconic_move(struct message *messages, int64_t count, int64_t until, int timeout,
+                        int64_t *which, int *error) {
+    struct pollfd waits[count > 0 ? count : 1];
+    int64_t numbers[count > 0 ? count : 1];
+    for (;;) {
+        nfds_t n = 0;
+        for (int64_t i = 0; i < count; i++) {
+            struct message *m = &messages[i];
+            if (m->done < m->end) {
+                waits[n] = (struct pollfd){m->fd, m->comes ? POLLIN : POLLOUT, 0};
+                numbers[n++] = i;
+            }
+        }
+        if (n == 0 || (until >= 0 && messages[until].done == messages[until].end))
+            return FINE;
+        int ready = poll(waits, n, until == -2 ? 0 : timeout);
+        if (ready < 0 && errno != EINTR) {
+            *which = numbers[0], *error = errno;
+            return FAILED;
+        }
+        if (ready == 0)
+            return until == -2 ? FINE : SILENT;
+        for (nfds_t k = 0; ready > 0 && k < n; k++) {
+            if (!waits[k].revents)
+                continue;
+            int outcome = step(&messages[numbers[k]]);
+            if (outcome != FINE) {
+                *which = numbers[k], *error = errno;
+                return outcome;
+            }
+        }
+        if (until == -2)
+            return FINE;
+    }
+}
