@@ -57,11 +57,6 @@ class _Calls:
         """What another rank found wrong with the calls."""
         return self._beacon.verdicts.get(health.key_of(self.address), "")
 
-    @property
-    def tag(self) -> int:
-        """Of the call's messages, which meet no others."""
-        return self.place.serial << 32 | self.place.word % 2**32
-
     def told(self, place: Place) -> str:
         """A place in words."""
         what = f"{self.names[place.word % 256]} after {place.word // 256} steps"
@@ -155,16 +150,20 @@ class TorchLink:
             or (p.serial < mine.serial and p.left)
             for p in places.values()
         ):
-            where = "; ".join(
-                f"rank {self._ranks[r]}: {self._calls.told(places[r])}" for r in sorted(places)
-            )
-            verdict = (
-                f"the ranks are at different places ({where}). Every rank must take the same "
-                "optimiser steps and make the same laconic calls; a GradScaler that skips steps "
-                "is passed as attach(..., scaler=)"
-            )
-            self._ask(verdict)  # whoever has not seen it yet will only see this process end
-            raise LinkError(verdict)
+            self._refuse(places)
+
+    def _refuse(self, places: Mapping[int, Place]) -> NoReturn:
+        """The ranks (of this link) are at ``places``, which cannot meet."""
+        where = "; ".join(
+            f"rank {self._ranks[r]}: {self._calls.told(places[r])}" for r in sorted(places)
+        )
+        verdict = (
+            f"the ranks are at different places ({where}). Every rank must take the same "
+            "optimiser steps and make the same laconic calls; a GradScaler that skips steps "
+            "is passed as attach(..., scaler=)"
+        )
+        self._ask(verdict)  # whoever has not seen it yet will only see this process end
+        raise LinkError(verdict)
 
     def _ask(self, verdict: str = "") -> dict[int, Answer]:
         """What the other ranks of this link say; and tell them the verdict."""
@@ -208,7 +207,8 @@ class TorchLink:
 
     def _begin(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
         with self._named():
-            return self._wire.post(sends, receives, self._calls.tag)
+            place = self._calls.place
+            return self._wire.post(sends, receives, (place.serial, place.word))
 
     def _finish(self, transfer: Transfer, rank: int | None = None) -> None:
         """Until the message from ``rank`` is here; None: until all is done."""
@@ -221,9 +221,12 @@ class TorchLink:
         """An error in here is raised as one that names the ranks that it is about."""
         try:
             yield
-        except OtherCallError:
-            self.check()  # who is where
-            raise
+        except OtherCallError as error:
+            there, mine = Place(*error.place), self._calls.place
+            if there == mine:  # the same call, of something else
+                self._ask(str(error))
+                raise
+            self._refuse({error.rank: there, self.rank: mine})
         except OSError as error:
             self._lost(error)
 

@@ -13,7 +13,7 @@
 #endif
 
 #define EXPORT __attribute__((visibility("default")))
-#define HEADER 16
+#define HEADER 24
 
 /* as class _Message in wire.py */
 struct message {

@@ -27,7 +27,7 @@ from laconic.errors import LinkError
 VERSION = 1
 """What ``wire.c`` must be."""
 
-_HEADER = struct.Struct("<QQ")  # the message's tag, and how many bytes follow
+_HEADER = struct.Struct("<QQQ")  # the place of the sender in its calls, and how many bytes follow
 _HELLO = struct.Struct("<16sQ")  # the key of the rank that is called, and the number of who calls
 HELLO_SECONDS = 5.0
 """How long a caller may take to say who it is."""
@@ -37,7 +37,13 @@ _ALL, _AT_ONCE = -1, -2
 
 
 class OtherCallError(LinkError):
-    """What came from another rank belongs to another call than this rank is in."""
+    """What comes from ``rank`` is of another call than this rank is in, at ``place``, or of another
+    length."""
+
+    def __init__(self, rank: int, place: tuple[int, int], size: int, expected: int) -> None:
+        super().__init__(f"rank {rank} has sent {size} bytes where {expected} are due")
+        self.rank = rank
+        self.place = place
 
 
 class _Message(ctypes.Structure):
@@ -64,41 +70,38 @@ class Transfer:
         sockets: Mapping[int, socket.socket],
         sends: Mapping[int, Tensor],
         receives: Mapping[int, Tensor],
-        tag: int,
+        place: tuple[int, int],
         timeout: float,
     ) -> None:
         self._sockets = sockets
         self._tensors = [*receives.values(), *sends.values()]  # held until all is done
         self._ranks = [*receives, *sends]
-        self._places = {r: place for place, r in enumerate(receives)}
+        self._indices = {r: index for index, r in enumerate(receives)}
         self._timeout = timeout
         self._messages = (_Message * len(self._ranks))()
-        for place, (message, x) in enumerate(zip(self._messages, self._tensors, strict=True)):
-            size = x.numel() * x.element_size()
-            _HEADER.pack_into(message.header, 0, tag, size)
+        for index, (r, x) in enumerate(zip(self._ranks, self._tensors, strict=True)):
+            message, size = self._messages[index], x.numel() * x.element_size()
+            _HEADER.pack_into(message.header, 0, *place, size)
             message.payload, message.end = x.data_ptr(), _HEADER.size + size
-            message.fd = sockets[self._ranks[place]].fileno()
-            message.comes = place < len(receives)
+            message.fd, message.comes = sockets[r].fileno(), index < len(receives)
         self._move(_AT_ONCE)
 
     def wait(self, rank: int | None = None) -> None:
         """Until the message from ``rank`` is here; None: until all are, and all are sent. Raises
         ``OSError`` where a connection is lost, or no byte moves for ``timeout`` seconds, and
         `OtherCallError`."""
-        self._move(_ALL if rank is None else self._places[rank])
+        self._move(_ALL if rank is None else self._indices[rank])
 
     def _move(self, until: int) -> None:
-        outcome, place, error = _move(self._messages, until, round(1000 * self._timeout))
+        outcome, index, error = _move(self._messages, until, round(1000 * self._timeout))
         if outcome == _FINE:
             return
         if outcome == _SILENT:
             raise TimeoutError(f"nothing was sent or received for {self._timeout:g} s")
-        rank = self._ranks[place]
+        rank, message = self._ranks[index], self._messages[index]
         if outcome == _OTHER:
-            tag, size = _HEADER.unpack(self._messages[place].got)
-            due, expected = _HEADER.unpack(self._messages[place].header)
-            what = f"{size} bytes where {expected} were due" if size != expected else "a message"
-            raise OtherCallError(f"rank {rank} has sent {what} of another call ({tag}, not {due})")
+            *place, size = _HEADER.unpack(message.got)
+            raise OtherCallError(rank, (place[0], place[1]), size, message.end - _HEADER.size)
         why = "closed by it" if outcome == _CLOSED else os.strerror(error)
         raise ConnectionError(f"connection to rank {rank}: {why}")
 
@@ -239,8 +242,8 @@ class Wire:
         self._sockets[rank] = connection
 
     def post(
-        self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], tag: int
+        self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], place: tuple[int, int]
     ) -> Transfer:
         """Begin to send ``sends[r]`` to rank r, and to take what comes from it into
-        ``receives[r]``; rank r must do so with the same ``tag`` and as many bytes."""
-        return Transfer(self._sockets, sends, receives, tag, self._timeout)
+        ``receives[r]``; rank r must do so at the same ``place``, with as many bytes."""
+        return Transfer(self._sockets, sends, receives, place, self._timeout)
