@@ -60,6 +60,14 @@ class _Message(ctypes.Structure):
     ]
 
 
+class Connections(dict[int, socket.socket]):
+    """By rank; closed when nobody uses them any more."""
+
+    def __del__(self) -> None:
+        for connection in self.values():
+            connection.close()
+
+
 class Transfer:
     """Messages under way: ``sends[r]`` to rank r, and what comes from rank r into ``receives[r]``,
     contiguous tensors in a CPU's memory that nobody touches meanwhile. Bytes move within `wait`,
@@ -67,14 +75,14 @@ class Transfer:
 
     def __init__(
         self,
-        sockets: Mapping[int, socket.socket],
+        connections: Connections,
         sends: Mapping[int, Tensor],
         receives: Mapping[int, Tensor],
         place: tuple[int, int],
         timeout: float,
     ) -> None:
-        self._sockets = sockets
-        self._tensors = [*receives.values(), *sends.values()]  # held until all is done
+        self._connections = connections  # as all of these, held while messages are under way
+        self._tensors = [*receives.values(), *sends.values()]
         self._ranks = [*receives, *sends]
         self._indices = {r: index for index, r in enumerate(receives)}
         self._timeout = timeout
@@ -83,7 +91,7 @@ class Transfer:
             message, size = self._messages[index], x.numel() * x.element_size()
             _HEADER.pack_into(message.header, 0, *place, size)
             message.payload, message.end = x.data_ptr(), _HEADER.size + size
-            message.fd, message.comes = sockets[r].fileno(), index < len(receives)
+            message.fd, message.comes = connections[r].fileno(), index < len(receives)
         self._move(_AT_ONCE)
 
     def wait(self, rank: int | None = None) -> None:
@@ -159,7 +167,7 @@ def _move_interpreted(
 def _step(message: _Message) -> tuple[int, int]:
     """Move what can be moved at once."""
     size = message.end - _HEADER.size
-    payload = (ctypes.c_ubyte * size).from_address(message.payload) if size else b""
+    payload = (ctypes.c_ubyte * size).from_address(message.payload) if size else bytearray()
     parts = (memoryview(message.got if message.comes else message.header), memoryview(payload))
     both = [part.cast("B") for part in parts]
     while message.done < message.end:
@@ -193,7 +201,7 @@ class Wire:
         self._rank = rank
         self._timeout = timeout
         self._key = secrets.token_hex(8)
-        self._sockets: dict[int, socket.socket] = {}
+        self._connections = Connections()
         self.address = f"{host}|{self._server.getsockname()[1]}|{self._key}"
 
     def connect(self, addresses: Sequence[str]) -> None:
@@ -202,7 +210,7 @@ class Wire:
         with self._server:
             for r in range(self._rank):
                 self._call(r, addresses[r])
-            while missing := set(range(len(addresses))) - {self._rank, *self._sockets}:
+            while missing := set(range(len(addresses))) - {self._rank, *self._connections}:
                 self._server.settimeout(max(deadline - time.monotonic(), 0.001))
                 try:
                     caller, _ = self._server.accept()
@@ -239,11 +247,11 @@ class Wire:
     def _keep(self, rank: int, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setblocking(False)
-        self._sockets[rank] = connection
+        self._connections[rank] = connection
 
     def post(
         self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], place: tuple[int, int]
     ) -> Transfer:
         """Begin to send ``sends[r]`` to rank r, and to take what comes from it into
         ``receives[r]``; rank r must do so at the same ``place``, with as many bytes."""
-        return Transfer(self._sockets, sends, receives, place, self._timeout)
+        return Transfer(self._connections, sends, receives, place, self._timeout)

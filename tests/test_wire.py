@@ -1,0 +1,219 @@
+"""Messages over connections of laconic's own: compiled and interpreted, over local sockets."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from laconic.errors import LinkError
+from laconic.links import wire
+from laconic.links.wire import Connections, OtherCallError, Transfer, Wire
+
+MORE_THAN_BUFFERS = 2**23
+HERE, THERE = (3, 7), (4, 7)
+
+
+@pytest.fixture(params=["compiled", "interpreted"])
+def moves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "interpreted":
+        monkeypatch.setattr(wire, "_library", lambda: None)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    theirs.setblocking(False)
+    with ours, theirs:
+        yield ours, theirs
+
+
+def transfer(
+    end: socket.socket,
+    out: Tensor | None = None,
+    room: Tensor | None = None,
+    place: tuple[int, int] = HERE,
+    timeout: float = 10,
+) -> Transfer:
+    """Between this rank and rank 5."""
+    sends = {} if out is None else {5: out}
+    receives = {} if room is None else {5: room}
+    return Transfer(Connections({5: end.dup()}), sends, receives, place, timeout)
+
+
+def random(numel: int) -> Tensor:
+    return torch.randint(0, 256, (numel,), dtype=torch.uint8)
+
+
+def test_it_was_compiled_where_there_is_a_compiler() -> None:
+    assert wire._library() is not None, "install again: pip install -e ."
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.usefixtures("moves")
+@pytest.mark.parametrize("numel", [0, 1, 4097, MORE_THAN_BUFFERS])
+def test_both_send_at_once(pair: tuple[socket.socket, socket.socket], numel: int) -> None:
+    """More than any buffer holds: who sends must take in what comes."""
+    messages = random(numel), random(numel)
+    rooms = torch.zeros(2, numel, dtype=torch.uint8)
+
+    def send(i: int) -> None:
+        transfer(pair[i], messages[i], rooms[i]).wait()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(send, (0, 1)))
+    assert torch.equal(rooms[0], messages[1]) and torch.equal(rooms[1], messages[0])
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.usefixtures("moves")
+def test_what_comes_early_waits_its_turn(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    first, second, room = random(10), random(20), torch.zeros(30, dtype=torch.uint8)
+    for x, place in ((first, HERE), (second, THERE)):
+        transfer(theirs, x, place=place).wait()
+    transfer(ours, room=room[:10]).wait()
+    transfer(ours, room=room[10:], place=THERE).wait(5)
+    assert torch.equal(room, torch.cat((first, second)))
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.usefixtures("moves")
+def test_bytes_that_come_one_by_one(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    x, room = random(9), torch.zeros(9, dtype=torch.uint8)
+    said = struct.pack("<QQQ", *HERE, 9) + bytes(x.tolist())
+
+    def dribble() -> None:
+        for byte in said:
+            theirs.send(bytes([byte]))
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=dribble)
+    thread.start()
+    transfer(ours, room=room).wait()
+    thread.join()
+    assert torch.equal(room, x)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.usefixtures("moves")
+@pytest.mark.parametrize(("place", "numel"), [(THERE, 8), (HERE, 9)])
+def test_a_message_of_another_call(
+    pair: tuple[socket.socket, socket.socket], place: tuple[int, int], numel: int
+) -> None:
+    ours, theirs = pair
+    transfer(theirs, random(numel), place=place).wait()
+    with pytest.raises(OtherCallError, match=f"rank 5 has sent {numel} bytes where 8") as raised:
+        transfer(ours, room=torch.zeros(8, dtype=torch.uint8)).wait()
+    assert (raised.value.rank, raised.value.place) == (5, place)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.usefixtures("moves")
+def test_a_connection_that_closes_halfway(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    theirs.send(struct.pack("<QQQ", *HERE, 8) + b"abc")
+    theirs.close()
+    with pytest.raises(ConnectionError, match="connection to rank 5: closed by it"):
+        transfer(ours, room=torch.zeros(8, dtype=torch.uint8)).wait()
+    with pytest.raises(ConnectionError, match="connection to rank 5: Broken pipe"):
+        transfer(ours, random(8)).wait()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.usefixtures("moves")
+def test_silence_is_an_error_but_slowness_is_not(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    ours, theirs = pair
+    room = torch.zeros(4, dtype=torch.uint8)
+    waits = transfer(ours, room=room, timeout=0.4)
+
+    def slowly() -> None:
+        for piece in (struct.pack("<QQQ", *HERE, 4), b"a", b"b", b"c"):  # and a fourth is missing
+            theirs.send(piece)
+            time.sleep(0.2)
+
+    thread = threading.Thread(target=slowly)
+    thread.start()
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"nothing was sent or received for 0\.4 s"):
+        waits.wait()
+    thread.join()
+    assert bytes(room[:3].tolist()) == b"abc"
+    assert time.monotonic() - start > 0.9  # 0.6 s in which something came, and 0.4
+
+
+def connected(size: int) -> list[Wire]:
+    wires = [Wire(rank, "127.0.0.1", 10) for rank in range(size)]
+    addresses = [w.address for w in wires]
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(lambda w: w.connect(addresses), wires))
+    return wires
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.usefixtures("moves")
+def test_ranks_call_each_other() -> None:
+    wires = connected(4)
+    rooms = torch.zeros(4, 4, 3)
+
+    def say(rank: int) -> None:
+        others = [r for r in range(4) if r != rank]
+        sends = {r: torch.tensor([float(rank), float(r), 0.5]) for r in others}
+        wires[rank].post(sends, {r: rooms[rank, r] for r in others}, HERE).wait()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(say, range(4)))
+    for rank in range(4):
+        for r in {0, 1, 2, 3} - {rank}:
+            assert rooms[rank, r].tolist() == [r, rank, 0.5]
+
+
+@pytest.mark.timeout(30)
+def test_a_stranger_is_turned_away_and_nobody_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "HELLO_SECONDS", 0.1)
+    wires = [Wire(rank, "127.0.0.1", 10) for rank in range(2)]
+    port = int(wires[0].address.split("|")[1])
+    wrong = struct.pack("<16sQ", b"0" * 16, 1)
+    with (
+        ThreadPoolExecutor(2) as pool,
+        socket.create_connection(("127.0.0.1", port)),  # says nothing
+        socket.create_connection(("127.0.0.1", port)) as knows_no_key,
+    ):
+        knows_no_key.sendall(wrong)
+        list(pool.map(lambda w: w.connect([wires[0].address, wires[1].address]), wires))
+        assert knows_no_key.recv(1) == b""
+    wires[0].post({1: torch.ones(2)}, {}, HERE).wait()
+    room = torch.zeros(2)
+    wires[1].post({}, {0: room}, HERE).wait()
+    assert room.tolist() == [1, 1]
+
+
+@pytest.mark.timeout(30)
+def test_who_does_not_call_or_cannot_be_reached_is_named() -> None:
+    first, second = Wire(0, "127.0.0.1", 0.2), Wire(1, "127.0.0.1", 0.2)
+    addresses = [first.address, second.address]
+    with pytest.raises(LinkError, match=r"ranks \[1\] have not called"):
+        first.connect(addresses)  # which no longer listens then
+    with pytest.raises(LinkError, match=r"rank 0 can't be reached at 127\.0\.0\.1, port \d+"):
+        second.connect(addresses)
+
+
+def test_it_refuses_to_be_compiled_differently() -> None:
+    """The two that describe a message, and the two versions."""
+    source = (Path(wire.__file__).parent / "wire.c").read_text()
+    assert f"return {wire.VERSION};" in source
+    assert f"#define HEADER {wire._HEADER.size}\n" in source
