@@ -31,8 +31,6 @@ def moves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    theirs.setblocking(False)
     with ours, theirs:
         yield ours, theirs
 
@@ -47,7 +45,9 @@ def transfer(
     """Between this rank and rank 5."""
     sends = {} if out is None else {5: out}
     receives = {} if room is None else {5: room}
-    return Transfer(Connections({5: end.dup()}), sends, receives, place, timeout)
+    connections = Connections()
+    connections.keep(5, end.dup())
+    return Transfer(connections, sends, receives, place, timeout)
 
 
 def random(numel: int) -> Tensor:

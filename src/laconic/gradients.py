@@ -23,7 +23,7 @@ from laconic.errors import LinkError, NotFiniteError
 from laconic.lane import Lane, Pending
 from laconic.links.link import Link
 from laconic.round import Clock, Exchange, Round, State
-from laconic.tensors import BUCKET_BYTES, Bucket, Segment, bucketize, local, state_dtype
+from laconic.tensors import BUCKET_BYTES, Bucket, Segment, bucketize, is_sharded, local, state_dtype
 
 FIRST_BYTES = 2**20
 """The first bucket is small, so that sending starts early in the backward pass."""
@@ -58,32 +58,70 @@ def _by_segment(bucket: Bucket, state: State) -> Iterator[tuple[str, Segment, Te
                 yield name, segment, values
 
 
-def _gather(bucket: Bucket, flat: Tensor) -> None:
-    """The gradients of a bucket's parameters into ``flat``; those that are None count as zero."""
-    for segment, values in zip(bucket.segments, bucket.split(flat), strict=True):
-        gradient = segment.tensor.grad
-        if gradient is None:
-            values.zero_()
-        elif gradient.is_sparse:
-            raise ValueError("sparse gradients cannot be averaged: use sparse=False")
-        else:
-            values.copy_(local(gradient).reshape(-1)[segment.start : segment.stop])
-    flat[bucket.numel :].zero_()
+class _Flat:
+    """Room for a bucket's gradients, ``whole``, and in it the place of each segment, in the shape
+    of its tensor where it is all of it."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.whole = bucket.empty()
+        self.pieces = bucket.split(self.whole)
+        self._segments = bucket.segments
+        self._padding = self.whole[bucket.numel :]
+        self._places = [
+            piece.view(segment.tensor.shape) if _is_all(segment) else piece
+            for segment, piece in zip(bucket.segments, self.pieces, strict=True)
+        ]
+
+    def gather(self) -> None:
+        """The gradients of the segments' parameters; those that are None count as zero."""
+        places, gradients = [], []
+        for segment, place in zip(self._segments, self._places, strict=True):
+            gradient = segment.tensor.grad
+            if gradient is None:
+                place.zero_()
+            elif gradient.is_sparse:
+                raise ValueError("sparse gradients cannot be averaged: use sparse=False")
+            else:
+                places.append(place)
+                gradients.append(_part(gradient, segment))
+        _copy(gradients, places)
+        self._padding.zero_()
+
+    def scatter(self, unused: set[int]) -> None:
+        """All back into the gradients, but for those of the ``unused`` parameters."""
+        places, gradients = [], []
+        for segment, place in zip(self._segments, self._places, strict=True):
+            p = segment.tensor
+            if id(p) in unused:
+                continue
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            elif local(p).is_contiguous() and not local(p.grad).is_contiguous():
+                # p may be cut, and its gradient must be too; any other layout is kept, as
+                # fused optimisers walk p and its gradient side by side
+                p.grad = p.grad.contiguous()
+            if local(p.grad).is_contiguous():
+                places.append(place)
+                gradients.append(_part(p.grad, segment))
+            else:
+                Segment(p.grad, segment.start, segment.stop).write(place.view(-1))
+        _copy(places, gradients)
 
 
-def _scatter(bucket: Bucket, flat: Tensor, unused: set[int]) -> None:
-    """``flat`` into the gradients of a bucket's parameters, but for the ``unused`` ones."""
-    for segment, values in zip(bucket.segments, bucket.split(flat), strict=True):
-        p = segment.tensor
-        if id(p) in unused:
-            continue
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        elif local(p).is_contiguous() and not local(p.grad).is_contiguous():
-            # p may be cut, and its gradient must be too; any other layout is kept, as
-            # fused optimisers walk p and its gradient side by side
-            p.grad = p.grad.contiguous()
-        Segment(p.grad, segment.start, segment.stop).write(values)
+def _copy(sources: list[Tensor], to: list[Tensor]) -> None:
+    if to:  # or torch raises
+        torch._foreach_copy_(to, sources)
+
+
+def _is_all(segment: Segment) -> bool:
+    return not is_sharded(segment.tensor) and segment.stop - segment.start == segment.tensor.numel()
+
+
+def _part(gradient: Tensor, segment: Segment) -> Tensor:
+    """The segment's elements of the gradient, as `_Flat` has their places."""
+    if _is_all(segment):
+        return gradient.detach()
+    return local(gradient).reshape(-1)[segment.start : segment.stop]
 
 
 @dataclass(frozen=True)
@@ -129,7 +167,7 @@ class GradientRound:
         self._left = left
         self._params: list[Tensor] = []
         self._hooks: list[RemovableHandle] = []
-        self._flats: list[Tensor] = []
+        self._flats: list[_Flat] = []
         self._pending: list[Pending[None]] = []
         self._missing: list[int] = []
         self._seen: set[int] = set()
@@ -236,7 +274,7 @@ class GradientRound:
         self._seen = set()
         self._pending = []
         if not self._flats:
-            self._flats = [bucket.empty() for bucket in self.buckets]
+            self._flats = [_Flat(bucket) for bucket in self.buckets]
 
     def _arrived(self, p: Tensor) -> None:
         """A parameter's gradient is complete."""
@@ -272,13 +310,13 @@ class GradientRound:
     def _send(self) -> None:
         """The next bucket, in order."""
         bucket, flat = self.buckets[len(self._pending)], self._flats[len(self._pending)]
-        _gather(bucket, flat)
+        flat.gather()
         if not self._pending:
             self._label, self._now = self._announce(), self._clock()
         state = self.carried[len(self._pending)]
         exchange = self.exchange.shaped(bucket.shapes)
         now = replace(self._now, bucket=len(self._pending))
-        job = partial(self._carry, exchange, flat, state, now)
+        job = partial(self._carry, exchange, flat.whole, state, now)
         self._pending.append(self._lane.submit(job, self._label))
 
     def _carry(self, exchange: Exchange, flat: Tensor, state: State, clock: Clock) -> None:
@@ -330,10 +368,10 @@ class GradientRound:
         self._lane.call(partial(self._link.mean, had), label)
         used = [p for p, share in zip(params, had.tolist(), strict=True) if share > 0]
         for bucket in bucketize([used], self._link.size):
-            flat = bucket.empty()
-            _gather(bucket, flat)
-            self._lane.call(partial(self._link.mean, flat), label)
-            _scatter(bucket, flat, set())
+            flat = _Flat(bucket)
+            flat.gather()
+            self._lane.call(partial(self._link.mean, flat.whole), label)
+            flat.scatter(set())
 
     def after_step(self, next_due: bool) -> None:
         """Forget the step's averaging; give back the room if the next step averages nothing."""
@@ -346,8 +384,8 @@ class GradientRound:
         """The means into ``.grad``; a parameter that no rank had a gradient for keeps None, so
         that the optimiser leaves it alone, as it would in one process."""
         unused = self._unused()
-        for bucket, flat in zip(self.buckets, self._flats, strict=True):
-            _scatter(bucket, flat, unused)
+        for flat in self._flats:
+            flat.scatter(unused)
 
     def _unused(self) -> set[int]:
         """Parameters without a gradient on any rank. All ranks see the same means, so all see
@@ -356,12 +394,12 @@ class GradientRound:
         pieces = [
             (segment.tensor, piece)
             for bucket, flat in zip(self.buckets, self._flats, strict=True)
-            for segment, piece in zip(bucket.segments, bucket.split(flat), strict=True)
+            for segment, piece in zip(bucket.segments, flat.pieces, strict=True)
         ]
         firsts = [
             first
             for flat, places in zip(self._flats, self._firsts, strict=True)
-            for first in flat[places].tolist()
+            for first in flat.whole[places].tolist()
         ]
         alive = {
             id(p)
@@ -372,6 +410,6 @@ class GradientRound:
         if not doubtful:
             return set()
         had = torch.tensor([float(p.grad is not None) for p in doubtful])
-        had = had.to(self._flats[0].device)
+        had = had.to(self._flats[0].whole.device)
         self._lane.call(partial(self._link.mean, had), self._label)
         return {id(p) for p, share in zip(doubtful, had.tolist(), strict=True) if share == 0}

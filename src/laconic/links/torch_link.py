@@ -107,8 +107,7 @@ class TorchLink:
         wire = Wire(self.rank, health.own_address(), self._timeout.total_seconds())
         told = self._share(f"{self._calls.address}/{wire.address}")
         beacons, wires = zip(*(said.split("/") for said in told), strict=True)
-        if not self._native:
-            wire.connect(wires)
+        wire.connect([] if self._native else wires)
         return wire, list(beacons)
 
     def _share(self, text: str) -> list[str]:

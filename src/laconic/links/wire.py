@@ -60,12 +60,17 @@ class _Message(ctypes.Structure):
     ]
 
 
-class Connections(dict[int, socket.socket]):
-    """By rank; closed when nobody uses them any more."""
+class Connections(dict[int, int]):
+    """Connected sockets' file descriptors by rank; closed when nobody uses them any more."""
+
+    def keep(self, rank: int, connection: socket.socket) -> None:
+        """Take over the connection to ``rank``."""
+        connection.setblocking(False)
+        self[rank] = connection.detach()
 
     def __del__(self) -> None:
-        for connection in self.values():
-            connection.close()
+        for descriptor in self.values():
+            os.close(descriptor)
 
 
 class Transfer:
@@ -91,7 +96,7 @@ class Transfer:
             message, size = self._messages[index], x.numel() * x.element_size()
             _HEADER.pack_into(message.header, 0, *place, size)
             message.payload, message.end = x.data_ptr(), _HEADER.size + size
-            message.fd, message.comes = connections[r].fileno(), index < len(receives)
+            message.fd, message.comes = connections[r], index < len(receives)
         self._move(_AT_ONCE)
 
     def wait(self, rank: int | None = None) -> None:
@@ -205,11 +210,12 @@ class Wire:
         self.address = f"{host}|{self._server.getsockname()[1]}|{self._key}"
 
     def connect(self, addresses: Sequence[str]) -> None:
-        """Call the ranks before this one, at their ``addresses``, and be called by those behind."""
+        """Call the ranks before this one, at their ``addresses``, and be called by those behind it;
+        with no addresses, none."""
         deadline = time.monotonic() + self._timeout
         with self._server:
-            for r in range(self._rank):
-                self._call(r, addresses[r])
+            for r, address in enumerate(addresses[: self._rank]):
+                self._call(r, address)
             while missing := set(range(len(addresses))) - {self._rank, *self._connections}:
                 self._server.settimeout(max(deadline - time.monotonic(), 0.001))
                 try:
@@ -238,7 +244,9 @@ class Wire:
         """Who calls; -1: someone who has no business here."""
         try:
             caller.settimeout(HELLO_SECONDS)
-            said = caller.recv(_HELLO.size, socket.MSG_WAITALL)
+            said = b""
+            while len(said) < _HELLO.size and (piece := caller.recv(_HELLO.size - len(said))):
+                said += piece
             key, rank = _HELLO.unpack(said)
         except (OSError, struct.error):
             return -1
@@ -246,8 +254,7 @@ class Wire:
 
     def _keep(self, rank: int, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setblocking(False)
-        self._connections[rank] = connection
+        self._connections.keep(rank, connection)
 
     def post(
         self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], place: tuple[int, int]
