@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ import laconic
 from tutorial.toy import SEED, FFNet, ToyDataset
 
 SGD = partial(torch.optim.SGD, lr=0.05)
+TWICE = partial(torch.optim.SGD, lr=0.1)
 MOMENTUM = partial(torch.optim.SGD, lr=0.02, momentum=0.9, nesterov=True)
 ADAM = partial(torch.optim.AdamW, lr=0.003)
 BATCH, INPUTS, HIDDEN, SAMPLES = 8, 20, 24, 1024

@@ -28,7 +28,7 @@ import torch
 
 import laconic
 from tutorial import averaging
-from tutorial.averaging import ADAM, MOMENTUM, SGD, Task, Team, by_laconic
+from tutorial.averaging import ADAM, MOMENTUM, SGD, TWICE, Task, Team, by_laconic
 from tutorial.toy import FULL, SEED, count_parameters, scaled, show
 
 torch.set_num_threads(1)
@@ -127,7 +127,9 @@ averaging.gradient_averaging(team, 30)
 for choice in ("keep", "average", "reset"):
     trained = by_laconic(task, laconic.local_sgd(1, optimizer_state=choice), 30)
     off = float((trained.x - team.x).abs().max())
-    print(f"{choice:8} parameters differ from gradient averaging's by {off:.1e}, {trained.sent:.1f} models sent per step")
+    print(
+        f"{choice:8} differs from gradient averaging by {off:.1e}, sends {trained.sent:.1f} models"
+    )
     assert off > 1e-3
 
 # %% [markdown]
@@ -174,7 +176,7 @@ for name, period, recipe in [
 ]:
     sent = by_laconic(task, recipe, steps).sent
     print(f"{name:16}{sent:16.4f}{law / period:16.4f}")
-    assert abs(sent * period / law - 1) < 0.01  # a model is padded to a multiple of n
+    assert abs(sent * period / law - 1) < 0.02  # padded to a multiple of n, and some bytes once
 
 # %% [markdown]
 # A factor that one chooses. What a long period costs is the question of the rest of this chapter;
@@ -309,3 +311,140 @@ the_same(
     laconic.diloco(8, lr=0.7, momentum=0.9),
     Task(ADAM),
 )
+
+# %% [markdown]
+# ## What it costs
+#
+# All of them, and gradient averaging, with the same SGD for the same number of steps: the loss, on
+# all samples, of what each takes for the model. Three seeds, each with other samples, another start
+# and other batches. Twice: samples *ordered* by target before they are dealt out, as above, and
+# *shuffled*, so that shards are alike but for chance.
+
+# %%
+steps, seeds = scaled(480, least=16), range(SEED, SEED + scaled(3))
+double = Task(TWICE)
+local = laconic.local_sgd(16)
+rows = {
+    "ddp()": (Task(), laconic.ddp()),
+    "ddp(), lr 0.1": (double, laconic.ddp()),
+    "sgp()": (Task(), laconic.sgp()),
+    "local_sgd(4)": (Task(), laconic.local_sgd(4)),
+    "local_sgd(16)": (Task(), local),
+    "local_sgd(16), lr 0.1": (double, local),
+    "local_sgd(64)": (Task(), laconic.local_sgd(64)),
+    "slowmo(.., 16, 0.5)": (Task(), laconic.slowmo(local, 16, 0.5)),
+    "slowmo(.., 16, 0.9)": (Task(), laconic.slowmo(local, 16, 0.9)),
+    "diloco(16)": (Task(), laconic.diloco(16)),
+    "easgd(16)": (Task(), laconic.easgd(16)),
+    "lsgd(16)": (Task(), laconic.lsgd(16)),
+}
+print(f"loss after {steps} steps of {Task().workers} workers, lr 0.05 unless said, by seed\n")
+print(f"{'':22}{'ordered shards':>24}   {'shuffled shards':>24}{'sent per step':>15}")
+ordered, shuffled, sent = {}, {}, {}
+for name, (task, recipe) in rows.items():
+    for losses, alike in ((ordered, False), (shuffled, True)):
+        losses[name] = []
+        for seed in seeds:
+            here = replace(task, alike=alike, seed=seed)
+            trained = by_laconic(here, recipe, steps, group_size=2)
+            losses[name].append(trained.loss)
+        sent[name] = trained.sent
+    left, right = (
+        "".join(f"{loss:8.4f}" for loss in losses[name]) for losses in (ordered, shuffled)
+    )
+    print(f"{name:22}{left:>24}   {right:>24}{sent[name]:15.3f}")
+
+
+def times(losses, name, other):
+    """How many times the loss of ``other`` that of ``name`` is, seed by seed, least and most."""
+    ratios = [a / b for a, b in zip(losses[name], losses[other], strict=True)]
+    return min(ratios), max(ratios)
+
+
+if FULL:  # learning takes its steps
+    # what a longer period costs
+    assert times(ordered, "local_sgd(4)", "ddp()")[1] < 2
+    assert times(ordered, "local_sgd(16)", "ddp()")[0] > 10
+    assert times(ordered, "local_sgd(64)", "ddp()")[0] > 30
+    assert times(shuffled, "local_sgd(64)", "ddp()")[1] < 1.5
+    # larger strides pay here, whoever makes them
+    assert times(ordered, "ddp()", "ddp(), lr 0.1")[0] > 1.5
+    assert times(shuffled, "ddp()", "ddp(), lr 0.1")[0] > 1.5
+    # what slow momentum gains, and where it is no more than a larger lr, or too much
+    assert times(ordered, "local_sgd(16)", "slowmo(.., 16, 0.5)")[0] > 5
+    assert times(ordered, "local_sgd(16), lr 0.1", "slowmo(.., 16, 0.5)")[0] > 2
+    assert times(shuffled, "local_sgd(16)", "slowmo(.., 16, 0.5)")[0] > 1.5
+    least, most = times(shuffled, "local_sgd(16), lr 0.1", "slowmo(.., 16, 0.5)")
+    assert 1 / 1.7 < least <= most < 1.7
+    assert times(shuffled, "slowmo(.., 16, 0.9)", "local_sgd(16)")[0] > 1.5
+    # DiLoCo's strides, gossip, and workers held loosely
+    assert times(ordered, "local_sgd(16)", "diloco(16)")[0] > 5
+    assert times(shuffled, "local_sgd(16)", "diloco(16)")[0] > 1.5
+    for losses in (ordered, shuffled):
+        least, most = times(losses, "sgp()", "ddp()")
+        assert 1 / 1.3 < least <= most < 1.3
+        for name in ("easgd(16)", "lsgd(16)"):
+            assert times(losses, name, "local_sgd(16)")[0] > 1.2
+    # bytes
+    for name in ("slowmo(.., 16, 0.5)", "diloco(16)", "easgd(16)"):
+        assert abs(sent[name] / sent["local_sgd(16)"] - 1) < 0.05
+    assert abs(sent["sgp()"] - 1) < 0.05
+
+# %% [markdown]
+# **What to notice.**
+#
+# - **What a longer period costs** depends on how different the workers' samples are. On shuffled
+#   shards a period of 64 is next to free: a sixty-fourth of the bytes for about the same loss. On
+#   ordered ones a period of 4 costs a little, 16 more than ten times the loss, and 64 nearly all
+#   that there was to learn: in 64 steps each worker goes a long way toward a network of its own,
+#   and their mean is no good network.
+# - **Slow momentum** sends what local SGD sends. On ordered shards it takes back most of what the
+#   period of 16 cost. A momentum of 0.5 goes twice as far, 1/(1 - 0.5), in a direction that lasts,
+#   so hold it against local SGD with twice the learning rate. On shuffled shards it is no
+#   better than that. On ordered ones it is, clearly: a larger learning rate also drives workers
+#   further apart within a period, slow momentum only lengthens the stride that all agreed on.
+# - **Too much of it** hurts: 0.9 goes ten times as far, and on shuffled shards it ends behind no slow
+#   momentum at all. There are 30 slow steps here. With more of them more momentum is in place.
+# - **DiLoCo**'s usual settings, 0.7 and 0.9, go up to seven times as far. That is why it is ahead of
+#   `ddp()` in places, not because talking less is better: `ddp()` with twice the learning rate is
+#   ahead of `ddp()`, too. Nothing was tuned here; compare what goes equally far.
+# - **Gossip** does what gradient averaging does, for two thirds of the bytes among 4 workers, and
+#   with more workers it still sends one model per step.
+# - **EASGD and LSGD** are behind local SGD with the same period on both kinds of shards. They hold
+#   workers loosely, for the sake of search, and this small network has little to search for. To LSGD
+#   ordered shards are a trap as well: the least loss is that of the worker with the easiest samples.
+#
+# One task, one network, four workers: `laconic compare` (see [comparing](../compare.md)) and
+# `laconic tune` ([good settings](../tune.md)) ask the same about yours, and
+# [science](../science.md) has a larger table in which each algorithm was tuned for itself. All losses
+# here are per step. What bytes are worth in *time* depends on the network.
+#
+# ## Exercises
+#
+# 1. In `easgd`, let the centre use x as it is *after* the pull. Which of the assertions notices?
+#    What is now lost: print `team.x.sum(0) + a` before and after a round.
+# 2. Write post-local SGD: gradient averaging for the first 100 steps, local SGD from then on
+#    (`laconic.post_local_sgd(100, 16)`). How much of the cost of the period does it take back on
+#    ordered shards?
+# 3. Print which worker leads in `lsgd`, on ordered and on shuffled shards.
+# 4. Train the row of three without w: `team.x = x`. What do the workers come to?
+# 5. Give every worker a mini-batch of one more sample. Does the table's order change? And with
+#    `Task(MOMENTUM)` in place of `Task()`?
+# 6. SlowMo with base 16, period 16, beta 0 and alpha 1 is an algorithm that you know. Which one, and
+#    which beta and alpha would make DiLoCo with mu = 0 of it?
+#
+# ## Sources
+#
+# - R. McDonald, K. Hall, G. Mann, *Distributed training strategies for the structured perceptron*,
+#   2010, and M. Zinkevich et al., *Parallelized stochastic gradient descent*, 2010: parameters
+#   averaged, after every pass and once at the end.
+# - S. Stich, *Local SGD converges fast and communicates little*,
+#   [arXiv 1805.09767](https://arxiv.org/abs/1805.09767).
+# - J. Wang et al., *SlowMo*, [arXiv 1910.00643](https://arxiv.org/abs/1910.00643), Algorithm 1.
+# - S. Zhang, A. Choromanska, Y. LeCun, *Deep learning with elastic averaging SGD*,
+#   [arXiv 1412.6651](https://arxiv.org/abs/1412.6651), equations 5 and 6.
+# - Y. Teng et al., *Leader stochastic gradient descent*,
+#   [arXiv 1905.10395](https://arxiv.org/abs/1905.10395), Algorithm 1.
+# - M. Assran et al., *Stochastic gradient push*,
+#   [arXiv 1811.10792](https://arxiv.org/abs/1811.10792), Algorithm 1.
+# - A. Douillard et al., *DiLoCo*, [arXiv 2311.08105](https://arxiv.org/abs/2311.08105), Algorithm 1.
