@@ -169,7 +169,7 @@ def slowmo(
     team: Team, steps: int, base: int, period: int, beta: float, lr: float, alpha: float = 1.0
 ) -> Tensor:
     """every tau steps: u <- beta*u + (a - mean(x))/lr ; a <- a - alpha*lr*u ; x_i <- a"""
-    a, u = team.x[0], 0.0
+    a, u = team.x[0], torch.zeros_like(team.x[0])
     for t in range(1, steps + 1):
         team.train()
         if t % period == 0:
@@ -231,7 +231,7 @@ def sgp(team: Team, steps: int, shares: Callable[[int, int], Tensor]) -> Tensor:
 
 def diloco(team: Team, steps: int, period: int, eta: float, mu: float) -> Tensor:
     """every H steps: D = a - mean(x) ; m <- mu*m + D ; a <- a - eta*(D + mu*m) ; x_i <- a"""
-    a, m = team.x[0], 0.0
+    a, m = team.x[0], torch.zeros_like(team.x[0])
     for t in range(1, steps + 1):
         team.train()
         if t % period == 0:
