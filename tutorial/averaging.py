@@ -65,10 +65,10 @@ class Task:
         own = order[rank :: self.workers] if self.alike else order.chunk(self.workers)[rank]
         return x[own], y[own]
 
-    def loss(self, model: nn.Module) -> float:
-        """Of all samples, with BatchNorm's statistics as in use."""
+    def loss(self, model: nn.Module, rank: int | None = None) -> float:
+        """Of all samples, or of worker ``rank``'s; with BatchNorm's statistics as in use."""
         model.eval()
-        x, y = self.samples()
+        x, y = self.samples() if rank is None else self.shard(rank)
         with torch.no_grad():
             loss = nn.functional.mse_loss(model(x), y).item()
         model.train()

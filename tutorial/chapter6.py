@@ -417,8 +417,29 @@ if FULL:  # learning takes its steps
 # - **Gossip** does what gradient averaging does, for two thirds of the bytes among 4 workers, and
 #   with more workers it still sends one model per step.
 # - **EASGD and LSGD** are behind local SGD with the same period on both kinds of shards. They hold
-#   workers loosely, for the sake of search, which does not pay on this small task. To LSGD ordered shards are a trap as well: the least loss is that of the worker
-#   with the easiest samples.
+#   workers loosely, for the sake of search, which does not pay on this small task.
+#
+# ## A leader with the wrong samples
+#
+# LSGD has a trouble of its own on ordered shards. A worker's loss is that of its own samples, and
+# small targets are easy:
+
+# %%
+task = Task()
+trained = by_laconic(task, laconic.lsgd(16), steps, group_size=2)
+own = [task.loss(worker.model, rank) for rank, worker in enumerate(trained.workers)]
+everywhere = [task.loss(worker.model) for worker in trained.workers]
+print(f"{'worker':>8}{'loss on its own samples':>26}{'on all samples':>18}")
+for rank, losses in enumerate(zip(own, everywhere, strict=True)):
+    print(f"{rank:8}{losses[0]:26.4f}{losses[1]:18.4f}")
+leader = own.index(min(own))
+if FULL:
+    assert everywhere[leader] == max(everywhere)
+
+# %% [markdown]
+# All are drawn to the worker that is the best at home and the worst abroad. Where shards differ,
+# a leader should be chosen by its loss on samples that all share (exercise 3): `sync.report_loss`
+# takes whatever loss it is told.
 #
 # One task, one network, four workers: `laconic compare` (see [comparing](../compare.md)) and
 # `laconic tune` ([good settings](../tune.md)) ask the same about yours, and
@@ -432,7 +453,8 @@ if FULL:  # learning takes its steps
 # 2. Write post-local SGD: gradient averaging for the first 100 steps, local SGD from then on
 #    (`laconic.post_local_sgd(100, 16)`). How much of the cost of the period does it take back on
 #    ordered shards?
-# 3. Print which worker leads in `lsgd`, on ordered and on shuffled shards.
+# 3. In `by_laconic`, report `task.loss(worker.model)` every 16 steps in place of the batch's loss.
+#    Is `lsgd(16, window=1)` any better on ordered shards now? What does such a loss cost?
 # 4. Train the row of three without w: `team.x = x`. What do the workers come to?
 # 5. Give every worker a mini-batch of one more sample. Does the table's order change? And with
 #    `Task(MOMENTUM)` in place of `Task()`?
