@@ -124,10 +124,10 @@ torch.testing.assert_close(of_parameters.mean(0), of_gradients[0], rtol=0, atol=
 # %%
 task = Task(ADAM)
 team = Team(task)
-averaging.gradient_averaging(team, 30)
+averaging.gradient_averaging(team, 10)
 sent = {}
 for choice in ("keep", "average", "reset"):
-    trained = by_laconic(task, laconic.local_sgd(1, optimizer_state=choice), 30)
+    trained = by_laconic(task, laconic.local_sgd(1, optimizer_state=choice), 10)
     off = float((trained.x - team.x).abs().max())
     print(
         f"{choice:8} differs from gradient averaging by {off:.1e}, sends {trained.sent:.1f} models"
@@ -170,13 +170,13 @@ for buffers in ("keep", "average"):
 # and with a period of H there is one every H steps. Measured, as models per step:
 
 # %%
-task, steps = Task(), 64
+task, steps = Task(), 32
 law = 2 * (task.workers - 1) / task.workers
 print(f"{count_parameters(task.network())} parameters, {task.workers} workers, {steps} steps\n")
 print(f"{'':16}{'sent per step':>16}{'2(n-1)/n / H':>16}")
 for name, period, recipe in [
     ("ddp()", 1, laconic.ddp()),
-    *[(f"local_sgd({period})", period, laconic.local_sgd(period)) for period in (1, 4, 16, 64)],
+    *[(f"local_sgd({period})", period, laconic.local_sgd(period)) for period in (1, 4, 16)],
 ]:
     sent = by_laconic(task, recipe, steps).sent
     print(f"{name:16}{sent:16.4f}{law / period:16.4f}")
@@ -325,9 +325,9 @@ the_same(
 # ## What it costs
 #
 # All of them, and gradient averaging, with the same SGD for the same number of steps (DiLoCo with
-# SGD inside, too): the loss, on all samples, of what each takes for the model. Three seeds, each with other samples, another start
-# and other batches. Twice: samples *ordered* by target before they are dealt out, as above, and
-# *shuffled*, so that shards are alike but for chance.
+# SGD inside, too): the loss, on all samples, of what each takes for the model. Three seeds, each
+# with other samples, another start and other batches. Twice: samples *ordered* by target before
+# they are dealt out, as above, and *shuffled*, so that shards are alike but for chance.
 
 # %%
 steps, seeds = scaled(480, least=16), range(SEED, SEED + scaled(3))
