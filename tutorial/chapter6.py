@@ -1,0 +1,485 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 6. Parameter averaging
+#
+# Chapter 4 ended with a network on which every step waits for its gradients. So don't send at every
+# step: let each worker train by itself for a while, and average the *parameters* now and then. This
+# chapter looks at what that breaks and what it gains, writes six algorithms of this kind from their
+# papers' formulas, about ten lines each, and holds each against laconic's one line.
+#
+# Bytes and losses are all that counts here, no times. So the workers live in one process: by hand
+# as rows of a matrix, with laconic as `laconic.simulate` runs them.
+
+# %%
+from dataclasses import replace
+
+import torch
+
+import laconic
+from tutorial import averaging
+from tutorial.averaging import ADAM, MOMENTUM, SGD, TWICE, Task, Team, by_laconic
+from tutorial.toy import FULL, SEED, count_parameters, machine, scaled, show
+
+torch.set_num_threads(1)
+print(machine())
+
+# %% [markdown]
+# ## Four workers
+#
+# A worker has a network, an optimiser, and samples that no other worker has. The task is the toy
+# data's, made harder: samples are ordered by their target before they are dealt out, so that worker
+# 0 sees small targets only and worker 3 large ones.
+
+# %% tags=["source"]
+show(averaging.Worker)
+
+# %% [markdown]
+# A `Team` is all of them. `team.x` is a matrix with a row of parameters for each worker, `team.g`
+# the same of gradients. What is written to them is a row for each, or one for all.
+
+# %% tags=["source"]
+show(Team.train, averaging.gradient_averaging, averaging.local_sgd)
+
+# %% [markdown]
+# The first loop is the data-parallel training of chapters 3 to 5. The second is **local SGD**.
+#
+# ## At every step: the same, or not
+#
+# With a period of 1, is averaging parameters the same as averaging gradients? All start alike, so
+# with plain SGD
+#
+#     mean(x - lr*g_i) = x - lr*mean(g_i)
+#
+# and it is. With an optimiser that remembers something, each worker now remembers *its own*:
+
+
+# %%
+def remembered(team, name):
+    """What the workers' optimisers keep under ``name``: a row for each."""
+    return torch.stack(
+        [
+            torch.cat([w.optimizer.state[p][name].flatten() for p in w.model.parameters()])
+            for w in team.workers
+        ]
+    )
+
+
+def apart(rows):
+    """The largest difference between a worker's row and the first's."""
+    return float((rows - rows[0]).abs().max())
+
+
+print("30 steps, a period of 1\n")
+print(f"{'':12}{'parameters of the':>20}{'states differ between workers, averaging':>44}")
+print(f"{'optimiser':12}{'two ways differ by':>20}{'gradients':>26}{'parameters':>18}")
+differ, state = {}, {}
+for name, optimizer, kept in (
+    ("SGD", SGD, None),
+    ("momentum", MOMENTUM, "momentum_buffer"),
+    ("AdamW", ADAM, "exp_avg_sq"),
+):
+    gradients, parameters = Team(Task(optimizer)), Team(Task(optimizer))
+    averaging.gradient_averaging(gradients, 30)
+    averaging.local_sgd(parameters, 30, period=1)
+    differ[name] = float((gradients.x - parameters.x).abs().max())
+    line = f"{name:12}{differ[name]:20.1e}"
+    if kept:
+        state[name] = [remembered(team, kept) for team in (gradients, parameters)]
+        line += "{:26.1e}{:18.1e}".format(*map(apart, state[name]))
+    print(line if kept else f"{line}{'none':>26}{'none':>18}")
+assert max(differ["SGD"], differ["momentum"]) < 1e-12
+assert differ["AdamW"] > 1e-3
+for name in ("momentum", "AdamW"):
+    of_gradients, of_parameters = state[name]
+    assert apart(of_gradients) == 0 < 1e-2 < apart(of_parameters)
+of_gradients, of_parameters = state["momentum"]
+torch.testing.assert_close(of_parameters.mean(0), of_gradients[0], rtol=0, atol=1e-12)
+
+# %% [markdown]
+# **What to notice.**
+#
+# - SGD: the same to the last digits.
+# - Momentum: the same parameters, though the workers' momenta are far apart. Momentum is a sum of
+#   gradients, and the mean of sums is the sum of means: on average they remember what they should.
+#   With a longer period that no longer holds, as gradients are then taken in different places.
+# - AdamW divides by the root of a mean of squares, and the mean of quotients is not the quotient of
+#   means. It is another algorithm from the first steps on.
+# - Averaging gradients has none of this. All see the same gradient, so all remember the same.
+#
+# What should become of such state when parameters are averaged? It can be kept, averaged too (more
+# bytes), or forgotten; laconic's `optimizer_state=` says which. For AdamW none of the three is
+# gradient averaging:
+
+# %%
+task = Task(ADAM)
+team = Team(task)
+averaging.gradient_averaging(team, 10)
+sent = {}
+for choice in ("keep", "average", "reset"):
+    trained = by_laconic(task, laconic.local_sgd(1, optimizer_state=choice), 10)
+    off = float((trained.x - team.x).abs().max())
+    print(
+        f"{choice:8} differs from gradient averaging by {off:.1e}, sends {trained.sent:.1f} models"
+    )
+    assert off > 1e-3
+    sent[choice] = trained.sent
+assert sent["average"] > 2 * sent["keep"]
+
+# %% [markdown]
+# ## Normalisation
+#
+# A BatchNorm layer keeps a running mean and variance of what passes through it, to be used when the
+# network is used. They are no parameters: no gradient reaches them, and averaging parameters leaves
+# them alone. After a round of local SGD all workers hold the same parameters, and yet:
+
+# %%
+task = Task(norm=True)
+team = Team(task)
+averaging.local_sgd(team, steps=48, period=16)
+losses = [task.loss(worker.model) for worker in team.workers]
+print("parameters differ by", apart(team.x))
+print("losses of the same parameters:", *[f"{loss:.4f}" for loss in losses])
+assert apart(team.x) == 0
+assert len(set(losses)) == 4
+
+for buffers in ("keep", "average"):
+    trained = by_laconic(task, laconic.local_sgd(16), 48, buffers=buffers)
+    losses = [task.loss(worker.model) for worker in trained.workers]
+    print(f"laconic, buffers={buffers!r}:", *[f"{loss:.4f}" for loss in losses])
+    assert len(set(losses)) == (4 if buffers == "keep" else 1)
+
+# %% [markdown]
+# Each worker has the statistics of its own samples. laconic averages them with every round unless
+# told to keep them. Gradient averaging has this one too: torch's `DistributedDataParallel` takes
+# rank 0's statistics for all.
+#
+# ## What it gains
+#
+# An all-reduce of a model between n workers sends 2(n-1)/n models (chapter 4 did it with n = 2),
+# and with a period of H there is one every H steps. Measured, as models per step:
+
+# %%
+task, steps = Task(), 32
+law = 2 * (task.workers - 1) / task.workers
+print(f"{count_parameters(task.network())} parameters, {task.workers} workers, {steps} steps\n")
+print(f"{'':16}{'sent per step':>16}{'2(n-1)/n / H':>16}")
+for name, period, recipe in [
+    ("ddp()", 1, laconic.ddp()),
+    *[(f"local_sgd({period})", period, laconic.local_sgd(period)) for period in (1, 4, 16)],
+]:
+    sent = by_laconic(task, recipe, steps).sent
+    print(f"{name:16}{sent:16.4f}{law / period:16.4f}")
+    assert abs(sent * period / law - 1) < 0.02  # padded to a multiple of n, and some bytes once
+
+# %% [markdown]
+# A factor that one chooses. What a long period costs is the question of the rest of this chapter;
+# first, what can be done about it.
+#
+# ## Six algorithms
+#
+# Each comes as a loop written from its paper, and as laconic's recipe. They are compared for every
+# worker after 45 steps, five beyond the last round, when the workers are apart: if any round had
+# gone otherwise, one of them would show it. And they are compared in what they take for *the
+# model*: what one would validate and ship while workers differ.
+#
+# The laconic side is always this, and the recipe is all that changes:
+
+# %% tags=["source"]
+show(averaging.by_laconic)
+
+# %%
+STEPS = 45
+
+
+def the_same(loop, recipe, task, **options):
+    team = Team(task)
+    model = loop(team)
+    trained = by_laconic(task, recipe, STEPS, **options)
+    workers = float((trained.x - team.x).abs().max())
+    shipped = float((trained.model - model).abs().max())
+    print(f"workers are up to {apart(team.x):.1e} apart")
+    print(f"by hand and by laconic: workers differ by {workers:.1e}, the model by {shipped:.1e}")
+    assert workers < 1e-12 > shipped
+    assert apart(team.x) > 1e-3
+
+
+task = Task(MOMENTUM)
+the_same(lambda team: averaging.local_sgd(team, STEPS, 8), laconic.local_sgd(8), task)
+
+# %% [markdown]
+# ### SlowMo: momentum for the average
+#
+# Where the average went since the last slow step, `a - mean(x)`, is taken for a gradient, and the
+# *anchor* a makes a step with momentum along it. Between slow steps any other algorithm may run,
+# here local SGD.
+
+# %% tags=["source"]
+show(averaging.slowmo)
+
+# %%
+the_same(
+    lambda team: averaging.slowmo(team, STEPS, base=4, period=8, beta=0.5, lr=0.02),
+    laconic.slowmo(laconic.local_sgd(4), period=8, momentum=0.5),
+    task,
+)
+
+# %% [markdown]
+# ### EASGD: elastic averaging
+#
+# Workers never become equal. Each is drawn a part of the way to a *centre* a, and the centre to
+# them, as if by springs.
+
+# %% tags=["source"]
+show(averaging.easgd)
+
+# %%
+the_same(lambda team: averaging.easgd(team, STEPS, period=8), laconic.easgd(8), task)
+
+# %% [markdown]
+# ### LSGD: follow the leader
+#
+# An average of workers in different valleys can lie on the ridge between them. So go toward the
+# *best* worker instead: the best of the own group often, the best of all seldom, and a little
+# toward both at every step. The best has the least mean of its last ten losses.
+
+# %% tags=["source"]
+show(averaging.lsgd)
+
+# %%
+the_same(
+    lambda team: averaging.lsgd(team, STEPS, period=8, local_period=2, group=2),
+    laconic.lsgd(8, local_period=2),
+    task,
+    group_size=2,
+)
+
+# %% [markdown]
+# ### SGP: gossip
+#
+# All so far wait for the slowest worker. In a gossip each worker sends to one other and waits for
+# one. If x_i becomes a mixture of what worker i kept and what it was sent, and everybody sends as
+# much as everybody gets, all come to the mean of all. If some get more, they come to something
+# else. *Push-sum* puts that right: a weight w travels with x and is mixed like it, and x/w comes to
+# the mean. Three workers in a row, with the numbers 0, 3 and 9:
+
+# %% tags=["source"]
+show(averaging.exponential, averaging.row_of_three)
+
+# %%
+x = torch.tensor([[0.0], [3.0], [9.0]], dtype=torch.float64)
+w = torch.ones_like(x)
+for k in range(40):
+    shares = averaging.row_of_three(3, k)
+    assert torch.equal(shares.sum(0), w.new_ones(3))  # nothing is lost
+    x, w = shares @ x, shares @ w
+for name, column in (("x", x), ("w", w), ("x / w", x / w)):
+    print(f"{name:6}", *[f"{float(value):7.4f}" for value in column])
+assert float((x - 4).abs().max()) > 1  # not the mean of 0, 3 and 9
+assert float((x / w - 4).abs().max()) < 1e-6  # the mean
+
+# %% [markdown]
+# In SGP x moves by a step of the optimiser too, and what the network holds, where gradients are
+# taken, is z = x/w:
+
+# %% tags=["source"]
+show(averaging.sgp)
+
+# %%
+the_same(lambda team: averaging.sgp(team, STEPS, averaging.exponential), laconic.sgp(), task)
+the_same(
+    lambda team: averaging.sgp(team, STEPS, averaging.row_of_three),
+    laconic.sgp("bipartite_linear"),
+    replace(task, workers=3),
+)
+
+# %% [markdown]
+# Among n = 4 workers each gets as much as it sends: w stays 1. In the row of three it does not.
+#
+# ### DiLoCo: an outer optimiser
+#
+# SlowMo's idea with other choices: AdamW inside, hundreds of steps to a period, and outside
+# Nesterov's momentum with a learning rate of its own.
+
+# %% tags=["source"]
+show(averaging.diloco)
+
+# %%
+the_same(
+    lambda team: averaging.diloco(team, STEPS, period=8, eta=0.7, mu=0.9),
+    laconic.diloco(8, lr=0.7, momentum=0.9),
+    Task(ADAM),
+)
+
+# %% [markdown]
+# ## What it costs
+#
+# All of them, and gradient averaging, with the same SGD for the same number of steps (DiLoCo with
+# SGD inside, too): the loss, on all samples, of what each takes for the model. Three seeds, each
+# with other samples, another start and other batches. Twice: samples *ordered* by target before
+# they are dealt out, as above, and *shuffled*, so that shards are alike but for chance.
+
+# %%
+steps, seeds = scaled(480, least=16), range(SEED, SEED + scaled(3))
+double = Task(TWICE)
+local = laconic.local_sgd(16)
+rows = {
+    "ddp()": (Task(), laconic.ddp()),
+    "ddp(), lr 0.1": (double, laconic.ddp()),
+    "sgp()": (Task(), laconic.sgp()),
+    "local_sgd(4)": (Task(), laconic.local_sgd(4)),
+    "local_sgd(16)": (Task(), local),
+    "local_sgd(16), lr 0.1": (double, local),
+    "local_sgd(64)": (Task(), laconic.local_sgd(64)),
+    "slowmo(.., 16, 0.5)": (Task(), laconic.slowmo(local, 16, 0.5)),
+    "slowmo(.., 16, 0.9)": (Task(), laconic.slowmo(local, 16, 0.9)),
+    "diloco(16)": (Task(), laconic.diloco(16)),
+    "easgd(16)": (Task(), laconic.easgd(16)),
+    "lsgd(16)": (Task(), laconic.lsgd(16)),
+}
+print(f"loss after {steps} steps of {Task().workers} workers, lr 0.05 unless said, by seed\n")
+print(f"{'':22}{'ordered shards':>24}   {'shuffled shards':>24}{'sent per step':>15}")
+ordered, shuffled, sent = {}, {}, {}
+for name, (task, recipe) in rows.items():
+    for losses, alike in ((ordered, False), (shuffled, True)):
+        losses[name] = []
+        for seed in seeds:
+            here = replace(task, alike=alike, seed=seed)
+            trained = by_laconic(here, recipe, steps, group_size=2)
+            losses[name].append(trained.loss)
+        sent[name] = trained.sent
+    left, right = (
+        "".join(f"{loss:8.4f}" for loss in losses[name]) for losses in (ordered, shuffled)
+    )
+    print(f"{name:22}{left:>24}   {right:>24}{sent[name]:15.3f}")
+
+
+def times(losses, name, other):
+    """The loss of ``name`` over that of ``other``, seed by seed: the least and the most."""
+    ratios = [a / b for a, b in zip(losses[name], losses[other], strict=True)]
+    return min(ratios), max(ratios)
+
+
+if FULL:  # learning takes its steps
+    # what a longer period costs
+    assert times(ordered, "local_sgd(4)", "ddp()")[1] < 2
+    assert times(ordered, "local_sgd(16)", "ddp()")[0] > 10
+    assert times(ordered, "local_sgd(64)", "ddp()")[0] > 30
+    assert times(shuffled, "local_sgd(64)", "ddp()")[1] < 1.5
+    # larger strides pay here, whoever makes them
+    assert times(ordered, "ddp()", "ddp(), lr 0.1")[0] > 1.5
+    assert times(shuffled, "ddp()", "ddp(), lr 0.1")[0] > 1.5
+    # what slow momentum gains, and where it is no more than a larger lr, or too much
+    assert times(ordered, "local_sgd(16)", "slowmo(.., 16, 0.5)")[0] > 5
+    assert times(ordered, "local_sgd(16), lr 0.1", "slowmo(.., 16, 0.5)")[0] > 2
+    assert times(shuffled, "local_sgd(16)", "slowmo(.., 16, 0.5)")[0] > 1.5
+    least, most = times(shuffled, "local_sgd(16), lr 0.1", "slowmo(.., 16, 0.5)")
+    assert 1 / 1.7 < least <= most < 1.7
+    assert times(shuffled, "slowmo(.., 16, 0.9)", "local_sgd(16)")[0] > 1.5
+    # DiLoCo's strides, gossip, and workers held loosely
+    assert times(shuffled, "ddp()", "diloco(16)")[0] > 1.5
+    assert times(ordered, "local_sgd(16)", "diloco(16)")[0] > 5
+    assert times(shuffled, "local_sgd(16)", "diloco(16)")[0] > 1.5
+    for losses in (ordered, shuffled):
+        least, most = times(losses, "sgp()", "ddp()")
+        assert 1 / 1.3 < least <= most < 1.3
+        for name in ("easgd(16)", "lsgd(16)"):
+            assert times(losses, name, "local_sgd(16)")[0] > 1.2
+    # bytes
+    for name in ("slowmo(.., 16, 0.5)", "diloco(16)", "easgd(16)"):
+        assert abs(sent[name] / sent["local_sgd(16)"] - 1) < 0.05
+    assert abs(sent["sgp()"] - 1) < 0.05
+    assert sent["local_sgd(64)"] < 1.02 * law / 64
+
+# %% [markdown]
+# **What to notice.**
+#
+# - **What a longer period costs** depends on how different the workers' samples are. On shuffled
+#   shards a period of 64 is next to free: a sixty-fourth of the bytes for nearly the same loss. On
+#   ordered ones a period of 4 costs a little, 16 means more than ten times the loss, and 64 more
+#   than thirty times: in 64 steps each worker goes a long way toward a network of its own, and
+#   their mean is no good network.
+# - **Slow momentum** sends what local SGD sends. On ordered shards it takes back most of what the
+#   period of 16 cost. A momentum of 0.5 goes twice as far, 1/(1 - 0.5), in a direction that lasts,
+#   so hold it against local SGD with twice the learning rate. On shuffled shards it is worth about
+#   as much as that. On ordered ones clearly more: a larger learning rate also drives workers
+#   further apart within a period, slow momentum only lengthens the stride that all agreed on.
+# - **Too much of it** hurts: 0.9 goes ten times as far, and on shuffled shards it ends behind no
+#   slow momentum at all. There are only 30 slow steps here, and it remembers the last ten of them.
+# - **DiLoCo**'s usual settings, 0.7 and 0.9, go up to seven times as far. That it is
+#   ahead of `ddp()` on shuffled shards is no sign that talking less is better: `ddp()` with twice
+#   the learning rate is ahead of `ddp()`, too. Nothing was tuned here; compare what goes equally
+#   far.
+# - **Gossip** does what gradient averaging does, for two thirds of the bytes among 4 workers, and
+#   with more workers it still sends one model per step.
+# - **EASGD and LSGD** are behind local SGD with the same period on both kinds of shards. They hold
+#   workers loosely, for the sake of search, which does not pay on this small task.
+#
+# ## A leader with the wrong samples
+#
+# LSGD has a trouble of its own on ordered shards. A worker's loss is that of its own samples, and
+# small targets are easy:
+
+# %%
+task = Task()
+trained = by_laconic(task, laconic.lsgd(16), steps, group_size=2)
+own = [task.loss(worker.model, rank) for rank, worker in enumerate(trained.workers)]
+everywhere = [task.loss(worker.model) for worker in trained.workers]
+print(f"{'worker':>8}{'loss on its own samples':>26}{'on all samples':>18}")
+for rank, losses in enumerate(zip(own, everywhere, strict=True)):
+    print(f"{rank:8}{losses[0]:26.4f}{losses[1]:18.4f}")
+leader = own.index(min(own))
+if FULL:
+    assert everywhere[leader] == max(everywhere)
+
+# %% [markdown]
+# All are drawn to the worker that is the best at home and the worst abroad. Where shards differ,
+# a leader should be chosen by its loss on samples that all share (exercise 3): `sync.report_loss`
+# takes whatever loss it is told.
+#
+# One task, one network, four workers: `laconic compare` (see [comparing](../compare.md)) and
+# `laconic tune` ([good settings](../tune.md)) ask the same about yours, and
+# [science](../science.md) has a larger table in which each algorithm was tuned for itself. All
+# losses here are per step. What bytes are worth in *time* depends on the network.
+#
+# ## Exercises
+#
+# 1. In `easgd`, let the centre use x as it is *after* the pull. Which of the assertions notices?
+#    What is now lost: print `team.x.sum(0) + a` before and after a round.
+# 2. Write post-local SGD: gradient averaging for the first 100 steps, local SGD from then on
+#    (`laconic.post_local_sgd(100, 16)`). How much of the cost of the period does it take back on
+#    ordered shards?
+# 3. In `by_laconic`, report `task.loss(worker.model)` in place of the batch's loss. Is
+#    `lsgd(16, window=1)` any better on ordered shards now? What does such a loss cost?
+# 4. Train the row of three without w: `team.x = x`. What do the workers come to?
+# 5. Set `BATCH` in `tutorial/averaging.py` to 64, for gradients with less noise. Does the table's
+#    order change? And with `Task(MOMENTUM)` in place of `Task()`?
+# 6. SlowMo with base 16, period 16, beta 0 and alpha 1 is an algorithm that you know. Which one,
+#    and which beta and alpha would make DiLoCo with mu = 0 of it?
+#
+# ## Sources
+#
+# - R. McDonald, K. Hall, G. Mann, *Distributed training strategies for the structured perceptron*,
+#   2010, and M. Zinkevich et al., *Parallelized stochastic gradient descent*, 2010: parameters
+#   averaged, after every pass and once at the end.
+# - S. Stich, *Local SGD converges fast and communicates little*,
+#   [arXiv 1805.09767](https://arxiv.org/abs/1805.09767).
+# - J. Wang et al., *SlowMo*, [arXiv 1910.00643](https://arxiv.org/abs/1910.00643), Algorithm 1.
+# - S. Zhang, A. Choromanska, Y. LeCun, *Deep learning with elastic averaging SGD*,
+#   [arXiv 1412.6651](https://arxiv.org/abs/1412.6651), equations 5 and 6.
+# - Y. Teng et al., *Leader stochastic gradient descent*,
+#   [arXiv 1905.10395](https://arxiv.org/abs/1905.10395), Algorithm 1.
+# - M. Assran et al., *Stochastic gradient push*,
+#   [arXiv 1811.10792](https://arxiv.org/abs/1811.10792), Algorithm 1.
+# - A. Douillard et al., *DiLoCo*,
+#   [arXiv 2311.08105](https://arxiv.org/abs/2311.08105), Algorithm 1.
