@@ -25,6 +25,7 @@ from laconic.lab import doctor, meeting
 from laconic.lab.cluster import Cluster, NamespacesUnavailable, launch
 from laconic.lab.doctor import Finding, Interface
 from laconic.lab.meeting import Meeting, Place, meet, place_of
+from laconic.links import wire
 from test_cluster import refusal, with_namespaces
 
 from gloo import free_port
@@ -180,8 +181,10 @@ def test_a_torch_without_gloo_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_kernels_that_were_not_compiled_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "library", lambda: None)
+    assert texts(doctor.software({}), "warning")[-1].startswith("what moves messages not compiled")
     monkeypatch.setattr(kernels, "library", lambda: None)
-    assert "kernels" in texts(doctor.software({}), "warning")[-1]
+    assert "kernels and what moves messages" in texts(doctor.software({}), "warning")[-1]
 
 
 def test_what_the_lab_needs_is_tried() -> None:

@@ -25,7 +25,7 @@ HERE, THERE = (3, 7), (4, 7)
 @pytest.fixture(params=["compiled", "interpreted"])
 def moves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "interpreted":
-        monkeypatch.setattr(wire, "_library", lambda: None)
+        monkeypatch.setattr(wire, "library", lambda: None)
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def random(numel: int) -> Tensor:
 
 
 def test_it_was_compiled_where_there_is_a_compiler() -> None:
-    assert wire._library() is not None, "install again: pip install -e ."
+    assert wire.library() is not None, "install again: pip install -e ."
 
 
 @pytest.mark.timeout(30)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from laconic import __version__
 from laconic.codecs import kernels
 from laconic.lab.cluster import Cluster, NamespacesUnavailable
+from laconic.links import wire
 from laconic.links.health import address_towards
 
 Level = Literal["ok", "warning", "problem"]
@@ -34,9 +35,9 @@ LEAST_MEMORY = 2 * GIB
 LEAST_DISK = 2 * GIB
 LEAST_SHARED_MEMORY = GIB // 4
 MOST_HOSTS = 250
-DESCRIPTORS_PER_HOST = 4
+DESCRIPTORS_PER_HOST = 7
 """A rank has a connection to every other in each of its process groups: the default one, laconic's
-own, and those of workers and replicas where there are several."""
+own, and those of workers and replicas where there are several; and in each link of the last three."""
 DESCRIPTORS_ELSE = 128
 TRY_SECONDS = 30.0
 _SIOCGIFFLAGS, _SIOCGIFADDR, _IFF_UP = 0x8913, 0x8915, 1
@@ -132,12 +133,14 @@ def software(environ: Environment) -> list[Finding]:
 
 
 def _kernels() -> Finding:
-    """Whether the integer codecs are as fast as they can be."""
-    if kernels.library() is not None:
-        return Finding("ok", "software", "the codecs' kernels are compiled")
+    """Whether codecs and messages are as fast as they can be."""
+    parts = {"the codecs' kernels": kernels.library(), "what moves messages": wire.library()}
+    missing = [name for name, found in parts.items() if found is None]
+    if not missing:
+        return Finding("ok", "software", f"{' and '.join(parts)} are compiled")
     remedy = "with GCC or Clang at hand, pip install --force-reinstall --no-deps --no-cache-dir"
     remedy += " laconic"
-    text = "the codecs' kernels are not compiled: coding takes 3 times as long"
+    text = f"{' and '.join(missing)} not compiled: rounds take up to 3 times the processor's time"
     return Finding("warning", "software", text, remedy)
 
 

@@ -248,8 +248,8 @@ def _remedy(error: OSError, who: str, port: int | None = None) -> str:
     ports = f"port {port} and " if port else ""
     return (
         f"let the firewall of {who} (and of the network between) pass TCP from the other hosts: "
-        f"{ports}the ports of net.ipv4.ip_local_port_range, which gloo and NCCL use; is the "
-        "address right?"
+        f"{ports}the ports of net.ipv4.ip_local_port_range, which laconic, gloo and NCCL use; is "
+        "the address right?"
     )
 
 

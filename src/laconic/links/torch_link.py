@@ -1,4 +1,5 @@
-"""The link over `torch.distributed`: gloo for CPU tensors, NCCL for CUDA tensors."""
+"""The link over a process group of `torch.distributed`: connections of laconic's own for CPU
+tensors, NCCL for CUDA tensors."""
 
 from __future__ import annotations
 

@@ -123,18 +123,19 @@ def _move(messages: ctypes.Array[_Message], until: int, timeout: int) -> tuple[i
     """Move bytes until message ``until`` is complete (`_ALL`, or `_AT_ONCE`: what can be moved
     without waiting), at most ``timeout`` ms after the last one. Returns the outcome, which message
     it is about, and the system's number of the error."""
-    library = _library()
-    if library is None:
+    compiled = library()
+    if compiled is None:
         return _move_interpreted(messages, until, timeout)
     which, error = ctypes.c_int64(), ctypes.c_int()
-    outcome = library.laconic_move(
+    outcome = compiled.laconic_move(
         messages, len(messages), until, timeout, ctypes.byref(which), ctypes.byref(error)
     )
     return outcome, which.value, error.value
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
+def library() -> ctypes.CDLL | None:
+    """``wire.c``, if it was compiled and can be used."""
     found = native.load("laconic.links._wire", VERSION)
     if found is not None:
         found.laconic_move.argtypes = [
