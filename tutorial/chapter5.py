@@ -183,6 +183,12 @@ show(full_ddp.train, full_ddp.train_epoch)
 
 
 # %%
+def runs(world_size, function, *options):
+    """What processes return that call a function with each of several options: a list for each."""
+    returned = spawn_and_join(world_size, mistakes.in_turn, function=function, options=options)
+    return list(zip(*returned, strict=True))
+
+
 def parameters(result):
     return torch.tensor(result["parameters"], dtype=torch.float64)
 
@@ -192,18 +198,22 @@ def apart(one, other):
 
 
 few = {"epochs": scaled(3, least=1)}
-for number, world_size in ((samples, 2), (samples - 1, 2), (samples - 2, 4), (samples, 4)):
-    options = {**few, "num_samples": number}
-    full = spawn_and_join(world_size, full_ddp.train, precision="float64", **options)
-    assert all(result["parameters"] == full[0]["parameters"] for result in full)
-    assert all(result["losses"] == full[0]["losses"] for result in full)
-    alone = train_alone(dtype=torch.float64, **options)
-    differ = apart(full[0], alone)
-    print(f"{number:5} samples, {world_size} processes: parameters differ by {differ:.1e}")
-    assert differ < 1e-13 if number % world_size == 0 else differ > 1e-6
-    if world_size == 2 and number == samples:
-        naive = spawn_and_join(2, naive_ddp.train, dtype=torch.float64, **options)
-        assert apart(full[0], naive[0]) < 1e-13
+double = {**few, "precision": "float64"}
+numbers = (samples, samples - 1, samples - 2)
+alone = [train_alone(dtype=torch.float64, num_samples=number, **few) for number in numbers]
+for world_size in (2, 4):
+    options = [{"num_samples": number, **double} for number in numbers]
+    for number, one, full in zip(
+        numbers, alone, runs(world_size, full_ddp.train, *options), strict=True
+    ):
+        assert all(result["parameters"] == full[0]["parameters"] for result in full)
+        assert all(result["losses"] == full[0]["losses"] for result in full)
+        differ = apart(full[0], one)
+        print(f"{world_size} processes, {number:5} samples: parameters differ by {differ:.1e}")
+        assert differ < 1e-13 if number % world_size == 0 else differ > 1e-6
+
+[by_hand] = runs(2, naive_ddp.train, {"num_samples": samples, "dtype": torch.float64, **few})
+assert apart(by_hand[0], alone[0]) < 1e-13  # chapter 3's
 
 # %% [markdown]
 # **What to notice.** As long as samples can be dealt out evenly it is the same training, to the
@@ -267,16 +277,18 @@ assert told == "python -m tutorial.full_ddp: training.pt is of a run with hl_siz
 # gradients by then, all ranks leave out the same steps.
 
 # %%
+print(f"{epochs} epochs in 2 processes, on {machine()}\n")
+print(f"{'':8}{'loss':>10}{'off float64':>14}{'seconds':>10}")
+options = [
+    {"num_samples": samples, "epochs": epochs, "precision": precision}
+    for precision in ("float64", "float32", "mixed")
+]
 precise = {}
-for precision in ("float64", "float32", "mixed"):
-    options = {"num_samples": samples, "epochs": epochs, "precision": precision}
-    precise[precision] = result = spawn_and_join(2, full_ddp.train, **options)[0]
+for each, (result, _) in zip(options, runs(2, full_ddp.train, *options), strict=True):
+    precise[each["precision"]] = result
     differ = apart(result, precise["float64"])
-    print(
-        f"{precision:8} loss {result['losses'][-1]:.6f}; parameters differ from float64's by",
-        end="",
-    )
-    print(f" {differ:.1e}; {result['seconds']:.2f} s, on {machine()}")
+    print(f"{each['precision']:8}{result['losses'][-1]:10.6f}{differ:14.1e}", end="")
+    print(f"{result['seconds']:10.2f}")
 assert apart(precise["float32"], precise["float64"]) < 1e-5
 assert 1e-5 < apart(precise["mixed"], precise["float64"]) < 0.1
 off = precise["mixed"]["losses"][-1] / precise["float64"]["losses"][-1] - 1
@@ -300,11 +312,13 @@ assert abs(off) < 0.02
 show(mistakes.train_through)
 
 # %%
-for wrapper in (True, False):
-    results = spawn_and_join(2, mistakes.train_through, wrapper=wrapper)
-    differ = float((torch.tensor(results[0]) - torch.tensor(results[1])).abs().max())
-    print(f"through the {'wrapper' if wrapper else 'model  '}: replicas differ by {differ:.1e}")
-    assert (differ == 0) == wrapper
+ways = [{"wrapper": True}, {"wrapper": False}]
+for way, (one, other) in zip(ways, runs(2, mistakes.train_through, *ways), strict=True):
+    differ = float((torch.tensor(one) - torch.tensor(other)).abs().max())
+    print(
+        f"through the {'wrapper' if way['wrapper'] else 'model':7}: replicas differ by {differ:.1e}"
+    )
+    assert (differ == 0) == way["wrapper"]
 
 # %% [markdown]
 # **Dropping what `.to()` or `.cuda()` returns.** For a module both work in place; for a tensor they
@@ -377,12 +391,13 @@ model = mistakes.small_network()
 sampler = full_ddp.share_of(ToyDataset(10, 20), 16, rank=0, world_size=1)[1]
 x, y = ToyDataset(10, 20)[list(sampler)[16:]]
 nn.functional.mse_loss(model(x.double()), y.double()).backward()
-alone = mistakes.gradient(model)
-for divisor, expected in (("samples", 1), ("batch size", 1 / 4), ("samples and ranks", 1 / 2)):
-    got = torch.tensor(spawn_and_join(2, mistakes.last_gradient, divisor=divisor)[0])
-    ratio = float(got.norm() / alone.norm())
-    print(f"by {divisor:18} {ratio:.2f} of one process's gradient")
-    torch.testing.assert_close(got.double(), alone * expected, rtol=1e-6, atol=1e-7)
+one_process = mistakes.gradient(model)
+expected = {"samples": 1, "batch size": 1 / 4, "samples and ranks": 1 / 2}
+ways = [{"divisor": divisor} for divisor in expected]
+for way, (got, _) in zip(ways, runs(2, mistakes.last_gradient, *ways), strict=True):
+    got, share = torch.tensor(got, dtype=torch.float64), expected[way["divisor"]]
+    print(f"by {way['divisor']:18} {float(got.norm() / one_process.norm()):.2f} of the gradient")
+    torch.testing.assert_close(got, share * one_process, rtol=0, atol=1e-13)
 
 # %% [markdown]
 # **The same data on every rank.** A seed that is the same everywhere is right for the model and
@@ -393,12 +408,13 @@ for divisor, expected in (("samples", 1), ("batch size", 1 / 4), ("samples and r
 show(mistakes.own_and_mean)
 
 # %%
-for dealt in (True, False):
-    (own, mean), (other, _) = spawn_and_join(2, mistakes.own_and_mean, dealt=dealt)
-    print(f"{'dealt out' if dealt else 'same seed'}: gradients of the ranks are", end=" ")
-    print("equal" if own == other else "different", "and the mean is", end=" ")
-    print("rank 0's" if mean == own else "another")
-    assert (own == other) == (mean == own) == (not dealt)
+ways = [{"dealt": True}, {"dealt": False}]
+for way, results in zip(ways, runs(2, mistakes.own_and_mean, *ways), strict=True):
+    (own, mean), (other, _) = results
+    print("dealt out:" if way["dealt"] else "same seed:", end=" ")
+    print(f"gradients of the ranks are {'equal' if own == other else 'different'},", end=" ")
+    print(f"and their mean is {'one of them' if mean == own else 'another'}")
+    assert (own == other) == (mean == own) == (not way["dealt"])
 
 # %% [markdown]
 # ## Where laconic takes over
@@ -411,18 +427,21 @@ show(mistakes.with_laconic)
 
 # %%
 options = {**few, "num_samples": samples}
-ddp = spawn_and_join(2, full_ddp.train, precision="float64", **options)[0]
-same = spawn_and_join(2, mistakes.with_laconic, period=0, **options)[0]
-less = spawn_and_join(2, mistakes.with_laconic, period=12, **options)[0]
+[(ddp, _)] = runs(2, full_ddp.train, {"precision": "float64", **options})
+ways = [
+    {"period": 0, **options},
+    {"period": 12, **options},
+    {"period": 0, "num_samples": 48, "epochs": 1, "dealt": False},
+]
+(same, _), (less, _), (careless, _) = runs(2, mistakes.with_laconic, *ways)
 print(f"ddp():         {same['sent'] / 1e6:6.2f} MB sent; differs by {apart(same, ddp):.1e}")
 print(f"local_sgd(12): {less['sent'] / 1e6:6.2f} MB sent; differs by {apart(less, ddp):.1e}")
 assert apart(same, ddp) < 1e-13
 assert less["sent"] < same["sent"] / (5 if FULL else 1)
 assert 0 < apart(less, ddp) < 0.1
 
-careless = spawn_and_join(2, mistakes.with_laconic, period=0, **few, num_samples=48, dealt=False)
-print(f"\nthe same data on every rank:\n{careless[0]['warnings'][0]}")
-assert "identical on all workers" in careless[0]["warnings"][0]
+print(f"\nthe same data on every rank:\n{careless['warnings'][0]}")
+assert "identical on all workers" in careless["warnings"][0]
 folder.cleanup()
 
 # %% [markdown]
@@ -448,9 +467,9 @@ folder.cleanup()
 # ## Sources
 #
 # - PyTorch, [DistributedDataParallel](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html)
-#   and [DDP notes](https://docs.pytorch.org/docs/stable/notes/ddp.html): what it averages, and when.
-# - PyTorch, [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html): the variables that it
-#   sets.
+#   and [DDP notes](https://docs.pytorch.org/docs/stable/notes/ddp.html): what it averages, when.
+# - PyTorch, [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html): the variables that
+#   it sets.
 # - PyTorch, [torch.utils.data](https://docs.pytorch.org/docs/stable/data.html): samplers, and
 #   `DistributedSampler.set_epoch`.
 # - PyTorch, [torch.amp](https://docs.pytorch.org/docs/stable/amp.html), and P. Micikevicius et al.,

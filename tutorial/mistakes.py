@@ -6,6 +6,7 @@ Each function runs on every rank and returns what it came to.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,13 @@ from torch.utils.data import DataLoader
 import laconic
 from tutorial.full_ddp import share_of
 from tutorial.toy import SEED, FFNet, ToyDataset, sgd
+
+
+def in_turn(
+    rank: int, world_size: int, *, function: Callable[..., Any], options: Sequence[dict[str, Any]]
+) -> list[Any]:
+    """What ``function`` returns with each of several options, in one group of processes."""
+    return [function(rank, world_size, **each) for each in options]
 
 
 def small_network() -> FFNet:
