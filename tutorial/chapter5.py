@@ -56,19 +56,14 @@ full_ddp.parser().print_help()
 # %%
 def started(*commands, **environment):
     """Run commands at the same time, show what each prints; the lines about epochs, of each."""
-    ours = {
-        "python": [sys.executable],
-        "torchrun": [sys.executable, "-m", "torch.distributed.run"],
-        "laconic": [sys.executable, "-m", "laconic.cli"],
-    }
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": folder.name, **environment}
-    running = []
-    for command in commands:
-        first, *rest = shlex.split(command)
-        process = [*ours[first], *rest]
-        running.append(
-            subprocess.Popen(process, env=environment, stdout=subprocess.PIPE, text=True)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # this Python's first
+    ours = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "TMPDIR": folder.name}
+    running = [
+        subprocess.Popen(
+            shlex.split(command), env=ours | environment, stdout=subprocess.PIPE, text=True
         )
+        for command in commands
+    ]
     printed = [process.communicate()[0] for process in running]
     for command, text in zip(commands, printed, strict=True):
         print(f"$ {command}\n{text}")
@@ -82,7 +77,7 @@ assert len(plainly) == 2
 
 # %% [markdown]
 # One command, two processes. It is a process itself that starts the others and waits for them:
-# `start_processes` is a part of PyTorch, and ends the others if one of them fails. The processes
+# `spawn` is a part of PyTorch, and ends the others if one of them fails. The processes
 # meet at a port. With one node nobody else has to know it, so a free one is taken; with several,
 # all are told the same by `MASTER_ADDR` and `MASTER_PORT`.
 

@@ -13,7 +13,7 @@ On a cluster with Slurm: sbatch tutorial/full_ddp.slurm
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import logging
 import os
 import re
 import sys
@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -223,10 +223,8 @@ def launch(nodes: int, per_node: int, node_rank: int, options: dict[str, Any]) -
     arguments = node_rank * per_node, nodes * per_node, "tcp://" + ":".join(address), options
     if per_node == 1:
         return work(0, *arguments)
-    multiprocessing.set_forkserver_preload(
-        ["torch._dynamo", "tutorial.full_ddp"]
-    )  # imported once for all
-    start_processes(work, arguments, per_node, start_method="forkserver")
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # our line is enough
+    spawn(work, arguments, per_node)  # they end, too, if this process is killed
 
 
 def under_torchrun(options: dict[str, Any]) -> None:
