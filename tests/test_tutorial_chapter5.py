@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tutorial import full_ddp
+from tutorial.naive_ddp import free_port
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = ["--device", "cpu", "-nb", "48", "-i", "10", "-z", "4"]
@@ -73,7 +74,7 @@ def test_what_is_no_checkpoint_of_this_training_is_refused(tmp_path: Path) -> No
         ("-n 2 -nr 2", {}, "nodes are counted from 0: 2 is none of 2"),
         ("-n 2", {"MASTER_ADDR": "10.0.0.1"}, "set MASTER_ADDR and MASTER_PORT"),
         ("-c no/where.pt", {}, "there is no directory for the checkpoint no/where.pt"),
-        ("-g 2", {"LOCAL_RANK": "0"}, "leave out -n, -g, -nr"),
+        ("-g 2", {"LOCAL_RANK": "0"}, "leave -n, -g and -nr to torchrun"),
         ("", {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "5", "WORLD_SIZE": "5"}, "5 processes can't"),
     ],
 )
@@ -90,6 +91,19 @@ def test_the_command_line_refuses(
         full_ddp.main([*options.split(), "--device", "cpu"])
     assert raised.value.code == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.timeout(30)
+def test_it_is_the_process_that_torchrun_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+    for name, value in {**said, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
+        monkeypatch.setenv(name, str(value))
+    full_ddp.main([*OPTIONS, "-e", "1", "-d", "1", "-p", "mixed"])
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("epoch  1: loss ")
+    assert last.startswith("1 process, gloo: ")
 
 
 SRUN = """#!/bin/bash

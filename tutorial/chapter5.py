@@ -65,8 +65,9 @@ def started(*commands, **environment):
         for command in commands
     ]
     printed = [process.communicate()[0] for process in running]
+    set_to = "".join(f"{name}={value} " for name, value in environment.items())
     for command, text in zip(commands, printed, strict=True):
-        print(f"$ {command}\n{text}")
+        print(f"$ {set_to}{command}\n{text}")
     assert all(process.returncode == 0 for process in running)
     return [[line for line in text.splitlines() if "epoch" in line] for text in printed]
 
@@ -77,9 +78,9 @@ assert len(plainly) == 2
 
 # %% [markdown]
 # One command, two processes. It is a process itself that starts the others and waits for them:
-# `spawn` is a part of PyTorch, and ends the others if one of them fails. The processes
-# meet at a port. With one node nobody else has to know it, so a free one is taken; with several,
-# all are told the same by `MASTER_ADDR` and `MASTER_PORT`.
+# `spawn` is a part of PyTorch, and ends the others if one of them fails. They meet at a port. With
+# one node nobody else has to know it, so a free one is taken; with several, all are told the same
+# by `MASTER_ADDR` and `MASTER_PORT`.
 
 # %% tags=["source"]
 show(full_ddp.launch, full_ddp.work)
@@ -97,11 +98,10 @@ show(full_ddp.launch, full_ddp.work)
 show(full_ddp.under_torchrun)
 
 # %%
-number = 2 if FULL else 1
-[by_torchrun] = started(
-    f"torchrun --standalone --nproc-per-node {number} -m tutorial.full_ddp {shape}"
-)
-assert by_torchrun == plainly or not FULL
+torchrun = "torchrun --standalone --nproc-per-node 2"
+if FULL:  # this and the next two take some seconds
+    [by_torchrun] = started(f"{torchrun} -m tutorial.full_ddp {shape}")
+    assert by_torchrun == plainly
 
 # %% [markdown]
 # The same losses, to the last digit printed. **Two nodes**: the same command on each machine, that
@@ -109,7 +109,7 @@ assert by_torchrun == plainly or not FULL
 # first one's address, and everything else stays.
 
 # %%
-if FULL:  # two more processes that import torch
+if FULL:
     nodes = started(
         f"python -m tutorial.full_ddp -n 2 -g 1 -nr 0 {shape}",
         f"python -m tutorial.full_ddp -n 2 -g 1 -nr 1 {shape}",
@@ -125,25 +125,21 @@ if FULL:  # two more processes that import torch
 # %%
 if FULL:
     [in_lab] = started(f"laconic lab --hosts 2 -- torchrun -m tutorial.full_ddp {shape}")
-    assert [line.partition("epoch")[2] for line in in_lab] == [
-        line.partition("epoch")[2] for line in plainly
-    ]
+    assert [line[line.index("epoch") :] for line in in_lab] == plainly
 
 # %% [markdown]
 # On a cluster that **Slurm** divides among its users, `sbatch tutorial/full_ddp.slurm` asks for two
 # nodes and starts the command on each:
 
-# %% tags=["source"]
-script = Path(full_ddp.__file__).with_suffix(".slurm").read_text()
-print(script)
-assert "-nr" in script
+# %%
+print(Path(full_ddp.__file__).with_suffix(".slurm").read_text())
 
 # %% [markdown]
 # ## Dealing out the data
 #
 # `DistributedSampler` does what `DataPartitioner` did in chapter 3: it shuffles by a seed and the
 # epoch, and deals samples out in turn. In one point it differs. Where samples can't be dealt out
-# evenly, it repeats some, so that all ranks have equally many.
+# evenly, it repeats the first ones, so that all ranks have equally many.
 
 # %% tags=["source"]
 show(full_ddp.share_of)
@@ -160,7 +156,7 @@ for number in (1002, 1003):
 # %% [markdown]
 # ## Training
 #
-# The loop is that of one process, and five lines are new. `DistributedDataParallel(model)` sends
+# The loop is that of one process, and few lines are new. `DistributedDataParallel(model)` sends
 # rank 0's parameters to all and averages gradients while the backward pass computes them.
 # `set_epoch` makes the sampler shuffle anew. The checkpoint and the scaler are for below. And a
 # loss is a *mean over all ranks*, weighted by their samples, or it would be that of rank 0's data:
@@ -192,7 +188,7 @@ def apart(one, other):
     return float((parameters(one) - parameters(other)).abs().max())
 
 
-few = {"epochs": scaled(3, least=1)}
+few = {"epochs": scaled(3, least=2)}
 double = {**few, "precision": "float64"}
 numbers = (samples, samples - 1, samples - 2)
 alone = [train_alone(dtype=torch.float64, num_samples=number, **few) for number in numbers]
@@ -214,9 +210,9 @@ assert apart(by_hand[0], alone[0]) < 1e-13  # chapter 3's
 # **What to notice.** As long as samples can be dealt out evenly it is the same training, to the
 # last digits. Where they can't, a sample or two count twice, and the result is another; no worse
 # for a large set of data, but another. Chapter 3 weighted each rank by its samples instead; DDP
-# takes the plain mean over ranks, which is right only because the sampler has made them equal. One
-# process with a sampler of its own doesn't see the same batches either, unless their order depends
-# on the seed and the epoch and on nothing that a rank has for itself.
+# takes the plain mean over ranks, which is right only because the sampler has made them equal. And
+# all of it rests on an order of samples that follows from the seed and the epoch alone, and not
+# from what a rank has for itself.
 #
 # ## Checkpoints
 #
@@ -248,8 +244,7 @@ assert [result["losses"] for result in rest] == [result["losses"] for result in 
 assert [result["parameters"] for result in rest] == [result["parameters"] for result in whole]
 
 # %% [markdown]
-# Equal bit for bit, on both ranks. A checkpoint of another training is refused, on every rank and
-# in one line:
+# Equal bit for bit, on both ranks. A checkpoint of another training is refused, in one line:
 
 # %%
 command = f"-g 1 --device cpu -nb {samples} -z 50 -c {here / 'training.pt'}"
@@ -263,7 +258,7 @@ assert told == "python -m tutorial.full_ddp: training.pt is of a run with hl_siz
 # %% [markdown]
 # ## Mixed precision
 #
-# Processors multiply matrices several times as fast in 16 bits as in 32 (chapter 2). With
+# GPUs multiply matrices several times as fast in 16 bits as in 32. With
 # `torch.autocast` the parameters, the optimiser and sums stay in float32, and products of matrices
 # are taken in 16 bits: in *bfloat16* on a CPU, a float32 with 16 bits cut off, or in *float16* on a
 # GPU here. float16 has more digits and a small range, in which small gradients become zero.
@@ -285,15 +280,17 @@ for each, (result, _) in zip(options, runs(2, full_ddp.train, *options), strict=
     print(f"{each['precision']:8}{result['losses'][-1]:10.6f}{differ:14.1e}", end="")
     print(f"{result['seconds']:10.2f}")
 assert apart(precise["float32"], precise["float64"]) < 1e-5
-assert 1e-5 < apart(precise["mixed"], precise["float64"]) < 0.1
+assert 1000 * apart(precise["float32"], precise["float64"]) < apart(
+    precise["mixed"], precise["float64"]
+)
 off = precise["mixed"]["losses"][-1] / precise["float64"]["losses"][-1] - 1
-print(f"\nthe loss in mixed precision is off by {off:.2%}")
+print(f"\nthe loss in mixed precision is off by {off:+.3%}")
 assert abs(off) < 0.02
 
 # %% [markdown]
 # **What to notice.** Parameters differ by thousands of times more than float32's do, and the loss
-# hardly at all: rounding is noise, and small beside that of the batches. Look at the times, too: 16
-# bits pay where a processor has units for them and matrices are large; here neither is so.
+# hardly at all: training went to another place that is as good. Look at the times, too. 16 bits pay
+# where a processor has units for them and matrices are large; these are small.
 #
 # ## Common mistakes
 #
@@ -356,15 +353,15 @@ print("two epochs without set_epoch:", first, second, "and with it:", list(sampl
 assert first == second != list(sampler)
 
 # %% [markdown]
-# **A fixed port.** The port 29500 is in many examples. The second job on a machine finds it taken;
-# here, one that the first job has taken:
+# **A fixed port.** The port 29500 is in many examples. The second job on a machine finds it taken.
+# Here the first one takes a port, and another wants the same:
 
 # %%
 job = dist.TCPStore("127.0.0.1", 0, is_master=True)  # port 0: one that is free
 try:
     dist.TCPStore("127.0.0.1", job.port, is_master=True)
 except RuntimeError as error:
-    told = str(error).replace(str(job.port), "29500")
+    told = str(error)
 print(told)
 assert "EADDRINUSE" in told
 del job
@@ -432,19 +429,20 @@ ways = [
 print(f"ddp():         {same['sent'] / 1e6:6.2f} MB sent; differs by {apart(same, ddp):.1e}")
 print(f"local_sgd(12): {less['sent'] / 1e6:6.2f} MB sent; differs by {apart(less, ddp):.1e}")
 assert apart(same, ddp) < 1e-13
-assert less["sent"] < same["sent"] / (5 if FULL else 1)
 assert 0 < apart(less, ddp) < 0.1
+if FULL:  # with rank 0's parameters at the start, and a last round at the end
+    assert 10 < same["sent"] / less["sent"] < 12
 
 print(f"\nthe same data on every rank:\n{careless['warnings'][0]}")
 assert "identical on all workers" in careless["warnings"][0]
 folder.cleanup()
 
 # %% [markdown]
-# `laconic.ddp()` is the same training as DDP's; another recipe in its place, here `local_sgd(12)`,
-# sends a twelfth of the bytes and is another training: what that costs and gains is the rest of
-# this tutorial. `laconic.save` and `laconic.load` do what this chapter's checkpoints do, at any
-# step, with random state and with what is still on its way. And it tells you if ranks read the same
-# data.
+# `laconic.ddp()` is the same training as DDP's. Another recipe in its place, here `local_sgd(12)`,
+# sends about a twelfth of the bytes and is another training; what that costs and gains is the rest
+# of this tutorial. `laconic.save` and `laconic.load` do what this chapter's checkpoints do, at any
+# step, with random state and with what is still on its way. And laconic tells you if ranks read the
+# same data.
 #
 # ## Exercises
 #

@@ -48,7 +48,7 @@ def share_of(
     """Batches of this rank's share of ``data``, and the sampler that has to be told the epoch.
 
     ``batch_size`` is that of all ranks together. Where the samples can't be dealt out evenly the
-    sampler repeats some of the first, so that all ranks have equally many.
+    sampler repeats the first ones in its order, so that all ranks have equally many.
     """
     if batch_size % world_size:
         raise ValueError(f"{world_size} processes can't share batches of {batch_size} equally")
@@ -113,7 +113,6 @@ def train(
         "batch_size": batch_size,
         "precision": precision,
     }
-    begin = time.perf_counter()
     torch.manual_seed(SEED + rank)  # the ranks' parameters differ until DDP sends rank 0's to all
     dtype = torch.float64 if precision == "float64" else torch.float32
     model = FFNet(input_size, num_hl, hl_size).to(device, dtype)
@@ -125,6 +124,7 @@ def train(
 
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler}
     losses = load(Path(checkpoint), parts, settings) if checkpoint else []
+    begin = time.perf_counter()
     for epoch in range(len(losses), epochs):
         sampler.set_epoch(epoch)
         losses.append(train_epoch(wrapped, loader, optimizer, scaler, precision))
@@ -212,8 +212,9 @@ def work(
     backend = "nccl" if options["device"] == "cuda" else "gloo"
     result = init_process(rank, world_size, train, {**options, "device": device}, backend, address)
     if rank == 0:
-        took = f"{world_size} processes, {backend}: {result['seconds']:.2f} s"
-        print(f"{took}; loss {result['losses'][-1]:.6f}", flush=True)
+        how = f"{world_size} process{'es' if world_size > 1 else ''}, {backend}"
+        seconds, loss = result["seconds"], result["losses"][-1]
+        print(f"{how}: {seconds:.2f} s; loss {loss:.6f}", flush=True)
 
 
 def launch(nodes: int, per_node: int, node_rank: int, options: dict[str, Any]) -> None:
@@ -261,32 +262,41 @@ def parse(arguments: Sequence[str] | None) -> dict[str, Any]:
     """The options, found possible, or an exit with one line that says what is not."""
     by = parser()
     given = vars(by.parse_args(arguments))
+    given["device"] = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        check(given)
+    except ValueError as error:
+        by.error(str(error))
+    return given
+
+
+def check(given: dict[str, Any]) -> None:
+    """Fill in how many nodes and processes there are; `ValueError` for what can't be."""
     for name, value in given.items():
         least = 0 if name in ("num_hl", "node_rank", "verbose") else 1
         if isinstance(value, int) and value < least:
-            by.error(f"{name} must be at least {least}, not {value}")
-    given["device"] = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
-    cluster = [given[name] for name in ("nodes", "gpus", "node_rank")]
+            raise ValueError(f"{name} must be at least {least}, not {value}")
+    nodes, per_node, node_rank = (given[name] for name in ("nodes", "gpus", "node_rank"))
     if UNDER_TORCHRUN in os.environ:
-        if cluster != [None, None, None]:
-            by.error("torchrun says how many nodes and processes there are: leave out -n, -g, -nr")
+        if (nodes, per_node, node_rank) != (None, None, None):
+            raise ValueError("leave -n, -g and -nr to torchrun, by which this was started")
         per_node, world_size = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
     else:
-        nodes, per_node, node_rank = cluster[0] or 1, cluster[1] or 1, cluster[2] or 0
+        nodes, per_node, node_rank = nodes or 1, per_node or 1, node_rank or 0
         given.update(nodes=nodes, gpus=per_node, node_rank=node_rank)
         world_size = nodes * per_node
         if node_rank >= nodes:
-            by.error(f"nodes are counted from 0: {node_rank} is none of {nodes}")
+            raise ValueError(f"nodes are counted from 0: {node_rank} is none of {nodes}")
         if nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-            by.error("nodes meet at the first of them: set MASTER_ADDR and MASTER_PORT to where")
+            raise ValueError("nodes meet at the first: set MASTER_ADDR and MASTER_PORT to where")
     if given["device"] == "cuda" and per_node > torch.cuda.device_count():
         there = torch.cuda.device_count()
-        by.error(f"{per_node} processes, {there} GPUs: start fewer, or say --device cpu")
+        raise ValueError(f"{per_node} processes, {there} GPUs: start fewer, or say --device cpu")
     if given["batch_size"] % world_size:
-        by.error(f"{world_size} processes can't share batches of {given['batch_size']} equally")
+        batch = given["batch_size"]
+        raise ValueError(f"{world_size} processes can't share batches of {batch} equally")
     if given["checkpoint"] and not Path(given["checkpoint"]).absolute().parent.is_dir():
-        by.error(f"there is no directory for the checkpoint {given['checkpoint']}")
-    return given
+        raise ValueError(f"there is no directory for the checkpoint {given['checkpoint']}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
