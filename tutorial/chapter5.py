@@ -208,8 +208,8 @@ assert apart(by_hand[0], alone[0]) < 1e-13  # chapter 3's
 
 # %% [markdown]
 # **What to notice.** As long as samples can be dealt out evenly it is the same training, to the
-# last digits. Where they can't, a sample or two count twice, and the result is another; no worse
-# for a large set of data, but another. Chapter 3 weighted each rank by its samples instead; DDP
+# last digits. Where they can't, a sample or two count twice in the last step of an epoch, and the
+# result is another. Chapter 3 weighted each rank by its samples instead; DDP
 # takes the plain mean over ranks, which is right only because the sampler has made them equal. And
 # all of it rests on an order of samples that follows from the seed and the epoch alone, and not
 # from what a rank has for itself.
