@@ -144,7 +144,7 @@ def test_open_files_against_ranks(environ: dict[str, str], limit: int, level: st
     (found,) = doctor._descriptors(environ, limit)
     assert found.level == level
     if level != "ok":
-        assert "enough for about 224 ranks" in found.text and "ulimit -n 1128" in found.remedy
+        assert "enough for about 128 ranks" in found.text and "ulimit -n 1878" in found.remedy
 
 
 def test_a_disk_that_is_nearly_full() -> None:

@@ -37,7 +37,7 @@ LEAST_SHARED_MEMORY = GIB // 4
 MOST_HOSTS = 250
 DESCRIPTORS_PER_HOST = 7
 """A rank has a connection to every other in each of its process groups: the default one, laconic's
-own, and those of workers and replicas where there are several; and in each link of the last three."""
+own, and those of workers and replicas where there are several; and in the links of the latter."""
 DESCRIPTORS_ELSE = 128
 TRY_SECONDS = 30.0
 _SIOCGIFFLAGS, _SIOCGIFADDR, _IFF_UP = 0x8913, 0x8915, 1

@@ -1,0 +1,471 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 5. Full DDP that works
+#
+# Chapter 4 arrived at torch's `DistributedDataParallel`, DDP for short. A program that trains with
+# it for days on many machines needs more than that class: processes that are started and ended,
+# data that are dealt out, checkpoints, mixed precision, errors that say what they are. This chapter
+# walks through such a program, `tutorial/full_ddp.py`, shows that it computes the same as one
+# process, and ends with the mistakes that are commonly made, each one made on purpose.
+
+# %%
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from tutorial import full_ddp, mistakes, naive_ddp
+from tutorial.naive_ddp import free_port, spawn_and_join, train_alone
+from tutorial.toy import FULL, FFNet, ToyDataset, machine, scaled, show
+
+torch.set_num_threads(1)
+folder = tempfile.TemporaryDirectory()
+here = Path(folder.name)
+samples, epochs = scaled(1024, least=48), scaled(10, least=2)
+print(machine())
+
+# %% [markdown]
+# ## Starting it
+#
+# The options first. `-s` is a batch of all processes together, so that the same options mean the
+# same training however many processes there are.
+
+# %%
+os.environ["COLUMNS"] = "100"
+full_ddp.parser().print_help()
+
+
+# %%
+def started(*commands, **environment):
+    """Run commands at the same time, show what each prints; the lines about epochs, of each."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # this Python's first
+    ours = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "TMPDIR": folder.name}
+    running = [
+        subprocess.Popen(
+            shlex.split(command), env=ours | environment, stdout=subprocess.PIPE, text=True
+        )
+        for command in commands
+    ]
+    printed = [process.communicate()[0] for process in running]
+    set_to = "".join(f"{name}={value} " for name, value in environment.items())
+    for command, text in zip(commands, printed, strict=True):
+        print(f"$ {set_to}{command}\n{text}")
+    assert all(process.returncode == 0 for process in running)
+    return [[line for line in text.splitlines() if "epoch" in line] for text in printed]
+
+
+shape = f"--device cpu -nb {samples} -e 2"
+[plainly] = started(f"python -m tutorial.full_ddp -g 2 {shape}")
+assert len(plainly) == 2
+
+# %% [markdown]
+# One command, two processes. It is a process itself that starts the others and waits for them:
+# `spawn` is a part of PyTorch, and ends the others if one of them fails. They meet at a port. With
+# one node nobody else has to know it, so a free one is taken; with several, all are told the same
+# by `MASTER_ADDR` and `MASTER_PORT`.
+
+# %% tags=["source"]
+show(full_ddp.launch, full_ddp.work)
+
+# %% [markdown]
+# Each process has a *rank* among all, and a *local rank* on its machine, which is also the number
+# of its GPU. `init_process` is chapter 3's: it joins the process group, trains, and leaves it by
+# `destroy_process_group`, also if training raises an error.
+#
+# **torchrun** is PyTorch's own starter. It does the first half, for any program, and says by
+# variables in the environment which process one is. So a program that is to work with it starts
+# nothing:
+
+# %% tags=["source"]
+show(full_ddp.under_torchrun)
+
+# %%
+torchrun = "torchrun --standalone --nproc-per-node 2"
+if FULL:  # this and the next two take some seconds
+    [by_torchrun] = started(f"{torchrun} -m tutorial.full_ddp {shape}")
+    assert by_torchrun == plainly
+
+# %% [markdown]
+# The same losses, to the last digit printed. **Two nodes**: the same command on each machine, that
+# differs in `-nr` alone. Here both are this machine; between two real ones `MASTER_ADDR` is the
+# first one's address, and everything else stays.
+
+# %%
+if FULL:
+    nodes = started(
+        f"python -m tutorial.full_ddp -n 2 -g 1 -nr 0 {shape}",
+        f"python -m tutorial.full_ddp -n 2 -g 1 -nr 1 {shape}",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(free_port()),
+    )
+    assert nodes == [plainly, []]  # rank 0 alone prints
+
+# %% [markdown]
+# Two machines that are not the same, with addresses, names and network cards of their own, can be
+# had by `laconic lab` ([how](../lab.md)). It starts torchrun on each of its hosts:
+
+# %%
+if FULL:
+    [in_lab] = started(f"laconic lab --hosts 2 -- torchrun -m tutorial.full_ddp {shape}")
+    assert [line[line.index("epoch") :] for line in in_lab] == plainly
+
+# %% [markdown]
+# On a cluster that **Slurm** divides among its users, `sbatch tutorial/full_ddp.slurm` asks for two
+# nodes and starts the command on each:
+
+# %%
+print(Path(full_ddp.__file__).with_suffix(".slurm").read_text())
+
+# %% [markdown]
+# ## Dealing out the data
+#
+# `DistributedSampler` does what `DataPartitioner` did in chapter 3: it shuffles by a seed and the
+# epoch, and deals samples out in turn. In one point it differs. Where samples can't be dealt out
+# evenly, it repeats the first ones, so that all ranks have equally many.
+
+# %% tags=["source"]
+show(full_ddp.share_of)
+
+# %%
+for number in (1002, 1003):
+    dealt = [list(full_ddp.share_of(ToyDataset(4, number), 24, rank, 2)[1]) for rank in range(2)]
+    every = dealt[0] + dealt[1]
+    print(f"{number} samples: ranks have {[len(each) for each in dealt]}", end="; ")
+    print(f"{len(every) - len(set(every))} of them twice")
+    assert set(every) == set(range(number))
+    assert len(every) - len(set(every)) == number % 2
+
+# %% [markdown]
+# ## Training
+#
+# The loop is that of one process, and few lines are new. `DistributedDataParallel(model)` sends
+# rank 0's parameters to all and averages gradients while the backward pass computes them.
+# `set_epoch` makes the sampler shuffle anew. The checkpoint and the scaler are for below. And a
+# loss is a *mean over all ranks*, weighted by their samples, or it would be that of rank 0's data:
+# one all-reduce an epoch.
+
+# %% tags=["source"]
+show(full_ddp.train, full_ddp.train_epoch)
+
+# %% [markdown]
+# ## The same as one process
+#
+# Is it the training of one process, and that of chapter 3? The sampler is given a seed with which
+# it shuffles as chapter 3 did, so all see the same samples in the same global batches, and what is
+# left is rounding. In float64 there is little of it:
+
+
+# %%
+def runs(world_size, function, *options):
+    """What processes return that call a function with each of several options: a list for each."""
+    returned = spawn_and_join(world_size, mistakes.in_turn, function=function, options=options)
+    return list(zip(*returned, strict=True))
+
+
+def parameters(result):
+    return torch.tensor(result["parameters"], dtype=torch.float64)
+
+
+def apart(one, other):
+    return float((parameters(one) - parameters(other)).abs().max())
+
+
+few = {"epochs": scaled(3, least=2)}
+double = {**few, "precision": "float64"}
+numbers = (samples, samples - 1, samples - 2)
+alone = [train_alone(dtype=torch.float64, num_samples=number, **few) for number in numbers]
+for world_size in (2, 4):
+    options = [{"num_samples": number, **double} for number in numbers]
+    for number, one, full in zip(
+        numbers, alone, runs(world_size, full_ddp.train, *options), strict=True
+    ):
+        assert all(result["parameters"] == full[0]["parameters"] for result in full)
+        assert all(result["losses"] == full[0]["losses"] for result in full)
+        differ = apart(full[0], one)
+        print(f"{world_size} processes, {number:5} samples: parameters differ by {differ:.1e}")
+        assert differ < 1e-13 if number % world_size == 0 else differ > 1e-6
+
+[by_hand] = runs(2, naive_ddp.train, {"num_samples": samples, "dtype": torch.float64, **few})
+assert apart(by_hand[0], alone[0]) < 1e-13  # chapter 3's
+
+# %% [markdown]
+# **What to notice.** As long as samples can be dealt out evenly it is the same training, to the
+# last digits. Where they can't, a sample or two count twice in the last step of an epoch, and the
+# result is another. Chapter 3 weighted each rank by its samples instead; DDP
+# takes the plain mean over ranks, which is right only because the sampler has made them equal. And
+# all of it rests on an order of samples that follows from the seed and the epoch alone, and not
+# from what a rank has for itself.
+#
+# ## Checkpoints
+#
+# Three things make a checkpoint one that can be relied on:
+#
+# - **All is in it**: the model's state and the optimiser's (its momentum), the scaler's, and how
+#   many epochs are done, from which the sampler's order follows. This network draws no random
+#   numbers; one with dropout needs each rank's random state as well.
+# - **A file is whole or not there.** It is written beside the old one, brought to the disk, and
+#   only then given its name, which is a single step.
+# - **All ranks do the same.** Rank 0 writes and reads, and tells the others how that went. If each
+#   looked for a file by itself, on a machine that has none it would begin anew while the others go
+#   on.
+
+# %% tags=["source"]
+show(full_ddp.save, full_ddp.load, full_ddp.on_first_rank)
+
+# %% [markdown]
+# The test: four epochs, against two, an end, new processes, and two more.
+
+# %%
+options = {"num_samples": samples, "checkpoint": str(here / "training.pt")}
+whole = spawn_and_join(2, full_ddp.train, num_samples=samples, epochs=4)
+half = spawn_and_join(2, full_ddp.train, epochs=2, **options)
+rest = spawn_and_join(2, full_ddp.train, epochs=4, **options)
+for name, results in (("4 epochs", whole), ("2 epochs", half), ("2 more", rest)):
+    print(f"{name:10}", " ".join(f"{loss:.6f}" for loss in results[0]["losses"]))
+assert [result["losses"] for result in rest] == [result["losses"] for result in whole]
+assert [result["parameters"] for result in rest] == [result["parameters"] for result in whole]
+
+# %% [markdown]
+# Equal bit for bit, on both ranks. A checkpoint of another training is refused, in one line:
+
+# %%
+command = f"-g 1 --device cpu -nb {samples} -z 50 -c {here / 'training.pt'}"
+try:
+    full_ddp.main(shlex.split(command))
+except SystemExit as ended:
+    told = str(ended).replace(f"{here}/", "")
+print(told)
+assert told == "python -m tutorial.full_ddp: training.pt is of a run with hl_size 100, not 50"
+
+# %% [markdown]
+# ## Mixed precision
+#
+# GPUs multiply matrices several times as fast in 16 bits as in 32. With
+# `torch.autocast` the parameters, the optimiser and sums stay in float32, and products of matrices
+# are taken in 16 bits: in *bfloat16* on a CPU, a float32 with 16 bits cut off, or in *float16* on a
+# GPU here. float16 has more digits and a small range, in which small gradients become zero.
+# `GradScaler` multiplies the loss by a large number before the backward pass, divides gradients by
+# it afterwards, and leaves out a step in which something became infinite. As DDP has averaged the
+# gradients by then, all ranks leave out the same steps.
+
+# %%
+print(f"{epochs} epochs in 2 processes, on {machine()}\n")
+print(f"{'':8}{'loss':>10}{'off float64':>14}{'seconds':>10}")
+options = [
+    {"num_samples": samples, "epochs": epochs, "precision": precision}
+    for precision in ("float64", "float32", "mixed")
+]
+precise = {}
+for each, (result, _) in zip(options, runs(2, full_ddp.train, *options), strict=True):
+    precise[each["precision"]] = result
+    differ = apart(result, precise["float64"])
+    print(f"{each['precision']:8}{result['losses'][-1]:10.6f}{differ:14.1e}", end="")
+    print(f"{result['seconds']:10.2f}")
+assert apart(precise["float32"], precise["float64"]) < 1e-5
+assert 1000 * apart(precise["float32"], precise["float64"]) < apart(
+    precise["mixed"], precise["float64"]
+)
+off = precise["mixed"]["losses"][-1] / precise["float64"]["losses"][-1] - 1
+print(f"\nthe loss in mixed precision is off by {off:+.3%}")
+assert abs(off) < 0.02
+
+# %% [markdown]
+# **What to notice.** Parameters differ by thousands of times more than float32's do, and the loss
+# hardly at all: training went to another place that is as good. Look at the times, too. 16 bits pay
+# where a processor has units for them and matrices are large; these are small.
+#
+# ## Common mistakes
+#
+# Most of these raise no error. Each is made here, and the assertion says how it shows.
+#
+# **Training the model and not the wrapper.** `DistributedDataParallel(model)` gives back another
+# module. Gradients are averaged when the forward pass goes through *that*; through `model` every
+# rank trains alone, and replicas drift apart.
+
+# %% tags=["source"]
+show(mistakes.train_through)
+
+# %%
+ways = [{"wrapper": True}, {"wrapper": False}]
+for way, (one, other) in zip(ways, runs(2, mistakes.train_through, *ways), strict=True):
+    differ = float((torch.tensor(one) - torch.tensor(other)).abs().max())
+    print(
+        f"through the {'wrapper' if way['wrapper'] else 'model':7}: replicas differ by {differ:.1e}"
+    )
+    assert (differ == 0) == way["wrapper"]
+
+# %% [markdown]
+# **Dropping what `.to()` or `.cuda()` returns.** For a module both work in place; for a tensor they
+# return a new one, and the old one stays where it was. With a GPU the error would name two devices,
+# here it names two dtypes.
+
+# %%
+model, x = FFNet(4, 0, 4), torch.randn(2, 4)
+x.to(torch.float64)
+assert x.dtype == torch.float32  # nothing happened
+model.to(torch.float64)
+assert next(model.parameters()).dtype == torch.float64  # here it did
+try:
+    model(x)
+except RuntimeError as error:
+    told = str(error)
+print(told)
+assert "dtype" in told
+x = x.to(torch.float64)
+assert model(x).dtype == torch.float64
+
+# %% [markdown]
+# **`shuffle=True` beside a sampler.** The sampler decides the order, so a loader refuses to do so,
+# too. Without `shuffle=True` and without `set_epoch` there is no error, and the same order in every
+# epoch.
+
+# %%
+data = ToyDataset(4, 16)
+sampler = DistributedSampler(data, num_replicas=2, rank=0)
+try:
+    DataLoader(data, 4, shuffle=True, sampler=sampler)
+except ValueError as error:
+    told = str(error)
+print(told)
+assert "mutually exclusive" in told
+
+first, second = list(sampler), list(sampler)
+sampler.set_epoch(1)
+print("two epochs without set_epoch:", first, second, "and with it:", list(sampler))
+assert first == second != list(sampler)
+
+# %% [markdown]
+# **A fixed port.** The port 29500 is in many examples. The second job on a machine finds it taken.
+# Here the first one takes a port, and another wants the same:
+
+# %%
+job = dist.TCPStore("127.0.0.1", 0, is_master=True)  # port 0: one that is free
+try:
+    dist.TCPStore("127.0.0.1", job.port, is_master=True)
+except RuntimeError as error:
+    told = str(error)
+print(told)
+assert "EADDRINUSE" in told
+del job
+
+# %% [markdown]
+# That is why `launch` takes a free port where it can, the Slurm script one that depends on the
+# job's number, and why torchrun has `--standalone`.
+#
+# **A loss divided by a constant.** DDP divides the sum of gradients by the number of ranks, and
+# that is all it does. The loss has to be the mean over the *samples that are there*. Divided by the
+# batch size as it was asked for, the smaller batch at an epoch's end weighs less; divided by the
+# number of ranks once more, every step is too short.
+
+# %% tags=["source"]
+show(mistakes.last_gradient)
+
+# %%
+model = mistakes.small_network()
+sampler = full_ddp.share_of(ToyDataset(10, 20), 16, rank=0, world_size=1)[1]
+x, y = ToyDataset(10, 20)[list(sampler)[16:]]
+nn.functional.mse_loss(model(x.double()), y.double()).backward()
+one_process = mistakes.gradient(model)
+expected = {"samples": 1, "batch size": 1 / 4, "samples and ranks": 1 / 2}
+ways = [{"divisor": divisor} for divisor in expected]
+for way, (got, _) in zip(ways, runs(2, mistakes.last_gradient, *ways), strict=True):
+    got, share = torch.tensor(got, dtype=torch.float64), expected[way["divisor"]]
+    print(f"by {way['divisor']:18} {float(got.norm() / one_process.norm()):.2f} of the gradient")
+    torch.testing.assert_close(got, share * one_process, rtol=0, atol=1e-13)
+
+# %% [markdown]
+# **The same data on every rank.** A seed that is the same everywhere is right for the model and
+# wrong for the data: all ranks compute the same gradient, and the mean of equal gradients is that
+# of one rank's batch. The time of two processes is paid and the batch is no larger.
+
+# %% tags=["source"]
+show(mistakes.own_and_mean)
+
+# %%
+ways = [{"dealt": True}, {"dealt": False}]
+for way, results in zip(ways, runs(2, mistakes.own_and_mean, *ways), strict=True):
+    (own, mean), (other, _) = results
+    print("dealt out:" if way["dealt"] else "same seed:", end=" ")
+    print(f"gradients of the ranks are {'equal' if own == other else 'different'},", end=" ")
+    print(f"and their mean is {'one of them' if mean == own else 'another'}")
+    assert (own == other) == (mean == own) == (not way["dealt"])
+
+# %% [markdown]
+# ## Where laconic takes over
+#
+# All of this program sends every gradient at every step. Its loop with laconic, where **one line**
+# takes the wrapper's place, so that there is no wrapper to pass by:
+
+# %% tags=["source"]
+show(mistakes.with_laconic)
+
+# %%
+options = {**few, "num_samples": samples}
+[(ddp, _)] = runs(2, full_ddp.train, {"precision": "float64", **options})
+ways = [
+    {"period": 0, **options},
+    {"period": 12, **options},
+    {"period": 0, "num_samples": 48, "epochs": 1, "dealt": False},
+]
+(same, _), (less, _), (careless, _) = runs(2, mistakes.with_laconic, *ways)
+print(f"ddp():         {same['sent'] / 1e6:6.2f} MB sent; differs by {apart(same, ddp):.1e}")
+print(f"local_sgd(12): {less['sent'] / 1e6:6.2f} MB sent; differs by {apart(less, ddp):.1e}")
+assert apart(same, ddp) < 1e-13
+assert 0 < apart(less, ddp) < 0.1
+if FULL:  # with rank 0's parameters at the start, and a last round at the end
+    assert 10 < same["sent"] / less["sent"] < 12
+
+print(f"\nthe same data on every rank:\n{careless['warnings'][0]}")
+assert "identical on all workers" in careless["warnings"][0]
+folder.cleanup()
+
+# %% [markdown]
+# `laconic.ddp()` is the same training as DDP's. Another recipe in its place, here `local_sgd(12)`,
+# sends about a twelfth of the bytes and is another training; what that costs and gains is the rest
+# of this tutorial. `laconic.save` and `laconic.load` do what this chapter's checkpoints do, at any
+# step, with random state and with what is still on its way. And laconic tells you if ranks read the
+# same data.
+#
+# ## Exercises
+#
+# 1. Kill a process of `python -m tutorial.full_ddp -g 2 -e 1000` with `kill -9`. What is said, how
+#    long does it take, and does anything stay behind? The same under torchrun.
+# 2. Train with `-c FILE`, press Ctrl-C at some time, and go on with the same command but `-g 4`. Is
+#    the result still that of a training without a break? To the last bit?
+# 3. Give the network a dropout layer. Which test of this chapter fails, and what has to go into the
+#    checkpoint?
+# 4. Move the `all_reduce` of `train_epoch` behind `if rank == 0:`. What happens, and after how
+#    long?
+# 5. Save `wrapped.state_dict()` in place of the model's and load it into an `FFNet`. What are the
+#    keys called?
+#
+# ## Sources
+#
+# - PyTorch, [DistributedDataParallel](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html)
+#   and [DDP notes](https://docs.pytorch.org/docs/stable/notes/ddp.html): what it averages, when.
+# - PyTorch, [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html): the variables that
+#   it sets.
+# - PyTorch, [torch.utils.data](https://docs.pytorch.org/docs/stable/data.html): samplers, and
+#   `DistributedSampler.set_epoch`.
+# - PyTorch, [torch.amp](https://docs.pytorch.org/docs/stable/amp.html), and P. Micikevicius et al.,
+#   *Mixed precision training*, [arXiv 1710.03740](https://arxiv.org/abs/1710.03740): why a loss is
+#   scaled (section 3.2).
+# - Slurm, [sbatch](https://slurm.schedmd.com/sbatch.html): the options and variables of the script.
