@@ -258,8 +258,8 @@ if FULL:
 # - **Below 1**, as at 1000 Mbit/s: gradients travel in less time than a step computes. What
 #   is left to gain is small, and coding takes processor time to gain it. Where the gain that is
 #   printed above is a few percent, keep `ddp`: it is what everybody knows, and it gives up nothing.
-# - **From 1 to about 10**, as at 100 Mbit/s: `ddp` waits for much of the time. An eighth of the bytes
-#   brings the ratio below 1 again, and gives up next to nothing: gradients in 4 bits.
+# - **From 1 to about 10**, as at 100 Mbit/s: `ddp` waits for much of the time. An eighth of the
+#   bytes brings the ratio below 1 again, and gives up next to nothing: gradients in 4 bits.
 # - **Above 10**, as at 10 Mbit/s: an eighth is not enough. Now it pays to take more steps for the
 #   same loss: average with a period, or stream pieces while training goes on, which is nearly as
 #   fast as if there were no network at all.
@@ -275,7 +275,9 @@ if FULL:
 #     laconic advise --params 865280 --step-time 100ms --bandwidth 10mbit --latency 1ms --nodes 2
 #     laconic advise --workload my.py:make --hosts 4 --bandwidth 100mbit
 #
-# What the first says about these hosts, on each network, from the computing measured above:
+# What the first says about these hosts, on each network, from the computing measured above. It
+# compares more ways than these four, and numbers alone do not tell it what coding takes of your
+# processor:
 
 # %%
 for rate in rates:
@@ -316,8 +318,8 @@ for rate in rates:
 #   bits, so that what is sent stays the same, and the ratio above becomes worse.
 # - **A model that does not fit** (chapter 2's second wall):
 #   [FSDP](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html), fully sharded
-#   data parallelism. It sends parameters as well, and wants a fast network; laconic averages between groups that are
-#   sharded inside.
+#   data parallelism. It sends parameters as well, and wants a fast network; laconic averages
+#   between groups that are sharded inside.
 # - **Less to write**: [Lightning](https://lightning.ai/docs/pytorch/stable/) has the loop, devices
 #   and checkpoints, with DDP and FSDP as options.
 # - **Programs that are no data parallelism**: parameter servers, actors and learners, pipelines of
