@@ -158,7 +158,8 @@ measure(1e9)
 # %% [markdown]
 # *Speed* is the share of the speed without communication, *waiting* the share of the time in which
 # a host waits for the network, *loss* the validation loss, in nats per byte, of what the hosts
-# agree on in the end.
+# agree on in the end. (Above 100%: the machine was busier when the hosts trained alone. 0 MB: the
+# time was over before the first round.)
 #
 # Two things can be checked to the byte. What `ddp` sends is the law, no more and no less. And where
 # hosts have cards of their own, the cards' counters agree with laconic's ledger, but for a percent
@@ -263,17 +264,38 @@ if FULL:
     assert min(average, key=average.get) == "ddp"
 
 # %% [markdown]
+# How fast your processor is, and how busy, has a part in that. So the same rule on paper, for hosts
+# that compute a step in 100 ms:
+
+# %%
+winner = {}
+for rate in rates:
+    score = {
+        name: predict(parse_recipe(recipe), on_paper(rate, 0.1)).seconds * needed[name]
+        for name, recipe in recipes.items()
+    }
+    least = min(score, key=score.get)
+    winner[rate] = least, score["ddp"] / score[least]
+    print(
+        f"{format_rate(rate):>12}: communication / compute = {8 * law / rate / 0.1:4.2g}, ", end=""
+    )
+    print(f"{least}, {winner[rate][1]:.2f} times the progress of ddp")
+assert winner[1e9][1] < 1.25
+assert winner[1e8][0] == "ddp int4" and winner[1e7][0] == "streaming DiLoCo"
+
+# %% [markdown]
 # **What to notice.** Each network has its own answer, and what decides is the ratio of
 # communication to computing that was there before anything was measured.
 #
 # - **Below 1**, as at 1000 Mbit/s: gradients travel in less time than a step computes. What
-#   is left to gain is small, and coding takes processor time to gain it. Where the gain that is
-#   printed above is a few percent, keep `ddp`: it is what everybody knows, and it gives up nothing.
-# - **From 1 to about 10**, as at 100 Mbit/s: `ddp` waits for much of the time. An eighth of the
-#   bytes brings the ratio below 1 again, and gives up next to nothing: gradients in 4 bits.
-# - **Above 10**, as at 10 Mbit/s: an eighth is not enough. Now it pays to take more steps for the
-#   same loss: average with a period, or stream pieces while training goes on, which is nearly as
-#   fast as if there were no network at all.
+#   is left to gain is small, and coding takes processor time to gain it. Where the measured gain is
+#   a few percent, keep `ddp`: it is what everybody knows, and it gives up nothing.
+# - **From 1 to about 10**, as at 100 Mbit/s with steps of 100 ms: `ddp` waits for much of the time.
+#   An eighth of the bytes brings the ratio below 1 again, and gives up next to nothing: gradients
+#   in 4 bits.
+# - **Above 10**, as at 10 Mbit/s with steps of 100 ms: an eighth is not enough. Now it pays to take
+#   more steps for the same loss: average with a period, or stream pieces while training goes on,
+#   which is nearly as fast as if there were no network at all.
 #
 # So bandwidth alone decides nothing. With a GPU that computes a step ten times as fast, each line
 # moves to a network ten times as fast; with a larger batch, to a slower one.
