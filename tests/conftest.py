@@ -19,6 +19,7 @@ HOSTS = {
     "own",
     "timeline",
     "tune_hosts",
+    "tutorial_chapter7",
 }
 """Tests that emulate hosts: they look for namespaces left behind, and must not see each other's."""
 LONG = ["hosts", "resume", "exactness", "codecs", "tune", "science", "saving", "links_agree"]

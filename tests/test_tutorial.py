@@ -18,6 +18,8 @@ from tutorial.toy import FFNet, ToyDataset, benchmark_training, count_parameters
 
 ROOT = Path(__file__).parents[1]
 CHAPTERS = sorted(ROOT.glob("tutorial/chapter*.py"))
+EMULATED = {"7"}
+"""Chapters that emulate hosts, which run in a file of HOSTS (conftest.py)."""
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -33,9 +35,10 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(240)
 def test_the_chapters_run_and_say_that_they_are_scaled() -> None:
-    ended = python("-m", "tutorial")
+    chapters = [number for number in there() if number not in EMULATED]
+    ended = python("-m", "tutorial", *chapters)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("scaled to 0.01 of the work") >= len(CHAPTERS)
+    assert ended.stdout.count("scaled to 0.01 of the work") >= len(chapters)
 
 
 @pytest.mark.timeout(30)

@@ -1,0 +1,372 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 7. A slow network
+#
+# Hosts in one rack have 10 Gbit/s and more between them. Hosts in one office have 1 Gbit/s, hosts
+# in two cities 100 Mbit/s if all goes well, and a host at home may send 10. This chapter trains one
+# model on hosts that send 1000, 100 and 10 Mbit/s: first on paper, from the bytes that a step must
+# send, then on an emulated network. It looks for the bandwidth at which each way of talking less
+# begins to pay.
+#
+# It takes about five minutes. Nothing else should run meanwhile: hosts share your processor.
+
+# %%
+from statistics import mean
+
+import matplotlib.pyplot as plt
+
+from laconic.advisor import advice_on
+from laconic.advisor.choices import steps_of
+from laconic.lab.result import network
+from laconic.links import cost
+from laconic.parse import parse_recipe
+from laconic.predict import predict
+from laconic.units import format_rate
+from tutorial.slow_network import HOSTS, on_paper, sent, train
+from tutorial.toy import FULL, machine, show
+
+print(machine())
+
+# %% [markdown]
+# ## A network to train on
+#
+# Chapter 4 played a network by sleeping. laconic's lab has a better one: each host is a *network
+# namespace* of the kernel, with its own address and its own network card, and the card is shaped to
+# send no faster than it is told. Processes on two such hosts reach each other through these cards
+# alone. It takes Linux, and root or user namespaces; `laconic doctor` says whether they can be
+# had. Where they cannot, laconic's own link stands in and takes the time that bytes and rate say.
+# This chapter runs on either, and says on which.
+
+# %% tags=["source"]
+show(train)
+
+# %% [markdown]
+# The model is the lab's: a transformer that learns to predict the next byte of the Python standard
+# library's source. Hosts that never talk come first. What a step takes them is the
+# computing alone, the least that any step can take, and all else is measured against it:
+
+# %%
+length = {"seconds": 12} if FULL else {"steps": 1}
+(silent,) = train([], 1e9, alone=True, **length)
+compute = silent.rows[0].seconds_per_step
+print(network(silent))
+print(silent.settings["reason"] or "no link stands in: the hosts are network namespaces")
+print(f"a step computes {compute * 1e3:.0f} ms, on {machine()}")
+emulated = silent.settings["network"] == "emulated"
+assert silent.rows[0].rounds == ()  # nothing is sent
+
+# %% [markdown]
+# ## What a step must send
+#
+# To average n gradients of B bytes, every host has to send at least 2(n-1)/n · B of them: it passes
+# on what it adds up of the others' parts, and then what became of its own. For two hosts that is B,
+# for many nearly 2B. So before anything is measured it is known how long a step's gradients travel,
+# on whichever network, and how that compares with the computing:
+
+# %%
+size = silent.settings["parameters"] * 4
+law = 2 * (HOSTS - 1) * size / HOSTS
+print(f"{size / 1e6:.2f} MB of gradients, {HOSTS} hosts: each sends {law / 1e6:.2f} MB per step\n")
+rates = [1e9, 1e8, 1e7]
+for rate in rates:
+    travel = 8 * law / rate
+    print(
+        f"{format_rate(rate):>12}: {travel * 1e3:6,.0f} ms of travel,"
+        f" communication / compute = {travel / compute:.2g}"
+    )
+assert cost.mean(size, HOSTS).bytes == law
+
+# %% [markdown]
+# ## On paper
+#
+# That ratio is most of what decides. Where it is small, the backward pass hides the travel
+# (chapter 4). Where it is near 1, fewer *bits* bring it down: gradients in 4 bits are an eighth.
+# Where it is 10 and more, only fewer *rounds* do: parameters averaged once in a period (chapter 6),
+# or piece by piece, in 4 bits, while training goes on. Four ways:
+
+# %%
+recipes = {
+    "ddp": "ddp()",
+    "ddp int4": "ddp(codec='int4')",
+    "local SGD": "local_sgd(24)",
+    "streaming DiLoCo": "streaming_diloco(16, 4, 2, codec='int4', lr=0.7, momentum=0.6)",
+}
+
+
+def predicted(name, rate):
+    return predict(parse_recipe(recipes[name]), on_paper(rate, compute))
+
+
+# %% [markdown]
+# `laconic.predict` puts numbers to that: the bytes of each round by the law above, a latency and a
+# rate as in chapter 4, and what of it all training hides. From numbers alone it does not know what
+# coding costs the processor; `laconic advise --workload text` measures that, too.
+
+# %% tags=["source"]
+show(on_paper)
+
+# %%
+print(f"{'predicted, ms per step':24}{'kB per step':>12}", end="")
+print("".join(f"{format_rate(rate):>14}" for rate in rates))
+for name in recipes:
+    each = [predicted(name, rate) for rate in rates]
+    print(f"{name:24}{each[0].bytes / 1e3:12,.0f}", end="")
+    print("".join(f"{p.seconds * 1e3:14,.0f}" for p in each))
+amounts = [predicted(name, 1e7).bytes for name in recipes]
+assert amounts == sorted(amounts, reverse=True)
+assert amounts[0] == law and abs(amounts[2] - law / 24) < 1
+on_10 = [predicted(name, 1e7).seconds for name in recipes]
+assert on_10[0] == max(on_10) and on_10[-1] == min(on_10)  # the most bytes, and the fewest
+
+# %% [markdown]
+# ## Measured
+#
+# Now the same with hosts that do send. Each way gets the same seconds of training, from the same
+# start, with the same batches, and with a learning rate that rises and falls within what it can do
+# in that time. Validation does not count. The fastest network first:
+
+# %%
+rows = {}
+
+
+def measure(rate):
+    """Train under each recipe, and print a line when it is done."""
+    print(f"\n{format_rate(rate):18}{'s/step':>10}{'MB/step':>10}{'speed':>8}", end="")
+    print(f"{'waiting':>10}{'steps':>8}{'loss':>8}")
+    names = list(recipes) if FULL else ["ddp"]
+    for name, result in zip(names, train([recipes[n] for n in names], rate, **length), strict=True):
+        row = rows[rate, name] = result.rows[-1]
+        print(f"{name:18}{row.seconds_per_step:10.3f}{sent(row) / 1e6:10.3f}", end="")
+        print(f"{compute / row.seconds_per_step:8.0%}{row.waiting:10.0%}", end="")
+        print(f"{row.steps:8,}{row.loss:8.2f}", flush=True)
+
+
+print("Each trains for", *(f"{number} {unit}," for unit, number in length.items()), machine())
+measure(1e9)
+
+# %% [markdown]
+# *Speed* is the share of the speed without communication, *waiting* the share of the time in which
+# a host waits for the network, *loss* the validation loss, in nats per byte, of what the hosts
+# agree on in the end. (Above 100%: the machine was busier when the hosts trained alone. 0 MB: the
+# time was over before the first round.)
+#
+# Two things can be checked to the byte. What `ddp` sends is the law, no more and no less. And where
+# hosts have cards of their own, the cards' counters agree with laconic's ledger, but for a percent
+# or two of headers:
+
+# %%
+row = rows[1e9, "ddp"]
+print(f"by the law {law:,.0f} bytes per step, by the ledger {sent(row):,.0f}", end="")
+assert sent(row) == law
+if emulated:
+    print(f", by the card {row.interface_bytes_per_step:,.0f}")
+    assert 1 < row.interface_bytes_per_step / row.ledger_bytes_per_step < 1.1
+
+# %% [markdown]
+# Then a tenth of the bandwidth:
+
+# %%
+if FULL:
+    measure(1e8)
+
+# %% [markdown]
+# And a hundredth:
+
+# %%
+if FULL:
+    measure(1e7)
+
+# %% [markdown]
+# The bytes are the same on every network, and those that were predicted. A round of `local_sgd`
+# sends what a step of `ddp` does, once in 24 steps. And no step takes less time than its bytes
+# travel:
+
+# %%
+for (rate, name), row in rows.items():
+    told = predicted(name, rate)
+    off = row.seconds_per_step / told.seconds
+    print(f"{format_rate(rate):>12} {name:18} measured / predicted: {off:.2f} times the seconds")
+    assert row.seconds_per_step > 0.9 * 8 * sent(row) / rate  # the card may hold the last of it yet
+    if name in ("ddp", "local SGD"):
+        assert all(rounds.bytes == law for rounds in row.rounds)
+    if name == "ddp int4":
+        assert abs(sent(row) / told.bytes - 1) < 0.01
+if FULL:  # times count at full size only
+    assert 2 / 3 < rows[1e7, "ddp"].seconds_per_step / predicted("ddp", 1e7).seconds < 3 / 2
+
+# %% [markdown]
+# **What to notice.** The prediction is best where the network is slow, because there bytes are all
+# that counts, and they are known exactly. On the fast network it is the processor that counts: all
+# hosts share yours, and copying, coding and summing take it from the training.
+#
+# ## Loss against seconds
+
+# %% alt="Validation loss against seconds of training on three networks"
+if FULL:
+    figure, panels = plt.subplots(1, len(rates), figsize=(10, 3.6), sharey=True)
+    for axes, rate in zip(panels, rates, strict=True):
+        for name in recipes:
+            curve = [p for p in rows[rate, name].curve if p.step]  # from the first validation on
+            axes.plot([p.seconds for p in curve], [p.loss for p in curve], "o-", ms=3, label=name)
+        axes.set(title=format_rate(rate), xlabel="seconds", xlim=(0, None))
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("validation loss (nats per byte)")
+    panels[0].legend(fontsize=8)
+    figure.tight_layout()
+    plt.show()
+
+    last = {name: rows[1e7, name].loss for name in recipes}
+    assert max(last, key=last.get) == "ddp"
+
+# %% [markdown]
+# **What to notice.** On the fastest network the curves lie close together. On the slowest `ddp` has
+# made a handful of steps in all, and has hardly begun to learn, though each of its steps is as good
+# as any.
+#
+# ## Which one wins
+#
+# Twelve seconds are the very beginning of a training. There a step is worth about the same
+# whichever way hosts talk, and whoever makes more steps is ahead. Later agreement counts: averaging
+# now and then takes *more steps* to the same loss. laconic has measured how many, on this task and
+# in runs of 480 steps: 2% more with gradients in 4 bits, 50% more with streaming DiLoCo in this
+# period. Local SGD is taken for streaming DiLoCo in the nearest period that was measured. So
+# seconds per step are multiplied by steps needed. That is the rule by which `laconic advise` and
+# `laconic.auto` choose:
+
+# %%
+needed = {name: steps_of(parse_recipe(recipe)) for name, recipe in recipes.items()}
+print("steps needed, for one of ddp's:", needed, "\n")
+best = {}
+for rate in rates if FULL else []:
+    score = {name: rows[rate, name].seconds_per_step * needed[name] for name in recipes}
+    best[rate] = min(score, key=score.get)
+    gain = score["ddp"] / score[best[rate]]
+    print(f"{format_rate(rate):>12}: {best[rate]}, {gain:.2f} times the progress of ddp")
+    print(" " * 14 + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in score.items()))
+if FULL:
+    speed = {key: compute / row.seconds_per_step for key, row in rows.items()}
+    assert speed[1e9, "ddp"] > speed[1e8, "ddp"] > speed[1e7, "ddp"]
+    slow = {name: rows[1e7, name].seconds_per_step for name in recipes}
+    assert slow["ddp"] > 1.5 * max(slow[name] for name in recipes if name != "ddp")
+    assert best[1e7] != "ddp"
+    average = {name: mean(speed[rate, name] for rate in rates) for name in recipes}
+    assert min(average, key=average.get) == "ddp"
+
+# %% [markdown]
+# How fast your processor is, and how busy, has a part in that. So the same rule on paper, for hosts
+# that compute a step in 100 ms:
+
+# %%
+winner = {}
+for rate in rates:
+    score = {
+        name: predict(parse_recipe(recipe), on_paper(rate, 0.1)).seconds * needed[name]
+        for name, recipe in recipes.items()
+    }
+    least = min(score, key=score.get)
+    winner[rate] = least, score["ddp"] / score[least]
+    print(
+        f"{format_rate(rate):>12}: communication / compute = {8 * law / rate / 0.1:4.2g}, ", end=""
+    )
+    print(f"{least}, {winner[rate][1]:.2f} times the progress of ddp")
+assert winner[1e9][1] < 1.25
+assert winner[1e8][0] == "ddp int4" and winner[1e7][0] == "streaming DiLoCo"
+
+# %% [markdown]
+# **What to notice.** Each network has its own answer, and what decides is the ratio of
+# communication to computing that was there before anything was measured.
+#
+# - **Below 1**, as at 1000 Mbit/s: gradients travel in less time than a step computes. What
+#   is left to gain is small, and coding takes processor time to gain it. Where the measured gain is
+#   a few percent, keep `ddp`: it is what everybody knows, and it gives up nothing.
+# - **From 1 to about 10**, as at 100 Mbit/s with steps of 100 ms: `ddp` waits for much of the time.
+#   An eighth of the bytes brings the ratio below 1 again, and gives up next to nothing: gradients
+#   in 4 bits.
+# - **Above 10**, as at 10 Mbit/s with steps of 100 ms: an eighth is not enough. Now it pays to take
+#   more steps for the same loss: average with a period, or stream pieces while training goes on,
+#   which is nearly as fast as if there were no network at all.
+#
+# So bandwidth alone decides nothing. With a GPU that computes a step ten times as fast, each line
+# moves to a network ten times as fast; with a larger batch, to a slower one.
+# [The race](../race.md) has the loss itself, after 280 s with four hosts: at 100 Mbit/s gradients
+# in 4 bits are ahead of averaging, at 1 Gbit/s torch's own DDP, in 16 bits, is ahead of all.
+#
+# ## Let it choose
+#
+# Before a training, from numbers, or measured with your own workload:
+#
+#     laconic advise --params 865280 --step-time 100ms --bandwidth 10mbit --latency 1ms --nodes 2
+#     laconic advise --workload my.py:make --hosts 4 --bandwidth 100mbit
+#
+# What the first says about these hosts, on each network, from the computing measured above. It
+# compares more ways than these four, and numbers alone do not tell it what coding takes of your
+# processor:
+
+# %%
+for rate in rates:
+    advice = advice_on(on_paper(rate, compute))
+    print(f"{format_rate(rate):>12}: {advice.code}\n{'':14}{advice.reason}")
+    assert advice.row.seconds <= predicted("ddp", rate).seconds
+
+# %% [markdown]
+# In a training, `auto` measures the first steps and the network, chooses among `ddp` with and
+# without codecs and streaming DiLoCo, and chooses again when the network has changed:
+#
+#     sync = laconic.attach(model, optimizer, laconic.auto())
+#
+# And on your own task, with your own candidates:
+#
+#     laconic compare "ddp()" "ddp(codec='int4')" "local_sgd(24)" "auto()" --bandwidth 100mbit
+#
+# ## Exercises
+#
+# 1. At which bandwidth do `ddp` and `ddp(codec='int4')` make equal progress on your machine?
+#    Compute it from the prediction, then race the two there with `laconic compare`.
+# 2. Run `laconic compare` at 10 Mbit/s with `local_sgd` of period 6, 24 and 96, for one minute and
+#    for five. Which period wins each time, and why not the same one?
+# 3. Double the hosts (`--hosts 4`). By how much do the bytes per step grow? And with eight? What
+#    happens to seconds per step, when all hosts share one processor?
+# 4. Add a latency of 50 ms (`--latency 50ms`) at 100 Mbit/s. Which recipes suffer, and which do not
+#    notice?
+# 5. Give one host a tenth of the bandwidth (`--bandwidth-host 1=10mbit`). Who waits for whom?
+#
+# ## Where to go next
+#
+# - **Your own training on slow hosts**: [quick start](../quickstart.md), then
+#   [compare on your own terms](../compare.md) and [the lab](../lab.md), which runs any program.
+# - **More of talking less**: [the algorithms](../algorithms/index.md), [codecs and
+#   overlap](../coded.md), and [an algorithm of your own](../own_algorithm.md).
+# - **Fewer bits in computing**: automatic mixed precision,
+#   [torch.amp](https://docs.pytorch.org/docs/stable/amp.html). Parameters and gradients stay in 32
+#   bits, so that what is sent stays the same, and the ratio above becomes worse.
+# - **A model that does not fit** (chapter 2's second wall):
+#   [FSDP](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html), fully sharded
+#   data parallelism. It sends parameters as well, and wants a fast network; laconic averages
+#   between groups that are sharded inside.
+# - **Less to write**: [Lightning](https://lightning.ai/docs/pytorch/stable/) has the loop, devices
+#   and checkpoints, with DDP and FSDP as options.
+# - **Programs that are no data parallelism**: parameter servers, actors and learners, pipelines of
+#   your own: [torch.distributed.rpc](https://docs.pytorch.org/docs/stable/rpc.html).
+#
+# ## Sources
+#
+# - P. Patarasuk, X. Yuan, *Bandwidth optimal all-reduce algorithms for clusters of workstations*,
+#   Journal of Parallel and Distributed Computing 69, 2009: no all-reduce sends less than
+#   2(n-1)/n of the data.
+# - S. Stich, *Local SGD converges fast and communicates little*,
+#   [arXiv 1805.09767](https://arxiv.org/abs/1805.09767).
+# - D. Alistarh et al., *QSGD: communication-efficient SGD via gradient quantization and encoding*,
+#   [arXiv 1610.02132](https://arxiv.org/abs/1610.02132): gradients in a few bits.
+# - A. Douillard et al., *Streaming DiLoCo with overlapping communication*,
+#   [arXiv 2501.18512](https://arxiv.org/abs/2501.18512).
