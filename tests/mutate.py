@@ -47,6 +47,7 @@ NOLOCO = ["tests/test_noloco.py", "-k", "not gloo"]
 EAGER = ["tests/test_eager.py", "-k", "not gloo"]
 CODED = ["tests/test_coded.py", "-k", "not process"]
 KERNELS = ["tests/test_kernels.py"]
+WIRE = ["tests/test_wire.py"]
 AUTO = ["tests/test_auto.py", "-k", "not process"]
 PREDICT = ["tests/test_predict.py"]
 ADVISE = ["tests/test_advise.py"]
@@ -262,6 +263,13 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("codecs/codec.py", "out += decoded", "pass", KERNELS),
     ("codecs/kernels.py", "_address(less), _address(plus)", "_address(plus), _address(less)", KERNELS),
     ("codecs/compiled.py", "or not kernel.encodes", "", KERNELS),
+    ("links/wire.py", "start < _HEADER.size <= message.done", "False", WIRE),
+    ("links/wire.py", "if key == self._key.encode() else -1", "", WIRE),
+    ("links/wire.py", "until >= 0 and until not in waiting", "False", WIRE),
+    ("links/wire.py", "max(start - _HEADER.size, 0)", "0", WIRE),
+    ("links/health.py", "named or address_towards", "address_towards", WIRE),
+    ("gradients.py", "place.zero_()", "pass", ["tests/test_loop.py"]),
+    ("gradients.py", "self._padding.zero_()", "pass", CODED),
     # seconds = max(c + sum f*exposed, min(sum f*T/U, c + sum f*(T + w))) ; best = min(seconds * steps)
     ("predict.py", "end = max(end, backward * done) + own", "end += own", AUTO),
     ("predict.py", "(buckets - 1) * amount.messages", "0 * amount.messages", AUTO),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import LinkError
-from laconic.links import wire
+from laconic.links import health, wire
 from laconic.links.wire import Connections, OtherCallError, Transfer, Wire
 
 MORE_THAN_BUFFERS = 2**23
@@ -217,3 +217,16 @@ def test_it_refuses_to_be_compiled_differently() -> None:
     source = (Path(wire.__file__).parent / "wire.c").read_text()
     assert f"return {wire.VERSION};" in source
     assert f"#define HEADER {wire._HEADER.size}\n" in source
+
+
+def test_the_interface_is_the_one_that_gloo_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "address_towards", lambda host: f"towards {host}")
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    for named, address in [
+        ("", "towards 10.0.0.1"),
+        ("lo", "127.0.0.1"),
+        ("lo,eth7", "127.0.0.1"),
+        ("none-such", "towards 10.0.0.1"),
+    ]:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)
+        assert health.own_address() == address
