@@ -88,6 +88,23 @@ def test_what_comes_early_waits_its_turn(pair: tuple[socket.socket, socket.socke
 
 @pytest.mark.timeout(30)
 @pytest.mark.usefixtures("moves")
+def test_nobody_waits_for_more_than_was_asked_for() -> None:
+    """Of two others one has sent its message, and the other is silent."""
+    ends = socket.socketpair(), socket.socketpair()
+    connections, rooms = Connections(), {r: torch.zeros(1, dtype=torch.uint8) for r in (0, 1)}
+    for rank, (ours, _) in enumerate(ends):
+        connections.keep(rank, ours)
+    with ends[0][1] as speaks, ends[1][1]:
+        waits = Transfer(connections, {}, rooms, HERE, 0.2)
+        speaks.send(struct.pack("<QQQ", *HERE, 1) + b"x")
+        waits.wait(0)
+        assert bytes(rooms[0].tolist()) == b"x"
+        with pytest.raises(TimeoutError):
+            waits.wait()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.usefixtures("moves")
 def test_bytes_that_come_one_by_one(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
     x, room = random(9), torch.zeros(9, dtype=torch.uint8)
