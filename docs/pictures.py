@@ -11,13 +11,13 @@ from html import escape
 from pathlib import Path
 
 HERE = Path(__file__).parent / "algorithms"
-WIDTH, LEFT, ROW = 520, 74, 40  # narrow, so that text can be read on a phone
-COMPUTES, SENDS, TALL = 4, 21, 15  # of a row: where its halves begin, and how tall they are
-CHARACTER = 7.6  # about as wide as one of 14 px
+WIDTH, LEFT, ROW = 520, 76, 45  # narrow, so that text can be read on a phone
+COMPUTES, SENDS, TALL = 4, 24, 18  # of a row: where its halves begin, and how tall they are
+CHARACTER = 8.2  # about as wide as one of 16 px
 
 STYLE = """
-text{font:14px system-ui,sans-serif;fill:#33373d}
-text.mid,text.in{text-anchor:middle}text.in{font-size:11px}text.in:not(.kept){fill:#fff}
+text{font:16px Helvetica,Arial,sans-serif;fill:#33373d}
+text.mid,text.in{text-anchor:middle}text.in{font-size:13px}text.in:not(.kept){fill:#fff}
 rect.step{fill:#1b998b}rect.back{fill:#12756a}rect.gradients{fill:#c76a08}
 rect.parameters{fill:#3f78d8}rect.fragments{fill:#8f63cf}rect.messages{fill:#7a828c}
 rect.wait{fill:none;stroke:#8a9099;stroke-dasharray:2 3}rect.kept{fill:#8a9099;opacity:.3}
@@ -47,12 +47,12 @@ class Timeline:
     def __init__(self, *rows: str, top: int = 1) -> None:
         """``top``: lines of text above the rows."""
         self.rows = rows
-        self.top = 20 * top + 4
+        self.top = 22 * top + 5
         self.bottom = self.top + ROW * len(rows)
         self.marks: list[str] = []
         self.kinds: dict[str, str] = {}
         for row, name in enumerate(rows):
-            self.marks.append(f'<text x="0" y="{self._y(row) + 17}">{escape(name)}</text>')
+            self.marks.append(f'<text x="0" y="{self._y(row) + 19}">{escape(name)}</text>')
 
     @property
     def workers(self) -> range:
@@ -67,7 +67,7 @@ class Timeline:
         width = f'width="{length - 1:g}" height="{TALL}" rx="2"'
         self.marks.append(f'<rect class="{kind}" x="{x:g}" y="{y}" {width}/>')
         if text:
-            middle = f'x="{x + length / 2:g}" y="{y + 11}"'
+            middle = f'x="{x + length / 2:g}" y="{y + 13.5:g}"'
             self.marks.append(f'<text class="in {kind}" {middle}>{escape(text)}</text>')
 
     def computes(
@@ -98,13 +98,11 @@ class Timeline:
     def fold(self, at: float, text: str = "", line: int = 1) -> None:
         """When what arrived becomes part of the model: a line through all rows, and what is done,
         on this line of text above them."""
-        x, y = LEFT + at, self.top - 4
-        self.marks.append(
-            f'<line class="fold" x1="{x:g}" y1="{y - 2}" x2="{x:g}" y2="{self.bottom}"/>'
-        )
+        x, y, end = LEFT + at, self.top - 4, self._y(len(self.workers)) + 6
+        self.marks.append(f'<line class="fold" x1="{x:g}" y1="{y - 2}" x2="{x:g}" y2="{end}"/>')
         half = CHARACTER * len(text) / 2
         x = min(max(x, half), WIDTH - half)
-        label = f'<text class="mid" x="{x:g}" y="{y - 20 * (line - 1) - 5}">{escape(text)}</text>'
+        label = f'<text class="mid" x="{x:g}" y="{y - 22 * (line - 1) - 5}">{escape(text)}</text>'
         self.marks.append(label if text else "")
 
     def says(self, at: float, text: str) -> None:
@@ -118,12 +116,12 @@ class Timeline:
         self.marks.append(f'<line class="track" x1="{LEFT}" y1="{y}" x2="{WIDTH - 8}" y2="{y}"/>')
         for at in times:
             self.marks.append(f'<circle class="knob" cx="{LEFT + at:g}" cy="{y}" r="6"/>')
-        self.marks.append(f'<text x="{LEFT}" y="{y + 22}">{escape(text)}</text>')
+        self.marks.append(f'<text x="{LEFT}" y="{y + 25}">{escape(text)}</text>')
 
     def arrow(self, source: int, target: int, at: float, length: float = 0) -> None:
         """A message from one worker to another."""
         down = 1 if target > source else -1
-        y1, y2 = (self._y(row) + COMPUTES + 8 for row in (source, target))
+        y1, y2 = (self._y(row) + COMPUTES + 9 for row in (source, target))
         x = f'x1="{LEFT + at:g}" x2="{LEFT + at + length:g}"'
         self.marks.append(f'<line class="arrow" {x} y1="{y1 + 5 * down}" y2="{y2 - 5 * down}"/>')
         self.kinds.setdefault("arrow", "")
@@ -136,21 +134,21 @@ class Timeline:
     def drawn(self, **legend: str) -> str:
         """The SVG; ``legend`` says what a kind of block means here, where it is special."""
         entries = {**self.kinds, **legend}
-        x, y, found = 0.0, self.bottom + 20, []
+        x, y, found = 0.0, self.bottom + 24, []
         for kind, text in entries.items():
-            width = 20 + CHARACTER * len(text) + 14
+            width = 22 + CHARACTER * len(text) + 14
             if not text:
                 continue
             if x + width - 14 > WIDTH:
-                x, y = 0.0, y + 20
+                x, y = 0.0, y + 24
             if kind == "arrow":
                 found.append(
-                    f'<line class="arrow" x1="{x:g}" x2="{x + 15:g}" y1="{y - 5}" y2="{y - 5}"/>'
+                    f'<line class="arrow" x1="{x:g}" x2="{x + 15:g}" y1="{y - 6}" y2="{y - 6}"/>'
                 )
             else:
-                size = 'width="14" height="12" rx="2"'
-                found.append(f'<rect class="{kind}" x="{x:g}" y="{y - 11}" {size}/>')
-            found.append(f'<text x="{x + 20:g}" y="{y}">{escape(text)}</text>')
+                size = 'width="15" height="13" rx="2"'
+                found.append(f'<rect class="{kind}" x="{x:g}" y="{y - 12}" {size}/>')
+            found.append(f'<text x="{x + 22:g}" y="{y}">{escape(text)}</text>')
             x += width
         tip = TIP if "arrow" in entries else ""
         lines = [
@@ -170,14 +168,13 @@ def workers(n: int = 3) -> list[str]:
 
 def ddp() -> str:
     t = Timeline(*workers())
-    for k in range(3):
-        at = 150 * k
-        t.computes(at, 46, text="forward")
-        t.computes(at + 46, 74, "back", "backward")
-        t.computes(at + 120, 16, "wait")
+    for at in (0, 224):
+        t.computes(at, 76, text="forward")
+        t.computes(at + 76, 112, "back", "backward")
+        t.computes(at + 188, 24, "wait")
         for bucket in range(3):
-            t.sends(at + 70 + 22 * bucket, 22, "gradients")
-        t.fold(at + 136, "g ← mean(g)" if not k else "")
+            t.sends(at + 110 + 34 * bucket, 34, "gradients")
+        t.fold(at + 212, "" if at else "g ← mean(g)")
     return t.drawn(step="forward", back="backward", gradients="gradients travel, bucket by bucket")
 
 
@@ -338,14 +335,13 @@ def power_sgd() -> str:
 
 def demo() -> str:
     t = Timeline(*workers())
-    for k in range(3):
-        at = 148 * k
-        t.computes(at, 50, text="forward")
-        t.computes(at + 50, 74, "back", "backward")
-        t.computes(at + 124, 14, "wait")
-        t.sends(at, 116, "kept", "e")
-        t.sends(at + 116, 22, "gradients", "q")
-        t.fold(at + 138, "g ← sign(mean(q))" if k == 1 else "")
+    for at in (0, 224):
+        t.computes(at, 76, text="forward")
+        t.computes(at + 76, 112, "back", "backward")
+        t.computes(at + 188, 24, "wait")
+        t.sends(at, 184, "kept", "e")
+        t.sends(at + 184, 28, "gradients", "q")
+        t.fold(at + 212, "" if at else "g ← sign(mean(q))")
     return t.drawn(
         step="forward",
         back="backward",
