@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
 
-.PHONY: demo test check bench science race validate-model peers mutations stress look docs tutorial clean
+.PHONY: demo test check bench science race validate-model peers mutations stress look docs pictures tutorial clean
 
 demo: $(READY)            ## compare DDP, local SGD, SlowMo and DiLoCo on a 100 Mbit/s network
 	$(BIN)/laconic compare
@@ -57,6 +57,9 @@ look: $(READY)            ## pictures of the demo's report, with Chromium
 docs: $(DOCS)             ## build the docs site into build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 	$(BIN)/python tests/offline.py build/site
+
+pictures: $(READY)        ## draw the timelines of docs/algorithms
+	$(BIN)/python docs/pictures.py
 
 tutorial: $(DOCS)         ## execute the tutorial's chapters and write their pages; some minutes
 	$(BIN)/python -m tutorial.pages

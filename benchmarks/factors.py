@@ -30,6 +30,7 @@ DDP_STEPS = (120, 180, 240, 320, STEPS)
 ROWS = (
     "ddp(codec='int4')",
     "power_sgd(4, codec='int8')",
+    "sparse_loco(16)",
     *(
         f"streaming_diloco({period}, 4, 1, codec='int4', lr=0.7, momentum=0.6)"
         for period in (4, 8, 16, 32, 64)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
+from docs import pictures
 
 import laconic
+from laconic.predict import Facts, predict
 from laconic.recipes import RECIPES
 from offline import elsewhere
 
@@ -76,3 +80,78 @@ def test_every_public_name_is_in_the_reference() -> None:
 )
 def test_what_a_page_loads_from_elsewhere_is_found(page: str, found: int) -> None:
     assert len(elsewhere(page)) == found
+
+
+ALGORITHMS = sorted((DOCS / "algorithms").glob("*.md"))
+
+
+def signature(recipe: Callable[..., object]) -> str:
+    """Names and defaults, as the pages write them."""
+    plain = [p.replace(annotation=p.empty) for p in inspect.signature(recipe).parameters.values()]
+    return f"{recipe.__name__}{inspect.Signature(plain)}".replace("'", '"')
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), laconic.auto], ids=lambda r: r.__name__)
+def test_every_recipe_has_a_page_with_its_defaults(recipe: Callable[..., object]) -> None:
+    pages = [" ".join(page.read_text().split()) for page in ALGORITHMS]
+    assert sum(signature(recipe) in page for page in pages) == 1, signature(recipe)
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("picture", pictures.PICTURES, ids=lambda p: p.__name__)
+def test_the_pictures_are_those_that_the_script_draws(picture: Callable[[], str]) -> None:
+    committed = (DOCS / "algorithms" / f"{picture.__name__}.svg").read_text(encoding="utf-8")
+    assert committed == picture(), "python docs/pictures.py"
+
+
+@pytest.mark.timeout(10)
+def test_every_picture_is_on_a_page_and_says_what_is_to_be_seen() -> None:
+    shown: list[str] = []
+    for page in ALGORITHMS:
+        found = re.findall(r"!\[([^\]]+)\]\(([^)]+)\)", page.read_text())
+        assert found or page.stem == "index", f"{page.name} has no picture"
+        assert all(len(alt) > 60 for alt, _ in found)
+        shown += [file for _, file in found]
+    assert sorted(shown) == sorted(f"{picture.__name__}.svg" for picture in pictures.PICTURES)
+
+
+SHAPES = ((1024, 1024),) * 4
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("n", [4, 8])
+@pytest.mark.parametrize(
+    ("recipe", "page", "formula", "share"),
+    [
+        (laconic.ddp(), "ddp", "2(n-1)/n B", lambda n: 2 * (n - 1) / n),
+        (laconic.local_sgd(8), "local_sgd", "2(n-1)/n B / H", lambda n: 2 * (n - 1) / n / 8),
+        (laconic.diloco(8), "diloco", "2(n-1)/n B / H", lambda n: 2 * (n - 1) / n / 8),
+        (
+            laconic.streaming_diloco(8),
+            "streaming_diloco",
+            "2(n-1)/n of about B/8 per period",
+            lambda n: 2 * (n - 1) / n / 8 / 8,
+        ),
+        (
+            laconic.sparse_loco(8),
+            "sparse_loco",
+            "(n-1)/144 B / H per step",
+            lambda n: (n - 1) / 144 / 8,
+        ),
+        (laconic.noloco(8), "noloco", "2 B / H per worker", lambda n: 2 / 8),
+        (laconic.power_sgd(4), "power_sgd", "1/128 of what DDP", lambda n: 2 * (n - 1) / n / 128),
+        (laconic.demo(), "demo", "(n-1)/93 B per worker", lambda n: (n - 1) / 93),
+        (laconic.sgp(), "gossip", "`peers` times B", lambda n: 1),
+        (laconic.d_psgd(), "gossip", "it sends 2 B per step", lambda n: 2),
+        (laconic.easgd(8), "elastic", "2(n-1)/n B / tau", lambda n: 2 * (n - 1) / n / 8),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_pages_say_of_bytes_is_what_the_cost_model_says(
+    recipe: laconic.Recipe, page: str, formula: str, share: Callable[[int], float], n: int
+) -> None:
+    facts = Facts(n, SHAPES, 4, compute=1.0, rate=1e9, latency=0.0)
+    sent = predict(recipe, facts).bytes / (4 * facts.elements)
+    assert formula in (DOCS / "algorithms" / f"{page}.md").read_text()
+    assert sent == pytest.approx(share(n), rel=0.02)
