@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,7 +23,7 @@ from laconic.advisor.numbers import facts_from
 from laconic.advisor.rehearse import rehearsals, rehearse
 from laconic.advisor.silent import Silent
 from laconic.cli import main
-from laconic.links import Throttled
+from laconic.links import Throttled, TorchLink
 from laconic.links.cost import Cost
 from laconic.parse import parse_recipe
 from laconic.predict import Facts, predict, work_key
@@ -228,15 +229,75 @@ def test_over_processes(pool: gloo.Pool) -> None:
     assert told["recommendation"] in {row["recipe"] for row in told["rows"]}
 
 
-def test_an_error_in_a_step_is_one_on_all_ranks() -> None:
+def groups() -> int:
+    """Process groups that this process is a member of."""
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def failing(rank: int, where: str) -> tuple[str, int]:
+    """What a rank is told where rank 1 of four has no memory left; and the process groups that
+    stay behind."""
+
+    def exhausted(*_: Any) -> None:
+        raise MemoryError("no room\nfor it")
+
+    model, _, step = training(rank)
+    before = groups()
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == 1:
+            at: dict[str, tuple[Any, str]] = {
+                "a step": (nn.Linear, "forward"),
+                "a rehearsal": (Silent, "reduce_scatter"),  # between two of its meetings
+                "preparing": (measure, "_peak"),
+                "a collective": (TorchLink, "swap"),
+            }
+            patched.setattr(*at[where], exhausted)
+        with pytest.raises((ValueError, la.LinkError)) as raised:
+            la.advise(model, step, steps=2, nprocs_per_node=2, timeout=20.0)
+    return f"{raised.typename}: {raised.value}", groups() - before
+
+
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        ("a step", "step_fn raised MemoryError: no room for it"),
+        ("a rehearsal", "a rehearsal of OuterStep and ShardedMean raised MemoryError: no room for it"),
+        ("preparing", "MemoryError: no room for it"),
+    ],
+)
+def test_what_fails_on_one_rank_fails_on_all_in_the_same_words(
+    pool: gloo.Pool, where: str, told: str
+) -> None:
+    assert pool.run(failing, where, ranks=4) == [(f"FailedError: rank 1: {told}", 0)] * 4
+
+
+def test_a_collective_that_fails_on_one_rank_is_lost_on_all(pool: gloo.Pool) -> None:
+    answers = pool.run(failing, "a collective", ranks=4)
+    assert all(text.startswith("LinkError") and left == 0 for text, left in answers)
+    assert "swap of" in answers[1][0] and "no room" in answers[1][0]
+
+
+def test_an_error_in_a_step_is_one_of_simulated_workers_too() -> None:
     def one(rank: int) -> str:
         model, _, step = training(rank, fail=rank == 1)
-        with pytest.raises(ValueError, match="step_fn") as raised:
+        with pytest.raises(ValueError) as raised:
             la.advise(model, step, steps=2)
         return str(raised.value)
 
-    other, own = la.simulate(one, workers=2)
-    assert "ranks [1]" in other and "out of batches" in own
+    told = "rank 1: step_fn raised RuntimeError: out of batches"
+    assert la.simulate(one, workers=2) == [told, told]
+
+
+def over_own_groups(rank: int) -> tuple[str, int]:
+    model, optimizer, step = training(rank)
+    before = groups()
+    found = la.advise(model, step, optimizer=optimizer, steps=2, nprocs_per_node=2)
+    return found.to_json(), groups() - before
+
+
+def test_process_groups_made_for_measuring_are_destroyed(pool: gloo.Pool) -> None:
+    answers = pool.run(over_own_groups, ranks=4)
+    assert answers == [(answers[0][0], 0)] * 4
 
 
 def test_one_worker_has_nobody_to_talk_to() -> None:

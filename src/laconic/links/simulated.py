@@ -210,6 +210,9 @@ class SimulatedLink:
     def status(self, text: str) -> None:
         """Nothing to tell: errors name the calls in which workers wait."""
 
+    def close(self) -> None:
+        """Nothing to give back."""
+
 
 def single_link() -> Link:
     """The link of a set of one rank: nothing to send."""
