@@ -51,6 +51,7 @@ WIRE = ["tests/test_wire.py"]
 AUTO = ["tests/test_auto.py", "-k", "not process"]
 PREDICT = ["tests/test_predict.py"]
 ADVISE = ["tests/test_advise.py"]
+FAILS = ["tests/test_advise.py", "-k", "fails_on or groups_made or same_words"]
 TUNE = ["tests/test_tune.py", "-k", "not killed"]
 
 MUTATIONS: list[tuple[str, str, str, list[str]]] = [
@@ -293,6 +294,9 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("advisor/fit.py", "max(least, start) / messages", "max(least, start)", ADVISE),
     ("advisor/advice.py", "row.seconds * row.steps", "row.seconds", ADVISE),
     ("advisor/advice.py", "(1 + WORTH) * _score(best)", "_score(best)", ADVISE),
+    ("advisor/bench.py", "        if failed:", "        if False:", FAILS),
+    ("links/torch_link.py", "dist.destroy_process_group(self._group)", "pass", FAILS),
+    ("advisor/advice.py", "    if not tied:", "    if True:", ADVISE),
     ("auto.py", "min(seconds[text] * steps[text] for", "min(seconds[text] for", AUTO),
     ("auto.py", "before = self.now if self.choices else None", "before = self.now", AUTO),
     ("auto.py", "self._traffic, each = traffic, seconds / sent", "pass", AUTO),

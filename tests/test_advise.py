@@ -11,24 +11,28 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic as la
 from laconic.advisor import advice_on, measure
+from laconic.advisor.advice import recommend
 from laconic.advisor.choices import choices, rehearsed, steps_of
 from laconic.advisor.fit import Sample, fit
 from laconic.advisor.numbers import facts_from
 from laconic.advisor.rehearse import rehearsals, rehearse
 from laconic.advisor.silent import Silent
 from laconic.cli import main
-from laconic.links import Throttled
+from laconic.links import Throttled, TorchLink
 from laconic.links.cost import Cost
 from laconic.parse import parse_recipe
 from laconic.predict import Facts, predict, work_key
 
 import gloo
 
+LIKE = "4, 1, codec='int4', lr=0.7, momentum=0.6"
+"""What `laconic.streaming_diloco` was measured with."""
 TEXT = Facts(4, ((845, 1024),), 4, 0.15, 100e6, 1e-3)
 
 
@@ -156,10 +160,65 @@ def test_two_workers_are_not_told_to_gossip_nor_three_to_have_momentum() -> None
 
 
 def test_steps_grow_with_the_period() -> None:
-    periods = [steps_of(la.local_sgd(h)) for h in (4, 16, 64, 256)]
+    periods = [steps_of(la.local_sgd(h)).factor for h in (4, 16, 64, 256)]
     assert periods[0] > 1 and periods == sorted(set(periods))
-    assert steps_of(la.ddp()) == steps_of(la.ddp(codec="int8")) == 1
-    assert 1 < steps_of(la.ddp(codec="int4")) < periods[0]
+    assert steps_of(la.ddp()).factor == steps_of(la.ddp(codec="int8")).factor == 1
+    assert 1 < steps_of(la.ddp(codec="int4")).factor < periods[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "source"),
+    [
+        ("ddp()", "the same mathematics"),
+        ("ddp(codec='int8')", "no more were seen (docs/coded.md)"),
+        ("ddp(codec='int4')", "measured (benchmarks.factors)"),
+        ("ddp(codec='int2')", "taken for those of Int4 gradients"),
+        ("power_sgd(2)", "taken for those of Int4 gradients"),
+        (f"streaming_diloco(16, {LIKE})", "measured (benchmarks.factors)"),
+        (f"streaming_diloco(16, {LIKE.replace('1', '2', 1)})", "measured with a delay of 1"),
+        (f"streaming_diloco(256, {LIKE})", "continued from streaming_diloco(64)"),
+        ("streaming_diloco(16, 4, 1)", "taken for those of streaming_diloco(16)"),
+        ("local_sgd(16)", "taken for those of streaming_diloco(16)"),
+        ("sgp()", "taken for those of streaming_diloco(4)"),
+    ],
+)
+def test_it_is_told_where_steps_are_from(text: str, source: str) -> None:
+    recipe = parse_recipe(text)
+    assert isinstance(recipe, tuple)
+    assert steps_of(recipe).source == source
+
+
+def test_what_no_measurement_tells_apart_is_told() -> None:
+    for rate in (1e5, 1e6, 1e7, 1e8, 1e11):
+        advice = advice_on(Facts(16, TEXT.shapes, 4, 0.15, rate, 1e-4))
+        row = advice.row
+        tied = [
+            other.recipe
+            for other in advice.rows
+            if other is not row
+            and (other.steps, other.seconds <= 1.05 * row.seconds) == (row.steps, True)
+            and any(
+                r.steps_from.startswith(("taken", "continued", "measured with"))
+                for r in (row, other)
+            )
+        ]
+        assert ("Not measured is" in advice.reason) == bool(tied)
+        assert all(text in advice.reason for text in tied)
+
+
+def test_a_tie_is_told_with_the_recipes_in_it() -> None:
+    rows = advice_on(Facts(16, TEXT.shapes, 4, 0.15, 1e6, 1e-4)).rows
+    ddp, plain, slow = (
+        next(r for r in rows if r.recipe.startswith(text))
+        for text in ("ddp()", "local_sgd(16)", "slowmo(local_sgd(16)")
+    )
+    ddp = replace(ddp, seconds=9.0)
+    taken, reason = recommend([ddp, replace(plain, seconds=1.0), replace(slow, seconds=0.98)])
+    assert taken.recipe == plain.recipe
+    assert f"how many steps it takes beside {slow.recipe}: taken for as many." in reason
+    assert "taken for those of streaming_diloco(16)" in reason
+    _, reason = recommend([ddp, replace(plain, seconds=1.0), replace(slow, seconds=2.0)])
+    assert "Not measured" not in reason
 
 
 # -- measured ----
@@ -228,15 +287,78 @@ def test_over_processes(pool: gloo.Pool) -> None:
     assert told["recommendation"] in {row["recipe"] for row in told["rows"]}
 
 
-def test_an_error_in_a_step_is_one_on_all_ranks() -> None:
+def groups() -> int:
+    """Process groups that this process is a member of."""
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def failing(rank: int, where: str) -> tuple[str, int]:
+    """What a rank is told where rank 1 of four has no memory left; and the process groups that
+    stay behind."""
+
+    def exhausted(*_: Any) -> None:
+        raise MemoryError("no room\nfor it")
+
+    model, _, step = training(rank)
+    before = groups()
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == 1:
+            at: dict[str, tuple[Any, str]] = {
+                "a step": (nn.Linear, "forward"),
+                "a rehearsal": (Silent, "reduce_scatter"),  # between two of its meetings
+                "preparing": (measure, "_peak"),
+                "a collective": (TorchLink, "swap"),
+            }
+            patched.setattr(*at[where], exhausted)
+        with pytest.raises((ValueError, la.LinkError)) as raised:
+            la.advise(model, step, steps=2, nprocs_per_node=2, timeout=20.0)
+    return f"{raised.typename}: {raised.value}", groups() - before
+
+
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        ("a step", "step_fn raised MemoryError: no room for it"),
+        (
+            "a rehearsal",
+            "a rehearsal of OuterStep and ShardedMean raised MemoryError: no room for it",
+        ),
+        ("preparing", "MemoryError: no room for it"),
+    ],
+)
+def test_what_fails_on_one_rank_fails_on_all_in_the_same_words(
+    pool: gloo.Pool, where: str, told: str
+) -> None:
+    assert pool.run(failing, where, ranks=4) == [(f"FailedError: rank 1: {told}", 0)] * 4
+
+
+def test_a_collective_that_fails_on_one_rank_is_lost_on_all(pool: gloo.Pool) -> None:
+    answers = pool.run(failing, "a collective", ranks=4)
+    assert all(text.startswith("LinkError") and left == 0 for text, left in answers)
+    assert "swap of" in answers[1][0] and "no room" in answers[1][0]
+
+
+def test_an_error_in_a_step_is_one_of_simulated_workers_too() -> None:
     def one(rank: int) -> str:
         model, _, step = training(rank, fail=rank == 1)
-        with pytest.raises(ValueError, match="step_fn") as raised:
+        with pytest.raises(ValueError) as raised:
             la.advise(model, step, steps=2)
         return str(raised.value)
 
-    other, own = la.simulate(one, workers=2)
-    assert "ranks [1]" in other and "out of batches" in own
+    told = "rank 1: step_fn raised RuntimeError: out of batches"
+    assert la.simulate(one, workers=2) == [told, told]
+
+
+def over_own_groups(rank: int) -> tuple[str, int]:
+    model, optimizer, step = training(rank)
+    before = groups()
+    found = la.advise(model, step, optimizer=optimizer, steps=2, nprocs_per_node=2)
+    return found.to_json(), groups() - before
+
+
+def test_process_groups_made_for_measuring_are_destroyed(pool: gloo.Pool) -> None:
+    answers = pool.run(over_own_groups, ranks=4)
+    assert answers == [(answers[0][0], 0)] * 4
 
 
 def test_one_worker_has_nobody_to_talk_to() -> None:
@@ -284,7 +406,7 @@ def test_from_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["advise", *NUMBERS, "--per-node", "8", "--json"]) == 0
+    assert main(["advise", *NUMBERS, "--nprocs-per-node", "8", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert set(told) == {
         "facts", "rows", "guide", "recommendation", "code", "reason", "computes", "held", "peak",
@@ -292,10 +414,10 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     row = next(row for row in told["rows"] if row["recipe"] == "local_sgd(16)")
     assert set(row) == {
         "recipe", "period", "seconds", "hidden", "megabytes", "memory", "speedup", "share",
-        "steps", "quality",
+        "steps", "steps_from", "quality",
     }  # fmt: skip
     facts = facts_from(
-        params=1_300_000_000, step_time=0.9, bandwidth=1e9, latency=0.03, nodes=8, per_node=8
+        params=1_300_000_000, step_time=0.9, bandwidth=1e9, latency=0.03, nodes=8, nprocs_per_node=8
     )
     assert row["seconds"] == predict(la.local_sgd(16), facts).seconds
     assert told["guide"][0]["pays_here"] is True
@@ -315,7 +437,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         ([*NUMBERS, "--nodes", "1"], "nodes"),
         ([*NUMBERS, "--dtype", "int3"], "'float32'"),
         ([*NUMBERS, "--backward-share", "2"], "backward-share"),
-        ([*NUMBERS, "--local-bandwidth", "1gbit"], "per-node > 1"),
+        ([*NUMBERS, "--local-bandwidth", "1gbit"], "nprocs-per-node > 1"),
         ([*NUMBERS, "--hosts", "3"], "--hosts belongs to a measurement"),
         ([*NUMBERS, "--recipe", "nonsense"], "nonsense"),
         ([*NUMBERS, "--plot", "advice.docx"], "png"),

@@ -526,7 +526,7 @@ def test_what_is_no_number_is_refused(
     [
         ("rich", "laconic compare needs rich: pip install 'laconic[lab]'"),
         ("matplotlib", "laconic compare needs matplotlib: pip install 'laconic[lab]'"),
-        ("sklearn.datasets", "scikit-learn"),
+        ("sklearn", "scikit-learn"),
     ],
 )
 def test_a_package_that_is_missing_is_named(

@@ -12,7 +12,7 @@ import pytest
 
 import laconic as la
 from laconic.links import health
-from test_exactness import NEWER, ROWS
+from test_exactness import IN_PROCESSES, ROWS
 
 import gloo
 import training
@@ -23,13 +23,10 @@ def over_gloo(rank: int, job: Job) -> list[Any]:
     return training.train(job, rank, gloo.link_of(job.workers))
 
 
-@pytest.mark.parametrize(
-    ("row", "workers"),
-    [(row, 4 if row in NEWER or place % 2 else 2) for place, row in enumerate(ROWS)],
-)
+@pytest.mark.parametrize(("row", "workers"), IN_PROCESSES.items())
 def test_gloo_equals_reference_and_simulation(pool: gloo.Pool, row: str, workers: int) -> None:
     recipe, expected = ROWS[row]
-    job = Job(recipe, workers, steps=14, optimiser="adamw")
+    job = Job(recipe, workers, optimiser="adamw")
     trace, threads = job.expected(expected), simulated(job)
     processes = pool.run(over_gloo, job, ranks=workers)
     assert largest_difference(processes, trace) < 1e-10

@@ -98,7 +98,7 @@ def test_the_long_run_counts(recipe: Recipe, share: float) -> None:
 def test_sums_travel_where_nothing_is_coded() -> None:
     """Of 2 ranks a node an all-reduce passes the card once, what goes to every rank twice, but for
     what stays in the node."""
-    facts = facts_from(**{**NUMBERS, "backward_share": 0.0}, per_node=2)
+    facts = facts_from(**{**NUMBERS, "backward_share": 0.0}, nprocs_per_node=2)
     coded = predict(la.ddp(codec="int8"), facts)
     assert coded.exposed == pytest.approx(coded.bytes * 8 / (80e6 / 2) * 6 / 7, rel=1e-6)
     low = predict(la.power_sgd(4), facts)
@@ -218,7 +218,7 @@ def test_numbers_make_the_same_facts() -> None:
 def test_ranks_of_a_node_share_its_card() -> None:
     """Between nodes, 8 ranks with an eighth of the model each take as long as one with all of it;
     an all-reduce over all 32 ranks passes each card once."""
-    facts = facts_from(**NUMBERS, per_node=8)
+    facts = facts_from(**NUMBERS, nprocs_per_node=8)
     assert predict(la.local_sgd(10), facts).seconds == pytest.approx(0.5 + WHOLE / 10)
     ddp = predict(la.ddp(), replace(facts, backward=0.0))
     assert ddp.seconds == pytest.approx(0.5 + 2 * 31 / 32 * 3.2)
@@ -232,11 +232,11 @@ def test_ranks_of_a_node_share_its_card() -> None:
         ({"bandwidth": 0.0}, "bandwidth"),
         ({"latency": -1.0}, "latency"),
         ({"nodes": 1}, "nodes"),
-        ({"per_node": 0}, "per-node"),
+        ({"nprocs_per_node": 0}, "nprocs-per-node"),
         ({"backward_share": 1.5}, "backward-share"),
         ({"dtype": "int3"}, "'float32', 'bfloat16'"),
-        ({"local_bandwidth": 1e9}, "per-node > 1"),
-        ({"local_bandwidth": 1e6, "per_node": 2}, "nodes of their own"),
+        ({"local_bandwidth": 1e9}, "nprocs-per-node > 1"),
+        ({"local_bandwidth": 1e6, "nprocs_per_node": 2}, "nodes of their own"),
     ],
 )
 def test_numbers_at_odds_are_refused(wrong: dict[str, Any], named: str) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sklearn.datasets import load_digits
 
 from laconic.lab import workloads
 from laconic.lab.workloads import Batch, Workload, load, lr_factor
@@ -88,6 +89,13 @@ def test_batches_refuse_a_worker_that_is_none(
 ) -> None:
     with pytest.raises(ValueError, match="is not one of"):
         workload.batches(worker, workers, 0)
+
+
+def test_digits_are_scikit_learns() -> None:
+    pictures, classes = load_digits(return_X_y=True)
+    table = workloads._digits_table()
+    assert torch.equal(table[:, :-1], torch.from_numpy(pictures))
+    assert torch.equal(table[:, -1], torch.from_numpy(classes).double())
 
 
 @pytest.mark.parametrize("workers", [1, 3, 8])
@@ -232,6 +240,6 @@ def test_the_smallest_file_that_is_taken_works(tmp_path: Path) -> None:
 
 
 def test_digits_without_scikit_learn_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(ImportError, match="scikit-learn"):
         load("digits")

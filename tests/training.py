@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,10 @@ OPTIMISERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], list[Any]]] = 
 """By name: the torch optimiser over two groups, and the reference's rules for them."""
 
 
+_data = cache(reference.make_data)
+"""Every worker asks for that of all."""
+
+
 @dataclass(frozen=True)
 class Job:
     """One run of the problem, alike on all links."""
@@ -65,7 +70,7 @@ class Job:
     reports: bool = True
 
     def data(self) -> reference.Data:
-        return reference.make_data(self.workers, self.steps, self.seed)
+        return _data(self.workers, self.steps, self.seed)
 
     def expected(self, recipe: reference.Recipe) -> reference.Trace:
         rules = OPTIMISERS[self.optimiser][1]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from laconic.advisor.choices import Choice, choices, steps_of
+from laconic.advisor.choices import KNOWN, Choice, choices, steps_of
 from laconic.links import cost
 from laconic.parse import qualified
 from laconic.predict import Facts, often, predict
@@ -35,7 +35,8 @@ class Row:
     """A recipe's prediction: ``seconds`` per step; ``hidden``, the share of communication that
     training does not wait for; ``megabytes`` per step to other workers, of a rank; ``memory``,
     bytes of a rank for what rounds keep; ``speedup`` against DDP, and ``share`` of the speed
-    without communication; ``steps``, how many it takes for one of DDP's, as `steps_of` says."""
+    without communication; ``steps``, how many it takes for one of DDP's, and ``steps_from``, where
+    that is from, as `steps_of` says; ``quality``: what the literature or this repository says."""
 
     recipe: str
     period: int | None
@@ -46,6 +47,7 @@ class Row:
     speedup: float
     share: float
     steps: float
+    steps_from: str
     quality: str
 
 
@@ -86,7 +88,7 @@ class Advice:
     """What `laconic.advise` returns, alike on every rank. ``computes``: seconds of a step on each
     rank; ``held``, bytes of parameters, gradients and optimiser state, and ``peak``, of memory in
     use: None where nothing was measured. ``recommendation`` is a recipe's text, ``code`` the line
-    for a training loop, ``reason`` one sentence."""
+    for a training loop, ``reason`` why, with the recipes that no measurement tells from it."""
 
     facts: Facts
     rows: tuple[Row, ...]
@@ -145,7 +147,7 @@ def rows_of(found: Sequence[Choice], facts: Facts) -> list[Row]:
         p = predict(c.recipe, facts)
         kept = memory(c.recipe, facts)
         at = p.seconds, p.hidden, p.bytes / 1e6, kept, ddp / p.seconds, facts.compute / p.seconds
-        rows.append(Row(c.text, c.period, *at, steps_of(c.recipe), c.quality))
+        rows.append(Row(c.text, c.period, *at, *steps_of(c.recipe), c.quality))
     return rows
 
 
@@ -164,10 +166,29 @@ def recommend(rows: Sequence[Row]) -> tuple[Row, str]:
         f"{taken.share:.0%} of the speed without communication), and {taken.steps:.3g} steps for "
         "one of ddp()'s"
     )
+    if taken.steps_from not in KNOWN:
+        told += f" ({taken.steps_from})"
     if taken is best:
-        return taken, f"{told}: the most progress per second."
+        return taken, f"{told}: the most progress per second.{_ties(rows, taken)}"
     more = _score(taken) / _score(best) - 1
-    return taken, f"{told}; {best.recipe} makes {more:.1%} more progress, and gives up more."
+    told += f"; {best.recipe} makes {more:.1%} more progress, and gives up more."
+    return taken, told + _ties(rows, taken)
+
+
+def _ties(rows: Sequence[Row], taken: Row) -> str:
+    """Which rows are left or preferred for their seconds, or their place, alone: of as many steps,
+    since those of one of the two were not measured, and no slower than `WORTH`."""
+    tied = [
+        row.recipe
+        for row in rows
+        if row is not taken
+        and row.steps == taken.steps
+        and not {row.steps_from, taken.steps_from} <= set(KNOWN)
+        and row.seconds <= (1 + WORTH) * taken.seconds
+    ]
+    if not tied:
+        return ""
+    return f" Not measured is how many steps it takes beside {', '.join(tied)}: taken for as many."
 
 
 def _score(row: Row) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Literal
 
@@ -12,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from laconic.advisor.advice import Advice, advice_on
+from laconic.advisor.bench import Bench
 from laconic.advisor.choices import PLAIN, choices, rehearsed
-from laconic.advisor.measure import Bench, Measured, measure
+from laconic.advisor.measure import Measured, measure
 from laconic.attach import check_free
 from laconic.errors import check_float, check_int
 from laconic.links.link import Link
@@ -42,8 +44,9 @@ def advise(
     ``timeout``: as for `laconic.attach`.
 
     Seconds and bytes in the result are of one step. All ranks get the same. Raises ``ValueError``
-    on every rank where there is one worker alone, where an argument is wrong or where ``step_fn``
-    raised on one of them, and `laconic.LinkError` where a rank is lost.
+    on every rank where there is one worker alone, where an argument is wrong or, in the same words,
+    where ``step_fn`` or a rehearsed round raised on one of them (an exhausted memory, say), and
+    `laconic.LinkError` where a rank is lost. The process groups made for it end with it.
     """
     choices(PLAIN, recipes)  # raises for what is none, before anything is measured
     found = measured(
@@ -83,18 +86,25 @@ def measured(
     device = next((p.device for p in model.parameters() if p.requires_grad), None)
     if device is None:
         raise ValueError("the model has no parameter to train")
-    world = link or own_link(device, timeout)
-    layout = layout_of(world, nprocs_per_node, None, False)
-    sets = sets_of(world, layout, None, False)
-    if sets["workers"].size < 2:
-        raise ValueError(
-            f"there is one worker of {world.size} rank(s), and nobody to talk to: start more "
-            "(torchrun), or give numbers to laconic advise"
-        )
-    bench = Bench(world, sets["workers"], sets["replica"], device)
-    compared = recipes(sets["workers"].size)
-    _check_alike(bench, model, compared, steps)
-    return measure(bench, model, step_fn, compared, steps, optimizer)
+    with ExitStack() as made:
+        world = link or own_link(device, timeout)
+        if link is None:
+            made.callback(world.close)
+        layout = layout_of(world, nprocs_per_node, None, False)
+        sets = sets_of(world, layout, None, False)
+        for other in (sets["workers"], sets["replica"]):
+            if other is not world:
+                made.callback(other.close)
+        if sets["workers"].size < 2:
+            raise ValueError(
+                f"there is one worker of {world.size} rank(s), and nobody to talk to: start more "
+                "(torchrun), or give numbers to laconic advise"
+            )
+        bench = Bench(world, sets["workers"], sets["replica"], device)
+        compared = recipes(sets["workers"].size)
+        _check_alike(bench, model, compared, steps)
+        with bench.together():
+            return measure(bench, model, step_fn, compared, steps, optimizer)
 
 
 def _check_alike(bench: Bench, model: nn.Module, recipes: Sequence[Recipe], steps: int) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from laconic.advisor.tuning_space import usual_momentum
 from laconic.auto import GRADIENTS, Auto, delay_for, streaming
@@ -58,6 +59,14 @@ SPARSE = {
     64: "ahead of DiLoCo in long runs (Sarfi et al. 2025)",
     256: "rarer than the default of 30, after Sarfi et al. 2025: expect to lose quality",
 }
+MEASURED, EXACT = "measured (benchmarks.factors)", "the same mathematics"
+SEEN = "no more were seen (docs/coded.md)"
+KNOWN = (MEASURED, EXACT, SEEN)
+"""Where a recipe's steps are its own from."""
+LONGEST = 64
+"""The longest period of `laconic.streaming_diloco` that was measured."""
+ONES = {CODECS[name] for name, steps in GRADIENTS.items() if name is not None and steps == 1.0}
+"""Codecs of gradients of which no loss was seen."""
 OWN = "your own: laconic knows nothing of its quality"
 
 
@@ -125,20 +134,22 @@ def rehearsed(workers: int, own: Sequence[str] = ()) -> list[Recipe]:
     return [c.recipe for c in choices(replace(PLAIN, workers=workers), own)] + [local_sgd(1)]
 
 
-def steps_of(recipe: Recipe) -> float:
-    """How many steps a recipe takes for one of `laconic.ddp`, after what ``python -m
-    benchmarks.factors`` measured of gradients in Int4 and of `laconic.streaming_diloco`, with one
-    task. Others are taken for these: coded gradients for Int4, and a recipe in which workers
-    differ for the streaming one of the nearest period, from 4 up, as it loses about what that
-    does: what SlowMo or DiLoCo make of the same rounds is not in it. Raises ``ValueError`` for one
-    whose rounds on parameters end."""
+class Steps(NamedTuple):
+    """``factor``: how many steps a recipe takes for one of `laconic.ddp`; ``source``: where that is
+    from, one of `KNOWN` or another recipe."""
+
+    factor: float
+    source: str
+
+
+def steps_of(recipe: Recipe) -> Steps:
+    """After what ``python -m benchmarks.factors`` measured of gradients in Int4 and of
+    `laconic.streaming_diloco`, with one task. Others are taken for these: coded gradients for Int4,
+    and a recipe in which workers differ for the streaming one of the nearest period, from 4 up, as
+    it loses about what that does: what SlowMo or DiLoCo make of the same rounds is not in it.
+    Raises ``ValueError`` for one whose rounds on parameters end."""
     if not workers_differ(recipe):
-        if not any(r.exchange.slots for r in recipe):
-            return 1.0
-        codecs = [r.exchange.codec for r in recipe if isinstance(r.exchange, CodedMean)]
-        known = {CODECS[name]: steps for name, steps in GRADIENTS.items() if name is not None}
-        most = GRADIENTS["int4"]
-        return max((known.get(codec, most) for codec in codecs), default=most)
+        return _steps_of_gradients(recipe)
     share = max((often(r) for r in recipe if r.on == "params"), default=0.0)
     if not share:
         raise ValueError(
@@ -146,4 +157,19 @@ def steps_of(recipe: Recipe) -> float:
         )
     period = 1 / share
     nearest = min(STEPS, key=lambda p: abs(math.log2(p / period)))
-    return STEPS[nearest]
+    if recipe != streaming(nearest, recipe[0].delay, 1.0).recipe:
+        return Steps(STEPS[nearest], f"taken for those of streaming_diloco({nearest})")
+    if nearest > LONGEST:
+        return Steps(STEPS[nearest], f"continued from streaming_diloco({LONGEST})")
+    late = recipe[0].delay != 1
+    return Steps(STEPS[nearest], "measured with a delay of 1" if late else MEASURED)
+
+
+def _steps_of_gradients(recipe: Recipe) -> Steps:
+    if not any(r.exchange.slots for r in recipe):
+        return Steps(1.0, EXACT)
+    codecs = [r.exchange.codec for r in recipe if isinstance(r.exchange, CodedMean)]
+    if not codecs or any(codec not in ONES for codec in codecs):
+        known = bool(codecs) and all(codec in {CODECS["int4"], *ONES} for codec in codecs)
+        return Steps(GRADIENTS["int4"], MEASURED if known else "taken for those of Int4 gradients")
+    return Steps(1.0, SEEN)

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from laconic.advisor.bench import Bench, named
 from laconic.advisor.fit import Sample, fit
 from laconic.advisor.rehearse import now, rehearsals, rehearse
+from laconic.errors import LinkError
 from laconic.links import cost
 from laconic.links.cost import Cost
 from laconic.links.link import Link
 from laconic.predict import BACKWARD, Facts, Net
-from laconic.ranks import raise_on_all
 from laconic.round import Recipe
 
 WARMUP = 3
@@ -54,26 +55,6 @@ class Measured:
     computes: tuple[float, ...]
     held: int
     peak: int
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Where to measure: the links of all ranks, of one rank of each worker, and of the own
-    worker's; on ``device``."""
-
-    world: Link
-    workers: Link
-    replica: Link
-    device: torch.device
-
-    def everyone(self, *figures: float) -> Tensor:
-        """All ranks' figures, by rank; they meet here."""
-        own = torch.tensor(figures, dtype=torch.float64, device=self.device)
-        return self.world.gather(own).cpu()
-
-    def meet(self) -> None:
-        """Wait for all ranks."""
-        self.everyone(0.0)
 
 
 def measure(
@@ -110,7 +91,8 @@ def measure(
     )
     work = {}
     for key, r in rehearsals(recipes).items():
-        own_work = rehearse(r, facts, params[0].dtype, bench.device, bench.meet)
+        with named(f"a rehearsal of {type(r.update).__name__} and {type(r.exchange).__name__}"):
+            own_work = rehearse(r, facts, params[0].dtype, bench.device, bench.meet)
         work[key] = float(bench.everyone(own_work).max())
     facts = replace(facts, work=work)
     held = 2 * sum(p.numel() * p.element_size() for p in params) + _state_bytes(optimizer)
@@ -174,7 +156,7 @@ class _Arrivals:
 
 
 class _Steps:
-    """Times the user's steps. An error in one of them is an error on all ranks."""
+    """Times the user's steps."""
 
     def __init__(self, bench: Bench, step: Callable[[], object], params: Sequence[Tensor]) -> None:
         self._bench, self._step, self._params = bench, step, params
@@ -183,28 +165,19 @@ class _Steps:
     def run(self, count: int, *, meet: bool = False) -> list[float]:
         """Seconds of each of ``count`` steps; ``meet``: all ranks wait for each other after each,
         which counts."""
-        bench, problem, spans, windows = self._bench, None, [], []
+        bench, spans, windows = self._bench, [], []
         with _Arrivals(self._params, bench.device) as arrivals:
             bench.meet()
             for _ in range(count):
                 arrivals.clear()
                 start = now(bench.device)
-                try:
-                    if problem is None:
-                        self._step()
-                except Exception as error:
-                    problem = error
+                with named("step_fn"):
+                    self._step()
                 if meet:
                     bench.meet()
                 spans.append(now(bench.device) - start)
                 windows += arrivals.window()
         self.backward = statistics.median(windows) if windows else 0.0
-        said = f"step_fn raised {type(problem).__name__}: {problem}" if problem else None
-        failed = bench.everyone(float(problem is not None))
-        try:
-            raise_on_all(said, failed, "raised an error in step_fn")
-        except ValueError as error:
-            raise error from problem
         return spans
 
 
@@ -362,12 +335,17 @@ def _amount(collective: str, x: Tensor, n: int) -> Cost:
 
 def _send(link: Link, collective: str, x: Tensor) -> None:
     n = link.size
-    if collective == "swap":
-        link.swap(x, [(link.rank + 1) % n], [(link.rank - 1) % n])
-    elif collective == "mean":
-        link.mean(x)
-    else:
-        link.all_to_all(x.view(n, -1))
+    try:
+        if collective == "swap":
+            link.swap(x, [(link.rank + 1) % n], [(link.rank - 1) % n])
+        elif collective == "mean":
+            link.mean(x)
+        else:
+            link.all_to_all(x.view(n, -1))
+    except (MemoryError, RuntimeError) as error:  # the others wait in here, and cannot be told
+        if isinstance(error, LinkError):
+            raise
+        raise LinkError(f"{collective} of {x.numel()} elements failed here: {error}") from error
 
 
 # -- memory ----

@@ -18,16 +18,16 @@ def facts_from(
     bandwidth: float,
     latency: float,
     nodes: int,
-    per_node: int = 1,
+    nprocs_per_node: int = 1,
     backward_share: float = BACKWARD,
     dtype: str = "float32",
     local_bandwidth: float | None = None,
 ) -> Facts:
-    """Facts of a training on ``nodes`` of ``per_node`` ranks each: ``params`` parameters of
-    ``dtype``, ``step_time`` seconds of computing per step, of which backward takes
-    ``backward_share``; each node's card does ``bandwidth`` bit/s with ``latency`` seconds per
-    message, and the link between ranks of a node ``local_bandwidth`` (None: averages inside a node
-    are free).
+    """Facts of a training on ``nodes`` workers of ``nprocs_per_node`` ranks each, as
+    `laconic.attach` means it: ``params`` parameters of ``dtype``, ``step_time`` seconds of
+    computing per step, of which backward takes ``backward_share``; each node's card does
+    ``bandwidth`` bit/s with ``latency`` seconds per message, and the link between ranks of a node
+    ``local_bandwidth`` (None: averages inside a node are free).
 
     The ranks of a node share its card: each carries its part of a round between nodes. An
     all-reduce over all ranks passes each card once, as NCCL's rings do; what every rank sends to
@@ -40,23 +40,25 @@ def facts_from(
     check_float("bandwidth", bandwidth, 0.0, strict=True)
     check_float("latency", latency, 0.0)
     check_int("nodes", nodes, 2)
-    check_int("per-node", per_node, 1)
+    each = check_int("nprocs-per-node", nprocs_per_node, 1)
     check_float("backward-share", backward_share, 0.0, most=1.0)
     check_choice("dtype", dtype, ITEMSIZES)
     if local_bandwidth is not None:
-        if per_node == 1:
-            raise ValueError("local-bandwidth is between the ranks of a node: give per-node > 1")
+        if each == 1:
+            raise ValueError(
+                "local-bandwidth is between the ranks of a node: give nprocs-per-node > 1"
+            )
         if local_bandwidth < bandwidth:
             raise ValueError(
                 "local-bandwidth is less than bandwidth: the ranks of a node are then nodes of "
                 "their own, so count them as such"
             )
     nets = {}
-    if per_node > 1:
-        shared = Net(bandwidth / per_node, latency)
+    if each > 1:
+        shared = Net(bandwidth / each, latency)
         local = Net(local_bandwidth or float("inf"), 0.0)
-        leaving = (nodes - 1) * per_node / (nodes * per_node - 1)  # the others stay in the node
-        direct = Net(bandwidth / per_node / leaving, latency)
+        leaving = (nodes - 1) * each / (nodes * each - 1)  # the others stay in the node
+        direct = Net(bandwidth / each / leaving, latency)
         nets = {"workers": shared, "direct": direct, "replica": local}
         nets["world"] = Net(bandwidth, latency)
     squares, rest = divmod(params, SIDE * SIDE)
@@ -70,6 +72,6 @@ def facts_from(
         rate=bandwidth,
         latency=latency,
         backward=backward_share,
-        ranks=per_node,
+        ranks=each,
         nets=nets,
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laconic.advisor.advice import Advice, Guide, Row
+from laconic.advisor.choices import KNOWN
 from laconic.lab.plots import COLOURS
 from laconic.units import format_bytes, format_rate, format_seconds, three_digits
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 LEGEND = (
     "hidden: the share of communication that training does not wait for; MB: sent by a rank in a",
     "step; memory: what rounds keep on it; x ddp: speed against ddp(); alone: share of the speed",
-    "without communication; steps: for one of ddp()'s, as measured with one task",
+    "without communication; steps: for one of ddp()'s, as measured with one task; ~: not measured",
 )
 
 
@@ -91,7 +92,7 @@ def cells(row: Row) -> tuple[str, ...]:
         format_bytes(row.memory),
         three_digits(row.speedup),
         f"{row.share:.0%}",
-        f"{row.steps:.2f}",
+        f"{'' if row.steps_from in KNOWN else '~'}{row.steps:.2f}",
     )
 
 
@@ -99,7 +100,7 @@ def quality(advice: Advice) -> Iterator[str]:
     """What is known of the recipes' quality; of those that are at least as fast as DDP."""
     for row in advice.rows:
         if row.speedup >= 1 or row.recipe == advice.recommendation:
-            yield f"{row.recipe}: {row.quality}"
+            yield f"{row.recipe}: {row.quality}; steps: {row.steps_from}"
 
 
 def guide_told(advice: Advice) -> Iterator[str]:

@@ -64,3 +64,6 @@ class Silent:
 
     def status(self, text: str) -> None:
         """Nobody asks."""
+
+    def close(self) -> None:
+        """Nothing was made."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 NUMBERS = ("params", "step_time", "bandwidth", "latency", "nodes")
 """What advice from numbers needs."""
-ONLY_NUMBERS = ("params", "step_time", "nodes", "per_node", "backward_share", "dtype",
+ONLY_NUMBERS = ("params", "step_time", "nodes", "nprocs_per_node", "backward_share", "dtype",
                 "local_bandwidth")  # fmt: skip
 ONLY_MEASURED = ("hosts", "per_host", "data", "steps", "seed")
 
@@ -36,7 +36,9 @@ def add(commands: Any) -> None:
     numbers.add_argument("--params", metavar="COUNT", help="of the model, such as 1.3B")
     numbers.add_argument("--step-time", metavar="TIME", help="computing of a step, such as 0.9s")
     numbers.add_argument("--nodes", type=int, help="2 or more")
-    numbers.add_argument("--per-node", type=int, help="ranks of each node (1)")
+    numbers.add_argument(
+        "--nprocs-per-node", type=int, metavar="N", help="ranks of each, which are one worker (1)"
+    )
     numbers.add_argument(
         "--backward-share", type=float, metavar="SHARE", help="of the step time (0.6)"
     )
@@ -48,7 +50,7 @@ def add(commands: Any) -> None:
     measured.add_argument("--workload", help="digits, text, or your own: my.py:make")
     measured.add_argument("--data", metavar="FILE", help="what the workload learns")
     measured.add_argument("--hosts", type=int, help="default: 4")
-    measured.add_argument("--per-host", type=int, help="processes on each (1)")
+    measured.add_argument("--per-host", type=int, help="processes on each, each a worker (1)")
     measured.add_argument("--steps", type=int, help="timed at a time (20)")
     measured.add_argument("--seed", type=int, help="default: 0")
     parser.add_argument(
@@ -112,7 +114,7 @@ def _numbers(arguments: argparse.Namespace) -> Advice:
     _refuse(arguments, ONLY_MEASURED, "belongs to a measurement: give --workload, or leave it out")
     optional: dict[str, Any] = {
         name: getattr(arguments, name)
-        for name in ("per_node", "backward_share", "dtype")
+        for name in ("nprocs_per_node", "backward_share", "dtype")
         if getattr(arguments, name) is not None
     }
     if arguments.local_bandwidth is not None:

@@ -39,7 +39,9 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"default: {DEFAULT}")
     parser.add_argument("--hosts", type=int, default=4, help="default: %(default)s")
-    parser.add_argument("--per-host", type=int, default=1, help="processes on each (%(default)s)")
+    parser.add_argument(
+        "--per-host", type=int, default=1, help="processes on each, each a worker (%(default)s)"
+    )
     parser.add_argument(
         "--group-size",
         type=int,

@@ -8,7 +8,7 @@ validation set that is the same for everybody. Data and crops are functions of
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import math
 import os
 import sysconfig
@@ -114,14 +114,10 @@ _DIGITS_VALIDATION_BATCH = 45
 def _digits(data: Path | None) -> Workload:
     if data is not None:
         raise ValueError(f"the digits workload brings its own data: it takes no file ({data})")
-    try:
-        datasets = importlib.import_module("sklearn.datasets")
-    except ImportError as error:
-        raise ImportError("the digits workload needs the package scikit-learn") from error
-    pictures, classes = datasets.load_digits(return_X_y=True)
-    order = torch.randperm(len(classes), generator=_generator(0))  # one split for every seed
-    inputs = (torch.from_numpy(pictures).float() / 16)[order]
-    targets = torch.from_numpy(classes).long()[order]
+    table = _digits_table()
+    order = torch.randperm(len(table), generator=_generator(0))  # one split for every seed
+    inputs = (table[:, :-1].float() / 16)[order]
+    targets = table[:, -1].long()[order]
     held_out = zip(
         torch.split(inputs[:_DIGITS_HELD_OUT], _DIGITS_VALIDATION_BATCH),
         torch.split(targets[:_DIGITS_HELD_OUT], _DIGITS_VALIDATION_BATCH),
@@ -135,6 +131,17 @@ def _digits(data: Path | None) -> Workload:
         loss=_classification_loss,
         validation=tuple(held_out),
     )
+
+
+def _digits_table() -> Tensor:
+    """A row for each picture: 64 shades from 0 to 16, and its class. What scikit-learn's
+    ``load_digits`` reads, from its file: importing the package takes every process a second."""
+    package = importlib.util.find_spec("sklearn")
+    if package is None or not package.submodule_search_locations:
+        raise ImportError("the digits workload needs the package scikit-learn")
+    place = Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
+    numpy = importlib.import_module("numpy")
+    return torch.from_numpy(numpy.loadtxt(place, delimiter=","))
 
 
 def _mlp() -> nn.Module:

@@ -98,6 +98,12 @@ class Link(Protocol):
         """What this rank is doing, for other ranks' error messages."""
         ...
 
+    def close(self) -> None:
+        """Give back what was made for this link alone: the process group of one that `split`
+        returned, say. To be called on all its ranks; a collective that is under way on another
+        one fails."""
+        ...
+
 
 def common(link: Link, names: Sequence[str]) -> set[str]:
     """Those of ``names`` that all ranks of ``link`` have."""

@@ -61,11 +61,13 @@ class _RandomState:
 
 
 class _Stage:
-    """Gives one worker at a time the turn, and brings the members of a collective together."""
+    """Gives one worker at a time the turn, and brings the members of a collective together. Who has
+    the turn alone reads or writes what is here."""
 
     def __init__(self, workers: int) -> None:
-        self.turn = 0
-        self.condition = threading.Condition()
+        self.turns = [threading.Lock() for _ in range(workers)]
+        for turn in self.turns[1:]:
+            turn.acquire()  # rank 0 begins; whoever passes the turn to a rank releases its lock
         self.runnable = [True] * workers
         self.random = [_RandomState() for _ in range(workers)]
         self.meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
@@ -73,26 +75,23 @@ class _Stage:
         self.left: list[int] = []
 
     def take_turn(self, rank: int) -> None:
-        with self.condition:
-            self.condition.wait_for(lambda: self.turn == rank)
+        self.turns[rank].acquire()
         self.random[rank].restore()
 
     def pass_turn(self, rank: int) -> None:
         """To the next worker that can run; if none can, they wait for each other in vain."""
         self.random[rank].save()
         size = len(self.runnable)
-        with self.condition:
-            order = [(rank + i) % size for i in range(1, size + 1)]
+        order = [(rank + i) % size for i in range(1, size + 1)]
+        able = [r for r in order if self.runnable[r]]
+        if not able and len(self.left) < size:
+            waiting = [m for m in self.meetings.values() if m.result is None]
+            stuck = "; ".join(f"ranks {sorted(m.brought)} in {m.call}" for m in waiting)
+            ended = f"; ranks {sorted(self.left)} have ended" if self.left else ""
+            self.fail(f"the workers wait for each other in vain: {stuck}{ended}")
             able = [r for r in order if self.runnable[r]]
-            if not able and len(self.left) < size:
-                waiting = [m for m in self.meetings.values() if m.result is None]
-                stuck = "; ".join(f"ranks {sorted(m.brought)} in {m.call}" for m in waiting)
-                ended = f"; ranks {sorted(self.left)} have ended" if self.left else ""
-                self.fail(f"the workers wait for each other in vain: {stuck}{ended}")
-                able = [r for r in order if self.runnable[r]]
-            if able:
-                self.turn = able[0]
-                self.condition.notify_all()
+        if able:
+            self.turns[able[0]].release()  # wakes that one alone
 
     def fail(self, reason: str) -> None:
         """Every worker that waits, or comes to wait, gets ``reason`` as an error."""
@@ -100,11 +99,10 @@ class _Stage:
         self.runnable = [r not in self.left for r in range(len(self.runnable))]
 
     def leave(self, rank: int, error: BaseException | None) -> None:
-        with self.condition:
-            self.left.append(rank)
-            self.runnable[rank] = False
-            if error is not None:
-                self.fail(f"rank {rank} failed: {type(error).__name__}: {error}")
+        self.left.append(rank)
+        self.runnable[rank] = False
+        if error is not None:
+            self.fail(f"rank {rank} failed: {type(error).__name__}: {error}")
         self.pass_turn(rank)
 
     def meet(
@@ -209,6 +207,9 @@ class SimulatedLink:
 
     def status(self, text: str) -> None:
         """Nothing to tell: errors name the calls in which workers wait."""
+
+    def close(self) -> None:
+        """Nothing to give back."""
 
 
 def single_link() -> Link:

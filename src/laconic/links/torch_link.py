@@ -85,7 +85,7 @@ class TorchLink:
         ranks: Sequence[int] | None = None,
         calls: _Calls | None = None,
     ) -> None:
-        self._group = group
+        self._group, self._made = group, False
         self._native = device.type == "cuda"
         self._device = device
         self._timeout = timeout
@@ -101,7 +101,9 @@ class TorchLink:
     @classmethod
     def world(cls, device: torch.device, timeout: timedelta) -> TorchLink:
         """The link over all ranks of the initialised default process group."""
-        return cls(dist.new_group(timeout=timeout), device, timeout)
+        link = cls(dist.new_group(timeout=timeout), device, timeout)
+        link._made = True
+        return link
 
     def _connect(self) -> tuple[Wire, list[str]]:
         """Connections to the other ranks, and the addresses of their beacons."""
@@ -193,6 +195,12 @@ class TorchLink:
 
     def status(self, text: str) -> None:
         self._beacon.set(text)
+
+    def close(self) -> None:
+        if self._made:
+            self._made = False
+            dist.destroy_process_group(self._group)
+            del self._group  # torch closes its connections once nobody holds it
 
     # -- point to point ----
 
@@ -366,4 +374,6 @@ class TorchLink:
             if self.rank in ranks:
                 mine = group, [self._ranks[r] for r in ranks]
         assert mine is not None, "every rank belongs to one of the sets"
-        return TorchLink(mine[0], self._device, self._timeout, mine[1], self._calls)
+        link = TorchLink(mine[0], self._device, self._timeout, mine[1], self._calls)
+        link._made = True
+        return link

@@ -109,3 +109,6 @@ class Wrapped:
 
     def status(self, text: str) -> None:
         self.link.status(text)
+
+    def close(self) -> None:
+        self.link.close()
