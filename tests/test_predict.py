@@ -247,3 +247,18 @@ def test_numbers_at_odds_are_refused(wrong: dict[str, Any], named: str) -> None:
 def test_a_size_that_is_no_multiple_keeps_its_parameters() -> None:
     assert facts_from(**{**NUMBERS, "params": 12_345}).elements == 12_345
     assert torch.Size(facts_from(**{**NUMBERS, "params": 7}).shapes[0]) == (7,)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "bytes_each"),
+    [
+        (la.ddp(), 4),  # the buckets
+        (la.ddp(codec="int4"), 4 + 4 + 4 / 8),  # residuals, and the owner's
+        (la.sparse_loco(16), 3 * 4),  # anchor, reference, residual; nothing is an owner's
+        (la.power_sgd(4), 4 + 4 + 4 * 4 / 1000),  # and 4 numbers for each of 1000 columns
+    ],
+    ids=["ddp", "int4", "sparse_loco", "power_sgd"],
+)
+def test_what_coded_rounds_keep(recipe: Recipe, bytes_each: float) -> None:
+    facts = replace(FACTS, workers=8, shapes=((1000, 1000),))
+    assert memory(recipe, facts) / 10**6 == pytest.approx(bytes_each, rel=1e-6)

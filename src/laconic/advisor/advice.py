@@ -218,11 +218,11 @@ def _kept(r: Round, facts: Facts) -> float:
     n = facts.workers * (facts.ranks if r.on == "gradients" else 1)
     share = r.part.count if isinstance(r.part, Fragment) else 1
     size = facts.elements * facts.itemsize / share
-    state = facts.elements * max(facts.itemsize, 4) / share  # in float32 at least
+    each = max(facts.itemsize, 4)  # state is in float32 at least
     carriers = facts.ranks if r.on == "params" else 1
     exchange = r.exchange.shaped([torch.Size(s) for s in facts.shapes])
-    kept = _update_share(r, n, carriers) * state
-    kept += _exchange_share(exchange, n) * state / carriers
+    kept = _update_share(r, n, carriers) * facts.elements / share * each
+    kept += _exchange_elements(exchange, math.ceil(facts.elements / share), n) * each / carriers
     if r.on == "gradients":
         return kept + size
     return kept + (1 + r.update.keeps_sent) * size * r.delay * often(r)
@@ -241,13 +241,11 @@ def _update_share(r: Round, n: int, carriers: int) -> float:
     )
 
 
-def _exchange_share(exchange: Exchange, n: int) -> float:
-    """The same for the exchange: each of its slots is as long as a message, or an owner's part."""
-    owned = sum(slot == "owner" for slot in exchange.slots.values())
-    whole = [name for name, slot in exchange.slots.items() if slot != "owner"]
-    relative = getattr(exchange, "relative", True)
-    whole = [name for name in whole if name != "reference" or relative]
-    return len(whole) + owned / (exchange.owners(n) or n)
+def _exchange_elements(exchange: Exchange, length: int, n: int) -> int:
+    """How many elements the exchange keeps on a rank for messages of ``length``."""
+    owned = slice(0, length // (exchange.owners(n) or n))
+    state = exchange.init(torch.empty(length, device="meta"), owned)
+    return sum(tensor.numel() for tensor in state.values())
 
 
 def _finite(value: object) -> object:
