@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from laconic import native
 from laconic.codecs import Cast, Codec, Int2, Int4, Int8, kernels
 from laconic.errors import NotFiniteError
 
@@ -73,7 +74,7 @@ def test_what_cannot_be_used_is_left_alone(
     if what == "cut short":
         cut = tmp_path / "_kernels.so"
         cut.write_bytes(Path(found._name).read_bytes()[:100])
-        monkeypatch.setattr(kernels, "find_spec", lambda name: SimpleNamespace(origin=str(cut)))
+        monkeypatch.setattr(native, "find_spec", lambda name: SimpleNamespace(origin=str(cut)))
     elif what == "another version":
         monkeypatch.setattr(kernels, "VERSION", kernels.VERSION + 1)
     else:

@@ -250,7 +250,7 @@ if FULL:
 # `laconic.auto` choose:
 
 # %%
-needed = {name: steps_of(parse_recipe(recipe)) for name, recipe in recipes.items()}
+needed = {name: steps_of(parse_recipe(recipe)).factor for name, recipe in recipes.items()}
 print("steps needed, for one of ddp's:", needed, "\n")
 best = {}
 for rate in rates if FULL else []:
