@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import struct
 import threading
@@ -47,7 +49,7 @@ def transfer(
     receives = {} if room is None else {5: room}
     connections = Connections()
     connections.keep(5, end.dup())
-    return Transfer(connections, sends, receives, place, timeout)
+    return Transfer(connections, sends, receives, place, timeout, range(9))
 
 
 def random(numel: int) -> Tensor:
@@ -95,7 +97,7 @@ def test_nobody_waits_for_more_than_was_asked_for() -> None:
     for rank, (ours, _) in enumerate(ends):
         connections.keep(rank, ours)
     with ends[0][1] as speaks, ends[1][1]:
-        waits = Transfer(connections, {}, rooms, HERE, 0.2)
+        waits = Transfer(connections, {}, rooms, HERE, 0.2, range(2))
         speaks.send(struct.pack("<QQQ", *HERE, 1) + b"x")
         waits.wait(0)
         assert bytes(rooms[0].tolist()) == b"x"
@@ -171,11 +173,58 @@ def test_silence_is_an_error_but_slowness_is_not(
     assert time.monotonic() - start > 0.9  # 0.6 s in which something came, and 0.4
 
 
+@pytest.mark.timeout(30)
+def test_nothing_comes_after_a_message_that_was_left_half_way(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    connections, room = Connections(), torch.zeros(4, dtype=torch.uint8)
+    connections.keep(5, pair[0].dup())
+    left = Transfer(connections, {}, {5: room}, HERE, 0.05, range(9))
+    with pytest.raises(TimeoutError):
+        left.wait()
+    with pytest.raises(LinkError, match="left half-way"):
+        Transfer(connections, {}, {5: room}, THERE, 0.05, range(9))
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("x", [torch.zeros(8)[::2], torch.zeros(1).expand(4)])
+def test_what_is_not_contiguous_is_refused(
+    pair: tuple[socket.socket, socket.socket], x: Tensor
+) -> None:
+    with pytest.raises(ValueError, match="a message is contiguous and on the CPU"):
+        transfer(pair[0], x)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.usefixtures("moves")
+def test_a_signal_is_handled_while_nothing_comes(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    """As Ctrl-C is: by Python, in the thread that waits."""
+
+    def handle(*_: object) -> None:
+        raise InterruptedError("the user's wish")
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.start()
+    try:
+        with pytest.raises(InterruptedError, match="the user's wish"):
+            transfer(pair[0], room=torch.zeros(1)).wait()
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def fine() -> None:
+    """Nobody has found anything wrong."""
+
+
 def connected(size: int) -> list[Wire]:
-    wires = [Wire(rank, "127.0.0.1", 10) for rank in range(size)]
+    wires = [Wire(rank, "127.0.0.1", 10, range(4)) for rank in range(size)]
     addresses = [w.address for w in wires]
     with ThreadPoolExecutor(size) as pool:
-        list(pool.map(lambda w: w.connect(addresses), wires))
+        list(pool.map(lambda w: w.connect(addresses, fine), wires))
     return wires
 
 
@@ -202,7 +251,7 @@ def test_a_stranger_is_turned_away_and_nobody_waits_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(wire, "HELLO_SECONDS", 0.1)
-    wires = [Wire(rank, "127.0.0.1", 10) for rank in range(2)]
+    wires = [Wire(rank, "127.0.0.1", 10, range(4)) for rank in range(2)]
     port = int(wires[0].address.split("|")[1])
     wrong = struct.pack("<16sQ", b"0" * 16, 1)
     with (
@@ -211,7 +260,7 @@ def test_a_stranger_is_turned_away_and_nobody_waits_for_it(
         socket.create_connection(("127.0.0.1", port)) as knows_no_key,
     ):
         knows_no_key.sendall(wrong)
-        list(pool.map(lambda w: w.connect([wires[0].address, wires[1].address]), wires))
+        list(pool.map(lambda w: w.connect([x.address for x in wires], fine), wires))
         assert knows_no_key.recv(1) == b""
     wires[0].post({1: torch.ones(2)}, {}, HERE).wait()
     room = torch.zeros(2)
@@ -221,12 +270,22 @@ def test_a_stranger_is_turned_away_and_nobody_waits_for_it(
 
 @pytest.mark.timeout(30)
 def test_who_does_not_call_or_cannot_be_reached_is_named() -> None:
-    first, second = Wire(0, "127.0.0.1", 0.2), Wire(1, "127.0.0.1", 0.2)
+    first, second = (Wire(rank, "127.0.0.1", 0.2, [5, 7]) for rank in (0, 1))
     addresses = [first.address, second.address]
-    with pytest.raises(LinkError, match=r"ranks \[1\] have not called"):
-        first.connect(addresses)  # which no longer listens then
-    with pytest.raises(LinkError, match=r"rank 0 can't be reached at 127\.0\.0\.1, port \d+"):
-        second.connect(addresses)
+    with pytest.raises(LinkError, match=r"ranks \[7\] have not called within 0\.2 s"):
+        first.connect(addresses, fine)  # which no longer listens then
+    with pytest.raises(LinkError, match=r"rank 5 can't be reached at 127\.0\.0\.1, port \d+"):
+        second.connect(addresses, fine)
+
+
+@pytest.mark.timeout(30)
+def test_who_waits_to_be_called_heeds_what_others_found() -> None:
+    def told() -> None:
+        raise LinkError("rank 7 is elsewhere")
+
+    first = Wire(0, "127.0.0.1", 30, range(2))
+    with pytest.raises(LinkError, match="rank 7 is elsewhere"):
+        first.connect([first.address, "never called"], told)
 
 
 def test_it_refuses_to_be_compiled_differently() -> None:
@@ -247,3 +306,28 @@ def test_the_interface_is_the_one_that_gloo_is_told(monkeypatch: pytest.MonkeyPa
     ]:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)
         assert health.own_address() == address
+
+
+@pytest.mark.parametrize(
+    ("environ", "address"),
+    [
+        ({}, "name"),  # init_method="tcp://...": nobody says where the others are
+        ({"MASTER_ADDR": "10.0.0.1"}, "10.0.0.9"),
+        ({"MASTER_ADDR": "127.0.0.1"}, "127.0.0.1"),
+        ({"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, "127.0.0.1"),
+        ({"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, "name"),
+    ],
+)
+def test_the_address_without_an_interface(
+    environ: dict[str, str], address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def towards(host: str) -> str:
+        return {"10.0.0.1": "10.0.0.9"}.get(host, host)
+
+    for name in ("GLOO_SOCKET_IFNAME", "MASTER_ADDR", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(health, "address_towards", towards)
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "name")
+    assert health.own_address() == address

@@ -52,11 +52,25 @@ def address_of(interface: str) -> str | None:
 
 def own_address() -> str:
     """This host's address for other ranks: that of the interface that GLOO_SOCKET_IFNAME names, as
-    for gloo (the first where it names several), else the one on the network that leads to the
-    rendezvous (MASTER_ADDR)."""
+    for gloo (the first where it names several); else the one on the network that leads to the
+    rendezvous (MASTER_ADDR); else, where there is no such variable, or it leads nowhere but to this
+    host though there are several, the one that the host's name stands for."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip()
     named = address_of(interface) if interface else None
-    return named or address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")) or "127.0.0.1"
+    master = os.environ.get("MASTER_ADDR")
+    found = named or (address_towards(master) if master else None)
+    world = os.environ.get("WORLD_SIZE")
+    several = os.environ.get("LOCAL_WORLD_SIZE", world) != world
+    if found is None or (found.startswith("127.") and several and not named):
+        found = _address_of_name() or found
+    return found or "127.0.0.1"
+
+
+def _address_of_name() -> str | None:
+    try:
+        return address_towards(socket.gethostbyname(socket.gethostname()))
+    except OSError:
+        return None
 
 
 class Place(NamedTuple):

@@ -60,8 +60,12 @@ class _Calls:
 
     def told(self, place: Place) -> str:
         """A place in words."""
-        what = f"{self.names[place.word % 256]} after {place.word // 256} steps"
-        what = what if place.serial else "no call yet"
+        if not place.serial:
+            what = "no call yet"
+        elif place.word % 256 < len(self.names):
+            what = f"{self.names[place.word % 256]} after {place.word // 256} steps"
+        else:
+            what = "another call"
         return f"{what}, and has left" if place.left else what
 
 
@@ -96,7 +100,8 @@ class TorchLink:
         self._calls = calls or _Calls()
         self.joined = time.perf_counter()
         self._beacon = health.beacon()
-        self._wire, self._addresses = self._connect()
+        self._addresses: list[str] = []
+        self._wire = self._connect()
 
     @classmethod
     def world(cls, device: torch.device, timeout: timedelta) -> TorchLink:
@@ -105,13 +110,30 @@ class TorchLink:
         link._made = True
         return link
 
-    def _connect(self) -> tuple[Wire, list[str]]:
-        """Connections to the other ranks, and the addresses of their beacons."""
-        wire = Wire(self.rank, health.own_address(), self._timeout.total_seconds())
-        told = self._share(f"{self._calls.address}/{wire.address}")
-        beacons, wires = zip(*(said.split("/") for said in told), strict=True)
-        wire.connect([] if self._native else wires)
-        return wire, list(beacons)
+    def _connect(self) -> Wire:
+        """Learn the addresses of the other ranks' beacons, and connect with them."""
+        timeout = self._timeout.total_seconds()
+        wire = Wire(self.rank, health.own_address(), timeout, self._ranks)
+        told = [said.split("/") for said in self._share(f"{self._calls.address}/{wire.address}")]
+        self._addresses = [beacon for beacon, _ in told]
+        wires = [] if self._native else [address for _, address in told]
+        near = [address.startswith(("127.", "::1|")) for address in wires]
+        if any(near) and not all(near):
+            raise LinkError(
+                f"rank {self._ranks[near.index(True)]} knows no address of its host but 127.0.0.1: "
+                "set MASTER_ADDR there, or GLOO_SOCKET_IFNAME to the interface to use"
+            )
+        try:
+            wire.connect(wires, self._heed)
+        except LinkError as error:
+            self._ask(str(error))  # tells it to those who still wait
+            raise
+        return wire
+
+    def _heed(self) -> None:
+        """Raise what another rank found wrong."""
+        if self._calls.verdict:
+            raise LinkError(self._calls.verdict)
 
     def _share(self, text: str) -> list[str]:
         """Every rank's text, by way of the process group."""
@@ -134,8 +156,7 @@ class TorchLink:
         return True
 
     def check(self) -> None:
-        if self._calls.verdict:
-            raise LinkError(self._calls.verdict)
+        self._heed()
         answers = self._ask()
         keys = {r: health.key_of(self._addresses[r]) for r in answers}
         places = {r: a.places[keys[r]] for r, a in answers.items() if keys[r] in a.places}
@@ -169,7 +190,7 @@ class TorchLink:
 
     def _ask(self, verdict: str = "") -> dict[int, Answer]:
         """What the other ranks of this link say; and tell them the verdict."""
-        others = [r for r in range(self.size) if r != self.rank]
+        others = [r for r in range(len(self._addresses)) if r != self.rank]
         said = health.ask_all((self._addresses[r] for r in others), verdict)
         return dict(zip(others, said, strict=True))
 
@@ -189,6 +210,7 @@ class TorchLink:
         missing = {r: a.status for r, a in answers.items() if a.lost}
         told = missing or {r: f"is {a.status}" for r, a in answers.items()}
         who = "; ".join(f"rank {r} {answer}" for r, answer in told.items())
+        who = who or "a rank was lost before the ranks had met"
         lost = ", ".join(f"rank {r}" for r in missing) or "the connection"
         self.status(f"stopped: it lost {lost} when {self._beacon.status}")
         raise LinkError(f"{who}. {ADVICE}. ({str(error).splitlines()[0]})") from error
@@ -197,6 +219,7 @@ class TorchLink:
         self._beacon.set(text)
 
     def close(self) -> None:
+        self._wire.close()
         if self._made:
             self._made = False
             dist.destroy_process_group(self._group)
@@ -325,6 +348,7 @@ class TorchLink:
     def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor]:
         room = self._scratch.take(x.numel() * len(source), x.dtype, x.device)
         pieces = list(room.view(-1, x.numel()).unbind())
+        assert len({*to}) == len(to) and len({*source}) == len(source), "one message each"
         come, go = dict(zip(source, pieces, strict=True)), dict.fromkeys(to, x)
         if self._native:
             self._wait(*self._batch(come, go))

@@ -26,9 +26,11 @@ struct message {
     int32_t comes; /* 1: is received, 0: is sent */
 };
 
-enum { FINE = 0, SILENT = 1, CLOSED = 2, OTHER = 3, FAILED = 4 };
+enum { FINE = 0, SILENT = 1, CLOSED = 2, OTHER = 3, FAILED = 4, INTERRUPTED = 5 };
 
-EXPORT int laconic_version(void) { return 1; }
+#define MOST (1 << 30) /* bytes in one go: some systems refuse more than an int holds */
+
+EXPORT int laconic_version(void) { return 2; }
 
 /* Moves what can be moved at once. */
 static int step(struct message *m) {
@@ -44,7 +46,8 @@ static int step(struct message *m) {
         }
         if (m->end > HEADER) {
             parts[both.msg_iovlen].iov_base = m->payload + into;
-            parts[both.msg_iovlen].iov_len = (size_t)(m->end - HEADER - into);
+            int64_t left = m->end - HEADER - into;
+            parts[both.msg_iovlen].iov_len = (size_t)(left < MOST ? left : MOST);
             both.msg_iovlen++;
         }
         moved = m->comes ? recvmsg(m->fd, &both, 0) : sendmsg(m->fd, &both, MSG_NOSIGNAL);
@@ -62,7 +65,8 @@ static int step(struct message *m) {
 }
 
 /* Until message `until` is complete, or all for -1; for -2 only what can be sent at once. At most
-   `timeout` ms in which not a byte moves: SILENT. CLOSED, OTHER, FAILED with `error`: `which`. */
+   `timeout` ms in which not a byte moves: SILENT. CLOSED, OTHER, FAILED with `error`: `which`.
+   INTERRUPTED: to be called again. */
 EXPORT int laconic_move(struct message *messages, int64_t count, int64_t until, int timeout,
                         int64_t *which, int *error) {
     struct pollfd waits[count > 0 ? count : 1];
@@ -79,7 +83,9 @@ EXPORT int laconic_move(struct message *messages, int64_t count, int64_t until, 
         if (n == 0 || (until >= 0 && messages[until].done == messages[until].end))
             return FINE;
         int ready = poll(waits, n, until == -2 ? 0 : timeout);
-        if (ready < 0 && errno != EINTR) {
+        if (ready < 0 && errno == EINTR)
+            return INTERRUPTED; /* a signal may have to be handled */
+        if (ready < 0) {
             *which = numbers[0], *error = errno;
             return FAILED;
         }

@@ -15,7 +15,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import ClassVar
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from laconic import native
 from laconic.errors import LinkError
 
-VERSION = 1
+VERSION = 2
 """What ``wire.c`` must be."""
 
 _HEADER = struct.Struct("<QQQ")  # the place of the sender in its calls, and how many bytes follow
@@ -32,16 +32,18 @@ _HELLO = struct.Struct("<16sQ")  # the key of the rank that is called, and the n
 HELLO_SECONDS = 5.0
 """How long a caller may take to say who it is."""
 
-_FINE, _SILENT, _CLOSED, _OTHER, _FAILED = range(5)
+_FINE, _SILENT, _CLOSED, _OTHER, _FAILED, _INTERRUPTED = range(6)
 _ALL, _AT_ONCE = -1, -2
 
 
 class OtherCallError(LinkError):
-    """What comes from ``rank`` is of another call than this rank is in, at ``place``, or of another
-    length."""
+    """What comes from ``rank``, called ``name``, is of another call than this rank is in, at
+    ``place``, or of another length."""
 
-    def __init__(self, rank: int, place: tuple[int, int], size: int, expected: int) -> None:
-        super().__init__(f"rank {rank} has sent {size} bytes where {expected} are due")
+    def __init__(
+        self, rank: int, name: int, place: tuple[int, int], size: int, expected: int
+    ) -> None:
+        super().__init__(f"rank {name} has sent {size} bytes where {expected} are due")
         self.rank = rank
         self.place = place
 
@@ -63,20 +65,28 @@ class _Message(ctypes.Structure):
 class Connections(dict[int, int]):
     """Connected sockets' file descriptors by rank; closed when nobody uses them any more."""
 
+    busy = False
+    """Whether a message was begun and not ended: none can come after it."""
+
     def keep(self, rank: int, connection: socket.socket) -> None:
         """Take over the connection to ``rank``."""
         connection.setblocking(False)
         self[rank] = connection.detach()
 
+    def close(self) -> None:
+        """End them all."""
+        while self:
+            os.close(self.popitem()[1])
+
     def __del__(self) -> None:
-        for descriptor in self.values():
-            os.close(descriptor)
+        self.close()
 
 
 class Transfer:
     """Messages under way: ``sends[r]`` to rank r, and what comes from rank r into ``receives[r]``,
     contiguous tensors in a CPU's memory that nobody touches meanwhile. Bytes move within `wait`,
-    but for those that the kernel takes at once."""
+    but for those that the kernel takes at once; the last `wait` is for all. Raises `LinkError`
+    where a message before it was left half-way."""
 
     def __init__(
         self,
@@ -85,18 +95,27 @@ class Transfer:
         receives: Mapping[int, Tensor],
         place: tuple[int, int],
         timeout: float,
+        names: Sequence[int],
     ) -> None:
+        if connections.busy:
+            raise LinkError("a message on this link was left half-way: it cannot be used any more")
         self._connections = connections  # as all of these, held while messages are under way
         self._tensors = [*receives.values(), *sends.values()]
         self._ranks = [*receives, *sends]
         self._indices = {r: index for index, r in enumerate(receives)}
         self._timeout = timeout
+        self._names = names
         self._messages = (_Message * len(self._ranks))()
         for index, (r, x) in enumerate(zip(self._ranks, self._tensors, strict=True)):
+            if not x.is_contiguous() or x.device.type != "cpu":
+                raise ValueError(
+                    f"a message is contiguous and on the CPU, not {x.device} {x.stride()}"
+                )
             message, size = self._messages[index], x.numel() * x.element_size()
             _HEADER.pack_into(message.header, 0, *place, size)
             message.payload, message.end = x.data_ptr(), _HEADER.size + size
             message.fd, message.comes = connections[r], index < len(receives)
+        connections.busy = True
         self._move(_AT_ONCE)
 
     def wait(self, rank: int | None = None) -> None:
@@ -104,9 +123,12 @@ class Transfer:
         ``OSError`` where a connection is lost, or no byte moves for ``timeout`` seconds, and
         `OtherCallError`."""
         self._move(_ALL if rank is None else self._indices[rank])
+        self._connections.busy = rank is not None
 
     def _move(self, until: int) -> None:
-        outcome, index, error = _move(self._messages, until, round(1000 * self._timeout))
+        outcome, timeout = _INTERRUPTED, min(max(round(1000 * self._timeout), 1), 2**31 - 1)
+        while outcome == _INTERRUPTED:  # Python's own handlers run in between
+            outcome, index, error = _move(self._messages, until, timeout)
         if outcome == _FINE:
             return
         if outcome == _SILENT:
@@ -114,9 +136,10 @@ class Transfer:
         rank, message = self._ranks[index], self._messages[index]
         if outcome == _OTHER:
             *place, size = _HEADER.unpack(message.got)
-            raise OtherCallError(rank, (place[0], place[1]), size, message.end - _HEADER.size)
+            expected = message.end - _HEADER.size
+            raise OtherCallError(rank, self._names[rank], (place[0], place[1]), size, expected)
         why = "closed by it" if outcome == _CLOSED else os.strerror(error)
-        raise ConnectionError(f"connection to rank {rank}: {why}")
+        raise ConnectionError(f"connection to rank {self._names[rank]}: {why}")
 
 
 def _move(messages: ctypes.Array[_Message], until: int, timeout: int) -> tuple[int, int, int]:
@@ -199,47 +222,61 @@ def _step(message: _Message) -> tuple[int, int]:
 
 class Wire:
     """The connections of rank ``rank`` of a link to all others, from ``host``, its own address.
-    Every rank tells the others its `address` before it calls `connect`."""
+    Every rank tells the others its `address` before it calls `connect`. ``names``: what ranks are
+    called in errors."""
 
-    def __init__(self, rank: int, host: str, timeout: float) -> None:
+    def __init__(self, rank: int, host: str, timeout: float, names: Sequence[int]) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._server = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
         self._rank = rank
         self._timeout = timeout
+        self._names = names
         self._key = secrets.token_hex(8)
         self._connections = Connections()
         self.address = f"{host}|{self._server.getsockname()[1]}|{self._key}"
 
-    def connect(self, addresses: Sequence[str]) -> None:
+    def connect(self, addresses: Sequence[str], check: Callable[[], None]) -> None:
         """Call the ranks before this one, at their ``addresses``, and be called by those behind it;
-        with no addresses, none."""
-        deadline = time.monotonic() + self._timeout
-        with self._server:
-            for r, address in enumerate(addresses[: self._rank]):
-                self._call(r, address)
-            while missing := set(range(len(addresses))) - {self._rank, *self._connections}:
-                self._server.settimeout(max(deadline - time.monotonic(), 0.001))
-                try:
-                    caller, _ = self._server.accept()
-                except OSError as error:
-                    raise LinkError(f"ranks {sorted(missing)} have not called: {error}") from error
-                rank = self._greet(caller)
-                if rank in missing:
-                    self._keep(rank, caller)
-                else:
-                    caller.close()  # none of ours
-
-    def _call(self, rank: int, address: str) -> None:
-        host, port, key = address.rsplit("|", 2)
+        with no addresses, none. ``check()``, every second of waiting, raises if it is in vain."""
         try:
-            called = socket.create_connection((host, int(port)), self._timeout)
-            called.sendall(_HELLO.pack(key.encode(), self._rank))
+            with self._server:
+                self._connect(addresses, check)
+        except BaseException:
+            self._connections.close()  # or the others would wait as long as the error is kept
+            raise
+
+    def _connect(self, addresses: Sequence[str], check: Callable[[], None]) -> None:
+        deadline = time.monotonic() + self._timeout
+        for r, address in enumerate(addresses[: self._rank]):
+            self._call(r, address, deadline)
+        while missing := set(range(len(addresses))) - {self._rank, *self._connections}:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                who = sorted(self._names[r] for r in missing)
+                raise LinkError(f"ranks {who} have not called within {self._timeout:g} s")
+            self._server.settimeout(min(left, 1.0))
+            try:
+                caller, _ = self._server.accept()
+            except (TimeoutError, ConnectionAbortedError):
+                check()
+                continue
+            rank = self._greet(caller)
+            if rank in missing:
+                self._keep(rank, caller)
+            else:
+                caller.close()  # none of ours
+
+    def _call(self, rank: int, address: str, deadline: float) -> None:
+        host, port, key = address.rsplit("|", 2)
+        left = max(deadline - time.monotonic(), 0.001)
+        try:
+            called = socket.create_connection((host, int(port)), left)
+            self._keep(rank, called, _HELLO.pack(key.encode(), self._rank))
         except OSError as error:
             raise LinkError(
-                f"rank {rank} can't be reached at {host}, port {port}: {error}; where a host has "
-                "several networks GLOO_SOCKET_IFNAME names the interface to use"
+                f"rank {self._names[rank]} can't be reached at {host}, port {port}: {error}; where "
+                "a host has several networks GLOO_SOCKET_IFNAME names the interface to use"
             ) from error
-        self._keep(rank, called)
 
     def _greet(self, caller: socket.socket) -> int:
         """Who calls; -1: someone who has no business here."""
@@ -253,8 +290,14 @@ class Wire:
             return -1
         return int(rank) if key == self._key.encode() else -1
 
-    def _keep(self, rank: int, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def _keep(self, rank: int, connection: socket.socket, hello: bytes = b"") -> None:
+        try:
+            connection.sendall(hello)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        except OSError:
+            connection.close()
+            raise
         self._connections.keep(rank, connection)
 
     def post(
@@ -262,4 +305,8 @@ class Wire:
     ) -> Transfer:
         """Begin to send ``sends[r]`` to rank r, and to take what comes from it into
         ``receives[r]``; rank r must do so at the same ``place``, with as many bytes."""
-        return Transfer(self._connections, sends, receives, place, self._timeout)
+        return Transfer(self._connections, sends, receives, place, self._timeout, self._names)
+
+    def close(self) -> None:
+        """Let go of the connections; they end when no message on them is under way."""
+        self._connections = Connections()
