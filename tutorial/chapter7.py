@@ -305,7 +305,7 @@ assert winner[1e8][0] == "ddp int4" and winner[1e7][0] == "streaming DiLoCo"
 # So bandwidth alone decides nothing. With a GPU that computes a step ten times as fast, each line
 # moves to a network ten times as fast; with a larger batch, to a slower one.
 # [The race](../race.md) has the loss itself, after 280 s with four hosts: at 100 Mbit/s gradients
-# in 4 bits are ahead of averaging, at 1 Gbit/s torch's own DDP, in 16 bits, is ahead of all.
+# in 4 bits are ahead of averaging, at 1 Gbit/s all that share gradients are level.
 #
 # ## Let it choose
 #
