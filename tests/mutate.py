@@ -268,7 +268,10 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("links/wire.py", "if key == self._key.encode() else -1", "", WIRE),
     ("links/wire.py", "until >= 0 and until not in waiting", "False", WIRE),
     ("links/wire.py", "max(start - _HEADER.size, 0)", "0", WIRE),
-    ("links/health.py", "named or address_towards", "address_towards", WIRE),
+    ("links/health.py", "found = named or", "found =", WIRE),
+    ("links/health.py", "if found is None or", "if", WIRE),
+    ("links/wire.py", "if connections.busy:", "if False:", WIRE),
+    ("links/wire.py", "                check()\n", "", WIRE),
     ("gradients.py", "place.zero_()", "pass", ["tests/test_loop.py"]),
     ("gradients.py", "self._padding.zero_()", "pass", CODED),
     # seconds = max(c + sum f*exposed, min(sum f*T/U, c + sum f*(T + w))) ; best = min(seconds * steps)
