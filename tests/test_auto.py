@@ -212,7 +212,7 @@ def test_it_looks_again_when_the_network_gets_slow() -> None:
     """From 1 Gbit/s to 1 Mbit/s."""
     LINKS.clear()
     found = la.simulate(
-        lambda rank: run(rank, 110, la.auto(), {1: 1e9, 50: 1e6}), workers=3, link=changing
+        lambda rank: run(rank, 90, la.auto(), {1: 1e9, 50: 1e6}), workers=3, link=changing
     )
     choices = found[0][0]
     early, late = ([c for c in choices if (c.step > 50) == side] for side in (False, True))

@@ -223,7 +223,7 @@ print(socket.gethostname(), [socket.gethostbyname(n) for n in ("host0", "host1",
     assert (Path("/etc/hosts").read_bytes(), socket.gethostname(), socket.if_nameindex()) == before
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(60)
 @with_namespaces
 def test_nothing_is_left_behind_on_any_way_out(tmp_path: Path) -> None:
     named = Path("/run/netns")
@@ -251,7 +251,7 @@ def test_nothing_is_left_behind_on_any_way_out(tmp_path: Path) -> None:
     namespaces = {}
     for way, mark in marks.items():
         # Launcher, keeper and on both hosts the program, its child and the stray one.
-        until(lambda mark=mark: len(marked(mark)) >= 8, 100)  # type: ignore[misc]
+        until(lambda mark=mark: len(marked(mark)) >= 8, 40)  # type: ignore[misc]
         namespaces[way] = set(marked(mark).values()) - {os.stat("/proc/self/ns/net").st_ino}
         assert len(namespaces[way]) == 3
     for way, (line, signals, _) in ways.items():
