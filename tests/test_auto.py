@@ -249,6 +249,21 @@ def test_it_chooses_again_when_a_byte_takes_another_time(
         assert [c.step for c in choices] == [11, 147]
 
 
+def test_a_network_that_changes_right_after_a_choice_is_not_taken_for_a_slow_recipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first steps under a choice are what later ones are held against."""
+
+    def measure(self: Any) -> tuple[Facts, float]:
+        return replace(TEXT, rate=1e6 if self.choices else 1e12, latency=0.0), 0.15
+
+    monkeypatch.setattr(auto_module.Chooser, "_pace", lambda self: [40.0, 8 / 1e6])
+    monkeypatch.setattr(auto_module.Chooser, "_measure", measure)
+    for choices, _ in la.simulate(lambda rank: run(rank, 60, la.auto(), {}), workers=3):
+        assert choices[0].text.startswith("ddp(")
+        assert choices[1].text.startswith("streaming_diloco(") and choices[1].facts.rate == 1e6
+
+
 def test_a_choice_is_part_of_what_is_saved() -> None:
     """Loaded into a fresh run, the recipe that was in force goes on, with its state."""
     LINKS.clear()

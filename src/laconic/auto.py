@@ -256,9 +256,11 @@ class Chooser:
         """Choose again where the step takes other than was predicted, or than it did before."""
         assert self._facts is not None, "measured before the first choice"
         if not self._usual:
-            self._usual = pace
-            self._extra[self.now.kind] = pace[0] - predict(self.now.recipe, self._facts).seconds
-            self._choose(step, self._facts)
+            self._usual, facts = pace, self._facts
+            if not 1 / CHANGE < pace[0] / predict(self.now.recipe, facts).seconds < CHANGE:
+                facts, _ = self._measure()  # the network may be another one since it was chosen for
+            self._extra[self.now.kind] = pace[0] - predict(self.now.recipe, facts).seconds
+            self._choose(step, facts)
             return
         known = [(now, usual) for now, usual in zip(pace, self._usual, strict=True) if now * usual]
         self._usual = [usual or now for now, usual in zip(pace, self._usual, strict=True)]

@@ -23,7 +23,7 @@ from laconic import __version__
 from laconic.codecs import kernels
 from laconic.lab.cluster import Cluster, NamespacesUnavailable
 from laconic.links import wire
-from laconic.links.health import address_towards
+from laconic.links.health import address_of, address_towards
 
 Level = Literal["ok", "warning", "problem"]
 Environment = Mapping[str, str]
@@ -40,7 +40,7 @@ DESCRIPTORS_PER_HOST = 7
 own, and those of workers and replicas where there are several; and in the links of the latter."""
 DESCRIPTORS_ELSE = 128
 TRY_SECONDS = 30.0
-_SIOCGIFFLAGS, _SIOCGIFADDR, _IFF_UP = 0x8913, 0x8915, 1
+_SIOCGIFFLAGS, _IFF_UP = 0x8913, 1
 
 
 @dataclass(frozen=True)
@@ -165,10 +165,10 @@ def interfaces() -> dict[str, Interface]:
                 try:
                     flags = fcntl.ioctl(probe, _SIOCGIFFLAGS, request)[16:18]
                     up = bool(int.from_bytes(flags, sys.byteorder) & _IFF_UP)
-                    answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
-                    addresses.append(socket.inet_ntoa(answer[20:24]))
                 except OSError:
-                    pass  # no IPv4 address, or it has just gone
+                    pass  # it has just gone
+            address = address_of(name)
+            addresses += [address] if address else []
             addresses += _ipv6(name)
         found[name] = Interface(up, tuple(addresses))
     return found
