@@ -21,6 +21,7 @@ ALL = {
     "round": (4, False, ["round"], "a local_sgd round / a bare flat all-reduce of the same bytes"),
     "round2": (2, False, ["round"], "the same with two processes"),
     "ddp": (4, False, ["ddp"], "a step under ddp() / under torch's DistributedDataParallel"),
+    "processor": (4, False, ["processor"], "processor time of the same, by the codec"),
     "slow": (4, True, ["slow"], "a round at 100 Mbit/s / its bytes over the rate"),
     "coded": (4, True, ["coded"], "a coded round at 100 Mbit/s / its bytes over the rate"),
     "memory": (4, False, ["memory", "slowmo"], "extra memory / (8/n bytes each + two buckets)"),

@@ -64,8 +64,21 @@ def timed(job: Callable[[], object]) -> float:
     return slowest(time.perf_counter() - start)
 
 
+def worked(job: Callable[[], object]) -> float:
+    """Seconds of a processor that ``job`` takes in all threads, the mean over the ranks."""
+    dist.barrier()
+    start = time.process_time()
+    job()
+    mine = torch.tensor([time.process_time() - start], dtype=torch.float64)
+    dist.all_reduce(mine)
+    return float(mine) / dist.get_world_size()
+
+
 def pairs(
-    one: Callable[[], object], other: Callable[[], object], count: int = PAIRS
+    one: Callable[[], object],
+    other: Callable[[], object],
+    count: int = PAIRS,
+    timed: Callable[[Callable[[], object]], float] = timed,
 ) -> tuple[list[float], list[float]]:
     """Times of both, in turn, after a warm-up; each goes first in half of the pairs."""
     times: tuple[list[float], list[float]] = ([], [])
@@ -128,6 +141,16 @@ def ddp() -> None:
     theirs, ours = Training(wrap=True), Training()
     laconic.attach(ours.model, ours.optimizer, laconic.ddp())
     say(ratio("", *pairs(ours.step, theirs.step), bound=1.05))
+
+
+def processor() -> None:
+    """Where ranks share processors, that is what a step lacks."""
+    for codec in (None, "bfloat16", "int4"):
+        theirs, ours = Training(wrap=True), Training()
+        sync = laconic.attach(ours.model, ours.optimizer, laconic.ddp(codec=codec))
+        times = pairs(ours.step, theirs.step, timed=worked)
+        sync.detach()
+        say(ratio(repr(codec), *times, bound=1.05))
 
 
 def slow() -> None:
@@ -261,6 +284,7 @@ def main() -> None:
         "step": step,
         "round": round,
         "ddp": ddp,
+        "processor": processor,
         "slow": slow,
         "coded": coded,
         "memory": memory,

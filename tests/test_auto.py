@@ -209,10 +209,12 @@ def test_every_rank_makes_the_same_choice_and_says_why(caplog: pytest.LogCapture
 
 
 def test_it_looks_again_when_the_network_gets_slow() -> None:
-    """From 1 Gbit/s to 1 Mbit/s."""
+    """From 1 Gbit/s to 1 Mbit/s. Had it just settled on a choice, as it may where steps take uneven
+    time, the next review is `REVIEW` steps after that, and its outcome known `LATER` steps later."""
     LINKS.clear()
+    steps = 50 + auto_module.REVIEW + auto_module.LATER + 1
     found = la.simulate(
-        lambda rank: run(rank, 90, la.auto(), {1: 1e9, 50: 1e6}), workers=3, link=changing
+        lambda rank: run(rank, steps, la.auto(), {1: 1e9, 50: 1e6}), workers=3, link=changing
     )
     choices = found[0][0]
     early, late = ([c for c in choices if (c.step > 50) == side] for side in (False, True))

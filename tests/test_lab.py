@@ -498,6 +498,19 @@ def test_a_terminal_shows_lines_above_the_rates() -> None:
     assert terminal.end() == 0
 
 
+@pytest.mark.timeout(10)
+def test_what_is_started_while_one_looks_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a process that had ended when its turn to be looked at came."""
+    late = leftovers.Member(1, "sleep 1000", "ours", 2, False)
+    other = leftovers.Member(3, "sleep 1000", "theirs", 4, False)
+    looks = iter([[other], [late, other], [other], [other]])
+    ended: list[leftovers.Member] = []
+    monkeypatch.setattr(leftovers, "members", lambda: next(looks))
+    monkeypatch.setattr(leftovers, "end", ended.append)
+    leftovers.end_all("ours")
+    assert ended == [late] and next(looks, None) is None
+
+
 @pytest.mark.timeout(110)
 def test_a_shell_is_on_its_host() -> None:
     if not emulated():

@@ -86,11 +86,13 @@ def end(member: Member) -> bool:
 def end_all(mark: str) -> None:
     """Kill every process that carries `mark`, and those they start meanwhile."""
     deadline = time.monotonic() + _END_SECONDS
-    while strays := [member for member in members() if member.mark == mark]:
+    unseen = 0
+    # Two looks: a process started during the first, by one that then ended, is in the second.
+    while unseen < 2 and time.monotonic() < deadline:
+        strays = [member for member in members() if member.mark == mark]
+        unseen = 0 if strays else unseen + 1
         for member in strays:
             end(member)
-        if time.monotonic() > deadline:
-            return
 
 
 @functools.cache
