@@ -210,7 +210,7 @@ def test_every_rank_makes_the_same_choice_and_says_why(caplog: pytest.LogCapture
 
 def test_it_looks_again_when_the_network_gets_slow() -> None:
     """From 1 Gbit/s to 1 Mbit/s. Had it just settled on a choice, as it may where steps take uneven
-    time, the next review is `REVIEW` steps after that, and its outcome known `LATER` steps later."""
+    time, the next review is `REVIEW` steps after that, and its outcome known `LATER` later."""
     LINKS.clear()
     steps = 50 + auto_module.REVIEW + auto_module.LATER + 1
     found = la.simulate(
