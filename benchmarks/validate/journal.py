@@ -22,8 +22,8 @@ __all__ = ["Launch", "Timed", "append", "key", "load", "opened"]
 
 @dataclass(frozen=True)
 class Timed:
-    """A recipe's ``seconds`` per step over so many ``steps``; ``alone``: those without
-    communication, right before and after."""
+    """A recipe's ``seconds`` per step, and those ``alone``, without communication, right before and
+    after it: medians over the passes, of so many ``steps`` in all."""
 
     recipe: str
     seconds: float

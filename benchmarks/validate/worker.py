@@ -1,11 +1,12 @@
-"""One rank of a launch: the advisor's measurement, then every recipe in turn. Rank 0 says what was
-measured, and of each recipe the seconds, as lines of JSON."""
+"""One rank of a launch: the advisor's measurement, then all recipes in turn, several times over.
+Rank 0 says what was measured, and of each recipe the seconds, as lines of JSON."""
 
 from __future__ import annotations
 
 import copy
 import json
 import os
+import statistics
 import sys
 import time
 import warnings
@@ -25,17 +26,20 @@ from laconic.round import Recipe
 
 STEPS = 24
 """Timed at a time for the facts."""
-ALONE = 5
-"""Steps without communication before each recipe, which say whether the machine still computes as
-fast as when it was measured."""
+ALONE = 6
+"""Steps without communication before and after each recipe, which say whether the machine still
+computes as fast as when it was measured."""
+LEAST = 4
+"""Steps timed under a recipe in all."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """``recipes`` to time for about ``seconds`` each."""
+    """``recipes`` to time for about ``seconds`` each, in so many ``passes`` through all of them."""
 
     recipes: list[str]
     seconds: float
+    passes: int
 
 
 def whole_period(recipe: Recipe) -> int:
@@ -43,42 +47,64 @@ def whole_period(recipe: Recipe) -> int:
     return max(round(1 / often(r)) for r in recipe)
 
 
-class Race:
-    """Trains under one recipe after another, from the same start."""
+@dataclass(frozen=True)
+class Turn:
+    """Seconds per step of a recipe in one pass, ``alone`` those without communication around it;
+    ``steps`` timed, and seconds of ``waiting`` since it was attached."""
 
-    def __init__(self, training: Training, link: Link) -> None:
-        self._training, self._link = training, link
+    seconds: float
+    alone: float
+    steps: int
+    waiting: float
+
+
+class Race:
+    """Trains under one recipe after another, each time from the same start."""
+
+    def __init__(self, training: Training, link: Link, job: Job) -> None:
+        self._training, self._link, self._job = training, link, job
         self._model = copy.deepcopy(training.model.state_dict())
         self._optimizer = copy.deepcopy(training.optimizer.state_dict())
 
-    def slowest(self, seconds: float) -> float:
+    def run(self, facts: Facts) -> dict[str, list[Turn]]:
+        """All recipes in turn, pass by pass: what the machine's pace does, it does to all."""
+        turns: dict[str, list[Turn]] = {text: [] for text in self._job.recipes}
+        before = self._alone()
+        for _ in range(self._job.passes):
+            for text, found in turns.items():
+                seconds, steps, waiting = self._time(text, facts)
+                after = self._alone()
+                found.append(Turn(seconds, (before + after) / 2, steps, waiting))
+                before = after
+        return turns
+
+    def _slowest(self, seconds: float) -> float:
         """Of all ranks."""
         return float(self._link.gather(torch.tensor([seconds], dtype=torch.float64)).max())
 
-    def alone(self) -> float:
+    def _alone(self) -> float:
         """Seconds of a step without communication, all ranks at once."""
-        self.slowest(0.0)
+        self._slowest(0.0)
         start = time.perf_counter()
         for _ in range(ALONE):
             self._training.step()
-        return self.slowest(time.perf_counter() - start) / ALONE
+        return self._slowest(time.perf_counter() - start) / ALONE
 
-    def time(self, text: str, facts: Facts, seconds: float) -> dict[str, Any]:
-        """A handful of whole periods under the recipe."""
+    def _time(self, text: str, facts: Facts) -> tuple[float, int, float]:
+        """Whole periods under the recipe: seconds per step, steps, and seconds of waiting."""
         recipe = parse_recipe(text)
         assert isinstance(recipe, tuple), "one of the rows"
         self._training.model.load_state_dict(self._model)
         self._training.optimizer.load_state_dict(copy.deepcopy(self._optimizer))
-        before = self.alone()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             sync = laconic.attach(
                 self._training.model, self._training.optimizer, recipe, link=self._link
             )
         period, delay = whole_period(recipe), max(r.delay for r in recipe)
-        expected = predict(recipe, facts).seconds
-        periods = max(1, round(seconds / (period * expected)))
-        periods = max(periods, -(-4 // period))
+        expected = period * predict(recipe, facts).seconds
+        periods = max(1, round(self._job.seconds / self._job.passes / expected))
+        periods = max(periods, -(-LEAST // (period * self._job.passes)))
         sync.step = max(period - 2, 0)  # the first round comes soon: it makes state, and warms up
         for _ in range(3 + delay):
             self._training.step()
@@ -90,15 +116,18 @@ class Race:
         waiting = sync.stats().seconds_waiting
         sync.mean(0.0)
         sync.detach()
-        after = self.alone()
-        return {
-            "recipe": text,
-            "seconds": self.slowest(total) / (periods * period),
-            "predicted": expected,
-            "alone": (before + after) / 2,
-            "steps": periods * period,
-            "waiting": waiting,
-        }
+        return self._slowest(total) / (periods * period), periods * period, waiting
+
+
+def row(recipe: str, turns: list[Turn]) -> dict[str, Any]:
+    """Medians over the passes."""
+    return {
+        "recipe": recipe,
+        "seconds": statistics.median(turn.seconds for turn in turns),
+        "alone": statistics.median(turn.alone for turn in turns),
+        "steps": sum(turn.steps for turn in turns),
+        "waiting": sum(turn.waiting for turn in turns),
+    }
 
 
 def say(**event: Any) -> None:
@@ -126,9 +155,8 @@ def work(spec: Spec, job: Job) -> None:
         link=link,
     )
     say(measured=asdict(found), took=time.perf_counter() - start)
-    race = Race(training, link)
-    for text in job.recipes:
-        say(row=race.time(text, found.facts, job.seconds))
+    for text, turns in Race(training, link, job).run(found.facts).items():
+        say(row=row(text, turns))
 
 
 def main() -> None:

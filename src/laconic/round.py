@@ -69,10 +69,12 @@ class Clock:
 
 
 class Arrival(NamedTuple):
-    """What an exchange brings: a tensor as long as the message, and the sum of its weights."""
+    """What an exchange brings: a tensor as long as the message, and the sum of its weights.
+    ``lent``: the tensor is state of the exchange's, and only to be read, before its next round."""
 
     flat: Tensor
     weight: float = 1.0
+    lent: bool = False
 
 
 class Update:

@@ -255,10 +255,14 @@ class RunningRound:
                 refusal = NotFiniteError("what other ranks of this worker carry is not finite")
         if refusal is not None:
             raise refusal
-        if replica.size == 1:
-            return result
-        replica.all_gather(result.flat, message)
-        return result._replace(flat=message)
+        if replica.size > 1:
+            replica.all_gather(result.flat, message)
+            return result._replace(flat=message, lent=False)
+        if result.lent and not self._reads_only:
+            fits = message.dtype == result.flat.dtype
+            own = message.copy_(result.flat) if fits else result.flat.clone()
+            return result._replace(flat=own, lent=False)
+        return result
 
     # -- one step of the way ----
 
@@ -280,6 +284,11 @@ class RunningRound:
     def _pairs(self) -> Iterable[tuple[Bucket, State]]:
         return zip(self.buckets, self.states, strict=True)
 
+    @property
+    def _reads_only(self) -> bool:
+        """Whether what arrives is copied into the parameters at once, and not changed before."""
+        return self.round.update.replaces and not self.round.delay
+
     def _kept(self) -> Iterable[tuple[Bucket, State, State]]:
         return zip(self.buckets, self.states, self.carried, strict=True)
 
@@ -288,7 +297,7 @@ class RunningRound:
         message = update.send(bucket.pack(self._room(bucket)), state, clock)
         clock = self._sent_with(state, clock)
         exchange = self.round.exchange.shaped(bucket.shapes)
-        received, weight = self._shared.lane.call(
+        received, weight, _ = self._shared.lane.call(
             partial(self._carry, exchange, message, state, carried, clock), self.label(step)
         )
         if not update.replaces:
@@ -318,7 +327,7 @@ class RunningRound:
         while self.flights and (early or self.flights[0].due <= step):
             for message in self.flights.pop(0).messages:
                 bucket = message.bucket
-                received, weight = message.pending.wait()
+                received, weight, _ = message.pending.wait()
                 clock = replace(self._clock(bucket, step), weight=weight)
                 x = bucket.pack(self._room(bucket))
                 fold = self.round.update.fold
@@ -381,7 +390,7 @@ class RunningRound:
             state = {name: t.clone() for name, t in kept.items()}
             for flight in self.flights:
                 for message in flight.messages[index : index + 1]:
-                    flat, weight = message.pending.wait()
+                    flat, weight, _ = message.pending.wait()
                     clock = replace(self._clock(bucket, step), weight=weight)
                     x = update.fold(x, flat.clone(), message.sent, state, clock)
             update.settle(x, state, averaged=True)

@@ -169,7 +169,7 @@ class CodedMean(_Coded):
             self.codec.decode(everyone, length, state["reference"], add=True)
         else:
             state["reference"] += self.codec.decode(everyone, length)
-        return Arrival(left.copy_(state["reference"]))
+        return Arrival(state["reference"], lent=True)
 
 
 @dataclass(frozen=True)
@@ -202,9 +202,10 @@ class GatheredMean(_Coded):
         if self.relative:
             mean.add_(state["reference"])
         received = combine(mean)
-        if self.relative:
-            state["reference"].copy_(received)
-        return Arrival(received.clone())
+        if not self.relative:
+            return Arrival(received.clone())
+        state["reference"].copy_(received)
+        return Arrival(state["reference"], lent=True)
 
 
 def coded(codec: Codec | str, *, relative: bool, feedback: float = 1.0) -> Exchange:
