@@ -21,13 +21,13 @@ SHARED = {"processor": "one", "cores": "2", "torch": "2"}
 def launch(*factors: float, hosts: int = 4) -> Launch:
     """In which DDP, and local SGD every 4 steps, take so many times what is predicted."""
     texts = ("ddp()", "local_sgd(4)")
-    empty = Launch(SHARED, Network(1, hosts, 1e8), FACTS, ())
-    rows = [Timed(text, 1.0, 0.2, 8, 0.0) for text in texts]
-    rows = [
-        replace(row, seconds=factor * empty.predicted(row))
+    rows = tuple(Timed(text, 1.0, 0.2, 8, 0.0) for text in texts)
+    made = Launch(SHARED, Network(1, hosts, 1e8), FACTS, rows)
+    rows = tuple(
+        replace(row, seconds=factor * made.predicted(row))
         for row, factor in zip(rows, factors, strict=True)
-    ]
-    return replace(empty, rows=tuple(rows))
+    )
+    return replace(made, rows=rows)
 
 
 def test_errors_and_regret() -> None:

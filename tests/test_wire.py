@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -43,14 +43,13 @@ def transfer(
     room: Tensor | None = None,
     place: tuple[int, int] = HERE,
     timeout: float = 10,
-    look: Callable[[], None] = lambda: None,
 ) -> Transfer:
     """Between this rank and rank 5."""
     sends = {} if out is None else {5: out}
     receives = {} if room is None else {5: room}
     connections = Connections()
     connections.keep(5, end.dup())
-    return Transfer(connections, sends, receives, place, timeout, range(9), look)
+    return Transfer(connections, sends, receives, place, timeout, range(9))
 
 
 def random(numel: int) -> Tensor:
@@ -172,32 +171,6 @@ def test_silence_is_an_error_but_slowness_is_not(
     thread.join()
     assert bytes(room[:3].tolist()) == b"abc"
     assert time.monotonic() - start > 0.9  # 0.6 s in which something came, and 0.4
-
-
-@pytest.mark.timeout(30)
-@pytest.mark.usefixtures("moves")
-def test_who_waits_long_looks_for_the_others(
-    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Again and again, later each time, within the time-out; and gives up when told to."""
-    monkeypatch.setattr(health, "FIRST_LOOK", 0.1)
-    looks: list[float] = []
-
-    def look() -> None:
-        looks.append(time.monotonic() - start)
-        if len(looks) == 3:
-            raise LinkError("rank 5 is elsewhere")
-
-    waits = transfer(pair[0], room=torch.zeros(1), look=look)
-    start = time.monotonic()
-    with pytest.raises(LinkError, match="rank 5 is elsewhere"):
-        waits.wait()
-    assert all(seen >= due - 0.01 for seen, due in zip(looks, (0.1, 0.3, 0.7), strict=True))
-    waits, looks[:] = transfer(pair[0], room=torch.zeros(1), timeout=0.35, look=look), []
-    start = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"0\.35 s"):
-        waits.wait()
-    assert len(looks) == 2 and time.monotonic() - start >= 0.34
 
 
 @pytest.mark.timeout(30)

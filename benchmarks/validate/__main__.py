@@ -52,8 +52,7 @@ def parser() -> Parser:
     made.add_argument("--hosts", nargs="+", type=int, default=list(HOSTS))
     made.add_argument("--rates", nargs="+", metavar="RATE", default=[str(r) for r in RATES])
     made.add_argument("--per-host", nargs="+", type=int, default=[1], help="processes (1)")
-    made.add_argument("--seconds", type=float, default=3.0, help="of each recipe (%(default)g)")
-    made.add_argument("--passes", type=int, default=3, help="through all recipes (%(default)s)")
+    made.add_argument("--seconds", type=float, default=200, help="of each network (%(default)g)")
     made.add_argument("--table", action="store_true", help="run nothing")
     made.add_argument("--again", action="store_true", help="also what the journal has")
     made.add_argument("--journal", type=Path, metavar="FILE", default=JOURNAL)
@@ -77,8 +76,8 @@ def asked(options: Any) -> list[Network]:
             raise ValueError("hosts must be at least 2: one has nobody to talk to")
     for rate in rates:
         check_rate(rate)
-    if min(options.per_host) < 1 or options.passes < 1 or not 1 <= options.seconds < 1000:
-        raise ValueError("per-host and passes must be at least 1, and seconds from 1 to 1000")
+    if min(options.per_host) < 1 or not 1 <= options.seconds < 1000:
+        raise ValueError("per-host must be at least 1, and seconds from 1 to 1000")
     return [
         Network(per_host, hosts, rate)
         for per_host in options.per_host
@@ -87,24 +86,23 @@ def asked(options: Any) -> list[Network]:
     ]
 
 
-def shared(seconds: float, passes: int) -> dict[str, object]:
+def shared(seconds: float) -> dict[str, object]:
     """What launches must have in common to stand in one table."""
     machine = race.machine()
     return {
         "workload": "text",
         "rows": list(ROWS),
         "seconds": seconds,
-        "passes": passes,
         "processor": machine["processor"],
         "cores": machine["cores"],
         "torch": str(torch.__version__),
     }
 
 
-def launch(network: Network, common: dict[str, object], seconds: float, passes: int) -> Launch:
+def launch(network: Network, common: dict[str, object], seconds: float) -> Launch:
     """One launch: the facts, and all rows."""
     spec = Spec("text", None, [], STEPS, 0, None, 0.0, cluster.TIMEOUT)
-    told = json.dumps([asdict(spec), asdict(Job(list(ROWS), seconds, passes))])
+    told = json.dumps([asdict(spec), asdict(Job(list(ROWS), seconds))])
     with Cluster(network.hosts, bandwidth=network.rate) as hosts:
         argv = ["-m", "benchmarks.validate.worker", told]
         lines = cluster.said(hosts, argv, network.per_host, LONGEST)
@@ -115,7 +113,7 @@ def launch(network: Network, common: dict[str, object], seconds: float, passes: 
 
 def run(options: Any) -> int:
     """0 where all bounds are kept, 1 where one is missed."""
-    todo, common = asked(options), shared(options.seconds, options.passes)
+    todo, common = asked(options), shared(options.seconds)
     if not options.table:
         with terminate_as_exit(), journal.opened(options.journal) as file:
             kept = {entry.network for entry in mine(options.journal, common)}
@@ -124,7 +122,7 @@ def run(options: Any) -> int:
             for number, network in enumerate(missing, 1):
                 start = time.monotonic()
                 print(f"{number}/{len(missing)} {told(network)}: ", end="", flush=True)
-                found = launch(network, common, options.seconds, options.passes)
+                found = launch(network, common, options.seconds)
                 journal.append(file, found)
                 errors = [abs(found.error(row)) for row in found.rows]
                 print(

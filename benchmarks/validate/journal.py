@@ -22,8 +22,8 @@ __all__ = ["Launch", "Timed", "append", "key", "load", "opened"]
 
 @dataclass(frozen=True)
 class Timed:
-    """A recipe's ``seconds`` per step, and those ``alone``, without communication, right before and
-    after it: medians over the passes, of so many ``steps`` in all."""
+    """A recipe's ``seconds`` per step, and those ``alone``, without communication, right after it:
+    medians over the passes, of so many ``steps`` in all."""
 
     recipe: str
     seconds: float
@@ -43,30 +43,27 @@ class Launch:
 
     @property
     def compute(self) -> float:
-        """Seconds of a step without communication, all over the launch."""
+        """Seconds of a step without communication, all over the launch: the recipes took turns, so
+        that it is that of each of them."""
         return statistics.median(row.alone for row in self.rows)
 
     def predicted(self, row: Timed) -> float:
-        """Seconds per step by the model as it is now, with what a step took without communication
-        right before and after the row."""
-        return self._predict(row.recipe, row.alone)
+        """Seconds per step by the model as it is now."""
+        recipe = parse_recipe(row.recipe)
+        assert isinstance(recipe, tuple), "auto is no row"
+        return predict(recipe, replace(self.facts, compute=self.compute)).seconds
 
     def error(self, row: Timed) -> float:
         """Of the prediction, relative to what was measured."""
         return self.predicted(row) / row.seconds - 1
 
     def chosen(self) -> Timed:
-        """The row with the shortest prediction from one set of facts."""
-        return min(self.rows, key=lambda row: self._predict(row.recipe, self.compute))
+        """The row with the shortest prediction."""
+        return min(self.rows, key=self.predicted)
 
     def regret(self) -> float:
         """How much longer the chosen row takes than the fastest measured one."""
         return self.chosen().seconds / min(row.seconds for row in self.rows) - 1
-
-    def _predict(self, text: str, compute: float) -> float:
-        recipe = parse_recipe(text)
-        assert isinstance(recipe, tuple), "auto is no row"
-        return predict(recipe, replace(self.facts, compute=compute)).seconds
 
     def to_line(self) -> str:
         """For the journal."""

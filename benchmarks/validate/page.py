@@ -23,13 +23,14 @@ INTRODUCTION = """# The cost model against an emulated network
 Predicted and measured seconds per step (`make validate-model`): the text model of 865,280
 parameters, hosts as network namespaces with shaped cards. One launch for each network: the same
 processes measure what the model needs to know (`docs/cost_model.md`), as `laconic advise` does,
-then train under one recipe after the other for a few whole periods, after a first round that does
-not count, and so through all of them three times: the table has the medians. The time of a step
-without communication is taken anew right before and after each recipe, and enters its prediction,
-as a shared machine does not keep its pace for minutes.
+then train under one recipe after the other for a second or a whole period, after a first round that
+does not count, and so through all of them again and again for some 200 seconds: the table has the
+medians, as a shared machine does not keep its pace for minutes. For the same reason the time of a
+step without communication is taken anew after each turn; the median over all of them enters all
+predictions, and nothing else is measured anew.
 
-An error is predicted / measured - 1. The recipe predicted to be fastest, from one set of facts for
-all, counts as right if it was measured to be the fastest, or within 5% of that.
+An error is predicted / measured - 1. The recipe predicted to be fastest counts as right if it was
+measured to be the fastest, or within 5% of that.
 """
 
 

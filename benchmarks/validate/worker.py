@@ -27,19 +27,19 @@ from laconic.round import Recipe
 STEPS = 24
 """Timed at a time for the facts."""
 ALONE = 6
-"""Steps without communication before and after each recipe, which say whether the machine still
-computes as fast as when it was measured."""
-LEAST = 4
-"""Steps timed under a recipe in all."""
+"""Steps without communication after each recipe, which say how fast the machine computes."""
+TURN = 1.0
+"""Seconds that a recipe is timed for in a pass, or one period."""
+PASSES = 2
+"""Through all recipes, at least."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """``recipes`` to time for about ``seconds`` each, in so many ``passes`` through all of them."""
+    """``recipes`` to time, pass by pass, for about so many ``seconds`` in all."""
 
     recipes: list[str]
     seconds: float
-    passes: int
 
 
 def whole_period(recipe: Recipe) -> int:
@@ -49,8 +49,8 @@ def whole_period(recipe: Recipe) -> int:
 
 @dataclass(frozen=True)
 class Turn:
-    """Seconds per step of a recipe in one pass, ``alone`` those without communication around it;
-    ``steps`` timed, and seconds of ``waiting`` since it was attached."""
+    """Seconds per step of a recipe in one pass, ``alone`` those without communication right after
+    it; ``steps`` timed, and seconds of ``waiting`` since it was attached."""
 
     seconds: float
     alone: float
@@ -61,21 +61,19 @@ class Turn:
 class Race:
     """Trains under one recipe after another, each time from the same start."""
 
-    def __init__(self, training: Training, link: Link, job: Job) -> None:
-        self._training, self._link, self._job = training, link, job
+    def __init__(self, training: Training, link: Link) -> None:
+        self._training, self._link = training, link
         self._model = copy.deepcopy(training.model.state_dict())
         self._optimizer = copy.deepcopy(training.optimizer.state_dict())
 
-    def run(self, facts: Facts) -> dict[str, list[Turn]]:
+    def run(self, job: Job, facts: Facts) -> dict[str, list[Turn]]:
         """All recipes in turn, pass by pass: what the machine's pace does, it does to all."""
-        turns: dict[str, list[Turn]] = {text: [] for text in self._job.recipes}
-        before = self._alone()
-        for _ in range(self._job.passes):
+        turns: dict[str, list[Turn]] = {text: [] for text in job.recipes}
+        start, passes, spent = time.perf_counter(), 0, 0.0
+        while passes < PASSES or spent * (passes + 1) / passes < job.seconds:
             for text, found in turns.items():
-                seconds, steps, waiting = self._time(text, facts)
-                after = self._alone()
-                found.append(Turn(seconds, (before + after) / 2, steps, waiting))
-                before = after
+                found.append(self._time(text, facts))
+            passes, spent = passes + 1, self._slowest(time.perf_counter() - start)
         return turns
 
     def _slowest(self, seconds: float) -> float:
@@ -90,8 +88,8 @@ class Race:
             self._training.step()
         return self._slowest(time.perf_counter() - start) / ALONE
 
-    def _time(self, text: str, facts: Facts) -> tuple[float, int, float]:
-        """Whole periods under the recipe: seconds per step, steps, and seconds of waiting."""
+    def _time(self, text: str, facts: Facts) -> Turn:
+        """Whole periods under the recipe."""
         recipe = parse_recipe(text)
         assert isinstance(recipe, tuple), "one of the rows"
         self._training.model.load_state_dict(self._model)
@@ -103,8 +101,7 @@ class Race:
             )
         period, delay = whole_period(recipe), max(r.delay for r in recipe)
         expected = period * predict(recipe, facts).seconds
-        periods = max(1, round(self._job.seconds / self._job.passes / expected))
-        periods = max(periods, -(-LEAST // (period * self._job.passes)))
+        periods = max(1 if period > 1 else 2, round(TURN / expected))
         sync.step = max(period - 2, 0)  # the first round comes soon: it makes state, and warms up
         for _ in range(3 + delay):
             self._training.step()
@@ -116,7 +113,8 @@ class Race:
         waiting = sync.stats().seconds_waiting
         sync.mean(0.0)
         sync.detach()
-        return self._slowest(total) / (periods * period), periods * period, waiting
+        steps = periods * period
+        return Turn(self._slowest(total) / steps, self._alone(), steps, waiting)
 
 
 def row(recipe: str, turns: list[Turn]) -> dict[str, Any]:
@@ -155,7 +153,7 @@ def work(spec: Spec, job: Job) -> None:
         link=link,
     )
     say(measured=asdict(found), took=time.perf_counter() - start)
-    for text, turns in Race(training, link, job).run(found.facts).items():
+    for text, turns in Race(training, link).run(job, found.facts).items():
         say(row=row(text, turns))
 
 

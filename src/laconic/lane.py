@@ -18,9 +18,13 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from laconic.errors import LinkError, NotFiniteError
-from laconic.links import health
 
 T = TypeVar("T")
+
+
+FIRST_LOOK, LAST_LOOK = 1.0, 30.0
+"""Seconds of waiting after which one asks where the other ranks are, and again, twice as long each
+time, up to the second figure."""
 
 
 class Pending(Generic[T]):
@@ -48,10 +52,11 @@ class Pending(Generic[T]):
     def wait(self) -> T:
         """The result; raises what the job raised."""
         if self._lane is not None and not self._event.is_set():
-            start, patience = time.perf_counter(), health.patience()
+            start, patience = time.perf_counter(), FIRST_LOOK
             try:
-                while not self._event.wait(next(patience)):
+                while not self._event.wait(patience):
                     self._lane.look(self._label)
+                    patience = min(2 * patience, LAST_LOOK)
             finally:
                 self._lane.waited(start)
         if self.error is not None:
@@ -101,8 +106,10 @@ class Lane:
         self._preface = preface
 
     def call(self, job: Callable[[], T], label: str) -> T:
-        """Run ``job`` after those before it, in this thread, and return its result; counts as
-        waiting. ``label`` says what it is, should its link fail."""
+        """Run ``job`` after those before it and return its result; counts as waiting. ``label``
+        says what it is, should its link fail."""
+        if self._threaded and self._device.type == "cpu":
+            return self.submit(job, label).wait()
         if self._latest is not None:
             self._latest.wait()  # raises what it raised; the card waits for its work
             self._latest = None

@@ -16,25 +16,14 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 ANSWER_SECONDS = 2.0
 """How long a beacon is given to answer; it does nothing else."""
-FIRST_LOOK, LAST_LOOK = 1.0, 30.0
-"""Seconds of waiting after which one asks where the other ranks are, and again, twice as long each
-time, up to the second figure."""
 MOST_BYTES = 2**20
-
-
-def patience() -> Iterator[float]:
-    """Seconds from one look at the others to the next."""
-    seconds = FIRST_LOOK
-    while True:
-        yield seconds
-        seconds = min(2 * seconds, LAST_LOOK)
 
 
 def address_towards(host: str) -> str | None:

@@ -4,7 +4,7 @@ tensors, NCCL for CUDA tensors."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import NoReturn
@@ -88,7 +88,6 @@ class TorchLink:
         timeout: timedelta,
         ranks: Sequence[int] | None = None,
         calls: _Calls | None = None,
-        look: Callable[[], None] | None = None,
     ) -> None:
         self._group, self._made = group, False
         self._native = device.type == "cuda"
@@ -99,7 +98,6 @@ class TorchLink:
         self._ranks = list(range(self.size)) if ranks is None else list(ranks)
         self._scratch = Scratch()
         self._calls = calls or _Calls()
-        self._look = look or self.check  # at the ranks of the link that others are split from
         self.joined = time.perf_counter()
         self._beacon = health.beacon()
         self._addresses: list[str] = []
@@ -115,7 +113,7 @@ class TorchLink:
     def _connect(self) -> Wire:
         """Learn the addresses of the other ranks' beacons, and connect with them."""
         timeout = self._timeout.total_seconds()
-        wire = Wire(self.rank, health.own_address(), timeout, self._ranks, self._look)
+        wire = Wire(self.rank, health.own_address(), timeout, self._ranks)
         told = [said.split("/") for said in self._share(f"{self._calls.address}/{wire.address}")]
         self._addresses = [beacon for beacon, _ in told]
         wires = [] if self._native else [address for _, address in told]
@@ -200,24 +198,10 @@ class TorchLink:
         try:
             for work in works:
                 assert work is not None, "this process is not a member of its own process group"
-                if not self._native:
-                    self._watch(work)
                 work.wait()
-        except LinkError:
-            raise
         except RuntimeError as error:
             self._lost(error)
         self.joined = time.perf_counter()
-
-    def _watch(self, work: dist.Work) -> None:
-        """Until gloo is done with it, or has failed; raise where the others will not come."""
-        patience = health.patience()
-        while not work.is_completed():
-            try:
-                work.wait(timedelta(seconds=next(patience)))
-            except RuntimeError:
-                if not work.is_completed():  # that was our time alone
-                    self._look()
 
     def _lost(self, error: RuntimeError | OSError) -> NoReturn:
         if self._calls.verdict:
@@ -414,6 +398,6 @@ class TorchLink:
             if self.rank in ranks:
                 mine = group, [self._ranks[r] for r in ranks]
         assert mine is not None, "every rank belongs to one of the sets"
-        link = TorchLink(mine[0], self._device, self._timeout, mine[1], self._calls, self._look)
+        link = TorchLink(mine[0], self._device, self._timeout, mine[1], self._calls)
         link._made = True
         return link

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from laconic import native
 from laconic.errors import LinkError
-from laconic.links import health
 
 VERSION = 2
 """What ``wire.c`` must be."""
@@ -97,7 +96,6 @@ class Transfer:
         place: tuple[int, int],
         timeout: float,
         names: Sequence[int],
-        look: Callable[[], None] = lambda: None,
     ) -> None:
         if connections.busy:
             raise LinkError("a message on this link was left half-way: it cannot be used any more")
@@ -107,7 +105,6 @@ class Transfer:
         self._indices = {r: index for index, r in enumerate(receives)}
         self._timeout = timeout
         self._names = names
-        self._look = look
         self._messages = (_Message * len(self._ranks))()
         for index, (r, x) in enumerate(zip(self._ranks, self._tensors, strict=True)):
             if not x.is_contiguous() or x.device.type != "cpu":
@@ -123,31 +120,19 @@ class Transfer:
 
     def wait(self, rank: int | None = None) -> None:
         """Until the message from ``rank`` is here; None: until all are, and all are sent. Raises
-        ``OSError`` where a connection is lost, or no byte moves for ``timeout`` seconds,
-        `OtherCallError`, and what ``look()`` raises, which is called while none moves."""
+        ``OSError`` where a connection is lost, or no byte moves for ``timeout`` seconds, and
+        `OtherCallError`."""
         self._move(_ALL if rank is None else self._indices[rank])
         self._connections.busy = rank is not None
 
-    def _done(self) -> int:
-        return sum(message.done for message in self._messages)
-
     def _move(self, until: int) -> None:
-        left, patience, done = self._timeout, health.patience(), self._done()
-        outcome, seconds = _INTERRUPTED, min(next(patience), left)
-        while outcome in (_INTERRUPTED, _SILENT):
-            outcome, index, error = _move(self._messages, until, max(round(1000 * seconds), 1))
-            if outcome != _SILENT:
-                continue  # an interruption: Python's own handlers run in between
-            if done == (done := self._done()):
-                left -= seconds
-            else:
-                left = self._timeout - seconds
-            if left <= 0:
-                raise TimeoutError(f"nothing was sent or received for {self._timeout:g} s")
-            self._look()
-            seconds = min(next(patience), left)
+        outcome, timeout = _INTERRUPTED, min(max(round(1000 * self._timeout), 1), 2**31 - 1)
+        while outcome == _INTERRUPTED:  # Python's own handlers run in between
+            outcome, index, error = _move(self._messages, until, timeout)
         if outcome == _FINE:
             return
+        if outcome == _SILENT:
+            raise TimeoutError(f"nothing was sent or received for {self._timeout:g} s")
         rank, message = self._ranks[index], self._messages[index]
         if outcome == _OTHER:
             *place, size = _HEADER.unpack(message.got)
@@ -238,22 +223,14 @@ def _step(message: _Message) -> tuple[int, int]:
 class Wire:
     """The connections of rank ``rank`` of a link to all others, from ``host``, its own address.
     Every rank tells the others its `address` before it calls `connect`. ``names``: what ranks are
-    called in errors. ``look()``, after seconds of waiting, and again, raises if it is in vain."""
+    called in errors."""
 
-    def __init__(
-        self,
-        rank: int,
-        host: str,
-        timeout: float,
-        names: Sequence[int],
-        look: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, rank: int, host: str, timeout: float, names: Sequence[int]) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._server = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
         self._rank = rank
         self._timeout = timeout
         self._names = names
-        self._look = look
         self._key = secrets.token_hex(8)
         self._connections = Connections()
         self.address = f"{host}|{self._server.getsockname()[1]}|{self._key}"
@@ -328,8 +305,7 @@ class Wire:
     ) -> Transfer:
         """Begin to send ``sends[r]`` to rank r, and to take what comes from it into
         ``receives[r]``; rank r must do so at the same ``place``, with as many bytes."""
-        at = place, self._timeout, self._names, self._look
-        return Transfer(self._connections, sends, receives, *at)
+        return Transfer(self._connections, sends, receives, place, self._timeout, self._names)
 
     def close(self) -> None:
         """Let go of the connections; they end when no message on them is under way."""
