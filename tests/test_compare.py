@@ -524,8 +524,11 @@ def test_what_is_no_number_is_refused(
 @pytest.mark.parametrize(
     ("missing", "said"),
     [
-        ("rich", "laconic compare needs rich: pip install 'laconic[lab]'"),
-        ("matplotlib", "laconic compare needs matplotlib: pip install 'laconic[lab]'"),
+        ("rich", "laconic compare needs rich: pip install -e '.[lab]' in laconic's repository"),
+        (
+            "matplotlib",
+            "laconic compare needs matplotlib: pip install -e '.[lab]' in laconic's repository",
+        ),
         ("sklearn", "scikit-learn"),
     ],
 )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from laconic.errors import LinkError
 from laconic.links import health, wire
-from laconic.links.wire import Connections, OtherCallError, Transfer, Wire
+from laconic.links.wire import Connections, LostError, OtherCallError, Transfer, Wire
 
 MORE_THAN_BUFFERS = 2**23
 HERE, THERE = (3, 7), (4, 7)
@@ -101,7 +101,7 @@ def test_nobody_waits_for_more_than_was_asked_for() -> None:
         speaks.send(struct.pack("<QQQ", *HERE, 1) + b"x")
         waits.wait(0)
         assert bytes(rooms[0].tolist()) == b"x"
-        with pytest.raises(TimeoutError):
+        with pytest.raises(LostError):
             waits.wait()
 
 
@@ -143,9 +143,9 @@ def test_a_connection_that_closes_halfway(pair: tuple[socket.socket, socket.sock
     ours, theirs = pair
     theirs.send(struct.pack("<QQQ", *HERE, 8) + b"abc")
     theirs.close()
-    with pytest.raises(ConnectionError, match="connection to rank 5: closed by it"):
+    with pytest.raises(LostError, match="connection to rank 5: closed by it"):
         transfer(ours, room=torch.zeros(8, dtype=torch.uint8)).wait()
-    with pytest.raises(ConnectionError, match="connection to rank 5: Broken pipe"):
+    with pytest.raises(LostError, match="connection to rank 5: Broken pipe"):
         transfer(ours, random(8)).wait()
 
 
@@ -166,7 +166,7 @@ def test_silence_is_an_error_but_slowness_is_not(
     thread = threading.Thread(target=slowly)
     thread.start()
     start = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"nothing was sent or received for 0\.4 s"):
+    with pytest.raises(LostError, match=r"nothing was sent or received for 0\.4 s"):
         waits.wait()
     thread.join()
     assert bytes(room[:3].tolist()) == b"abc"
@@ -180,7 +180,7 @@ def test_nothing_comes_after_a_message_that_was_left_half_way(
     connections, room = Connections(), torch.zeros(4, dtype=torch.uint8)
     connections.keep(5, pair[0].dup())
     left = Transfer(connections, {}, {5: room}, HERE, 0.05, range(9))
-    with pytest.raises(TimeoutError):
+    with pytest.raises(LostError):
         left.wait()
     with pytest.raises(LinkError, match="left half-way"):
         Transfer(connections, {}, {5: room}, THERE, 0.05, range(9))
@@ -214,6 +214,24 @@ def test_a_signal_is_handled_while_nothing_comes(
     finally:
         timer.join()
         signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.usefixtures("moves")
+def test_signals_do_not_put_off_the_end_of_waiting(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    """As those of a profiler's timer, that come faster than the time-out runs."""
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+    try:
+        start = time.monotonic()
+        with pytest.raises(LostError, match=r"for 0\.5 s"):
+            transfer(pair[0], room=torch.zeros(1), timeout=0.5).wait()
+        assert 0.4 < time.monotonic() - start < 5
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def fine() -> None:

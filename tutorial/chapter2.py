@@ -232,11 +232,12 @@ if FULL and (os.cpu_count() or 1) >= 2:
     assert seconds["two threads"] > seconds["two processes"]
 
 # %% [markdown]
-# **What to notice.** Twice the work by two threads takes about twice as long or longer: the second
-# thread gains nothing. Two processes on two free cores take little longer than one. Inside large
-# operations PyTorch lets go of the lock, so with large networks threads fare better than here; but
-# `DataParallel` also copies the network at every step, and it cannot leave its machine. PyTorch's
-# own documentation recommends `DistributedDataParallel` even on one machine.
+# **What to notice.** Twice the work by two threads takes about twice as long or longer: the
+# second thread gains nothing. Two processes take less, on cores that are free little longer than
+# one. Inside large operations PyTorch lets go of the lock, so with large networks threads fare
+# better than here; but `DataParallel` also copies the network at every step, and it cannot leave
+# its machine. PyTorch's own documentation recommends `DistributedDataParallel` even on one
+# machine.
 #
 # ## Exercises
 #

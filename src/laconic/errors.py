@@ -18,6 +18,11 @@ class NotFiniteError(ValueError):
     half done then: a checkpoint is to be loaded."""
 
 
+def install(extra: str) -> str:
+    """What to type where a package of one of laconic's extras is missing."""
+    return f"pip install -e '.[{extra}]' in laconic's repository"
+
+
 def check_int(name: str, value: object, least: int) -> int:
     """Return ``value`` if it is an integer of at least ``least``, else raise ``ValueError``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

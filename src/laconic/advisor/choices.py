@@ -25,12 +25,12 @@ PLAIN = Facts(16, ((1,),), 4, 1.0, 1e9, 0.0)
 """For reading recipes before anything is measured."""
 
 SAME = "the same mathematics as one large batch (Li et al., VLDB 2020)"
-INT8 = "rounding is sent later, not lost; no loss seen (docs/coded.md)"
+INT8 = "rounding is sent later, not lost; its cost was not measured, and is taken for none"
 INT4 = "2% more steps for the same loss on text (docs/coded.md, benchmarks.factors)"
 LOCAL = {
     4: "loses some quality per step, less than longer periods do (docs/science.md: 12)",
     16: "Lin et al. 2018 take 16 or 32, after the first decay of the learning rate",
-    64: "behind DDP per step (24 steps are already, on text: README)",
+    64: "behind DDP per step, once gradients are noisy (README)",
     256: "longer than Lin et al. 2018 tried: expect to lose quality",
 }
 SLOWMO = {

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from laconic.advisor.advice import Advice, Guide, Row
 from laconic.advisor.choices import KNOWN
+from laconic.errors import install
 from laconic.lab.plots import COLOURS
 from laconic.units import format_bytes, format_rate, format_seconds, three_digits
 
@@ -139,7 +140,7 @@ def plot(advice: Advice, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("--plot needs matplotlib: pip install 'laconic[lab]'") from error
+        raise ImportError(f"--plot needs matplotlib: {install('lab')}") from error
     figure = Figure(figsize=(9, 5), dpi=150, layout="constrained", facecolor="white")
     axes = figure.subplots()
     _lines(axes, advice)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laconic.errors import check_int
+from laconic.errors import check_int, install
 from laconic.recipes import RECIPES
 from laconic.units import parse_duration, parse_rate
 
@@ -142,9 +142,7 @@ def needs(command: str) -> None:
         import matplotlib  # noqa: F401
         import rich  # noqa: F401
     except ImportError as error:
-        raise ImportError(
-            f"laconic {command} needs {error.name}: pip install 'laconic[lab]'"
-        ) from None
+        raise ImportError(f"laconic {command} needs {error.name}: {install('lab')}") from None
 
 
 def _per_host(option: str, texts: Sequence[str], parse: Callable[[str], float]) -> dict[int, float]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from laconic.errors import install
 from laconic.units import format_rate, parse_duration, parse_rate
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         import rich  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"laconic lab needs {error.name}: pip install 'laconic[lab]'") from None
+        raise ImportError(f"laconic lab needs {error.name}: {install('lab')}") from None
     from laconic.lab import program
     from laconic.lab.jobs import terminate_as_exit
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laconic.errors import check_float, check_int
+from laconic.errors import check_float, check_int, install
 from laconic.units import parse_duration, parse_rate
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _needs() -> None:
         import optuna  # noqa: F401
         import rich  # noqa: F401
     except ImportError as error:
-        raise ImportError(f"laconic tune needs {error.name}: pip install 'laconic[tune]'") from None
+        raise ImportError(f"laconic tune needs {error.name}: {install('tune')}") from None
 
 
 def _budget(arguments: argparse.Namespace) -> tuple[int | None, float]:

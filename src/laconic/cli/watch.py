@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from laconic.errors import install
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -51,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         from rich.console import Console
     except ImportError as error:
-        raise ImportError(f"laconic watch needs {error.name}: pip install 'laconic[lab]'") from None
+        raise ImportError(f"laconic watch needs {error.name}: {install('lab')}") from None
     console = Console()
     watched = Watched(arguments.paths)
     try:

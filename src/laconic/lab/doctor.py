@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from laconic import __version__
 from laconic.codecs import kernels
+from laconic.errors import install
 from laconic.lab.cluster import Cluster, NamespacesUnavailable
 from laconic.links import wire
 from laconic.links.health import address_of, address_towards
@@ -391,12 +392,12 @@ def lab() -> list[Finding]:
     ]
     found = []
     if missing:
-        remedy = "pip install 'laconic[lab]'"
+        remedy = install("lab")
         found.append(Finding("warning", "lab", f"not installed: {', '.join(missing)}", remedy))
     try:
         refused = _try_shapers()
     except NamespacesUnavailable as error:
-        remedy = "pip install 'laconic[lab]'" if "pyroute2" in missing else ALLOW_NAMESPACES
+        remedy = install("lab") if "pyroute2" in missing else ALLOW_NAMESPACES
         return [*found, Finding("warning", "lab", str(error), remedy)]
     found.append(Finding("ok", "lab", "network namespaces can be made"))
     if "tbf" in refused:

@@ -17,7 +17,7 @@ from laconic.errors import LinkError
 from laconic.links import health
 from laconic.links.health import Answer, Place
 from laconic.links.link import Link
-from laconic.links.wire import OtherCallError, Transfer, Wire
+from laconic.links.wire import LostError, OtherCallError, Transfer, Wire
 from laconic.tensors import Scratch, mean_in_rank_order
 
 ADVICE = (
@@ -203,7 +203,7 @@ class TorchLink:
             self._lost(error)
         self.joined = time.perf_counter()
 
-    def _lost(self, error: RuntimeError | OSError) -> NoReturn:
+    def _lost(self, error: RuntimeError) -> NoReturn:
         if self._calls.verdict:
             raise LinkError(self._calls.verdict) from error
         answers = {self._ranks[r]: answer for r, answer in self._ask().items()}
@@ -258,7 +258,7 @@ class TorchLink:
                 self._ask(str(error))
                 raise
             self._refuse({error.rank: there, self.rank: mine})
-        except OSError as error:
+        except LostError as error:
             self._lost(error)
 
     def _exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> None:

@@ -48,6 +48,11 @@ class OtherCallError(LinkError):
         self.place = place
 
 
+class LostError(RuntimeError):
+    """A connection is gone, or nothing came over it for too long. No ``OSError``, as a signal's
+    handler, which runs while one waits, may raise such for reasons of its own."""
+
+
 class _Message(ctypes.Structure):
     """One message, and how far it has come; as ``struct message`` in ``wire.c``."""
 
@@ -120,26 +125,35 @@ class Transfer:
 
     def wait(self, rank: int | None = None) -> None:
         """Until the message from ``rank`` is here; None: until all are, and all are sent. Raises
-        ``OSError`` where a connection is lost, or no byte moves for ``timeout`` seconds, and
+        `LostError` where a connection is lost, or no byte moves for ``timeout`` seconds, and
         `OtherCallError`."""
         self._move(_ALL if rank is None else self._indices[rank])
         self._connections.busy = rank is not None
 
     def _move(self, until: int) -> None:
-        outcome, timeout = _INTERRUPTED, min(max(round(1000 * self._timeout), 1), 2**31 - 1)
-        while outcome == _INTERRUPTED:  # Python's own handlers run in between
-            outcome, index, error = _move(self._messages, until, timeout)
+        outcome, left = _INTERRUPTED, self._timeout
+        while outcome == _INTERRUPTED and left > 0:  # Python's own handlers run in between
+            start, before = time.monotonic(), self._done()
+            milliseconds = min(max(round(1000 * left), 1), 2**31 - 1)
+            outcome, index, error = _move(self._messages, until, milliseconds)
+            if outcome == _INTERRUPTED:
+                idle = self._done() == before
+                left = left - (time.monotonic() - start) if idle else self._timeout
         if outcome == _FINE:
             return
-        if outcome == _SILENT:
-            raise TimeoutError(f"nothing was sent or received for {self._timeout:g} s")
+        if outcome in (_SILENT, _INTERRUPTED):
+            raise LostError(f"nothing was sent or received for {self._timeout:g} s")
         rank, message = self._ranks[index], self._messages[index]
         if outcome == _OTHER:
             *place, size = _HEADER.unpack(message.got)
             expected = message.end - _HEADER.size
             raise OtherCallError(rank, self._names[rank], (place[0], place[1]), size, expected)
         why = "closed by it" if outcome == _CLOSED else os.strerror(error)
-        raise ConnectionError(f"connection to rank {self._names[rank]}: {why}")
+        raise LostError(f"connection to rank {self._names[rank]}: {why}")
+
+    def _done(self) -> int:
+        """Bytes moved so far."""
+        return sum(message.done for message in self._messages)
 
 
 def _move(messages: ctypes.Array[_Message], until: int, timeout: int) -> tuple[int, int, int]:
