@@ -222,16 +222,24 @@ def test_signals_do_not_put_off_the_end_of_waiting(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     """As those of a profiler's timer, that come faster than the time-out runs."""
-    before = signal.signal(signal.SIGALRM, lambda *_: None)
-    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+    done = threading.Event()
+
+    def interrupt() -> None:
+        while not done.wait(0.1):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
     try:
         start = time.monotonic()
         with pytest.raises(LostError, match=r"for 0\.5 s"):
             transfer(pair[0], room=torch.zeros(1), timeout=0.5).wait()
         assert 0.4 < time.monotonic() - start < 5
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        done.set()
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
 
 
 def fine() -> None:
