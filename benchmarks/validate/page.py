@@ -24,7 +24,7 @@ Predicted and measured seconds per step (`make validate-model`): the text model 
 parameters, hosts as network namespaces with shaped cards. One launch for each network: the same
 processes measure what the model needs to know (`docs/cost_model.md`), as `laconic advise` does,
 then train under one recipe after the other for a second or a whole period, after a first round that
-does not count, and so through all of them again and again for some 200 seconds: the table has the
+does not count, and so through all of them again and again for some minutes: the table has the
 medians, as a shared machine does not keep its pace for minutes. For the same reason the time of a
 step without communication is taken anew after each turn; the median over all of them enters all
 predictions, and nothing else is measured anew.
