@@ -52,7 +52,7 @@ def parser() -> Parser:
     made.add_argument("--hosts", nargs="+", type=int, default=list(HOSTS))
     made.add_argument("--rates", nargs="+", metavar="RATE", default=[str(r) for r in RATES])
     made.add_argument("--per-host", nargs="+", type=int, default=[1], help="processes (1)")
-    made.add_argument("--seconds", type=float, default=120, help="of each network (%(default)g)")
+    made.add_argument("--seconds", type=float, default=200, help="of each network (%(default)g)")
     made.add_argument("--table", action="store_true", help="run nothing")
     made.add_argument("--again", action="store_true", help="also what the journal has")
     made.add_argument("--journal", type=Path, metavar="FILE", default=JOURNAL)
