@@ -275,6 +275,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("links/wire.py", "                check()\n", "", WIRE),
     ("gradients.py", "place.zero_()", "pass", ["tests/test_loop.py"]),
     ("gradients.py", "self._padding.zero_()", "pass", CODED),
+    ("auto.py", 'return "rounds"', "return self.text", AUTO),
     ("auto.py", "facts, _ = self._measure()  # the network may", "pass  # the network may", AUTO),
     # seconds = max(c + sum f*exposed, min(sum f*T/U, c + sum f*(T + w))) ; best = min(seconds * steps)
     ("predict.py", "end = max(end, backward * done) + own", "end += own", AUTO),

@@ -592,6 +592,15 @@ def test_a_switch_that_cannot_be_leaves_the_rounds_at_work() -> None:
 MANY = la.streaming_diloco(300, 250, 1)
 
 
+def test_rounds_that_take_longer_than_predicted_are_not_left_for_rarer_ones() -> None:
+    """Which would take as much longer, as it is computing that does, and cost a change each."""
+    slow = replace(TEXT, rate=1e7)
+    now = next(c for c in auto_module.candidates(slow) if c.text == chosen(slow))
+    assert now.text.startswith("streaming_diloco(")
+    text, _ = auto_module.choose(la.auto(), slow, now, {now.kind: 0.12 * slow.compute})
+    assert text == now.text
+
+
 def test_the_delay_in_force_stays_while_it_hides() -> None:
     slow = replace(TEXT, rate=2e6)
     first = next(c for c in auto_module.candidates(slow) if "(8, " in c.text)

@@ -63,9 +63,11 @@ class Candidate:
 
     @property
     def kind(self) -> str:
-        """Of candidates of one kind, what is measured of one holds for the others, too."""
+        """Of candidates of one kind, what is measured of one holds for the others, too. All with
+        rounds on parameters are of one: what they take beyond what is predicted is mostly the pace
+        of the machine while nobody waits, and a change among them costs models on the network."""
         if self.recipe[0].on == "params":
-            return self.text
+            return "rounds"
         return "coded gradients" if self.recipe[0].exchange.slots else "gradients"
 
 
