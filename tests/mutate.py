@@ -271,6 +271,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("links/health.py", "found = named or", "found =", WIRE),
     ("links/health.py", "if found is None or", "if", WIRE),
     ("links/wire.py", "if connections.busy:", "if False:", WIRE),
+    ("running.py", "if result.lent and not self._reads_only:", "if False:", CODED),
     ("links/wire.py", "left - (time.monotonic() - start) if idle", "left if idle", WIRE),
     ("links/wire.py", "                check()\n", "", WIRE),
     ("gradients.py", "place.zero_()", "pass", ["tests/test_loop.py"]),

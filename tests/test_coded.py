@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, product
 from typing import Any
@@ -874,3 +874,43 @@ def test_what_one_rank_of_a_worker_carries_is_refused_by_the_others() -> None:
 
     la.simulate(run, workers=4)
     assert sorted(refused) == [0, 1, 2, 3]
+
+
+# -- what an exchange lends --
+
+
+@dataclass(frozen=True)
+class Spoils(la.Update):
+    """``x <- mean(x)``, as an average has it; what arrived is overwritten, as a fold may."""
+
+    def fold(
+        self, x: Tensor, received: Tensor, sent: Tensor | None, state: State, clock: Clock
+    ) -> Tensor:
+        x.copy_(received)
+        received.fill_(7.0)
+        return x
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("codec", ["int4", TopK(k=16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_fold_may_overwrite_what_arrived(codec: Codec | str, dtype: torch.dtype) -> None:
+    """And not what the workers agreed on, which the next message builds upon."""
+    average = la.local_sgd(1, codec=codec)
+    spoils = (replace(average[0], update=Spoils()),)
+    runs = [
+        la.simulate(partial(train, recipe=recipe, dtype=dtype), workers=3)
+        for recipe in (average, spoils)
+    ]
+    assert same(runs[0], runs[1])
+
+
+def same(ones: Any, others: Any) -> bool:
+    """Bit for bit."""
+    if isinstance(ones, Tensor):
+        return torch.equal(ones, others)
+    if isinstance(ones, np.ndarray):
+        return bool(np.array_equal(ones, others))
+    if isinstance(ones, (list, tuple)):
+        return all(same(a, b) for a, b in zip(ones, others, strict=True))
+    return bool(ones == others)
