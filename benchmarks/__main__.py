@@ -24,6 +24,7 @@ ALL = {
     "processor": (4, False, ["processor"], "processor time of the same, by the codec"),
     "slow": (4, True, ["slow"], "a round at 100 Mbit/s / its bytes over the rate"),
     "coded": (4, True, ["coded"], "a coded round at 100 Mbit/s / its bytes over the rate"),
+    "coded_large": (2, True, ["coded_large"], "the same of a bucket of 25 MiB, two processes"),
     "memory": (4, False, ["memory", "slowmo"], "extra memory / (8/n bytes each + two buckets)"),
     "memory2": (4, False, ["memory", "diloco"], "extra memory / (8/n bytes each + two buckets)"),
     "shards": (4, False, ["shards"], "slow state on 2 shards / (8/2 bytes each, or 0, + buckets)"),

@@ -185,6 +185,23 @@ def coded() -> None:
             say(ratio(f"{name}, {codec}, {ideal:.3f} s", times, [ideal] * len(times), bound=bound))
 
 
+def coded_large() -> None:
+    """The same of one bucket that is as large as they get."""
+    n, count = dist.get_world_size(), BUCKET_BYTES // 4
+    for codec in ("int4", "int8"):
+        weights = nn.ParameterList([nn.Parameter(torch.randn(count // 16)) for _ in range(16)])
+        optimizer = torch.optim.SGD(weights.parameters(), lr=0.0)
+        recipe = laconic.local_sgd(1, codec=codec)
+        ideal = 8 * recipe[0].exchange.cost(count, 4, n).bytes / 100e6
+        sync = laconic.attach(weights, optimizer, recipe)
+        times = []
+        for _ in range(33):
+            dist.barrier()
+            times.append(timed(optimizer.step))
+        sync.detach()
+        say(ratio(f"local_sgd, {codec}, {ideal:.3f} s", times[3:], [ideal] * 30, bound=1.15))
+
+
 def peak() -> int:
     """Most bytes of memory resident since the last `reset_peak`."""
     status = Path("/proc/self/status").read_text()
@@ -287,6 +304,7 @@ def main() -> None:
         "processor": processor,
         "slow": slow,
         "coded": coded,
+        "coded_large": coded_large,
         "memory": memory,
         "shards": shards,
         "calls": calls,

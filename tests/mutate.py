@@ -46,6 +46,7 @@ DEMO = ["tests/test_demo.py", "-k", "not gloo"]
 NOLOCO = ["tests/test_noloco.py", "-k", "not gloo"]
 EAGER = ["tests/test_eager.py", "-k", "not gloo"]
 CODED = ["tests/test_coded.py", "-k", "not process"]
+CODED_LINKS = ["tests/test_coded.py", "-k", "slices"]
 KERNELS = ["tests/test_kernels.py"]
 WIRE = ["tests/test_wire.py"]
 AUTO = ["tests/test_auto.py", "-k", "not process"]
@@ -240,18 +241,28 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("recipes.py", "replace(low, when=after(start, low.when))", "low", LOW_RANK),
     ("checkpoint.py", "or now.dim() > 1", "", LOW_RANK),
     # v = m - r + b*e ; e <- v - Q(v) ; mean = r + b*o + mean(Q(v)) ; o <- w - Q(w) ; r <- r + Q(w)
-    ("exchanges/coded.py", 'state.get("reference"), residual)', "None, residual)", CODED),
-    ("exchanges/coded.py", "residual = self.feedback * residual", "pass", CODED),
+    ("exchanges/coded.py", 'less, plus = state.get("reference"), self._residual(state)', "less, plus = None, self._residual(state)", CODED),
+    ("exchanges/coded.py", "else self.feedback * residual", "else residual", CODED),
     ("exchanges/coded.py", 'mean.add_(state["lag"], alpha=self.feedback)', "pass", CODED),
     ("exchanges/coded.py", 'mean.add_(state["reference"][own])', "pass", CODED),
-    ("exchanges/coded.py", "self._code(w, clock, 1, reference)", "self._code(w, clock, 1)", CODED),
-    ("exchanges/coded.py", 'state["residual"].copy_(left)  # e <- v - q\n            state["lag"].copy_(w)', 'state["lag"].copy_(w)', CODED),
+    ("exchanges/coded.py", "_generator(clock, w.device, 1), reference)", "_generator(clock, w.device, 1))", CODED),
+    ("exchanges/coded.py", 'state["residual"].copy_(left)  # e <- v - q\n                state["lag"].copy_(w)', 'state["lag"].copy_(w)', CODED),
     ("exchanges/coded.py", 'state["lag"].copy_(w)', 'state["lag"].add_(w)', CODED),
-    ("exchanges/coded.py", 'state["reference"], add=True)', 'state["reference"])', CODED),
-    ("exchanges/coded.py", 'state["reference"] += ', "", CODED),
+    ("exchanges/coded.py", "codec.decode(payload, len(x), x, add=True)", "codec.decode(payload, len(x), x)", CODED),
+    ("exchanges/coded.py", "x += codec.decode", "codec.decode", CODED),
+    ("exchanges/coded.py", "v[at], generator, less[at], more", "v[at], generator, less[at], None", CODED),
+    ("exchanges/coded.py", "v[at], generator, less[at], more", "v[at], generator, less[:each], more", CODED),
+    ("exchanges/coded.py", "                keep()", "                pass", CODED),
+    ("exchanges/coded.py", "reference.fill_(math.nan)", "pass", CODED),
+    ("exchanges/coded.py", "least, most = (float(end) for end in torch.aminmax(x))", "least, most = 0.0, 0.0", CODED),
+    ("links/torch_link.py", "self._post(x.unbind(), rows, ready=fill is None)", "self._post(x.unbind(), rows)", CODED_LINKS),
+    ("links/torch_link.py", "                    self._finish(transfer, r)\n                use(r)", "                    pass\n                use(r)", CODED_LINKS),
+    ("links/wire.py", "if ready or message.comes else _NOT_YET", "", WIRE),
+    ("links/wire.py", "waiting = [i for i in waiting if messages[i].fd != _NOT_YET]", "pass", WIRE),
+    ("auto.py", "seconds / facts.compute + 0.5)", "seconds / facts.compute)", AUTO),
     ("exchanges/coded.py", "alpha=n)  # which counts", "alpha=1)  # which counts", CODED),
     ("exchanges/coded.py", "            state[\"lag\"].zero_()\n\n    def give_back", "            pass\n\n    def give_back", CODED),
-    ("exchanges/coded.py", "if refused:", "if False:", CODED),
+    ("exchanges/coded.py", "    if refused:\n        mine", "    if False:\n        mine", CODED),
     ("exchanges/coded.py", "clock.worker, way", "way", CODED),
     ("exchanges/coded.py", 'state["residual"].copy_(left)  # e <- v - q\n        if self.relative', "pass\n        if self.relative", CODED),
     ("gradients.py", "values.mul_(scale / self.scale)", "pass", CODED),

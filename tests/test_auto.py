@@ -602,10 +602,10 @@ def test_rounds_that_take_longer_than_predicted_are_not_left_for_rarer_ones() ->
 
 
 def test_the_delay_in_force_stays_while_it_hides() -> None:
-    slow = replace(TEXT, rate=2e6)
+    slow = replace(TEXT, rate=3e6)
     first = next(c for c in auto_module.candidates(slow) if "(8, " in c.text)
     assert first.recipe[0].delay > 1
-    slower = replace(slow, rate=0.9 * slow.rate)
+    slower = replace(slow, rate=0.8 * slow.rate)
     again = next(c for c in auto_module.candidates(slower, first) if "(8, " in c.text)
     other = next(c for c in auto_module.candidates(slower) if "(8, " in c.text)
     assert again == first and other != first

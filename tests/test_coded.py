@@ -3,8 +3,10 @@ they send, how they go on after a stop, and what they refuse."""
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +22,8 @@ import laconic as la
 from laconic.codecs import CODECS, Cast, Codec, Int4, Int8, TopK, codec_of
 from laconic.errors import NotFiniteError
 from laconic.exchanges import CodedMean, GatheredMean
-from laconic.links import Metered
+from laconic.links import Link, Metered
+from laconic.links.simulated import current_link
 from laconic.round import Clock, Exchange, State
 
 import gloo
@@ -29,6 +32,7 @@ import reference_coded as ref
 STEPS = 14
 SHAPES = ((7, 5), (7,), (11, 7), (11,), (3, 40))
 CLOSE = 1e-9
+MODULE = importlib.import_module("laconic.exchanges.coded")  # whose name is a function's
 
 
 # -- the problem: sum(log cosh(x - target)), whose gradient is tanh(x - target) ----
@@ -559,12 +563,15 @@ def _owed(states: Any, rank: int) -> Tensor:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("row", ["ddp, int4", "local", "diloco", "sparse", "ddp, float16"])
-def test_what_is_not_finite_is_named_on_every_rank(row: str, bad: float) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_what_is_not_finite_is_named_on_every_rank(
+    row: str, bad: float, dtype: torch.dtype
+) -> None:
     messages: dict[int, str] = {}
     untouched: dict[int, bool] = {}
 
     def run(rank: int) -> None:
-        model, optimizer = build()
+        model, optimizer = build(dtype)
         sync = la.attach(model, optimizer, ROWS[row].recipe)
         for t in range(1, 6):
             step_of(model, optimizer, rank, t)
@@ -903,6 +910,124 @@ def test_a_fold_may_overwrite_what_arrived(codec: Codec | str, dtype: torch.dtyp
         for recipe in (average, spoils)
     ]
     assert same(runs[0], runs[1])
+
+
+# -- slice by slice, or all before the first is sent --
+
+SLICED = ("local", "local, late", "slowmo", "easgd", "diloco", "streaming")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("row", SLICED)
+def test_coding_slice_by_slice_changes_nothing(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = partial(train, recipe=ROWS[row].recipe, dtype=torch.float32)
+    sliced = la.simulate(run, workers=3)
+    monkeypatch.setattr(MODULE, "CALM", -1.0)
+    assert same(la.simulate(run, workers=3), sliced)
+
+
+@pytest.mark.timeout(60)
+def test_one_rank_may_code_before_it_sends_and_the_others_slice_by_slice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = partial(train, recipe=ROWS["diloco"].recipe, dtype=torch.float32)
+    sliced = la.simulate(run, workers=3)
+    asked: list[Tensor] = []
+    is_calm = MODULE._is_calm
+
+    def wayward(x: Tensor) -> bool:
+        asked.append(x)
+        return len(asked) % 3 != 0 and bool(is_calm(x))
+
+    monkeypatch.setattr(MODULE, "_is_calm", wayward)
+    assert same(la.simulate(run, workers=3), sliced)
+    assert len(asked) >= 3
+
+
+def sliced_over_gloo(rank: int, row: str) -> Trace:
+    return train(rank, ROWS[row].recipe, gloo.link_of(3), torch.float32)
+
+
+@pytest.mark.parametrize("row", SLICED)
+def test_slices_over_processes(pool: gloo.Pool, row: str) -> None:
+    threads = la.simulate(partial(train, recipe=ROWS[row].recipe, dtype=torch.float32), workers=3)
+    assert same(pool.run(sliced_over_gloo, row, ranks=3), threads)
+
+
+def in_slices(rank: int, link: Link) -> tuple[list[int], list[int], Tensor, Tensor]:
+    """What is filled and used of an all-to-all and an all-gather, in which order, and how each
+    looked then; rank r is slower, the greater r is."""
+    n = link.size
+    filled, used = [], []
+    x, out = torch.full((n, 5), -1.0), torch.zeros(n, 5)
+
+    def fill(r: int) -> None:
+        time.sleep(0.01 * rank)
+        filled.append(r)
+        x[r] = 10 * rank + r
+
+    def use(r: int) -> None:
+        used.append(r)
+        out[r] += 1000
+
+    rows = link.all_to_all(x, fill).clone()
+    link.all_gather(torch.full((5,), float(rank)), out.view(-1), use=use)
+    return filled, used, rows, out
+
+
+def simulated_link() -> Link:
+    link = current_link.get()
+    assert link is not None
+    return link
+
+
+def in_slices_over_gloo(rank: int, n: int) -> tuple[list[int], list[int], Tensor, Tensor]:
+    return in_slices(rank, gloo.link_of(n))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("processes", [True, False])
+def test_slices_are_filled_and_used_once_each(pool: gloo.Pool, processes: bool, n: int) -> None:
+    if processes:
+        found = pool.run(in_slices_over_gloo, n, ranks=n)
+    else:
+        found = la.simulate(lambda rank: in_slices(rank, simulated_link()), workers=n)
+    for rank, (filled, used, rows, out) in enumerate(found):
+        assert filled == [(rank + hop) % n for hop in range(1, n + 1)]
+        assert sorted(used) == list(range(n))
+        assert rows[:, 0].tolist() == [10 * r + rank for r in range(n)]
+        assert out[:, 4].tolist() == [1000 + r for r in range(n)]
+
+
+@dataclass(frozen=True)
+class Bursts(la.Update):
+    """An outer step that is not finite, on the rank that owns the last slice."""
+
+    def combine(self, mean: Tensor, state: State, clock: Clock) -> Tensor:
+        return mean * math.inf if clock.worker == clock.workers - 1 else mean
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nobody_goes_on_from_an_outer_step_that_is_not_finite(dtype: torch.dtype) -> None:
+    """Some slices of what is agreed on may have moved by then: it is of no use."""
+
+    def run(rank: int) -> tuple[str, bool, Any, Any]:
+        model, optimizer = build(dtype)
+        recipe = la.diloco(1, codec=SMALL)
+        sync = la.attach(model, optimizer, (replace(recipe[0], update=Bursts()),))
+        before = flat(model)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        optimizer.zero_grad()
+        with pytest.raises(NotFiniteError, match=r"ranks \[2\] of its link") as raised:
+            optimizer.step()
+        (kept,) = sync.state_dict()["rounds"]
+        useless = bool(kept["carried"][0]["reference"].isnan().all())
+        return str(raised.value), useless, before, flat(model)
+
+    for _, useless, before, after in la.simulate(run, workers=3):
+        assert useless and np.array_equal(before, after)
 
 
 def same(ones: Any, others: Any) -> bool:

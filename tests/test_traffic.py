@@ -3,7 +3,7 @@ among themselves. `test_ledger.py` has the bytes of everything else."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -99,9 +99,15 @@ class Recording:
         self.note("reduce_scatter", x)
         return self.link.reduce_scatter(x, owners)
 
-    def all_gather(self, mine: Tensor, out: Tensor, owners: int | None = None) -> None:
+    def all_gather(
+        self,
+        mine: Tensor,
+        out: Tensor,
+        owners: int | None = None,
+        use: Callable[[int], None] | None = None,
+    ) -> None:
         self.note("all_gather", out)
-        self.link.all_gather(mine, out, owners)
+        self.link.all_gather(mine, out, owners, use)
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
         self.note("broadcast", x)

@@ -107,6 +107,33 @@ def test_nobody_waits_for_more_than_was_asked_for() -> None:
 
 @pytest.mark.timeout(30)
 @pytest.mark.usefixtures("moves")
+def test_what_is_not_ready_is_sent_when_it_is() -> None:
+    """While nothing holds up what comes, nor what is ready before it."""
+    ends = socket.socketpair(), socket.socketpair()
+    connections, room = Connections(), torch.zeros(1, dtype=torch.uint8)
+    for rank, (ours, _) in enumerate(ends):
+        connections.keep(rank, ours)
+    first, second = random(3), torch.zeros(3, dtype=torch.uint8)
+    header = struct.pack("<QQQ", *HERE, 3)
+    with ends[0][1] as one, ends[1][1] as other:
+        sends = {0: first, 1: second}
+        transfer = Transfer(connections, sends, {0: room}, HERE, 5, range(2), ready=False)
+        transfer.send(0)
+        one.send(struct.pack("<QQQ", *HERE, 1) + b"x")
+        transfer.wait(0)
+        assert bytes(room.tolist()) == b"x"
+        assert one.recv(99) == header + bytes(first.tolist())
+        other.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            other.recv(99)
+        second += 7
+        transfer.send(1)
+        transfer.wait()
+        assert other.recv(99) == header + b"\7\7\7"
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.usefixtures("moves")
 def test_bytes_that_come_one_by_one(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
     x, room = random(9), torch.zeros(9, dtype=torch.uint8)

@@ -97,10 +97,12 @@ def candidates(facts: Facts, now: Candidate | None = None) -> Iterator[Candidate
 
 
 def delay_for(period: int, facts: Facts) -> tuple[int, float]:
-    """Steps in which a fragment's message arrives, and a quarter more, at most the period; and the
-    seconds that it takes."""
+    """Steps in which a fragment's message arrives, a quarter of that more, and half a step, at most
+    the period; and the seconds that it takes. It begins when the last rank has come to it, and none
+    must wait for it: with a message on its way for 0.6 of its one step all waited for 13% of the
+    time, at 10 Mbit/s on 4 emulated hosts."""
     seconds = travel(streaming(period, 1, 1.0).recipe[0], facts)
-    return min(max(math.ceil(1.25 * seconds / facts.compute), 1), period), seconds
+    return min(math.ceil(1.25 * seconds / facts.compute + 0.5), period), seconds
 
 
 def streaming(period: int, delay: int, steps: float) -> Candidate:

@@ -7,10 +7,12 @@ is well-formed.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from laconic.links.link import hops
 
 
 class Silent:
@@ -42,12 +44,24 @@ class Silent:
     def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
         return x.view(owners or self.size, -1)[0]
 
-    def all_gather(self, mine: Tensor, out: Tensor, owners: int | None = None) -> None:
+    def all_gather(
+        self,
+        mine: Tensor,
+        out: Tensor,
+        owners: int | None = None,
+        use: Callable[[int], None] | None = None,
+    ) -> None:
         rows = out.view(owners or self.size, -1)
         if mine.data_ptr() != rows.data_ptr():
             rows.copy_(mine.expand_as(rows))
+        if use is not None:
+            for r in range(len(rows)):
+                use(r)
 
-    def all_to_all(self, x: Tensor) -> Tensor:
+    def all_to_all(self, x: Tensor, fill: Callable[[int], None] | None = None) -> Tensor:
+        if fill is not None:
+            for r in hops(self.rank, self.size):
+                fill(r)
         return x
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:

@@ -81,8 +81,10 @@ class Codec(ABC):
         less: Tensor | None = None,
         plus: Tensor | None = None,
         subtract: bool = False,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """The code of x: uint8, exactly ``nbytes(x.numel())`` of them, on the device of x.
+        """The code of x: uint8, exactly ``nbytes(x.numel())`` of them, on the device of x; written
+        to ``out`` if given.
 
         x is flat: float32, or another floating-point dtype, which is cast to float32 first.
         ``generator`` is for stochastic rounding (none: torch's own). ``less``, ``plus``: other
@@ -105,7 +107,13 @@ class Codec(ABC):
         changed = subtract or less is not None or plus is not None
         if changed and not x.is_contiguous():
             raise ValueError("x is changed in place, so that it must be contiguous")
-        payload = torch.empty(self.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
+        size = self.nbytes(x.numel())
+        payload = torch.empty(size, dtype=torch.uint8, device=x.device) if out is None else out
+        if payload.dtype != torch.uint8 or payload.shape != (size,) or not payload.is_contiguous():
+            raise ValueError(
+                f"{self} codes {x.numel()} elements as {size} contiguous bytes, not as "
+                f"{payload.dtype} of shape {tuple(payload.shape)}"
+            )
         fine = self.encode_flat(x.contiguous(), payload, generator, less, plus, subtract)
         if not bool(fine):
             raise NotFiniteError(self._refusal(x))

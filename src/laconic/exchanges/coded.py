@@ -15,6 +15,8 @@ with the next: for b = 1 all that was sent, and what is left in e and o, add up 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor
 
 from laconic.codecs import Codec, TopK, codec_of
-from laconic.errors import NotFiniteError, check_bool, check_float
+from laconic.errors import LinkError, NotFiniteError, check_bool, check_float
 from laconic.links import cost
 from laconic.links.cost import Cost
 from laconic.links.link import Link
@@ -32,6 +34,8 @@ from laconic.tensors import mean_in_rank_order, state_dtype
 REFUSED = 255
 """A message that its codec refuses goes out as bytes of this value, which no code consists of: so
 all ranks learn of it from the message itself, and raise the same error."""
+CALM = 1e34
+"""Far below the largest float32, 3.4e38: what parameters within it have changed by is finite."""
 
 
 @dataclass(frozen=True)
@@ -77,28 +81,31 @@ class _Coded(Exchange):
         """The code of v, and why it was refused, if it was; first v - q, in the room of the
         message where dtypes allow."""
         v = message.to(state_dtype(message.dtype)).contiguous()
+        less, plus = state.get("reference"), self._residual(state)
+        return (v, *self._code(v, _generator(clock, v.device, 0), less, plus))
+
+    def _residual(self, state: State) -> Tensor | None:
+        """b*e."""
         residual = state.get("residual")
-        if residual is not None and self.feedback < 1:
-            residual = self.feedback * residual
-        return (v, *self._code(v, clock, 0, state.get("reference"), residual))
+        return residual if residual is None or self.feedback == 1 else self.feedback * residual
 
     def _code(
         self,
         x: Tensor,
-        clock: Clock,
-        way: int,
+        generator: torch.Generator,
         less: Tensor | None = None,
         plus: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> tuple[Tensor, str]:
         """The code of x - less + plus, and why it was refused; with a feedback x is left with what
         the code leaves out."""
-        generator = _generator(clock, x.device, way)
         subtract = bool(self.feedback)
         try:
-            return self.codec.encode(x, generator, less=less, plus=plus, subtract=subtract), ""
+            code = self.codec.encode(x, generator, less=less, plus=plus, subtract=subtract, out=out)
+            return code, ""
         except NotFiniteError as error:
-            length = self.codec.nbytes(len(x))
-            return torch.full((length,), REFUSED, dtype=torch.uint8, device=x.device), str(error)
+            code = torch.empty(self.codec.nbytes(len(x)), dtype=torch.uint8, device=x.device)
+            return code.fill_(REFUSED), str(error)
 
 
 @dataclass(frozen=True)
@@ -140,11 +147,8 @@ class CodedMean(_Coded):
     def run(
         self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
     ) -> Arrival:
-        n, length = link.size, len(message)
-        left, payload, refusal = self._encode(message, clock, state)
-        rows = link.all_to_all(payload.view(n, -1))
-        _raise_if_refused(rows, refusal)
-        each = length // n
+        left, rows = self._deal(link, message, clock, state)
+        length, each = len(left), len(left) // link.size
         own = slice(link.rank * each, (link.rank + 1) * each)
         mean = self.codec.decode_mean(rows, each, left.dtype)  # slices of whole blocks
         if self.feedback:
@@ -154,22 +158,79 @@ class CodedMean(_Coded):
         result = combine(mean)
         w = result if result is mean else result.clone()  # which may be state of the update's
         reference = state["reference"][own] if self.relative else None
-        back, refusal = self._code(w, clock, 1, reference)
-        everyone = back.new_empty(n * len(back))
-        link.all_gather(back, everyone)
-        _raise_if_refused(everyone.view(n, -1), refusal)
-        if self.feedback:
-            state["residual"].copy_(left)  # e <- v - q
-            state["lag"].copy_(w)  # o <- w - p
-        if not self.relative:
-            fits = left.dtype == torch.float32
-            received = self.codec.decode(everyone, length, left if fits else None)
-            return Arrival(received.to(left.dtype))
-        if left.dtype == torch.float32:
-            self.codec.decode(everyone, length, state["reference"], add=True)
-        else:
-            state["reference"] += self.codec.decode(everyone, length)
-        return Arrival(state["reference"], lent=True)
+        back, refusal = self._code(w, _generator(clock, w.device, 1), reference)
+        everyone = back.new_empty(link.size, len(back))
+
+        def keep() -> None:
+            if self.feedback:
+                state["residual"].copy_(left)  # e <- v - q
+                state["lag"].copy_(w)  # o <- w - p
+
+        if self.relative:
+            self._gather(link, back, everyone, refusal, state["reference"], keep)
+            return Arrival(state["reference"], lent=True)
+        link.all_gather(back, everyone.view(-1))
+        _raise_if_refused(everyone, refusal)
+        keep()
+        fits = left.dtype == torch.float32
+        received = self.codec.decode(everyone.view(-1), length, left if fits else None)
+        return Arrival(received.to(left.dtype))
+
+    def _deal(
+        self, link: Link, message: Tensor, clock: Clock, state: State
+    ) -> tuple[Tensor, Tensor]:
+        """v - q, and the rows of codes that came for this rank. Parameters are coded slice by
+        slice, each while those before it are on their way, as it is known that none will be
+        refused; where it is not, all before the first is sent."""
+        n = link.size
+        if not (self.relative and self.codec.dtype == torch.float32 and _is_calm(message)):
+            left, payload, refusal = self._encode(message, clock, state)
+            rows = link.all_to_all(payload.view(n, -1))
+            _raise_if_refused(rows, refusal)
+            return left, rows
+        v, less, plus = message.contiguous(), state["reference"], self._residual(state)
+        size, each = self.codec.nbytes(len(v)) // n, len(v) // n
+        payload = torch.empty(n, size, dtype=torch.uint8, device=v.device)
+        generator = _generator(clock, v.device, 0)
+
+        def fill(r: int) -> None:
+            at = slice(r * each, (r + 1) * each)
+            more = None if plus is None else plus[at]
+            _, refusal = self._code(v[at], generator, less[at], more, payload[r])
+            if refusal:
+                raise LinkError(f"what was agreed on last cannot be gone on with: {refusal}")
+
+        rows = link.all_to_all(payload, fill)
+        _raise_if_refused(rows, "")
+        return v, rows
+
+    def _gather(
+        self,
+        link: Link,
+        back: Tensor,
+        everyone: Tensor,
+        refusal: str,
+        reference: Tensor,
+        keep: Callable[[], None],
+    ) -> None:
+        """Every owner's ``back`` into ``everyone``, and r <- r + p, each slice while those behind
+        it are on their way. Where an owner's was refused nobody can go on from here, nor from a
+        state that is saved: r is NaN then."""
+        each = len(reference) // link.size
+        refused = False
+
+        def use(r: int) -> None:
+            nonlocal refused
+            if r == link.rank:
+                keep()
+            refused = refused or _is_refused(everyone[r])
+            if not refused:
+                _add_decoded(self.codec, everyone[r], reference[r * each : (r + 1) * each])
+
+        link.all_gather(back, everyone.view(-1), use=use)
+        if refused:
+            reference.fill_(math.nan)
+        _raise_if_refused(everyone, refusal)
 
 
 @dataclass(frozen=True)
@@ -222,10 +283,31 @@ def _generator(clock: Clock, device: torch.device, way: int = 0) -> torch.Genera
     return torch.Generator(device).manual_seed(seed % 2**63)
 
 
+def _is_calm(x: Tensor) -> bool:
+    """Whether x is float32, and all of it so far from infinity that no codec can refuse what x has
+    changed by."""
+    if x.dtype != torch.float32:
+        return False
+    least, most = (float(end) for end in torch.aminmax(x))
+    return least >= -CALM and most <= CALM
+
+
+def _add_decoded(codec: Codec, payload: Tensor, x: Tensor) -> None:
+    """``x <- x + Q``, of which ``payload`` is the code."""
+    if x.dtype == torch.float32:
+        codec.decode(payload, len(x), x, add=True)
+    else:
+        x += codec.decode(payload, len(x))
+
+
+def _is_refused(payload: Tensor) -> bool:
+    return int(payload[0]) == REFUSED and bool((payload == REFUSED).all())
+
+
 def _raise_if_refused(rows: Tensor, own: str) -> None:
     """Raise, on every rank alike, where one of them sends nothing but `REFUSED`."""
     suspects = (rows[:, 0] == REFUSED).tolist()
-    refused = [r for r, odd in enumerate(suspects) if odd and bool((rows[r] == REFUSED).all())]
+    refused = [r for r, odd in enumerate(suspects) if odd and _is_refused(rows[r])]
     if refused:
         mine = f"; here: {own}" if own else ""
         raise NotFiniteError(f"ranks {refused} of its link had NaN or an infinity to send{mine}")

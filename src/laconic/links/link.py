@@ -4,7 +4,7 @@ gives every rank one order of collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Protocol
 
@@ -66,15 +66,23 @@ class Link(Protocol):
         length is a multiple of ``owners``, which are at most n."""
         ...
 
-    def all_gather(self, mine: Tensor, out: Tensor, owners: int | None = None) -> None:
+    def all_gather(
+        self,
+        mine: Tensor,
+        out: Tensor,
+        owners: int | None = None,
+        use: Callable[[int], None] | None = None,
+    ) -> None:
         """``out`` <- the first ``owners`` ranks' ``mine`` one after the other (None: all ranks'),
-        cast to ``out``'s dtype. ``mine`` may be its own place in ``out``."""
+        cast to ``out``'s dtype. ``mine`` may be its own place in ``out``. ``use(r)`` is called
+        once the slice of rank r is there, while others may still be on their way."""
         ...
 
-    def all_to_all(self, x: Tensor) -> Tensor:
+    def all_to_all(self, x: Tensor, fill: Callable[[int], None] | None = None) -> Tensor:
         """Row r of ``x``, shape (n, m), to rank r; returns the rows that all ranks have for this
         one, in the order of their ranks, in that shape. Nothing is summed, so any dtype goes.
-        Valid until the next call."""
+        Valid until the next call. ``fill(r)`` is called to write row r, in the order of `hops`,
+        while rows before it may be on their way."""
         ...
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
@@ -103,6 +111,12 @@ class Link(Protocol):
         returned, say. To be called on all its ranks; a collective that is under way on another
         one fails."""
         ...
+
+
+def hops(rank: int, size: int) -> list[int]:
+    """The order in which rank ``rank`` of ``size`` sends to all: those behind it first, and to
+    itself last; so that no two send to the same one at the same time."""
+    return [(rank + hop) % size for hop in range(1, size + 1)]
 
 
 def common(link: Link, names: Sequence[str]) -> set[str]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import LinkError, check_int
-from laconic.links.link import Link
+from laconic.links.link import Link, hops
 from laconic.tensors import mean_in_rank_order
 
 T = TypeVar("T")
@@ -182,13 +182,25 @@ class SimulatedLink:
         own = mean.view(owners, -1)[self.rank] if self.rank < owners else mean[:0]
         return own.clone()
 
-    def all_gather(self, mine: Tensor, out: Tensor, owners: int | None = None) -> None:
+    def all_gather(
+        self,
+        mine: Tensor,
+        out: Tensor,
+        owners: int | None = None,
+        use: Callable[[int], None] | None = None,
+    ) -> None:
         slices = owners or self.size
         out.copy_(
             self._meet("all_gather", mine.to(out.dtype), lambda x: torch.cat(x[:slices]), out.shape)
         )
+        if use is not None:
+            for r in range(slices):
+                use(r)
 
-    def all_to_all(self, x: Tensor) -> Tensor:
+    def all_to_all(self, x: Tensor, fill: Callable[[int], None] | None = None) -> Tensor:
+        if fill is not None:
+            for r in hops(self.rank, self.size):
+                fill(r)
         return self._meet("all_to_all", x, torch.stack)[:, self.rank].clone()
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:

@@ -4,7 +4,7 @@ tensors, NCCL for CUDA tensors."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import NoReturn
@@ -16,7 +16,7 @@ from torch import Tensor
 from laconic.errors import LinkError
 from laconic.links import health
 from laconic.links.health import Answer, Place
-from laconic.links.link import Link
+from laconic.links.link import Link, hops
 from laconic.links.wire import LostError, OtherCallError, Transfer, Wire
 from laconic.tensors import Scratch, mean_in_rank_order
 
@@ -227,19 +227,30 @@ class TorchLink:
 
     # -- point to point ----
 
-    def _post(self, sends: Sequence[Tensor], receives: Sequence[Tensor]) -> Transfer:
+    def _post(
+        self, sends: Sequence[Tensor], receives: Sequence[Tensor], *, ready: bool = True
+    ) -> Transfer:
         """``sends[r]`` to every other rank r that there is one for, and theirs into
-        ``receives[r]``, all of one length and all at once."""
-        others = [(self.rank + hop) % self.size for hop in range(1, self.size)]
+        ``receives[r]``, all of one length and all at once; or, where they are not ``ready``, each
+        when it is."""
+        others = hops(self.rank, self.size)[:-1]
         return self._begin(
             {r: sends[r] for r in others if r < len(sends)},
             {r: receives[r] for r in others if r < len(receives)},
+            ready=ready,
         )
 
-    def _begin(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
+    def _begin(
+        self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], *, ready: bool = True
+    ) -> Transfer:
         with self._named():
             place = self._calls.place
-            return self._wire.post(sends, receives, (place.serial, place.word))
+            return self._wire.post(sends, receives, (place.serial, place.word), ready=ready)
+
+    def _send(self, transfer: Transfer, rank: int) -> None:
+        """Begin to send what is for ``rank``, which is ready now."""
+        with self._named():
+            transfer.send(rank)
 
     def _finish(self, transfer: Transfer, rank: int | None = None) -> None:
         """Until the message from ``rank`` is here; None: until all is done."""
@@ -299,19 +310,40 @@ class TorchLink:
         self._finish(transfer)
         return mean
 
-    def all_gather(self, mine: Tensor, out: Tensor, owners: int | None = None) -> None:
+    def all_gather(
+        self,
+        mine: Tensor,
+        out: Tensor,
+        owners: int | None = None,
+        use: Callable[[int], None] | None = None,
+    ) -> None:
         slices = list(out.view(owners or self.size, -1).unbind())
+        transfer = None
         if self._native:
             self._native_all_gather(mine, out, slices)
         elif self.rank >= len(slices):
-            self._exchange([], slices)
+            transfer = self._post([], slices)
         else:
             own = slices[self.rank]
             if mine.data_ptr() != own.data_ptr():
                 own.copy_(mine)
-            self._exchange([own] * self.size, slices)
+            transfer = self._post([own] * self.size, slices)
+        if use is not None:
+            order = reversed(hops(self.rank, self.size))  # in which they come
+            for r in order:
+                if r >= len(slices):
+                    continue
+                if transfer is not None and r != self.rank:
+                    self._finish(transfer, r)
+                use(r)
+        if transfer is not None:
+            self._finish(transfer)
 
-    def all_to_all(self, x: Tensor) -> Tensor:
+    def all_to_all(self, x: Tensor, fill: Callable[[int], None] | None = None) -> Tensor:
+        order = hops(self.rank, self.size)
+        if fill is not None and (self._native or self.size == 1):
+            for r in order:
+                fill(r)
         if self.size == 1:
             return x
         out = self._scratch.take(x.numel(), x.dtype, x.device).view_as(x)
@@ -319,8 +351,14 @@ class TorchLink:
             self._wait(dist.all_to_all_single(out, x, group=self._group, async_op=True))
             return out
         rows = list(out.unbind())
+        transfer = self._post(x.unbind(), rows, ready=fill is None)
+        if fill is not None:
+            for r in order:
+                fill(r)
+                if r != self.rank:
+                    self._send(transfer, r)
         rows[self.rank].copy_(x[self.rank])
-        self._exchange(x.unbind(), rows)
+        self._finish(transfer)
         return out
 
     def _native_reduce_scatter(self, x: Tensor, owners: int | None) -> Tensor:

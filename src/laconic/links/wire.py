@@ -34,6 +34,8 @@ HELLO_SECONDS = 5.0
 
 _FINE, _SILENT, _CLOSED, _OTHER, _FAILED, _INTERRUPTED = range(6)
 _ALL, _AT_ONCE = -1, -2
+_NOT_YET = -1
+"""Instead of a message's file descriptor, as that of none is looked at."""
 
 
 class OtherCallError(LinkError):
@@ -89,9 +91,10 @@ class Connections(dict[int, int]):
 
 class Transfer:
     """Messages under way: ``sends[r]`` to rank r, and what comes from rank r into ``receives[r]``,
-    contiguous tensors in a CPU's memory that nobody touches meanwhile. Bytes move within `wait`,
-    but for those that the kernel takes at once; the last `wait` is for all. Raises `LinkError`
-    where a message before it was left half-way."""
+    contiguous tensors in a CPU's memory that nobody touches meanwhile. Where they are not ``ready``
+    each is sent when `send` says so. Bytes move within `wait`, but for those that the kernel takes
+    at once; the last `wait` is for all. Raises `LinkError` where a message before it was left
+    half-way."""
 
     def __init__(
         self,
@@ -101,6 +104,8 @@ class Transfer:
         place: tuple[int, int],
         timeout: float,
         names: Sequence[int],
+        *,
+        ready: bool = True,
     ) -> None:
         if connections.busy:
             raise LinkError("a message on this link was left half-way: it cannot be used any more")
@@ -119,8 +124,15 @@ class Transfer:
             message, size = self._messages[index], x.numel() * x.element_size()
             _HEADER.pack_into(message.header, 0, *place, size)
             message.payload, message.end = x.data_ptr(), _HEADER.size + size
-            message.fd, message.comes = connections[r], index < len(receives)
+            message.comes = index < len(receives)
+            message.fd = connections[r] if ready or message.comes else _NOT_YET
         connections.busy = True
+        self._move(_AT_ONCE)
+
+    def send(self, rank: int) -> None:
+        """What is for ``rank`` is ready now, and can be sent."""
+        index = len(self._indices) + self._ranks[len(self._indices) :].index(rank)
+        self._messages[index].fd = self._connections[rank]
         self._move(_AT_ONCE)
 
     def wait(self, rank: int | None = None) -> None:
@@ -190,6 +202,7 @@ def _move_interpreted(
         waiting = [i for i, message in enumerate(messages) if message.done < message.end]
         if not waiting or (until >= 0 and until not in waiting):
             return _FINE, 0, 0
+        waiting = [i for i in waiting if messages[i].fd != _NOT_YET]
         asked: dict[int, int] = {}
         for i in waiting:
             event = select.POLLIN if messages[i].comes else select.POLLOUT
@@ -315,11 +328,18 @@ class Wire:
         self._connections.keep(rank, connection)
 
     def post(
-        self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], place: tuple[int, int]
+        self,
+        sends: Mapping[int, Tensor],
+        receives: Mapping[int, Tensor],
+        place: tuple[int, int],
+        *,
+        ready: bool = True,
     ) -> Transfer:
         """Begin to send ``sends[r]`` to rank r, and to take what comes from it into
-        ``receives[r]``; rank r must do so at the same ``place``, with as many bytes."""
-        return Transfer(self._connections, sends, receives, place, self._timeout, self._names)
+        ``receives[r]``; rank r must do so at the same ``place``, with as many bytes. What is not
+        ``ready`` is sent one by one (`Transfer.send`)."""
+        at = self._timeout, self._names
+        return Transfer(self._connections, sends, receives, place, *at, ready=ready)
 
     def close(self) -> None:
         """Let go of the connections; they end when no message on them is under way."""

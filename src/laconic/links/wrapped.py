@@ -3,7 +3,7 @@ its own around each collective, whose cost it is told."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from torch import Tensor
@@ -76,14 +76,20 @@ class Wrapped:
         with self.around("reduce_scatter", sends, brings.bytes):
             return self.link.reduce_scatter(x, owners)
 
-    def all_gather(self, mine: Tensor, out: Tensor, owners: int | None = None) -> None:
+    def all_gather(
+        self,
+        mine: Tensor,
+        out: Tensor,
+        owners: int | None = None,
+        use: Callable[[int], None] | None = None,
+    ) -> None:
         brings, sends = self._to_and_from(size_of(out), owners)
         with self.around("all_gather", sends, brings.bytes):
-            self.link.all_gather(mine, out, owners)
+            self.link.all_gather(mine, out, owners, use)
 
-    def all_to_all(self, x: Tensor) -> Tensor:
+    def all_to_all(self, x: Tensor, fill: Callable[[int], None] | None = None) -> Tensor:
         with self._around("all_to_all", cost.all_to_all(size_of(x), self.size)):
-            return self.link.all_to_all(x)
+            return self.link.all_to_all(x, fill)
 
     def _to_and_from(self, size: int, owners: int | None) -> tuple[Cost, Cost]:
         """What this rank sends to the owners of slices, and what as one of them to the others;
