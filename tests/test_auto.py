@@ -208,9 +208,11 @@ def test_every_rank_makes_the_same_choice_and_says_why(caplog: pytest.LogCapture
     assert len(told) == len(choices) and choices[0].reason in told[0]
 
 
-def test_it_looks_again_when_the_network_gets_slow() -> None:
-    """From 1 Gbit/s to 1 Mbit/s. Had it just settled on a choice, as it may where steps take uneven
-    time, the next review is `REVIEW` steps after that, and its outcome known `LATER` later."""
+def test_it_looks_again_when_the_network_gets_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 1 Gbit/s to 1 Mbit/s, though it may have chosen to send little by then, as under other
+    load, and what it sends be hidden. Had it just settled on a choice, as it may where steps take
+    uneven time, the next review is `REVIEW` steps after that, and its outcome known `LATER` later."""
+    monkeypatch.setattr(auto_module, "LEAST_PROBE", 2**10)
     LINKS.clear()
     steps = 50 + auto_module.REVIEW + auto_module.LATER + 1
     found = la.simulate(
@@ -609,3 +611,6 @@ def test_the_delay_in_force_stays_while_it_hides() -> None:
     again = next(c for c in auto_module.candidates(slower, first) if "(8, " in c.text)
     other = next(c for c in auto_module.candidates(slower) if "(8, " in c.text)
     assert again == first and other != first
+    barely = replace(slow, rate=0.6 * slow.rate)  # just before the step in which it is due
+    last = next(c for c in auto_module.candidates(barely, first) if "(8, " in c.text)
+    assert last.recipe[0].delay > first.recipe[0].delay

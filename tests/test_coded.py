@@ -3,6 +3,7 @@ they send, how they go on after a stop, and what they refuse."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import sys
@@ -23,7 +24,9 @@ from laconic.codecs import CODECS, Cast, Codec, Int4, Int8, TopK, codec_of
 from laconic.errors import NotFiniteError
 from laconic.exchanges import CodedMean, GatheredMean
 from laconic.links import Link, Metered
+from laconic.links.cost import Cost
 from laconic.links.simulated import current_link
+from laconic.links.wrapped import Wrapped
 from laconic.round import Clock, Exchange, State
 
 import gloo
@@ -798,6 +801,12 @@ def test_a_parameter_thawed_in_the_step_that_nobody_used_keeps_no_gradient() -> 
     assert la.simulate(run, workers=2) == [True, True]
 
 
+def test_messages_of_several_models_are_not_coded() -> None:
+    (pairs,) = la.noloco(4)
+    with pytest.raises(ValueError, match="those of NoLoCo are 2 times as long"):
+        replace(pairs, exchange=CodedMean(Int4(), relative=True))
+
+
 def test_exchanges_for_gradients_are_refused_on_parameters() -> None:
     with pytest.raises(ValueError, match="LowRank is for rounds on gradients alone"):
         la.Round(la.every(1), la.updates.Average(), la.exchanges.LowRank(1))
@@ -935,9 +944,9 @@ def test_one_rank_may_code_before_it_sends_and_the_others_slice_by_slice(
     asked: list[Tensor] = []
     is_calm = MODULE._is_calm
 
-    def wayward(x: Tensor) -> bool:
+    def wayward(x: Tensor, codec: Codec) -> bool:
         asked.append(x)
-        return len(asked) % 3 != 0 and bool(is_calm(x))
+        return len(asked) % 3 != 0 and bool(is_calm(x, codec))
 
     monkeypatch.setattr(MODULE, "_is_calm", wayward)
     assert same(la.simulate(run, workers=3), sliced)
@@ -959,7 +968,7 @@ def in_slices(rank: int, link: Link) -> tuple[list[int], list[int], Tensor, Tens
     looked then; rank r is slower, the greater r is."""
     n = link.size
     filled, used = [], []
-    x, out = torch.full((n, 5), -1.0), torch.zeros(n, 5)
+    x, out, seen = torch.full((n, 5), -1.0), torch.zeros(n, 5), torch.zeros(n, 5)
 
     def fill(r: int) -> None:
         time.sleep(0.01 * rank)
@@ -968,11 +977,11 @@ def in_slices(rank: int, link: Link) -> tuple[list[int], list[int], Tensor, Tens
 
     def use(r: int) -> None:
         used.append(r)
-        out[r] += 1000
+        seen[r] = out[r] + 1000
 
     rows = link.all_to_all(x, fill).clone()
     link.all_gather(torch.full((5,), float(rank)), out.view(-1), use=use)
-    return filled, used, rows, out
+    return filled, used, rows, seen
 
 
 def simulated_link() -> Link:
@@ -1028,6 +1037,53 @@ def test_nobody_goes_on_from_an_outer_step_that_is_not_finite(dtype: torch.dtype
 
     for _, useless, before, after in la.simulate(run, workers=3):
         assert useless and np.array_equal(before, after)
+
+
+@pytest.mark.timeout(60)
+def test_nobody_goes_on_from_a_gathering_that_ended_half_way() -> None:
+    class Ends(Wrapped):
+        """Rank 1 loses the others after its first slice."""
+
+        def around(
+            self, collective: str, amount: Cost, received: int
+        ) -> contextlib.AbstractContextManager[None]:
+            return contextlib.nullcontext()
+
+        def like(self, link: Link) -> Link:
+            return Ends(link)
+
+        def all_gather(
+            self,
+            mine: Tensor,
+            out: Tensor,
+            owners: int | None = None,
+            use: Callable[[int], None] | None = None,
+        ) -> None:
+            def once(r: int) -> None:
+                assert use is not None
+                use(r)
+                if self.rank == 1:
+                    raise la.LinkError("lost")
+
+            self.link.all_gather(mine, out, owners, once)
+
+    whole: dict[int, bool] = {}
+
+    def run(rank: int) -> None:
+        model, optimizer = build(torch.float32)
+        link = current_link.get()
+        assert link is not None
+        sync = la.attach(model, optimizer, la.local_sgd(1, codec=SMALL), link=Ends(link))
+        optimizer.zero_grad()
+        try:
+            optimizer.step()
+        except la.LinkError:
+            assert rank == 1
+        (kept,) = sync.state_dict()["rounds"]
+        whole[rank] = bool(kept["carried"][0]["reference"].isfinite().all())
+
+    la.simulate(run, workers=3)
+    assert whole == {0: True, 1: False, 2: True}
 
 
 def same(ones: Any, others: Any) -> bool:

@@ -109,7 +109,8 @@ def test_a_loop_of_the_page_runs_and_learns(block: Block, pool: gloo.Pool) -> No
 
 
 def test_the_page_has_a_before_and_an_after_for_each() -> None:
-    for heading in ("From fairscale", "From SDTL", "From torch", "Hier", "From Accelerate"):
+    headings = "From Dist", "From fairscale", "From SDTL", "From torch", "Hier", "From Accelerate"
+    for heading in headings:
         before, after = one(heading, "Before:"), one(heading, "After:")
         assert "laconic" not in before.code and "laconic" in after.code
     assert [b.heading.partition(" ")[2][:5] for b in FOREIGN] == ["fairs", "SDTL'", *["Accel"] * 2]
@@ -118,7 +119,7 @@ def test_the_page_has_a_before_and_an_after_for_each() -> None:
 def test_what_the_diffs_say_stands_in_the_loops() -> None:
     diffs = re.findall(r"^```diff\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     code = "\n".join(block.code for block in LOOPS)
-    assert len(diffs) == 5
+    assert len(diffs) == 6
     for line in "".join(diffs).splitlines():
         said = line[1:].strip()
         assert line == "..." or said in code or said.partition(" = ")[2] in code
@@ -126,6 +127,11 @@ def test_what_the_diffs_say_stands_in_the_loops() -> None:
 
 def close(one: list[float], other: list[float]) -> bool:
     return other == pytest.approx(one, rel=1e-4, abs=1e-5)
+
+
+def test_ddp_is_torchs(pool: gloo.Pool) -> None:
+    theirs, ours = (ran(pool, one("From Dist", when).code)[0] for when in ("Before:", "After:"))
+    assert close(parameters(theirs), parameters(ours))
 
 
 def test_post_local_sgd_is_torchs(pool: gloo.Pool) -> None:

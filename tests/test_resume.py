@@ -622,6 +622,27 @@ def test_what_is_each_workers_own_is_not_given_to_another_number(
     assert all(text in found for found in la.simulate(run, workers=2))
 
 
+class Pooled(Homemade):
+    """Of whose state the mean counts alone."""
+
+    slots: ClassVar[dict[str, Slot]] = {"sum": "pooled", "last": "pooled"}
+
+
+def test_of_pooled_state_the_mean_goes_on_with_another_number() -> None:
+    job = Job((la.Round(la.every(3), Pooled(), Mean()),), 4, 12, lr=plain_lr)
+    saved = la.simulate(partial(save_at, job, 6), workers=4)
+    loaded = la.simulate(partial(load_all, replace(job, workers=3), saved), workers=3)
+    before, after = (
+        [one.sync["rounds"][0]["state"][0] for one in ranks] for ranks in (saved, loaded)
+    )
+    numel = saved[0].sync["rounds"][0]["sizes"][0]
+    mean = sum(state["sum"][:numel] for state in before) / 4
+    assert float((before[0]["sum"][:numel] - mean).abs().max()) > 1e-3, "of which there are four"
+    for state in after:
+        assert float((state["sum"][:numel] - mean).abs().max()) < 1e-12
+        assert float(state["last"]) == 6
+
+
 def test_another_size_of_groups_is_another_recipe() -> None:
     job = job_of("lsgd(4, local_period=2)", "nesterov")
     saved = la.simulate(partial(save_at, job, 5), workers=4)

@@ -18,7 +18,9 @@
 # later is compared with the numbers that you get here.
 #
 # You need Python, PyTorch and a few minutes. Every number below was printed by the code above it;
-# run it on your machine and you get your own.
+# run it on your machine and you get your own. `scaled(n)` is n, or as much of it as
+# `TUTORIAL_SCALE` says (0.1: a tenth of the work), and the chapter then says so; `FULL` is whether
+# it is all of it, as what is claimed about times needs.
 
 # %%
 import torch

@@ -205,7 +205,17 @@ torch.testing.assert_close(torch.cat(halves, dim=1), layer(x))  # inside a layer
 #
 # PyTorch has two ways to data parallelism. `DataParallel` is one process with a thread for each
 # device; at every step it copies the network to all, deals out the batch, and gathers the outputs.
-# `DistributedDataParallel` is one process for each, and they exchange gradients.
+# `DistributedDataParallel` is one process for each, and they exchange gradients. The first needs
+# GPUs; on a CPU it finds no devices, and only calls the network:
+
+# %%
+if not torch.cuda.is_available():
+    assert nn.DataParallel(network).device_ids == []
+    assert torch.equal(nn.DataParallel(network)(x), network(x))
+
+# %% [markdown]
+# So what is measured here is what the two are made of, threads and processes, without their
+# messages. Those of the second are in chapter 4.
 #
 # Python has a lock that lets one thread at a time run Python code (the GIL). So threads take turns
 # where the work is Python, and processes do not. Two workers, each with as many steps as one:

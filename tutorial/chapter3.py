@@ -199,7 +199,16 @@ for dtype in tolerance:
 
 # %% [markdown]
 # `1003` samples in batches of 24 leave 19 for the last step of an epoch, 10 and 9 for two ranks: if
-# those were averaged without weights the equality would be gone. Try it (exercise 1).
+# those were averaged without weights the equality would be gone:
+
+# %%
+result = spawn_and_join(2, naive_ddp.train, **options, weighted=False)[0]
+differ = max(abs(a - b) for a, b in zip(result["parameters"], alone.tolist(), strict=True))
+print(f"without weights: parameters differ by at most {differ:.1e}")
+assert differ > 1000 * tolerance[dtype]
+
+# %% [markdown]
+# For which numbers of samples would it not be gone (exercise 1)?
 #
 # ## What it costs
 #
@@ -260,10 +269,10 @@ if FULL:
 #
 # ## Exercises
 #
-# 1. In `train`, pass `1 / world_size` to `reduce_gradients` in place of `share`. For which numbers
-#    of samples does equality with one process survive, and why for those?
-# 2. Remove the two lines about `parameter.grad is None` in `reduce_gradients` and give the network
-#    a layer that only rank 0 uses. What happens, and after how long?
+# 1. For which numbers of samples does equality with one process survive `weighted=False`, and why
+#    for those?
+# 2. In `reduce_gradients`, put `continue` in place of what is done where `parameter.grad is None`,
+#    and give the network a layer that only rank 0 uses. What happens, and after how long?
 # 3. Draw one random number on rank 0 before the network is made, with `start="seed"`. Which test
 #    would have told you?
 # 4. At which hidden size do two processes become faster than one on your machine? Use

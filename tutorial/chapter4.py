@@ -52,9 +52,9 @@ if FULL:  # times count at full size only
     assert seconds[-1] > 2 * seconds[-2]  # four times the bytes
 
 # %% [markdown]
-# **What to notice.** Up to some tens of kB all messages take about as long: latency is all. Beyond
-# some 100 kB bytes count. A message should therefore be large. This is the loopback of one machine;
-# on a real network the rate is ten to a thousand times lower.
+# **What to notice.** A message of some kB takes about as long as one of four bytes: latency is all.
+# Beyond some 100 kB bytes count. A message should therefore be large. This is the loopback of one
+# machine; on a real network the rate is ten to a thousand times lower.
 #
 # ## A network to send over
 #
@@ -153,11 +153,14 @@ if FULL:
 
 # %% [markdown]
 # **What to notice.** All ways give the same gradient to the last bit; they differ in time alone.
-# One message for each tensor pays the latency 44 times. With buckets that leave early, a part of
-# the travel is hidden behind the backward pass. Not all of it: the last bucket leaves when
-# everything is computed, and only the backward pass can hide anything. A network on which
-# gradients travel for ten times as long as a step computes makes a step ten times as long, and no
-# order of messages helps against it.
+# One message for each tensor pays the latency 44 times. Buckets that leave early take less time
+# than the same buckets sent at the end: a part of the travel is hidden behind the backward pass.
+# Not all of it: the last bucket leaves when everything is computed, and only the backward pass can
+# hide anything. Whether it also beats one flat message depends: every further message costs a
+# latency, and on a machine with few cores the thread that sends takes them from the backward pass.
+# Compare the two above, and with the buckets below. A network on which gradients travel for ten
+# times as long as a step computes makes a step ten times as long, and no order of messages helps
+# against it.
 #
 # ## How large a bucket
 #
@@ -176,7 +179,7 @@ if FULL:
 
 # %% [markdown]
 # torch's default is 25 MiB (the first bucket 1 MiB, so that something leaves early), which suits
-# large models on fast networks. This model would be a single bucket.
+# large models on fast networks. This model would be two buckets, the second of a few layers.
 #
 # ## What is left
 #
@@ -187,8 +190,8 @@ if FULL:
 #
 # ## Exercises
 #
-# 1. Play networks of 50 Mbit/s and of 1 Gbit/s. On which is `overlapped` furthest ahead of `flat`,
-#    and why?
+# 1. Play networks of 50 Mbit/s and of 1 Gbit/s, with larger batches, too. Where is `overlapped`
+#    ahead of `flat`, where behind, and why?
 # 2. Make the first bucket smaller than the others in `cut`. What is gained?
 # 3. Send in 16 bits: `together.bfloat16()` in `pack`, and back in `unpack`. Do the assertions about
 #    equal gradients still hold? Should they?
@@ -201,5 +204,5 @@ if FULL:
 #   [arXiv 2006.15704](https://arxiv.org/abs/2006.15704), sections 3.2 and 4.2: buckets, their
 #   order, overlap, and the sweep.
 # - PyTorch, [DDP notes](https://docs.pytorch.org/docs/stable/notes/ddp.html): the design inside.
-# - R. Thakur, R. Rabenseifner, W. Gropp, *Optimization of collective communication operations in
-#   MPICH*, 2005: latency and bytes of an all-reduce.
+# - R. Thakur, R. Rabenseifner, W. Gropp, [*Optimization of collective communication operations in
+#   MPICH*](https://doi.org/10.1177/1094342005051521), 2005: latency and bytes of an all-reduce.

@@ -469,9 +469,11 @@ if FULL:
 #
 # ## Sources
 #
-# - R. McDonald, K. Hall, G. Mann, *Distributed training strategies for the structured perceptron*,
-#   2010, and M. Zinkevich et al., *Parallelized stochastic gradient descent*, 2010: parameters
-#   averaged, after every pass and once at the end.
+# - R. McDonald, K. Hall, G. Mann,
+#   [*Distributed training strategies for the structured perceptron*](https://aclanthology.org/N10-1069/),
+#   2010, and M. Zinkevich et al.,
+#   [*Parallelized stochastic gradient descent*](https://papers.nips.cc/paper/4006-parallelized-stochastic-gradient-descent),
+#   2010: parameters averaged, after every pass and once at the end.
 # - S. Stich, *Local SGD converges fast and communicates little*,
 #   [arXiv 1805.09767](https://arxiv.org/abs/1805.09767).
 # - J. Wang et al., *SlowMo*, [arXiv 1910.00643](https://arxiv.org/abs/1910.00643), Algorithm 1.

@@ -366,7 +366,8 @@ for rate in rates:
 #
 # ## Sources
 #
-# - P. Patarasuk, X. Yuan, *Bandwidth optimal all-reduce algorithms for clusters of workstations*,
+# - P. Patarasuk, X. Yuan, [*Bandwidth optimal all-reduce algorithms for clusters of
+#   workstations*](https://doi.org/10.1016/j.jpdc.2008.09.002),
 #   Journal of Parallel and Distributed Computing 69, 2009: no all-reduce sends less than
 #   2(n-1)/n of the data.
 # - S. Stich, *Local SGD converges fast and communicates little*,

@@ -229,12 +229,14 @@ def train(
     batch_size: int = 24,
     start: str = "broadcast",
     dtype: torch.dtype = torch.float32,
+    weighted: bool = True,
     verbose: bool = False,
 ) -> dict[str, Any]:
     """Train an `FFNet` on this rank's share; its parameters, losses and seconds.
 
     ``start``: "broadcast": from rank 0's parameters; "seed": every rank makes its own from the same
-    seed; "different": each from a seed of its own, which is a mistake.
+    seed; "different": each from a seed of its own, which is a mistake. ``weighted``: gradients
+    count by the samples of their rank; without it each counts as much, which is another.
     """
     torch.manual_seed(SEED if start == "seed" else SEED + rank)
     model = FFNet(input_size, num_hl, hl_size).to(dtype)
@@ -252,7 +254,7 @@ def train(
                 loss.backward()
                 total += loss.item() * len(x)
             before = time.perf_counter()
-            reduce_gradients(model, share)
+            reduce_gradients(model, share if weighted else 1 / world_size)
             waiting += time.perf_counter() - before
             optimizer.step()
         dist.all_reduce(total)

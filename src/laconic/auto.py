@@ -77,13 +77,15 @@ PERIODS = {4: 1.37, 8: 1.43, 16: 1.5, 32: 1.58, 64: 1.66, 128: 1.74, 256: 1.82, 
 """Periods of `laconic.streaming_diloco` with Int4, with the steps they take: measured with a delay
 of 1 up to 64, which is where a run of 480 steps has a few of them, and continued by 0.08 for each
 doubling."""
+HALF = 0.5
+"""Steps that a message begins later than where it falls due, as the last rank comes to it."""
 FRAGMENTS = 4
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.6
 
 
 def candidates(facts: Facts, now: Candidate | None = None) -> Iterator[Candidate]:
     """What there is to choose from, those that give up least first. The delay of ``now``, the one
-    in force, is kept while it hides its messages."""
+    in force, is kept while it hides its messages, and half a step."""
     for codec, steps in GRADIENTS.items():
         yield _gradients(codec, steps)
     for period, steps in PERIODS.items():
@@ -91,7 +93,7 @@ def candidates(facts: Facts, now: Candidate | None = None) -> Iterator[Candidate
         found = streaming(period, delay, steps)
         if now is not None and now.recipe[0].when == found.recipe[0].when:
             late = now.recipe[0].delay
-            if seconds <= late * facts.compute and late <= 2 * delay:
+            if seconds <= (late - HALF) * facts.compute and late <= 2 * delay:
                 found = streaming(period, late, steps)
         yield found
 
@@ -102,7 +104,7 @@ def delay_for(period: int, facts: Facts) -> tuple[int, float]:
     must wait for it: with a message on its way for 0.6 of its one step all waited for 13% of the
     time, at 10 Mbit/s on 4 emulated hosts."""
     seconds = travel(streaming(period, 1, 1.0).recipe[0], facts)
-    return min(math.ceil(1.25 * seconds / facts.compute + 0.5), period), seconds
+    return min(math.ceil(1.25 * seconds / facts.compute + HALF), period), seconds
 
 
 def streaming(period: int, delay: int, steps: float) -> Candidate:

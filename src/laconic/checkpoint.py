@@ -252,9 +252,14 @@ def _cut_anew(
     if slot == "private":  # push weights at rest, for one, are 1 everywhere
         shared = all(torch.equal(piece, first) for _, piece in pieces)
     else:
-        shared = slot == "everywhere" or not owned or running.round.exchange.agrees
+        shared = slot in ("everywhere", "pooled") or not owned or running.round.exchange.agrees
     if not shared:
         raise ValueError(f"{name!r} is each worker's own: it needs the same number of workers")
+    if slot == "pooled":
+        everyones = [piece for _, piece in pieces]
+        if first.dim() == 0:
+            return torch.stack(everyones).to(torch.float64).mean().to(first.dtype)
+        return _mean_of_pieces(bucket, ((0, piece) for piece in everyones))
     if first.dim() == 0:
         return first
     whole = first.new_zeros(bucket.length)

@@ -137,7 +137,11 @@ class Lane:
         pending: Pending[T] = Pending(self, label)
         named = self._whole(job, label)
         if not self._threaded:
-            pending.run(named)
+            if self._error is None:
+                pending.run(named)
+                self._error = pending.error
+            else:
+                pending.fail(self._error)
             return pending
         if self._thread is None:
             work = partial(_work, self._jobs)

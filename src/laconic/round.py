@@ -114,7 +114,8 @@ class Update:
         round comes first, so that the innermost has the last word."""
 
     def send(self, x: Tensor, state: State, clock: Clock) -> Tensor:
-        """The message for the exchange, from a copy of x that it may overwrite."""
+        """The message for the exchange, from a copy of x that it may overwrite. Not a tensor of the
+        state: the exchange overwrites the message."""
         return x
 
     def depart(self, x: Tensor, state: State, clock: Clock) -> None:
@@ -260,6 +261,12 @@ class Round:
         check_choice("over", self.over, ("world", "workers", "group", "replica"))
         if self.on == "params" and self.exchange.for_gradients:
             raise ValueError(f"{type(self.exchange).__name__} is for rounds on gradients alone")
+        if self.update.models > 1 and self.exchange.slots:
+            kept, made = type(self.exchange).__name__, type(self.update).__name__
+            raise ValueError(
+                f"{kept} keeps state for messages as long as the parameters, and those of {made} "
+                f"are {self.update.models} times as long"
+            )
         if self.on == "gradients" and not self._is_plain_mean():
             raise ValueError(
                 "a round on gradients is Average, or an update with nothing but a `combine`, "

@@ -167,7 +167,7 @@ class CodedMean(_Coded):
                 state["lag"].copy_(w)  # o <- w - p
 
         if self.relative:
-            self._gather(link, back, everyone, refusal, state["reference"], keep)
+            self._gather(link, back, everyone, state["reference"], keep, refusal)
             return Arrival(state["reference"], lent=True)
         link.all_gather(back, everyone.view(-1))
         _raise_if_refused(everyone, refusal)
@@ -180,17 +180,17 @@ class CodedMean(_Coded):
         self, link: Link, message: Tensor, clock: Clock, state: State
     ) -> tuple[Tensor, Tensor]:
         """v - q, and the rows of codes that came for this rank. Parameters are coded slice by
-        slice, each while those before it are on their way, as it is known that none will be
-        refused; where it is not, all before the first is sent."""
+        slice, each while those before it are on their way, where it is known that none will be
+        refused; else all before the first is sent."""
         n = link.size
-        if not (self.relative and self.codec.dtype == torch.float32 and _is_calm(message)):
+        if not (self.relative and _is_calm(message, self.codec)):
             left, payload, refusal = self._encode(message, clock, state)
             rows = link.all_to_all(payload.view(n, -1))
             _raise_if_refused(rows, refusal)
             return left, rows
         v, less, plus = message.contiguous(), state["reference"], self._residual(state)
         size, each = self.codec.nbytes(len(v)) // n, len(v) // n
-        payload = torch.empty(n, size, dtype=torch.uint8, device=v.device)
+        payload = torch.empty(n, size, dtype=torch.uint8)
         generator = _generator(clock, v.device, 0)
 
         def fill(r: int) -> None:
@@ -198,7 +198,10 @@ class CodedMean(_Coded):
             more = None if plus is None else plus[at]
             _, refusal = self._code(v[at], generator, less[at], more, payload[r])
             if refusal:
-                raise LinkError(f"what was agreed on last cannot be gone on with: {refusal}")
+                raise LinkError(
+                    f"what the workers agreed on last is not finite ({refusal}): start again from "
+                    "an earlier checkpoint"
+                )
 
         rows = link.all_to_all(payload, fill)
         _raise_if_refused(rows, "")
@@ -209,28 +212,29 @@ class CodedMean(_Coded):
         link: Link,
         back: Tensor,
         everyone: Tensor,
-        refusal: str,
         reference: Tensor,
         keep: Callable[[], None],
+        refusal: str,
     ) -> None:
         """Every owner's ``back`` into ``everyone``, and r <- r + p, each slice while those behind
-        it are on their way. Where an owner's was refused nobody can go on from here, nor from a
-        state that is saved: r is NaN then."""
-        each = len(reference) // link.size
-        refused = False
+        it are on their way. Where this ends half-way nobody can go on from here, nor from a state
+        that is saved: r is NaN then."""
+        each, begun = len(reference) // link.size, False
 
         def use(r: int) -> None:
-            nonlocal refused
+            nonlocal begun
+            begun = True
             if r == link.rank:
                 keep()
-            refused = refused or _is_refused(everyone[r])
-            if not refused:
-                _add_decoded(self.codec, everyone[r], reference[r * each : (r + 1) * each])
+            _add_decoded(self.codec, everyone[r], reference[r * each : (r + 1) * each])
 
-        link.all_gather(back, everyone.view(-1), use=use)
-        if refused:
-            reference.fill_(math.nan)
-        _raise_if_refused(everyone, refusal)
+        try:
+            link.all_gather(back, everyone.view(-1), use=use)
+            _raise_if_refused(everyone, refusal)
+        except BaseException:
+            if begun:
+                reference.fill_(math.nan)
+            raise
 
 
 @dataclass(frozen=True)
@@ -283,10 +287,10 @@ def _generator(clock: Clock, device: torch.device, way: int = 0) -> torch.Genera
     return torch.Generator(device).manual_seed(seed % 2**63)
 
 
-def _is_calm(x: Tensor) -> bool:
-    """Whether x is float32, and all of it so far from infinity that no codec can refuse what x has
-    changed by."""
-    if x.dtype != torch.float32:
+def _is_calm(x: Tensor, codec: Codec) -> bool:
+    """Whether all of x is so far from infinity that ``codec`` cannot refuse what x has changed by;
+    said of float32 on a CPU alone: a card sends nothing before all is coded."""
+    if x.device.type != "cpu" or not x.dtype == codec.dtype == torch.float32:
         return False
     least, most = (float(end) for end in torch.aminmax(x))
     return least >= -CALM and most <= CALM
@@ -300,14 +304,10 @@ def _add_decoded(codec: Codec, payload: Tensor, x: Tensor) -> None:
         x += codec.decode(payload, len(x))
 
 
-def _is_refused(payload: Tensor) -> bool:
-    return int(payload[0]) == REFUSED and bool((payload == REFUSED).all())
-
-
 def _raise_if_refused(rows: Tensor, own: str) -> None:
     """Raise, on every rank alike, where one of them sends nothing but `REFUSED`."""
     suspects = (rows[:, 0] == REFUSED).tolist()
-    refused = [r for r, odd in enumerate(suspects) if odd and _is_refused(rows[r])]
+    refused = [r for r, odd in enumerate(suspects) if odd and bool((rows[r] == REFUSED).all())]
     if refused:
         mine = f"; here: {own}" if own else ""
         raise NotFiniteError(f"ranks {refused} of its link had NaN or an infinity to send{mine}")

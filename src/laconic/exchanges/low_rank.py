@@ -129,7 +129,7 @@ class LowRank(Exchange):
             means = self._average(link, [*left, *(m.of(total) for m in dense)], clock)
             left = [orthonormal(p) for p in means[: len(low)]]  # P
             right = [m.mH @ p for m, p in zip(matrices, left, strict=True)]
-            right = self._average(link, right, replace(clock, bucket=~clock.bucket))  # Q
+            right = self._average(link, right, replace(clock, bucket=-2 - clock.bucket))  # Q
             for m, p, q in zip(low, left, right, strict=True):
                 product = p @ q.mH
                 torch.sub(m.of(total), product, out=m.of(state["residual"]))

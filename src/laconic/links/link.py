@@ -75,14 +75,17 @@ class Link(Protocol):
     ) -> None:
         """``out`` <- the first ``owners`` ranks' ``mine`` one after the other (None: all ranks'),
         cast to ``out``'s dtype. ``mine`` may be its own place in ``out``. ``use(r)`` is called
-        once the slice of rank r is there, while others may still be on their way."""
+        once the slice of rank r is there, this rank's own among them, while others may still be on
+        their way. It must leave ``mine`` and its place in ``out`` as they are: they may be under
+        way to others."""
         ...
 
     def all_to_all(self, x: Tensor, fill: Callable[[int], None] | None = None) -> Tensor:
         """Row r of ``x``, shape (n, m), to rank r; returns the rows that all ranks have for this
         one, in the order of their ranks, in that shape. Nothing is summed, so any dtype goes.
-        Valid until the next call. ``fill(r)`` is called to write row r, in the order of `hops`,
-        while rows before it may be on their way."""
+        Valid until the next call. ``fill(r)`` is called to write row r, this rank's own last, in
+        the order of `hops`, while rows before it may be on their way; before it row r may hold
+        anything."""
         ...
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
