@@ -211,7 +211,8 @@ def test_every_rank_makes_the_same_choice_and_says_why(caplog: pytest.LogCapture
 def test_it_looks_again_when_the_network_gets_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """From 1 Gbit/s to 1 Mbit/s, though it may have chosen to send little by then, as under other
     load, and what it sends be hidden. Had it just settled on a choice, as it may where steps take
-    uneven time, the next review is `REVIEW` steps after that, and its outcome known `LATER` later."""
+    uneven time, the next review is `REVIEW` steps after that, and its outcome known `LATER` later.
+    """
     monkeypatch.setattr(auto_module, "LEAST_PROBE", 2**10)
     LINKS.clear()
     steps = 50 + auto_module.REVIEW + auto_module.LATER + 1
