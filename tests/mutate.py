@@ -46,6 +46,8 @@ DEMO = ["tests/test_demo.py", "-k", "not gloo"]
 NOLOCO = ["tests/test_noloco.py", "-k", "not gloo"]
 EAGER = ["tests/test_eager.py", "-k", "not gloo"]
 CODED = ["tests/test_coded.py", "-k", "not process"]
+POOLED = ["tests/test_resume.py", "-k", "pooled"]
+LANE = ["tests/test_lane.py"]
 CODED_LINKS = ["tests/test_coded.py", "-k", "slices"]
 KERNELS = ["tests/test_kernels.py"]
 WIRE = ["tests/test_wire.py"]
@@ -253,9 +255,14 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("exchanges/coded.py", "v[at], generator, less[at], more", "v[at], generator, less[at], None", CODED),
     ("exchanges/coded.py", "v[at], generator, less[at], more", "v[at], generator, less[:each], more", CODED),
     ("exchanges/coded.py", "                keep()", "                pass", CODED),
-    ("exchanges/coded.py", "                reference.fill_(math.nan)", "                pass", CODED),
+    ("exchanges/coded.py", "            reference.fill_(math.nan)", "            pass", CODED),
     ("exchanges/coded.py", "least, most = (float(end) for end in torch.aminmax(x))", "least, most = 0.0, 0.0", CODED),
     ("auto.py", "seconds <= (late - HALF) * facts.compute", "seconds <= late * facts.compute", AUTO),
+    ("exchanges/coded.py", "if x.device.type != \"cpu\" or", "if True or", CODED_LINKS),
+    ("exchanges/coded.py", "if not _is_refused(everyone[r]):", "if True:", CODED),
+    ("checkpoint.py", "if not bool(value.isfinite().all()):", "if False:", CODED),
+    ("checkpoint.py", ".mean().to(first.dtype)", "[0].to(first.dtype)", POOLED),
+    ("lane.py", "pending.error if isinstance(pending.error, Exception) else None", "None", LANE),
     ("links/torch_link.py", "self._post(x.unbind(), rows, ready=fill is None)", "self._post(x.unbind(), rows)", CODED_LINKS),
     ("links/torch_link.py", "                    self._finish(transfer, r)\n                use(r)", "                    pass\n                use(r)", CODED_LINKS),
     ("links/wire.py", "if ready or message.comes else _NOT_YET", "", WIRE),

@@ -25,7 +25,7 @@ from laconic.errors import NotFiniteError
 from laconic.exchanges import CodedMean, GatheredMean
 from laconic.links import Link, Metered
 from laconic.links.cost import Cost
-from laconic.links.simulated import current_link
+from laconic.links.simulated import SimulatedLink, current_link
 from laconic.links.wrapped import Wrapped
 from laconic.round import Clock, Exchange, State
 
@@ -936,6 +936,26 @@ def test_coding_slice_by_slice_changes_nothing(row: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.timeout(60)
+def test_parameters_in_float32_are_coded_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    all_to_all = SimulatedLink.all_to_all
+
+    def spy(self: Any, x: Tensor, fill: Callable[[int], None] | None = None) -> Tensor:
+        asked.append(fill is not None)
+        return all_to_all(self, x, fill)
+
+    monkeypatch.setattr(SimulatedLink, "all_to_all", spy)
+    for row, dtype, sliced in (
+        ("local", torch.float32, True),
+        ("local", torch.float64, False),
+        ("ddp, int4", torch.float32, False),
+    ):
+        asked.clear()
+        la.simulate(partial(train, recipe=ROWS[row].recipe, dtype=dtype), workers=3)
+        assert asked and all(found == sliced for found in asked)
+
+
+@pytest.mark.timeout(60)
 def test_one_rank_may_code_before_it_sends_and_the_others_slice_by_slice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -1017,14 +1037,18 @@ class Bursts(la.Update):
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("codec", [SMALL, TopK(k=4, chunk=32)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_nobody_goes_on_from_an_outer_step_that_is_not_finite(dtype: torch.dtype) -> None:
+def test_nobody_goes_on_from_an_outer_step_that_is_not_finite(
+    dtype: torch.dtype, codec: Codec
+) -> None:
     """Some slices of what is agreed on may have moved by then: it is of no use."""
 
     def run(rank: int) -> tuple[str, bool, Any, Any]:
         model, optimizer = build(dtype)
-        recipe = la.diloco(1, codec=SMALL)
-        sync = la.attach(model, optimizer, (replace(recipe[0], update=Bursts()),))
+        (average,) = la.local_sgd(1)
+        coded = replace(average, update=Bursts(), exchange=CodedMean(codec, relative=True))
+        sync = la.attach(model, optimizer, (coded,))
         before = flat(model)
         for group in optimizer.param_groups:
             group["lr"] = 0.0
@@ -1033,6 +1057,11 @@ def test_nobody_goes_on_from_an_outer_step_that_is_not_finite(dtype: torch.dtype
             optimizer.step()
         (kept,) = sync.state_dict()["rounds"]
         useless = bool(kept["carried"][0]["reference"].isnan().all())
+        state = sync.state_dict()
+        sync.detach()
+        again = la.attach(*build(dtype), (coded,))
+        with pytest.raises(ValueError, match="'reference' is not finite: the state was saved"):
+            again.load_state_dict(state)
         return str(raised.value), useless, before, flat(model)
 
     for _, useless, before, after in la.simulate(run, workers=3):

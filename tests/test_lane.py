@@ -27,3 +27,18 @@ def test_a_job_that_is_done_keeps_no_tensor() -> None:
         time.sleep(0.01)
     assert seen() is None
     lane.close()
+
+
+def test_no_job_runs_after_one_that_failed() -> None:
+    """Without a thread, too: as the ranks would no longer be in step."""
+    lane = Lane(False, torch.device("cpu"), lambda: None)
+    ran: list[int] = []
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    first, second = lane.submit(fail, "a failure"), lane.submit(partial(ran.append, 1), "a job")
+    for pending in (first, second):
+        with pytest.raises(ValueError, match="no"):
+            pending.wait()
+    assert not ran

@@ -627,6 +627,11 @@ class Pooled(Homemade):
 
     slots: ClassVar[dict[str, Slot]] = {"sum": "pooled", "last": "pooled"}
 
+    def send(self, x: Tensor, state: State, clock: Clock) -> Tensor:
+        message = super().send(x, state, clock)
+        state["last"].fill_(clock.worker)
+        return message
+
 
 def test_of_pooled_state_the_mean_goes_on_with_another_number() -> None:
     job = Job((la.Round(la.every(3), Pooled(), Mean()),), 4, 12, lr=plain_lr)
@@ -640,7 +645,7 @@ def test_of_pooled_state_the_mean_goes_on_with_another_number() -> None:
     assert float((before[0]["sum"][:numel] - mean).abs().max()) > 1e-3, "of which there are four"
     for state in after:
         assert float((state["sum"][:numel] - mean).abs().max()) < 1e-12
-        assert float(state["last"]) == 6
+        assert float(state["last"]) == (0 + 1 + 2 + 3) / 4
 
 
 def test_another_size_of_groups_is_another_recipe() -> None:

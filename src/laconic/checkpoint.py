@@ -148,6 +148,11 @@ def load_carried(carrier: Carrier, parts: Sequence[Saved], mine: int | None) -> 
                 starts = [part["starts" if owned else "parts"][index] for part in parts]
                 pieces = [part["carried"][index][name] for part in parts]
                 value = _mean_of_pieces(bucket, zip(starts, pieces, strict=True))[place]
+            if not bool(value.isfinite().all()):
+                raise ValueError(
+                    f"{name!r} is not finite: the state was saved after a round that ended "
+                    "half-way, and cannot be gone on with; load an earlier one"
+                )
             loaded[name] = value.to(bucket.device, copy=True)
         states.append(loaded)
 

@@ -139,7 +139,7 @@ class Lane:
         if not self._threaded:
             if self._error is None:
                 pending.run(named)
-                self._error = pending.error
+                self._error = pending.error if isinstance(pending.error, Exception) else None
             else:
                 pending.fail(self._error)
             return pending

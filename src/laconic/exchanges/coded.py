@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from laconic.codecs import Codec, TopK, codec_of
-from laconic.errors import LinkError, NotFiniteError, check_bool, check_float
+from laconic.errors import NotFiniteError, check_bool, check_float
 from laconic.links import cost
 from laconic.links.cost import Cost
 from laconic.links.link import Link
@@ -166,12 +166,15 @@ class CodedMean(_Coded):
                 state["residual"].copy_(left)  # e <- v - q
                 state["lag"].copy_(w)  # o <- w - p
 
-        if self.relative:
+        if self.relative and back.device.type == "cpu":
             self._gather(link, back, everyone, state["reference"], keep, refusal)
             return Arrival(state["reference"], lent=True)
         link.all_gather(back, everyone.view(-1))
         _raise_if_refused(everyone, refusal)
         keep()
+        if self.relative:
+            _add_decoded(self.codec, everyone.view(-1), state["reference"])
+            return Arrival(state["reference"], lent=True)
         fits = left.dtype == torch.float32
         received = self.codec.decode(everyone.view(-1), length, left if fits else None)
         return Arrival(received.to(left.dtype))
@@ -197,11 +200,7 @@ class CodedMean(_Coded):
             at = slice(r * each, (r + 1) * each)
             more = None if plus is None else plus[at]
             _, refusal = self._code(v[at], generator, less[at], more, payload[r])
-            if refusal:
-                raise LinkError(
-                    f"what the workers agreed on last is not finite ({refusal}): start again from "
-                    "an earlier checkpoint"
-                )
+            assert not refusal, refusal
 
         rows = link.all_to_all(payload, fill)
         _raise_if_refused(rows, "")
@@ -217,23 +216,21 @@ class CodedMean(_Coded):
         refusal: str,
     ) -> None:
         """Every owner's ``back`` into ``everyone``, and r <- r + p, each slice while those behind
-        it are on their way. Where this ends half-way nobody can go on from here, nor from a state
-        that is saved: r is NaN then."""
-        each, begun = len(reference) // link.size, False
+        it are on their way. Where this fails on one rank others may have ended it: r is NaN then,
+        which no state can be loaded with."""
+        each = len(reference) // link.size
 
         def use(r: int) -> None:
-            nonlocal begun
-            begun = True
             if r == link.rank:
                 keep()
-            _add_decoded(self.codec, everyone[r], reference[r * each : (r + 1) * each])
+            if not _is_refused(everyone[r]):
+                _add_decoded(self.codec, everyone[r], reference[r * each : (r + 1) * each])
 
         try:
             link.all_gather(back, everyone.view(-1), use=use)
             _raise_if_refused(everyone, refusal)
         except BaseException:
-            if begun:
-                reference.fill_(math.nan)
+            reference.fill_(math.nan)
             raise
 
 
@@ -304,10 +301,14 @@ def _add_decoded(codec: Codec, payload: Tensor, x: Tensor) -> None:
         x += codec.decode(payload, len(x))
 
 
+def _is_refused(payload: Tensor) -> bool:
+    return int(payload[0]) == REFUSED and bool((payload == REFUSED).all())
+
+
 def _raise_if_refused(rows: Tensor, own: str) -> None:
     """Raise, on every rank alike, where one of them sends nothing but `REFUSED`."""
     suspects = (rows[:, 0] == REFUSED).tolist()
-    refused = [r for r, odd in enumerate(suspects) if odd and bool((rows[r] == REFUSED).all())]
+    refused = [r for r, odd in enumerate(suspects) if odd and _is_refused(rows[r])]
     if refused:
         mine = f"; here: {own}" if own else ""
         raise NotFiniteError(f"ranks {refused} of its link had NaN or an infinity to send{mine}")
