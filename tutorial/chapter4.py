@@ -54,8 +54,8 @@ if FULL:  # times count at full size only
 # %% [markdown]
 # **What to notice.** A thousand times the bytes of the first row take a few times as long, and not
 # a thousand times: latency is most of it. Beyond some 100 kB bytes count. A message should
-# therefore be large. This is the loopback of one machine; on a real network the rate is ten to a thousand
-# times lower.
+# therefore be large. This is the loopback of one machine; on a real network the rate is ten to a
+# thousand times lower.
 #
 # ## A network to send over
 #
