@@ -306,6 +306,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("gradients.py", "if exchange.whole:", "if False:", PREDICT),
     ("exchanges/low_rank.py", "return self.codec is not None", "return True", PREDICT),
     ("advisor/tuning.py", "return loss > losses", "return loss >= losses", TUNE),
+    ("advisor/tuning.py", "TrialState.PRUNED, TrialState.WAITING)", "TrialState.PRUNED)", TUNE),
     ("predict.py", "max(seconds + work - meanwhile, 0.0)", "seconds + work", AUTO),
     ("predict.py", "(UTILISATION if joint else 1)", "1", AUTO),
     ("predict.py", "min(least, facts.compute + alone)", "least", AUTO),

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from optuna.trial import TrialState
 
 from laconic.advisor import tuning, tuning_report
 from laconic.advisor.tuning import Trial
@@ -164,6 +165,24 @@ def test_goes_on_to_the_same_trials_after_any_interruption(tmp_path: Path) -> No
         parts = tuning.ended(study, SPACE)
     assert settings_of(parts) == settings_of(whole)
     assert [t.curve for t in parts] == [t.curve for t in whole]
+
+
+def test_a_journal_cut_after_any_record_goes_on_to_the_same_trials(tmp_path: Path) -> None:
+    space = space_of(SPACE.recipe, {"period": (12, 24), "momentum": (0, 0.1), "lr": (1, 2)}, 8)
+
+    def outcome(path: Path) -> list[tuple[Setting, str, Mapping[int, float]]]:
+        with opened(path, {}) as study:
+            list(tuning.tune(study, space, formula()))
+            return [(t.setting, t.status, t.curve) for t in tuning.ended(study, space)]
+
+    whole = outcome(tmp_path / "whole")
+    records = (tmp_path / "whole").read_bytes().splitlines(keepends=True)
+    failed = f'"state":{TrialState.FAIL.value}'.encode()
+    assert any(failed in record for record in records), "a setting came again"
+    for count in range(len(records)):
+        cut = tmp_path / "cut"
+        cut.write_bytes(b"".join(records[:count]))
+        assert outcome(cut) == whole, f"after {count} records"
 
 
 def test_the_budget_counts_what_earlier_processes_took(tmp_path: Path) -> None:

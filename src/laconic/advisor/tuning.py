@@ -183,7 +183,8 @@ def _next(study: optuna.Study, space: Space, evaluate: Evaluate, key: str) -> Tr
 
 def _ask(study: optuna.Study, space: Space, rng: random.Random) -> optuna.Trial:
     """A trial with a setting that was not tried before."""
-    if not study.get_trials(deepcopy=False):
+    begun = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.WAITING)
+    if not study.get_trials(deepcopy=False, states=begun):
         study.enqueue_trial({n: space.grids[n].index(v) for n, v in space.start.items()})
     study.sampler = optuna.samplers.TPESampler(
         n_startup_trials=STARTUP, multivariate=True, seed=rng.getrandbits(32)

@@ -34,7 +34,7 @@ class _Held(JournalFileOpenLock):
 @contextmanager
 def opened(path: Path, settings: Mapping[str, Any]) -> Iterator[optuna.Study]:
     """The study in the journal at ``path``, made if there is none. A record that was cut off is
-    dropped, and a trial that was under way waits to be run again.
+    dropped, and a trial that was under way counts for nothing: its setting will be chosen again.
 
     Raises ``ValueError``, and leaves the file as it is, for one that is no journal of ours, for one
     with other ``settings``, and while another process has it.
@@ -94,6 +94,4 @@ def _study(path: Path, settings: Mapping[str, Any]) -> optuna.Study:
         )
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         study.tell(trial.number, state=TrialState.FAIL)
-        if trial.params:
-            study.enqueue_trial(trial.params)
     return study
