@@ -48,7 +48,7 @@ def test_a_workload_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["facts"]["workers"] == 2 and told["facts"]["parameters"] == 9_610
     assert told["facts"]["rate"] == pytest.approx(20e6, rel=0.3)
     assert told["rows"][-1]["recipe"] == "noloco(8)"
-    assert len(told["computes"]) == 2 and told["facts"]["compute"] == max(told["computes"])
+    assert len(told["computes"]) == 2 and told["facts"]["compute"] > min(told["computes"])
 
 
 def test_what_fails_in_a_workload_is_one_line(

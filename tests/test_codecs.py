@@ -503,16 +503,17 @@ def test_rows_that_do_not_fit_have_no_mean(codec: Codec) -> None:
     length = 3 * codec.grain
     row = codec.encode(torch.ones(length))
     rows = torch.stack([row, row])
-    assert torch.equal(
-        codec.decode_mean(rows, length, torch.float32), codec.decode(row, length).float()
-    )
+    decoded = codec.decode(row, length)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        mean = codec.decode_mean(rows, torch.empty(length, dtype=dtype))
+        assert torch.equal(mean, decoded.to(dtype))
     strided = torch.stack([row, row], dim=1).t()
     for wrong in (rows[:, 1:], rows[:0], rows[0], rows.view(torch.int8), strided):
         with pytest.raises(ValueError, match=f"as a contiguous row of {len(row)} bytes"):
-            codec.decode_mean(wrong, length, torch.float32)
+            codec.decode_mean(wrong, torch.empty(length))
     if codec.grain > 1:
         with pytest.raises(ValueError, match=f"multiples of {codec.grain}, not of 1"):
-            codec.decode_mean(rows, 1, torch.float32)
+            codec.decode_mean(rows, torch.empty(1))
 
 
 def test_wrong_arguments_are_refused() -> None:

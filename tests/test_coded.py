@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,9 +24,9 @@ import laconic as la
 from laconic.codecs import CODECS, Cast, Codec, Int4, Int8, TopK, codec_of
 from laconic.errors import NotFiniteError
 from laconic.exchanges import CodedMean, GatheredMean
-from laconic.links import Link, Metered
+from laconic.links import Link, Metered, Parts
 from laconic.links.cost import Cost
-from laconic.links.simulated import SimulatedLink, current_link
+from laconic.links.simulated import current_link
 from laconic.links.wrapped import Wrapped
 from laconic.round import Clock, Exchange, State
 
@@ -921,87 +922,110 @@ def test_a_fold_may_overwrite_what_arrived(codec: Codec | str, dtype: torch.dtyp
     assert same(runs[0], runs[1])
 
 
-# -- slice by slice, or all before the first is sent --
+# -- part by part, or all before the first is sent --
 
-SLICED = ("local", "local, late", "slowmo", "easgd", "diloco", "streaming")
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("row", SLICED)
-def test_coding_slice_by_slice_changes_nothing(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = partial(train, recipe=ROWS[row].recipe, dtype=torch.float32)
-    sliced = la.simulate(run, workers=3)
-    monkeypatch.setattr(MODULE, "CALM", -1.0)
-    assert same(la.simulate(run, workers=3), sliced)
+IN_PARTS = ("ddp, small blocks", "local", "local, late", "slowmo", "easgd", "diloco", "streaming")
 
 
 @pytest.mark.timeout(60)
-def test_parameters_in_float32_are_coded_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    all_to_all = SimulatedLink.all_to_all
-
-    def spy(self: Any, x: Tensor, fill: Callable[[int], None] | None = None) -> Tensor:
-        asked.append(fill is not None)
-        return all_to_all(self, x, fill)
-
-    monkeypatch.setattr(SimulatedLink, "all_to_all", spy)
-    for row, dtype, sliced in (
-        ("local", torch.float32, True),
-        ("local", torch.float64, False),
-        ("ddp, int4", torch.float32, False),
-    ):
-        asked.clear()
-        la.simulate(partial(train, recipe=ROWS[row].recipe, dtype=dtype), workers=3)
-        assert asked and all(found == sliced for found in asked)
-
-
-@pytest.mark.timeout(60)
-def test_one_rank_may_code_before_it_sends_and_the_others_slice_by_slice(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("row", IN_PARTS)
+def test_coding_part_by_part_changes_nothing(
+    row: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    run = partial(train, recipe=ROWS[row].recipe, dtype=dtype)
+    cut = la.simulate(run, workers=3)
+    monkeypatch.setattr(MODULE, "ENDS", (8,))
+    assert same(la.simulate(run, workers=3), cut)
+
+
+@pytest.mark.timeout(60)
+def test_ranks_may_cut_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those with a card and those without do."""
     run = partial(train, recipe=ROWS["diloco"].recipe, dtype=torch.float32)
-    sliced = la.simulate(run, workers=3)
-    asked: list[Tensor] = []
-    is_calm = MODULE._is_calm
+    alike, count, of = la.simulate(run, workers=3), 0, MODULE._Cut.of
 
-    def wayward(x: Tensor, codec: Codec) -> bool:
-        asked.append(x)
-        return len(asked) % 3 != 0 and bool(is_calm(x, codec))
+    def wayward(codec: Codec, x: Tensor) -> Any:
+        nonlocal count
+        count += 1
+        cut = of(codec, x)
+        return replace(cut, ends=cut.ends[-1:]) if count % 3 == 0 else cut
 
-    monkeypatch.setattr(MODULE, "_is_calm", wayward)
-    assert same(la.simulate(run, workers=3), sliced)
-    assert len(asked) >= 3
+    monkeypatch.setattr(MODULE._Cut, "of", wayward)
+    assert same(la.simulate(run, workers=3), alike)
+    assert count > 3
 
 
-def sliced_over_gloo(rank: int, row: str) -> Trace:
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("relative", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_not_finite_anywhere_changes_nothing(dtype: torch.dtype, relative: bool) -> None:
+    """Parts before it may have been sent by then; the next round is as if it had never been."""
+    exchange, n, length = CodedMean(SMALL, relative=relative), 3, 3 * 8 * 16
+    places = range(0, length, 7)
+
+    def run(rank: int) -> tuple[list[str], bool]:
+        link, generator = simulated_link(), torch.Generator().manual_seed(rank)
+        clock = Clock(1, math.nan, 0, 0, n, rank)
+        state = exchange.init(torch.zeros(length, dtype=dtype), exchange.region(link, length))
+        x = torch.randn(length, generator=generator, dtype=dtype)
+        exchange.run(link, x.clone(), lambda mean: mean, clock, state)
+        before, texts = {name: t.clone() for name, t in state.items()}, []
+        for place in places:
+            spoilt = x.clone()
+            if rank == 1:
+                spoilt[place] = math.inf
+            with pytest.raises(NotFiniteError, match=r"ranks \[1\] of its link had NaN") as raised:
+                exchange.run(link, spoilt, lambda mean: mean, clock, state)
+            texts.append(str(raised.value))
+        return texts, all(torch.equal(t, state[name]) for name, t in before.items())
+
+    found = la.simulate(run, workers=n)
+    assert all(kept for _, kept in found)
+    for place, said, of_others in zip(places, found[1][0], found[0][0], strict=True):
+        index, start = re.search(r"element (\d+) is inf(?:, counted from (\d+))?", said).groups()  # type: ignore[union-attr]
+        assert int(index) + int(start or 0) == place
+        assert "element" not in of_others
+
+
+def parts_over_gloo(rank: int, row: str) -> Trace:
     return train(rank, ROWS[row].recipe, gloo.link_of(3), torch.float32)
 
 
-@pytest.mark.parametrize("row", SLICED)
-def test_slices_over_processes(pool: gloo.Pool, row: str) -> None:
+@pytest.mark.parametrize("row", IN_PARTS)
+def test_parts_over_processes(pool: gloo.Pool, row: str) -> None:
     threads = la.simulate(partial(train, recipe=ROWS[row].recipe, dtype=torch.float32), workers=3)
-    assert same(pool.run(sliced_over_gloo, row, ranks=3), threads)
+    assert same(pool.run(parts_over_gloo, row, ranks=3), threads)
 
 
-def in_slices(rank: int, link: Link) -> tuple[list[int], list[int], Tensor, Tensor]:
-    """What is filled and used of an all-to-all and an all-gather, in which order, and how each
-    looked then; rank r is slower, the greater r is."""
-    n = link.size
-    filled, used = [], []
-    x, out, seen = torch.full((n, 5), -1.0), torch.zeros(n, 5), torch.zeros(n, 5)
+Seen = tuple[list[tuple[int, int]], list[tuple[int, int]], Tensor]
 
-    def fill(r: int) -> None:
+
+def in_parts(rank: int, link: Link, call: str) -> Seen:
+    """Which parts of rows are filled and used, in which order, and how each looked when it was
+    used; rank r is slower, the greater r is."""
+    n, owners = link.size, 2 if call == "gather from two" else link.size
+    filled: list[tuple[int, int]] = []
+    used: list[tuple[int, int]] = []
+    x, out, seen = (torch.full((rows, 5), -1.0) for rows in (n, owners, owners))
+    source = x if call == "all-to-all" else out
+
+    def fill(r: int, part: slice) -> None:
         time.sleep(0.01 * rank)
-        filled.append(r)
-        x[r] = 10 * rank + r
+        filled.append((r, part.stop))
+        source[r, part] = torch.arange(5.0)[part] + 100 * rank + 10 * r
 
-    def use(r: int) -> None:
-        used.append(r)
-        seen[r] = out[r] + 1000
+    def use(r: int, part: slice) -> None:
+        used.append((r, part.stop))
+        seen[r, part] = out[r, part]
 
-    rows = link.all_to_all(x, fill).clone()
-    link.all_gather(torch.full((5,), float(rank)), out.view(-1), use=use)
-    return filled, used, rows, seen
+    parts = Parts([2, 3, 5], fill, use)
+    if call == "all-to-all":
+        link.all_to_all(x, out, parts)
+    else:
+        mine = out[rank] if rank < owners else torch.empty(0)
+        link.all_gather(mine, out.view(-1), owners, parts)
+    return filled, used, seen
 
 
 def simulated_link() -> Link:
@@ -1010,22 +1034,32 @@ def simulated_link() -> Link:
     return link
 
 
-def in_slices_over_gloo(rank: int, n: int) -> tuple[list[int], list[int], Tensor, Tensor]:
-    return in_slices(rank, gloo.link_of(n))
+def in_parts_over_gloo(rank: int, n: int, call: str) -> Seen:
+    return in_parts(rank, gloo.link_of(n), call)
 
 
+@pytest.mark.parametrize("call", ["all-to-all", "gather", "gather from two"])
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("processes", [True, False])
-def test_slices_are_filled_and_used_once_each(pool: gloo.Pool, processes: bool, n: int) -> None:
+def test_parts_are_filled_and_used_once_each(
+    pool: gloo.Pool, processes: bool, n: int, call: str
+) -> None:
     if processes:
-        found = pool.run(in_slices_over_gloo, n, ranks=n)
+        found = pool.run(in_parts_over_gloo, n, call, ranks=n)
     else:
-        found = la.simulate(lambda rank: in_slices(rank, simulated_link()), workers=n)
-    for rank, (filled, used, rows, out) in enumerate(found):
-        assert filled == [(rank + hop) % n for hop in range(1, n + 1)]
-        assert sorted(used) == list(range(n))
-        assert rows[:, 0].tolist() == [10 * r + rank for r in range(n)]
-        assert out[:, 4].tolist() == [1000 + r for r in range(n)]
+        found = la.simulate(lambda rank: in_parts(rank, simulated_link(), call), workers=n)
+    for rank, (filled, used, seen) in enumerate(found):
+        to = [(rank + hop) % n for hop in range(1, n + 1)]
+        come = to[::-1]
+        assert come[0] == rank, "its own first"
+        if call != "all-to-all":
+            to = [rank] if rank < len(seen) else []
+        come = [r for r in come if r < len(seen)]
+        assert filled == [(r, end) for end in (2, 3, 5) for r in to]
+        assert used == [(r, end) for end in (2, 3, 5) for r in come]
+        for r, row in enumerate(seen):
+            says = 100 * r + 10 * (rank if call == "all-to-all" else r)
+            assert torch.equal(row, torch.arange(5.0) + says)
 
 
 @dataclass(frozen=True)
@@ -1071,7 +1105,7 @@ def test_nobody_goes_on_from_an_outer_step_that_is_not_finite(
 @pytest.mark.timeout(60)
 def test_nobody_goes_on_from_a_gathering_that_ended_half_way() -> None:
     class Ends(Wrapped):
-        """Rank 1 loses the others after its first slice."""
+        """Rank 1 loses the others after its first part."""
 
         def around(
             self, collective: str, amount: Cost, received: int
@@ -1086,15 +1120,17 @@ def test_nobody_goes_on_from_a_gathering_that_ended_half_way() -> None:
             mine: Tensor,
             out: Tensor,
             owners: int | None = None,
-            use: Callable[[int], None] | None = None,
+            parts: Parts | None = None,
         ) -> None:
-            def once(r: int) -> None:
-                assert use is not None
-                use(r)
+            assert parts is not None
+
+            def once(r: int, part: slice) -> None:
+                assert parts is not None and parts.use is not None
+                parts.use(r, part)
                 if self.rank == 1:
                     raise la.LinkError("lost")
 
-            self.link.all_gather(mine, out, owners, once)
+            self.link.all_gather(mine, out, owners, replace(parts, use=once))
 
     whole: dict[int, bool] = {}
 

@@ -3,7 +3,7 @@ among themselves. `test_ledger.py` has the bytes of everything else."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic as la
-from laconic.links import Link, Metered
+from laconic.links import Link, Metered, Parts
 from laconic.topology import Graph
 from test_ledger import MIXED, SINGLE, STEPS, Plain, deltas, exact_slices, parameter_bytes
 
@@ -104,10 +104,10 @@ class Recording:
         mine: Tensor,
         out: Tensor,
         owners: int | None = None,
-        use: Callable[[int], None] | None = None,
+        parts: Parts | None = None,
     ) -> None:
         self.note("all_gather", out)
-        self.link.all_gather(mine, out, owners, use)
+        self.link.all_gather(mine, out, owners, parts)
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
         self.note("broadcast", x)

@@ -118,7 +118,7 @@ def test_what_is_not_ready_is_sent_when_it_is() -> None:
     with ends[0][1] as one, ends[1][1] as other:
         sends = {0: first, 1: second}
         transfer = Transfer(connections, sends, {0: room}, HERE, 5, range(2), ready=False)
-        transfer.send(0)
+        transfer.send(0, 3)
         one.send(struct.pack("<QQQ", *HERE, 1) + b"x")
         transfer.wait(0)
         assert bytes(room.tolist()) == b"x"
@@ -127,9 +127,29 @@ def test_what_is_not_ready_is_sent_when_it_is() -> None:
         with pytest.raises(BlockingIOError):
             other.recv(99)
         second += 7
-        transfer.send(1)
+        transfer.send(1, 2)
+        assert other.recv(99) == header + b"\7\7"
+        second[2] = 8
+        with pytest.raises(AssertionError, match="not ready"):
+            transfer.wait()
+        transfer.send(1, 3)
         transfer.wait()
-        assert other.recv(99) == header + b"\7\7\7"
+        assert other.recv(99) == b"\x08"
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.usefixtures("moves")
+def test_the_first_bytes_are_there_before_the_last(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    ours, theirs = pair
+    room = torch.zeros(9, dtype=torch.uint8)
+    waits = transfer(ours, room=room, timeout=0.2)
+    theirs.send(struct.pack("<QQQ", *HERE, 9) + b"12345")
+    waits.wait(5, 5)
+    assert bytes(room[:5].tolist()) == b"12345"
+    with pytest.raises(LostError):
+        waits.wait(5, 6)
 
 
 @pytest.mark.timeout(30)

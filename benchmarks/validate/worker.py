@@ -82,14 +82,18 @@ class Race:
         return float(self._link.gather(torch.tensor([seconds], dtype=torch.float64)).mean())
 
     def _alone(self) -> float:
-        """Seconds of a step without communication. All ranks begin together and go on for as long:
-        one that had done its steps before the others would leave them its share of a processor."""
+        """Seconds of a step without communication, over the steps of all ranks. They begin together
+        and go on for as long: one that had done its steps before the others would leave them its
+        share of a processor. And it is their rates that are averaged: two ranks that have one
+        processor for a while, and a third that has the other, do as much together as at any time,
+        but the mean of their seconds would be longer."""
+        self._training.step()
         self._mean(0.0)
         start, steps = time.perf_counter(), 0
         while time.perf_counter() - start < ALONE:
             self._training.step()
             steps += 1
-        return self._mean((time.perf_counter() - start) / steps)
+        return 1 / self._mean(steps / (time.perf_counter() - start))
 
     def _time(self, text: str, facts: Facts) -> Turn:
         """Whole periods under the recipe."""

@@ -325,10 +325,10 @@ class Chooser:
     def _timed(self, size: int) -> float:
         """Seconds, on the slowest rank, of ``size`` bytes in an all-to-all."""
         n = self._link.size
-        x = torch.zeros(n, size // n, dtype=torch.uint8, device=self._device)
+        x, out = torch.zeros(2, n, size // n, dtype=torch.uint8, device=self._device)
         self._link.gather(x[0, :1])  # all begin together
         start = self._clock()
-        self._link.all_to_all(x)
+        self._link.all_to_all(x, out)
         own = torch.tensor([self._clock() - start], dtype=torch.float64, device=self._device)
         return float(self._link.gather(own).max())
 

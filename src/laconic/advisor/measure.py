@@ -71,15 +71,14 @@ def measure(
     timed.run(WARMUP)
     pace = _pace(bench, timed, steps)
     peak = _peak(bench.device)
-    compute = max(pace.computes)
     nets, carry = _nets(bench, sum(p.numel() * p.element_size() for p in params))
     net = nets["workers"]
-    backward = min(max(pace.backward / compute, 0.0), 1.0)
+    backward = min(max(pace.backward / pace.compute, 0.0), 1.0)
     facts = Facts(
         workers=bench.workers.size,
         shapes=tuple(tuple(p.shape) for p in params),
         itemsize=params[0].element_size(),
-        compute=compute,
+        compute=pace.compute,
         rate=net.rate,
         latency=net.latency,
         backward=backward or BACKWARD,
@@ -160,14 +159,15 @@ class _Steps:
 
     def __init__(self, bench: Bench, step: Callable[[], object], params: Sequence[Tensor]) -> None:
         self._bench, self._step, self._params = bench, step, params
-        self.backward = 0.0
+        self.backward = self.together = 0.0
 
     def run(self, count: int, *, meet: bool = False) -> list[float]:
         """Seconds of each of ``count`` steps; ``meet``: all ranks wait for each other after each,
-        which counts."""
+        which counts. Then ``together`` has those of a step until all ranks have done all theirs."""
         bench, spans, windows = self._bench, [], []
         with _Arrivals(self._params, bench.device) as arrivals:
             bench.meet()
+            begin = now(bench.device)
             for _ in range(count):
                 arrivals.clear()
                 start = now(bench.device)
@@ -177,6 +177,9 @@ class _Steps:
                     bench.meet()
                 spans.append(now(bench.device) - start)
                 windows += arrivals.window()
+            if not meet:
+                bench.meet()
+            self.together = (now(bench.device) - begin) / count
         self.backward = statistics.median(windows) if windows else 0.0
         return spans
 
@@ -189,9 +192,10 @@ def _mean(spans: Sequence[float]) -> float:
 
 
 class _Pace(NamedTuple):
-    """Seconds of a step on each rank; seconds that gradients take to appear; s; and k."""
+    """Seconds of a step on each rank by itself; c; seconds that gradients take to appear; s; k."""
 
     computes: tuple[float, ...]
+    compute: float
     backward: float
     skew: float
     contention: float
@@ -199,27 +203,37 @@ class _Pace(NamedTuple):
 
 def _pace(bench: Bench, timed: _Steps, steps: int) -> _Pace:
     """Steps by themselves, steps after each of which all ranks meet, and steps with work beside
-    them, in turn, so that a machine that slows down does so for all of them."""
-    each = -(-steps // TURNS)
-    free, meeting, beside, windows = [], [], [], []
+    them, in turn, so that a machine that slows down does so for all of them.
+
+    With M_H the seconds of a step where ranks meet after every H, the meeting itself taken off,
+    c + s = M_1 and c + s/sqrt(H) = M_H: by what `predict` takes them for; c is no less than ranks
+    take on average by themselves. Where they share processors, a rank's own steps would say too
+    much or too little, as it had a smaller or a larger share for a while."""
+    each = max(-(-steps // TURNS), 2)
+    free, beside, windows, seldom, always = [], [], [], [], []
     with _Nuisance() as nuisance:
         bench.meet()
         nuisance.calibrate()  # all ranks at once, but without the training
         for _ in range(TURNS):
             free += timed.run(each)
             windows.append(timed.backward)
-            meeting += timed.run(each, meet=True)
+            seldom.append(timed.together)
+            timed.run(each, meet=True)
+            always.append(timed.together)
             nuisance.resume()
             beside += timed.run(each)
             nuisance.pause()
-    bare = [_timed_meeting(bench) for _ in range(each)]
+    bare = _mean([_timed_meeting(bench) for _ in range(each)])
     own = _mean(free)
     longer = (_mean(beside) - own) * len(beside) / max(nuisance.seconds, 1e-9)
-    said = bench.everyone(own, statistics.median(windows), _mean(meeting), longer, _mean(bare))
-    most = said.amax(0).tolist()
-    contention = min(max(float(said[:, 3].median()), 0.0), 1.5)
-    skew = max(most[2] - most[0] - most[4], 0.0)
-    return _Pace(tuple(said[:, 0].tolist()), float(said[:, 1].median()), skew, contention)
+    m_1, m_h = statistics.median(always) - bare, statistics.median(seldom) - bare / each
+    said = bench.everyone(own, statistics.median(windows), longer, m_1, m_h)
+    contention = min(max(float(said[:, 2].median()), 0.0), 1.5)
+    m_1, m_h = said[:, 3:].amax(0).tolist()
+    computes = tuple(said[:, 0].tolist())
+    alone = m_h - max(m_1 - m_h, 0.0) / (each**0.5 - 1)
+    compute = max(alone, statistics.harmonic_mean(computes))
+    return _Pace(computes, compute, float(said[:, 1].median()), max(m_1 - compute, 0.0), contention)
 
 
 def _timed_meeting(bench: Bench) -> float:
@@ -341,7 +355,8 @@ def _send(link: Link, collective: str, x: Tensor) -> None:
         elif collective == "mean":
             link.mean(x)
         else:
-            link.all_to_all(x.view(n, -1))
+            rows = x.view(n, -1)
+            link.all_to_all(rows, torch.empty_like(rows))
     except (MemoryError, RuntimeError) as error:  # the others wait in here, and cannot be told
         if isinstance(error, LinkError):
             raise

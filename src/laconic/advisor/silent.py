@@ -7,12 +7,12 @@ is well-formed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from laconic.links.link import hops
+from laconic.links.link import Parts, arrivals, hops
 
 
 class Silent:
@@ -49,20 +49,23 @@ class Silent:
         mine: Tensor,
         out: Tensor,
         owners: int | None = None,
-        use: Callable[[int], None] | None = None,
+        parts: Parts | None = None,
     ) -> None:
         rows = out.view(owners or self.size, -1)
+        if parts is not None:
+            parts.fill_all([self.rank])
         if mine.data_ptr() != rows.data_ptr():
-            rows.copy_(mine.expand_as(rows))
-        if use is not None:
-            for r in range(len(rows)):
-                use(r)
+            rows[0].copy_(mine)
+        rows[1:].copy_(rows[0].expand_as(rows[1:]))
+        if parts is not None:
+            parts.use_all([r for r in arrivals(self.rank, self.size) if r < len(rows)])
 
-    def all_to_all(self, x: Tensor, fill: Callable[[int], None] | None = None) -> Tensor:
-        if fill is not None:
-            for r in hops(self.rank, self.size):
-                fill(r)
-        return x
+    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
+        if parts is not None:
+            parts.fill_all(hops(self.rank, self.size))
+        out.copy_(x)
+        if parts is not None:
+            parts.use_all(arrivals(self.rank, self.size))
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
         """All have the same."""

@@ -150,10 +150,12 @@ class Codec(ABC):
         return out
 
     @torch.no_grad()
-    def decode_mean(self, rows: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-        """The mean over the codes ``rows``, contiguous uint8 (n, nbytes(length)), of ``length``
-        elements each, a multiple of ``grain``: added up in their order, as ``dtype``. Raises
-        ``ValueError`` where the lengths do not fit."""
+    def decode_mean(self, rows: Tensor, out: Tensor) -> Tensor:
+        """``out`` <- the mean over the codes ``rows``, uint8 (n, nbytes(len(out))), whose rows are
+        contiguous and may be columns of longer ones: added up in their order, as ``out``'s dtype.
+        ``out`` is flat and contiguous, its length a multiple of ``grain``. Raises ``ValueError``
+        where the lengths do not fit."""
+        length = len(out)
         size = self.nbytes(length)
         if length % self.grain:
             raise ValueError(f"{self} has a mean of multiples of {self.grain}, not of {length}")
@@ -162,18 +164,19 @@ class Codec(ABC):
             or rows.dim() != 2
             or not len(rows)
             or rows.shape[1] != size
-            or not rows.is_contiguous()
+            or rows.stride(1) != 1
         ):
             raise ValueError(
                 f"{self} codes {length} elements as a contiguous row of {size} bytes, not as "
                 f"{rows.dtype} of shape {tuple(rows.shape)}, strides {rows.stride()}"
             )
-        return self.mean_of_rows(rows, length, dtype)
+        self.mean_of_rows(rows, out)
+        return out
 
-    def mean_of_rows(self, rows: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    def mean_of_rows(self, rows: Tensor, out: Tensor) -> None:
         """What ``decode_mean`` does, of such rows."""
-        decoded = self.decode(rows.view(-1), len(rows) * length).to(dtype)
-        return mean_in_rank_order(decoded.view(len(rows), length).unbind(), reuse=True)
+        decoded = self.decode(rows.reshape(-1), len(rows) * len(out)).to(out.dtype)
+        out.copy_(mean_in_rank_order(decoded.view(len(rows), -1).unbind(), reuse=True, out=out))
 
     def encode_flat(
         self,

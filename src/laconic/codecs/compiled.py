@@ -53,13 +53,12 @@ class Compiled(Codec):
         else:
             kernels.decode(kernel.bits, kernel.block, payload, out, add)
 
-    def mean_of_rows(self, rows: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-        mean = torch.empty(length, dtype=dtype, device=rows.device)
-        kernel = self._fitting(mean)
+    def mean_of_rows(self, rows: Tensor, out: Tensor) -> None:
+        kernel = self._fitting(out)
         if kernel is None:
-            return super().mean_of_rows(rows, length, dtype)
-        kernels.decode_mean(kernel.bits, kernel.block, rows, mean)
-        return mean
+            super().mean_of_rows(rows, out)
+        else:
+            kernels.decode_mean(kernel.bits, kernel.block, rows, out)
 
     def _fitting(self, *tensors: Tensor) -> Kernel | None:
         kernel = self.kernel

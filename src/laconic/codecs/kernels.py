@@ -79,7 +79,7 @@ def decode(bits: int, block: int, payload: Tensor, out: Tensor, add: bool) -> No
 
 def decode_mean(bits: int, block: int, rows: Tensor, out: Tensor) -> None:
     """``out`` <- the mean of what the ``rows`` are the codes of, added in their order."""
-    n, stride = rows.shape
+    n, stride = len(rows), rows.stride(0)
     at = _address(rows), _address(out)
     _library().laconic_decode_mean(bits, block, out.numel(), n, stride, *at)
 

@@ -27,15 +27,16 @@ from laconic.codecs import Codec, TopK, codec_of
 from laconic.errors import NotFiniteError, check_bool, check_float
 from laconic.links import cost
 from laconic.links.cost import Cost
-from laconic.links.link import Link
+from laconic.links.link import Link, Parts, hops
 from laconic.round import Arrival, Clock, Combine, Exchange, Slot, State
 from laconic.tensors import mean_in_rank_order, state_dtype
 
 REFUSED = 255
 """A message that its codec refuses goes out as bytes of this value, which no code consists of: so
 all ranks learn of it from the message itself, and raise the same error."""
-CALM = 1e34
-"""Far below the largest float32, 3.4e38: what parameters within it have changed by is finite."""
+ENDS = (1, 4, 7, 8)
+"""Where the parts of a row end, in eighths: little is to be done before the first is sent, and
+after the last has come."""
 
 
 @dataclass(frozen=True)
@@ -81,31 +82,34 @@ class _Coded(Exchange):
         """The code of v, and why it was refused, if it was; first v - q, in the room of the
         message where dtypes allow."""
         v = message.to(state_dtype(message.dtype)).contiguous()
-        less, plus = state.get("reference"), self._residual(state)
-        return (v, *self._code(v, _generator(clock, v.device, 0), less, plus))
+        less, plus = state.get("reference"), self._residual(state, slice(None))
+        payload = torch.empty(self.codec.nbytes(len(v)), dtype=torch.uint8, device=v.device)
+        return v, payload, self._code(v, _generator(clock, v.device, 0), less, plus, payload)
 
-    def _residual(self, state: State) -> Tensor | None:
-        """b*e."""
-        residual = state.get("residual")
-        return residual if residual is None or self.feedback == 1 else self.feedback * residual
+    def _residual(self, state: State, at: slice) -> Tensor | None:
+        """b*e, of these elements."""
+        if "residual" not in state:
+            return None
+        residual = state["residual"][at]
+        return residual if self.feedback == 1 else self.feedback * residual
 
     def _code(
         self,
         x: Tensor,
         generator: torch.Generator,
-        less: Tensor | None = None,
-        plus: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, str]:
-        """The code of x - less + plus, and why it was refused; with a feedback x is left with what
-        the code leaves out."""
+        less: Tensor | None,
+        plus: Tensor | None,
+        out: Tensor,
+    ) -> str:
+        """The code of x - less + plus into ``out``; with a feedback x is left with what the code
+        leaves out. Returns why it was refused, which ``out`` says then, or nothing."""
         subtract = bool(self.feedback)
         try:
-            code = self.codec.encode(x, generator, less=less, plus=plus, subtract=subtract, out=out)
-            return code, ""
+            self.codec.encode(x, generator, less=less, plus=plus, subtract=subtract, out=out)
         except NotFiniteError as error:
-            code = torch.empty(self.codec.nbytes(len(x)), dtype=torch.uint8, device=x.device)
-            return code.fill_(REFUSED), str(error)
+            out.fill_(REFUSED)
+            return str(error)
+        return ""
 
 
 @dataclass(frozen=True)
@@ -147,91 +151,97 @@ class CodedMean(_Coded):
     def run(
         self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
     ) -> Arrival:
-        left, rows = self._deal(link, message, clock, state)
-        length, each = len(left), len(left) // link.size
-        own = slice(link.rank * each, (link.rank + 1) * each)
-        mean = self.codec.decode_mean(rows, each, left.dtype)  # slices of whole blocks
+        left, mean = self._deal(link, message, clock, state)
+        n, rank, each = link.size, link.rank, len(mean)
+        own = slice(rank * each, (rank + 1) * each)
         if self.feedback:
             mean.add_(state["lag"], alpha=self.feedback)
         if self.relative:
             mean.add_(state["reference"][own])
         result = combine(mean)
         w = result if result is mean else result.clone()  # which may be state of the update's
-        reference = state["reference"][own] if self.relative else None
-        back, refusal = self._code(w, _generator(clock, w.device, 1), reference)
-        everyone = back.new_empty(link.size, len(back))
+        cut = _Cut.of(self.codec, w)
+        rows = torch.empty(n, self.codec.nbytes(each), dtype=torch.uint8, device=w.device)
+        generator, refusal = _generator(clock, w.device, 1), ""
+
+        def fill(_: int, part: slice, which: slice) -> None:
+            nonlocal refusal
+            less = state["reference"][own][which] if self.relative else None
+            if refusal:
+                rows[rank, part].fill_(REFUSED)
+            else:
+                refusal = self._code(w[which], generator, less, None, rows[rank, part])
 
         def keep() -> None:
             if self.feedback:
                 state["residual"].copy_(left)  # e <- v - q
                 state["lag"].copy_(w)  # o <- w - p
 
-        if self.relative and back.device.type == "cpu":
-            self._gather(link, back, everyone, state["reference"], keep, refusal)
-            return Arrival(state["reference"], lent=True)
-        link.all_gather(back, everyone.view(-1))
-        _raise_if_refused(everyone, refusal)
-        keep()
-        if self.relative:
-            _add_decoded(self.codec, everyone.view(-1), state["reference"])
-            return Arrival(state["reference"], lent=True)
-        fits = left.dtype == torch.float32
-        received = self.codec.decode(everyone.view(-1), length, left if fits else None)
-        return Arrival(received.to(left.dtype))
+        if not (self.relative and w.device.type == "cpu"):
+            link.all_gather(rows[rank], rows.view(-1), parts=cut.parts(fill))
+            _raise_if_refused(rows[:, cut.last], refusal)
+            keep()
+            if self.relative:
+                _add_decoded(self.codec, rows.view(-1), state["reference"])
+                return Arrival(state["reference"], lent=True)
+            fits = left.dtype == torch.float32
+            received = self.codec.decode(rows.view(-1), len(left), left if fits else None)
+            return Arrival(received.to(left.dtype))
+
+        def use(r: int, part: slice, which: slice) -> None:
+            if r == rank and part.start == 0:
+                keep()
+            if not _refused(rows[r : r + 1, part]):
+                at = slice(r * each + which.start, r * each + which.stop)
+                _add_decoded(self.codec, rows[r, part], state["reference"][at])
+
+        try:
+            link.all_gather(rows[rank], rows.view(-1), parts=cut.parts(fill, use))
+            _raise_if_refused(rows[:, cut.last], refusal)
+        except BaseException:  # others may have ended it: no state can be loaded with NaN
+            state["reference"].fill_(math.nan)
+            raise
+        return Arrival(state["reference"], lent=True)
 
     def _deal(
         self, link: Link, message: Tensor, clock: Clock, state: State
     ) -> tuple[Tensor, Tensor]:
-        """v - q, and the rows of codes that came for this rank. Parameters are coded slice by
-        slice, each while those before it are on their way, where it is known that none will be
-        refused; else all before the first is sent."""
-        n = link.size
-        if not (self.relative and _is_calm(message, self.codec)):
-            left, payload, refusal = self._encode(message, clock, state)
-            rows = link.all_to_all(payload.view(n, -1))
-            _raise_if_refused(rows, refusal)
-            return left, rows
-        v, less, plus = message.contiguous(), state["reference"], self._residual(state)
-        size, each = self.codec.nbytes(len(v)) // n, len(v) // n
-        payload = torch.empty(n, size, dtype=torch.uint8)
-        generator = _generator(clock, v.device, 0)
+        """v - q, and the mean of what came for this rank."""
+        n, order = link.size, hops(link.rank, link.size)
+        left = message.to(state_dtype(message.dtype)).contiguous()
+        each = len(left) // n
+        payload = torch.empty(n, self.codec.nbytes(each), dtype=torch.uint8, device=left.device)
+        rows, mean = torch.empty_like(payload), left.new_empty(each)
+        cut = _Cut.of(self.codec, mean)
+        generator, refusal = _generator(clock, left.device, 0), ""
 
-        def fill(r: int) -> None:
-            at = slice(r * each, (r + 1) * each)
-            more = None if plus is None else plus[at]
-            _, refusal = self._code(v[at], generator, less[at], more, payload[r])
-            assert not refusal, refusal
+        def code(start: int, stop: int, out: Tensor) -> None:
+            nonlocal refusal
+            at = slice(start, stop)
+            less = state["reference"][at] if self.relative else None
+            if not refusal:
+                refusal = self._code(left[at], generator, less, self._residual(state, at), out)
+                refusal += f", counted from {start}" if refusal and start else ""
 
-        rows = link.all_to_all(payload, fill)
-        _raise_if_refused(rows, "")
-        return v, rows
+        def fill(r: int, part: slice, which: slice) -> None:
+            if part != cut.last:
+                code(r * each + which.start, r * each + which.stop, payload[r, part])
+            elif r == order[0]:  # none of these is sent before it is known whether all have a code
+                if part.start == 0:
+                    code(0, len(left), payload.view(-1))
+                else:
+                    for row in order:
+                        code(row * each + which.start, row * each + which.stop, payload[row, part])
+                if refusal:
+                    payload[:, part].fill_(REFUSED)
 
-    def _gather(
-        self,
-        link: Link,
-        back: Tensor,
-        everyone: Tensor,
-        reference: Tensor,
-        keep: Callable[[], None],
-        refusal: str,
-    ) -> None:
-        """Every owner's ``back`` into ``everyone``, and r <- r + p, each slice while those behind
-        it are on their way. Where this fails on one rank others may have ended it: r is NaN then,
-        which no state can be loaded with."""
-        each = len(reference) // link.size
+        def use(r: int, part: slice, which: slice) -> None:
+            if r == order[0] and not _refused(rows[:, part]):  # it is the last one to be there
+                self.codec.decode_mean(rows[:, part], mean[which])
 
-        def use(r: int) -> None:
-            if r == link.rank:
-                keep()
-            if not _is_refused(everyone[r]):
-                _add_decoded(self.codec, everyone[r], reference[r * each : (r + 1) * each])
-
-        try:
-            link.all_gather(back, everyone.view(-1), use=use)
-            _raise_if_refused(everyone, refusal)
-        except BaseException:
-            reference.fill_(math.nan)
-            raise
+        link.all_to_all(payload, rows, cut.parts(fill, use))
+        _raise_if_refused(rows[:, cut.last], refusal)
+        return left, mean
 
 
 @dataclass(frozen=True)
@@ -284,15 +294,6 @@ def _generator(clock: Clock, device: torch.device, way: int = 0) -> torch.Genera
     return torch.Generator(device).manual_seed(seed % 2**63)
 
 
-def _is_calm(x: Tensor, codec: Codec) -> bool:
-    """Whether all of x is so far from infinity that ``codec`` cannot refuse what x has changed by;
-    said of float32 on a CPU alone: a card sends nothing before all is coded."""
-    if x.device.type != "cpu" or not x.dtype == codec.dtype == torch.float32:
-        return False
-    least, most = (float(end) for end in torch.aminmax(x))
-    return least >= -CALM and most <= CALM
-
-
 def _add_decoded(codec: Codec, payload: Tensor, x: Tensor) -> None:
     """``x <- x + Q``, of which ``payload`` is the code."""
     if x.dtype == torch.float32:
@@ -301,14 +302,54 @@ def _add_decoded(codec: Codec, payload: Tensor, x: Tensor) -> None:
         x += codec.decode(payload, len(x))
 
 
-def _is_refused(payload: Tensor) -> bool:
-    return int(payload[0]) == REFUSED and bool((payload == REFUSED).all())
+@dataclass(frozen=True)
+class _Cut:
+    """How rows of codes are cut: the first parts end at ``ends``, in grains of so many elements
+    (``grain``) and bytes (``size``)."""
+
+    grain: int
+    size: int
+    ends: tuple[int, ...]
+
+    @classmethod
+    def of(cls, codec: Codec, x: Tensor) -> _Cut:
+        """For rows that code as much as ``x``; on a card in one piece."""
+        grains = len(x) // codec.grain
+        eighths = ENDS if x.device.type == "cpu" else ENDS[-1:]
+        ends = {grains * k // ENDS[-1] for k in eighths} - {0}
+        return cls(codec.grain, codec.nbytes(codec.grain), tuple(sorted(ends)))
+
+    @property
+    def last(self) -> slice:
+        """The bytes of the last part."""
+        start, stop = (0, *self.ends)[-2:]
+        return slice(start * self.size, stop * self.size)
+
+    def parts(self, fill: _OnPart, use: _OnPart | None = None) -> Parts:
+        """``fill`` and ``use`` are told which bytes of the row of which rank it is about, and which
+        of its elements they code."""
+
+        def told(call: _OnPart) -> Callable[[int, slice], None]:
+            return lambda r, part: call(r, part, self._elements(part))
+
+        ends = [end * self.size for end in self.ends]
+        return Parts(ends, told(fill), None if use is None else told(use))
+
+    def _elements(self, part: slice) -> slice:
+        return slice(part.start // self.size * self.grain, part.stop // self.size * self.grain)
+
+
+_OnPart = Callable[[int, slice, slice], None]
+
+
+def _refused(rows: Tensor) -> list[int]:
+    """Those of the ``rows`` that are nothing but `REFUSED`."""
+    suspects = (rows[:, 0] == REFUSED).tolist()
+    return [r for r, odd in enumerate(suspects) if odd and bool((rows[r] == REFUSED).all())]
 
 
 def _raise_if_refused(rows: Tensor, own: str) -> None:
     """Raise, on every rank alike, where one of them sends nothing but `REFUSED`."""
-    suspects = (rows[:, 0] == REFUSED).tolist()
-    refused = [r for r, odd in enumerate(suspects) if odd and _is_refused(rows[r])]
-    if refused:
+    if refused := _refused(rows):
         mine = f"; here: {own}" if own else ""
         raise NotFiniteError(f"ranks {refused} of its link had NaN or an infinity to send{mine}")

@@ -4,12 +4,46 @@ gives every rank one order of collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import pairwise
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is done to one part of a row while others are on their way; ``ends``: where the parts
+    end, in elements of a row, ascending, the last of them its length.
+
+    ``fill(r, part)`` writes that part of the row for rank r, right before it is sent: the first
+    part of all rows, in the order of `hops`, then the second. ``use(r, part)`` is called when that
+    part of rank r's row is there, again one part after the other, in the order of `arrivals`. It
+    leaves what is sent as it is."""
+
+    ends: Sequence[int]
+    fill: Callable[[int, slice], None] | None = None
+    use: Callable[[int, slice], None] | None = None
+
+    def __iter__(self) -> Iterator[slice]:
+        return (slice(a, b) for a, b in pairwise((0, *self.ends)))
+
+    def fill_all(self, rows: Sequence[int]) -> None:
+        """The ``rows`` for these ranks, before any is sent: for links that send all at once."""
+        if self.fill is not None:
+            for part in self:
+                for r in rows:
+                    self.fill(r, part)
+
+    def use_all(self, rows: Sequence[int]) -> None:
+        """After all has come."""
+        if self.use is not None:
+            for part in self:
+                for r in rows:
+                    self.use(r, part)
 
 
 class Link(Protocol):
@@ -71,21 +105,17 @@ class Link(Protocol):
         mine: Tensor,
         out: Tensor,
         owners: int | None = None,
-        use: Callable[[int], None] | None = None,
+        parts: Parts | None = None,
     ) -> None:
         """``out`` <- the first ``owners`` ranks' ``mine`` one after the other (None: all ranks'),
-        cast to ``out``'s dtype. ``mine`` may be its own place in ``out``. ``use(r)`` is called
-        once the slice of rank r is there, this rank's own among them, while others may still be on
-        their way. It must leave ``mine`` and its place in ``out`` as they are: they may be under
-        way to others."""
+        cast to ``out``'s dtype. ``mine`` may be its own place in ``out``, and is where ``parts``
+        are filled, as the row for this rank. The rows that are used are the slices of ``out``."""
         ...
 
-    def all_to_all(self, x: Tensor, fill: Callable[[int], None] | None = None) -> Tensor:
-        """Row r of ``x``, shape (n, m), to rank r; returns the rows that all ranks have for this
-        one, in the order of their ranks, in that shape. Nothing is summed, so any dtype goes.
-        Valid until the next call. ``fill(r)`` is called to write row r, this rank's own last, in
-        the order of `hops`, while rows before it may be on their way; before it row r may hold
-        anything."""
+    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
+        """Row r of ``x``, shape (n, m), to rank r; ``out``, as long, gets the rows that all ranks
+        have for this one, in the order of their ranks. Nothing is summed, so any dtype goes.
+        ``parts`` of x are filled, and of ``out`` used."""
         ...
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
@@ -120,6 +150,12 @@ def hops(rank: int, size: int) -> list[int]:
     """The order in which rank ``rank`` of ``size`` sends to all: those behind it first, and to
     itself last; so that no two send to the same one at the same time."""
     return [(rank + hop) % size for hop in range(1, size + 1)]
+
+
+def arrivals(rank: int, size: int) -> list[int]:
+    """The order in which what all ranks send to rank ``rank`` is looked at, if they send in the
+    order of `hops`: its own first."""
+    return hops(rank, size)[::-1]
 
 
 def common(link: Link, names: Sequence[str]) -> set[str]:

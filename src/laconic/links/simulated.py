@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import LinkError, check_int
-from laconic.links.link import Link, hops
+from laconic.links.link import Link, Parts, arrivals, hops
 from laconic.tensors import mean_in_rank_order
 
 T = TypeVar("T")
@@ -187,21 +187,23 @@ class SimulatedLink:
         mine: Tensor,
         out: Tensor,
         owners: int | None = None,
-        use: Callable[[int], None] | None = None,
+        parts: Parts | None = None,
     ) -> None:
         slices = owners or self.size
+        if parts is not None and self.rank < slices:
+            parts.fill_all([self.rank])
         out.copy_(
             self._meet("all_gather", mine.to(out.dtype), lambda x: torch.cat(x[:slices]), out.shape)
         )
-        if use is not None:
-            for r in range(slices):
-                use(r)
+        if parts is not None:
+            parts.use_all([r for r in arrivals(self.rank, self.size) if r < slices])
 
-    def all_to_all(self, x: Tensor, fill: Callable[[int], None] | None = None) -> Tensor:
-        if fill is not None:
-            for r in hops(self.rank, self.size):
-                fill(r)
-        return self._meet("all_to_all", x, torch.stack)[:, self.rank].clone()
+    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
+        if parts is not None:
+            parts.fill_all(hops(self.rank, self.size))
+        out.copy_(self._meet("all_to_all", x, torch.stack)[:, self.rank])
+        if parts is not None:
+            parts.use_all(arrivals(self.rank, self.size))
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
         x.copy_(self._meet("broadcast", x, lambda everyone: everyone[root].clone()))

@@ -4,7 +4,7 @@ tensors, NCCL for CUDA tensors."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import NoReturn
@@ -16,7 +16,7 @@ from torch import Tensor
 from laconic.errors import LinkError
 from laconic.links import health
 from laconic.links.health import Answer, Place
-from laconic.links.link import Link, hops
+from laconic.links.link import Link, Parts, arrivals, hops
 from laconic.links.wire import LostError, OtherCallError, Transfer, Wire
 from laconic.tensors import Scratch, mean_in_rank_order
 
@@ -247,15 +247,16 @@ class TorchLink:
             place = self._calls.place
             return self._wire.post(sends, receives, (place.serial, place.word), ready=ready)
 
-    def _send(self, transfer: Transfer, rank: int) -> None:
-        """Begin to send what is for ``rank``, which is ready now."""
+    def _send(self, transfer: Transfer, rank: int, size: int) -> None:
+        """Begin to send the first ``size`` bytes of what is for ``rank``, which are ready now."""
         with self._named():
-            transfer.send(rank)
+            transfer.send(rank, size)
 
-    def _finish(self, transfer: Transfer, rank: int | None = None) -> None:
-        """Until the message from ``rank`` is here; None: until all is done."""
+    def _finish(self, transfer: Transfer, rank: int | None = None, size: int | None = None) -> None:
+        """Until the first ``size`` bytes from ``rank`` are here, None: all of them; without a rank
+        until all is done."""
         with self._named():
-            transfer.wait(rank)
+            transfer.wait(rank, size)
         self.joined = time.perf_counter()
 
     @contextmanager
@@ -315,51 +316,59 @@ class TorchLink:
         mine: Tensor,
         out: Tensor,
         owners: int | None = None,
-        use: Callable[[int], None] | None = None,
+        parts: Parts | None = None,
     ) -> None:
         slices = list(out.view(owners or self.size, -1).unbind())
-        transfer = None
+        order = [r for r in arrivals(self.rank, self.size) if r < len(slices)]
+        parts = parts or Parts([len(slices[0])])
         if self._native:
+            parts.fill_all([r for r in order if r == self.rank])
             self._native_all_gather(mine, out, slices)
-        elif self.rank >= len(slices):
+            parts.use_all(order)
+            return
+        if self.rank not in order:
             transfer = self._post([], slices)
         else:
-            own = slices[self.rank]
-            if mine.data_ptr() != own.data_ptr():
+            own, fill = slices[self.rank], parts.fill
+            if fill is None and mine.data_ptr() != own.data_ptr():
                 own.copy_(mine)
-            transfer = self._post([own] * self.size, slices)
-        if use is not None:
-            order = reversed(hops(self.rank, self.size))  # in which they come
-            for r in order:
-                if r >= len(slices):
-                    continue
-                if transfer is not None and r != self.rank:
-                    self._finish(transfer, r)
-                use(r)
-        if transfer is not None:
-            self._finish(transfer)
+            transfer = self._post([own] * self.size, slices, ready=fill is None)
+            if fill is not None:
+                for part in parts:
+                    fill(self.rank, part)
+                    for r in hops(self.rank, self.size)[:-1]:
+                        self._send(transfer, r, part.stop * out.element_size())
+        self._take(transfer, parts, order, out.element_size())
 
-    def all_to_all(self, x: Tensor, fill: Callable[[int], None] | None = None) -> Tensor:
+    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
         order = hops(self.rank, self.size)
-        if fill is not None and (self._native or self.size == 1):
-            for r in order:
-                fill(r)
-        if self.size == 1:
-            return x
-        out = self._scratch.take(x.numel(), x.dtype, x.device).view_as(x)
+        parts = parts or Parts([x.shape[1]])
         if self._native:
+            parts.fill_all(order)
             self._wait(dist.all_to_all_single(out, x, group=self._group, async_op=True))
-            return out
-        rows = list(out.unbind())
+            parts.use_all(arrivals(self.rank, self.size))
+            return
+        rows, fill = list(out.unbind()), parts.fill
         transfer = self._post(x.unbind(), rows, ready=fill is None)
         if fill is not None:
-            for r in order:
-                fill(r)
-                if r != self.rank:
-                    self._send(transfer, r)
+            for part in parts:
+                for r in order:
+                    fill(r, part)
+                    if r != self.rank:
+                        self._send(transfer, r, part.stop * x.element_size())
         rows[self.rank].copy_(x[self.rank])
+        self._take(transfer, parts, arrivals(self.rank, self.size), x.element_size())
+
+    def _take(self, transfer: Transfer, parts: Parts, order: Sequence[int], itemsize: int) -> None:
+        """Until all is there, and each of the ``parts`` is used once it is."""
+        use = parts.use
+        if use is not None:
+            for part in parts:
+                for r in order:
+                    if r != self.rank:
+                        self._finish(transfer, r, part.stop * itemsize)
+                    use(r, part)
         self._finish(transfer)
-        return out
 
     def _native_reduce_scatter(self, x: Tensor, owners: int | None) -> Tensor:
         op, slices = dist.ReduceOp.AVG, x.view(owners or self.size, -1).unbind()

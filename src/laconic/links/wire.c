@@ -20,8 +20,9 @@ struct message {
     uint8_t header[HEADER]; /* what is sent, or expected, before the payload */
     uint8_t got[HEADER];    /* what came */
     uint8_t *payload;
-    int64_t end;  /* bytes of header and payload */
-    int64_t done; /* how many of them were moved */
+    int64_t end;   /* bytes of header and payload */
+    int64_t ready; /* how many of them may be moved */
+    int64_t done;  /* how many of them were moved */
     int32_t fd;
     int32_t comes; /* 1: is received, 0: is sent */
 };
@@ -30,11 +31,11 @@ enum { FINE = 0, SILENT = 1, CLOSED = 2, OTHER = 3, FAILED = 4, INTERRUPTED = 5 
 
 #define MOST (1 << 30) /* bytes in one go: some systems refuse more than an int holds */
 
-EXPORT int laconic_version(void) { return 2; }
+EXPORT int laconic_version(void) { return 3; }
 
 /* Moves what can be moved at once. */
 static int step(struct message *m) {
-    while (m->done < m->end) {
+    while (m->done < m->ready) {
         struct iovec parts[2];
         struct msghdr both = {.msg_iov = parts};
         int64_t before = m->done, into = before < HEADER ? 0 : before - HEADER;
@@ -44,9 +45,9 @@ static int step(struct message *m) {
             parts[0].iov_len = (size_t)(HEADER - before);
             both.msg_iovlen = 1;
         }
-        if (m->end > HEADER) {
+        if (m->ready > HEADER) {
             parts[both.msg_iovlen].iov_base = m->payload + into;
-            int64_t left = m->end - HEADER - into;
+            int64_t left = m->ready - HEADER - into;
             parts[both.msg_iovlen].iov_len = (size_t)(left < MOST ? left : MOST);
             both.msg_iovlen++;
         }
@@ -64,23 +65,23 @@ static int step(struct message *m) {
     return FINE;
 }
 
-/* Until message `until` is complete, or all for -1; for -2 only what can be sent at once. At most
-   `timeout` ms in which not a byte moves: SILENT. CLOSED, OTHER, FAILED with `error`: `which`.
-   INTERRUPTED: to be called again. */
-EXPORT int laconic_move(struct message *messages, int64_t count, int64_t until, int timeout,
-                        int64_t *which, int *error) {
+/* Until `enough` bytes of message `until` were moved, or all messages for -1; for -2 only what can
+   be moved at once. At most `timeout` ms in which not a byte moves: SILENT. CLOSED, OTHER, FAILED
+   with `error`: `which`. INTERRUPTED: to be called again. */
+EXPORT int laconic_move(struct message *messages, int64_t count, int64_t until, int64_t enough,
+                        int timeout, int64_t *which, int *error) {
     struct pollfd waits[count > 0 ? count : 1];
     int64_t numbers[count > 0 ? count : 1];
     for (;;) {
         nfds_t n = 0;
         for (int64_t i = 0; i < count; i++) {
             struct message *m = &messages[i];
-            if (m->done < m->end) {
+            if (m->done < m->ready) {
                 waits[n] = (struct pollfd){m->fd, m->comes ? POLLIN : POLLOUT, 0};
                 numbers[n++] = i;
             }
         }
-        if (n == 0 || (until >= 0 && messages[until].done == messages[until].end))
+        if (n == 0 || (until >= 0 && messages[until].done >= enough))
             return FINE;
         int ready = poll(waits, n, until == -2 ? 0 : timeout);
         if (ready < 0 && errno == EINTR)

@@ -24,7 +24,7 @@ from torch import Tensor
 from laconic import native
 from laconic.errors import LinkError
 
-VERSION = 2
+VERSION = 3
 """What ``wire.c`` must be."""
 
 _HEADER = struct.Struct("<QQQ")  # the place of the sender in its calls, and how many bytes follow
@@ -34,8 +34,6 @@ HELLO_SECONDS = 5.0
 
 _FINE, _SILENT, _CLOSED, _OTHER, _FAILED, _INTERRUPTED = range(6)
 _ALL, _AT_ONCE = -1, -2
-_NOT_YET = -1
-"""Instead of a message's file descriptor, as that of none is looked at."""
 
 
 class OtherCallError(LinkError):
@@ -63,6 +61,7 @@ class _Message(ctypes.Structure):
         ("got", ctypes.c_ubyte * _HEADER.size),
         ("payload", ctypes.c_void_p),
         ("end", ctypes.c_int64),
+        ("ready", ctypes.c_int64),
         ("done", ctypes.c_int64),
         ("fd", ctypes.c_int32),
         ("comes", ctypes.c_int32),
@@ -92,8 +91,8 @@ class Connections(dict[int, int]):
 class Transfer:
     """Messages under way: ``sends[r]`` to rank r, and what comes from rank r into ``receives[r]``,
     contiguous tensors in a CPU's memory that nobody touches meanwhile. Where they are not ``ready``
-    each is sent when `send` says so. Bytes move within `wait`, but for those that the kernel takes
-    at once; the last `wait` is for all. Raises `LinkError` where a message before it was left
+    each is sent as far as `send` says. Bytes move within `wait`, but for those that the kernel
+    takes at once; the last `wait` is for all. Raises `LinkError` where a message before it was left
     half-way."""
 
     def __init__(
@@ -125,29 +124,36 @@ class Transfer:
             _HEADER.pack_into(message.header, 0, *place, size)
             message.payload, message.end = x.data_ptr(), _HEADER.size + size
             message.comes = index < len(receives)
-            message.fd = connections[r] if ready or message.comes else _NOT_YET
+            message.ready = message.end if ready or message.comes else 0
+            message.fd = connections[r]
         connections.busy = True
         self._move(_AT_ONCE)
 
-    def send(self, rank: int) -> None:
-        """What is for ``rank`` is ready now, and can be sent."""
+    def send(self, rank: int, size: int) -> None:
+        """The first ``size`` bytes of what is for ``rank`` are ready now, and can be sent."""
         index = len(self._indices) + self._ranks[len(self._indices) :].index(rank)
-        self._messages[index].fd = self._connections[rank]
+        self._messages[index].ready = _HEADER.size + size
         self._move(_AT_ONCE)
 
-    def wait(self, rank: int | None = None) -> None:
-        """Until the message from ``rank`` is here; None: until all are, and all are sent. Raises
-        `LostError` where a connection is lost, or no byte moves for ``timeout`` seconds, and
-        `OtherCallError`."""
-        self._move(_ALL if rank is None else self._indices[rank])
-        self._connections.busy = rank is not None
+    def wait(self, rank: int | None = None, size: int | None = None) -> None:
+        """Until the first ``size`` bytes from ``rank`` are here, or None: all of them; without a
+        rank until all messages are, and all are sent. Raises `LostError` where a connection is
+        lost, or no byte moves for ``timeout`` seconds, and `OtherCallError`."""
+        if rank is None:
+            assert all(m.ready == m.end for m in self._messages), "a message is not ready"
+            self._move(_ALL)
+            self._connections.busy = False
+        else:
+            index = self._indices[rank]
+            end = self._messages[index].end
+            self._move(index, end if size is None else _HEADER.size + size)
 
-    def _move(self, until: int) -> None:
+    def _move(self, until: int, enough: int = 0) -> None:
         outcome, left = _INTERRUPTED, self._timeout
         while outcome == _INTERRUPTED and left > 0:  # Python's own handlers run in between
             start, before = time.monotonic(), self._done()
             milliseconds = min(max(round(1000 * left), 1), 2**31 - 1)
-            outcome, index, error = _move(self._messages, until, milliseconds)
+            outcome, index, error = _move(self._messages, until, enough, milliseconds)
             if outcome == _INTERRUPTED:
                 idle = self._done() == before
                 left = left - (time.monotonic() - start) if idle else self._timeout
@@ -168,16 +174,19 @@ class Transfer:
         return sum(message.done for message in self._messages)
 
 
-def _move(messages: ctypes.Array[_Message], until: int, timeout: int) -> tuple[int, int, int]:
-    """Move bytes until message ``until`` is complete (`_ALL`, or `_AT_ONCE`: what can be moved
-    without waiting), at most ``timeout`` ms after the last one. Returns the outcome, which message
-    it is about, and the system's number of the error."""
+def _move(
+    messages: ctypes.Array[_Message], until: int, enough: int, timeout: int
+) -> tuple[int, int, int]:
+    """Move bytes until ``enough`` of message ``until`` were moved (`_ALL` messages, or `_AT_ONCE`:
+    what can be moved without waiting), at most ``timeout`` ms after the last one. Returns the
+    outcome, which message it is about, and the system's number of the error."""
     compiled = library()
     if compiled is None:
-        return _move_interpreted(messages, until, timeout)
+        return _move_interpreted(messages, until, enough, timeout)
     which, error = ctypes.c_int64(), ctypes.c_int()
     outcome = compiled.laconic_move(
-        messages, len(messages), until, timeout, ctypes.byref(which), ctypes.byref(error)
+        *(messages, len(messages), until, enough, timeout),
+        *(ctypes.byref(which), ctypes.byref(error)),
     )
     return outcome, which.value, error.value
 
@@ -188,21 +197,20 @@ def library() -> ctypes.CDLL | None:
     found = native.load("laconic.links._wire", VERSION)
     if found is not None:
         found.laconic_move.argtypes = [
-            *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int),
+            *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int),
             *(ctypes.c_void_p, ctypes.c_void_p),
         ]
     return found
 
 
 def _move_interpreted(
-    messages: ctypes.Array[_Message], until: int, timeout: int
+    messages: ctypes.Array[_Message], until: int, enough: int, timeout: int
 ) -> tuple[int, int, int]:
     """What ``laconic_move`` does, where it was not compiled."""
     while True:
-        waiting = [i for i, message in enumerate(messages) if message.done < message.end]
-        if not waiting or (until >= 0 and until not in waiting):
+        waiting = [i for i, message in enumerate(messages) if message.done < message.ready]
+        if not waiting or (until >= 0 and messages[until].done >= enough):
             return _FINE, 0, 0
-        waiting = [i for i in waiting if messages[i].fd != _NOT_YET]
         asked: dict[int, int] = {}
         for i in waiting:
             event = select.POLLIN if messages[i].comes else select.POLLOUT
@@ -222,11 +230,11 @@ def _move_interpreted(
 
 def _step(message: _Message) -> tuple[int, int]:
     """Move what can be moved at once."""
-    size = message.end - _HEADER.size
+    size = message.ready - _HEADER.size
     payload = (ctypes.c_ubyte * size).from_address(message.payload) if size else bytearray()
     parts = (memoryview(message.got if message.comes else message.header), memoryview(payload))
     both = [part.cast("B") for part in parts]
-    while message.done < message.end:
+    while message.done < message.ready:
         start = message.done
         left = [both[0][start:], both[1][max(start - _HEADER.size, 0) :]]
         try:

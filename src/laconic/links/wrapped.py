@@ -3,14 +3,14 @@ its own around each collective, whose cost it is told."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from torch import Tensor
 
 from laconic.links import cost
 from laconic.links.cost import Cost
-from laconic.links.link import Link
+from laconic.links.link import Link, Parts
 
 
 def size_of(x: Tensor) -> int:
@@ -81,15 +81,15 @@ class Wrapped:
         mine: Tensor,
         out: Tensor,
         owners: int | None = None,
-        use: Callable[[int], None] | None = None,
+        parts: Parts | None = None,
     ) -> None:
         brings, sends = self._to_and_from(size_of(out), owners)
         with self.around("all_gather", sends, brings.bytes):
-            self.link.all_gather(mine, out, owners, use)
+            self.link.all_gather(mine, out, owners, parts)
 
-    def all_to_all(self, x: Tensor, fill: Callable[[int], None] | None = None) -> Tensor:
+    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
         with self._around("all_to_all", cost.all_to_all(size_of(x), self.size)):
-            return self.link.all_to_all(x, fill)
+            self.link.all_to_all(x, out, parts)
 
     def _to_and_from(self, size: int, owners: int | None) -> tuple[Cost, Cost]:
         """What this rank sends to the owners of slices, and what as one of them to the others;
