@@ -661,6 +661,14 @@ def test_a_tensor_larger_than_a_bucket(recipe: la.Recipe, monkeypatch: pytest.Mo
         assert np.abs(mine[-1][0] - theirs[-1][0]).max() < 0.05
 
 
+@pytest.mark.parametrize("total", [1, 2**18, 3 * 2**18, 865_280 * 4, 30 * 2**20, 10**9])
+def test_coded_gradients_leave_no_crumbs(total: int) -> None:
+    sizes = la.gradients.bucket_sizes(CodedMean(Int4(), relative=False), total)
+    assert sum(sizes) == total
+    assert len(sizes) == max(min(-(-total // 2**18), 3), -(-total // la.tensors.BUCKET_BYTES))
+    assert all(size % 2**18 == 0 for size in sizes[:-1])
+
+
 def test_stochastic_rounding_draws_anew_and_alike_after_a_resume() -> None:
     exchange = CodedMean(Int4(block=8, stochastic=True), relative=False, feedback=0.0)
 

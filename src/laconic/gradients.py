@@ -28,15 +28,16 @@ from laconic.tensors import BUCKET_BYTES, Bucket, Segment, bucketize, is_sharded
 FIRST_BYTES = 2**20
 """The first bucket is small, so that sending starts early in the backward pass."""
 CODED_BUCKETS, LEAST_BYTES = 3, 2**18
-"""Gradients that travel coded are cut into so many buckets, of at least so many bytes: the last
-one's way begins when the backward pass ends, so that it must be short, and each has its price."""
+"""Gradients that travel coded are cut into at most so many buckets, of a multiple of so many bytes:
+the last one's way begins when the backward pass ends, so that it must be short, and each has its
+price, which a few bytes left over would not be worth."""
 
 
 def bucket_bytes(exchange: Exchange, total: int) -> tuple[int, int]:
     """Most bytes of the first bucket, and of the others, for ``total`` bytes of gradients."""
     if not exchange.slots:
         return FIRST_BYTES, BUCKET_BYTES
-    each = min(max(-(-total // CODED_BUCKETS), LEAST_BYTES), BUCKET_BYTES)
+    each = min(-(-total // CODED_BUCKETS // LEAST_BYTES) * LEAST_BYTES, BUCKET_BYTES)
     return each, each
 
 

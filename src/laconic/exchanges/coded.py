@@ -37,6 +37,8 @@ all ranks learn of it from the message itself, and raise the same error."""
 ENDS = (1, 4, 7, 8)
 """Where the parts of a row end, in eighths: little is to be done before the first is sent, and
 after the last has come."""
+LEAST = 2**16
+"""Bytes of a row that is worth it: each part has its price."""
 
 
 @dataclass(frozen=True)
@@ -313,9 +315,9 @@ class _Cut:
 
     @classmethod
     def of(cls, codec: Codec, x: Tensor) -> _Cut:
-        """For rows that code as much as ``x``; on a card in one piece."""
-        grains = len(x) // codec.grain
-        eighths = ENDS if x.device.type == "cpu" else ENDS[-1:]
+        """For rows that code as much as ``x``; short ones, and those on a card, in one piece."""
+        grains, long = len(x) // codec.grain, codec.nbytes(len(x)) >= LEAST
+        eighths = ENDS if long and x.device.type == "cpu" else ENDS[-1:]
         ends = {grains * k // ENDS[-1] for k in eighths} - {0}
         return cls(codec.grain, codec.nbytes(codec.grain), tuple(sorted(ends)))
 

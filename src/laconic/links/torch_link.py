@@ -321,17 +321,19 @@ class TorchLink:
         slices = list(out.view(owners or self.size, -1).unbind())
         order = [r for r in arrivals(self.rank, self.size) if r < len(slices)]
         parts = parts or Parts([len(slices[0])])
-        if self._native:
+        if self._native or len(parts.ends) == 1:
             parts.fill_all([r for r in order if r == self.rank])
+        if self._native:
             self._native_all_gather(mine, out, slices)
             parts.use_all(order)
             return
         if self.rank not in order:
             transfer = self._post([], slices)
         else:
-            own, fill = slices[self.rank], parts.fill
-            if fill is None and mine.data_ptr() != own.data_ptr():
+            own = slices[self.rank]
+            if mine.data_ptr() != own.data_ptr():
                 own.copy_(mine)
+            fill = parts.fill if len(parts.ends) > 1 else None
             transfer = self._post([own] * self.size, slices, ready=fill is None)
             if fill is not None:
                 for part in parts:
@@ -343,12 +345,13 @@ class TorchLink:
     def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
         order = hops(self.rank, self.size)
         parts = parts or Parts([x.shape[1]])
-        if self._native:
+        if self._native or len(parts.ends) == 1:
             parts.fill_all(order)
+        if self._native:
             self._wait(dist.all_to_all_single(out, x, group=self._group, async_op=True))
             parts.use_all(arrivals(self.rank, self.size))
             return
-        rows, fill = list(out.unbind()), parts.fill
+        rows, fill = list(out.unbind()), parts.fill if len(parts.ends) > 1 else None
         transfer = self._post(x.unbind(), rows, ready=fill is None)
         if fill is not None:
             for part in parts:
