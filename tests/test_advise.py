@@ -259,7 +259,8 @@ def test_workers_are_measured_and_told_the_same() -> None:
     assert first.facts.rate == pytest.approx(20e6, rel=0.25)
     assert first.facts.net("peers").rate == pytest.approx(20e6, rel=0.25)
     assert 0.0015 < first.facts.latency < 0.02
-    assert len(first.computes or ()) == 3 and first.facts.compute > min(first.computes or ())
+    assert len(first.computes or ()) == 3 and first.facts.compute == max(first.computes or ())
+    assert first.facts.skew == 0.0, "they take turns"
     assert first.rows[-1].recipe == "power_sgd(2)"
     assert first.held == 4 * 4 * 21_330 + 4 * 4  # and AdamW's own steps, a number for each tensor
     for c in choices(first.facts):

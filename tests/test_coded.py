@@ -942,62 +942,150 @@ def test_coding_part_by_part_changes_nothing(
     row: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = partial(train, recipe=ROWS[row].recipe, dtype=dtype)
-    cut = la.simulate(run, workers=3)
-    monkeypatch.setattr(MODULE, "ENDS", (8,))
-    assert same(la.simulate(run, workers=3), cut)
+    whole = la.simulate(run, workers=3)
+    monkeypatch.setattr(MODULE, "LEAST", 0)
+    assert same(la.simulate(run, workers=3), whole)
 
 
 @pytest.mark.timeout(60)
 def test_ranks_may_cut_differently(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those with a card and those without do."""
+    monkeypatch.setattr(MODULE, "LEAST", 0)
     run = partial(train, recipe=ROWS["diloco"].recipe, dtype=torch.float32)
-    alike, count, of = la.simulate(run, workers=3), 0, MODULE._Cut.of
-
-    def wayward(codec: Codec, x: Tensor) -> Any:
-        nonlocal count
-        count += 1
-        cut = of(codec, x)
-        return replace(cut, ends=cut.ends[-1:]) if count % 3 == 0 else cut
-
-    monkeypatch.setattr(MODULE._Cut, "of", wayward)
+    alike = la.simulate(run, workers=3)
+    parts = wayward(monkeypatch)
     assert same(la.simulate(run, workers=3), alike)
-    assert count > 3
+    assert set(parts) == {1, 4}
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("relative", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_is_not_finite_anywhere_changes_nothing(dtype: torch.dtype, relative: bool) -> None:
-    """Parts before it may have been sent by then; the next round is as if it had never been."""
-    exchange, n, length = CodedMean(SMALL, relative=relative), 3, 3 * 8 * 16
-    places = range(0, length, 7)
+def wayward(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Has every third row cut in one part; returns in how many others were."""
+    of, parts = MODULE._Cut.of, []
 
-    def run(rank: int) -> tuple[list[str], bool]:
-        link, generator = simulated_link(), torch.Generator().manual_seed(rank)
-        clock = Clock(1, math.nan, 0, 0, n, rank)
-        state = exchange.init(torch.zeros(length, dtype=dtype), exchange.region(link, length))
-        x = torch.randn(length, generator=generator, dtype=dtype)
+    def cut(codec: Codec, x: Tensor) -> Any:
+        found = of(codec, x)
+        found = replace(found, ends=found.ends[-1:]) if len(parts) % 3 == 0 else found
+        parts.append(len(found.ends))
+        return found
+
+    monkeypatch.setattr(MODULE._Cut, "of", cut)
+    return parts
+
+
+LENGTH = 3 * 8 * 16
+"""Elements for 3 ranks: 16 grains of `SMALL` for each."""
+Told = tuple[list[str], bool]
+
+
+def spoilt(link: Link, exchange: CodedMean, dtype: torch.dtype, places: Sequence[int]) -> Told:
+    """What this rank is told of rounds in which rank 1 has an infinity at one of the ``places``
+    each, and whether it keeps what it had."""
+    MODULE.LEAST, least = 0, MODULE.LEAST
+    try:
+        clock = Clock(1, math.nan, 0, 0, link.size, link.rank)
+        state = exchange.init(torch.zeros(LENGTH, dtype=dtype), exchange.region(link, LENGTH))
+        x = torch.randn(LENGTH, generator=torch.Generator().manual_seed(link.rank), dtype=dtype)
         exchange.run(link, x.clone(), lambda mean: mean, clock, state)
         before, texts = {name: t.clone() for name, t in state.items()}, []
         for place in places:
-            spoilt = x.clone()
-            if rank == 1:
-                spoilt[place] = math.inf
+            bad = x.clone()
+            if link.rank == 1:
+                bad[place] = math.inf
             with pytest.raises(NotFiniteError, match=r"ranks \[1\] of its link had NaN") as raised:
-                exchange.run(link, spoilt, lambda mean: mean, clock, state)
+                exchange.run(link, bad, lambda mean: mean, clock, state)
             texts.append(str(raised.value))
         return texts, all(torch.equal(t, state[name]) for name, t in before.items())
+    finally:
+        MODULE.LEAST = least
 
-    found = la.simulate(run, workers=n)
+
+def check_told(found: Sequence[Told], places: Sequence[int]) -> None:
     assert all(kept for _, kept in found)
+    late = 0
     for place, said, of_others in zip(places, found[1][0], found[0][0], strict=True):
-        index, start = re.search(r"element (\d+) is inf(?:, counted from (\d+))?", said).groups()  # type: ignore[union-attr]
+        told = re.search(r"element (\d+) is inf(?:, counted from (\d+))?", said)
+        assert told is not None
+        index, start = told.groups()
         assert int(index) + int(start or 0) == place
         assert "element" not in of_others
+        late += start is not None
+    assert late > len(places) // 2
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("feedback", [1.0, 0.8, 0.0])
+@pytest.mark.parametrize("relative", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_not_finite_anywhere_changes_nothing(
+    dtype: torch.dtype, relative: bool, feedback: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts before it may have been sent by then; the next round is as if it had never been. So
+    it is where ranks cut at other places."""
+    exchange, places = CodedMean(SMALL, relative, feedback), range(0, LENGTH, 7)
+
+    def run(rank: int) -> Told:
+        return spoilt(simulated_link(), exchange, dtype, places)
+
+    check_told(la.simulate(run, workers=3), places)
+    wayward(monkeypatch)
+    assert all(kept for _, kept in la.simulate(run, workers=3))
+
+
+def spoilt_over_gloo(rank: int, relative: bool, places: Sequence[int]) -> Told:
+    return spoilt(gloo.link_of(3), CodedMean(SMALL, relative), torch.float32, places)
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_what_is_not_finite_over_processes(pool: gloo.Pool, relative: bool) -> None:
+    places = range(0, LENGTH, 37)
+    check_told(pool.run(spoilt_over_gloo, relative, places, ranks=3), places)
+
+
+@dataclass(frozen=True)
+class Unruly(Int8):
+    """Breaks the rule that no code is bytes of 255 alone, but at both ends of a row."""
+
+    def encode_flat(self, x: Tensor, payload: Tensor, *rest: Any) -> Tensor | bool:
+        payload.fill_(255 if len(x) > 2 * self.grain else 1)
+        return True
+
+    def decode_flat(self, payload: Tensor, out: Tensor, add: bool) -> None:
+        out.copy_(out + payload[0] if add else payload[0].float().expand_as(out))
+
+    def mean_of_rows(self, rows: Tensor, out: Tensor) -> None:
+        out.copy_(rows[0, 0].float().expand_as(out))
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_a_part_that_looks_refused_is_used_where_its_row_was_not(
+    relative: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MODULE, "LEAST", 0)
+    exchange, means = CodedMean(Unruly(block=8), relative, 0.0), []
+
+    def combine(mean: Tensor) -> Tensor:
+        means.append(mean.clone())
+        return mean
+
+    def run(rank: int) -> Tensor:
+        link = simulated_link()
+        clock = Clock(1, math.nan, 0, 0, link.size, link.rank)
+        state = exchange.init(torch.zeros(LENGTH), exchange.region(link, LENGTH))
+        return exchange.run(link, torch.zeros(LENGTH), combine, clock, state).flat.clone()
+
+    found = la.simulate(run, workers=3)
+    row = torch.tensor([1.0] * 16 + [255.0] * 96 + [1.0] * 16)
+    assert len(means) == 3 and all(torch.equal(mean, row) for mean in means)
+    if relative:
+        assert all(torch.equal(x, row.repeat(3)) for x in found)
 
 
 def parts_over_gloo(rank: int, row: str) -> Trace:
-    return train(rank, ROWS[row].recipe, gloo.link_of(3), torch.float32)
+    MODULE.LEAST, least = 0, MODULE.LEAST
+    try:
+        return train(rank, ROWS[row].recipe, gloo.link_of(3), torch.float32)
+    finally:
+        MODULE.LEAST = least
 
 
 @pytest.mark.parametrize("row", IN_PARTS)
@@ -1032,6 +1120,9 @@ def in_parts(rank: int, link: Link, call: str) -> Seen:
         link.all_to_all(x, out, parts)
     else:
         mine = out[rank] if rank < owners else torch.empty(0)
+        if rank == 0:  # where it is not its own place
+            source = torch.full((1, 5), -1.0)
+            mine = source[0]
         link.all_gather(mine, out.view(-1), owners, parts)
     return filled, used, seen
 

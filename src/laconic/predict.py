@@ -15,10 +15,10 @@ k, the share of work beside the training that the training pays for, as they sha
 
 c is longer by k times the work done meanwhile: w_r, and what sending takes of processors.
 s * sqrt(f): the steps between two meetings differ independently, so that what the slowest is behind
-grows as the root of their number. The second term of the maximum: the network is one at a time; and
-collectives with a delay, of which a message begins when the last of the ranks has come to it, keep
-it busy for the share U of the time at most (U_r = 1 for the others, and for gossip), though no step
-takes longer than if nothing were hidden.
+grows as the root of their number; gossip waits for no slowest of all. The second term of the
+maximum: the network is one at a time; and collectives with a delay, of which a message begins when
+the last of the ranks has come to it, keep it busy for the share U of the time at most (U_r = 1 for
+the others, and for gossip), though no step takes longer than if nothing were hidden.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def predict(recipe: Recipe, facts: Facts) -> Prediction:
         load = (_gradients if r.on == "gradients" else _parameters)(r, facts)
         exposed += share * (load.exposed + load.stretch)
         if r.over != "replica":
-            meetings += 0.0 if r.delay else share
+            meetings += 0.0 if r.delay or r.exchange.gossips else share
             network += share * load.network
             waited += share * min(load.exposed, load.network)
             alone += share * (load.network + facts.work.get(work_key(r), 0.0))

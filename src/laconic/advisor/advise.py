@@ -38,7 +38,7 @@ def advise(
 
     Call it on every rank, under torchrun, after `laconic.init` and before `laconic.attach`.
     ``step_fn()`` runs one local step (forward, backward, optimiser) of ``model``, and is called
-    some three times ``steps`` times: the model goes on training, each rank's by itself.
+    some three times ``steps`` times, at least 27: the model trains on, each rank's by itself.
     ``optimizer``: whose parameters and state count; None: all parameters that are trained.
     ``recipes``: others to predict beside the advisor's, as text. ``nprocs_per_node``, ``link``,
     ``timeout``: as for `laconic.attach`.

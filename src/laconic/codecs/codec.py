@@ -155,6 +155,11 @@ class Codec(ABC):
         contiguous and may be columns of longer ones: added up in their order, as ``out``'s dtype.
         ``out`` is flat and contiguous, its length a multiple of ``grain``. Raises ``ValueError``
         where the lengths do not fit."""
+        if out.dim() != 1 or not out.is_contiguous() or out.device != rows.device:
+            raise ValueError(
+                f"out must be flat, contiguous and on {rows.device}, not of shape "
+                f"{tuple(out.shape)} on {out.device}"
+            )
         length = len(out)
         size = self.nbytes(length)
         if length % self.grain:

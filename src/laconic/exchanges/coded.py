@@ -32,8 +32,9 @@ from laconic.round import Arrival, Clock, Combine, Exchange, Slot, State
 from laconic.tensors import mean_in_rank_order, state_dtype
 
 REFUSED = 255
-"""A message that its codec refuses goes out as bytes of this value, which no code consists of: so
-all ranks learn of it from the message itself, and raise the same error."""
+"""Of a message that its codec refuses the last part of every row goes out as bytes of this value,
+which no code consists of: so all ranks learn of it from the message itself, and raise the same
+error."""
 ENDS = (1, 4, 7, 8)
 """Where the parts of a row end, in eighths: little is to be done before the first is sent, and
 after the last has come."""
@@ -80,14 +81,6 @@ class _Coded(Exchange):
         if self.relative:
             state["reference"].copy_(x)
 
-    def _encode(self, message: Tensor, clock: Clock, state: State) -> tuple[Tensor, Tensor, str]:
-        """The code of v, and why it was refused, if it was; first v - q, in the room of the
-        message where dtypes allow."""
-        v = message.to(state_dtype(message.dtype)).contiguous()
-        less, plus = state.get("reference"), self._residual(state, slice(None))
-        payload = torch.empty(self.codec.nbytes(len(v)), dtype=torch.uint8, device=v.device)
-        return v, payload, self._code(v, _generator(clock, v.device, 0), less, plus, payload)
-
     def _residual(self, state: State, at: slice) -> Tensor | None:
         """b*e, of these elements."""
         if "residual" not in state:
@@ -110,7 +103,7 @@ class _Coded(Exchange):
             self.codec.encode(x, generator, less=less, plus=plus, subtract=subtract, out=out)
         except NotFiniteError as error:
             out.fill_(REFUSED)
-            return str(error)
+            return str(error) or f"{self.codec} refused it"
         return ""
 
 
@@ -173,6 +166,7 @@ class CodedMean(_Coded):
                 rows[rank, part].fill_(REFUSED)
             else:
                 refusal = self._code(w[which], generator, less, None, rows[rank, part])
+                refusal += _counted(which.start) if refusal else ""
 
         def keep() -> None:
             if self.feedback:
@@ -181,7 +175,7 @@ class CodedMean(_Coded):
 
         if not (self.relative and w.device.type == "cpu"):
             link.all_gather(rows[rank], rows.view(-1), parts=cut.parts(fill))
-            _raise_if_refused(rows[:, cut.last], refusal)
+            _raise_if_refused(rows[:, cut.end], refusal)
             keep()
             if self.relative:
                 _add_decoded(self.codec, rows.view(-1), state["reference"])
@@ -190,16 +184,25 @@ class CodedMean(_Coded):
             received = self.codec.decode(rows.view(-1), len(left), left if fits else None)
             return Arrival(received.to(left.dtype))
 
+        odd: list[tuple[int, slice, slice]] = []
+
         def use(r: int, part: slice, which: slice) -> None:
             if r == rank and part.start == 0:
                 keep()
-            if not _refused(rows[r : r + 1, part]):
-                at = slice(r * each + which.start, r * each + which.stop)
-                _add_decoded(self.codec, rows[r, part], state["reference"][at])
+            if _refused(rows[r : r + 1, part]):
+                odd.append((r, part, which))  # there is no code of it, if its row was refused
+            else:
+                add(r, part, which)
+
+        def add(r: int, part: slice, which: slice) -> None:
+            at = slice(r * each + which.start, r * each + which.stop)
+            _add_decoded(self.codec, rows[r, part], state["reference"][at])
 
         try:
             link.all_gather(rows[rank], rows.view(-1), parts=cut.parts(fill, use))
-            _raise_if_refused(rows[:, cut.last], refusal)
+            _raise_if_refused(rows[:, cut.end], refusal)
+            for r, part, which in odd:
+                add(r, part, which)
         except BaseException:  # others may have ended it: no state can be loaded with NaN
             state["reference"].fill_(math.nan)
             raise
@@ -221,9 +224,11 @@ class CodedMean(_Coded):
             nonlocal refusal
             at = slice(start, stop)
             less = state["reference"][at] if self.relative else None
-            if not refusal:
+            if refusal:
+                out.fill_(REFUSED)
+            else:
                 refusal = self._code(left[at], generator, less, self._residual(state, at), out)
-                refusal += f", counted from {start}" if refusal and start else ""
+                refusal += _counted(start) if refusal else ""
 
         def fill(r: int, part: slice, which: slice) -> None:
             if part != cut.last:
@@ -237,12 +242,19 @@ class CodedMean(_Coded):
                 if refusal:
                     payload[:, part].fill_(REFUSED)
 
+        odd: list[tuple[slice, slice]] = []
+
         def use(r: int, part: slice, which: slice) -> None:
-            if r == order[0] and not _refused(rows[:, part]):  # it is the last one to be there
-                self.codec.decode_mean(rows[:, part], mean[which])
+            if r == order[0]:  # the last one to be there
+                if _refused(rows[:, part]):
+                    odd.append((part, which))  # there is no code of it, if its row was refused
+                else:
+                    self.codec.decode_mean(rows[:, part], mean[which])
 
         link.all_to_all(payload, rows, cut.parts(fill, use))
-        _raise_if_refused(rows[:, cut.last], refusal)
+        _raise_if_refused(rows[:, cut.end], refusal)
+        for part, which in odd:
+            self.codec.decode_mean(rows[:, part], mean[which])
         return left, mean
 
 
@@ -265,7 +277,10 @@ class GatheredMean(_Coded):
         self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
     ) -> Arrival:
         length = len(message)
-        left, payload, refusal = self._encode(message, clock, state)
+        left = message.to(state_dtype(message.dtype)).contiguous()
+        payload = torch.empty(self.codec.nbytes(length), dtype=torch.uint8, device=left.device)
+        less, plus = state.get("reference"), self._residual(state, slice(None))
+        refusal = self._code(left, _generator(clock, left.device), less, plus, payload)
         rows = link.gather(payload)
         _raise_if_refused(rows, refusal)
         mean = mean_in_rank_order(
@@ -327,6 +342,11 @@ class _Cut:
         start, stop = (0, *self.ends)[-2:]
         return slice(start * self.size, stop * self.size)
 
+    @property
+    def end(self) -> slice:
+        """The last grain's bytes, which are in the last part however a row is cut."""
+        return slice(-self.size, None)
+
     def parts(self, fill: _OnPart, use: _OnPart | None = None) -> Parts:
         """``fill`` and ``use`` are told which bytes of the row of which rank it is about, and which
         of its elements they code."""
@@ -342,6 +362,10 @@ class _Cut:
 
 
 _OnPart = Callable[[int, slice, slice], None]
+
+
+def _counted(start: int) -> str:
+    return f", counted from {start}" if start else ""
 
 
 def _refused(rows: Tensor) -> list[int]:

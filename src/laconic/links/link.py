@@ -22,7 +22,8 @@ class Parts:
     ``fill(r, part)`` writes that part of the row for rank r, right before it is sent: the first
     part of all rows, in the order of `hops`, then the second. ``use(r, part)`` is called when that
     part of rank r's row is there, again one part after the other, in the order of `arrivals`. It
-    leaves what is sent as it is."""
+    leaves what is sent as it is. Nothing is used before all is filled. Ranks may cut at different
+    places: the messages are the same."""
 
     ends: Sequence[int]
     fill: Callable[[int, slice], None] | None = None

@@ -331,13 +331,15 @@ class TorchLink:
             transfer = self._post([], slices)
         else:
             own = slices[self.rank]
-            if mine.data_ptr() != own.data_ptr():
-                own.copy_(mine)
             fill = parts.fill if len(parts.ends) > 1 else None
+            if fill is None and mine.data_ptr() != own.data_ptr():
+                own.copy_(mine)
             transfer = self._post([own] * self.size, slices, ready=fill is None)
             if fill is not None:
                 for part in parts:
                     fill(self.rank, part)
+                    if mine.data_ptr() != own.data_ptr():
+                        own[part].copy_(mine[part])
                     for r in hops(self.rank, self.size)[:-1]:
                         self._send(transfer, r, part.stop * out.element_size())
         self._take(transfer, parts, order, out.element_size())
