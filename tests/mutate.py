@@ -263,7 +263,6 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("exchanges/coded.py", 'f", counted from {start}"', '""', CODED),
     ("gradients.py", "-(-total // CODED_BUCKETS // LEAST_BYTES) * LEAST_BYTES", "-(-total // CODED_BUCKETS)", CODED),
     ("auto.py", "seconds <= (late - HALF) * facts.compute", "seconds <= late * facts.compute", AUTO),
-    ("exchanges/coded.py", "if r == rank and part.start == 0:", "if r == rank:", CODED),
     ("exchanges/coded.py", "            for r, part, which in odd:\n                add(r, part, which)", "", CODED),
     ("exchanges/coded.py", "        for part, which in odd:\n            self.codec", "        for part, which in ():\n            self.codec", CODED),
     ("exchanges/coded.py", "_raise_if_refused(rows[:, cut.end], refusal)\n        for part", "_raise_if_refused(rows[:, cut.last], refusal)\n        for part", CODED),

@@ -1042,6 +1042,29 @@ def test_what_is_not_finite_over_processes(pool: gloo.Pool, relative: bool) -> N
 
 
 @dataclass(frozen=True)
+class Careful(Int8):
+    """Decodes nothing that it has not coded."""
+
+    def encode_flat(self, x: Tensor, payload: Tensor, *rest: Any) -> Tensor | bool:
+        payload.fill_(7)
+        return bool(x.isfinite().all())
+
+    def mean_of_rows(self, rows: Tensor, out: Tensor) -> None:
+        assert bool((rows == 7).all())
+        out.fill_(0.0)
+
+
+def test_after_a_refusal_no_code_goes_out_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty", torch.zeros)  # whatever was in that memory before
+    exchange = CodedMean(Careful(block=8), False, 0.0)
+
+    def run(rank: int) -> list[str]:
+        return spoilt(simulated_link(), exchange, torch.float32, range(0, LENGTH, 7))[0]
+
+    assert len(la.simulate(run, workers=3)[0]) == len(range(0, LENGTH, 7))
+
+
+@dataclass(frozen=True)
 class Unruly(Int8):
     """Breaks the rule that no code is bytes of 255 alone, but at both ends of a row."""
 
