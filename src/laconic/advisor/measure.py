@@ -231,9 +231,7 @@ def _pace(bench: Bench, timed: _Steps, steps: int) -> _Pace:
     contention = min(max(float(said[:, 2].median()), 0.0), 1.5)
     m_1, m_h = said[:, 3:].amax(0).tolist()
     computes = tuple(said[:, 0].tolist())
-    if (
-        not bench.world.threaded
-    ):  # simulated workers take turns: a meeting waits for all their steps
+    if not bench.world.threaded:  # simulated workers take turns: to meet is to wait for all steps
         return _Pace(computes, max(computes), float(said[:, 1].median()), 0.0, contention)
     alone = m_h - max(m_1 - m_h, 0.0) / (each**0.5 - 1)
     compute = max(alone, statistics.harmonic_mean(computes))
