@@ -14,6 +14,7 @@ from rich.table import Table
 from benchmarks.measure import Figure
 from laconic.lab.cluster import Cluster, Loopback, NamespacesUnavailable, launch
 
+STREAMING = "streaming_diloco(16, 4, 2, codec='int4', momentum=0.6)"
 ALL = {
     # name: (processes, whether they need a 100 Mbit/s network, arguments, what it measures)
     "step": (1, False, ["step"], "a step without a round, attached / bare, text model"),
@@ -22,6 +23,7 @@ ALL = {
     "round2": (2, False, ["round"], "the same with two processes"),
     "ddp": (4, False, ["ddp"], "a step under ddp() / under torch's DistributedDataParallel"),
     "processor": (4, False, ["processor"], "processor time of the same, by the codec"),
+    "share": (4, True, ["share", STREAMING], "a step at 100 Mbit/s / without communication"),
     "slow": (4, True, ["slow"], "a round at 100 Mbit/s / its bytes over the rate"),
     "coded": (4, True, ["coded"], "a coded round at 100 Mbit/s / its bytes over the rate"),
     "coded_large": (2, True, ["coded_large"], "the same of a bucket of 25 MiB, two processes"),

@@ -19,10 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import laconic
 from laconic.lab import workloads
+from laconic.parse import parse_recipe
 from laconic.tensors import BUCKET_BYTES
 
 PAIRS = 40
 PARAMETERS = 865_280
+SHARE_STEPS = 48
+"""Of each turn of `share`, whole periods."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +72,14 @@ def worked(job: Callable[[], object]) -> float:
     dist.barrier()
     start = time.process_time()
     job()
-    mine = torch.tensor([time.process_time() - start], dtype=torch.float64)
-    dist.all_reduce(mine)
-    return float(mine) / dist.get_world_size()
+    return mean(time.process_time() - start)
+
+
+def mean(mine: float) -> float:
+    """Over the ranks."""
+    figure = torch.tensor([mine], dtype=torch.float64)
+    dist.all_reduce(figure)
+    return float(figure) / dist.get_world_size()
 
 
 def pairs(
@@ -151,6 +159,39 @@ def processor() -> None:
         times = pairs(ours.step, theirs.step, timed=worked)
         sync.detach()
         say(ratio(repr(codec), *times, bound=1.05))
+
+
+def share(text: str, count: str = "6") -> None:
+    """A step under the recipe over one without communication, in turns of some seconds each; and
+    over its processor time. Without communication each rank goes on for as long as the others, and
+    their rates are averaged: one that had done its steps before the others would leave them its
+    share of a processor."""
+    bare, attached = Training(), Training()
+    recipe = parse_recipe(text)
+    assert isinstance(recipe, tuple), "auto is no choice here"
+    laconic.attach(attached.model, attached.optimizer, recipe)
+    times: tuple[list[float], list[float]] = ([], [])
+    work: tuple[list[float], list[float]] = ([], [])
+    for turn in range(int(count) + 1):
+        dist.barrier()
+        start, began = time.perf_counter(), time.process_time()
+        for _ in range(SHARE_STEPS):
+            attached.step()
+        span = mean(time.perf_counter() - start)
+        ours = span / SHARE_STEPS, mean(time.process_time() - began) / SHARE_STEPS
+        dist.barrier()
+        start, began, steps = time.perf_counter(), time.process_time(), 0
+        while time.perf_counter() - start < span:
+            bare.step()
+            steps += 1
+        rate = mean(steps / (time.perf_counter() - start))
+        theirs = 1 / rate, 1 / mean(steps / (time.process_time() - began))
+        if turn:  # the first one warms up
+            for which, (seconds, worked) in enumerate((ours, theirs)):
+                times[which].append(seconds)
+                work[which].append(worked)
+    say(ratio(text, *times, bound=1 / 0.97))
+    say(ratio(f"{text}, processor time", *work, bound=1 / 0.97))
 
 
 def slow() -> None:
@@ -302,6 +343,7 @@ def main() -> None:
         "round": round,
         "ddp": ddp,
         "processor": processor,
+        "share": share,
         "slow": slow,
         "coded": coded,
         "coded_large": coded_large,

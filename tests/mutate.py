@@ -53,6 +53,7 @@ KERNELS = ["tests/test_kernels.py"]
 WIRE = ["tests/test_wire.py"]
 AUTO = ["tests/test_auto.py", "-k", "not process"]
 PREDICT = ["tests/test_predict.py"]
+FAILURE = ["tests/test_failure.py", "-k", "on_one_rank or on_one_process"]
 ADVISE = ["tests/test_advise.py"]
 FAILS = ["tests/test_advise.py", "-k", "fails_on or groups_made or same_words"]
 TUNE = ["tests/test_tune.py", "-k", "not killed"]
@@ -324,7 +325,18 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("predict.py", "seconds, seconds + work, 0.0", "seconds, seconds, 0.0", PREDICT),
     ("predict.py", "math.sqrt(min(meetings, 1.0))", "min(meetings, 1.0)", PREDICT),
     ("predict.py", "min(self.burst, amount.bytes)", "self.burst", PREDICT),
-    ("predict.py", "elements(r, facts, n) // share)", "elements(r, facts, n))", PREDICT),
+    ("predict.py", "elements(r, facts, n, share) // share", "elements(r, facts, n, share)", PREDICT),
+    ("predict.py", "multiple(n) * carriers", "multiple(n)", PREDICT),
+    ("predict.py", "return 1 / facts.ranks", "return 1.0", PREDICT),
+    ("predict.py", "(facts.workers - 1) * facts.ranks / (", "facts.workers * facts.ranks / (", PREDICT),
+    ("advisor/advice.py", "seconds(part, buckets)", "seconds(part)", PREDICT),
+    ("advisor/tuning.py", "except NotFiniteError:", "except ZeroDivisionError:", TUNE),
+    ("advisor/tuning_runs.py", "self.workload.optimizer(self.workload.model())", "torch.optim.SGD(self.workload.model().parameters())", TUNE),
+    ("advisor/measure.py", "BACKWARD if math.isnan(pace.backward)", "BACKWARD if not pace.backward", ADVISE),
+    ("parse.py", "ast.Call(_of_laconic(node), [], [])", "_of_laconic(node)", ADVISE),
+    ("ranks.py", "raise_on_all(problem, everyone, f", "(problem, everyone, f", FAILURE),
+    ("ranks.py", 'raise_on_all(problem, failed, "have', '(problem, failed, "have', FAILURE),
+    ("attach.py", 'check_choice("buffers", buffers, BUFFERS)', "pass", FAILURE),
     ("predict.py", "names = (\"peers\", \"workers\") if", "names = (\"workers\", \"workers\") if", PREDICT),
     ("advisor/advice.py", "(1 - 1 / self.frequency)", "1", PREDICT),
     ("advisor/advice.py", "self.saved > max(self.backward, self.node)", "self.pays_there", PREDICT),

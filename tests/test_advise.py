@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import time
@@ -27,8 +28,8 @@ from laconic.advisor.silent import Silent
 from laconic.cli import main
 from laconic.links import Throttled, TorchLink
 from laconic.links.cost import Cost
-from laconic.parse import parse_recipe
-from laconic.predict import Facts, predict, work_key
+from laconic.parse import parse_recipe, qualified
+from laconic.predict import BACKWARD, Facts, predict, work_key
 
 import gloo
 
@@ -152,6 +153,13 @@ def test_the_code_can_be_pasted(rate: float) -> None:
     found = advice_on(Facts(2, TEXT.shapes, 4, 0.15, rate, 1e-4))
     (sync, _) = la.simulate(lambda rank: pasted(rank, found.code), workers=2)
     assert sync.recipe == parse_recipe(found.recommendation)
+
+
+@pytest.mark.parametrize("text", ["power_sgd", " power_sgd ", "slowmo(sgp, 48)", "ddp( )"])
+def test_the_code_of_a_recipe_without_parentheses_can_be_pasted(text: str) -> None:
+    code = f"sync = laconic.attach(model, optimizer, {qualified(text)})"
+    (sync, _, _) = la.simulate(lambda rank: pasted(rank, code), workers=3)
+    assert sync.recipe == parse_recipe(text)
 
 
 def test_two_workers_are_not_told_to_gossip_nor_three_to_have_momentum() -> None:
@@ -388,6 +396,53 @@ def test_an_error_in_a_step_is_one_of_simulated_workers_too() -> None:
     assert la.simulate(one, workers=2) == [told, told]
 
 
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "steps": ({"steps": 1}, "steps must be an integer of at least 2, not 1"),
+    "a recipe": ({"recipes": ("nonsense",)}, "no recipe 'nonsense'"),
+    "its timeout": ({"timeout": -1.0}, "timeout must be a finite number"),
+    "the optimizer": ({"other": True}, "the ranks do not ask for the same: model, optimizer"),
+}
+"""What rank 1 alone has wrong, and what it is told."""
+
+
+def asking(rank: int, what: str) -> tuple[str, int]:
+    model, optimizer, step = training(rank)
+    given, before = dict(WRONG[what][0]) if rank == 1 else {}, groups()
+    params = [model[0].weight] if given.pop("other", False) else list(model.parameters())
+    optimizer = torch.optim.AdamW(params)
+    with pytest.raises(ValueError) as raised:
+        la.advise(model, step, optimizer=optimizer, **{"steps": 2, "timeout": 20.0, **given})
+    return str(raised.value), groups() - before
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_on_one_rank_is_told_to_all(pool: gloo.Pool, what: str) -> None:
+    said = pool.run(asking, what, ranks=4)
+    assert said[1][0].startswith(WRONG[what][1]) and [left for _, left in said] == [0] * 4
+    assert said[0] == said[2] == said[3] and "ranks" in said[0][0]
+
+
+def test_sharded_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("laconic.advisor.advise")
+    monkeypatch.setattr(module, "is_sharded", lambda p: p.dim() == 2)
+    with pytest.raises(ValueError, match="sharded"):
+        la.simulate(advised, workers=2)
+
+
+def test_gradients_that_come_at_once_are_not_taken_for_some_that_nobody_saw() -> None:
+    def one(rank: int, seen: bool) -> float:
+        model = nn.Linear(300, 300, bias=False)
+
+        def step() -> None:
+            if seen:
+                model(torch.ones(8, 300)).sum().backward()
+
+        return la.advise(model, step, steps=2).facts.backward
+
+    assert la.simulate(lambda rank: one(rank, True), workers=2) == [0.0, 0.0]
+    assert la.simulate(lambda rank: one(rank, False), workers=2) == [BACKWARD, BACKWARD]
+
+
 def over_own_groups(rank: int) -> tuple[str, int]:
     model, optimizer, step = training(rank)
     before = groups()
@@ -439,14 +494,18 @@ def test_from_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert main(["advise", *NUMBERS, "--plot", str(picture), "--recipe", "power_sgd(2)"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "1,300,000,000 parameters of 4 bytes" in said and "power_sgd(2)" in said
-    assert "H = 3: 72.9 s * (1 - 1/3) = 48.6 s against 540 ms: pays" in said
+    # 2 * 7/8 * 5.2 GB at 1 Gbit/s, and 2 latencies for each of 199 buckets
+    assert "H = 3: 84.7 s * (1 - 1/3) = 56.5 s against 540 ms: pays" in said
     assert "sync = laconic.attach(model, optimizer, laconic." in said
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", *NUMBERS, "--nprocs-per-node", "8", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr().out
+    assert main(["advise", *NUMBERS, "--per-node", "8", "--json"]) == 0
+    assert capsys.readouterr().out == said
+    told = json.loads(said)
     assert set(told) == {
         "facts", "rows", "guide", "recommendation", "code", "reason", "computes", "held", "peak",
     }  # fmt: skip
@@ -470,6 +529,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         (NUMBERS[2:], "needs --params"),
         ([*NUMBERS, "--params", "many"], "not a count: 'many'"),
         ([*NUMBERS, "--params", "1.5"], "not a count"),
+        ([*NUMBERS, "--params", "1300000000B"], "params must be at most 1e+13, not 1.3e+18"),
         ([*NUMBERS, "--step-time", "0.9d"], "not a duration"),
         ([*NUMBERS, "--bandwidth", "fast"], "not a rate"),
         ([*NUMBERS, "--latency", "1mbit"], "not a duration"),
@@ -527,7 +587,8 @@ def test_a_model_that_averages_its_gradients_is_refused(pool: gloo.Pool) -> None
 def wrapped(rank: int) -> str:
     model, _, step = training(rank)
     try:
-        la.advise(DistributedDataParallel(model, process_group=gloo._groups[1]), step)
+        wrapped_model = DistributedDataParallel(model, process_group=gloo._groups[1])
+        la.advise(wrapped_model, step, link=gloo.link_of(1))
     except ValueError as error:
         return str(error)
     return ""

@@ -736,6 +736,60 @@ def test_ranks_that_attach_unlike_things_are_told_so_on_every_rank(what: str) ->
         assert "[1]" in text or what in ("nprocs_per_node", "group_size")
 
 
+WRONG_ON_ONE: dict[str, tuple[dict[str, Any], str]] = {
+    "recipe": ({"recipe": "local_sgd(4)"}, "recipe must be what a recipe function returns"),
+    "groups": ({"recipe": la.lsgd(4)}, "say how many make up one"),
+    "buffers": ({"buffers": "mean"}, "'average', 'keep'"),
+    "seed": ({"seed": -1}, "seed must be"),
+    "scaler": ({"scaler": 1.0}, "scaler must be"),
+    "timeout": ({"timeout": 0.0}, "timeout must be"),
+    "metrics": ({"metrics": 3}, "metrics must be"),
+    "nprocs_per_node": ({"nprocs_per_node": 0}, "nprocs_per_node"),
+    "group_size": ({"group_size": 0}, "group_size must be"),
+    "no parameter": ({"other": True}, "holds no parameter of the model"),
+    "mesh": ({"mesh": 3}, "AttributeError"),
+}
+"""What rank 1 alone passes, and what it is told; the others wait for nobody."""
+
+
+def attach_wrong(rank: int, what: str, link: la.links.Link | None = None) -> str:
+    given = dict(WRONG_ON_ONE[what][0]) if rank == 1 else {}
+    model, other = nn.Linear(4, 3), nn.Linear(4, 3)
+    held = other if given.pop("other", False) else model
+    optimizer = torch.optim.SGD(held.parameters(), 0.1)
+    recipe = given.pop("recipe", la.local_sgd(2))
+    with pytest.raises(ValueError) as caught:
+        la.attach(model, optimizer, recipe, **{"link": link, "timeout": 20.0, **given})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", WRONG_ON_ONE)
+def test_what_is_wrong_on_one_rank_is_an_error_on_all(what: str) -> None:
+    first, second, third = la.simulate(partial(_wrong, what), workers=3)
+    assert WRONG_ON_ONE[what][1] in second
+    assert first == third and "ranks [1]" in first and first.endswith("see there")
+
+
+def _wrong(what: str, rank: int) -> str:
+    return attach_wrong(rank, what)
+
+
+def test_what_is_wrong_on_one_process_is_an_error_on_all(pool: gloo.Pool) -> None:
+    """Over process groups of its own, which end with it."""
+    for what in ("recipe", "timeout", "nprocs_per_node"):
+        answers = pool.run(groups_left, what, ranks=4)
+        (first, _), (second, _), *_ = answers
+        assert first.endswith("see there") and WRONG_ON_ONE[what][1] in second
+        assert [left for _, left in answers] == [0] * 4
+
+
+def groups_left(rank: int, what: str) -> tuple[str, int]:
+    groups = dist.distributed_c10d._world.pg_map
+    before = len(groups)
+    said = attach_wrong(rank, what)
+    return said, len(groups) - before
+
+
 def unlike_over(rank: int, what: str) -> str:
     return attach_unlike(rank, what, gloo.link_of(2))
 

@@ -70,6 +70,9 @@ def test_free_names_are_tuned_and_always_lr() -> None:
         "    sync = laconic.attach(model, optimizer, "
         "laconic.slowmo(laconic.local_sgd(12), 24, momentum=0.1))",
     ]
+    hierarchical = space_of("hierarchical(2, period)", {"lr": (1,)}, 4)
+    (line,) = tuning_report.code(hierarchical, {"period": 4, "lr": 1}, 2)
+    assert line.endswith("laconic.hierarchical(2, 4), group_size=2)")
 
 
 def test_words_and_none_can_be_values() -> None:
@@ -209,6 +212,33 @@ def test_what_diverges_is_stopped_and_never_the_best(tmp_path: Path, number: flo
         tuning.best(lost)
 
 
+def test_a_coded_recipe_that_diverges_is_one_trial_and_not_the_end(tmp_path: Path) -> None:
+    """Coded rounds refuse what is not finite, on all ranks; uncoded ones let it through."""
+    space = space_of("local_sgd(2, codec=codec)", {"codec": (None, "int4"), "lr": (1, 1e30)}, 2)
+    here = task(Length("steps", 16))
+    with opened(tmp_path / "journal", {}) as study:
+        trials = list(
+            tuning.tune(study, space, lambda s, t: here.run(space.text(s), float(s["lr"] or 1), t))
+        )
+    lost = [t for t in trials if t.setting["lr"] == 1e30]
+    assert len(trials) == 4 and [t.status for t in lost] == ["diverged"] * 2
+    assert tuning.best(trials).setting["lr"] == 1
+
+
+def test_the_front_stays_in_the_table_whatever_its_losses() -> None:
+    space = space_of("local_sgd(period)", {"period": range(1, 41), "lr": (1,)}, 2)
+
+    def trial(period: int) -> Trial:
+        run = Run(1 + period / 100, 8, 1.0 if period < 40 else 0.5, 0.0)
+        return Trial({"period": period, "lr": 1}, "ok", run, {}, 0.0)
+
+    shown = tuning_report.table(space, [trial(period) for period in range(1, 41)])
+    periods, marks = (list(column.cells) for column in (shown.columns[0], shown.columns[-1]))
+    assert periods == [str(period) for period in (*range(1, 21), 40)]
+    assert [p for p, mark in zip(periods, marks, strict=True) if mark] == ["1", "40"]
+    assert shown.caption == "19 more in trials.csv"
+
+
 def test_the_front_is_what_none_beats_in_both() -> None:
     def trial(seconds: float, loss: float, status: str = "ok") -> Trial:
         return Trial({}, status, Run(loss, 1, seconds, 0.0), {}, 0.0)  # type: ignore[arg-type]
@@ -232,6 +262,17 @@ def test_lengths_in_time_and_bytes_are_steps_of_the_cost_model() -> None:
     assert Length("megabytes", 33.5 * cost.bytes / 1e6).steps(recipe, cost) == 32
     with pytest.raises(ValueError, match=r"too few for local_sgd\(8\): 4 steps"):
         task(Length("seconds", cost.seconds * 4)).check(["local_sgd(8)"])
+
+
+def test_what_the_optimizer_leaves_alone_is_not_sent() -> None:
+    here = task(Length("steps", 8))
+    workload = here.workload
+
+    def last_alone(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(list(model.parameters())[-1:], lr=0.1)
+
+    vars(here)["workload"] = replace(workload, optimizer=last_alone)
+    assert here.facts.shapes == (tuple(list(workload.model().parameters())[-1].shape),)
 
 
 def test_a_run_is_the_same_every_time_and_depends_on_lr() -> None:

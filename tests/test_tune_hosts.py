@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -19,3 +20,10 @@ def test_emulated_hosts_train_as_simulated_workers_do() -> None:
     assert real.loss == pytest.approx(here.run("local_sgd(3)", 2.0, lambda *_: None).loss, rel=1e-4)
     assert told == [(step, 24) for step in range(3, 25, 3)]
     assert real.steps == 24 and real.seconds_per_step > 0
+
+
+def test_a_coded_recipe_that_diverges_on_hosts_has_diverged() -> None:
+    settings = race.Settings((), hosts=2, per_host=1, workload="digits", seconds=None, steps=8)
+    here = Task(settings, Length("steps", 16), emulated=True)
+    lost = here.run("local_sgd(2, codec='int4')", 1e30, lambda *_: None)
+    assert lost.loss == math.inf

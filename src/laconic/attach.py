@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import os
 import weakref
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laconic.auto import Auto, Chooser, start
-from laconic.errors import check_float, check_int
+from laconic.errors import check_choice, check_float, check_int, in_words
 from laconic.links import Link
-from laconic.metrics import MetricsArgument, agree_on_metrics, check_metrics
+from laconic.metrics import Metrics, MetricsArgument, agree_on_metrics, check_metrics
 from laconic.program import check_groups
-from laconic.ranks import layout_of, own_link, sets_of, within_workers
+from laconic.ranks import agreed_link, common_device, layout_of, sets_of, within_workers
 from laconic.round import Recipe, is_recipe
-from laconic.synchronizer import Synchronizer
+from laconic.synchronizer import BUFFERS, Synchronizer
 from laconic.tensors import is_sharded
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ _attached: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Synchronizer]] = (
 )
 """Weak on both sides: an attached optimiser's hooks keep its synchroniser alive."""
 _carried: weakref.WeakKeyDictionary[Link, weakref.ref[Synchronizer]] = weakref.WeakKeyDictionary()
+TIMEOUT = 600.0
+"""Seconds after which a rank that does not answer is an error on all others."""
 _watched: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
 
 
@@ -62,7 +65,7 @@ def attach(
     buffers: Literal["average", "keep"] = "average",
     scaler: torch.amp.GradScaler | None = None,
     link: Link | None = None,
-    timeout: float = 600.0,
+    timeout: float = TIMEOUT,
     seed: int = 0,
     metrics: MetricsArgument = None,
 ) -> Synchronizer:
@@ -91,37 +94,52 @@ def attach(
     a rank is lost.
     """
     rounds = start(2).recipe if isinstance(recipe, Auto) else recipe
-    _check(model, optimizer, rounds)
-    check_int("seed", seed, 0)
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise ValueError(f"scaler must be a torch.amp.GradScaler, not {scaler!r}")
-    check_float("timeout", timeout, 0.0, strict=True)
-    places = check_metrics(metrics)
+    params: list[Tensor] = []
+    places: list[Metrics] = []
+    problem, patience = None, TIMEOUT
+    try:
+        patience = check_float("timeout", timeout, 0.0, strict=True)
+        _check(model, optimizer, rounds)
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        check_groups(rounds, group_size is not None)
+        check_choice("buffers", buffers, BUFFERS)
+        check_int("seed", seed, 0)
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise ValueError(f"scaler must be a torch.amp.GradScaler, not {scaler!r}")
+        places = check_metrics(metrics)
+    except Exception as error:  # the other ranks are to hear of it
+        problem = in_words(error)
     carried = _alive(_carried.get(link)) if link is not None else None
     if carried is not None and carried.attached and link is not None and link.threaded:
         raise ValueError(
             "this link carries another synchroniser's rounds, and two would mix up their messages: "
             "make a link for each, or call sync.detach() first"
         )
-    device = next(p.device for group in optimizer.param_groups for p in group["params"])
-    world = link or own_link(device, timeout)
-    sharded = any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
-    ranks = layout_of(world, nprocs_per_node, mesh, sharded)
-    sets = sets_of(world, ranks, group_size, sharded)
-    check_groups(rounds, "group" in sets)
-    places = agree_on_metrics(places, world)
+    device = params[0].device if params else common_device()
+    with ExitStack() as made:
+        world = agreed_link(problem, link, device, patience, "attach")
+        if link is None:
+            made.callback(world.close)
+        sharded = any(is_sharded(p) for p in params)
+        ranks = layout_of(world, nprocs_per_node, mesh, sharded)
+        sets = sets_of(world, ranks, group_size, sharded)
+        for other in sets.values():
+            if other is not world:
+                made.callback(other.close)
+        places = agree_on_metrics(places, world)
 
-    def arrange(recipe: Recipe) -> Recipe:
-        if sharded:
-            return tuple(replace(r, over="workers") if r.over == "world" else r for r in recipe)
-        return (*within_workers(recipe), *recipe) if len(ranks[0]) > 1 else recipe
+        def arrange(recipe: Recipe) -> Recipe:
+            if sharded:
+                return tuple(replace(r, over="workers") if r.over == "world" else r for r in recipe)
+            return (*within_workers(recipe), *recipe) if len(ranks[0]) > 1 else recipe
 
-    chooser = Chooser(recipe, sets["workers"].size) if isinstance(recipe, Auto) else None
-    rounds = rounds if chooser is None else chooser.recipe
-    scale = None if scaler is None else scaler.get_scale
-    sync = Synchronizer(
-        model, optimizer, rounds, sets, device, buffers, seed, scale, chooser, arrange
-    )
+        chooser = Chooser(recipe, sets["workers"].size) if isinstance(recipe, Auto) else None
+        rounds = rounds if chooser is None else chooser.recipe
+        scale = None if scaler is None else scaler.get_scale
+        sync = Synchronizer(
+            model, optimizer, rounds, sets, device, buffers, seed, scale, chooser, arrange
+        )
+        made.pop_all()  # the synchroniser goes on with them
     sync.record(places)
     if scaler is not None:
         _count_skipped_steps(scaler)

@@ -18,6 +18,12 @@ class NotFiniteError(ValueError):
     half done then: a checkpoint is to be loaded."""
 
 
+def in_words(error: Exception) -> str:
+    """What ``error`` says, and its kind where it is another than one of ours."""
+    plain = isinstance(error, (RuntimeError, ValueError))
+    return str(error) if plain else f"{type(error).__name__}: {error}"
+
+
 def install(extra: str) -> str:
     """What to type where a package of one of laconic's extras is missing."""
     return f"pip install -e '.[{extra}]' in laconic's repository"

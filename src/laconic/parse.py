@@ -88,11 +88,22 @@ def _value(node: ast.expr, text: str, functions: Functions, noun: str) -> Any:
 
 def qualified(text: str) -> str:
     """A recipe's text as a program writes it that has imported laconic alone."""
-    return ast.unparse(_Qualify().visit(ast.parse(text, mode="eval")))
+    return ast.unparse(_Qualify().visit(ast.parse(text.strip(), mode="eval")))
 
 
 class _Qualify(ast.NodeTransformer):
+    """A recipe's name alone stands for its call without arguments."""
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        arguments = [self.visit(a) for a in node.args]
+        options = [ast.keyword(k.arg, self.visit(k.value)) for k in node.keywords]
+        named = isinstance(node.func, ast.Name) and node.func.id in RECIPES
+        return ast.Call(_of_laconic(node.func) if named else node.func, arguments, options)
+
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        if node.id not in RECIPES:
-            return node
-        return ast.Attribute(ast.Name("laconic", ast.Load()), node.id, ast.Load())
+        return ast.Call(_of_laconic(node), [], []) if node.id in RECIPES else node
+
+
+def _of_laconic(name: ast.expr) -> ast.expr:
+    assert isinstance(name, ast.Name)
+    return ast.Attribute(ast.Name("laconic", ast.Load()), name.id, ast.Load())

@@ -24,12 +24,13 @@ the others, and for gossip), though no step takes longer than if nothing were hi
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from laconic.gradients import bucket_sizes
 from laconic.links import cost
@@ -118,6 +119,12 @@ class Prediction:
     hidden: float = 0.0
 
 
+def itemsize_of(tensors: Sequence[Tensor]) -> int:
+    """Bytes of an element: where tensors differ, of the mean one."""
+    sizes = [t.numel() * t.element_size() for t in tensors]
+    return round(sum(sizes) / max(sum(t.numel() for t in tensors), 1)) or 1
+
+
 def work_key(r: Round) -> str:
     """What rounds have in common that keep processors busy for as long."""
     part = Fragment(0, r.part.count, r.part.by) if isinstance(r.part, Fragment) else r.part
@@ -190,7 +197,7 @@ def _parameters(r: Round, facts: Facts) -> _Load:
     n, share = facts.workers, facts.ranks if r.over == "workers" else 1
     if r.over == "world":
         n *= facts.ranks
-    length = -(-_elements(r, facts, n) // share)  # the ranks of a worker carry a part each
+    length = _elements(r, facts, n, share) // share  # the ranks of a worker carry a part each
     amount = _shaped(r, facts).cost(length, facts.itemsize, n)
     names = ("peers", "workers") if r.exchange.gossips else (r.over, "workers")
     size = length * share * facts.itemsize
@@ -224,15 +231,28 @@ def _gradients(r: Round, facts: Facts) -> _Load:
     exposed = end - backward
     meanwhile = 1 - min(exposed / (seconds + work), 1.0) if seconds + work else 0.0
     beside = meanwhile * (work + facts.carry * amount.bytes)
-    return _Load(seconds, exposed, facts.contention * beside, amount.bytes)
+    stretch = facts.contention * beside
+    return _Load(seconds, exposed, stretch, _leaving(r, facts) * amount.bytes)
+
+
+def _leaving(r: Round, facts: Facts) -> float:
+    """The share of what ranks send in a round over all ranks that leaves their worker: of what goes
+    to every other rank, that for ranks elsewhere; of a mean, which passes from rank to rank in a
+    ring, what one rank of each worker sends on."""
+    if r.over != "world" or facts.ranks == 1:
+        return 1.0
+    if not r.exchange.direct:
+        return 1 / facts.ranks
+    return (facts.workers - 1) * facts.ranks / (facts.workers * facts.ranks - 1)
 
 
 def _shaped(r: Round, facts: Facts) -> Exchange:
     return r.exchange.shaped([torch.Size(shape) for shape in facts.shapes])
 
 
-def _elements(r: Round, facts: Facts, n: int) -> int:
-    """How many elements a message of ``r`` has, padded as its exchange needs them."""
+def _elements(r: Round, facts: Facts, n: int, carriers: int = 1) -> int:
+    """How many elements a message of ``r`` has, padded as its exchange needs them, and so that each
+    of the ``carriers`` in a worker has a part as long as the others'."""
     share = r.part.count if isinstance(r.part, Fragment) else 1
-    multiple = r.exchange.multiple(n)
+    multiple = r.exchange.multiple(n) * carriers
     return -(-facts.elements * r.update.models // share // multiple) * multiple

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.errors import check_int
+from laconic.errors import check_int, in_words
 from laconic.exchanges import Mean
 from laconic.links import Link, Throttled, TorchLink
 from laconic.links.simulated import current_link, single_link
@@ -52,34 +52,46 @@ def raise_on_all(problem: str | None, everyone: Tensor, what: str) -> None:
         raise ValueError(problem or f"ranks {failed} {what}: see there")
 
 
+def agreed_link(
+    problem: str | None, link: Link | None, device: torch.device, timeout: float, what: str
+) -> Link:
+    """``link``, or this process's to all ranks, once they have told each other that none has a
+    ``problem``: else ``ValueError`` on every rank, which says ``what`` those ranks could not do,
+    instead of one that has left and others that wait for it."""
+    world = None
+    try:
+        world = link or own_link(device, timeout)
+        everyone = world.gather(torch.tensor([float(problem is not None)]))
+        raise_on_all(problem, everyone, f"could not {what}")
+    except BaseException as error:
+        if link is None and world is not None:
+            world.close()
+        if problem is None or not isinstance(error, Exception):
+            raise
+        raise ValueError(problem) from None  # whether there was anyone to tell or not
+    return world
+
+
+def common_device() -> torch.device:
+    """Where ranks meet that have no parameter to say so: on the card if all others do."""
+    cards = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
+    return torch.device("cuda") if cards else torch.device("cpu")
+
+
 def layout_of(
     world: Link, nprocs_per_node: int | Literal["env"], mesh: DeviceMesh | None, sharded: bool
 ) -> list[list[int]]:
     """The ranks of each worker, alike on every rank."""
-    if sharded and mesh is None:
-        raise ValueError(
-            "the parameters are sharded (FSDP): pass the mesh of (workers, ranks of a worker), as "
-            "attach(..., mesh=init_device_mesh('cuda', (4, 8)))"
-        )
-    if mesh is not None:
-        if nprocs_per_node != 1:
-            raise ValueError("give either mesh or nprocs_per_node")
-        if mesh.ndim > 2 or mesh.mesh.flatten().tolist() != list(range(world.size)):
-            raise ValueError(
-                f"the mesh must be of all {world.size} ranks in ascending order, with one or two "
-                f"axes (workers, ranks of a worker), not {mesh}"
-            )
-        layout = mesh.mesh.reshape(mesh.size(0), -1).tolist()
-    else:
-        if nprocs_per_node == "env":
-            inner = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        else:
-            inner = check_int("nprocs_per_node (or 'env')", nprocs_per_node, 1)
-        layout = [list(range(i, i + inner)) for i in range(0, world.size, inner)]
+    problem, layout, launched = None, [[0]], 0
+    try:
+        launched = 0 if current_link.get() else int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+        layout = _layout(world, nprocs_per_node, mesh, sharded)
+    except Exception as error:
+        problem = in_words(error)
     inner = len(layout[0])
-    launched = 0 if current_link.get() else int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    said = world.gather(torch.tensor([inner, launched]))
-    everyone, on_host = said.unbind(1)
+    said = world.gather(torch.tensor([problem is not None, inner, launched], dtype=torch.int64))
+    failed, everyone, on_host = said.unbind(1)
+    raise_on_all(problem, failed, "have no such workers")
     if world.size % inner or bool((everyone != inner).any()):
         raise ValueError(
             "nprocs_per_node (or the mesh's second axis) must be alike on all ranks and divide "
@@ -93,12 +105,44 @@ def layout_of(
     return layout
 
 
+def _layout(
+    world: Link, nprocs_per_node: int | Literal["env"], mesh: DeviceMesh | None, sharded: bool
+) -> list[list[int]]:
+    """What this rank takes for the ranks of each worker."""
+    if sharded and mesh is None:
+        raise ValueError(
+            "the parameters are sharded (FSDP): pass the mesh of (workers, ranks of a worker), as "
+            "attach(..., mesh=init_device_mesh('cuda', (4, 8)))"
+        )
+    if mesh is not None:
+        if nprocs_per_node != 1:
+            raise ValueError("give either mesh or nprocs_per_node")
+        if mesh.ndim > 2 or mesh.mesh.flatten().tolist() != list(range(world.size)):
+            raise ValueError(
+                f"the mesh must be of all {world.size} ranks in ascending order, with one or two "
+                f"axes (workers, ranks of a worker), not {mesh}"
+            )
+        whole: list[list[int]] = mesh.mesh.reshape(mesh.size(0), -1).tolist()
+        return whole
+    if nprocs_per_node == "env":
+        inner = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    else:
+        inner = check_int("nprocs_per_node (or 'env')", nprocs_per_node, 1)
+    return [list(range(i, i + inner)) for i in range(0, world.size, inner)]
+
+
 def sets_of(
     world: Link, layout: list[list[int]], group_size: int | None, sharded: bool
 ) -> dict[str, Link]:
     """The named sets of ranks."""
-    grouped = 0 if group_size is None else check_int("group_size", group_size, 1)
-    everyone = world.gather(torch.tensor([grouped])).flatten().tolist()
+    problem, grouped = None, 0
+    try:
+        grouped = 0 if group_size is None else check_int("group_size", group_size, 1)
+    except ValueError as error:
+        problem = str(error)
+    said = world.gather(torch.tensor([problem is not None, grouped], dtype=torch.int64))
+    raise_on_all(problem, said[:, 0], "have no such groups")
+    everyone = said[:, 1].tolist()
     if any(said != grouped for said in everyone):
         raise ValueError(f"group_size must be alike on all ranks: they say {everyone}")
     if grouped and len(layout) % grouped:

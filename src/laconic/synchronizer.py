@@ -20,7 +20,6 @@ from torch.utils.hooks import RemovableHandle
 
 from laconic import batches, checkpoint
 from laconic.auto import Choice, Chooser
-from laconic.errors import check_choice
 from laconic.exchanges import Mean
 from laconic.gradients import GradientRound, Host
 from laconic.lane import Lane
@@ -61,6 +60,9 @@ ADOPTED = (
     "_gradient_rounds",
 )
 """What a recipe brings with it, as attributes of a `Synchronizer`."""
+
+BUFFERS = ("average", "keep")
+"""What becomes of the module's buffers in rounds."""
 
 SAVE = "laconic.save (a call of every rank, as each has state of its own)"
 LOAD = "laconic.load"
@@ -134,7 +136,8 @@ class Synchronizer:
         self._in_step = False
         self.hooked = optimizer is not None
         """Whether the optimiser's own steps run what follows them, and not `advance`."""
-        self._average_buffers = check_choice("buffers", buffers, ("average", "keep")) == "average"
+        assert buffers in BUFFERS, "checked before"
+        self._average_buffers = buffers == "average"
         threaded = self._world.threaded and self._world.size > 1
         self._lane = Lane(threaded, device, self._world.check)
         self._device = device

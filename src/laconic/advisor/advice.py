@@ -16,12 +16,14 @@ from typing import Any
 import torch
 
 from laconic.advisor.choices import KNOWN, Choice, choices, steps_of
+from laconic.exchanges import Mean
+from laconic.gradients import bucket_sizes
 from laconic.links import cost
 from laconic.parse import qualified
 from laconic.predict import Facts, often, predict
 from laconic.ranks import within_workers
 from laconic.round import Exchange, Recipe, Round
-from laconic.tensors import Fragment
+from laconic.tensors import BUCKET_BYTES, Fragment
 from laconic.units import three_digits
 
 WORTH = 0.05
@@ -60,8 +62,8 @@ class Guide:
         allreduce * (1 - 1/H) > max(backward, node)     and during it, as laconic does
 
     in seconds: ``allreduce`` of the model over the nodes, ``backward`` of a step, ``node``, an
-    average inside one. ``saved`` is the left side. For SGP the guide puts 2 for H, which is
-    2(n-1)/n for many nodes.
+    average of gradients inside one; in buckets, as the rows have them. ``saved`` is the left side.
+    For SGP the guide puts 2 for H, which is 2(n-1)/n for many nodes.
     """
 
     frequency: float
@@ -199,8 +201,11 @@ def guides(facts: Facts) -> list[Guide]:
     """The inequality for each of `GUIDE_PERIODS`, and for SGP."""
     size = facts.elements * facts.itemsize
     # the ranks of a worker carry a part each, all at once
-    allreduce = facts.net("workers").seconds(cost.mean(size // facts.ranks, facts.workers))
-    node = facts.net("replica").seconds(cost.mean(size, facts.ranks)) if facts.ranks > 1 else 0.0
+    part, buckets = cost.mean(size // facts.ranks, facts.workers), -(-size // BUCKET_BYTES)
+    allreduce, node = facts.net("workers").seconds(part, buckets), 0.0
+    if facts.ranks > 1:
+        inside = len(bucket_sizes(Mean(), size))  # of gradients
+        node = facts.net("replica").seconds(cost.mean(size, facts.ranks), inside)
     backward = facts.backward * facts.compute
     gossip = 2 * (facts.workers - 1) / facts.workers  # the guide takes 2, whatever n is
     return [Guide(h, allreduce, backward, node) for h in (*GUIDE_PERIODS, gossip)]

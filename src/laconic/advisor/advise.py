@@ -8,19 +8,20 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from laconic.advisor.advice import Advice, advice_on
 from laconic.advisor.bench import Bench
-from laconic.advisor.choices import PLAIN, choices, rehearsed
-from laconic.advisor.measure import Measured, measure
-from laconic.attach import check_free
-from laconic.errors import check_float, check_int
+from laconic.advisor.choices import PLAIN, rehearsed
+from laconic.advisor.measure import Measured, measure, trained
+from laconic.attach import TIMEOUT, check_free
+from laconic.errors import check_float, check_int, in_words
 from laconic.links.link import Link
-from laconic.ranks import layout_of, own_link, sets_of
+from laconic.ranks import agreed_link, common_device, layout_of, sets_of
 from laconic.round import Recipe, describe
+from laconic.tensors import is_sharded
 
 
 def advise(
@@ -32,7 +33,7 @@ def advise(
     nprocs_per_node: int | Literal["env"] = 1,
     steps: int = 20,
     link: Link | None = None,
-    timeout: float = 600.0,
+    timeout: float = TIMEOUT,
 ) -> Advice:
     """Measure ``step_fn`` and the network, and say which recipe will pay.
 
@@ -48,7 +49,6 @@ def advise(
     where ``step_fn`` or a rehearsed round raised on one of them (an exhausted memory, say), and
     `laconic.LinkError` where a rank is lost. The process groups made for it end with it.
     """
-    choices(PLAIN, recipes)  # raises for what is none, before anything is measured
     found = measured(
         model,
         step_fn,
@@ -72,22 +72,22 @@ def measured(
     nprocs_per_node: int | Literal["env"] = 1,
     steps: int = 20,
     link: Link | None = None,
-    timeout: float = 600.0,
+    timeout: float = TIMEOUT,
 ) -> Measured:
     """What `advise` measures, for the ``recipes`` that so many workers are to compare."""
-    check_int("steps", steps, 2)
-    check_float("timeout", timeout, 0.0, strict=True)
-    if not callable(step_fn):
-        raise ValueError(f"step_fn must be a function that runs one local step, not {step_fn!r}")
-    if isinstance(model, DistributedDataParallel):
-        raise ValueError("the model averages its gradients already: give model.module")
-    if optimizer is not None:
-        check_free(optimizer)
-    device = next((p.device for p in model.parameters() if p.requires_grad), None)
-    if device is None:
-        raise ValueError("the model has no parameter to train")
+    params: list[Tensor] = []
+    problem, patience = None, TIMEOUT
+    try:
+        patience = check_float("timeout", timeout, 0.0, strict=True)
+        check_int("steps", steps, 2)
+        params = trained(model, optimizer)
+        _check(model, step_fn, params, optimizer)
+        recipes(PLAIN.workers)  # raises for what is none
+    except Exception as error:  # the other ranks are to hear of it
+        problem = in_words(error)
+    device = params[0].device if params else common_device()
     with ExitStack() as made:
-        world = link or own_link(device, timeout)
+        world = agreed_link(problem, link, device, patience, "begin to measure")
         if link is None:
             made.callback(world.close)
         layout = layout_of(world, nprocs_per_node, None, False)
@@ -102,18 +102,39 @@ def measured(
             )
         bench = Bench(world, sets["workers"], sets["replica"], device)
         compared = recipes(sets["workers"].size)
-        _check_alike(bench, model, compared, steps)
+        _check_alike(bench, params, compared, steps)
         with bench.together():
             return measure(bench, model, step_fn, compared, steps, optimizer)
 
 
-def _check_alike(bench: Bench, model: nn.Module, recipes: Sequence[Recipe], steps: int) -> None:
+def _check(
+    model: nn.Module,
+    step_fn: Callable[[], object],
+    params: Sequence[Tensor],
+    optimizer: Optimizer | None,
+) -> None:
+    if not callable(step_fn):
+        raise ValueError(f"step_fn must be a function that runs one local step, not {step_fn!r}")
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError("the model averages its gradients already: give model.module")
+    if optimizer is not None:
+        check_free(optimizer)
+    if any(is_sharded(p) for p in params):
+        raise ValueError(
+            "the parameters are sharded (FSDP), which takes a network of its own: measure a whole "
+            "model, or give numbers to laconic advise"
+        )
+
+
+def _check_alike(
+    bench: Bench, params: Sequence[Tensor], recipes: Sequence[Recipe], steps: int
+) -> None:
     """Ranks that measure different things would wait for each other in vain."""
-    shapes = [(tuple(p.shape), str(p.dtype)) for p in model.parameters() if p.requires_grad]
+    shapes = [(tuple(p.shape), str(p.dtype)) for p in params]
     text = f"{steps} {shapes} {[describe(recipe) for recipe in recipes]}"
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
     said = bench.everyone(float(digest))
     if bool((said != said[0]).any()):
         raise ValueError(
-            "the ranks do not ask for the same: model, steps and recipes must be alike"
+            "the ranks do not ask for the same: model, optimizer, steps and recipes must be alike"
         )

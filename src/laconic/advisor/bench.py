@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laconic.errors import LinkError
+from laconic.errors import LinkError, in_words
 from laconic.links.link import Link
 
 MOST_FIGURES = 6
@@ -61,10 +61,8 @@ class Bench:
         except (LinkError, FailedError):
             raise  # the others know
         except Exception as error:
-            plain = isinstance(error, (RuntimeError, ValueError))
-            text = str(error) if plain else f"{type(error).__name__}: {error}"
             try:
-                self._meet((), text)
+                self._meet((), in_words(error))
             except FailedError as told:
                 raise told from error
 

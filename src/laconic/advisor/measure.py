@@ -28,7 +28,7 @@ from laconic.errors import LinkError
 from laconic.links import cost
 from laconic.links.cost import Cost
 from laconic.links.link import Link
-from laconic.predict import BACKWARD, Facts, Net
+from laconic.predict import BACKWARD, Facts, Net, itemsize_of
 from laconic.round import Recipe
 
 WARMUP = 3
@@ -66,22 +66,22 @@ def measure(
     optimizer: Optimizer | None = None,
 ) -> Measured:
     """All of it: some seconds for the ``step``, the network, and the ``recipes``' rounds."""
-    params = _parameters(model, optimizer)
+    params = trained(model, optimizer)
     timed = _Steps(bench, step, params)
     timed.run(WARMUP)
     pace = _pace(bench, timed, steps)
     peak = _peak(bench.device)
     nets, carry = _nets(bench, sum(p.numel() * p.element_size() for p in params))
     net = nets["workers"]
-    backward = min(max(pace.backward / pace.compute, 0.0), 1.0)
+    backward = BACKWARD if math.isnan(pace.backward) else min(pace.backward / pace.compute, 1.0)
     facts = Facts(
         workers=bench.workers.size,
         shapes=tuple(tuple(p.shape) for p in params),
-        itemsize=params[0].element_size(),
+        itemsize=itemsize_of(params),
         compute=pace.compute,
         rate=net.rate,
         latency=net.latency,
-        backward=backward or BACKWARD,
+        backward=backward,
         ranks=bench.replica.size,
         nets=nets,
         contention=pace.contention,
@@ -99,7 +99,7 @@ def measure(
     return Measured(facts, pace.computes, int(most[0]), int(most[1]))
 
 
-def _parameters(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
+def trained(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
     """What rounds are about."""
     if optimizer is None:
         found: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
@@ -180,7 +180,7 @@ class _Steps:
             if not meet:
                 bench.meet()
             self.together = (now(bench.device) - begin) / count
-        self.backward = statistics.median(windows) if windows else 0.0
+        self.backward = statistics.median(windows) if windows else math.nan
         return spans
 
 
@@ -192,7 +192,8 @@ def _mean(spans: Sequence[float]) -> float:
 
 
 class _Pace(NamedTuple):
-    """Seconds of a step on each rank by itself; c; seconds that gradients take to appear; s; k."""
+    """Seconds of a step on each rank by itself; c; seconds that gradients take to appear, no number
+    where none did; s; k."""
 
     computes: tuple[float, ...]
     compute: float

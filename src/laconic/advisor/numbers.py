@@ -6,6 +6,7 @@ from laconic.errors import check_choice, check_float, check_int
 from laconic.predict import BACKWARD, Facts, Net
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+MOST_PARAMS = 10**13
 SIDE = 4096
 """Of the square matrices that a model is taken for, where its tensors are not known: recipes that
 send matrices of low rank, or tiles, depend on it."""
@@ -35,7 +36,8 @@ def facts_from(
 
     Raises ``ValueError`` for numbers out of range or at odds with each other.
     """
-    check_int("params", params, 1)
+    if check_int("params", params, 1) > MOST_PARAMS:
+        raise ValueError(f"params must be at most {MOST_PARAMS:.0e}, not {params:.3g}")
     check_float("step-time", step_time, 0.0, strict=True)
     check_float("bandwidth", bandwidth, 0.0, strict=True)
     check_float("latency", latency, 0.0)

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 LEGEND = (
-    "hidden: the share of communication that training does not wait for; MB: sent by a rank in a",
-    "step; memory: what rounds keep on it; x ddp: speed against ddp(); alone: share of the speed",
-    "without communication; steps: for one of ddp()'s, as measured with one task; ~: not measured",
+    "hidden: the share of communication that training does not wait for; MB: sent by a rank to",
+    "other workers in a step; memory: what rounds keep on it; x ddp: speed against ddp(); alone:",
+    "share of the speed without communication; steps: for one of ddp()'s, as measured with one",
+    "task; ~: not measured",
 )
 
 
@@ -154,7 +155,7 @@ def plot(advice: Advice, path: Path) -> None:
         loc="left",
     )
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    if path.suffix.removeprefix(".") not in figure.canvas.get_supported_filetypes():
+    if path.suffix.removeprefix(".").lower() not in figure.canvas.get_supported_filetypes():
         choices = ", ".join(sorted(figure.canvas.get_supported_filetypes()))
         raise ValueError(f"--plot must be a file that ends in one of {choices}, not {path}")
     figure.savefig(path)

@@ -26,11 +26,13 @@ from optuna.trial import FrozenTrial, TrialState
 
 from laconic.advisor.tuning_runs import LOOKS, Run, Told
 from laconic.advisor.tuning_space import Setting, Space
+from laconic.errors import NotFiniteError
 
 Places = tuple[int, ...]
 """A setting, as the place of each value in its grid."""
 Evaluate = Callable[[Setting, Told], Run]
-"""Trains under a setting, telling the validation loss as it goes."""
+"""Trains under a setting, telling the validation loss as it goes. Where it diverges it returns a
+loss that is not finite, or raises `NotFiniteError`."""
 
 STARTUP = 6
 """Trials before the estimator models anything: until then settings are random."""
@@ -172,6 +174,8 @@ def _next(study: optuna.Study, space: Space, evaluate: Evaluate, key: str) -> Tr
         run, finished = evaluate(setting, ears), True
     except _Stop:
         run, finished = Run(ears.loss, ears.step, math.nan, math.nan), False
+    except NotFiniteError:  # a coded recipe's way to say that it diverged
+        run, finished = Run(math.inf, ears.step, math.nan, math.nan), False
     finally:
         ears.closed = True
     finished = finished and math.isfinite(run.loss)

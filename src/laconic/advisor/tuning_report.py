@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_ROWS = 20
-"""In the terminal; the CSV has all."""
+"""In the terminal, and those of the Pareto front; the CSV has all."""
 
 
 def told(space: Space, setting: Setting) -> str:
@@ -35,14 +35,21 @@ def tuned(space: Space) -> list[str]:
 
 
 def table(space: Space, trials: Sequence[Trial]) -> Table:
-    """The trials that came to their end, the lowest loss first; the Pareto front is marked."""
+    """The trials that came to their end, the lowest loss first; the Pareto front is marked, and
+    stands there whatever its losses."""
     done = sorted((t for t in trials if t.status == "ok"), key=lambda t: t.run.loss)
     front = pareto(done)
-    shown = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    rows = [t for place, t in enumerate(done) if place < MOST_ROWS or t in front]
+    left = len(done) - len(rows)
+    caption = f"{left} more in trials.csv" if left else None
+    shown = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), caption=caption,
+        caption_justify="left",
+    )  # fmt: skip
     for name in (*tuned(space), "loss", "ms/step", "MB/step", "steps"):
         shown.add_column(name, justify="right", no_wrap=True)
     shown.add_column("")
-    for trial in done[:MOST_ROWS]:
+    for trial in rows:
         run = trial.run
         shown.add_row(
             *(str(trial.setting[name]) for name in tuned(space)),
@@ -56,8 +63,9 @@ def table(space: Space, trials: Sequence[Trial]) -> Table:
     return shown
 
 
-def summary(space: Space, trials: Sequence[Trial]) -> str:
-    """What became of the trials, the best setting, and the lines that a program needs for it."""
+def summary(space: Space, trials: Sequence[Trial], group_size: int | None = None) -> str:
+    """What became of the trials, the best setting, and the lines that a program needs for it, with
+    groups of ``group_size`` workers where the trials had some."""
     stopped = sum(trial.status == "stopped" for trial in trials)
     diverged = sum(trial.status == "diverged" for trial in trials)
     steps = sum(trial.run.steps for trial in trials)
@@ -73,7 +81,7 @@ def summary(space: Space, trials: Sequence[Trial]) -> str:
             f"{name}={winner.setting[name]} is the {'smallest' if lowest else 'largest'} of its "
             f"values: try {'smaller' if lowest else 'larger'} ones, --param {name}=..."
         )
-    lines += ["To paste:", "", *code(space, winner.setting)]
+    lines += ["To paste:", "", *code(space, winner.setting, group_size)]
     return "\n".join(lines)
 
 
@@ -90,11 +98,12 @@ def edges(space: Space, setting: Setting) -> list[str]:
     ]
 
 
-def code(space: Space, setting: Setting) -> list[str]:
+def code(space: Space, setting: Setting, group_size: int | None = None) -> list[str]:
     """The lines of a training program."""
     recipe = qualified(space.text(setting))
     scale = setting[LR]
-    lines = [f"    sync = laconic.attach(model, optimizer, {recipe})"]
+    groups = "" if group_size is None else f", group_size={group_size}"
+    lines = [f"    sync = laconic.attach(model, optimizer, {recipe}{groups})"]
     if scale != 1:
         lines[:0] = [
             "    for group in optimizer.param_groups:",

@@ -20,7 +20,7 @@ from laconic.lab import own, plan, race, workloads
 from laconic.lab.workloads import Workload, lr_factor
 from laconic.links.simulated import current_link
 from laconic.parse import parse_recipe
-from laconic.predict import Facts, Prediction, predict
+from laconic.predict import Facts, Prediction, itemsize_of, predict
 from laconic.round import Recipe
 
 LOOKS = 8
@@ -94,11 +94,12 @@ class Task:
     @cached_property
     def facts(self) -> Facts:
         """For the cost model."""
-        parameters = list(self.workload.model().parameters())
+        optimizer = self.workload.optimizer(self.workload.model())
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         shapes = tuple(tuple(p.shape) for p in parameters)
         rate = self.race.bandwidth / self.race.per_host if self.emulated else self.race.bandwidth
         return Facts(
-            self.workers, shapes, parameters[0].element_size(), self.compute, rate,
+            self.workers, shapes, itemsize_of(parameters), self.compute, rate,
             self.race.latency,
         )  # fmt: skip
 

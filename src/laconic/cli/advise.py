@@ -37,7 +37,11 @@ def add(commands: Any) -> None:
     numbers.add_argument("--step-time", metavar="TIME", help="computing of a step, such as 0.9s")
     numbers.add_argument("--nodes", type=int, help="2 or more")
     numbers.add_argument(
-        "--nprocs-per-node", type=int, metavar="N", help="ranks of each, which are one worker (1)"
+        "--nprocs-per-node",
+        "--per-node",
+        type=int,
+        metavar="N",
+        help="ranks of each, which are one worker (1)",
     )
     numbers.add_argument(
         "--backward-share", type=float, metavar="SHARE", help="of the step time (0.6)"

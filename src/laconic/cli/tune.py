@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
                 _say(f"{done}/{trials or '?'} {_told(space, trial)}")
         finally:
             if found := tuning.ended(study, space):
-                _show(space, found, _title(space, timed), arguments.out)
+                _show(space, found, timed, arguments.out)
         tuning.best(tuning.ended(study, space))  # raises where there is none
     return 0
 
@@ -261,7 +261,7 @@ def _say(text: str) -> None:
     Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def _show(space: Space, trials: list[Trial], title: str, out: Path) -> None:
+def _show(space: Space, trials: list[Trial], task: Task, out: Path) -> None:
     """The table, what follows from it, and where the rest is."""
     from rich.console import Console
 
@@ -270,12 +270,12 @@ def _show(space: Space, trials: list[Trial], title: str, out: Path) -> None:
     if not any(trial.status == "ok" for trial in trials):
         tuning_report.write_csv(space, trials, out / "trials.csv")
         return
-    console = Console()
+    console, title = Console(), _title(space, task)
     paths = tuning_report.write(space, trials, title, out)
     console.print(title, highlight=False, markup=False)
     console.print()
     console.print(tuning_report.table(space, trials))
-    text = tuning_report.summary(space, trials)
+    text = tuning_report.summary(space, trials, task.race.group_size)
     console.print(text, highlight=False, markup=False, soft_wrap=True)
     written = ", ".join(map(str, (*paths, out / "journal.jsonl")))
     console.print(f"Written: {written}", highlight=False, soft_wrap=True)

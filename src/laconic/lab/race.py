@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -28,8 +28,8 @@ from laconic.lab.cluster import (
     launch,
 )
 from laconic.lab.jobs import Job, Outcome
-from laconic.lab.result import NO_COMMUNICATION, Point, Result, Rounds, Row
-from laconic.lab.worker import Spec
+from laconic.lab.result import NO_COMMUNICATION, Point, Result, Rounds, Row, Status
+from laconic.lab.worker import NOT_FINITE, Spec
 from laconic.parse import parse_recipe
 from laconic.round import Recipe
 from laconic.updates import OuterStep
@@ -279,7 +279,7 @@ def _row(
         last = event if event["event"] in ("step", "end") else last
     outcomes = job.wait(timeout=RANK_TIMEOUT)
     row = _read(name, peer, last, outcomes, settings)
-    if row.status != "failed" and not peer:
+    if row.curve and not peer:
         records = [_said(job, rank, "timeline") for rank in range(len(outcomes))]
         timeline = timelines.on_one_clock(
             [r["ran"] for r in records], [r["spans"] for r in records]
@@ -318,7 +318,9 @@ def _read(name: str, peer: bool, last: Event, outcomes: list[Outcome], settings:
     failed = [outcome for outcome in outcomes if outcome.failed]
     if failed or last.get("event") != "end":
         first = next((o for o in failed if o.signal), failed[0] if failed else None)
-        return _no_row(name, "failed", _reason(first), last.get("step", 0))
+        diverged = first is not None and first.exit_code == NOT_FINITE
+        status: Status = "diverged" if diverged else "failed"
+        return _no_row(name, status, _reason(first), last.get("step", 0))
     steps = last["steps"]
     curve = tuple(Point(*point) for point in last["curve"])
     lost = curve[-1].loss is None
@@ -346,7 +348,7 @@ def _read(name: str, peer: bool, last: Event, outcomes: list[Outcome], settings:
     return replace(row, notes=_advice(recipe, steps))
 
 
-def _no_row(name: str, status: Literal["failed", "absent"], why: str, steps: int = 0) -> Row:
+def _no_row(name: str, status: Status, why: str, steps: int = 0) -> Row:
     return Row(name, status, why, steps, 0.0, math.nan, None, math.nan, None, math.nan, ())
 
 

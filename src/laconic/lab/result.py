@@ -61,6 +61,8 @@ class Point:
         object.__setattr__(self, "distance", _finite(self.distance))
 
 
+Status = Literal["ok", "diverged", "failed", "absent"]
+"""How a row ended."""
 Span = tuple[float, float, Literal["compute", "send", "wait"]]
 """From when to when, in seconds, a worker did what."""
 
@@ -105,7 +107,7 @@ class Row:
     """
 
     recipe: str
-    status: Literal["ok", "diverged", "failed", "absent"]
+    status: Status
     error: str | None
     steps: int
     seconds: float

@@ -21,7 +21,7 @@ import torch
 from laconic.attach import init
 from laconic.auto import WARMUP, WINDOW, Auto
 from laconic.auto import start as auto_start
-from laconic.errors import LinkError
+from laconic.errors import LinkError, NotFiniteError
 from laconic.lab import own, peers, plan, workloads
 from laconic.lab.contender import Contender, Laconic, Other
 from laconic.lab.peers import Peer
@@ -31,6 +31,8 @@ from laconic.links import Link, Throttled, TorchLink
 from laconic.parse import parse_recipe
 from laconic.round import Recipe
 
+NOT_FINITE = 3
+"""The exit code of a rank that ends with a `NotFiniteError`: the training diverged."""
 REPORT_SECONDS = 0.5
 """How often rank 0 says how far it is."""
 
@@ -325,7 +327,8 @@ def run(job: Callable[[], object]) -> NoReturn:
             traceback.print_exc()
         print(own.told(error), file=sys.stderr)
         sys.stderr.flush()
-        os._exit(1)  # not through the process group's own shutdown, which may wait for the lost
+        code = NOT_FINITE if isinstance(error, NotFiniteError) else 1
+        os._exit(code)  # not through the process group's own shutdown, which may wait for the lost
     os._exit(0)
 
 
