@@ -1,6 +1,6 @@
 """What the tuner finds of what the full grid has, at a third of the grid's cost.
 
-python -m benchmarks.tune [--seeds N] [--tuners N] [--out DIR]
+python -m benchmarks.tune [--first N] [--seeds N] [--tuners N] [--out DIR]
 
 The workload is the lab's digits on 8 simulated workers, the recipe SlowMo over local SGD. For every
 seed of the workload all settings of the grid are trained to their end; then tuners of other seeds
@@ -132,6 +132,7 @@ def at_random(runs: list[Trial], seed: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune")
     parser.add_argument("--seeds", type=int, default=6, help="of the workload (%(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="of these seeds (%(default)s)")
     parser.add_argument("--tuners", type=int, default=10, help="for each of them (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("laconic-tune-benchmark"), metavar="DIR")
     options = parser.parse_args()
@@ -141,15 +142,16 @@ def main() -> None:
     table = Table("seeds", "lowest loss", "ratio: median", "worst", "within 5 %", "cost", "trials",
                   "stopped", "random: median", "within 5 %", box=None)  # fmt: skip
     grids = []
-    for seed in range(options.seeds):
+    seeds = range(options.first, options.first + options.seeds)
+    for seed in seeds:
         with console.status("") as status:
             told = f"seed {seed}: of {space.size} settings "
             runs = grid(space, seed, options.out, lambda n, t=told: status.update(f"{t}{n}"))  # type: ignore[misc]
         grids.append(runs)
-    named = {str(seed): runs for seed, runs in enumerate(grids)}
+    named = {str(seed): runs for seed, runs in zip(seeds, grids, strict=True)}
     for first in range(0, len(grids) - REPEAT + 1, REPEAT):
         several = grids[first : first + REPEAT]
-        named[f"{first}-{first + REPEAT - 1}"] = mean(several)
+        named[f"{seeds[first]}-{seeds[first + REPEAT - 1]}"] = mean(several)
     for name, runs in named.items():
         table.add_row(name, *figures(space, runs, options.tuners))
     console.print(table)
