@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
+from laconic.gradients import bucket_sizes
 from laconic.links import Link, Throttled
 from laconic.links.cost import Cost
 from laconic.parse import parse_recipe
@@ -574,6 +575,60 @@ def test_switching_keeps_the_layout() -> None:
 
     a, b, c, d = la.simulate(one, workers=4)
     assert torch.equal(a, b) and torch.equal(c, d) and not torch.equal(a, c)
+
+
+@pytest.mark.parametrize("when", [2, 5], ids=["before", "in the last step"])
+def test_a_switch_aligns_what_overflows_and_missing_gradients_left_apart(when: int) -> None:
+    """AdamW's steps, the scale, and moments of a parameter that one rank did not use: or gradients
+    that are alike would move the workers differently, unseen."""
+
+    def one(rank: int) -> tuple[Tensor, float, list[float]]:
+        model, optimizer = build(0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+        sync = la.attach(model, optimizer, la.local_sgd(2), scaler=scaler)
+
+        def run(t: int) -> None:
+            x = torch.randn(8, 40, generator=torch.Generator().manual_seed(1000 * rank + t))
+            optimizer.zero_grad()
+            unused = rank == 0 and t < 6
+            hidden = (
+                torch.tanh(nn.functional.linear(x, model[0].weight)) if unused else model[:2](x)
+            )
+            loss = nn.functional.mse_loss(model[2](hidden), torch.sin(x[:, :30]))
+            scaler.scale(loss * (float("inf") if (rank, t) == (1, when) else 1)).backward()
+            scaler.step(optimizer)
+            if t == 5:
+                sync.switch(la.ddp())
+            scaler.update()
+
+        for t in range(1, 15):
+            run(t)
+        counts = [float(s["step"]) for s in optimizer.state.values()]
+        return weights(model), scaler.get_scale(), counts
+
+    first, *others = la.simulate(one, workers=3)
+    for x, scale, counts in others:
+        assert torch.equal(x, first[0]) and (scale, counts) == first[1:]
+
+
+def test_groups_added_right_before_a_switch_start_from_rank_0() -> None:
+    def one(rank: int) -> Tensor:
+        model, optimizer = build(0)
+        sync = la.attach(model, optimizer, la.ddp())
+        step(model, optimizer, rank, 1)
+        head = nn.Parameter(torch.full((5,), float(rank)))
+        optimizer.add_param_group({"params": [head]})
+        sync.switch(la.ddp(codec="int4"))
+        head.grad = torch.ones(5)
+        step(model, optimizer, rank, 2)
+        return head.detach().clone()
+
+    a, b = la.simulate(one, workers=2)
+    assert torch.equal(a, b)
+
+
+def test_a_model_without_elements_has_nothing_to_choose_by() -> None:
+    assert sum(bucket_sizes(la.ddp(codec="int4")[0].exchange, 0)) == 0
 
 
 def test_a_switch_that_cannot_be_leaves_the_rounds_at_work() -> None:

@@ -622,6 +622,22 @@ def test_a_scaler_sees_what_is_not_finite() -> None:
     assert la.simulate(run, workers=2) == [(False, True)] * 2
 
 
+def test_a_scaler_that_is_switched_off_sees_nothing() -> None:
+    """It takes every step, so what is not finite is an error, as without it."""
+
+    def run(rank: int) -> str:
+        model, optimizer = build(torch.float32)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        la.attach(model, optimizer, la.ddp(codec="int4"), scaler=scaler)
+        loss = (model.x[0] * (math.inf if rank == 1 else 1.0)).sum() + model.x[1].sum()
+        with pytest.raises(NotFiniteError) as caught:
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            scaler.step(optimizer)
+        return str(caught.value)
+
+    assert all("ranks [1]" in said for said in la.simulate(run, workers=2))
+
+
 def test_wrong_options_are_named() -> None:
     with pytest.raises(ValueError, match="codec must be one of 'float32', 'bfloat16'"):
         la.ddp(codec="int5")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 import weakref
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 
-from laconic.lane import Lane
+from laconic.lane import Lane, Pending
 
 
 @pytest.mark.timeout(30)
@@ -42,3 +43,39 @@ def test_no_job_runs_after_one_that_failed() -> None:
         with pytest.raises(ValueError, match="no"):
             pending.wait()
     assert not ran
+
+
+def test_a_lane_that_was_closed_goes_on_after_what_it_still_had() -> None:
+    """One thread at a time, or two would mix up their messages."""
+    lane = Lane(True, torch.device("cpu"), lambda: None)
+    ran: list[int] = []
+
+    def slow() -> None:
+        time.sleep(0.2)
+        ran.append(1)
+
+    lane.submit(slow, "a job under way")
+    lane.close()
+    lane.submit(partial(ran.append, 2), "a job afterwards").wait()
+    assert ran == [1, 2]
+    lane.submit(slow, "another")
+    lane.drain()
+    assert ran == [1, 2, 1]
+    lane.close()
+
+
+def test_an_error_of_the_card_before_a_job_reaches_who_waits() -> None:
+    lane = Lane(True, torch.device("cuda"), lambda: None)
+
+    class Broken:
+        def wait(self) -> None:
+            raise RuntimeError("device-side assert")
+
+    pending: Pending[int] = Pending(lane, "a job")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.cuda, "Stream", lambda _: None)
+        patched.setattr(torch.cuda, "stream", lambda _: nullcontext())
+        lane._run_on_stream(pending, lambda: 2, Broken())  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        pending.wait()
+    assert isinstance(lane._error, RuntimeError)

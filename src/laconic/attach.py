@@ -31,6 +31,9 @@ _attached: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Synchronizer]] = (
 )
 """Weak on both sides: an attached optimiser's hooks keep its synchroniser alive."""
 _carried: weakref.WeakKeyDictionary[Link, weakref.ref[Synchronizer]] = weakref.WeakKeyDictionary()
+_scaled: weakref.WeakKeyDictionary[torch.amp.GradScaler, list[weakref.ref[Synchronizer]]] = (
+    weakref.WeakKeyDictionary()
+)
 TIMEOUT = 600.0
 """Seconds after which a rank that does not answer is an error on all others."""
 _watched: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
@@ -115,6 +118,8 @@ def attach(
             "this link carries another synchroniser's rounds, and two would mix up their messages: "
             "make a link for each, or call sync.detach() first"
         )
+    if carried is not None:
+        carried.drain()
     device = params[0].device if params else common_device()
     with ExitStack() as made:
         world = agreed_link(problem, link, device, patience, "attach")
@@ -135,14 +140,17 @@ def attach(
 
         chooser = Chooser(recipe, sets["workers"].size) if isinstance(recipe, Auto) else None
         rounds = rounds if chooser is None else chooser.recipe
-        scale = None if scaler is None else scaler.get_scale
+        # one that is switched off looks at nothing
+        scale = scaler.get_scale if scaler is not None and scaler.is_enabled() else None
         sync = Synchronizer(
             model, optimizer, rounds, sets, device, buffers, seed, scale, chooser, arrange
         )
         made.pop_all()  # the synchroniser goes on with them
     sync.record(places)
     if scaler is not None:
-        _count_skipped_steps(scaler)
+        _watch(scaler)
+        if scaler.is_enabled():
+            _scaled.setdefault(scaler, []).append(weakref.ref(sync))
     claim(optimizer, sync)
     if link is not None:
         _carried[link] = weakref.ref(sync)
@@ -190,12 +198,13 @@ def _check(model: nn.Module, optimizer: Optimizer, recipe: Recipe) -> None:
     check_free(optimizer)
 
 
-def _count_skipped_steps(scaler: torch.amp.GradScaler) -> None:
+def _watch(scaler: torch.amp.GradScaler) -> None:
     """Have the synchroniser of an optimiser hear of the steps that ``scaler`` skips, which the
-    optimiser's own hooks do not see. One scaler may serve several optimisers."""
+    optimiser's own hooks do not see, and of its updates. One scaler may serve several
+    optimisers."""
     if scaler in _watched:
         return
-    original = scaler.step
+    original, updated = scaler.step, scaler.update
 
     def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         sync = synchronizer_of(optimizer)
@@ -205,5 +214,12 @@ def _count_skipped_steps(scaler: torch.amp.GradScaler) -> None:
             sync.advance()
         return result
 
+    def update(*args: Any, **kwargs: Any) -> None:
+        updated(*args, **kwargs)
+        for held in _scaled.get(scaler, ()):
+            if (sync := held()) is not None and sync.attached:
+                sync.align_scaler(scaler)
+
     scaler.step = step  # type: ignore[method-assign]
+    scaler.update = update  # type: ignore[method-assign]
     _watched.add(scaler)

@@ -37,7 +37,8 @@ def bucket_bytes(exchange: Exchange, total: int) -> tuple[int, int]:
     """Most bytes of the first bucket, and of the others, for ``total`` bytes of gradients."""
     if not exchange.slots:
         return FIRST_BYTES, BUCKET_BYTES
-    each = min(-(-total // CODED_BUCKETS // LEAST_BYTES) * LEAST_BYTES, BUCKET_BYTES)
+    least = max(-(-total // CODED_BUCKETS // LEAST_BYTES), 1)
+    each = min(least * LEAST_BYTES, BUCKET_BYTES)
     return each, each
 
 

@@ -7,6 +7,7 @@ training (on CUDA: on a stream of its own).
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -95,6 +96,7 @@ class Lane:
         self._check = check
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._before: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
         self._latest: Pending[Any] | None = None
         self._preface: Callable[[], object] | None = None
@@ -144,7 +146,7 @@ class Lane:
                 pending.fail(self._error)
             return pending
         if self._thread is None:
-            work = partial(_work, self._jobs)
+            work = partial(_work, self._jobs, self._before)
             self._thread = threading.Thread(target=work, daemon=True, name="laconic-lane")
             self._thread.start()
         self._latest = pending
@@ -167,16 +169,29 @@ class Lane:
     def _run_on_stream(
         self, pending: Pending[T], job: Callable[[], T], after: torch.cuda.Event
     ) -> None:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            after.wait()
-            self._run(pending, job)
+        try:
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(self._stream):
+                after.wait()
+                self._run(pending, job)
+        except BaseException as error:  # the card's, before the job or after it
+            self._error = self._error or error
+            if not pending.done():
+                pending.fail(error)
 
     def close(self) -> None:
-        """Let the thread end after the jobs it has; another call starts one again."""
+        """Let the thread end after the jobs it has; another call starts one again, which waits for
+        that end, as two would mix up their messages."""
         self._jobs.put(None)
+        self._before = self._thread or self._before
         self._thread, self._jobs = None, queue.SimpleQueue()
+
+    def drain(self) -> None:
+        """Wait for the job that came last, whatever comes of it."""
+        if self._latest is not None:
+            with contextlib.suppress(Exception):
+                self._latest.wait()
 
     def abandon(self) -> bool:
         """Run no more jobs but the one under way; returns whether there were some, or one failed
@@ -199,8 +214,12 @@ class Lane:
         return partial(_labelled, job, label, preface)
 
 
-def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+def _work(
+    jobs: queue.SimpleQueue[Callable[[], None] | None], before: threading.Thread | None
+) -> None:
     torch.set_grad_enabled(False)
+    if before is not None:
+        before.join()
     while (task := jobs.get()) is not None:
         task()
         del task  # or its tensors would stay until the next one comes

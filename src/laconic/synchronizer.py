@@ -103,6 +103,12 @@ class Stats:
     seconds_waiting: float
 
 
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() == 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 class Synchronizer:
     """The rounds of ``recipe`` at work on ``model`` and ``optimizer``; made by `laconic.attach`.
 
@@ -152,6 +158,7 @@ class Synchronizer:
         self._arrange = arrange
         self._recorder = Recorder()
         self._in_consensus = False
+        self._scalers_differ = False
         self.step = 0
         """Optimiser steps taken since `laconic.attach`."""
         self._rounds: list[RunningRound] = []
@@ -533,9 +540,10 @@ class Synchronizer:
 
         What is in flight is folded, and all workers start anew from the consensus, and from the
         mean of their optimisers' state where they differed: with AdamW that sends about as much as
-        four models. The state that rounds keep starts anew, too, but for gradients that a codec has
-        not sent yet, where the new recipe codes gradients. Raises ``ValueError``, on every rank,
-        where they ask for different ones.
+        four models. State that some ranks lack begins anew, and numbers in it, and the GradScaler,
+        go on as rank 0's. The state that rounds keep starts anew, too, but for gradients that a
+        codec has not sent yet, where the new recipe codes gradients. Raises ``ValueError``, on
+        every rank, where they ask for different ones.
         """
         if not is_recipe(recipe):
             raise ValueError(f"recipe must be what a recipe function returns, not {recipe!r}")
@@ -546,6 +554,8 @@ class Synchronizer:
         assert self._optimizer is not None, "rounds are bound to an optimiser"
         check_groups(recipe, "group" in self._links)  # while the rounds before are still at work
         check_count(recipe)
+        if len(self._groups_held()) > self._groups:
+            self._grow()
         self._call("switch()", self.step)
         for running in self._rounds:
             running.settle(self.step, averaged=True)
@@ -553,6 +563,8 @@ class Synchronizer:
         if workers_differ(self._recipe):
             state = Round(every(1), Average(), Mean(), optimizer_state)
             RunningRound(state, self._workers, self._shared).start(self.step)
+            self._align_state()
+            self._scalers_differ = True
         for running in self._rounds:  # which may go on, if the ranks do not agree
             running.rest()
         left: dict[tuple[str, int], Tensor] = {}
@@ -566,6 +578,48 @@ class Synchronizer:
             raise
         self._recorder.event("switch", recipe=self._describe(chosen=True))
         self._status("computing")
+
+    def _align_state(self) -> None:
+        """What the mean of the optimisers' state leaves: its numbers (steps that a rank skipped are
+        not counted there) become rank 0's; state that some ranks lack, as a parameter had no
+        gradient there, begins anew on all."""
+        assert self._optimizer is not None
+        states, held = self._optimizer.state, self._held()
+        has = self._gather(torch.tensor([float(bool(states.get(p))) for p in held]))
+        numbers: list[tuple[dict[str, Any], str]] = []
+        for p, everywhere in zip(held, has.amin(0).tolist(), strict=True):
+            if not everywhere:
+                states.pop(p, None)
+                continue
+            state = states[p]
+            numbers += [(state, name) for name in sorted(state) if _is_number(state[name])]
+        if not numbers:
+            return
+        flat = self._from_rank_0([float(state[name]) for state, name in numbers])
+        for (state, name), value in zip(numbers, flat, strict=True):
+            if isinstance(state[name], Tensor):
+                state[name].fill_(value)
+            else:
+                state[name] = type(state[name])(value)
+
+    def align_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """After a switch from workers that differed, each with overflows of its own, ``scaler``
+        goes on as rank 0's: gradients that are averaged must be scaled alike. Called when it has
+        been updated."""
+        if not self._scalers_differ:
+            return
+        self._scalers_differ = False
+        self._call("switch()", self.step)
+        state = scaler.state_dict()
+        scale, tracker = self._from_rank_0([state["scale"], float(state["_growth_tracker"])])
+        scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": int(tracker)})
+
+    def _from_rank_0(self, numbers: Sequence[float]) -> list[float]:
+        """Rank 0's, of as many on all ranks."""
+        flat = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        self._lane.call(partial(self._world.broadcast, flat), "sharing rank 0's optimizer state")
+        told: list[float] = flat.tolist()
+        return told
 
     def _adopt(self, recipe: Recipe, left: Mapping[tuple[str, int], Tensor]) -> Callable[[], None]:
         """Start the rounds of ``recipe``, on workers that hold the same x, the gradient rounds with
@@ -639,6 +693,10 @@ class Synchronizer:
         self._lane.close()
         self._recorder.close()
         self._status("detached")
+
+    def drain(self) -> None:
+        """Wait for what is on its way, whatever becomes of it: the link is free then."""
+        self._lane.drain()
 
     def __enter__(self) -> Synchronizer:
         return self
