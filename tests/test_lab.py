@@ -36,7 +36,7 @@ LAB = [sys.executable, "-m", "laconic", "lab"]
 EXAMPLE = Path(__file__).parents[1] / "examples" / "ddp.py"
 # Sends argv[1] bytes from each host to the next one in the ring.
 RING = """
-import os, socket, struct, sys, threading
+import os, socket, sys, threading, time
 host, hosts, size = int(os.environ["GROUP_RANK"]), int(os.environ["GROUP_WORLD_SIZE"]), sys.argv[1]
 server = socket.create_server(("", 5000))
 def receive():
@@ -47,12 +47,8 @@ while True:
     try:
         with socket.create_connection((f"host{(host + 1) % hosts}", 5000)) as next_one:
             next_one.sendall(bytes(int(size)))
-            next_one.shutdown(socket.SHUT_WR)
-            next_one.recv(1)  # until the other end has it all
-            told = next_one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
-            print(struct.unpack_from("I", told, 100)[0])  # segments that were sent again
         break
-    except ConnectionRefusedError: pass
+    except ConnectionRefusedError: time.sleep(0.02)  # attempts are sent, too
 thread.join()
 """
 
@@ -167,9 +163,8 @@ def test_rates_and_output_are_kept(tmp_path: Path, capfd: pytest.CaptureFixture[
         for host in range(2):
             sent = [sample["sent"][host] for sample in kept["samples"]]
             assert sent == sorted(sent) and sent[0] == 0
-            # Headers, and the acknowledgements of what came; on a busy machine some is sent again.
-            again = 1514 * int((out / f"rank{host}.out").read_text())
-            assert size < sent[-1] < 1.1 * size + again
+            # Headers, and the acknowledgements of what came.
+            assert size < sent[-1] < 1.1 * size
             told = f"laconic:   host{host}  {sent[-1] / 1e6:10.2f} MB"
             assert told in capfd.readouterr().err or host
 
