@@ -577,8 +577,11 @@ def test_switching_keeps_the_layout() -> None:
     assert torch.equal(a, b) and torch.equal(c, d) and not torch.equal(a, c)
 
 
+@pytest.mark.parametrize("inside", [True, False], ids=["before the update", "after it"])
 @pytest.mark.parametrize("when", [2, 5], ids=["before", "in the last step"])
-def test_a_switch_aligns_what_overflows_and_missing_gradients_left_apart(when: int) -> None:
+def test_a_switch_aligns_what_overflows_and_missing_gradients_left_apart(
+    when: int, inside: bool
+) -> None:
     """AdamW's steps, the scale, and moments of a parameter that one rank did not use: or gradients
     that are alike would move the workers differently, unseen."""
 
@@ -597,9 +600,11 @@ def test_a_switch_aligns_what_overflows_and_missing_gradients_left_apart(when: i
             loss = nn.functional.mse_loss(model[2](hidden), torch.sin(x[:, :30]))
             scaler.scale(loss * (float("inf") if (rank, t) == (1, when) else 1)).backward()
             scaler.step(optimizer)
-            if t == 5:
+            if t == 5 and inside:
                 sync.switch(la.ddp())
             scaler.update()
+            if t == 5 and not inside:
+                sync.switch(la.ddp())
 
         for t in range(1, 15):
             run(t)

@@ -150,6 +150,7 @@ def attach(
     if scaler is not None:
         _watch(scaler)
         if scaler.is_enabled():
+            sync.scaler = scaler
             _scaled.setdefault(scaler, []).append(weakref.ref(sync))
     claim(optimizer, sync)
     if link is not None:
@@ -198,6 +199,12 @@ def _check(model: nn.Module, optimizer: Optimizer, recipe: Recipe) -> None:
     check_free(optimizer)
 
 
+def _under(scaler: torch.amp.GradScaler) -> list[Synchronizer]:
+    """The attached ones, in the order in which they were."""
+    held = [reference() for reference in _scaled.get(scaler, ())]
+    return [sync for sync in held if sync is not None and sync.attached]
+
+
 def _watch(scaler: torch.amp.GradScaler) -> None:
     """Have the synchroniser of an optimiser hear of the steps that ``scaler`` skips, which the
     optimiser's own hooks do not see, and of its updates. One scaler may serve several
@@ -207,6 +214,8 @@ def _watch(scaler: torch.amp.GradScaler) -> None:
     original, updated = scaler.step, scaler.update
 
     def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        for other in _under(scaler):
+            other.scaling = True
         sync = synchronizer_of(optimizer)
         before = None if sync is None else sync.step
         result = original(optimizer, *args, **kwargs)
@@ -216,9 +225,9 @@ def _watch(scaler: torch.amp.GradScaler) -> None:
 
     def update(*args: Any, **kwargs: Any) -> None:
         updated(*args, **kwargs)
-        for held in _scaled.get(scaler, ()):
-            if (sync := held()) is not None and sync.attached:
-                sync.align_scaler(scaler)
+        for sync in _under(scaler):
+            sync.scaling = False
+            sync.align_scaler()
 
     scaler.step = step  # type: ignore[method-assign]
     scaler.update = update  # type: ignore[method-assign]

@@ -159,6 +159,9 @@ class Synchronizer:
         self._recorder = Recorder()
         self._in_consensus = False
         self._scalers_differ = False
+        self.scaler: torch.amp.GradScaler | None = None
+        self.scaling = False
+        """Whether ``scaler`` has stepped and not been updated, so that its scale is in use."""
         self.step = 0
         """Optimiser steps taken since `laconic.attach`."""
         self._rounds: list[RunningRound] = []
@@ -548,6 +551,8 @@ class Synchronizer:
         if not is_recipe(recipe):
             raise ValueError(f"recipe must be what a recipe function returns, not {recipe!r}")
         self._switch(recipe)
+        if not self.scaling:
+            self.align_scaler()
         self._chosen, self._chooser = self.choices, None
 
     def _switch(self, recipe: Recipe) -> None:
@@ -602,11 +607,12 @@ class Synchronizer:
             else:
                 state[name] = type(state[name])(value)
 
-    def align_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """After a switch from workers that differed, each with overflows of its own, ``scaler``
-        goes on as rank 0's: gradients that are averaged must be scaled alike. Called when it has
-        been updated."""
-        if not self._scalers_differ:
+    def align_scaler(self) -> None:
+        """After a switch from workers that differed, each with overflows of its own, the scaler
+        goes on as rank 0's: gradients that are averaged must be scaled alike. Called between two
+        steps, when the scaler has been updated."""
+        scaler = self.scaler
+        if scaler is None or not self._scalers_differ:
             return
         self._scalers_differ = False
         self._call("switch()", self.step)
