@@ -60,12 +60,17 @@ def body(launches: Sequence[Launch]) -> list[str]:
             (launch for launch in launches if launch.network.per_host == per_host),
             key=lambda launch: launch.network,
         )
-        word = "One process" if per_host == 1 else f"{per_host} processes"
-        lines += ["", f"## {word} on each host", "", *verdict(these), "", *table(these)]
+        lines += ["", f"## {heading(per_host)}", "", *verdict(these), "", *table(these)]
     machine = launches[0].shared
     lines += ["", f"Machine: {machine['processor']}, {machine['cores']} cores; torch "
               f"{machine['torch']}."]  # fmt: skip
     return lines
+
+
+def heading(per_host: int) -> str:
+    """Of a table and a panel."""
+    word = "One process" if per_host == 1 else f"{per_host} processes"
+    return f"{word} on each host"
 
 
 def verdict(launches: Sequence[Launch]) -> list[str]:
@@ -116,12 +121,14 @@ def draw(path: Path, launches: Sequence[Launch]) -> None:
     panels = figure.subplots(1, len(kinds), squeeze=False)[0]
     for axes, per_host in zip(panels, kinds, strict=True):
         _panel(axes, [launch for launch in launches if launch.network.per_host == per_host])
-        axes.set_title(f"{per_host} process(es) on each host", loc="left")
+        axes.set_title(heading(per_host), loc="left")
     panels[-1].legend(fontsize=7, loc="upper left")
     figure.savefig(path)
 
 
 def _panel(axes: Axes, launches: Sequence[Launch]) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     from laconic.lab.plots import COLOURS
 
     families: dict[str, list[tuple[float, float]]] = {}
@@ -137,5 +144,9 @@ def _panel(axes: Axes, launches: Sequence[Launch]) -> None:
         axes.plot(ends, [factor * e for e in ends], color="#767676", linewidth=0.6, linestyle=":")
     axes.set_xscale("log")
     axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):  # few numbers, so that none lies on another
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("measured seconds per step")
     axes.set_ylabel("predicted seconds per step")
