@@ -41,6 +41,8 @@ USE = ["tests/test_slowmo_use.py", "-k", "not process"]
 SLOW_RESUME = ["tests/test_slowmo_resume.py"]
 SAVING = ["tests/test_saving.py", "-k", "any_line or any_agreement or on_disk or cannot_rename"]
 LOADING = ["tests/test_saving.py", "-k", "changes_nothing or bit_for_bit and not sharded or apart"]
+FROZEN = ["tests/test_coded.py", "-k", "frozen or chosen or later or follow or thawed or its_room"]
+BUFFERS = ["tests/test_loop.py", "tests/test_slowmo_use.py", "-k", "buffers or osgp"]
 LOW_RANK = ["tests/test_low_rank.py", "-k", "not gloo"]
 DEMO = ["tests/test_demo.py", "-k", "not gloo"]
 NOLOCO = ["tests/test_noloco.py", "-k", "not gloo"]
@@ -231,16 +233,30 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("gossip_graphs.py", "repeats=True", "repeats=False", SLOW),
     # P = mean(M Q) ; P <- orthonormal(P) ; Q = mean(M^T P) ; result = P Q^T ; e <- M - P Q^T
     ("exchanges/low_rank.py", '.add_(state["residual"])', "", LOW_RANK),
-    ("exchanges/low_rank.py", "left = [orthonormal(p) for p in means", "left = [p for p in means", LOW_RANK),
+    ("exchanges/low_rank.py", "left = [orthonormal(p) for p, _", "left = [p for p, _", LOW_RANK),
     ("exchanges/low_rank.py", "[m @ orthonormal(q)", "[m @ q", LOW_RANK),
-    ("exchanges/low_rank.py", 'torch.sub(m.of(total), product, out=m.of(state["residual"]))', 'm.of(state["residual"]).add_(m.of(total)).sub_(product)', LOW_RANK),
-    ("exchanges/low_rank.py", 'state["basis"].copy_(torch.cat(right))', "pass", LOW_RANK),
+    ("exchanges/low_rank.py", "torch.sub(m.of(total), p @ own.mH,", "torch.sub(m.of(total), p @ q.mH,", LOW_RANK),
+    ("exchanges/low_rank.py", "exchange.give_back(state, owned, n)", "pass", LOW_RANK),
+    ("exchanges/low_rank.py", 'padded -= state["residual"]', "pass", LOW_RANK),
+    ("exchanges/low_rank.py", 'm.of(message).copy_(p @ q.mH)', 'm.of(message).copy_(p @ own.mH)', LOW_RANK),
+    ("exchanges/low_rank.py", 'state["basis"].copy_(torch.cat([q for q, _ in second]))', "pass", LOW_RANK),
+    ("gradients.py", "| {id(p) for p in self._params if not p.requires_grad}", "", FROZEN),
+    ("gradients.py", "            pending.settle()\n", "            pass\n", FROZEN),
+    ("gradients.py", "values / self._scale_of(name)", "values", FROZEN),
+    ("gradients.py", "partial(self._carry, Mean(), flat.whole, {}, clock)", "partial(self._link.mean, flat.whole)", FROZEN),
+    ("running.py", "not any(self.states) and not any(self.carried)", "not any(self.states)", FROZEN),
+    ("running.py", "        if any(self.states) or any(self.carried):\n", "        if False:\n", FROZEN),
+    ("running.py", "if varying and self.round.delay:", "if False:", BUFFERS),
+    ("running.py", "            for tensor, copy in copied:\n                copy.copy_(tensor)\n", "", BUFFERS),
+    ("running.py", "if (t.shape, t.dtype) == (copy.shape, copy.dtype)", "if True", BUFFERS),
+    ("running.py", "t.detach().clone() for k, t in group.items()", "t.detach() for k, t in group.items()", BUFFERS),
+    ("synchronizer.py", "job = partial(held_by_all, self._world, module_buffers(self._model))", "job = lambda: [list(g.values()) for g in module_buffers(self._model)]", BUFFERS),
     ("exchanges/low_rank.py", "self.rank * (rows + columns) < rows * columns", "len(shape) > 1", LOW_RANK),
-    ("exchanges/low_rank.py", "-len(flat) % multiple", "0", LOW_RANK),
+    ("exchanges/low_rank.py", "-len(flat) % exchange.multiple(n)", "0", LOW_RANK),
     ("exchanges/low_rank.py", "if not bool(mean.isfinite().all()):", "if False:", LOW_RANK),
     ("exchanges/low_rank.py", "(p / largest)", "(p)", LOW_RANK),
     ("exchanges/low_rank.py", "torch.autocast(total.device.type, enabled=False)", "torch.no_grad()", LOW_RANK),
-    ("exchanges/low_rank.py", 'm.of(state["residual"]).zero_()', "pass", LOW_RANK),
+    ("exchanges/low_rank.py", 'torch.sub(m.of(total), own, out=', "torch.sub(m.of(total), 0 * own, out=", LOW_RANK),
     ("recipes.py", "replace(low, when=after(start, low.when))", "low", LOW_RANK),
     ("checkpoint.py", "or now.dim() > 1", "", LOW_RANK),
     # v = m - r + b*e ; e <- v - Q(v) ; mean = r + b*o + mean(Q(v)) ; o <- w - Q(w) ; r <- r + Q(w)

@@ -29,6 +29,7 @@ from laconic.links.cost import Cost
 from laconic.links.simulated import current_link
 from laconic.links.wrapped import Wrapped
 from laconic.round import Clock, Exchange, State
+from laconic.tensors import optimizer_state
 
 import gloo
 import reference_coded as ref
@@ -553,6 +554,70 @@ def test_a_frozen_parameter_keeps_what_is_left_of_the_others() -> None:
     assert float((after - kept).abs().max()) < 1e-12 and float(kept.abs().max()) > 0
 
 
+def test_a_parameter_frozen_between_steps_moves_no_more() -> None:
+    """Though something was left of it, which the next pass might bring."""
+
+    def run(rank: int) -> bool:
+        model, optimizer = build()
+        la.attach(model, optimizer, la.ddp(codec=SMALL))
+        for t in range(1, 5):
+            step_of(model, optimizer, rank, t)
+        model.x[1].requires_grad_(False)
+        before = model.x[1].detach().clone()
+        for t in range(5, 7):
+            step_of(model, optimizer, rank, t)
+        return torch.equal(before, model.x[1]) and model.x[1].grad is None
+
+    assert la.simulate(run, workers=2) == [True] * 2
+
+
+def test_a_round_of_chosen_parameters_averages_them() -> None:
+    """Its reference is what all started with, in every round."""
+    chosen = la.Round(la.every(2), la.updates.Average(), CodedMean(SMALL, relative=True), some)
+
+    def run(rank: int) -> list[Tensor]:
+        model, optimizer = build()
+        with la.attach(model, optimizer, (chosen,)):
+            for t in range(1, 7):
+                step_of(model, optimizer, rank, t)
+            return [x.detach().clone() for x in model.x]
+
+    one, other = la.simulate(run, workers=2)
+    same = [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
+    assert same == [True, True, *[False] * (len(same) - 2)]
+    (alone,) = la.simulate(run, workers=1)
+    assert float((one[0] - alone[0]).abs().max()) > 1e-3, "that of both, not of one"
+
+
+def some(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Tensor]]:
+    """The first two parameters."""
+    return [dict(list(model.named_parameters())[:2])]
+
+
+def late(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Tensor]]:
+    """Momenta, of which there are none at first."""
+    return optimizer_state(model, optimizer)
+
+
+def test_coded_rounds_of_what_comes_later_are_refused() -> None:
+    """Their reference would be another one on every worker."""
+    exchange = CodedMean(SMALL, relative=True)
+    with pytest.raises(ValueError, match="a round of the optimiser's state is of an update"):
+        la.Round(la.every(2), la.updates.Average(), exchange, optimizer_state)
+    hidden = la.Round(la.every(2), la.updates.Average(), exchange, late)
+
+    def run(rank: int) -> str:
+        model, optimizer = build()
+        la.attach(model, optimizer, (hidden,))
+        step_of(model, optimizer, rank, 1)
+        with pytest.raises(ValueError, match="had nothing then") as told:
+            step_of(model, optimizer, rank, 2)
+        return str(told.value)
+
+    one, other = la.simulate(run, workers=2)
+    assert one == other
+
+
 def _owed(states: Any, rank: int) -> Tensor:
     """The residual, and the owner's as n times its slice."""
     (kept,) = states[0]["carried"]
@@ -755,18 +820,23 @@ def test_late_and_out_of_order_completions(monkeypatch: pytest.MonkeyPatch) -> N
             assert np.array_equal(a, b)
 
 
-def test_residuals_follow_the_scale_of_the_loss() -> None:
+@pytest.mark.parametrize(("workers", "inner"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize("switched", [False, True])
+def test_residuals_follow_the_scale_of_the_loss(workers: int, inner: int, switched: bool) -> None:
     """At half the scale, what was not sent is half as much: unscaled gradients are as without a
-    scaler, but for rounding."""
+    scaler, but for rounding; also where another recipe sends what is left."""
 
     def run(rank: int, scales: list[float] | None) -> list[Tensor]:
         model, optimizer = build(torch.float32)
         scaler = None if scales is None else torch.amp.GradScaler("cpu", init_scale=1.0)
         if scaler is not None:
             scaler.scale(torch.zeros(()))  # which makes its scale
-        sync = la.attach(model, optimizer, la.ddp(codec=SMALL), scaler=scaler)
+        recipe = la.ddp(codec=SMALL)
+        sync = la.attach(model, optimizer, recipe, nprocs_per_node=inner, scaler=scaler)
         found = []
         for t in range(1, 7):
+            if switched and t == 4:
+                sync.switch(la.ddp(codec=Int4(block=16)))
             optimizer.zero_grad()
             wanted = [torch.from_numpy(v).float() for v in target(rank, t)]
             pairs = zip(model.x, wanted, strict=True)
@@ -781,8 +851,8 @@ def test_residuals_follow_the_scale_of_the_loss() -> None:
         return found
 
     scales = [4.0, 4.0, 1024.0, 0.5, 0.5, 64.0]
-    plain = la.simulate(lambda rank: run(rank, None), workers=2)
-    scaled = la.simulate(lambda rank: run(rank, scales), workers=2)
+    plain = la.simulate(lambda rank: run(rank, None), workers=workers)
+    scaled = la.simulate(lambda rank: run(rank, scales), workers=workers)
     for a, b in zip(plain[0], scaled[0], strict=True):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
@@ -824,6 +894,66 @@ def test_a_parameter_thawed_in_the_step_that_nobody_used_keeps_no_gradient() -> 
         return model.x[0].grad is None
 
     assert la.simulate(run, workers=2) == [True, True]
+
+
+def test_a_thawed_parameter_gets_what_the_update_makes_of_its_mean() -> None:
+    """Under DeMo its sign, as the others."""
+
+    def run(rank: int) -> Tensor:
+        model, optimizer = build()
+        model.x[0].requires_grad_(False)
+        la.attach(model, optimizer, la.demo())
+        step_of(model, optimizer, rank, 1)
+        optimizer.zero_grad()
+        torch.cat([p.reshape(-1) for p in model.x]).sum().backward()  # type: ignore[no-untyped-call]
+        model.x[0].requires_grad_(True)
+        model.x[0].grad = torch.full_like(model.x[0], rank + 1.0)
+        optimizer.step()
+        return model.x[0].grad
+
+    for gradient in la.simulate(run, workers=2):
+        assert torch.equal(gradient, torch.ones_like(gradient))
+
+
+def aborted(rank: int, tried: bool) -> list[Tensor]:
+    """Gradients after two steps, before the second of which a pass raises that has sent all."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(300, 300) for _ in range(6)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    found = []
+    with la.attach(model, optimizer, la.ddp()):
+        for t in range(2):
+            x = torch.full((2, 300), 1.0 + t)
+            if tried and t:
+                time.sleep(0.3 * (rank == 1))  # the others have sent theirs, and go on
+                with pytest.raises(RuntimeError, match="interrupted"):
+                    (10 * model(Interrupted.apply(x.requires_grad_())).square().sum()).backward()
+                optimizer.zero_grad()
+                x = x.detach()
+            model(x * (rank + 1)).square().sum().backward()
+            optimizer.step()
+            found.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
+            optimizer.zero_grad()
+    return found
+
+
+class Interrupted(torch.autograd.Function):
+    """Itself; raises in the backward pass."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        raise RuntimeError("interrupted")
+
+
+def test_a_pass_that_raised_leaves_its_room_alone_until_it_was_sent(pool: gloo.Pool) -> None:
+    straight = pool.run(aborted, False, ranks=4)
+    for own, other in zip(straight, pool.run(aborted, True, ranks=4), strict=True):
+        for a, b in zip(own, other, strict=True):
+            assert torch.equal(a, b)
 
 
 def test_messages_of_several_models_are_not_coded() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -567,6 +569,40 @@ def test_parameters_outside_the_optimizer_are_broadcast_once() -> None:
     assert torch.allclose(ends[2] - ends[0], torch.full_like(ends[0], 2.0))
 
 
+class Counting(torch.optim.SGD):
+    """Does every second step, as it counts them; the number is no tensor."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (p,) = self.param_groups[0]["params"]
+        seen = self.state[p].get("seen", 0) + 1
+        self.state[p]["seen"] = seen
+        if seen % 2 == 0:
+            super().step()
+
+
+class Warming(torch.optim.SGD):
+    """Whose rate rises by itself, in its settings."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.param_groups[0]["lr"] *= 1.1
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Counting, "seen"), (Warming, "lr")])
+def test_an_outer_optimizer_that_keeps_numbers_is_refused(kind: Any, name: str) -> None:
+    """They would begin anew in every round."""
+
+    def run(rank: int) -> str:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        la.attach(model, optimizer, la.diloco(2, outer=lambda x: kind(x, lr=0.5)))
+        with pytest.raises(ValueError, match=f"outer= keeps .'{name}'. as numbers") as told:
+            plain_loop(model, optimizer, data()[rank][:2])
+        return str(told.value)
+
+    assert len(set(la.simulate(run, workers=WORKERS))) == 1
+
+
 # -- module buffers ----
 
 
@@ -617,6 +653,87 @@ def test_buffers_of_a_delayed_round_are_folded_when_it_is() -> None:
     sent = torch.stack([before for before, _, _ in run(2)])
     for _, after, _ in run(3):
         assert torch.allclose(after, sent.mean(0), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "first"),
+    [(la.local_sgd(3, delay=2), 3), (la.streaming_diloco(4, 2, 1), 2), (la.sgp(delay=2), 2)],
+    ids=["local_sgd", "streaming_diloco", "sgp"],
+)
+def test_a_delayed_round_of_buffers_waits_for_nobody(
+    pool: gloo.Pool, tmp_path: Path, recipe: la.Recipe, first: int
+) -> None:
+    """Rank 1 gets to a round only when rank 0 is one step from folding it."""
+    late = pool.run(waiting_run, recipe, first, tmp_path / "went on", ranks=4)
+    even = pool.run(waiting_run, recipe, first, None, ranks=4)
+    assert [x.tolist() for x in late] == [x.tolist() for x in even]
+    assert equal(late)
+
+
+def waiting_run(rank: int, recipe: la.Recipe, first: int, sign: Path | None) -> Tensor:
+    """Parameters and running means in the end. Rank 1 waits for ``sign`` before step ``first``,
+    after which the recipe has its first round; rank 0 makes it as late as it may."""
+    model = with_norm(rank)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with la.attach(model, optimizer, recipe):
+        for step, x in enumerate(data(4)[rank], 1):
+            if sign is not None and rank == 1 and step == first:
+                end = time.monotonic() + 10
+                while not sign.exists() and time.monotonic() < end:
+                    time.sleep(0.01)
+                assert sign.exists(), "rank 0 waits for this one"
+            plain_loop(model, optimizer, [x])
+            if sign is not None and rank == 0 and step == first + recipe[0].delay - 1:
+                sign.touch()
+    return torch.cat([flat(model), norm_of(model).running_mean])
+
+
+def test_buffers_of_a_delayed_round_that_are_others_by_then() -> None:
+    """A buffer that a module has put another in place of is found by its name; one whose shape is
+    another, and one that some workers lack, are left alone."""
+
+    def run(rank: int) -> list[Tensor]:
+        model = with_norm(rank)
+        model.register_buffer("own", torch.full((2,), float(rank)))
+        model.register_buffer("grown", torch.full((2,), float(rank)))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with la.attach(model, optimizer, la.local_sgd(2, delay=1)) as sync:
+            if rank:
+                model.register_buffer("alone", torch.full((2,), float(rank)))
+            for name in ("own", "grown"):
+                model.get_buffer(name).fill_(rank)
+            plain_loop(model, optimizer, data()[rank][:2])
+            model.own = torch.full((2,), 10.0 + rank)
+            model.grown = torch.full((3,), 10.0 + rank)
+            plain_loop(model, optimizer, data()[rank][2:3])
+            names = ["own", "grown", *["alone"] * bool(rank)]
+            found = [model.get_buffer(name).clone() for name in names]
+            sync.finish()
+        return found
+
+    for rank, (own, grown, *alone) in enumerate(la.simulate(run, workers=WORKERS)):
+        assert own.tolist() == [1.0] * 2
+        assert grown.tolist() == [10.0 + rank] * 3
+        assert all(x.tolist() == [float(rank)] * 2 for x in alone)
+
+
+def test_delayed_gossip_of_buffers_keeps_what_they_took_in_meanwhile() -> None:
+    """The sum over the workers changes by that alone, whatever is mixed."""
+
+    def run(rank: int) -> float:
+        model = with_norm(rank)
+        model.register_buffer("own", torch.zeros((), dtype=torch.float64))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        la.attach(model, optimizer, la.d_psgd(delay=1))
+        model.get_buffer("own").fill_(4.0**rank)
+        for x in data()[rank][:4]:
+            plain_loop(model, optimizer, [x])
+            model.get_buffer("own").add_(1 + rank)
+        return float(model.get_buffer("own"))
+
+    found = la.simulate(run, workers=WORKERS)
+    assert sum(found) == pytest.approx(1 + 4 + 16 + 4 * (1 + 2 + 3), abs=1e-12)
+    assert max(found) - min(found) < 15 - 1, "they were mixed"
 
 
 @pytest.mark.parametrize(("buffers", "steps"), [("keep", 3), ("keep", 4), ("average", 4)])

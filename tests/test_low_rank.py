@@ -167,6 +167,29 @@ def test_factors_may_travel_coded(codec: str) -> None:
     assert linear.same_bits(runs, [runs[0]] * 3)
 
 
+def apart(given: Problem, worker: int, step: int) -> Params:
+    """Gradients that differ from worker to worker, and do not change."""
+    rng = np.random.default_rng([worker])
+    return [rng.standard_normal(shape) for shape in given.shapes]
+
+
+def test_what_workers_differ_by_does_not_add_up() -> None:
+    """Else what they send would be ever larger, its codes coarser, and what is owed more."""
+    given = problem(1, 3, offset=apart)
+    given = replace(given, recipe=la.power_sgd(1, codec="int4"), lr=0.0)
+
+    def run(rank: int) -> list[Tensor]:
+        training, left = Training(given, rank), []
+        for end in (50, 400):
+            training.steps(training.sync.step + 1, end)
+            left.append(torch.cat(list(linear.carried(training, "residual").values())))
+        return left
+
+    early, late = zip(*la.simulate(run, workers=3), strict=True)
+    for before, after in (*zip(early, late, strict=True), (sum(early) / 3, sum(late) / 3)):
+        assert 0 < float(after.abs().max()) < 2 * float(before.abs().max())
+
+
 def test_replicas_hold_the_same_bits() -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         runs = linear.simulated(problem(2, 4, dtype=dtype))

@@ -99,6 +99,28 @@ def mistaken(rank: int, shape: tuple[int, ...], options: dict[str, Any]) -> str:
     return "nothing"
 
 
+def narrow(rank: int, recipe: la.Recipe) -> list[list[float]]:
+    """Parameters after some steps of a model with less in a dimension than it has shards."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("workers", "shards"))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    fully_shard(model, mesh=mesh["shards"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with la.attach(model, optimizer, recipe, link=gloo.link_of(4), mesh=mesh):
+        for t in range(4):
+            model(torch.full((2, 3), 1.0 + rank + t)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.full_tensor().flatten().tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("recipe", [la.ddp(), la.ddp(codec="int8"), la.local_sgd(2)])
+def test_a_rank_without_a_part_of_some_parameter(pool: gloo.Pool, recipe: la.Recipe) -> None:
+    runs = pool.run(narrow, recipe, ranks=4, timeout=100)
+    assert runs == [runs[0]] * 4
+    assert runs != pool.run(narrow, la.local_sgd(9), ranks=4, timeout=100)
+
+
 def unsaid(rank: int) -> str:
     model = torch.nn.Linear(2, 2)
     fully_shard(model, mesh=init_device_mesh("cpu", (4,)))

@@ -864,6 +864,24 @@ def test_a_buffer_whose_shape_follows_the_data() -> None:
     assert torch.equal(one, other)
 
 
+def test_a_consensus_of_buffers_whose_shape_follows_the_data() -> None:
+    """Those that not all ranks have alike are each rank's own."""
+
+    def run(rank: int) -> tuple[Tensor, int]:
+        torch.manual_seed(0)
+        model = Cached()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with la.attach(model, optimizer, la.local_sgd(2)):
+            for x in loop.batches(rank, 3):
+                optimizer.zero_grad()
+                model(x[: 4 + rank, :6]).square().mean().backward()
+                optimizer.step()
+        return loop.flat(model), len(model.seen)
+
+    (one, seen), (other, there) = simulate(run, 2)
+    assert torch.equal(one, other) and (seen, there) == (4, 5)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_a_compiled_optimizer_step() -> None:
     def run(rank: int) -> tuple[Tensor, int]:

@@ -27,6 +27,7 @@ from tutorial.toy import SEED, FFNet, ToyDataset, sgd
 Sample = tuple[Tensor, Tensor]
 STARTS = ("broadcast", "seed", "different")
 TIMEOUT = timedelta(seconds=60)  # a rank that is waited for longer than this is an error
+LEAVING = 5.0  # seconds for a process to end after it has answered, or another has failed
 
 # --- processes -----------------------------------------------------------------------------------
 
@@ -65,6 +66,7 @@ def init_process(
         backend, init_method=address, rank=rank, world_size=world_size, timeout=TIMEOUT
     )
     try:
+        dist.barrier()  # or one that is done at once leaves while another is still connecting
         return train_fn(rank, world_size, **train_fn_kwargs)
     finally:
         dist.destroy_process_group()
@@ -101,7 +103,7 @@ def spawn_and_join(
     try:
         returned = dict(_collect(answers))
         for process in processes:
-            process.join()
+            process.join(LEAVING)
     finally:
         for process in processes:
             if process.is_alive():

@@ -283,4 +283,4 @@ def _load_flight(running: RunningRound, saved: Saved) -> Flight:
         arrived = Arrival(flat.to(bucket.device, copy=True), weight)
         kept = None if sent is None else sent.to(bucket.device, copy=True)
         messages.append(Message(bucket, state, kept, Pending.of(arrived)))
-    return Flight(saved["due"], messages)
+    return Flight(saved["due"], Pending.of(messages))

@@ -20,6 +20,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from laconic.errors import LinkError, NotFiniteError
+from laconic.exchanges.mean import Mean
 from laconic.lane import Lane, Pending
 from laconic.links.link import Link
 from laconic.round import Clock, Exchange, Round, State
@@ -181,11 +182,13 @@ class GradientRound:
     def refresh(self) -> bool:
         """Follow the parameters: groups added, parameters frozen or thawed. Returns whether any
         joined."""
-        params = [p for p in self._host.params() if p.requires_grad and p.numel()]
+        params = [p for p in self._host.params() if p.requires_grad and local(p).numel()]
         before = {id(p) for p in self._params}
         if [id(p) for p in params] == [id(p) for p in self._params]:
             return False
         self.detach()
+        if not self.broken:
+            self._discard()
         self._params = params
         left, self._left = {**self._left, **self.left_over()}, {}
         total = sum(local(p).numel() * p.element_size() for p in params)
@@ -229,16 +232,23 @@ class GradientRound:
 
     def left_over(self) -> dict[tuple[str, int], Tensor]:
         """What the exchange keeps for each parameter, by name and parameter, for whoever takes this
-        one's place."""
+        one's place; as if no GradScaler had multiplied it."""
         found: dict[tuple[str, int], Tensor] = {}
         for bucket, state in zip(self.buckets, self.carried, strict=True):
             self.exchange.give_back(state, self.region(bucket), self._link.size)
             for name, segment, values in _by_segment(bucket, state):
                 key = name, id(segment.tensor)
                 if key not in found:
-                    found[key] = values.new_zeros(segment.tensor.numel())
-                found[key][segment.start : segment.stop] = values
+                    found[key] = values.new_zeros(local(segment.tensor).numel())
+                found[key][segment.start : segment.stop] = values / self._scale_of(name)
         return found
+
+    def _scale_of(self, name: str) -> float:
+        """What this state is multiplied with: 1 where it is no gradient."""
+        return self.scale if self._is_gradient(name) else 1.0
+
+    def _is_gradient(self, name: str) -> bool:
+        return self.exchange.slots[name] != "everywhere"
 
     def _init_carried(self, bucket: Bucket, left: Mapping[tuple[str, int], Tensor]) -> State:
         exchange = self.exchange.shaped(bucket.shapes)
@@ -248,7 +258,8 @@ class GradientRound:
         state = exchange.init(zeros, self.region(bucket))
         for name, segment, values in _by_segment(bucket, state):
             if (name, id(segment.tensor)) in left:
-                values.copy_(left[name, id(segment.tensor)][segment.start : segment.stop])
+                whole = left[name, id(segment.tensor)]
+                values.copy_(whole[segment.start : segment.stop] * self._scale_of(name))
         return state
 
     def detach(self) -> None:
@@ -270,13 +281,20 @@ class GradientRound:
                 f"{self._label}: a backward pass raised after a part of its gradients was sent, so "
                 "this rank cannot join the others any more: start again from the last checkpoint"
             )
+        self._discard()
         self._rescale()
         self._task = task
         self._missing = list(self._counts)
         self._seen = set()
-        self._pending = []
         if not self._flats:
             self._flats = [_Flat(bucket) for bucket in self.buckets]
+
+    def _discard(self) -> None:
+        """Wait for what a backward pass has sent that raised after it had sent everything: the room
+        it is in is used again."""
+        for pending in self._pending:
+            pending.settle()
+        self._pending = []
 
     def _arrived(self, p: Tensor) -> None:
         """A parameter's gradient is complete."""
@@ -304,7 +322,7 @@ class GradientRound:
         if scale != self.scale:
             for state in self.carried:
                 for name, values in state.items():
-                    if self.exchange.slots[name] != "everywhere":
+                    if self._is_gradient(name):
                         values.mul_(scale / self.scale)
             self.scale = scale
 
@@ -338,13 +356,12 @@ class GradientRound:
 
     def _end(self) -> None:
         """The backward pass is over: send what is left, wait, and write the means back."""
-        try:
-            while len(self._pending) < len(self.buckets):
-                self._send()
-            for pending in self._pending:
-                pending.wait()
-        finally:
-            self._task, self._pending = None, []
+        self._task = None
+        while len(self._pending) < len(self.buckets):
+            self._send()
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
         self._write()
         self._averaged = True
 
@@ -365,14 +382,14 @@ class GradientRound:
     def _average_dense(self, params: Sequence[Tensor]) -> None:
         """Those that joined after the others were averaged, which once more would not be the same:
         what was not sent of these would be sent twice."""
-        label = self._announce()
+        label, clock = self._announce(), self._clock()
         had = torch.tensor([float(p.grad is not None) for p in params], device=params[0].device)
         self._lane.call(partial(self._link.mean, had), label)
         used = [p for p, share in zip(params, had.tolist(), strict=True) if share > 0]
         for bucket in bucketize([used], self._link.size):
             flat = _Flat(bucket)
             flat.gather()
-            self._lane.call(partial(self._link.mean, flat.whole), label)
+            self._lane.call(partial(self._carry, Mean(), flat.whole, {}, clock), label)
             flat.scatter(set())
 
     def after_step(self, next_due: bool) -> None:
@@ -384,8 +401,9 @@ class GradientRound:
     @torch.no_grad()
     def _write(self) -> None:
         """The means into ``.grad``; a parameter that no rank had a gradient for keeps None, so
-        that the optimiser leaves it alone, as it would in one process."""
-        unused = self._unused()
+        that the optimiser leaves it alone, as it would in one process; as does one that is frozen,
+        of which something may have been left over."""
+        unused = self._unused() | {id(p) for p in self._params if not p.requires_grad}
         for flat in self._flats:
             flat.scatter(unused)
 

@@ -68,6 +68,11 @@ class Pending(Generic[T]):
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return self._result  # type: ignore[return-value]
 
+    def settle(self) -> None:
+        """Wait for it to be over, whatever comes of it."""
+        with contextlib.suppress(Exception):
+            self.wait()
+
     def run(self, job: Callable[[], T], stream: torch.cuda.Stream | None = None) -> None:
         """Run ``job`` here, its work on the card being on ``stream``; keep what comes of it."""
         try:
@@ -190,8 +195,7 @@ class Lane:
     def drain(self) -> None:
         """Wait for the job that came last, whatever comes of it."""
         if self._latest is not None:
-            with contextlib.suppress(Exception):
-                self._latest.wait()
+            self._latest.settle()
 
     def abandon(self) -> bool:
         """Run no more jobs but the one under way; returns whether there were some, or one failed
@@ -226,8 +230,11 @@ def _work(
 
 
 def _tensors(value: object) -> list[torch.Tensor]:
-    parts = value if isinstance(value, tuple) else (value,)
-    return [part for part in parts if isinstance(part, torch.Tensor)]
+    if isinstance(value, torch.Tensor):
+        return [value]
+    within = value._result if isinstance(value, Pending) else value
+    parts = within if isinstance(within, (tuple, list)) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
 
 
 def _labelled(job: Callable[[], T], label: str, preface: Callable[[], object] | None = None) -> T:

@@ -31,7 +31,7 @@ from laconic.links.cost import Cost
 from laconic.links.link import Link
 from laconic.schedules import Schedule
 from laconic.scores import NO_SCORE, Score
-from laconic.tensors import Fragment, Selector, parameters
+from laconic.tensors import Fragment, Selector, optimizer_state, parameters
 
 State = dict[str, Tensor]
 """The state of one update on one bucket: named tensors, alike in name on every rank."""
@@ -266,6 +266,13 @@ class Round:
             raise ValueError(
                 f"{kept} keeps state for messages as long as the parameters, and those of {made} "
                 f"are {self.update.models} times as long"
+            )
+        if self.part is optimizer_state and (
+            self.exchange.slots or self.update.init(torch.zeros(1))
+        ):
+            raise ValueError(
+                "a round of the optimiser's state is of an update and an exchange that keep none "
+                "of their own (no codec), which would begin with what all workers start with"
             )
         if self.on == "gradients" and not self._is_plain_mean():
             raise ValueError(

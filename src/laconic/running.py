@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from laconic.errors import NotFiniteError
 from laconic.lane import Lane, Pending
-from laconic.links.link import Link, common
+from laconic.links.link import Link, held_by_all
 from laconic.links.simulated import single_link
 from laconic.round import Arrival, Clock, Exchange, Round, State
 from laconic.scores import Scores, of_worker
@@ -30,8 +31,7 @@ from laconic.tensors import (
 )
 
 
-@dataclass
-class Message:
+class Message(NamedTuple):
     """One bucket's message in flight: ``sent`` is y where the update keeps it."""
 
     bucket: Bucket
@@ -44,10 +44,17 @@ class Message:
 
 @dataclass
 class Flight:
-    """One delayed round in flight, to be folded after step ``due``."""
+    """One delayed round in flight, to be folded after step ``due``. ``copies``: what the messages'
+    buckets are made of where it is not the tensors themselves, by group and name."""
 
     due: int
-    messages: list[Message]
+    sent: Pending[list[Message]]
+    copies: Sequence[dict[str, Tensor]] = ()
+
+    @property
+    def messages(self) -> list[Message]:
+        """One for each bucket; waits until it is known which there are."""
+        return self.sent.wait()
 
 
 @dataclass
@@ -127,6 +134,16 @@ class RunningRound:
         return [list(group.values()) for group in part(model, optimizer)]
 
     def _add(self, groups: Sequence[Sequence[Tensor | Segment]]) -> None:
+        new = self._cut(groups, sum(self.joined))
+        self.joined += [len(groups)] if groups else []
+        for number, bucket in enumerate(new, len(self.buckets)):
+            bucket.number = number
+        self.buckets += new
+        self.states += [self._init(bucket) for bucket in new]
+        self.carried += [self._init_carried(bucket) for bucket in new]
+
+    def _cut(self, groups: Sequence[Sequence[Tensor | Segment]], first: int = 0) -> list[Bucket]:
+        """Buckets over ``groups``, of which the first is the optimiser's of number ``first``."""
         workers = self.link.size
         owners = self.round.exchange.owners(workers) or workers
         pieces = self.round.exchange.multiple(workers) * self._replica.size
@@ -135,39 +152,20 @@ class RunningRound:
         # buckets span groups, as a few biases on their own would take as many messages as the rest
         apart = self.round.update.uses_lr
         joined = groups if apart else [[t for group in groups for t in group]]
-        first, whole = sum(self.joined), self.round.exchange.whole
-        new = bucketize(joined, pieces, first_group=first, most_bytes=most, whole=whole)
-        self.joined += [len(groups)] if groups else []
-        for number, bucket in enumerate(new, len(self.buckets)):
-            bucket.number = number
-        self.buckets += new
-        self.states += [self._init(bucket) for bucket in new]
-        self.carried += [self._init_carried(bucket) for bucket in new]
+        whole = self.round.exchange.whole
+        return bucketize(joined, pieces, first_group=first, most_bytes=most, whole=whole)
 
     def _select_again(self) -> None:
-        """Tensors that come and go, such as an optimiser's state: those that all ranks have."""
-        assert not isinstance(self.round.part, Fragment), "its parameters stay"
-        groups = self.round.part(self._shared.model, self._shared.optimizer)
-        keys = [
-            [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in group.items()] for group in groups
-        ]
-        everywhere = self._shared.lane.call(
-            partial(
-                common, self.link, [f"{g} {key}" for g, group in enumerate(keys) for key in group]
-            ),
-            self.label(0),
-        )
+        """Take those of the tensors that come and go that all ranks have."""
+        job = partial(held_by_all, self.link, self._varying())
+        held = self._shared.lane.call(job, self.label(0))
         self.buckets, self.states, self.carried, self.joined = [], [], [], []
-        self._add(
-            [
-                [
-                    t
-                    for key, t in zip(group_keys, group.values(), strict=True)
-                    if f"{g} {key}" in everywhere
-                ]
-                for g, (group_keys, group) in enumerate(zip(keys, groups, strict=True))
-            ]
-        )
+        self._add(held)
+        if any(self.states) or any(self.carried):
+            raise ValueError(
+                f"{self.round.name}: its update or exchange keeps state, which begins with what "
+                "all workers start with, and its part= had nothing then: take ones that keep none"
+            )
 
     def _init(self, bucket: Bucket) -> State:
         """The update's state on its stretch of x0; each piece of state gets a copy of its own."""
@@ -208,13 +206,14 @@ class RunningRound:
     def _room(self, bucket: Bucket) -> Tensor:
         return self._shared.scratch.take(bucket.length, bucket.dtype, bucket.device)
 
-    def _clock(self, bucket: Bucket, step: int) -> Clock:
+    def _clock(self, bucket: Bucket, step: int, executed: int | None = None) -> Clock:
         group = self._shared.optimizer.param_groups[bucket.group]
         lr = float(group.get("lr", math.nan)) if self.round.update.uses_lr else math.nan
         link, delay = self.link, self.round.delay
         seed = self._shared.seed
         at = link.size, link.rank
-        clock = Clock(step, lr, self.executed, delay, *at, seed=seed, bucket=bucket.number)
+        number = self.executed if executed is None else executed
+        clock = Clock(step, lr, number, delay, *at, seed=seed, bucket=bucket.number)
         degree = self.round.exchange.out_degree(clock)
         return replace(clock, out_degree=degree) if degree else clock
 
@@ -269,17 +268,24 @@ class RunningRound:
     def start(self, step: int) -> None:
         """Send this round's messages after ``step``; without a delay, fold the answers too."""
         fixed = self.round.part is parameters or isinstance(self.round.part, Fragment)
-        if not fixed and not any(self.states):
-            self._select_again()
-        if self.round.delay:
-            messages = [self._launch(b, s, c, step) for b, s, c in self._kept()]
-            self.flights.append(Flight(step + self.round.delay, messages))
+        varying = not fixed and not any(self.states) and not any(self.carried)
+        if varying and self.round.delay:
+            self.flights.append(self._launch_varying(step))
         else:
-            for bucket, state, carried in self._kept():
-                self._exchange(bucket, state, carried, step)
+            if varying:
+                self._select_again()
+            self._start_buckets(step)
         self.executed += 1
         if self.round.optimizer_state == "reset":
             self._forget()
+
+    def _start_buckets(self, step: int) -> None:
+        if self.round.delay:
+            messages = [self._launch(b, s, c, step) for b, s, c in self._kept()]
+            self.flights.append(Flight(step + self.round.delay, Pending.of(messages)))
+        else:
+            for bucket, state, carried in self._kept():
+                self._exchange(bucket, state, carried, step)
 
     def _pairs(self) -> Iterable[tuple[Bucket, State]]:
         return zip(self.buckets, self.states, strict=True)
@@ -322,16 +328,65 @@ class RunningRound:
             bucket.unpack(x)
         return Message(bucket, state, y if update.keeps_sent else None, pending, message)
 
+    def _launch_varying(self, step: int) -> Flight:
+        """Send tensors that come and go. Which of them all ranks have is asked behind the messages
+        under way, which are not waited for here: what is sent are copies of what is there now."""
+        update, executed = self.round.update, self.executed
+        assert not update.overrides("depart"), "it would need to know the buckets here"
+        copies = [{k: t.detach().clone() for k, t in group.items()} for group in self._varying()]
+
+        def send() -> list[Message]:
+            messages = []
+            for number, bucket in enumerate(self._cut(held_by_all(self.link, copies))):
+                bucket.number = number
+                clock = self._clock(bucket, step, executed)
+                y = bucket.pack(bucket.empty())
+                message = update.send(y, {}, clock)
+                if update.keeps_sent and message is y:
+                    message = y.clone()
+                exchange = self.exchange.shaped(bucket.shapes)
+                arrival = self._carry(exchange, message, {}, {}, self._sent_with({}, clock))
+                kept = y if update.keeps_sent else None
+                messages.append(Message(bucket, {}, kept, Pending.of(arrival), message))
+            return messages
+
+        pending = self._shared.lane.submit(send, self.label(step))
+        return Flight(step + self.round.delay, pending, copies)
+
     def fold_due(self, step: int, *, early: bool = False) -> None:
         """Fold what is due after ``step``; ``early``: everything in flight."""
         while self.flights and (early or self.flights[0].due <= step):
-            for message in self.flights.pop(0).messages:
+            flight = self.flights.pop(0)
+            messages, copied = flight.messages, self._copied(flight)
+            for tensor, copy in copied:
+                copy.copy_(tensor)
+            for message in messages:
                 bucket = message.bucket
                 received, weight, _ = message.pending.wait()
                 clock = replace(self._clock(bucket, step), weight=weight)
                 x = bucket.pack(self._room(bucket))
                 fold = self.round.update.fold
                 bucket.unpack(fold(x, received, message.sent, message.state, clock))
+            for tensor, copy in copied:
+                tensor.copy_(copy)
+
+    def _copied(self, flight: Flight) -> list[tuple[Tensor, Tensor]]:
+        """The tensors of which ``flight`` has copies, as far as they are still of that shape."""
+        if not flight.copies:
+            return []
+        groups = self._varying()
+        held = [
+            (group[name].detach(), copy)
+            for group, copies in zip(groups, flight.copies, strict=True)
+            for name, copy in copies.items()
+            if name in group
+        ]
+        return [(t, copy) for t, copy in held if (t.shape, t.dtype) == (copy.shape, copy.dtype)]
+
+    def _varying(self) -> Sequence[dict[str, Tensor]]:
+        """Tensors that come and go, as an optimiser's state: those of now."""
+        assert not isinstance(self.round.part, Fragment), "its parameters stay"
+        return self.round.part(self._shared.model, self._shared.optimizer)
 
     def settle(self, step: int, averaged: bool) -> None:
         """Come to rest, as an outer step above asks: nothing in flight, update settled."""

@@ -23,7 +23,7 @@ from laconic.auto import Choice, Chooser
 from laconic.exchanges import Mean
 from laconic.gradients import GradientRound, Host
 from laconic.lane import Lane
-from laconic.links.link import Link
+from laconic.links.link import Link, held_by_all
 from laconic.links.metered import Call, Ledger, Metered
 from laconic.metrics import Metrics, Recorder
 from laconic.program import (
@@ -314,8 +314,6 @@ class Synchronizer:
         self._gradient_rounds = [
             (r, self._gradient_round(r, left)) for r in gradient_rounds(self._recipe)
         ]
-        for _, running in self._gradient_rounds:
-            running.scale = before[0].scale if before else 1.0
 
     def _gradient_round(self, r: Round, left: Mapping[tuple[str, int], Tensor]) -> GradientRound:
         link = self._links[r.over]
@@ -498,8 +496,8 @@ class Synchronizer:
             groups = [[p for p in group if id(p) not in covered] for group in self._groups_held()]
             self._write_mean(groups, self._workers)
         if self._average_buffers:
-            buffers = module_buffers(self._model)
-            self._write_mean([list(group.values()) for group in buffers], self._world)
+            job = partial(held_by_all, self._world, module_buffers(self._model))
+            self._write_mean(self._lane.call(job, "consensus"), self._world)
 
     def _write_mean(self, groups: Sequence[Sequence[Tensor]], link: Link) -> None:
         for bucket in bucketize(groups, link.size):

@@ -4,13 +4,15 @@ For each tensor of two or more dimensions, as a matrix of its first dimension by
 g_i its gradient on worker i and e_i the residual there:
 
     M_i = g_i + e_i
-    P = mean(M_i Q) ;  P <- orthonormal(P) ;  Q = mean(M_i^T P)
-    result = P Q^T ;   e_i <- M_i - P Q^T ;   Q is where the next round starts
+    P = mean(M_i Q) ;  P <- orthonormal(P) ;  Q_i = M_i^T P ;  Q = mean(Q_i)
+    result = P Q^T ;   e_i <- M_i - P Q_i^T ;  Q is where the next round starts
 
 PowerSGD: Vogels, Karimireddy, Jaggi, NeurIPS 2019, arXiv 1905.13727, Algorithms 1 and 2. The
 residuals' mean is what the mean of all M_i has and the result lacks: what was brought, and what is
-left, add up to all that went in. So P and Q may travel coded, without residuals of their own: what
-is rounded off there is missing in P Q^T, and so is in e_i.
+left, add up to all that went in. P and Q may travel coded; Q_i is then what this worker's code
+stands for, with what the owner's code of the mean lacks, and what is rounded off is left in e_i. To
+subtract the mean Q on every worker brings the same results, but leaves what workers differ by to
+add up in their residuals without end, and codes of these would be ever coarser.
 """
 
 from __future__ import annotations
@@ -88,10 +90,8 @@ class LowRank(Exchange):
 
     @property
     def _mean(self) -> Exchange:
-        """By which P and Q are averaged; without state."""
-        if self.codec is None:
-            return Mean()
-        return CodedMean(self.codec, relative=False, feedback=0.0)
+        """By which P and Q are averaged; state, if any, is made for each round."""
+        return Mean() if self.codec is None else CodedMean(self.codec, relative=False)
 
     def cost(self, length: int, itemsize: int, n: int) -> Cost:
         low, dense = self._stretches()
@@ -126,36 +126,43 @@ class LowRank(Exchange):
         with torch.autocast(total.device.type, enabled=False):
             matrices = [m.of(total) for m in low]
             left = [m @ orthonormal(q) for m, q in zip(matrices, starts, strict=True)]
-            means = self._average(link, [*left, *(m.of(total) for m in dense)], clock)
-            left = [orthonormal(p) for p in means[: len(low)]]  # P
+            first = self._average(link, [*left, *(m.of(total) for m in dense)], clock)
+            left = [orthonormal(p) for p, _ in first[: len(low)]]  # P
             right = [m.mH @ p for m, p in zip(matrices, left, strict=True)]
-            right = self._average(link, right, replace(clock, bucket=-2 - clock.bucket))  # Q
-            for m, p, q in zip(low, left, right, strict=True):
-                product = p @ q.mH
-                torch.sub(m.of(total), product, out=m.of(state["residual"]))
-                m.of(message).copy_(product)
-        for m, mean in zip(dense, means[len(low) :], strict=True):
-            if self.codec is None:
-                m.of(state["residual"]).zero_()  # it may be what another recipe left over
-            else:
-                torch.sub(m.of(total), mean, out=m.of(state["residual"]))
+            second = self._average(link, right, replace(clock, bucket=-2 - clock.bucket))
+            for m, p, (q, own) in zip(low, left, second, strict=True):
+                torch.sub(m.of(total), p @ own.mH, out=m.of(state["residual"]))
+                m.of(message).copy_(p @ q.mH)
+        for m, (mean, own) in zip(dense, first[len(low) :], strict=True):
+            torch.sub(m.of(total), own, out=m.of(state["residual"]))
             m.of(message).copy_(mean)
-        if right:
-            state["basis"].copy_(torch.cat(right))
+        if second:
+            state["basis"].copy_(torch.cat([q for q, _ in second]))
         return Arrival(combine(message))
 
-    def _average(self, link: Link, tensors: Sequence[Tensor], clock: Clock) -> list[Tensor]:
-        """Their means over the ranks, in one all-reduce; finite, else all ranks raise."""
+    def _average(
+        self, link: Link, tensors: Sequence[Tensor], clock: Clock
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Their means over the ranks, in one all-reduce, and what this rank brought, of which they
+        are the mean; finite, else all ranks raise."""
         if not tensors:
             return []
+        exchange, n = self._mean, link.size
         flat = torch.cat([t.reshape(-1) for t in tensors])
-        multiple = self._mean.multiple(link.size)
-        padded = torch.nn.functional.pad(flat, (0, -len(flat) % multiple))
-        mean = self._mean.run(link, padded, lambda mean: mean, clock, {}).flat
+        padded = torch.nn.functional.pad(flat, (0, -len(flat) % exchange.multiple(n)))
+        owned = exchange.region(link, len(padded))
+        state = exchange.init(torch.zeros_like(padded), owned) if exchange.slots else {}
+        mean = exchange.run(link, padded.clone(), lambda mean: mean, clock, state).flat
         if not bool(mean.isfinite().all()):
             raise NotFiniteError("some ranks had NaN or an infinity to send, or numbers too large")
-        pieces = torch.split(mean[: len(flat)], [t.numel() for t in tensors])
-        return [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
+        if state:
+            exchange.give_back(state, owned, n)
+            padded -= state["residual"]
+        sizes = [t.numel() for t in tensors]
+        means, own = (torch.split(x[: len(flat)], sizes) for x in (mean, padded))
+        return [
+            (m.view(t.shape), o.view(t.shape)) for t, m, o in zip(tensors, means, own, strict=True)
+        ]
 
     def _stretches(self) -> tuple[list[_Stretch], list[_Stretch]]:
         """The tensors that travel as P and Q, and those that travel as they are."""

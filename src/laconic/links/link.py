@@ -4,7 +4,7 @@ gives every rank one order of collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
@@ -159,8 +159,20 @@ def arrivals(rank: int, size: int) -> list[int]:
     return hops(rank, size)[::-1]
 
 
-def common(link: Link, names: Sequence[str]) -> set[str]:
-    """Those of ``names`` that all ranks of ``link`` have."""
+def held_by_all(link: Link, groups: Sequence[Mapping[str, Tensor]]) -> list[list[Tensor]]:
+    """Of each group the tensors that all ranks of ``link`` have, by name, shape and dtype."""
+    keys = [
+        [f"{g} {name} {tuple(t.shape)} {t.dtype}" for name, t in group.items()]
+        for g, group in enumerate(groups)
+    ]
+    everywhere = _common(link, [key for own in keys for key in own])
+    return [
+        [t for key, t in zip(own, group.values(), strict=True) if key in everywhere]
+        for own, group in zip(keys, groups, strict=True)
+    ]
+
+
+def _common(link: Link, names: Sequence[str]) -> set[str]:
     digests = [int.from_bytes(blake2b(n.encode(), digest_size=7).digest(), "big") for n in names]
     counts = link.gather(torch.tensor([len(names)])).flatten().tolist()
     padded = torch.zeros(max(counts), dtype=torch.int64)

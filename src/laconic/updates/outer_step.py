@@ -6,9 +6,9 @@ DiLoCo: Douillard et al. 2023, arXiv 2311.08105, Algorithm 1; the delayed merge:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -36,7 +36,9 @@ class OuterStep(Update):
 
         "mix":      x <- mix*x + (1-mix)*a      (Streaming DiLoCo's alpha)
         "average":  x <- (x + a)/2
-        "loscar":   x <- a + (x - y)            (the local progress is kept: arXiv 2605.20866)
+        "loscar":   x <- a + (x - y)            (the local progress is kept)
+
+    The last is LOSCAR's own (arXiv 2605.20866) at lr=1 and momentum=0, where a is the mean of y.
     """
 
     lr: float
@@ -80,8 +82,16 @@ class OuterStep(Update):
         if kept:
             optimizer.state[a].update(kept)
         a.grad = delta
+        settings = _numbers(optimizer.param_groups[0])
         optimizer.step()
         a.grad = None
+        lost = settings.items() ^ _numbers(optimizer.param_groups[0]).items()
+        if lost or _numbers(optimizer.state[a]):
+            names = sorted({name for name, _ in lost} | set(_numbers(optimizer.state[a])))
+            raise ValueError(
+                f"outer= keeps {names} as numbers, and only its tensors are kept from one round to "
+                "the next: take an optimiser that keeps nothing else, as those of torch.optim"
+            )
         for name, value in optimizer.state[a].items():
             if isinstance(value, Tensor):
                 state[f"outer.{name}"] = value
@@ -94,3 +104,8 @@ class OuterStep(Update):
             return x.sub_(sent).add_(received)
         mix = 0.5 if self.merge == "average" else self.mix
         return x.mul_(mix).add_(received, alpha=1 - mix)
+
+
+def _numbers(kept: Mapping[Any, object]) -> dict[str, float]:
+    """What an optimiser keeps, or is set to, that is a number."""
+    return {str(name): value for name, value in kept.items() if isinstance(value, (int, float))}
