@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from laconic.codecs import E3M0, Cast, Codec, Int2, Int4, Int8, TopK
 from laconic.codecs.codec import PIECE
+from laconic.exchanges import CodedMean, GatheredMean
+from laconic.exchanges.coded import coded as mean_of
 
 MAX = float(np.finfo(np.float32).max)
 MAX_BFLOAT16 = float(torch.finfo(torch.bfloat16).max)
@@ -566,3 +569,32 @@ def test_the_benchmark_has_a_line_for_every_codec(capsys: pytest.CaptureFixture[
         encode, decode, bits = map(float, line[64:].split())
         assert min(encode, decode) >= 0
         assert bits == pytest.approx(8 * codec.nbytes(5000) / 5000, abs=0.005)
+
+
+@dataclass(frozen=True)
+class Five(Int4):
+    """Of fewer levels than its bits would do for."""
+
+    levels: ClassVar[float] = 5.0
+
+
+def test_a_codec_of_ones_own_has_its_own_levels() -> None:
+    """The compiled kernels know those of laconic's codecs alone."""
+    x = torch.linspace(-1, 1, 2048)
+    decoded = Five(block=2048).decode(Five(block=2048).encode(x), len(x))
+    assert len(decoded.unique()) == 11
+    assert bool(((x - decoded).abs() <= Five(block=2048).bound(x)).all())
+
+
+@dataclass(frozen=True)
+class Gathered(Int4):
+    """Whose sums are not coded again."""
+
+    gathered: ClassVar[bool] = True
+
+
+def test_a_codec_says_how_its_codes_are_averaged() -> None:
+    for codec in (Gathered(), TopK()):
+        assert isinstance(mean_of(codec, relative=False), GatheredMean)
+    for other in (Int4(), Int8(), E3M0()):
+        assert isinstance(mean_of(other, relative=False), CodedMean)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 import weakref
 from contextlib import nullcontext
@@ -79,3 +81,26 @@ def test_an_error_of_the_card_before_a_job_reaches_who_waits() -> None:
     with pytest.raises(RuntimeError, match="device-side assert"):
         pending.wait()
     assert isinstance(lane._error, RuntimeError)
+
+
+ENDS_WITH_A_JOB_UNDER_WAY = """
+import torch
+from laconic.lane import Lane
+
+lane = Lane(True, torch.device("cpu"), lambda: None)
+x = torch.randn(300, 300)
+
+def job():
+    for _ in range(400):
+        x @ x
+    print("done", flush=True)
+
+lane.submit(job, "a job")
+"""
+
+
+def test_a_process_that_ends_waits_for_the_job_under_way() -> None:
+    """Python would stop its thread within torch, which is a SIGABRT."""
+    command = [sys.executable, "-c", ENDS_WITH_A_JOB_UNDER_WAY]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr

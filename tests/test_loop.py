@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
+from laconic.exchanges import Mean
+from laconic.tensors import optimizer_state
 
 import gloo
 import training
@@ -550,6 +552,39 @@ def test_a_frozen_parameter_is_left_alone(recipe: str) -> None:
     assert torch.allclose(runs[0][:35], start[:35], rtol=1e-14, atol=0)
     assert recipe != "ddp" or torch.equal(runs[0][:35], start[:35])
     assert (runs[0][35:] != start[35:]).all()
+
+
+def test_a_parameter_frozen_between_two_parts_of_a_batch_gets_the_mean_of_the_first() -> None:
+    def run(rank: int) -> Tensor:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with la.attach(model, optimizer, la.ddp()) as sync:
+            with sync.no_sync():
+                loss_of(model, data()[rank][0]).backward()
+            model[0].weight.requires_grad_(False)
+            loss_of(model, data()[rank][1]).backward()
+            optimizer.step()
+            return flat(model)
+
+    runs = la.simulate(run, workers=WORKERS)
+    assert equal(runs)
+    assert not torch.equal(runs[0][:35], flat(network())[:35])
+
+
+def test_a_group_that_joins_while_momenta_travel() -> None:
+    own = la.Round(la.every(2), la.updates.Average(), Mean(), optimizer_state, delay=1)
+
+    def run(rank: int) -> list[Tensor]:
+        model = network()
+        optimizer = torch.optim.SGD(model[0].parameters(), 0.1, momentum=0.9)
+        la.attach(model, optimizer, (own,))
+        plain_loop(model, optimizer, data()[rank][:2])
+        optimizer.add_param_group({"params": list(model[2].parameters())})
+        before = [s["momentum_buffer"].clone() for s in optimizer.state.values()]
+        plain_loop(model, optimizer, data()[rank][2:3])
+        return before
+
+    assert len(la.simulate(run, workers=WORKERS)) == WORKERS
 
 
 def test_parameters_outside_the_optimizer_are_broadcast_once() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import laconic as la
 from laconic.exchanges import Mean
 from laconic.round import Clock, Slot, State, Update
+from laconic.tensors import optimizer_state
 from test_exactness import GROUPED, ROWS
 
 import gloo
@@ -411,11 +412,12 @@ def refuse_over(rank: int, saved: list[Any], row: str, name: str, ranks: int) ->
     return refuse(rank, saved, row, name, ranks, True)
 
 
-def with_norm(buffers: Any, rank: int) -> tuple[Any, ...]:
+def with_norm(buffers: Any, rank: int, delay: int = 0) -> tuple[Any, ...]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    return model, optimizer, la.attach(model, optimizer, la.local_sgd(2), buffers=buffers)
+    recipe = la.d_psgd(delay=delay) if delay > 1 else la.local_sgd(2, delay=delay)
+    return model, optimizer, la.attach(model, optimizer, recipe, buffers=buffers)
 
 
 @pytest.mark.parametrize(("before", "after"), [("average", "keep"), ("keep", "average")])
@@ -432,7 +434,11 @@ def test_other_treatment_of_buffers_is_refused(before: str, after: str) -> None:
     assert all("buffers" in text for text in la.simulate(run, workers=2))
 
 
-def test_buffers_resume_too() -> None:
+@pytest.mark.parametrize("rebound", [False, True])
+@pytest.mark.parametrize("delay", [0, 1, 2])
+def test_buffers_resume_too(delay: int, rebound: bool) -> None:
+    """With a delay messages are in flight; with ``rebound`` the module puts another tensor in place
+    of a buffer in every step."""
     torch.manual_seed(1)
     batches = [[torch.randn(5, 3) for _ in range(8)] for _ in range(2)]
 
@@ -441,26 +447,90 @@ def test_buffers_resume_too() -> None:
         for x in batches[rank][start:end]:
             optimizer.zero_grad()
             model(x).square().mean().backward()
+            if rebound:
+                model[1].running_mean = model[1].running_mean.clone()
             optimizer.step()
         return [t.clone() for t in model.state_dict().values()]
 
     def run(rank: int) -> bool:
-        parts = with_norm("average", rank)
-        go(parts, rank, 0, 3)
+        parts = with_norm("average", rank, delay)
+        go(parts, rank, 0, 2)
         states = [{k: v for k, v in part.state_dict().items()} for part in parts]
         states[0] = {k: v.clone() for k, v in states[0].items()}
         buffer = io.BytesIO()
         torch.save(states[1:], buffer)
-        whole = go(parts, rank, 3, 8)
+        whole = go(parts, rank, 2, 8)
         buffer.seek(0)
         states[1:] = torch.load(buffer, weights_only=True)
-        fresh = with_norm("average", rank)
+        fresh = with_norm("average", rank, delay)
         for part, state in zip(fresh, states, strict=True):
             part.load_state_dict(state)
-        tail = go(fresh, rank, 3, 8)
+        tail = go(fresh, rank, 2, 8)
         return all(map(torch.equal, whole, tail))
 
     assert la.simulate(run, workers=2) == [True, True]
+
+
+def test_delayed_averages_of_optimizer_state_resume() -> None:
+    """Of which there is none when they are attached."""
+    recipe = (
+        *la.local_sgd(2),
+        la.Round(la.every(2), la.updates.Average(), Mean(), optimizer_state, delay=1),
+    )
+
+    def parts() -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        return model, optimizer, la.attach(model, optimizer, recipe)
+
+    def go(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> list[Tensor]:
+        for step in range(2):
+            optimizer.zero_grad()
+            model(torch.full((2, 3), 1.0 + step + rank)).square().mean().backward()
+            optimizer.step()
+        return [s["momentum_buffer"].clone() for s in optimizer.state.values()]
+
+    def run(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+        before = parts()
+        go(*before[:2], rank)
+        saved = copy.deepcopy([part.state_dict() for part in before])
+        assert saved[2]["rounds"][1]["flights"][0]["received"]
+        whole = go(*before[:2], rank)
+        after = parts()
+        for part, state in zip(after, saved, strict=True):
+            part.load_state_dict(state)
+        return whole, go(*after[:2], rank)
+
+    found = la.simulate(run, workers=2)
+    assert all(map(torch.equal, *found[0])) and all(map(torch.equal, *found[1]))
+
+
+def test_other_buffers_in_flight_are_refused() -> None:
+    """Those of all that were there at first, of which one rank then had lost one."""
+
+    def parts() -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        model.register_buffer("own", torch.ones(2))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        return model, optimizer, la.attach(model, optimizer, la.local_sgd(2, delay=1))
+
+    def run(rank: int) -> str:
+        model, optimizer, sync = parts()
+        if rank:
+            del model.own
+        for _ in range(2):
+            model(torch.ones(2, 3) + rank).square().mean().backward()
+            optimizer.step()
+        saved, weights = sync.state_dict(), model.state_dict()
+        fresh, _, again = parts()
+        fresh.load_state_dict(weights, strict=False)
+        with pytest.raises(ValueError, match="of other tensors than there are now") as caught:
+            again.load_state_dict(saved)
+        return str(caught.value)
+
+    assert len(set(la.simulate(run, workers=2))) == 1
 
 
 # -- another number of workers: shared state is cut anew ----

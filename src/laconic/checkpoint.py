@@ -18,7 +18,7 @@ from laconic.round import Arrival, Exchange, State
 from laconic.running import Flight, Message, RunningRound
 from laconic.tensors import Bucket, local
 
-VERSION = 2
+VERSION = 3
 Saved = dict[str, Any]
 
 
@@ -180,6 +180,7 @@ def _flight_state(flight: Flight) -> Saved:
     arrivals = [m.pending.wait() for m in flight.messages]
     return {
         "due": flight.due,
+        "sizes": [m.bucket.numel for m in flight.messages],
         "sent": [None if m.sent is None else m.sent.clone() for m in flight.messages],
         "received": [arrival.flat.clone() for arrival in arrivals],
         "weights": [arrival.weight for arrival in arrivals],
@@ -196,7 +197,8 @@ def load_round(
     """
     own = parts[mine] if mine is not None else parts[0]
     keeps_state = any(running.states)
-    target, keeps = running, keeps_state or own["flights"] or running.exchange.slots
+    in_flight = own["flights"] and not running.varies
+    target, keeps = running, keeps_state or in_flight or running.exchange.slots
     if keeps and own["joined"] != running.joined:
         running = running.like(own["joined"])
     sizes = [bucket.numel for bucket in running.buckets]
@@ -275,12 +277,23 @@ def _cut_anew(
 
 
 def _load_flight(running: RunningRound, saved: Saved) -> Flight:
+    buckets, states, copies = running.buckets, running.states, []
+    if running.varies:
+        copies = running.copies()
+        buckets = running.cut([list(group.values()) for group in copies])
+        states = [{} for _ in buckets]
+    sizes = [bucket.numel for bucket in buckets]
+    fewer = not running.varies and saved["sizes"] == sizes[: len(saved["sizes"])]
+    if saved["sizes"] != sizes and not fewer:  # groups added since sent nothing
+        raise ValueError(
+            "a message was in flight when the state was saved, of other tensors than there are "
+            "now: load the model and the optimiser first, or save after sync.finish()"
+        )
     messages = []
-    arrivals = zip(saved["received"], saved["weights"], strict=True)
-    for bucket, state, sent, (flat, weight) in zip(  # groups added since sent nothing
-        running.buckets, running.states, saved["sent"], arrivals, strict=False
+    for bucket, state, sent, flat, weight in zip(
+        buckets, states, saved["sent"], saved["received"], saved["weights"], strict=False
     ):
         arrived = Arrival(flat.to(bucket.device, copy=True), weight)
         kept = None if sent is None else sent.to(bucket.device, copy=True)
         messages.append(Message(bucket, state, kept, Pending.of(arrived)))
-    return Flight(saved["due"], Pending.of(messages))
+    return Flight(saved["due"], Pending.of(messages), copies)

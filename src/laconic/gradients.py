@@ -401,16 +401,15 @@ class GradientRound:
     @torch.no_grad()
     def _write(self) -> None:
         """The means into ``.grad``; a parameter that no rank had a gradient for keeps None, so
-        that the optimiser leaves it alone, as it would in one process; as does one that is frozen,
-        of which something may have been left over."""
-        unused = self._unused() | {id(p) for p in self._params if not p.requires_grad}
+        that the optimiser leaves it alone, as it would in one process."""
+        unused = self._unused()
         for flat in self._flats:
             flat.scatter(unused)
 
     def _unused(self) -> set[int]:
         """Parameters without a gradient on any rank. All ranks see the same means, so all see
         the same parameters with a mean of nothing but zeros; only for those do they ask each
-        other, which is seldom."""
+        other, which is seldom, and for frozen ones, of which something may have been left over."""
         pieces = [
             (segment.tensor, piece)
             for bucket, flat in zip(self.buckets, self._flats, strict=True)
@@ -426,7 +425,7 @@ class GradientRound:
             for (p, piece), first in zip(pieces, firsts, strict=True)
             if first != 0 or bool(piece.any())
         }
-        doubtful = [p for p in self._params if id(p) not in alive]
+        doubtful = [p for p in self._params if id(p) not in alive or not p.requires_grad]
         if not doubtful:
             return set()
         had = torch.tensor([float(p.grad is not None) for p in doubtful])

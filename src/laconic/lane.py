@@ -7,10 +7,12 @@ training (on CUDA: on a stream of its own).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +25,8 @@ from laconic.errors import LinkError, NotFiniteError
 T = TypeVar("T")
 
 
+LEAVING = 5.0
+"""Seconds that a process at its end waits for messages in flight, which others may wait for."""
 FIRST_LOOK, LAST_LOOK = 1.0, 30.0
 """Seconds of waiting after which one asks where the other ranks are, and again, twice as long each
 time, up to the second figure."""
@@ -154,6 +158,7 @@ class Lane:
             work = partial(_work, self._jobs, self._before)
             self._thread = threading.Thread(target=work, daemon=True, name="laconic-lane")
             self._thread.start()
+            _lanes.add(self)
         self._latest = pending
         self._waiting.append(pending)
         if self._device.type == "cuda":
@@ -192,6 +197,12 @@ class Lane:
         self._before = self._thread or self._before
         self._thread, self._jobs = None, queue.SimpleQueue()
 
+    def leave(self, until: float) -> None:
+        """Let the thread end, and wait for that, but not beyond ``until``."""
+        self.close()
+        if self._before is not None:
+            self._before.join(max(until - time.monotonic(), 0))
+
     def drain(self) -> None:
         """Wait for the job that came last, whatever comes of it."""
         if self._latest is not None:
@@ -216,6 +227,19 @@ class Lane:
     def _whole(self, job: Callable[[], T], label: str) -> Callable[[], T]:
         preface, self._preface = self._preface, None
         return partial(_labelled, job, label, preface)
+
+
+_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
+"""Those that have, or had, a thread."""
+
+
+@atexit.register
+def _leave() -> None:
+    """The interpreter stops threads wherever they are, which ends the process with SIGABRT where
+    one is within torch."""
+    until = time.monotonic() + LEAVING
+    for lane in list(_lanes):
+        lane.leave(until)
 
 
 def _work(

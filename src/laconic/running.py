@@ -134,16 +134,17 @@ class RunningRound:
         return [list(group.values()) for group in part(model, optimizer)]
 
     def _add(self, groups: Sequence[Sequence[Tensor | Segment]]) -> None:
-        new = self._cut(groups, sum(self.joined))
+        new = self.cut(groups, sum(self.joined), len(self.buckets))
         self.joined += [len(groups)] if groups else []
-        for number, bucket in enumerate(new, len(self.buckets)):
-            bucket.number = number
         self.buckets += new
         self.states += [self._init(bucket) for bucket in new]
         self.carried += [self._init_carried(bucket) for bucket in new]
 
-    def _cut(self, groups: Sequence[Sequence[Tensor | Segment]], first: int = 0) -> list[Bucket]:
-        """Buckets over ``groups``, of which the first is the optimiser's of number ``first``."""
+    def cut(
+        self, groups: Sequence[Sequence[Tensor | Segment]], first: int = 0, number: int = 0
+    ) -> list[Bucket]:
+        """Buckets over ``groups``, of which the first is the optimiser's of number ``first``; their
+        own numbers are from ``number`` on."""
         workers = self.link.size
         owners = self.round.exchange.owners(workers) or workers
         pieces = self.round.exchange.multiple(workers) * self._replica.size
@@ -153,7 +154,10 @@ class RunningRound:
         apart = self.round.update.uses_lr
         joined = groups if apart else [[t for group in groups for t in group]]
         whole = self.round.exchange.whole
-        return bucketize(joined, pieces, first_group=first, most_bytes=most, whole=whole)
+        found = bucketize(joined, pieces, first_group=first, most_bytes=most, whole=whole)
+        for bucket in found:
+            bucket.number, number = number, number + 1
+        return found
 
     def _select_again(self) -> None:
         """Take those of the tensors that come and go that all ranks have."""
@@ -267,17 +271,29 @@ class RunningRound:
 
     def start(self, step: int) -> None:
         """Send this round's messages after ``step``; without a delay, fold the answers too."""
-        fixed = self.round.part is parameters or isinstance(self.round.part, Fragment)
-        varying = not fixed and not any(self.states) and not any(self.carried)
-        if varying and self.round.delay:
+        if self.varies and self.round.delay and self._asks_beside:
             self.flights.append(self._launch_varying(step))
         else:
-            if varying:
+            if self.varies:
                 self._select_again()
             self._start_buckets(step)
         self.executed += 1
         if self.round.optimizer_state == "reset":
             self._forget()
+
+    @property
+    def varies(self) -> bool:
+        """Whether its tensors may come and go: no state belongs to them."""
+        fixed = self.round.part is parameters or isinstance(self.round.part, Fragment)
+        return not fixed and not any(self.states) and not any(self.carried)
+
+    @property
+    def _asks_beside(self) -> bool:
+        """Whether which tensors all ranks have can be asked beside the training, as nothing that is
+        done here depends on it."""
+        update, exchange = self.round.update, self.exchange
+        stateless = not exchange.slots and not update.init(torch.zeros(1))
+        return stateless and not (update.uses_lr or exchange.scored or update.overrides("depart"))
 
     def _start_buckets(self, step: int) -> None:
         if self.round.delay:
@@ -331,21 +347,18 @@ class RunningRound:
     def _launch_varying(self, step: int) -> Flight:
         """Send tensors that come and go. Which of them all ranks have is asked behind the messages
         under way, which are not waited for here: what is sent are copies of what is there now."""
-        update, executed = self.round.update, self.executed
-        assert not update.overrides("depart"), "it would need to know the buckets here"
-        copies = [{k: t.detach().clone() for k, t in group.items()} for group in self._varying()]
+        update, executed, copies = self.round.update, self.executed, self.copies()
 
         def send() -> list[Message]:
             messages = []
-            for number, bucket in enumerate(self._cut(held_by_all(self.link, copies))):
-                bucket.number = number
+            for bucket in self.cut(held_by_all(self.link, copies)):
                 clock = self._clock(bucket, step, executed)
                 y = bucket.pack(bucket.empty())
                 message = update.send(y, {}, clock)
                 if update.keeps_sent and message is y:
                     message = y.clone()
                 exchange = self.exchange.shaped(bucket.shapes)
-                arrival = self._carry(exchange, message, {}, {}, self._sent_with({}, clock))
+                arrival = self._carry(exchange, message, {}, {}, clock)
                 kept = y if update.keeps_sent else None
                 messages.append(Message(bucket, {}, kept, Pending.of(arrival), message))
             return messages
@@ -377,11 +390,15 @@ class RunningRound:
         groups = self._varying()
         held = [
             (group[name].detach(), copy)
-            for group, copies in zip(groups, flight.copies, strict=True)
+            for group, copies in zip(groups, flight.copies, strict=False)  # others joined since
             for name, copy in copies.items()
             if name in group
         ]
         return [(t, copy) for t, copy in held if (t.shape, t.dtype) == (copy.shape, copy.dtype)]
+
+    def copies(self) -> list[dict[str, Tensor]]:
+        """Of the tensors that come and go, as they are now."""
+        return [{k: t.detach().clone() for k, t in group.items()} for group in self._varying()]
 
     def _varying(self) -> Sequence[dict[str, Tensor]]:
         """Tensors that come and go, as an optimiser's state: those of now."""

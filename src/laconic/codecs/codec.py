@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,10 @@ class Codec(ABC):
     The code runs on the device of x. Whether x is finite is read back in every ``encode``,
     which on an accelerator waits for it; ``decode`` never waits.
     """
+
+    gathered: ClassVar[bool] = False
+    """Whether every worker's code goes to all others, as codes are short, and their sum would lose
+    by being coded again; else the sum is coded by its owner, and goes to all."""
 
     @property
     @abstractmethod

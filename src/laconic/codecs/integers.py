@@ -11,6 +11,9 @@ from torch import Tensor
 from laconic.codecs.blocks import SCALE_BYTES, Blockwise, largest_scale
 from laconic.codecs.compiled import Compiled, Kernel
 
+COMPILED = ((8, 127.0), (4, 7.0), (2, 1.0))
+"""Bits and levels that the kernels know."""
+
 
 @dataclass(frozen=True)
 class Integers(Compiled, Blockwise):
@@ -48,7 +51,9 @@ class Integers(Compiled, Blockwise):
         return fine
 
     @property
-    def kernel(self) -> Kernel:
+    def kernel(self) -> Kernel | None:
+        if (self.bits, self.levels) not in COMPILED:
+            return None
         return Kernel(self.bits, self.block, largest_scale(self.levels), not self.stochastic)
 
     def store(self, total: Tensor, payload: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ class TopK(Codec):
     float32, so that what is sent is exact and all error is in what is not: 0.69 bits per element;
     ``Int2(block=64)`` takes 0.22.
     """
+
+    gathered: ClassVar[bool] = True
 
     k: int = 64
     chunk: int = 4096

@@ -23,7 +23,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from laconic.codecs import Codec, TopK, codec_of
+from laconic.codecs import Codec, codec_of
 from laconic.errors import NotFiniteError, check_bool, check_float
 from laconic.links import cost
 from laconic.links.cost import Cost
@@ -300,7 +300,7 @@ class GatheredMean(_Coded):
 def coded(codec: Codec | str, *, relative: bool, feedback: float = 1.0) -> Exchange:
     """The mean that suits ``codec``."""
     codec = codec_of(codec)
-    kind = GatheredMean if isinstance(codec, TopK) else CodedMean
+    kind = GatheredMean if codec.gathered else CodedMean
     return kind(codec, relative, feedback)
 
 
