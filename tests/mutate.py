@@ -250,7 +250,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("running.py", "            for tensor, copy in copied:\n                copy.copy_(tensor)\n", "", BUFFERS),
     ("running.py", "if (t.shape, t.dtype) == (copy.shape, copy.dtype)", "if True", BUFFERS),
     ("running.py", "t.detach().clone() for k, t in group.items()", "t.detach() for k, t in group.items()", BUFFERS),
-    ("synchronizer.py", "job = partial(held_by_all, self._world, module_buffers(self._model))", "job = lambda: [list(g.values()) for g in module_buffers(self._model)]", BUFFERS),
+    ("synchronizer.py", "job = partial(held_by_all, self._world, buffers)", "job = lambda: [list(g.values()) for g in buffers]", BUFFERS),
     ("exchanges/low_rank.py", "self.rank * (rows + columns) < rows * columns", "len(shape) > 1", LOW_RANK),
     ("exchanges/low_rank.py", "-len(flat) % exchange.multiple(n)", "0", LOW_RANK),
     ("exchanges/low_rank.py", "if not bool(mean.isfinite().all()):", "if False:", LOW_RANK),

@@ -144,6 +144,8 @@ class Synchronizer:
         """Whether the optimiser's own steps run what follows them, and not `advance`."""
         assert buffers in BUFFERS, "checked before"
         self._average_buffers = buffers == "average"
+        self._had_buffers = bool(module_buffers(model)[0])
+        """When it was attached, and then on all ranks."""
         threaded = self._world.threaded and self._world.size > 1
         self._lane = Lane(threaded, device, self._world.check)
         self._device = device
@@ -495,8 +497,9 @@ class Synchronizer:
         if workers_differ(self._recipe):
             groups = [[p for p in group if id(p) not in covered] for group in self._groups_held()]
             self._write_mean(groups, self._workers)
-        if self._average_buffers:
-            job = partial(held_by_all, self._world, module_buffers(self._model))
+        buffers = module_buffers(self._model)
+        if self._average_buffers and (self._had_buffers or buffers[0]):
+            job = partial(held_by_all, self._world, buffers)
             self._write_mean(self._lane.call(job, "consensus"), self._world)
 
     def _write_mean(self, groups: Sequence[Sequence[Tensor]], link: Link) -> None:
