@@ -28,6 +28,7 @@ from laconic.parse import parse_recipe
 STEPS, WORKERS = 480, 4
 DDP_STEPS = (120, 180, 240, 320, STEPS)
 ROWS = (
+    "ddp(codec='int8')",
     "ddp(codec='int4')",
     "power_sgd(4, codec='int8')",
     "sparse_loco(16)",

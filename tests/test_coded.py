@@ -1109,14 +1109,42 @@ def wayward(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Has every third row cut in one part; returns in how many others were."""
     of, parts = MODULE._Cut.of, []
 
-    def cut(codec: Codec, x: Tensor) -> Any:
-        found = of(codec, x)
+    def cut(codec: Codec, length: int, least: float) -> Any:
+        found = of(codec, length, least)
         found = replace(found, ends=found.ends[-1:]) if len(parts) % 3 == 0 else found
         parts.append(len(found.ends))
         return found
 
     monkeypatch.setattr(MODULE._Cut, "of", cut)
     return parts
+
+
+@pytest.mark.parametrize(
+    ("relative", "delay", "parts"), [(True, 0, 4), (True, 2, 1), (False, 0, 1)]
+)
+def test_what_goes_on_beside_the_training_is_cut_where_it_is_longer(
+    relative: bool, delay: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of 16 grains, of 6 bytes each, and of 64."""
+    monkeypatch.setattr(MODULE, "LEAST", 96)
+    of, found = MODULE._Cut.of, []
+
+    def told(*arguments: Any) -> Any:
+        found.append(of(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(MODULE._Cut, "of", told)
+    exchange = CodedMean(SMALL, relative, 0.0)
+
+    def run(grains: int) -> None:
+        x = torch.zeros(grains * SMALL.block)
+        clock = Clock(1, math.nan, 0, delay, 1)
+        exchange.run(simulated_link(), x, lambda mean: mean, clock, exchange.init(x, slice(0, 0)))
+
+    for grains, expected in ((16, parts), (64, 4)):
+        found.clear()
+        la.simulate(lambda _, grains=grains: run(grains), workers=1)
+        assert {len(cut.ends) for cut in found} == {expected}
 
 
 LENGTH = 3 * 8 * 16

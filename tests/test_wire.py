@@ -289,6 +289,34 @@ def test_signals_do_not_put_off_the_end_of_waiting(
         signal.signal(signal.SIGUSR1, before)
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.usefixtures("moves")
+def test_signals_do_not_bring_the_end_of_waiting_forward(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    """Where bytes come, though slowly, the time-out begins anew with each."""
+    ours, theirs = pair
+    room = torch.zeros(5, dtype=torch.uint8)
+    waits = transfer(ours, room=room, timeout=0.6)
+
+    def slowly() -> None:
+        for piece in (struct.pack("<QQQ", *HERE, 5), b"a", b"b", b"c", b"d", b"e"):
+            theirs.send(piece)
+            time.sleep(0.15)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.1)
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    thread = threading.Thread(target=slowly)
+    thread.start()
+    try:
+        waits.wait()
+    finally:
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert bytes(room.tolist()) == b"abcde"
+
+
 def fine() -> None:
     """Nobody has found anything wrong."""
 

@@ -16,8 +16,8 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,8 +35,11 @@ from laconic.units import format_rate
 
 log = logging.getLogger("laconic")
 
+FIRST_WARMUP, FIRST_WINDOW = 2, 2
+"""Steps before the first choice that are not measured, as they are slow, and those that are: few,
+as on a slow network each takes several times what it will take then."""
 WARMUP, WINDOW = 3, 8
-"""Steps that are not measured, as the first ones are slow, and steps that are."""
+"""The same after a choice, when what it was made from is looked at again."""
 REVIEW = 64
 """Steps after which the ranks compare whether it still is as it was."""
 LATER = 8
@@ -71,8 +74,9 @@ class Candidate:
         return "coded gradients" if self.recipe[0].exchange.slots else "gradients"
 
 
-GRADIENTS = {None: 1.0, "bfloat16": 1.0, "int8": 1.0, "int4": 1.02}
-"""Codecs of gradients, with the steps they take: measured for Int4."""
+GRADIENTS = {None: 1.0, "int8": 1.0, "int4": 1.02}
+"""Codecs of gradients, with the steps they take, as measured. bfloat16 sends twice as much as Int8,
+which takes no more steps."""
 PERIODS = {4: 1.37, 8: 1.43, 16: 1.5, 32: 1.58, 64: 1.66, 128: 1.74, 256: 1.82, 512: 1.9}
 """Periods of `laconic.streaming_diloco` with Int4, with the steps they take: measured with a delay
 of 1 up to 64, which is where a run of 480 steps has a few of them, and continued by 0.08 for each
@@ -229,7 +233,7 @@ class Chooser:
             return False
         now = time.perf_counter(), self._lane.seconds_waiting
         self._since += 1
-        if self._since > WARMUP:
+        if self._since > (WARMUP if self.choices else FIRST_WARMUP):
             self._spans.append((now[0] - self._last[0], now[1] - self._last[1]))
         before = self.now
         self._look(step)
@@ -239,30 +243,31 @@ class Chooser:
     def _look(self, step: int) -> None:
         first = WARMUP + WINDOW
         if not self.choices:
-            if self._since == first:
+            if self._since >= FIRST_WARMUP + FIRST_WINDOW:
                 self._choose_anew(step)
         elif self._since == first or self._since % REVIEW == 0:
             own = torch.tensor(self._pace(), dtype=torch.float64, device=self._device)
             self._asked = self._lane.submit(partial(self._world.gather, own), "comparing the pace")
         elif self._asked is not None and self._since % REVIEW in (first + LATER, LATER):
-            pace, self._asked = self._asked.wait().amax(0).tolist(), None
-            self._compare(step, pace)
+            (wall, each, compute), self._asked = self._asked.wait().amax(0).tolist(), None
+            self._compare(step, [wall, each], compute)
 
     def _pace(self) -> list[float]:
-        """Seconds of a step, the median of the last; and of a byte on the link, 0 where too little
-        was sent to tell."""
+        """Seconds of a step, the median of the last; of a byte on the link, 0 where too little was
+        sent to tell; and of a step without its waiting."""
         spans, self._spans = self._spans[-WINDOW:], []
         traffic, each = self._sent(), 0.0
         sent, seconds = (now - then for now, then in zip(traffic, self._traffic, strict=True))
         if sent >= LEAST_PROBE:
             self._traffic, each = traffic, seconds / sent
-        return [statistics.median(wall for wall, _ in spans), each]
+        wall, compute = _medians(spans)
+        return [wall, each, compute]
 
-    def _compare(self, step: int, pace: list[float]) -> None:
+    def _compare(self, step: int, pace: list[float], compute: float) -> None:
         """Choose again where the step takes other than was predicted, or than it did before."""
         assert self._facts is not None, "measured before the first choice"
         if not self._usual:
-            self._usual, facts = pace, self._facts
+            self._usual, facts = pace, replace(self._facts, compute=compute)
             if not 1 / CHANGE < pace[0] / predict(self.now.recipe, facts).seconds < CHANGE:
                 facts, _ = self._measure()  # the network may be another one since it was chosen for
             self._extra[self.now.kind] = pace[0] - predict(self.now.recipe, facts).seconds
@@ -296,9 +301,7 @@ class Chooser:
 
     def _measure(self) -> tuple[Facts, float]:
         """What all ranks together find, and how long a step takes; the slowest of each counts."""
-        spans = self._spans[-WINDOW:]
-        compute = statistics.median(wall - waiting for wall, waiting in spans)
-        wall = statistics.median(wall for wall, _ in spans)
+        wall, compute = _medians(self._spans[-WINDOW:])
         rate, latency = self._lane.call(self._probe, "measuring the network")
         shapes, itemsize = self._model()
         elements = sum(map(math.prod, shapes))
@@ -367,6 +370,12 @@ class Chooser:
     def undo(self) -> Callable[[], None]:
         """What puts back all that there is now, after a `load_state_dict`."""
         return partial(vars(self).update, dict(vars(self)))
+
+
+def _medians(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Of steps' seconds, and of what is not waiting of them."""
+    walls = statistics.median(wall for wall, _ in spans)
+    return walls, statistics.median(wall - waiting for wall, waiting in spans)
 
 
 def _facts(saved: Mapping[str, Any]) -> Facts:

@@ -32,6 +32,8 @@ CODED_BUCKETS, LEAST_BYTES = 3, 2**18
 """Gradients that travel coded are cut into at most so many buckets, of a multiple of so many bytes:
 the last one's way begins when the backward pass ends, so that it must be short, and each has its
 price, which a few bytes left over would not be worth."""
+LOOKS = 8
+"""Elements of a gradient that are looked at first, to see whether there is one."""
 
 
 def bucket_bytes(exchange: Exchange, total: int) -> tuple[int, int]:
@@ -51,6 +53,17 @@ def bucket_sizes(exchange: Exchange, total: int, largest: int = 0) -> list[int]:
         first, each = max(first, largest), max(each, largest)
     whole, rest = divmod(max(total - first, 0), each)
     return [min(first, total), *[each] * whole, *([rest] if rest else [])]
+
+
+def _places(bucket: Bucket) -> Tensor:
+    """Of each segment the places of `LOOKS` elements, by which most are told from zeros: of those
+    that were coded in 4 bits many are 0."""
+    starts = [0, *accumulate(bucket.sizes[:-1])]
+    rows = [
+        [start + size * k // LOOKS for k in range(LOOKS)]
+        for start, size in zip(starts, bucket.sizes, strict=True)
+    ]
+    return torch.tensor(rows, device=bucket.device)
 
 
 def _by_segment(bucket: Bucket, state: State) -> Iterator[tuple[str, Segment, Tensor]]:
@@ -168,6 +181,7 @@ class GradientRound:
         self._announce = announce
         self._clock = clock
         self._left = left
+        self._asked: list[int] = []
         self._params: list[Tensor] = []
         self._hooks: list[RemovableHandle] = []
         self._flats: list[_Flat] = []
@@ -182,9 +196,14 @@ class GradientRound:
     def refresh(self) -> bool:
         """Follow the parameters: groups added, parameters frozen or thawed. Returns whether any
         joined."""
-        params = [p for p in self._host.params() if p.requires_grad and local(p).numel()]
+        learning = [p for p in self._host.params() if p.requires_grad]
+        asked = [id(p) for p in learning]
+        if asked == self._asked:
+            return False
+        params = [p for p in learning if local(p).numel()]
         before = {id(p) for p in self._params}
         if [id(p) for p in params] == [id(p) for p in self._params]:
+            self._asked = asked
             return False
         self.detach()
         if not self.broken:
@@ -204,15 +223,13 @@ class GradientRound:
         self._flats = []
         members = [[id(s.tensor) for s in bucket.segments] for bucket in self.buckets]
         self._counts = [len(set(m)) for m in members]
-        self._firsts = [
-            torch.tensor([0, *accumulate(bucket.sizes[:-1])], device=bucket.device)
-            for bucket in self.buckets
-        ]
+        self._places = [_places(bucket) for bucket in self.buckets]
         self._homes: dict[int, list[int]] = {}
         for index, member in enumerate(members):
             for key in dict.fromkeys(member):
                 self._homes.setdefault(key, []).append(index)
         self.listen()
+        self._asked = asked
         return any(id(p) not in before for p in params)
 
     def listen(self) -> None:
@@ -410,21 +427,12 @@ class GradientRound:
         """Parameters without a gradient on any rank. All ranks see the same means, so all see
         the same parameters with a mean of nothing but zeros; only for those do they ask each
         other, which is seldom, and for frozen ones, of which something may have been left over."""
-        pieces = [
-            (segment.tensor, piece)
-            for bucket, flat in zip(self.buckets, self._flats, strict=True)
-            for segment, piece in zip(bucket.segments, flat.pieces, strict=True)
-        ]
-        firsts = [
-            first
-            for flat, places in zip(self._flats, self._firsts, strict=True)
-            for first in flat.whole[places].tolist()
-        ]
-        alive = {
-            id(p)
-            for (p, piece), first in zip(pieces, firsts, strict=True)
-            if first != 0 or bool(piece.any())
-        }
+        alive: set[int] = set()
+        for bucket, flat, places in zip(self.buckets, self._flats, self._places, strict=True):
+            seen = flat.whole[places].any(1).tolist()
+            for segment, piece, some in zip(bucket.segments, flat.pieces, seen, strict=True):
+                if some or bool(piece.any()):
+                    alive.add(id(segment.tensor))
         doubtful = [p for p in self._params if id(p) not in alive or not p.requires_grad]
         if not doubtful:
             return set()

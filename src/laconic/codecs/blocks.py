@@ -32,6 +32,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -153,6 +154,7 @@ class Blockwise(Codec):
             yield part, code
 
 
+@cache
 def largest_scale(levels: float) -> float:
     """The largest bfloat16 s for which ``s * levels`` is a finite float32."""
     mantissa, exponent = math.frexp(torch.finfo(torch.float32).max / levels)

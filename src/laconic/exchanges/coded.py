@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -38,8 +39,11 @@ error."""
 ENDS = (1, 4, 7, 8)
 """Where the parts of a row end, in eighths: little is to be done before the first is sent, and
 after the last has come."""
-LEAST = 2**16
-"""Bytes of a row that is worth it: each part has its price."""
+LEAST, HIDDEN = 2**16, 4
+"""Bytes of a row that is worth it in a round that is waited for, and how many times as long it must
+be in one that goes on beside the training: each part has its price, which is processor time. On 4
+ranks that share 2 cores gradients of 0.87 M elements in three buckets took 5.8 ms of it in Int8 and
+8.8 in bfloat16 in parts, 4.7 and 6.0 whole."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,7 @@ class CodedMean(_Coded):
         self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
     ) -> Arrival:
         left, mean = self._deal(link, message, clock, state)
-        n, rank, each = link.size, link.rank, len(mean)
+        n, rank, each = link.size, link.rank, mean.numel()
         own = slice(rank * each, (rank + 1) * each)
         if self.feedback:
             mean.add_(state["lag"], alpha=self.feedback)
@@ -155,7 +159,7 @@ class CodedMean(_Coded):
             mean.add_(state["reference"][own])
         result = combine(mean)
         w = result if result is mean else result.clone()  # which may be state of the update's
-        cut = _Cut.of(self.codec, w)
+        cut = _Cut.of(self.codec, each, self._least(clock, w.device))
         rows = torch.empty(n, self.codec.nbytes(each), dtype=torch.uint8, device=w.device)
         generator, refusal = _generator(clock, w.device, 1), ""
 
@@ -208,16 +212,21 @@ class CodedMean(_Coded):
             raise
         return Arrival(state["reference"], lent=True)
 
+    def _least(self, clock: Clock, device: torch.device) -> float:
+        """Bytes of a row that is cut; none is on a card."""
+        hidden = clock.delay or not self.relative
+        return LEAST * (HIDDEN if hidden else 1) if device.type == "cpu" else math.inf
+
     def _deal(
         self, link: Link, message: Tensor, clock: Clock, state: State
     ) -> tuple[Tensor, Tensor]:
         """v - q, and the mean of what came for this rank."""
         n, order = link.size, hops(link.rank, link.size)
         left = message.to(state_dtype(message.dtype)).contiguous()
-        each = len(left) // n
+        each = left.numel() // n
         payload = torch.empty(n, self.codec.nbytes(each), dtype=torch.uint8, device=left.device)
         rows, mean = torch.empty_like(payload), left.new_empty(each)
-        cut = _Cut.of(self.codec, mean)
+        cut = _Cut.of(self.codec, each, self._least(clock, left.device))
         generator, refusal = _generator(clock, left.device, 0), ""
 
         def code(start: int, stop: int, out: Tensor) -> None:
@@ -329,10 +338,11 @@ class _Cut:
     ends: tuple[int, ...]
 
     @classmethod
-    def of(cls, codec: Codec, x: Tensor) -> _Cut:
-        """For rows that code as much as ``x``; short ones, and those on a card, in one piece."""
-        grains, long = len(x) // codec.grain, codec.nbytes(len(x)) >= LEAST
-        eighths = ENDS if long and x.device.type == "cpu" else ENDS[-1:]
+    @lru_cache(maxsize=256)
+    def of(cls, codec: Codec, length: int, least: float) -> _Cut:
+        """For rows of so many elements; those below ``least`` bytes in one piece."""
+        grains, long = length // codec.grain, codec.nbytes(length) >= least
+        eighths = ENDS if long else ENDS[-1:]
         ends = {grains * k // ENDS[-1] for k in eighths} - {0}
         return cls(codec.grain, codec.nbytes(codec.grain), tuple(sorted(ends)))
 

@@ -31,7 +31,7 @@ enum { FINE = 0, SILENT = 1, CLOSED = 2, OTHER = 3, FAILED = 4, INTERRUPTED = 5 
 
 #define MOST (1 << 30) /* bytes in one go: some systems refuse more than an int holds */
 
-EXPORT int laconic_version(void) { return 3; }
+EXPORT int laconic_version(void) { return 4; }
 
 /* Moves what can be moved at once. */
 static int step(struct message *m) {
@@ -65,13 +65,21 @@ static int step(struct message *m) {
     return FINE;
 }
 
+static int64_t moved(const struct message *messages, int64_t count) {
+    int64_t total = 0;
+    for (int64_t i = 0; i < count; i++)
+        total += messages[i].done;
+    return total;
+}
+
 /* Until `enough` bytes of message `until` were moved, or all messages for -1; for -2 only what can
    be moved at once. At most `timeout` ms in which not a byte moves: SILENT. CLOSED, OTHER, FAILED
-   with `error`: `which`. INTERRUPTED: to be called again. */
+   with `error`: `which`. INTERRUPTED: to be called again, `which` tells whether any was moved. */
 EXPORT int laconic_move(struct message *messages, int64_t count, int64_t until, int64_t enough,
                         int timeout, int64_t *which, int *error) {
     struct pollfd waits[count > 0 ? count : 1];
     int64_t numbers[count > 0 ? count : 1];
+    int64_t before = moved(messages, count);
     for (;;) {
         nfds_t n = 0;
         for (int64_t i = 0; i < count; i++) {
@@ -84,8 +92,10 @@ EXPORT int laconic_move(struct message *messages, int64_t count, int64_t until, 
         if (n == 0 || (until >= 0 && messages[until].done >= enough))
             return FINE;
         int ready = poll(waits, n, until == -2 ? 0 : timeout);
-        if (ready < 0 && errno == EINTR)
-            return INTERRUPTED; /* a signal may have to be handled */
+        if (ready < 0 && errno == EINTR) { /* a signal may have to be handled */
+            *which = moved(messages, count) != before;
+            return INTERRUPTED;
+        }
         if (ready < 0) {
             *which = numbers[0], *error = errno;
             return FAILED;
