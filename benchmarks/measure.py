@@ -153,7 +153,7 @@ def ddp() -> None:
 
 def processor() -> None:
     """Where ranks share processors, that is what a step lacks."""
-    for codec in (None, "bfloat16", "int4"):
+    for codec in (None, "bfloat16", "int8", "int4"):
         theirs, ours = Training(wrap=True), Training()
         sync = laconic.attach(ours.model, ours.optimizer, laconic.ddp(codec=codec))
         times = pairs(ours.step, theirs.step, timed=worked)

@@ -352,8 +352,8 @@ def demo() -> str:
 
 def auto() -> str:
     t = Timeline(*workers(), top=2)
-    at = t.steps(0, 11, 10)
-    for k in range(11):
+    at = t.steps(0, 4, 10)
+    for k in range(4):
         t.sends(10 * k + 4, 7, "gradients")
     for line, review in ((1, False), (2, True)):
         t.computes(at, 30, "wait")

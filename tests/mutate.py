@@ -332,6 +332,12 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("gradients.py", "self._padding.zero_()", "pass", CODED),
     ("auto.py", 'return "rounds"', "return self.text", AUTO),
     ("auto.py", "replace(self._facts, compute=compute)", "self._facts", AUTO),
+    ("auto.py", "if self._elsewhere or not", "if not", AUTO),
+    ("auto.py", "max(LATER, self.now.recipe[0].delay)", "LATER", AUTO),
+    ("auto.py", "spans = [min(spans)]", "pass", AUTO),
+    ("gradients.py", "if id(p) in before], joined=False)", "if False], joined=False)", CODED),
+    ("gradients.py", "self._params, self.buckets, self.carried, self._left = params, buckets, carried, {}", "self.buckets, self.carried, self._left = buckets, carried, {}", CODED),
+    ("advisor/choices.py", 'name = "int8" if shortest >= CODECS["int8"].nbytes(LENGTH) else "int4"', 'name = "int4"', ADVISE),
     ("auto.py", "self._since >= FIRST_WARMUP + FIRST_WINDOW", "self._since >= WARMUP + WINDOW", AUTO),
     ("auto.py", "facts, _ = self._measure()  # the network may", "pass  # the network may", AUTO),
     # seconds = max(c + sum f*exposed, min(sum f*T/U, c + sum f*(T + w))) ; best = min(seconds * steps)

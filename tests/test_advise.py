@@ -174,6 +174,7 @@ def test_steps_grow_with_the_period() -> None:
     periods = [steps_of(la.local_sgd(h)).factor for h in (4, 16, 64, 256)]
     assert periods[0] > 1 and periods == sorted(set(periods))
     assert steps_of(la.ddp()).factor == steps_of(la.ddp(codec="int8")).factor == 1
+    assert steps_of(la.ddp(codec="bfloat16")).factor == 1
     assert 1 < steps_of(la.ddp(codec="int4")).factor < periods[0]
 
 
@@ -181,7 +182,8 @@ def test_steps_grow_with_the_period() -> None:
     ("text", "source"),
     [
         ("ddp()", "the same mathematics"),
-        ("ddp(codec='int8')", "no more were seen (docs/coded.md)"),
+        ("ddp(codec='int8')", "measured (benchmarks.factors)"),
+        ("ddp(codec='bfloat16')", "taken for those of Int8 gradients"),
         ("ddp(codec='int4')", "measured (benchmarks.factors)"),
         ("ddp(codec='int2')", "taken for those of Int4 gradients"),
         ("power_sgd(2)", "taken for those of Int4 gradients"),

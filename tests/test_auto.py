@@ -262,7 +262,10 @@ def test_it_chooses_again_when_a_byte_takes_another_time(
         texts = [c.text for c in choices]
         assert texts[0].startswith(fast if before > after else slow)
         assert texts[-1].startswith(slow if before > after else fast)
-        assert [c.step for c in choices] == [4, 140]
+        recipe = parse_recipe(texts[0])
+        assert isinstance(recipe, tuple)
+        answer = max(auto_module.LATER, recipe[0].delay)  # it travels behind the messages
+        assert [c.step for c in choices] == [4, 4 + 128 + answer]
 
 
 def test_a_network_that_changes_right_after_a_choice_is_not_taken_for_a_slow_recipe(
@@ -448,6 +451,68 @@ def over_gloo(rank: int) -> Any:
 
 def test_one_worker_has_nothing_to_choose() -> None:
     assert la.simulate(lambda rank: run(rank, 20, la.auto(), {}), workers=1)[0][0] == []
+
+
+def test_a_run_that_goes_on_elsewhere_measures_the_network_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though its steps take what was predicted, as nothing is waited for here or there."""
+    rate = {"now": 1e6}
+    monkeypatch.setattr(
+        auto_module.Chooser,
+        "_measure",
+        lambda self: (replace(TEXT, workers=self._link.size, rate=rate["now"], latency=0.0), 0.15),
+    )
+    monkeypatch.setattr(auto_module.Chooser, "_pace", lambda self: [0.15, 0.0, 0.15])
+
+    def train(rank: int, first: int, last: int, state: Any = None) -> Any:
+        model, optimizer = build(rank)
+        sync = la.attach(model, optimizer, la.auto())
+        if state is not None:
+            for part, own in zip((model, optimizer, sync), state, strict=True):
+                part.load_state_dict(own)
+        for t in range(first, last):
+            step(model, optimizer, rank, t)
+        parts = model, optimizer, sync
+        return copy.deepcopy([part.state_dict() for part in parts]), sync.choices
+
+    saved = la.simulate(lambda rank: train(rank, 1, 8), workers=2)
+    assert all(choices[-1].text.startswith("streaming_diloco(") for _, choices in saved)
+    rate["now"] = 1e12
+    found = la.simulate(lambda rank: train(rank, 8, 30, saved[rank][0]), workers=2)
+    assert all(choices[-1].text == "ddp()" for _, choices in found)
+
+
+def test_a_comparison_behind_long_messages_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow = replace(TEXT, rate=2e5, latency=0.0)
+    monkeypatch.setattr(auto_module.Chooser, "_measure", lambda self: (slow, slow.compute))
+    asked: list[tuple[int, int]] = []
+
+    def compare(self: Any, step: int, *_: Any) -> None:
+        asked.append((step, self.now.recipe[0].delay))
+
+    monkeypatch.setattr(auto_module.Chooser, "_compare", compare)
+    la.simulate(lambda rank: run(rank, 80, la.auto(), {}), workers=2)
+    delay = asked[0][1]
+    assert delay > auto_module.LATER
+    first = 4 + auto_module.WARMUP + auto_module.WINDOW + delay
+    assert {step for step, _ in asked} == {first}
+
+
+def test_the_first_choice_takes_the_step_that_was_not_held_up() -> None:
+    def one(rank: int) -> Any:
+        model, optimizer = build(rank)
+        sync = la.attach(model, optimizer, la.auto())
+        step(model, optimizer, rank, 1)
+        chooser = sync._chooser
+        assert chooser is not None
+        chooser._spans = [(3.0, 0.1), (0.4, 0.15)] if rank else [(0.4, 0.2), (0.5, 0.3)]
+        return chooser._measure()
+
+    for facts, wall in la.simulate(one, workers=2):
+        assert facts.compute == 0.25 and wall == 0.4
 
 
 # -- changing the recipe ----

@@ -880,6 +880,77 @@ def test_a_parameter_thawed_in_the_step_is_averaged_once() -> None:
     assert torch.equal(a, torch.full_like(a, 1.5)) and torch.equal(a, b) and torch.equal(x, y)
 
 
+@pytest.mark.parametrize("how", ["thawed", "added"])
+def test_replicas_stay_equal_when_parameters_join_and_gradients_are_clipped(how: str) -> None:
+    """What joins before a backward pass is not averaged in it: ranks clip by other norms."""
+
+    def run(rank: int) -> list[Tensor]:
+        model, optimizer = build()
+        late = model.x[0]
+        if how == "thawed":
+            late.requires_grad_(False)
+        else:
+            optimizer = torch.optim.SGD(list(model.x)[1:], lr=0.1)
+        la.attach(model, optimizer, la.ddp(codec=SMALL))
+        found = []
+        for t in range(1, 5):
+            if t == 3 and how == "thawed":
+                late.requires_grad_(True)
+            elif t == 3:
+                optimizer.add_param_group({"params": [late]})
+            optimizer.zero_grad()
+            scale = (rank + 1.0) * t
+            torch.stack([(scale * p).square().sum() for p in model.x]).sum().backward()  # type: ignore[no-untyped-call]
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            torch.nn.utils.clip_grad_norm_(held, 0.1)
+            optimizer.step()
+            found.append(torch.cat([p.detach().reshape(-1) for p in model.x]))
+        return found
+
+    for x, y in zip(*la.simulate(run, workers=2), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_parameters_that_cannot_join_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there is no memory for what is kept of them: the next step finds all as it was."""
+
+    def run(rank: int) -> tuple[Tensor, Tensor]:
+        model, optimizer = build()
+        model.x[0].requires_grad_(False)
+        sync = la.attach(model, optimizer, la.ddp(codec=SMALL))
+        step_of(model, optimizer, rank, 1)
+        ((_, gradients),) = sync._gradient_rounds
+        hooks, owed = list(gradients._hooks), gradients.left_over()
+        model.x[0].requires_grad_(True)
+        with monkeypatch.context() as patched:
+            patched.setattr(gradients, "_init_carried", lambda *_: fail())
+            with pytest.raises(MemoryError):
+                gradients.refresh()
+        again = gradients.left_over()
+        assert gradients._hooks == hooks and again.keys() == owed.keys()
+        assert all(torch.equal(again[key], value) for key, value in owed.items())
+        assert gradients.refresh() and len(gradients._hooks) == len(hooks) + 1
+        step_of(model, optimizer, rank, 2)
+        return model.x[0].detach().clone(), model.x[1].detach().clone()
+
+    (a, x), (b, y) = la.simulate(run, workers=2)
+    assert torch.equal(a, b) and torch.equal(x, y)
+
+
+def fail() -> None:
+    raise MemoryError
+
+
+def test_a_codec_tells_its_settings() -> None:
+    """By which ranks are compared: two of other settings must not look alike."""
+
+    class Untold(Int4):
+        __repr__ = object.__repr__
+
+    with pytest.raises(ValueError, match="codec Untold must have a repr with all its settings"):
+        la.ddp(codec=Untold())
+
+
 def test_a_parameter_thawed_in_the_step_that_nobody_used_keeps_no_gradient() -> None:
     """So that its optimiser leaves it alone, weight decay included."""
 
@@ -1109,8 +1180,8 @@ def wayward(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Has every third row cut in one part; returns in how many others were."""
     of, parts = MODULE._Cut.of, []
 
-    def cut(codec: Codec, length: int, least: float) -> Any:
-        found = of(codec, length, least)
+    def cut(*arguments: Any) -> Any:
+        found = of(*arguments)
         found = replace(found, ends=found.ends[-1:]) if len(parts) % 3 == 0 else found
         parts.append(len(found.ends))
         return found

@@ -43,7 +43,7 @@ WARMUP, WINDOW = 3, 8
 REVIEW = 64
 """Steps after which the ranks compare whether it still is as it was."""
 LATER = 8
-"""Steps that such a comparison may take, beside the training."""
+"""Steps that such a comparison may take at least, beside the training."""
 CHANGE = 1.4
 """How many times as long as before a step's computing, its waiting included, or a byte must take
 (or as short) for the network to be measured anew."""
@@ -203,7 +203,9 @@ class Chooser:
         self._usual: list[float] = []
         self._asked: Pending[Tensor] | None = None
         self._facts: Facts | None = None
-        self._since = 0
+        self._elsewhere = False
+        """Whether the facts were loaded, and may be of another network."""
+        self._since, self._due = 0, 0
         self._spans: list[tuple[float, float]] = []
         self._last = self._traffic = (0.0, 0.0)
 
@@ -235,6 +237,8 @@ class Chooser:
         self._since += 1
         if self._since > (WARMUP if self.choices else FIRST_WARMUP):
             self._spans.append((now[0] - self._last[0], now[1] - self._last[1]))
+        if self._since == WARMUP:  # not what a change of recipe has sent
+            self._traffic = self._sent()
         before = self.now
         self._look(step)
         self._last = time.perf_counter(), self._lane.seconds_waiting
@@ -245,10 +249,11 @@ class Chooser:
         if not self.choices:
             if self._since >= FIRST_WARMUP + FIRST_WINDOW:
                 self._choose_anew(step)
-        elif self._since == first or self._since % REVIEW == 0:
+        elif self._asked is None and (self._since == first or self._since % REVIEW == 0):
             own = torch.tensor(self._pace(), dtype=torch.float64, device=self._device)
             self._asked = self._lane.submit(partial(self._world.gather, own), "comparing the pace")
-        elif self._asked is not None and self._since % REVIEW in (first + LATER, LATER):
+            self._due = self._since + max(LATER, self.now.recipe[0].delay)  # it is behind messages
+        elif self._asked is not None and self._since == self._due:
             (wall, each, compute), self._asked = self._asked.wait().amax(0).tolist(), None
             self._compare(step, [wall, each], compute)
 
@@ -268,7 +273,8 @@ class Chooser:
         assert self._facts is not None, "measured before the first choice"
         if not self._usual:
             self._usual, facts = pace, replace(self._facts, compute=compute)
-            if not 1 / CHANGE < pace[0] / predict(self.now.recipe, facts).seconds < CHANGE:
+            ratio = pace[0] / predict(self.now.recipe, facts).seconds
+            if self._elsewhere or not 1 / CHANGE < ratio < CHANGE:
                 facts, _ = self._measure()  # the network may be another one since it was chosen for
             self._extra[self.now.kind] = pace[0] - predict(self.now.recipe, facts).seconds
             self._choose(step, facts)
@@ -289,7 +295,7 @@ class Chooser:
         before = self.now if self.choices else None  # the first choice costs no more than another
         found = {c.text: c for c in candidates(facts, before)}
         text, reason = choose(self.auto, facts, before, self._extra)
-        self._facts = facts
+        self._facts, self._elsewhere = facts, False
         if not self.choices or text != self.now.text:
             self.choices.append(Choice(step, text, facts, reason))
             if self._world.rank == 0:
@@ -301,7 +307,10 @@ class Chooser:
 
     def _measure(self) -> tuple[Facts, float]:
         """What all ranks together find, and how long a step takes; the slowest of each counts."""
-        wall, compute = _medians(self._spans[-WINDOW:])
+        spans = self._spans[-WINDOW:]
+        if not self.choices:  # of so few steps one that was held up would be half of the median
+            spans = [min(spans)]
+        wall, compute = _medians(spans)
         rate, latency = self._lane.call(self._probe, "measuring the network")
         shapes, itemsize = self._model()
         elements = sum(map(math.prod, shapes))
@@ -364,7 +373,7 @@ class Chooser:
             self.now = Candidate(state["text"], recipe, 1.0)
         self._facts = None if state["facts"] is None else _facts(state["facts"])
         self.choices, self._since, self._usual, self._extra = choices, 0, [], {}
-        self._asked, self._spans = None, []
+        self._asked, self._spans, self._elsewhere = None, [], True
         self._last = time.perf_counter(), self._lane.seconds_waiting
 
     def undo(self) -> Callable[[], None]:

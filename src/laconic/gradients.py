@@ -205,21 +205,21 @@ class GradientRound:
         if [id(p) for p in params] == [id(p) for p in self._params]:
             self._asked = asked
             return False
-        self.detach()
         if not self.broken:
             self._discard()
-        self._params = params
-        left, self._left = {**self._left, **self.left_over()}, {}
+        left = {**self._left, **self.left_over()}
         total = sum(local(p).numel() * p.element_size() for p in params)
         first, each = bucket_bytes(self.exchange, total)
-        self.buckets = bucketize(
+        buckets = bucketize(
             [params[::-1]],
             self.exchange.multiple(self._link.size),
             most_bytes=each,
             first_bytes=first,
             whole=self.exchange.whole,
         )
-        self.carried = [self._init_carried(bucket, left) for bucket in self.buckets]
+        carried = [self._init_carried(bucket, left) for bucket in buckets]
+        self.detach()  # nothing is changed before it is known that all can be
+        self._params, self.buckets, self.carried, self._left = params, buckets, carried, {}
         self._flats = []
         members = [[id(s.tensor) for s in bucket.segments] for bucket in self.buckets]
         self._counts = [len(set(m)) for m in members]
@@ -390,23 +390,31 @@ class GradientRound:
         if not (self._active() and self.buckets) or (self._averaged and not joined):
             return
         if self._averaged and self.exchange.slots:
-            self._average_dense([p for p in self._params if id(p) not in before])
+            self._average_dense([p for p in self._params if id(p) not in before], joined=True)
+            self._average_dense([p for p in self._params if id(p) in before], joined=False)
             return
         self._begin(-1)
         self._end()
 
     @torch.no_grad()
-    def _average_dense(self, params: Sequence[Tensor]) -> None:
-        """Those that joined after the others were averaged, which once more would not be the same:
-        what was not sent of these would be sent twice."""
+    def _average_dense(self, params: Sequence[Tensor], joined: bool) -> None:
+        """Where some ``joined`` after the others were averaged. Once more as the others were, what
+        was not sent of these would be sent twice; and left as they are, they may have been
+        multiplied by what each rank made of the gradients of those that joined, as clipping does.
+        """
+        if not params:
+            return
         label, clock = self._announce(), self._clock()
-        had = torch.tensor([float(p.grad is not None) for p in params], device=params[0].device)
+        had = torch.tensor([float(p.grad is not None) for p in params])
+        had = had.to(self.buckets[0].device)
         self._lane.call(partial(self._link.mean, had), label)
         used = [p for p, share in zip(params, had.tolist(), strict=True) if share > 0]
         for bucket in bucketize([used], self._link.size):
             flat = _Flat(bucket)
             flat.gather()
-            self._lane.call(partial(self._carry, Mean(), flat.whole, {}, clock), label)
+            again = partial(self._link.mean, flat.whole)
+            first = partial(self._carry, Mean(), flat.whole, {}, clock)
+            self._lane.call(first if joined else again, label)
             flat.scatter(set())
 
     def after_step(self, next_due: bool) -> None:

@@ -25,7 +25,7 @@ PLAIN = Facts(16, ((1,),), 4, 1.0, 1e9, 0.0)
 """For reading recipes before anything is measured."""
 
 SAME = "the same mathematics as one large batch (Li et al., VLDB 2020)"
-INT8 = "rounding is sent later, not lost; its cost was not measured, and is taken for none"
+INT8 = "no more steps for the same loss on text (docs/coded.md, benchmarks.factors)"
 INT4 = "2% more steps for the same loss on text (docs/coded.md, benchmarks.factors)"
 LOCAL = {
     4: "loses some quality per step, less than longer periods do (docs/science.md: 12)",
@@ -60,13 +60,12 @@ SPARSE = {
     256: "rarer than the default of 30, after Sarfi et al. 2025: expect to lose quality",
 }
 MEASURED, EXACT = "measured (benchmarks.factors)", "the same mathematics"
-SEEN = "no more were seen (docs/coded.md)"
-KNOWN = (MEASURED, EXACT, SEEN)
+KNOWN = (MEASURED, EXACT)
 """Where a recipe's steps are its own from."""
 LONGEST = 64
 """The longest period of `laconic.streaming_diloco` that was measured."""
-ONES = {CODECS[name] for name, steps in GRADIENTS.items() if name is not None and steps == 1.0}
-"""Codecs of gradients of which no loss was seen."""
+LENGTH = 2**16
+"""Elements by whose code codecs are compared."""
 OWN = "your own: laconic knows nothing of its quality"
 
 
@@ -143,11 +142,12 @@ class Steps(NamedTuple):
 
 
 def steps_of(recipe: Recipe) -> Steps:
-    """After what ``python -m benchmarks.factors`` measured of gradients in Int4 and of
-    `laconic.streaming_diloco`, with one task. Others are taken for these: coded gradients for Int4,
-    and a recipe in which workers differ for the streaming one of the nearest period, from 4 up, as
-    it loses about what that does: what SlowMo or DiLoCo make of the same rounds is not in it.
-    Raises ``ValueError`` for one whose rounds on parameters end."""
+    """After what ``python -m benchmarks.factors`` measured of gradients in Int8 and Int4 and of
+    `laconic.streaming_diloco`, with one task. Others are taken for these: gradients in codes as
+    long as Int8's for that, other coded ones for Int4, and a recipe in which workers differ for the
+    streaming one of the nearest period, from 4 up, as it loses about what that does: what SlowMo or
+    DiLoCo make of the same rounds is not in it. Raises ``ValueError`` for one whose rounds on
+    parameters end."""
     if not workers_differ(recipe):
         return _steps_of_gradients(recipe)
     share = max((often(r) for r in recipe if r.on == "params"), default=0.0)
@@ -169,7 +169,8 @@ def _steps_of_gradients(recipe: Recipe) -> Steps:
     if not any(r.exchange.slots for r in recipe):
         return Steps(1.0, EXACT)
     codecs = [r.exchange.codec for r in recipe if isinstance(r.exchange, CodedMean)]
-    if not codecs or any(codec not in ONES for codec in codecs):
-        known = bool(codecs) and all(codec in {CODECS["int4"], *ONES} for codec in codecs)
-        return Steps(GRADIENTS["int4"], MEASURED if known else "taken for those of Int4 gradients")
-    return Steps(1.0, SEEN)
+    shortest = min((codec.nbytes(LENGTH) for codec in codecs), default=0)
+    name = "int8" if shortest >= CODECS["int8"].nbytes(LENGTH) else "int4"
+    known = bool(codecs) and all(codec == CODECS[name] for codec in codecs)
+    source = MEASURED if known else f"taken for those of {name.capitalize()} gradients"
+    return Steps(GRADIENTS[name], source)

@@ -66,6 +66,11 @@ class _Coded(Exchange):
     def __post_init__(self) -> None:
         if not isinstance(self.codec, Codec):
             raise ValueError(f"codec must be a laconic.codecs.Codec, not {self.codec!r}")
+        if type(self.codec).__repr__ is object.__repr__:
+            raise ValueError(
+                f"codec {type(self.codec).__name__} must have a repr with all its settings, as a "
+                "dataclass has: by that ranks and checkpoints are compared"
+            )
         check_bool("relative", self.relative)
         check_float("feedback", self.feedback, 0.0, most=1.0)
 
@@ -159,7 +164,7 @@ class CodedMean(_Coded):
             mean.add_(state["reference"][own])
         result = combine(mean)
         w = result if result is mean else result.clone()  # which may be state of the update's
-        cut = _Cut.of(self.codec, each, self._least(clock, w.device))
+        cut = self._cut(each, clock, w.device)
         rows = torch.empty(n, self.codec.nbytes(each), dtype=torch.uint8, device=w.device)
         generator, refusal = _generator(clock, w.device, 1), ""
 
@@ -212,10 +217,12 @@ class CodedMean(_Coded):
             raise
         return Arrival(state["reference"], lent=True)
 
-    def _least(self, clock: Clock, device: torch.device) -> float:
-        """Bytes of a row that is cut; none is on a card."""
+    def _cut(self, length: int, clock: Clock, device: torch.device) -> _Cut:
+        """How rows of so many elements are cut; on a card they are not."""
         hidden = clock.delay or not self.relative
-        return LEAST * (HIDDEN if hidden else 1) if device.type == "cpu" else math.inf
+        least = LEAST * (HIDDEN if hidden else 1) if device.type == "cpu" else math.inf
+        grain = self.codec.grain
+        return _Cut.of(grain, self.codec.nbytes(grain), length // grain, least)
 
     def _deal(
         self, link: Link, message: Tensor, clock: Clock, state: State
@@ -226,7 +233,7 @@ class CodedMean(_Coded):
         each = left.numel() // n
         payload = torch.empty(n, self.codec.nbytes(each), dtype=torch.uint8, device=left.device)
         rows, mean = torch.empty_like(payload), left.new_empty(each)
-        cut = _Cut.of(self.codec, each, self._least(clock, left.device))
+        cut = self._cut(each, clock, left.device)
         generator, refusal = _generator(clock, left.device, 0), ""
 
         def code(start: int, stop: int, out: Tensor) -> None:
@@ -339,12 +346,11 @@ class _Cut:
 
     @classmethod
     @lru_cache(maxsize=256)
-    def of(cls, codec: Codec, length: int, least: float) -> _Cut:
-        """For rows of so many elements; those below ``least`` bytes in one piece."""
-        grains, long = length // codec.grain, codec.nbytes(length) >= least
-        eighths = ENDS if long else ENDS[-1:]
+    def of(cls, grain: int, size: int, grains: int, least: float) -> _Cut:
+        """For rows of so many ``grains``; those below ``least`` bytes in one piece."""
+        eighths = ENDS if grains * size >= least else ENDS[-1:]
         ends = {grains * k // ENDS[-1] for k in eighths} - {0}
-        return cls(codec.grain, codec.nbytes(codec.grain), tuple(sorted(ends)))
+        return cls(grain, size, tuple(sorted(ends)))
 
     @property
     def last(self) -> slice:

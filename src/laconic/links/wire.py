@@ -27,7 +27,7 @@ from laconic.errors import LinkError
 VERSION = 4
 """What ``wire.c`` must be."""
 
-_HEADER = struct.Struct("<QQQ")  # the place of the sender in its calls, and how many bytes follow
+_HEADER = struct.Struct("=QQQ")  # the place of the sender in its calls, and how many bytes follow
 _HELLO = struct.Struct("<16sQ")  # the key of the rank that is called, and the number of who calls
 HELLO_SECONDS = 5.0
 """How long a caller may take to say who it is."""
