@@ -880,27 +880,30 @@ def test_a_parameter_thawed_in_the_step_is_averaged_once() -> None:
     assert torch.equal(a, torch.full_like(a, 1.5)) and torch.equal(a, b) and torch.equal(x, y)
 
 
-@pytest.mark.parametrize("how", ["thawed", "added"])
+@pytest.mark.parametrize("how", ["thawed", "added", "late"])
 def test_replicas_stay_equal_when_parameters_join_and_gradients_are_clipped(how: str) -> None:
-    """What joins before a backward pass is not averaged in it: ranks clip by other norms."""
+    """Ranks would clip by other norms, were what joins not averaged in the backward pass, and do
+    where it joins after it."""
 
     def run(rank: int) -> list[Tensor]:
         model, optimizer = build()
         late = model.x[0]
-        if how == "thawed":
-            late.requires_grad_(False)
-        else:
+        if how == "added":
             optimizer = torch.optim.SGD(list(model.x)[1:], lr=0.1)
+        else:
+            late.requires_grad_(False)
         la.attach(model, optimizer, la.ddp(codec=SMALL))
         found = []
         for t in range(1, 5):
             if t == 3 and how == "thawed":
                 late.requires_grad_(True)
-            elif t == 3:
+            elif t == 3 and how == "added":
                 optimizer.add_param_group({"params": [late]})
             optimizer.zero_grad()
             scale = (rank + 1.0) * t
             torch.stack([(scale * p).square().sum() for p in model.x]).sum().backward()  # type: ignore[no-untyped-call]
+            if t == 3 and how == "late":
+                late.requires_grad_(True).grad = torch.full_like(late, scale)
             held = [p for group in optimizer.param_groups for p in group["params"]]
             torch.nn.utils.clip_grad_norm_(held, 0.1)
             optimizer.step()
@@ -909,6 +912,34 @@ def test_replicas_stay_equal_when_parameters_join_and_gradients_are_clipped(how:
 
     for x, y in zip(*la.simulate(run, workers=2), strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("codec", [None, SMALL])
+def test_an_overflow_in_a_parameter_that_joins_is_skipped_by_all(codec: Codec | None) -> None:
+    def run(rank: int) -> tuple[list[Tensor], float]:
+        model, optimizer = build()
+        late = model.x[0]
+        late.requires_grad_(False)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        la.attach(model, optimizer, la.ddp(codec=codec), scaler=scaler)
+        found = []
+        for t in range(1, 5):
+            if t == 3:
+                late.requires_grad_(True)
+            optimizer.zero_grad()
+            weight = math.inf if (rank, t) == (0, 3) else 1.0
+            terms = [(weight if p is late else 1.0) * (rank + 1) * p.sum() for p in model.x]
+            scaler.scale(torch.stack(terms).sum()).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            found.append(torch.cat([p.detach().reshape(-1) for p in model.x]))
+        return found, scaler.get_scale()
+
+    (a, scale), (b, other) = la.simulate(run, workers=2)
+    assert scale == other == 2.0
+    assert all(torch.equal(x, y) and bool(x.isfinite().all()) for x, y in zip(a, b, strict=True))
+    assert torch.equal(a[1], a[2]) and not torch.equal(a[2], a[3]), "one step is skipped"
 
 
 def test_parameters_that_cannot_join_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -920,7 +951,7 @@ def test_parameters_that_cannot_join_change_nothing(monkeypatch: pytest.MonkeyPa
         sync = la.attach(model, optimizer, la.ddp(codec=SMALL))
         step_of(model, optimizer, rank, 1)
         ((_, gradients),) = sync._gradient_rounds
-        hooks, owed = list(gradients._hooks), gradients.left_over()
+        hooks, owed = dict(gradients._hooks), gradients.left_over()
         model.x[0].requires_grad_(True)
         with monkeypatch.context() as patched:
             patched.setattr(gradients, "_init_carried", lambda *_: fail())
@@ -947,8 +978,14 @@ def test_a_codec_tells_its_settings() -> None:
     class Untold(Int4):
         __repr__ = object.__repr__
 
-    with pytest.raises(ValueError, match="codec Untold must have a repr with all its settings"):
-        la.ddp(codec=Untold())
+    makers = (
+        lambda c: la.ddp(codec=c),
+        lambda c: la.power_sgd(2, codec=c),
+        lambda c: TopK(values=c),
+    )
+    for make in makers:
+        with pytest.raises(ValueError, match="codec Untold must have a repr with all its setting"):
+            make(Untold())
 
 
 def test_a_parameter_thawed_in_the_step_that_nobody_used_keeps_no_gradient() -> None:

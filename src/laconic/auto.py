@@ -318,6 +318,7 @@ class Chooser:
         own = torch.tensor(found, dtype=torch.float64, device=self._device)
         worst = self._lane.call(partial(self._world.gather, own), "comparing what was measured")
         compute, rate, latency, wall, most, least = worst.amax(0).tolist()
+        self._traffic = self._sent()  # not these messages, which nothing else delays
         if most != -least:  # shards of unlike size, of which all ranks must think alike
             shapes = ((int(most),),)
         return Facts(self._link.size, shapes, itemsize, compute, -rate, latency), wall

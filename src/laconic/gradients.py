@@ -183,7 +183,7 @@ class GradientRound:
         self._left = left
         self._asked: list[int] = []
         self._params: list[Tensor] = []
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: dict[int, RemovableHandle] = {}
         self._flats: list[_Flat] = []
         self._pending: list[Pending[None]] = []
         self._missing: list[int] = []
@@ -193,15 +193,15 @@ class GradientRound:
         self._label = ""
         self.refresh()
 
-    def refresh(self) -> bool:
+    def refresh(self, *, keep: bool = False) -> bool:
         """Follow the parameters: groups added, parameters frozen or thawed. Returns whether any
-        joined."""
-        learning = [p for p in self._host.params() if p.requires_grad]
+        joined. ``keep``: in a backward pass, where none may leave, as its gradient may be due."""
+        before = {id(p) for p in self._params}
+        learning = [p for p in self._host.params() if p.requires_grad or (keep and id(p) in before)]
         asked = [id(p) for p in learning]
         if asked == self._asked:
             return False
         params = [p for p in learning if local(p).numel()]
-        before = {id(p) for p in self._params}
         if [id(p) for p in params] == [id(p) for p in self._params]:
             self._asked = asked
             return False
@@ -218,26 +218,27 @@ class GradientRound:
             whole=self.exchange.whole,
         )
         carried = [self._init_carried(bucket, left) for bucket in buckets]
-        self.detach()  # nothing is changed before it is known that all can be
+        places = [_places(bucket) for bucket in buckets]
+        # nothing is changed before it is known that all can be
         self._params, self.buckets, self.carried, self._left = params, buckets, carried, {}
-        self._flats = []
-        members = [[id(s.tensor) for s in bucket.segments] for bucket in self.buckets]
+        self._places, self._flats = places, []
+        members = [[id(s.tensor) for s in bucket.segments] for bucket in buckets]
         self._counts = [len(set(m)) for m in members]
-        self._places = [_places(bucket) for bucket in self.buckets]
         self._homes: dict[int, list[int]] = {}
         for index, member in enumerate(members):
             for key in dict.fromkeys(member):
                 self._homes.setdefault(key, []).append(index)
+        self._forget(before - set(asked))
         self.listen()
         self._asked = asked
         return any(id(p) not in before for p in params)
 
     def listen(self) -> None:
         """Have the parameters tell when their gradients are there."""
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
-            for p in self._params
-        ]
+        for p in self._params:
+            if id(p) not in self._hooks:
+                hook = p.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+                self._hooks[id(p)] = hook
 
     def part(self, bucket: Bucket) -> slice:
         """The stretch of ``bucket`` that this rank carries: all of it."""
@@ -281,9 +282,11 @@ class GradientRound:
 
     def detach(self) -> None:
         """Take the hooks off."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._forget(self._hooks.keys())
+
+    def _forget(self, keys: Iterable[int]) -> None:
+        for key in list(keys):
+            self._hooks.pop(key).remove()
 
     @property
     def broken(self) -> bool:
@@ -299,6 +302,7 @@ class GradientRound:
                 "this rank cannot join the others any more: start again from the last checkpoint"
             )
         self._discard()
+        self.refresh(keep=True)
         self._rescale()
         self._task = task
         self._missing = list(self._counts)
@@ -384,14 +388,14 @@ class GradientRound:
 
     def before_step(self) -> None:
         """Average now, where no backward pass did: this rank had no gradient at all, all its
-        backward passes were under ``no_sync()``, or parameters have joined since."""
-        before = {id(p) for p in self._params}
+        backward passes were under ``no_sync()``, or parameters have joined after it."""
+        before, params = {id(p) for p in self._params}, self._params
         joined = self.refresh()
         if not (self._active() and self.buckets) or (self._averaged and not joined):
             return
         if self._averaged and self.exchange.slots:
             self._average_dense([p for p in self._params if id(p) not in before], joined=True)
-            self._average_dense([p for p in self._params if id(p) in before], joined=False)
+            self._average_dense(params, joined=False)
             return
         self._begin(-1)
         self._end()

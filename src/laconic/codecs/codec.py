@@ -40,7 +40,8 @@ class Codec(ABC):
     """A lossy code for flat tensors. Elements are coded in units of ``unit`` elements, each unit on
     its own, one after the other, the last one shorter: for a and b multiples of ``unit``,
     ``encode(x[a:b]) == encode(x)[nbytes(a):nbytes(b)]`` (without stochastic rounding). No code
-    consists of bytes of 255 alone, which is what a worker sends of what cannot be coded.
+    consists of bytes of 255 alone, which is what a worker sends of what cannot be coded. By its
+    ``repr``, as a dataclass has, ranks and checkpoints are compared: it tells all settings.
 
     The code runs on the device of x. Whether x is finite is read back in every ``encode``,
     which on an accelerator waits for it; ``decode`` never waits.
@@ -282,6 +283,15 @@ class Codec(ABC):
 def _split(x: Tensor, payload: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     rows = max(PIECE // x.shape[1], 1) if x.device.type == "cpu" else x.shape[0]
     return zip(torch.split(x, rows), torch.split(payload, rows), strict=True)
+
+
+def check_told(codec: Codec) -> None:
+    """``ValueError`` where a codec of a user's own does not tell its settings."""
+    if type(codec).__repr__ is object.__repr__:
+        raise ValueError(
+            f"codec {type(codec).__name__} must have a repr with all its settings, as a dataclass "
+            "has: by that ranks and checkpoints are compared"
+        )
 
 
 def check_length(length: int) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from laconic.codecs.cast import Cast
-from laconic.codecs.codec import Codec, check_length
+from laconic.codecs.codec import Codec, check_length, check_told
 from laconic.errors import check_int
 
 INDEX_BITS = 12
@@ -48,6 +48,7 @@ class TopK(Codec):
             raise ValueError(
                 f"values must be one of Cast, Int8, Int4, Int2, E3M0, not {self.values!r}"
             )
+        check_told(self.values)
 
     @property
     def unit(self) -> int:

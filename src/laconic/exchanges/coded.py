@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from laconic.codecs import Codec, codec_of
+from laconic.codecs.codec import check_told
 from laconic.errors import NotFiniteError, check_bool, check_float
 from laconic.links import cost
 from laconic.links.cost import Cost
@@ -66,11 +67,7 @@ class _Coded(Exchange):
     def __post_init__(self) -> None:
         if not isinstance(self.codec, Codec):
             raise ValueError(f"codec must be a laconic.codecs.Codec, not {self.codec!r}")
-        if type(self.codec).__repr__ is object.__repr__:
-            raise ValueError(
-                f"codec {type(self.codec).__name__} must have a repr with all its settings, as a "
-                "dataclass has: by that ranks and checkpoints are compared"
-            )
+        check_told(self.codec)
         check_bool("relative", self.relative)
         check_float("feedback", self.feedback, 0.0, most=1.0)
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from laconic.codecs import Codec
+from laconic.codecs.codec import check_told
 from laconic.errors import NotFiniteError, check_int
 from laconic.exchanges.coded import CodedMean
 from laconic.exchanges.mean import Mean
@@ -80,6 +81,8 @@ class LowRank(Exchange):
 
     def __post_init__(self) -> None:
         check_int("rank", self.rank, 1)
+        if self.codec is not None:
+            check_told(self.codec)
 
     @property
     def averages(self) -> bool:
