@@ -48,6 +48,8 @@ DEMO = ["tests/test_demo.py", "-k", "not gloo"]
 NOLOCO = ["tests/test_noloco.py", "-k", "not gloo"]
 EAGER = ["tests/test_eager.py", "-k", "not gloo"]
 CODED = ["tests/test_coded.py", "-k", "not process"]
+LOOP = ["tests/test_loop.py", "-k", "frozen or reentrant"]
+MESH = ["tests/test_mesh.py", "-k", "validation or nested or refuses"]
 POOLED = ["tests/test_resume.py", "-k", "pooled"]
 LANE = ["tests/test_lane.py"]
 CODED_LINKS = ["tests/test_coded.py", "-k", "parts"]
@@ -339,6 +341,21 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("gradients.py", "self._params, self.buckets, self.carried, self._left = params, buckets, carried, {}", "self.buckets, self.carried, self._left = buckets, carried, {}", CODED),
     ("gradients.py", "        self.refresh(keep=True)\n", "", CODED),
     ("gradients.py", "p.requires_grad or (keep and id(p) in before)", "p.requires_grad", ["tests/test_loop.py", "-k", "frozen"]),
+    ("gradients.py", "self.refresh(keep=self._active() and not self._averaged)", "self.refresh()", LOOP),
+    ("gradients.py", "        self._end(-1)\n        self.refresh()\n", "        self._end(-1)\n", LOOP),
+    ("gradients.py", "self._check_alone(task < self._newest)", "pass", LOOP),
+    ("gradients.py", "self._check_alone(within or self._task != task)", "self._check_alone(within)", LOOP),
+    ("gradients.py", "self._check_alone(within or self._task != task)", "self._check_alone(self._task != task)", LOOP),
+    ("synchronizer.py", "            self.average_gradients()\n            self._hear()\n", "            self.average_gradients()\n", MESH),
+    ("synchronizer.py", "gradient_round.refresh(keep=True)", "gradient_round.refresh()", LOOP),
+    ("refusals.py", "bool(told.any())", "kept", MESH),
+    ("running.py", "            self._shared.refusals.tell(self.exchange, self.label(step)).wait()\n", "", MESH),
+    ("running.py", "self.told.wait()", "pass", MESH),
+    ("running.py", "            self._shared.lane.call(partial(self.link.broadcast, x), self.label(step))\n", "", CODED),
+    ("synchronizer.py", "running.begin_here(self.step)", "pass", CODED),
+    ("synchronizer.py", "self._order or list(self._model.parameters())", "list(self._model.parameters())", MESH),
+    ("synchronizer.py", "            reshard(self._model)\n            self._in_consensus", "            self._in_consensus", MESH),
+    ("synchronizer.py", "        reshard(self._model)\n        for running in self._rounds:\n            running.write_at_rest", "        for running in self._rounds:\n            running.write_at_rest", MESH),
     ("advisor/choices.py", 'name = "int8" if shortest >= CODECS["int8"].nbytes(LENGTH) else "int4"', 'name = "int4"', ADVISE),
     ("auto.py", "self._since >= FIRST_WARMUP + FIRST_WINDOW", "self._since >= WARMUP + WINDOW", AUTO),
     ("auto.py", "facts, _ = self._measure()  # the network may", "pass  # the network may", AUTO),

@@ -312,6 +312,47 @@ def test_averaging_keeps_the_mean_but_for_what_is_left(delay: int) -> None:
     assert float(left.abs().max()) > 1e-3
 
 
+@pytest.mark.parametrize("layout", [{}, {"nprocs_per_node": 2}])
+@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("codec", ["int4", "top64"])
+def test_averages_after_gradients_code_what_has_moved_since(
+    codec: str, slow: bool, layout: dict[str, int]
+) -> None:
+    """And not all the way from the start: that would put every weight back to what the code leaves
+    of it. Where workers' weights have drifted apart before, they meet."""
+
+    def run(rank: int) -> tuple[torch.Tensor, ...]:
+        model = nn.Linear(40, 30, bias=False)
+        torch.manual_seed(0)
+        nn.init.normal_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), 0.3)
+        recipe = la.post_local_sgd(6, 4, codec=codec)
+        la.attach(model, optimizer, la.slowmo(recipe, 3) if slow else recipe, **layout)
+        worker = rank // layout.get("nprocs_per_node", 1)
+        trace = []
+        for t in range(1, 9):
+            if t == 6 and worker == 1:
+                with torch.no_grad():
+                    model.weight += 1e-6  # as processors of another kind might
+            if t == 7:
+                optimizer.param_groups[0]["lr"] = 1e-4
+            (model.weight - torch.full((30, 40), 3.0 + worker)).square().sum().backward()
+            if t == 8:
+                before = model.weight.detach() - 1e-4 * model.weight.grad
+            optimizer.step()
+            optimizer.zero_grad()
+            trace.append(model.weight.detach().clone())
+        return trace[5], before, trace[7]
+
+    starts, before, ends = zip(*la.simulate(run, workers=4), strict=True)
+    step = layout.get("nprocs_per_node", 1)
+    mean = torch.stack(before[::step]).mean(0)
+    moved = max(float((b - starts[0]).abs().max()) for b in before)
+    assert 0 < moved < 0.01
+    assert all(torch.equal(end, ends[0]) for end in ends)
+    assert float((ends[0] - mean).abs().max()) < (moved / 6 if codec == "int4" else 2 * moved)
+
+
 # -- identities ----
 
 

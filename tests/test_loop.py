@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 import warnings
@@ -13,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import laconic as la
+from laconic.errors import LinkError
 from laconic.exchanges import Mean
 from laconic.tensors import optimizer_state
 
@@ -569,6 +572,106 @@ def test_a_parameter_frozen_between_two_parts_of_a_batch_gets_the_mean_of_the_fi
     runs = la.simulate(run, workers=WORKERS)
     assert equal(runs)
     assert not torch.equal(runs[0][:35], flat(network())[:35])
+
+
+@pytest.mark.parametrize("codec", [None, "int8"])
+@pytest.mark.parametrize("closure", [False, True])
+def test_a_parameter_frozen_before_the_step_gets_the_mean(codec: str | None, closure: bool) -> None:
+    """Of what came before, to which a closure may add."""
+
+    def run(rank: int) -> tuple[Tensor, Tensor]:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with la.attach(model, optimizer, la.ddp(codec=codec)) as sync:
+            with sync.no_sync():
+                loss_of(model, data()[rank][0]).backward()
+            model[0].weight.requires_grad_(False)
+            if closure:
+                optimizer.step(lambda: loss_of(model, data()[rank][4]).backward())
+            else:
+                optimizer.step()
+            frozen = flat(model)
+            for x in data()[rank][1:4]:
+                optimizer.zero_grad()
+                loss_of(model, x).backward()
+                optimizer.step()
+            return frozen, flat(model)
+
+    frozen, ends = zip(*la.simulate(run, workers=WORKERS), strict=True)
+    start = flat(network())
+    assert equal(list(frozen)) and equal(list(ends))
+    assert not torch.equal(frozen[0][:35], start[:35])
+    assert torch.equal(ends[0][:35], frozen[0][:35]) and not torch.equal(ends[0], frozen[0])
+
+
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_a_parameter_frozen_after_only_some_ranks_have_averaged_it_is_an_error(
+    codec: str | None,
+) -> None:
+    """One that had no batch cannot know whether the others' was before."""
+
+    def run(rank: int) -> None:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        la.attach(model, optimizer, la.ddp(codec=codec))
+        if rank > 0:
+            loss_of(model, data()[rank][0]).backward()
+        model[0].weight.requires_grad_(False)
+        optimizer.step()
+
+    with pytest.raises(LinkError, match="disagree on what comes next"):
+        la.simulate(run, workers=WORKERS)
+
+
+class Checkpointed(nn.Module):
+    """Blocks whose activations are computed anew in the backward pass; ``around`` says where there
+    are parameters outside them."""
+
+    def __init__(self, around: str, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.around, self.reentrant = around, reentrant
+        self.enter = nn.Linear(5, 7).double()
+        self.blocks = nn.ModuleList(nn.Linear(7, 7).double() for _ in range(3))
+        self.leave = nn.Linear(7, 3).double()
+        self.enter.requires_grad_(around in ("both ends", "the beginning"))
+        self.leave.requires_grad_(around in ("both ends", "the end"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x).requires_grad_()
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant).tanh()
+        out: Tensor = self.leave(x)
+        return out
+
+
+@pytest.mark.parametrize("around", ["both ends", "the beginning", "the end", "nowhere"])
+@pytest.mark.parametrize("recipe", [la.ddp(), la.ddp(codec="int8"), la.demo()])
+def test_reentrant_checkpointing_is_refused_on_all_ranks(recipe: la.Recipe, around: str) -> None:
+    """It runs backward passes within one, each of which would be averaged on its own."""
+
+    def run(rank: int, reentrant: bool, later: bool = False) -> Tensor | str:
+        model = Checkpointed(around, reentrant)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        sync = la.attach(model, optimizer, recipe)
+        try:
+            for x in data()[rank][:3]:
+                optimizer.zero_grad()
+                with sync.no_sync() if later else contextlib.nullcontext():
+                    loss_of(model, x).backward()
+                optimizer.step()
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            sync.detach()
+        return flat(model)
+
+    for said in la.simulate(partial(run, reentrant=True), workers=WORKERS):
+        assert isinstance(said, str) and "use_reentrant=False" in said
+    for reentrant, later in ((False, False), (True, True)):
+        ends = la.simulate(partial(run, reentrant=reentrant, later=later), workers=WORKERS)
+        assert all(isinstance(end, Tensor) for end in ends) and equal(ends)
+        assert not torch.equal(ends[0], flat(Checkpointed(around, False)))
 
 
 def test_a_group_that_joins_while_momenta_travel() -> None:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import laconic as la
+from laconic.errors import NotFiniteError
 from test_exactness import ROWS
 
 import gloo
@@ -143,3 +144,130 @@ def test_mistakes_are_told_alike(pool: gloo.Pool) -> None:
         assert len(set(said)) == 1 and words in said[0], said
     said = pool.run(unsaid, ranks=4)
     assert len(set(said)) == 1 and "mesh=" in said[0]
+
+
+class Nested(torch.nn.Module):
+    """Blocks sharded each on their own, between parameters of the outermost module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = torch.nn.Linear(3, 8)
+        self.blocks = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2)))
+        self.leave = torch.nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.leave(self.blocks(self.enter(x).tanh()).tanh())
+        return out
+
+
+def nested(rank: int) -> tuple[Nested, torch.optim.Optimizer, Any]:
+    """The same start on the two ranks of a worker."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("workers", "shards"))
+    torch.manual_seed(0)
+    model = Nested()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["shards"])
+    fully_shard(model, mesh=mesh["shards"])
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), mesh
+
+
+def batch(rank: int, t: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * t + rank)
+    return torch.randn(2, 3, generator=generator)
+
+
+def validating(rank: int, validate: bool) -> tuple[list[float], list[float], list[float]]:
+    """What a validation in the middle says, the parameters at the end, and what is said of it."""
+    model, optimizer, mesh = nested(rank)
+    said: list[list[float]] = []
+
+    def look() -> None:
+        with torch.no_grad():
+            said.append(model(torch.ones(1, 3)).flatten().tolist())
+
+    if validate:
+        look()  # before it is attached
+    with la.attach(model, optimizer, la.local_sgd(4), link=gloo.link_of(4), mesh=mesh) as sync:
+        for t in range(6):
+            model(batch(rank, t)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if validate and t in (1, 4):
+                look()
+                with sync.consensus():
+                    look()
+        if validate:
+            look()
+    look()
+    held = [float(v) for p in optimizer.param_groups[0]["params"] for v in p.full_tensor().ravel()]
+    return held, said[2] if validate else [], said[-1]
+
+
+def test_a_validation_is_of_the_consensus_and_changes_nothing(pool: gloo.Pool) -> None:
+    """FSDP holds the outermost module's parameters whole from a forward pass on."""
+    plain = pool.run(validating, False, ranks=4, timeout=100)
+    runs = pool.run(validating, True, ranks=4, timeout=100)
+    ends, within, after = zip(*runs, strict=True)
+    assert list(ends) == [end for end, _, _ in plain] == [ends[0]] * 4
+    assert list(within) == [within[0]] * 4
+    assert list(after) == [said for _, _, said in plain] == [after[0]] * 4
+
+
+def lags(rank: int) -> list[float]:
+    """What the owners' codes left out of the step before, by step."""
+    model, optimizer, mesh = nested(rank)
+    sync = la.attach(model, optimizer, la.ddp(codec="int4"), link=gloo.link_of(4), mesh=mesh)
+    found = []
+    for t in range(3):
+        model(batch(rank, t)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        (saved,) = sync.state_dict()["gradients"]
+        found.append(max(float(state["lag"].abs().max()) for state in saved["carried"]))
+    sync.detach()
+    return found
+
+
+def test_buckets_stay_as_they_are_in_a_backward_pass_of_nested_shards(pool: gloo.Pool) -> None:
+    """Or what owners have left over would be given back, and bases of low rank begin anew."""
+    runs = pool.run(lags, ranks=4, timeout=100)
+    assert all(lag > 0 for lag in runs[0] + runs[1])  # what worker 1 owns is padding
+
+
+def poisoned(rank: int, recipe: la.Recipe) -> str:
+    """One worker's gradient is NaN in its first row, which its first rank holds."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("workers", "shards"))
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 4)
+    fully_shard(model, mesh=mesh["shards"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = la.attach(model, optimizer, recipe, link=gloo.link_of(4), mesh=mesh)
+    weight = torch.ones(4)
+    try:
+        for t in range(6):
+            weight[0] = float("nan") if rank < 2 and t == 1 else 1.0
+            (model(batch(rank, t)) * weight).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except NotFiniteError as error:
+        return f"step {t}: {error}"
+    finally:
+        sync.detach()
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        la.ddp(codec="int8"),
+        la.local_sgd(2, codec="int8"),
+        la.local_sgd(2, delay=1, codec="int8"),
+        la.diloco(2, codec="top64"),
+    ],
+)
+def test_what_one_shard_refuses_is_refused_on_all_ranks(pool: gloo.Pool, recipe: la.Recipe) -> None:
+    said = pool.run(poisoned, recipe, ranks=4, timeout=100)
+    last = 2 if any(r.delay for r in recipe) else 1
+    assert {s.split(":")[0] for s in said} == {f"step {last}"}, said
+    assert "ranks [0] of its link" in said[0] and "ranks [0] of its link" in said[2]
+    assert "another shard" in said[1] and "another shard" in said[3]

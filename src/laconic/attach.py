@@ -21,7 +21,7 @@ from laconic.program import check_groups
 from laconic.ranks import agreed_link, common_device, layout_of, sets_of, within_workers
 from laconic.round import Recipe, is_recipe
 from laconic.synchronizer import BUFFERS, Synchronizer
-from laconic.tensors import is_sharded
+from laconic.tensors import is_sharded, reshard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -102,6 +102,7 @@ def attach(
     problem, patience = None, TIMEOUT
     try:
         patience = check_float("timeout", timeout, 0.0, strict=True)
+        reshard(model)
         _check(model, optimizer, rounds)
         params = [p for group in optimizer.param_groups for p in group["params"]]
         check_groups(rounds, group_size is not None)

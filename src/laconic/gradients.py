@@ -23,6 +23,7 @@ from laconic.errors import LinkError, NotFiniteError
 from laconic.exchanges.mean import Mean
 from laconic.lane import Lane, Pending
 from laconic.links.link import Link
+from laconic.refusals import Refusals
 from laconic.round import Clock, Exchange, Round, State
 from laconic.tensors import BUCKET_BYTES, Bucket, Segment, bucketize, is_sharded, local, state_dtype
 
@@ -32,6 +33,10 @@ CODED_BUCKETS, LEAST_BYTES = 3, 2**18
 """Gradients that travel coded are cut into at most so many buckets, of a multiple of so many bytes:
 the last one's way begins when the backward pass ends, so that it must be short, and each has its
 price, which a few bytes left over would not be worth."""
+REENTRANT = (
+    "checkpointing needs use_reentrant=False, and where other passes run within one, put "
+    "no_sync() around it: optimizer.step() averages then"
+)
 LOOKS = 8
 """Elements of a gradient that are looked at first, to see whether there is one."""
 
@@ -147,6 +152,7 @@ class Host:
     on one rank comes to all of them, where an error would end the run."""
 
     lane: Lane
+    refusals: Refusals
     params: Callable[[], Iterable[Tensor]]
     scale: Callable[[], float] | None
 
@@ -189,6 +195,7 @@ class GradientRound:
         self._missing: list[int] = []
         self._seen: set[int] = set()
         self._task: int | None = None
+        self._newest = -1
         self._averaged = False
         self._label = ""
         self.refresh()
@@ -298,8 +305,9 @@ class GradientRound:
     def _begin(self, task: int) -> None:
         if self.broken:
             raise LinkError(
-                f"{self._label}: a backward pass raised after a part of its gradients was sent, so "
-                "this rank cannot join the others any more: start again from the last checkpoint"
+                f"{self._label}: a backward pass raised after a part of its gradients was sent (or "
+                "another ran within it), so this rank cannot join the others any more: start again "
+                f"from the last checkpoint; {REENTRANT}"
             )
         self._discard()
         self.refresh(keep=True)
@@ -324,18 +332,26 @@ class GradientRound:
             return
         task = torch._C._current_graph_task_id()
         if self._task != task:
+            self._check_alone(task < self._newest)  # they are numbered as they begin
             self._begin(task)
-            Variable._execution_engine.queue_callback(self._end)
+            self._newest = task
+            Variable._execution_engine.queue_callback(partial(self._end, task))
         if id(p) in self._seen:
             raise RuntimeError(
                 "a parameter's gradient arrived twice in one backward pass, after it may have been "
-                "sent: use non-reentrant checkpointing (use_reentrant=False)"
+                f"sent: {REENTRANT}"
             )
         self._seen.add(id(p))
         for index in self._homes[id(p)]:
             self._missing[index] -= 1
         while len(self._pending) < len(self.buckets) and not self._missing[len(self._pending)]:
             self._send()
+
+    def _check_alone(self, nested: bool) -> None:
+        if nested:
+            raise RuntimeError(
+                f"a backward pass ran within another, and was averaged on its own: {REENTRANT}"
+            )
 
     def _rescale(self) -> None:
         """What was not sent yet, to the scale of the gradients to come."""
@@ -368,15 +384,17 @@ class GradientRound:
 
         try:
             mean = exchange.run(self._link, flat, combine, clock, state).flat
-        except NotFiniteError:
+        except NotFiniteError as error:
             if self._host.scale is None:
-                raise
+                self._host.refusals.keep(error)
             mean = flat.fill_(math.nan)
         if mean is not flat:
             flat.copy_(mean)
 
-    def _end(self) -> None:
+    def _end(self, task: int) -> None:
         """The backward pass is over: send what is left, wait, and write the means back."""
+        within = torch._C._current_autograd_node() is not None  # the one that began this pass
+        self._check_alone(within or self._task != task)
         self._task = None
         while len(self._pending) < len(self.buckets):
             self._send()
@@ -390,7 +408,8 @@ class GradientRound:
         """Average now, where no backward pass did: this rank had no gradient at all, all its
         backward passes were under ``no_sync()``, or parameters have joined after it."""
         before, params = {id(p) for p in self._params}, self._params
-        joined = self.refresh()
+        # one frozen since its gradient came is averaged with the others
+        joined = self.refresh(keep=self._active() and not self._averaged)
         if not (self._active() and self.buckets) or (self._averaged and not joined):
             return
         if self._averaged and self.exchange.slots:
@@ -398,7 +417,8 @@ class GradientRound:
             self._average_dense(params, joined=False)
             return
         self._begin(-1)
-        self._end()
+        self._end(-1)
+        self.refresh()
 
     @torch.no_grad()
     def _average_dense(self, params: Sequence[Tensor], joined: bool) -> None:

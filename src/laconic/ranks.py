@@ -134,7 +134,8 @@ def _layout(
 def sets_of(
     world: Link, layout: list[list[int]], group_size: int | None, sharded: bool
 ) -> dict[str, Link]:
-    """The named sets of ranks."""
+    """The named sets of ranks. Those of one worker are its ``replica`` where each holds the whole
+    model, and its ``shards`` where each holds a part of it; the other is of this rank alone."""
     problem, grouped = None, 0
     try:
         grouped = 0 if group_size is None else check_int("group_size", group_size, 1)
@@ -149,11 +150,10 @@ def sets_of(
         raise ValueError(
             f"group_size must divide the number of workers: {grouped} does not divide {len(layout)}"
         )
-    sets = {"world": world, "workers": world, "replica": single_link()}
+    sets = {"world": world, "workers": world, "replica": single_link(), "shards": single_link()}
     if len(layout[0]) > 1:
         sets["workers"] = world.split(list(zip(*layout, strict=True)))
-        if not sharded:
-            sets["replica"] = world.split(layout)
+        sets["shards" if sharded else "replica"] = world.split(layout)
     if grouped:
         workers = range(len(layout))
         sets["group"] = sets["workers"].split(

@@ -17,6 +17,7 @@ from laconic.errors import NotFiniteError
 from laconic.lane import Lane, Pending
 from laconic.links.link import Link, held_by_all
 from laconic.links.simulated import single_link
+from laconic.refusals import Refusals
 from laconic.round import Arrival, Clock, Exchange, Round, State
 from laconic.scores import Scores, of_worker
 from laconic.tensors import (
@@ -50,10 +51,14 @@ class Flight:
     due: int
     sent: Pending[list[Message]]
     copies: Sequence[dict[str, Tensor]] = ()
+    told: Pending[None] | None = None
+    """Raises where one was refused."""
 
     @property
     def messages(self) -> list[Message]:
         """One for each bucket; waits until it is known which there are."""
+        if self.told is not None:
+            self.told.wait()
         return self.sent.wait()
 
 
@@ -68,6 +73,7 @@ class Surroundings:
     """Room for the message under way, and for x beside it."""
     beside: Scratch
     replica: Link
+    refusals: Refusals
     scores: Scores | None
     seed: int
 
@@ -257,7 +263,8 @@ class RunningRound:
             if bool(told.any()) and refusal is None:
                 refusal = NotFiniteError("what other ranks of this worker carry is not finite")
         if refusal is not None:
-            raise refusal
+            self._shared.refusals.keep(refusal)
+            return Arrival(message)
         if replica.size > 1:
             replica.all_gather(result.flat, message)
             return result._replace(flat=message, lent=False)
@@ -298,10 +305,13 @@ class RunningRound:
     def _start_buckets(self, step: int) -> None:
         if self.round.delay:
             messages = [self._launch(b, s, c, step) for b, s, c in self._kept()]
-            self.flights.append(Flight(step + self.round.delay, Pending.of(messages)))
+            told = self._shared.refusals.tell(self.exchange, self.label(step))
+            flight = Flight(step + self.round.delay, Pending.of(messages), told=told)
+            self.flights.append(flight)
         else:
             for bucket, state, carried in self._kept():
                 self._exchange(bucket, state, carried, step)
+            self._shared.refusals.tell(self.exchange, self.label(step)).wait()
 
     def _pairs(self) -> Iterable[tuple[Bucket, State]]:
         return zip(self.buckets, self.states, strict=True)
@@ -477,6 +487,19 @@ class RunningRound:
             if self.is_owned(name, anchor):
                 anchor = self._shared.lane.call(partial(self._whole, anchor, bucket), "consensus")
             bucket.unpack(anchor)
+
+    @property
+    def begins_at_x(self) -> bool:
+        """Whether its messages are relative to x0, and it has not run yet."""
+        kept = {self.exchange.slots[name] for state in self.carried for name in state}
+        return self.exchange.agrees and "everywhere" in kept and not self.executed
+
+    def begin_here(self, step: int) -> None:
+        """Be relative to the x of now: the first worker's, as processors may differ."""
+        for bucket, _, carried in self._kept():
+            x = bucket.pack(self._room(bucket))[self.part(bucket)]
+            self._shared.lane.call(partial(self.link.broadcast, x), self.label(step))
+            self.exchange.shaped(bucket.shapes).rest(x, carried)
 
     def rest(self) -> None:
         """x is the anchor on all workers now."""

@@ -35,6 +35,7 @@ from laconic.program import (
     workers_differ,
 )
 from laconic.ranks import raise_on_all
+from laconic.refusals import Refusals
 from laconic.round import Clock, Recipe, Round, describe, is_recipe
 from laconic.running import RunningRound, Surroundings
 from laconic.schedules import every
@@ -46,6 +47,7 @@ from laconic.tensors import (
     local,
     module_buffers,
     optimizer_state,
+    reshard,
 )
 from laconic.updates import Average
 
@@ -89,9 +91,9 @@ class Stats:
     """What a synchroniser did so far on this rank; payload bytes, seconds of waiting.
 
     ``bytes_by_set``: sent to the other ``"workers"``, to those of the own ``"group"``, inside a
-    worker (``"replica"``), and in what concerns all ranks (``"world"``). ``seconds_waiting``: host
-    time in which training stood still for a round. On CUDA a round that is not delayed waits on the
-    card, which this does not see.
+    worker (``"replica"``; ``"shards"`` where its model is cut), and in what concerns all ranks
+    (``"world"``). ``seconds_waiting``: host time in which training stood still for a round. On CUDA
+    a round that is not delayed waits on the card, which this does not see.
     """
 
     steps: int
@@ -140,6 +142,8 @@ class Synchronizer:
         self._model = model
         self._optimizer = optimizer
         self._in_step = False
+        self._closure = False
+        """Whether the step's gradients are a closure's."""
         self.hooked = optimizer is not None
         """Whether the optimiser's own steps run what follows them, and not `advance`."""
         assert buffers in BUFFERS, "checked before"
@@ -148,6 +152,7 @@ class Synchronizer:
         """When it was attached, and then on all ranks."""
         threaded = self._world.threaded and self._world.size > 1
         self._lane = Lane(threaded, device, self._world.check)
+        self._refusals = Refusals(self._links["shards"], self._lane)
         self._device = device
         self._sync_gradients = True
         self._fingerprint: Tensor | None = None
@@ -174,6 +179,7 @@ class Synchronizer:
             at = self._workers, self._world, self._lane
             chooser.meet(*at, self._shapes, self._traffic, device)
         self._broadcast()
+        self._note_order()
         self._start_gradient_rounds({})
         if optimizer is not None:
             self._start_rounds(optimizer)
@@ -298,6 +304,7 @@ class Synchronizer:
             Scratch(),
             Scratch(),
             self._links["replica"],
+            self._refusals,
             self._scores,
             self._seed,
         )
@@ -307,6 +314,12 @@ class Synchronizer:
         for running in self._rounds:
             running.grow()
         self._groups = len(optimizer.param_groups)
+
+    def _note_order(self) -> None:
+        """The module's parameters, where FSDP puts others into their place in a backward pass."""
+        reshard(self._model)
+        own = list(self._model.parameters())
+        self._order = own if any(is_sharded(p) for p in own) else []
 
     def _start_gradient_rounds(self, left: Mapping[tuple[str, int], Tensor]) -> None:
         """What is ``left``, as gradient rounds before these have not sent it, is sent by these."""
@@ -336,7 +349,7 @@ class Synchronizer:
             step = self.step + 1
             return Clock(step, math.nan, step - 1, 0, link.size, link.rank, seed=self._seed)
 
-        host = Host(self._lane, self._differentiated, self._scale)
+        host = Host(self._lane, self._refusals, self._differentiated, self._scale)
         return GradientRound(r, link, host, active, announce, clock, left)
 
     # -- one step ----
@@ -346,13 +359,15 @@ class Synchronizer:
         """The optimiser is about to step; with a closure, its gradients are still to come."""
         if len(self._groups_held()) > self._groups:
             self._grow()
+        self._closure = closure
         if closure:
             for _, gradient_round in self._gradient_rounds:
-                gradient_round.refresh()
+                gradient_round.refresh(keep=True)
         else:
             if self.step == 0:
                 self._note_fingerprint()
             self.average_gradients()
+            self._hear()
         if self._in_step:  # it raised, or takes several steps that count as one
             return
         self._in_step = True
@@ -386,6 +401,10 @@ class Synchronizer:
             self.begin_step(closure=False)
             if self._scores is not None:
                 self._scores.skip_step()
+        if self._closure:
+            self._hear()
+            for _, gradient_round in self._gradient_rounds:
+                gradient_round.refresh()
         self.step += 1
         self._in_step = False
         self._status("computing")
@@ -395,6 +414,26 @@ class Synchronizer:
             self._warn_of_identical_gradients()
         for r, gradient_round in self._gradient_rounds:
             gradient_round.after_step(r.when(self.step + 1))
+
+    def _hear(self) -> None:
+        """Where a model is sharded: of what other shards' gradients were refused, in a place to
+        which all ranks come, whatever they have hooks on."""
+        for r, gradient_round in self._gradient_rounds:
+            if r.when(self.step + 1):
+                label = f"{r.name} of step {self.step + 1}"
+                self._refusals.tell(gradient_round.exchange, label).wait()
+
+    def _parts_here(self) -> bool:
+        """Whether workers, all of whose gradients were averaged so far, go their own ways from the
+        next step on."""
+
+        def averaged(step: int) -> bool:
+            over_all = ("world", "workers")
+            return any(r.over in over_all and r.when(step) for r, _ in self._gradient_rounds)
+
+        if averaged(self.step + 1) or not averaged(self.step):
+            return False
+        return all(averaged(step) for step in range(1, self.step))
 
     def note(self, *, skipped: bool = False) -> None:
         """Tell the metrics of the step, at its end."""
@@ -419,6 +458,11 @@ class Synchronizer:
             running.fold_due(self.step)
             if now or running.round.when(self.step):
                 self._run(code, running)
+        if self._parts_here():
+            for code, running in enumerate(self._rounds):
+                if running.begins_at_x:
+                    self._announce(code, running)
+                    running.begin_here(self.step)
 
     def _pre_hook(self, _: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         given = [*args, options.get("closure")]
@@ -431,12 +475,16 @@ class Synchronizer:
                 if other is not running:
                     other.settle(self.step, averaged=running.round.exchange.agrees)
         self._status(running.label(self.step))
-        if running.communicates:
-            agree = running.link.agree
-            self._lane.announce(partial(agree, self.step, code, self._names, wait=False))
+        self._announce(code, running)
         running.start(self.step)
         self._rounds_done += 1
         self._status("computing")
+
+    def _announce(self, code: int, running: RunningRound) -> None:
+        """Tell the other ranks which round the next message is of."""
+        if running.communicates:
+            agree = running.link.agree
+            self._lane.announce(partial(agree, self.step, code, self._names, wait=False))
 
     def _call(self, name: str, step: int) -> None:
         """Tell the other ranks which call of the user's comes next, after which step."""
@@ -459,6 +507,7 @@ class Synchronizer:
         for running in self._rounds:
             running.grow()
         self._groups = len(self._groups_held())
+        self._note_order()
 
     # -- are the workers reading the same batches? ----
 
@@ -482,6 +531,7 @@ class Synchronizer:
         """Consensus weights (and averaged buffers) into the model: anchors where rounds keep
         them (unless ``mean``), and the mean over workers where these, or x, differ; without
         parameter rounds replicas are equal already."""
+        reshard(self._model)
         for running in self._rounds:
             running.write_at_rest(self.step)
         anchored = [r for r in self._rounds if r.round.update.anchor and not mean]
@@ -526,6 +576,7 @@ class Synchronizer:
         finally:
             for tensor, values in zip(tensors, kept, strict=True):
                 local(tensor).copy_(values)
+            reshard(self._model)
             self._in_consensus = False
             self._status("computing")
 
@@ -738,7 +789,7 @@ class Synchronizer:
         of which the optimiser may have copies in another precision, and what else gets some. In the
         module's order, as backward passes come to them in about the reverse; groups of parameters
         with and without weight decay, say, would have the first gradients wait for the last."""
-        held, own = self._held(), list(self._model.parameters())
+        held, own = self._held(), self._order or list(self._model.parameters())
         wanted, known = {id(p) for p in held}, {id(p) for p in own}
         first = [p for p in own if not self.hooked or id(p) in wanted]
         rest = [p for p in held if id(p) not in known and (self.hooked or p.grad_fn is None)]

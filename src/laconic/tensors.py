@@ -6,6 +6,7 @@ each rank's local shard.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -141,6 +142,17 @@ def is_sharded(tensor: Tensor) -> bool:
     from torch.distributed.tensor import DTensor  # slow to import, and seldom needed
 
     return isinstance(tensor, DTensor)
+
+
+def reshard(model: nn.Module) -> None:
+    """Have FSDP let go of parameters that it holds whole, as it does of the outermost module's from
+    a forward pass until the backward pass: the next one then gathers the shards as they are."""
+    if "torch.distributed.fsdp" in sys.modules:  # slow to import, and seldom needed
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def local(tensor: Tensor) -> Tensor:
