@@ -605,6 +605,23 @@ def test_a_parameter_frozen_before_the_step_gets_the_mean(codec: str | None, clo
 
 
 @pytest.mark.parametrize("codec", [None, "int8"])
+def test_a_parameter_frozen_before_a_pass_that_a_rank_has_not(codec: str | None) -> None:
+    def run(rank: int) -> Tensor:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with la.attach(model, optimizer, la.ddp(codec=codec)):
+            for t, x in enumerate(data()[rank]):
+                model[0].weight.requires_grad_(t < 3)
+                optimizer.zero_grad()
+                if rank > 0 or t != 3:
+                    loss_of(model, x).backward()
+                optimizer.step()
+        return flat(model)
+
+    assert equal(la.simulate(run, workers=WORKERS))
+
+
+@pytest.mark.parametrize("codec", [None, "int8"])
 def test_a_parameter_frozen_after_only_some_ranks_have_averaged_it_is_an_error(
     codec: str | None,
 ) -> None:
@@ -631,11 +648,12 @@ class Checkpointed(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.around, self.reentrant = around, reentrant
+        wide = 20_000 if around == "a large end" else 3
         self.enter = nn.Linear(5, 7).double()
         self.blocks = nn.ModuleList(nn.Linear(7, 7).double() for _ in range(3))
-        self.leave = nn.Linear(7, 3).double()
+        self.leave = nn.Linear(7, wide).double()
         self.enter.requires_grad_(around in ("both ends", "the beginning"))
-        self.leave.requires_grad_(around in ("both ends", "the end"))
+        self.leave.requires_grad_(around in ("both ends", "the end", "a large end"))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.enter(x).requires_grad_()
@@ -645,7 +663,9 @@ class Checkpointed(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("around", ["both ends", "the beginning", "the end", "nowhere"])
+@pytest.mark.parametrize(
+    "around", ["both ends", "the beginning", "the end", "nowhere", "a large end"]
+)
 @pytest.mark.parametrize("recipe", [la.ddp(), la.ddp(codec="int8"), la.demo()])
 def test_reentrant_checkpointing_is_refused_on_all_ranks(recipe: la.Recipe, around: str) -> None:
     """It runs backward passes within one, each of which would be averaged on its own."""

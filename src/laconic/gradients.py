@@ -195,7 +195,6 @@ class GradientRound:
         self._missing: list[int] = []
         self._seen: set[int] = set()
         self._task: int | None = None
-        self._newest = -1
         self._averaged = False
         self._label = ""
         self.refresh()
@@ -332,10 +331,8 @@ class GradientRound:
             return
         task = torch._C._current_graph_task_id()
         if self._task != task:
-            self._check_alone(task < self._newest)  # they are numbered as they begin
             self._begin(task)
-            self._newest = task
-            Variable._execution_engine.queue_callback(partial(self._end, task))
+            Variable._execution_engine.queue_callback(self._end)
         if id(p) in self._seen:
             raise RuntimeError(
                 "a parameter's gradient arrived twice in one backward pass, after it may have been "
@@ -346,12 +343,6 @@ class GradientRound:
             self._missing[index] -= 1
         while len(self._pending) < len(self.buckets) and not self._missing[len(self._pending)]:
             self._send()
-
-    def _check_alone(self, nested: bool) -> None:
-        if nested:
-            raise RuntimeError(
-                f"a backward pass ran within another, and was averaged on its own: {REENTRANT}"
-            )
 
     def _rescale(self) -> None:
         """What was not sent yet, to the scale of the gradients to come."""
@@ -391,10 +382,12 @@ class GradientRound:
         if mean is not flat:
             flat.copy_(mean)
 
-    def _end(self, task: int) -> None:
+    def _end(self) -> None:
         """The backward pass is over: send what is left, wait, and write the means back."""
-        within = torch._C._current_autograd_node() is not None  # the one that began this pass
-        self._check_alone(within or self._task != task)
+        if torch._C._current_autograd_node() is not None:  # of the pass that began this one
+            raise RuntimeError(
+                f"a backward pass ran within another, and cannot be averaged by itself: {REENTRANT}"
+            )
         self._task = None
         while len(self._pending) < len(self.buckets):
             self._send()
@@ -417,7 +410,7 @@ class GradientRound:
             self._average_dense(params, joined=False)
             return
         self._begin(-1)
-        self._end(-1)
+        self._end()
         self.refresh()
 
     @torch.no_grad()
