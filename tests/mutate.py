@@ -332,6 +332,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("exchanges/coded.py", "clock.delay or not self.relative", "not self.relative", CODED),
     ("gradients.py", "place.zero_()", "pass", ["tests/test_loop.py"]),
     ("gradients.py", "self._padding.zero_()", "pass", CODED),
+    ("auto.py", "p for p in PERIODS if p >= SHORTEST", "PERIODS", AUTO),
     ("auto.py", 'return "rounds"', "return self.text", AUTO),
     ("auto.py", "replace(self._facts, compute=compute)", "self._facts", AUTO),
     ("auto.py", "if self._elsewhere or not", "if not", AUTO),

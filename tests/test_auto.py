@@ -87,6 +87,15 @@ def test_the_slower_the_network_the_less_is_said() -> None:
     assert bytes_of == sorted(bytes_of, reverse=True)
 
 
+def test_parameters_are_not_sent_in_every_step() -> None:
+    """Where no message would be waited for, it still takes processor time."""
+    for rate in (1e10, 1e7, 1e4):
+        for candidate in auto_module.candidates(replace(TEXT, rate=rate)):
+            if candidate.recipe[0].on == "params":
+                due = [any(r.when(step) for r in candidate.recipe) for step in range(1, 17)]
+                assert sum(due) <= 8
+
+
 def test_a_target_is_reached_or_the_fastest_taken() -> None:
     slow = replace(TEXT, rate=3e7)
     for target in (0.5, 0.9, 1.0):

@@ -81,6 +81,10 @@ PERIODS = {4: 1.37, 8: 1.43, 16: 1.5, 32: 1.58, 64: 1.66, 128: 1.74, 256: 1.82, 
 """Periods of `laconic.streaming_diloco` with Int4, with the steps they take: measured with a delay
 of 1 up to 64, which is where a run of 480 steps has a few of them, and continued by 0.08 for each
 doubling."""
+SHORTEST = 8
+"""The least period that is chosen: one of 4 takes 4% fewer steps, and more than that for a message
+in every step, which `predict` does not see where processors are few: at 10 Mbit/s, 4 emulated hosts
+on 2 cores, 0.200 s a step, where 8 took 0.181 s and 16 took 0.170 s (``docs/race.md``)."""
 HALF = 0.5
 """Steps that a message begins later than where it falls due, as the last rank comes to it."""
 FRAGMENTS = 4
@@ -92,7 +96,8 @@ def candidates(facts: Facts, now: Candidate | None = None) -> Iterator[Candidate
     in force, is kept while it hides its messages, and half a step."""
     for codec, steps in GRADIENTS.items():
         yield _gradients(codec, steps)
-    for period, steps in PERIODS.items():
+    for period in (p for p in PERIODS if p >= SHORTEST):
+        steps = PERIODS[period]
         delay, seconds = delay_for(period, facts)
         found = streaming(period, delay, steps)
         if now is not None and now.recipe[0].when == found.recipe[0].when:
