@@ -49,7 +49,7 @@ NOLOCO = ["tests/test_noloco.py", "-k", "not gloo"]
 EAGER = ["tests/test_eager.py", "-k", "not gloo"]
 CODED = ["tests/test_coded.py", "-k", "not process"]
 LOOP = ["tests/test_loop.py", "-k", "frozen or reentrant"]
-MESH = ["tests/test_mesh.py", "-k", "validation or nested or refuses"]
+MESH = ["tests/test_mesh.py", "-k", "validation or nested or refuses or evaluated"]
 POOLED = ["tests/test_resume.py", "-k", "pooled"]
 LANE = ["tests/test_lane.py"]
 CODED_LINKS = ["tests/test_coded.py", "-k", "parts"]
@@ -346,6 +346,8 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("gradients.py", "        self._end()\n        self.refresh()\n", "        self._end()\n", LOOP),
     ("gradients.py", "if torch._C._current_autograd_node() is not None:", "if False:", LOOP),
     ("synchronizer.py", "            self.average_gradients()\n            self._hear()\n", "            self.average_gradients()\n", MESH),
+    ("synchronizer.py", "        if self._closure:\n            self._hear()\n", "        if self._closure:\n", MESH),
+    ("attach.py", "        reshard(model)\n", "", MESH),
     ("synchronizer.py", "gradient_round.refresh(keep=True)", "gradient_round.refresh()", LOOP),
     ("refusals.py", "bool(told.any())", "kept", MESH),
     ("running.py", "            self._shared.refusals.tell(self.exchange, self.label(step)).wait()\n", "", MESH),

@@ -234,7 +234,7 @@ def test_buckets_stay_as_they_are_in_a_backward_pass_of_nested_shards(pool: gloo
     assert all(lag > 0 for lag in runs[0] + runs[1])  # what worker 1 owns is padding
 
 
-def poisoned(rank: int, recipe: la.Recipe) -> str:
+def poisoned(rank: int, recipe: la.Recipe, closure: bool) -> str:
     """One worker's gradient is NaN in its first row, which its first rank holds."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("workers", "shards"))
     torch.manual_seed(0)
@@ -246,8 +246,12 @@ def poisoned(rank: int, recipe: la.Recipe) -> str:
     try:
         for t in range(6):
             weight[0] = float("nan") if rank < 2 and t == 1 else 1.0
-            (model(batch(rank, t)) * weight).square().mean().backward()
-            optimizer.step()
+            loss = (model(batch(rank, t)) * weight).square().mean()
+            if closure:
+                optimizer.step(loss.backward)
+            else:
+                loss.backward()
+                optimizer.step()
             optimizer.zero_grad()
     except NotFiniteError as error:
         return f"step {t}: {error}"
@@ -256,6 +260,7 @@ def poisoned(rank: int, recipe: la.Recipe) -> str:
     return "nothing"
 
 
+@pytest.mark.parametrize("closure", [False, True])
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -265,9 +270,29 @@ def poisoned(rank: int, recipe: la.Recipe) -> str:
         la.diloco(2, codec="top64"),
     ],
 )
-def test_what_one_shard_refuses_is_refused_on_all_ranks(pool: gloo.Pool, recipe: la.Recipe) -> None:
-    said = pool.run(poisoned, recipe, ranks=4, timeout=100)
+def test_what_one_shard_refuses_is_refused_on_all_ranks(
+    pool: gloo.Pool, recipe: la.Recipe, closure: bool
+) -> None:
+    said = pool.run(poisoned, recipe, closure, ranks=4, timeout=100)
     last = 2 if any(r.delay for r in recipe) else 1
     assert {s.split(":")[0] for s in said} == {f"step {last}"}, said
     assert "ranks [0] of its link" in said[0] and "ranks [0] of its link" in said[2]
     assert "another shard" in said[1] and "another shard" in said[3]
+
+
+def evaluated(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("workers", "shards"))
+    model = torch.nn.Linear(3, 4)
+    fully_shard(model, mesh=mesh["shards"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        model(torch.ones(1, 3))
+    try:
+        la.attach(model, optimizer, la.local_sgd(2), link=gloo.link_of(4), mesh=mesh).detach()
+    except ValueError as error:
+        return str(error)
+    return "attached"
+
+
+def test_a_sharded_model_may_be_evaluated_before_it_is_attached(pool: gloo.Pool) -> None:
+    assert pool.run(evaluated, ranks=4, timeout=100) == ["attached"] * 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -51,14 +51,13 @@ class Flight:
     due: int
     sent: Pending[list[Message]]
     copies: Sequence[dict[str, Tensor]] = ()
-    told: Pending[None] | None = None
+    told: Pending[None] = field(default_factory=lambda: Pending.of(None))
     """Raises where one was refused."""
 
     @property
     def messages(self) -> list[Message]:
         """One for each bucket; waits until it is known which there are."""
-        if self.told is not None:
-            self.told.wait()
+        self.told.wait()
         return self.sent.wait()
 
 
