@@ -1,0 +1,114 @@
+"""Ways to lose a training run without a word, each reproduced: what a version does about them.
+
+A trap is a function that returns what happened, in a few words, where all went well, and raises
+`Trapped` where a user would have lost something. ``python -m benchmarks.traps`` runs all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class Trapped(Exception):
+    """What a user would have lost, or been told wrongly."""
+
+
+@dataclass(frozen=True)
+class Trap:
+    """``run`` checks what ``title`` says. ``seconds``: how long it may take."""
+
+    title: str
+    run: Callable[[], str]
+    seconds: float
+
+
+TRAPS: dict[str, Trap] = {}
+"""By name, in the order in which they are run."""
+
+
+def trap(title: str, seconds: float = 120.0) -> Callable[[Callable[[], str]], Callable[[], str]]:
+    """Register a function as a trap under its own name."""
+
+    def register(run: Callable[[], str]) -> Callable[[], str]:
+        TRAPS[run.__name__] = Trap(title, run, seconds)
+        return run
+
+    return register
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one process ended. ``code`` is None where it was killed at the time limit."""
+
+    code: int | None
+    out: str
+    err: str
+    seconds: float
+
+    @property
+    def last_line(self) -> str:
+        """The last line of its error output, such as an exception's."""
+        lines = [line for line in self.err.splitlines() if line.strip()]
+        return lines[-1] if lines else ""
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_ranks(
+    code: str,
+    ranks: int = 2,
+    timeout: float = 60.0,
+    env: Mapping[str, str] | None = None,
+    arguments: Sequence[str] = (),
+) -> list[Outcome]:
+    """Run the program ``code`` once for each rank, with torchrun's environment variables on
+    127.0.0.1; returns how each ended. Kills those that run longer than ``timeout`` seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, "program.py")
+        program.write_text(code)
+        common = {
+            **os.environ,
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "OMP_NUM_THREADS": "1",
+        }
+        start = time.monotonic()
+        processes, logs = [], []
+        for rank in range(ranks):
+            log = open(Path(folder, f"{rank}.out"), "w+"), open(Path(folder, f"{rank}.err"), "w+")
+            own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})}
+            argv = [sys.executable, str(program), *arguments]
+            processes.append(subprocess.Popen(argv, env=own, stdout=log[0], stderr=log[1]))
+            logs.append(log)
+        ended: dict[int, tuple[int | None, float]] = {}
+        while len(ended) < ranks:
+            for rank, process in enumerate(processes):
+                if rank not in ended and process.poll() is not None:
+                    ended[rank] = process.returncode, time.monotonic() - start
+            if time.monotonic() - start > timeout:
+                for rank in set(range(ranks)) - set(ended):
+                    processes[rank].kill()
+                    processes[rank].wait()
+                    ended[rank] = None, timeout
+            time.sleep(0.02)
+        outcomes = []
+        for rank, (out, err) in enumerate(logs):
+            out.seek(0), err.seek(0)
+            outcomes.append(Outcome(ended[rank][0], out.read(), err.read(), ended[rank][1]))
+            out.close(), err.close()
+        return outcomes
