@@ -90,7 +90,7 @@ class Training:
         return [p.detach().double().numpy().copy() for p in self.model]
 
     def consensus(self) -> list[Array]:
-        with self.sync.consensus():
+        with self.sync.consensus(mean=False):
             return self.values()
 
     def state(self) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def train(
         step_of(model, optimizer, rank, t)
         mine, agreed = flat(model), None
         if consensus:
-            with sync.consensus():
+            with sync.consensus(mean=False):
                 agreed = flat(model)
         trace.append((mine, agreed))
     sync.detach()
@@ -1156,7 +1156,7 @@ def test_nothing_is_owed_twice_after_finish() -> None:
         sync = la.attach(model, optimizer, recipe)
         for t in range(1, 5):
             step_of(model, optimizer, rank, t)
-        sync.finish()
+        sync.finish(mean=False)
         agreed = torch.from_numpy(flat(model))
         (before,) = sync.state_dict()["rounds"]
         for group in optimizer.param_groups:
@@ -1164,7 +1164,7 @@ def test_nothing_is_owed_twice_after_finish() -> None:
         optimizer.zero_grad()
         optimizer.step()
         optimizer.step()
-        with sync.consensus():
+        with sync.consensus(mean=False):
             after = torch.from_numpy(flat(model))
         (left,) = sync.state_dict()["rounds"]
         residuals = [s["carried"][0]["residual"][: s["sizes"][0]] for s in (before, left)]

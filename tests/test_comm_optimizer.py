@@ -112,7 +112,9 @@ def train_step(row: str, job: Job, rank: int, parts: Parts, t: int) -> Any:
 
 def record(parts: Parts) -> Any:
     model, optimizer = parts
-    with optimizer.consensus():
+    sync = optimizer.sync
+    assert sync is not None
+    with sync.consensus(mean=False):
         consensus = training.values(model)
     return training.values(model), consensus
 

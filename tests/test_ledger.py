@@ -221,7 +221,7 @@ def test_calls_are_booked_each_under_its_own_name(n: int) -> None:
             "gather": (n - 1) * 8,  # the digest of the set-up
             "broadcast": (n - 1) * 4 * sum(map(math.prod, SHAPES)) // n,
         }
-        consensus = {"agree": announcement(n), "all_gather": exact_slices(anchors, n)}
+        consensus = {"agree": announcement(n), "mean": ring(anchors, n)}
         assert book["consensus"] == consensus
         assert book["finish"] == consensus
         one_number = (n - 1) * 8  # it has no slices

@@ -64,7 +64,7 @@ def sharded(rank: int, job: Job) -> list[Any]:
 
     for t in range(1, job.steps + 1):
         training.step(job, model, optimizer, job.data()[rank][t - 1], t, sync)
-    with sync.consensus():
+    with sync.consensus(mean=False):
         consensus = values()
     sync.detach()
     return [(values(), consensus)]

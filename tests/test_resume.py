@@ -60,7 +60,7 @@ def onwards(job: Job, rank: int, parts: tuple[Any, ...], start: int, end: int) -
 
 def record(parts: tuple[Any, ...]) -> Any:
     model, _, sync = parts
-    with sync.consensus():
+    with sync.consensus(mean=False):
         consensus = training.values(model)
     return training.values(model), consensus
 

@@ -133,7 +133,7 @@ def train(job: Job, rank: int, link: laconic.links.Link | None = None, **more: A
     trace = []
     for t in range(1, job.steps + 1):
         step(job, model, optimizer, data[t - 1], t, sync)
-        with sync.consensus():
+        with sync.consensus(mean=False):
             consensus = values(model)
         trace.append((values(model), consensus))
     sync.detach()

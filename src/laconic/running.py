@@ -4,7 +4,7 @@ synchroniser, which says when."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -378,19 +378,24 @@ class RunningRound:
     def fold_due(self, step: int, *, early: bool = False) -> None:
         """Fold what is due after ``step``; ``early``: everything in flight."""
         while self.flights and (early or self.flights[0].due <= step):
-            flight = self.flights.pop(0)
-            messages, copied = flight.messages, self._copied(flight)
-            for tensor, copy in copied:
-                copy.copy_(tensor)
-            for message in messages:
-                bucket = message.bucket
-                received, weight, _ = message.pending.wait()
-                clock = replace(self._clock(bucket, step), weight=weight)
-                x = bucket.pack(self._room(bucket))
-                fold = self.round.update.fold
-                bucket.unpack(fold(x, received, message.sent, message.state, clock))
-            for tensor, copy in copied:
-                tensor.copy_(copy)
+            self._fold(self.flights.pop(0), step)
+
+    def _fold(self, flight: Flight, step: int, copies: Mapping[int, State] | None = None) -> None:
+        """Fold what ``flight`` brings. With ``copies`` of the buckets' states, by the state's id,
+        the states and the flight itself stay as they are."""
+        messages, copied = flight.messages, self._copied(flight)
+        for tensor, copy in copied:
+            copy.copy_(tensor)
+        for message in messages:
+            bucket, state = message.bucket, message.state
+            received, weight, _ = message.pending.wait()
+            if copies is not None:
+                received, state = received.clone(), copies.get(id(state), {})
+            clock = replace(self._clock(bucket, step), weight=weight)
+            x = bucket.pack(self._room(bucket))
+            bucket.unpack(self.round.update.fold(x, received, message.sent, state, clock))
+        for tensor, copy in copied:
+            tensor.copy_(copy)
 
     def _copied(self, flight: Flight) -> list[tuple[Tensor, Tensor]]:
         """The tensors of which ``flight`` has copies, as far as they are still of that shape."""
@@ -417,8 +422,11 @@ class RunningRound:
     def settle(self, step: int, averaged: bool) -> None:
         """Come to rest, as an outer step above asks: nothing in flight, update settled."""
         self.fold_due(step, early=True)
+        self._settle(self.states, averaged)
+
+    def _settle(self, states: Sequence[State], averaged: bool) -> None:
         if self.round.update.overrides("settle"):
-            for bucket, state in self._pairs():
+            for bucket, state in zip(self.buckets, states, strict=True):
                 x = bucket.pack(self._room(bucket))
                 self.round.update.settle(x, state, averaged)
                 bucket.unpack(x)
@@ -462,20 +470,17 @@ class RunningRound:
     # -- what the workers agree on ----
 
     def write_at_rest(self, step: int) -> None:
-        """x <- what it would be at rest, if that is another; the round itself goes on as it was."""
-        update = self.round.update
-        if not update.overrides("settle"):
+        """x <- what `settle` would make of it; the round itself goes on as it was."""
+        if not self.flights and not self.round.update.overrides("settle"):
             return
-        for index, (bucket, kept) in enumerate(self._pairs()):
-            x = bucket.pack(bucket.empty())
-            state = {name: t.clone() for name, t in kept.items()}
-            for flight in self.flights:
-                for message in flight.messages[index : index + 1]:
-                    flat, weight, _ = message.pending.wait()
-                    clock = replace(self._clock(bucket, step), weight=weight)
-                    x = update.fold(x, flat.clone(), message.sent, state, clock)
-            update.settle(x, state, averaged=True)
-            bucket.unpack(x)
+        states = [
+            {name: t if self.is_owned(name, t) else t.clone() for name, t in state.items()}
+            for state in self.states
+        ]
+        copies = {id(state): copy for state, copy in zip(self.states, states, strict=True)}
+        for flight in self.flights:
+            self._fold(flight, step, copies)
+        self._settle(states, averaged=True)
 
     def write_anchor(self) -> None:
         """x <- a, gathered from its owners where it is sharded."""

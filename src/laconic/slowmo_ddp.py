@@ -523,7 +523,7 @@ class SlowMoDistributedDataParallel(nn.Module):
         """A context in which the module holds the mean of all ranks' parameters, for validation
         between slow steps, where nodes differ; every rank must enter it."""
         kept = [p.detach().clone() for p, _ in self._masters]
-        with self._sync.consensus(mean=True) as module:
+        with self._sync.consensus() as module:
             _copy(self._masters)
             try:
                 yield module
@@ -534,7 +534,7 @@ class SlowMoDistributedDataParallel(nn.Module):
     def finish(self) -> None:
         """Leave every rank with the mean of all ranks' parameters, which after a slow step they
         have already; every rank must call it."""
-        self._sync.finish(mean=True)
+        self._sync.finish()
         _copy(self._masters)
 
     def detach(self) -> None:

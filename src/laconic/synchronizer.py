@@ -357,6 +357,7 @@ class Synchronizer:
     @torch.no_grad()
     def begin_step(self, closure: bool) -> None:
         """The optimiser is about to step; with a closure, its gradients are still to come."""
+        self._refuse_in_consensus("optimizer.step()")
         if len(self._groups_held()) > self._groups:
             self._grow()
         self._closure = closure
@@ -397,6 +398,7 @@ class Synchronizer:
     @torch.no_grad()
     def count(self) -> None:
         """Count the step of the optimiser, or the one that it did not take."""
+        self._refuse_in_consensus("optimizer.step()")
         if not self._in_step:
             self.begin_step(closure=False)
             if self._scores is not None:
@@ -414,6 +416,14 @@ class Synchronizer:
             self._warn_of_identical_gradients()
         for r, gradient_round in self._gradient_rounds:
             gradient_round.after_step(r.when(self.step + 1))
+
+    def _refuse_in_consensus(self, call: str) -> None:
+        """Raise where a call would change weights that leaving `consensus` puts back."""
+        if self._in_consensus:
+            raise ValueError(
+                f"{call} inside sync.consensus(): its result would be thrown away when the worker's "
+                "own weights come back. Leave the context first; validate only inside it"
+            )
 
     def _hear(self) -> None:
         """Where a model is sharded: of what other shards' gradients were refused, in a place to
@@ -527,10 +537,10 @@ class Synchronizer:
     # -- what the workers agree on ----
 
     @torch.no_grad()
-    def _write_consensus(self, mean: bool = False) -> None:
-        """Consensus weights (and averaged buffers) into the model: anchors where rounds keep
-        them (unless ``mean``), and the mean over workers where these, or x, differ; without
-        parameter rounds replicas are equal already."""
+    def _write_consensus(self, mean: bool = True) -> None:
+        """Consensus weights (and averaged buffers) into the model: the mean over workers of x at
+        rest; without parameter rounds replicas are equal already. Without ``mean``, anchors where
+        rounds keep them, and the mean over workers where these differ, or there are none."""
         reshard(self._model)
         for running in self._rounds:
             running.write_at_rest(self.step)
@@ -559,10 +569,14 @@ class Synchronizer:
             bucket.unpack(flat)
 
     @contextmanager
-    def consensus(self, *, mean: bool = False) -> Iterator[nn.Module]:
+    def consensus(self, *, mean: bool = True) -> Iterator[nn.Module]:
         """A context in which the model holds the consensus weights, for validation; every rank
-        must enter it. Afterwards the worker's own weights are back, bit for bit. ``mean``: that of
-        the workers, whatever rounds keep for a consensus.
+        must enter it. They are those that `finish` would leave now: the mean of the workers'
+        models, with what is in flight folded. Afterwards the worker's own weights are back, bit for
+        bit. Steps of the optimizer are refused inside.
+
+        ``mean=False``: what the last outer step or elastic round left (the anchor, the center)
+        where the recipe keeps such a model; it lacks the steps taken since.
 
         Needs room for one copy of the model."""
         tensors = [*self._held(), *self._model.buffers()]
@@ -593,8 +607,8 @@ class Synchronizer:
     def switch(self, recipe: Recipe) -> None:
         """Go on under another ``recipe``; every rank must call it, after the same step.
 
-        What is in flight is folded, and all workers start anew from the consensus, and from the
-        mean of their optimisers' state where they differed: with AdamW that sends about as much as
+        What is in flight is folded, and all workers start anew from the consensus, the mean of
+        their models, and from the mean of their optimisers' state where they differed: with AdamW that sends about as much as
         four models. State that some ranks lack begins anew, and numbers in it, and the GradScaler,
         go on as rank 0's. The state that rounds keep starts anew, too, but for gradients that a
         codec has not sent yet, where the new recipe codes gradients. Raises ``ValueError``, on
@@ -609,6 +623,7 @@ class Synchronizer:
 
     def _switch(self, recipe: Recipe) -> None:
         assert self._optimizer is not None, "rounds are bound to an optimiser"
+        self._refuse_in_consensus("sync.switch()")
         check_groups(recipe, "group" in self._links)  # while the rounds before are still at work
         check_count(recipe)
         if len(self._groups_held()) > self._groups:
@@ -720,12 +735,14 @@ class Synchronizer:
         return float(sum(c.bytes for c in calls)), sum(c.seconds for c in calls)
 
     @torch.no_grad()
-    def finish(self, *, mean: bool = False) -> None:
-        """Fold what is in flight and leave every worker with the consensus model (``mean``: with
-        the mean of the workers').
+    def finish(self, *, mean: bool = True) -> None:
+        """Fold what is in flight and leave every worker with the consensus model: the mean of the
+        workers' models, which contains every step taken.
 
         Every rank must call it, after the same number of steps. Training may go on afterwards.
+        ``mean=False``: see `consensus`; it discards the steps since the last outer step.
         """
+        self._refuse_in_consensus("sync.finish()")
         self._call("finish()", self.step)
         for running in self._rounds:
             running.settle(self.step, averaged=True)
