@@ -663,35 +663,6 @@ def test_what_is_alike_on_all_goes_on_with_another_number(recipe: la.Recipe, ran
             assert torch.equal(own[:20], value[:20]) if own.dim() else own == value == 1
 
 
-@pytest.mark.parametrize(
-    ("recipe", "text"),
-    [
-        (la.diloco(4, delay=3), "flight"),
-        (la.local_sgd(3, delay=7), "flight"),
-        (la.slowmo(la.local_sgd(2), 6, average=False), "own"),
-        (HOMEMADE["at once"], "own"),
-        (la.sgp(delay=2), "flight"),
-        (la.d_psgd(delay=2), "flight"),
-        (la.sgp("bipartite_linear"), "'w' is each worker's own"),
-        (la.lsgd(4, local_period=2), "'leader' is each worker's own"),
-    ],
-)
-def test_what_is_each_workers_own_is_not_given_to_another_number(
-    recipe: la.Recipe, text: str
-) -> None:
-    job = Job(recipe, 5, 12)
-    if "leader" in text:
-        job = Job(recipe, 6, 12, options=(("group_size", 2),))
-    saved = la.simulate(partial(save_at, job, 6), workers=job.workers)
-
-    def run(rank: int) -> str:
-        with pytest.raises(ValueError) as caught:
-            load_all(replace(job, workers=2), saved, rank)
-        return str(caught.value)
-
-    assert all(text in found for found in la.simulate(run, workers=2))
-
-
 class Pooled(Homemade):
     """Of whose state the mean counts alone."""
 

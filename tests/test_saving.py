@@ -897,10 +897,6 @@ def attach_anew(run: Run) -> None:
 
 
 REFUSED = {
-    "a file is missing": Refused(
-        "the files of rank 1 of 2 are missing", lambda path: next(path.glob("*.pt")).unlink()
-    ),
-    "a directory is missing": Refused("the files of rank 1 of 2 are missing", shutil.rmtree),
     "a file is empty": Refused("rank 1: rank-1-of-2.1.pt is damaged", cut("*.pt", 0)),
     "half a file": Refused("rank 1: rank-1-of-2.1.pt is damaged", cut("*.pt", 0.5)),
     "nearly a file": Refused("rank 1: rank-1-of-2.1.pt is damaged", cut("*.pt", 0.999)),
@@ -1155,36 +1151,6 @@ def test_the_same_ranks_in_other_workers(tmp_path: Path) -> None:
     loaded = la.simulate(lambda r: load_at_6(r, recipe, tmp_path, 2), workers=4)
     for source, run, _ in loaded:
         assert torch.equal(run.values, saved[source].values)
-
-
-@pytest.mark.parametrize("name", [name for name in REST if REST[name][1]])
-def test_workers_that_are_apart_are_not_made_fewer(name: str, tmp_path: Path) -> None:
-    recipe = REST[name][0]
-    la.simulate(lambda r: save_at_6(r, recipe, False, tmp_path, True), workers=3)
-
-    def run(rank: int) -> str:
-        own = Run(recipe, rank)
-        before = everything(own)
-        with pytest.raises(ValueError) as caught:
-            own.load(tmp_path / "all")
-        assert torch.equal(everything(own)["values"], before["values"])
-        return str(caught.value)
-
-    words = ["parameters of their own", "rank", "other", "sync.finish()"]
-    check_told(la.simulate(run, workers=2), "laconic.load", *words)
-
-
-def test_another_number_of_ranks_must_see_all_files(tmp_path: Path) -> None:
-    """Ranks on hosts of their own see theirs alone."""
-    la.simulate(lambda r: save_at_6(r, la.ddp(), False, tmp_path, False), workers=3)
-
-    def run(rank: int) -> str:
-        with pytest.raises(ValueError) as caught:
-            Run(la.ddp(), rank).load(folder_of(tmp_path, rank, shared=False))
-        return str(caught.value).replace(f"host{rank}", "host")
-
-    words = ["files of ranks 0, 1, 2 of 3 are missing", "saved by 3 ranks", "ranks 0, 1 cannot see"]
-    check_told(la.simulate(run, workers=2), "laconic.load", *words)
 
 
 def test_a_save_by_fewer_ranks_replaces_the_files_of_more(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ the parts of all ranks and cuts them anew.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -48,44 +49,78 @@ def header(recipe: str, ranks: int, workers: int, rank: int, params: Sequence[Te
     }
 
 
-def own_part(parts: Sequence[Mapping[str, Any]], here: Saved) -> int | None:
-    """Which of ``parts`` this rank, whose `header` is ``here``, takes as it is; None where the
-    number of ranks or workers differs and all must be cut anew. Raises ``ValueError`` where they
-    do not belong here."""
-    saved = parts[0]
-    if saved["version"] != VERSION:
-        raise ValueError(f"the state has version {saved['version']}, not {VERSION}")
-    if saved["recipe"] != here["recipe"]:
-        raise ValueError(f"the state was saved with another recipe: {saved['recipe']}")
-    same = all(saved[key] == here[key] for key in ("ranks", "workers"))
-    if len(parts) != saved["ranks"] and not (len(parts) == 1 and same):
-        raise ValueError(
-            f"the state was saved by {saved['ranks']} ranks in {saved['workers']} workers, and "
-            f"there are {here['ranks']} in {here['workers']} now: pass the list of all ranks' "
-            "states, by rank"
-        )
-    for rank, part in enumerate(parts if len(parts) > 1 else ()):
+def own_part(parts: Mapping[int, Saved], here: Saved) -> int | None:
+    """Which of ``parts``, by the rank that saved it, this rank, whose `header` is ``here``, takes
+    as it is; None where there are other ranks or workers now, or not all parts: see
+    `laconic.regroup`. Raises ``ValueError`` where they do not belong here."""
+    first = parts[min(parts)]
+    if first["version"] != VERSION:
+        raise ValueError(f"the state has version {first['version']}, not {VERSION}")
+    same = all(first[key] == here[key] for key in ("ranks", "workers"))
+    saved, now = first["recipe"], here["recipe"]
+    if not same:
+        saved, now = without_group_size(saved), without_group_size(now)
+    if saved != now:
+        raise ValueError(f"the state was saved with another recipe: {first['recipe']}")
+    for rank, part in parts.items():
         if part["rank"] != rank or any(
-            part[key] != saved[key] for key in ("version", "recipe", "ranks", "workers", "step")
+            part[key] != first[key] for key in ("version", "recipe", "ranks", "workers", "step")
         ):
             raise ValueError(
-                f"the states are not those of all {saved['ranks']} ranks of one run at one step, "
+                f"the states are not those of all {first['ranks']} ranks of one run at one step, "
                 f"by rank: number {rank} is of rank {part['rank']} after {part['step']} steps"
             )
-    if not same:
+    mine = int(here["rank"])
+    alone = same and len(parts) == 1 and mine in parts
+    if not alone and not (same and len(parts) == first["ranks"]):
         return None
-    mine = 0 if len(parts) == 1 else int(here["rank"])
-    if parts[mine]["rank"] != here["rank"]:
-        raise ValueError(
-            f"this is rank {here['rank']}, and the state is rank {parts[mine]['rank']}'s: each "
-            "rank saves and loads its own"
-        )
     if parts[mine]["parameters"] != here["parameters"]:
         raise ValueError(
             "the model's parameters are not those that were saved with this state: load the "
             "model saved by this rank, after laconic.attach and before sync.load_state_dict"
         )
     return mine
+
+
+def parts_of(
+    state: Mapping[str, Any] | Sequence[Mapping[str, Any] | None], here: Saved
+) -> dict[int, Saved]:
+    """What a user passes as a state, by the rank that saved it: one rank's own, or a list of all
+    ranks', with None for those that are lost."""
+    parts = [state] if isinstance(state, Mapping) else list(state)
+    given = {rank: dict(part) for rank, part in enumerate(parts) if part is not None}
+    if not given:
+        raise ValueError("there is no state in the list")
+    first = given[min(given)]
+    if len(parts) == first["ranks"]:
+        return given
+    ranks, workers = first["ranks"], first["workers"]
+    if len(parts) != 1 or (ranks, workers) != (here["ranks"], here["workers"]):
+        raise ValueError(
+            f"the state was saved by {ranks} ranks in {workers} workers, and there are "
+            f"{here['ranks']} in {here['workers']} now: pass the list of all ranks' states, by "
+            "rank, with None for those that are lost"
+        )
+    if first["rank"] != here["rank"]:
+        raise ValueError(
+            f"this is rank {here['rank']}, and the state is rank {first['rank']}'s: each rank "
+            "saves and loads its own"
+        )
+    return {int(first["rank"]): first}
+
+
+_GROUP_SIZE = re.compile(r", group_size=(\d+)$")
+
+
+def without_group_size(recipe: str) -> str:
+    """The text of a recipe but for the size of groups, which another number of workers changes."""
+    return _GROUP_SIZE.sub("", recipe)
+
+
+def group_size_of(recipe: str) -> int:
+    """The size of groups in the text of a recipe; 0: there are none."""
+    found = _GROUP_SIZE.search(recipe)
+    return int(found[1]) if found else 0
 
 
 def round_state(running: RunningRound) -> Saved:
@@ -129,7 +164,7 @@ def carried_state(carrier: Carrier) -> Saved:
 
 def load_carried(carrier: Carrier, parts: Sequence[Saved], mine: int | None) -> Callable[[], None]:
     """What puts back the exchange's state that `carried_state` returned on every rank, or here, as
-    `load_round` does."""
+    `load_round` does. What no rank kept stays as ``carrier`` has it."""
     slots = carrier.exchange.slots
     sizes = [bucket.numel for bucket in carrier.buckets]
     if slots and any(part["sizes"] != sizes for part in parts):
@@ -147,7 +182,7 @@ def load_carried(carrier: Carrier, parts: Sequence[Saved], mine: int | None) -> 
                 place = carrier.region(bucket) if owned else carrier.part(bucket)
                 starts = [part["starts" if owned else "parts"][index] for part in parts]
                 pieces = [part["carried"][index][name] for part in parts]
-                value = _mean_of_pieces(bucket, zip(starts, pieces, strict=True))[place]
+                value = _mean_of_pieces(bucket, zip(starts, pieces, strict=True), place, now)
             if not bool(value.isfinite().all()):
                 raise ValueError(
                     f"{name!r} is not finite: the state was saved after a round that ended "
@@ -163,17 +198,19 @@ def load_carried(carrier: Carrier, parts: Sequence[Saved], mine: int | None) -> 
     return put_back
 
 
-def _mean_of_pieces(bucket: Bucket, pieces: Iterable[tuple[int, Tensor]]) -> Tensor:
-    """A bucket's tensor from the (start, piece) that all ranks kept of it; where several kept the
-    same stretch, which where workers agree is the same, their mean."""
-    whole = torch.zeros(bucket.length, dtype=torch.float64)
+def _mean_of_pieces(
+    bucket: Bucket, pieces: Iterable[tuple[int, Tensor]], place: slice, start: Tensor
+) -> Tensor:
+    """Stretch ``place`` of a bucket's tensor from the (start, piece) that ranks kept of it; where
+    several kept the same stretch their mean, which is exact where they agree; where none did,
+    what is in ``start``."""
+    mean = torch.zeros(bucket.length, dtype=torch.float64)
     count = torch.zeros(bucket.length)
-    for start, piece in pieces:
-        stop = max(min(start + piece.numel(), bucket.numel), start)
-        whole[start:stop] += piece[: stop - start].cpu()
-        count[start:stop] += 1
-        dtype = piece.dtype
-    return (whole / count.clamp(min=1)).to(dtype)
+    for begin, piece in pieces:
+        at = slice(begin, max(min(begin + piece.numel(), bucket.numel), begin))
+        count[at] += 1
+        mean[at] += (piece[: at.stop - begin].cpu() - mean[at]) / count[at]
+    return torch.where(count[place] > 0, mean[place].to(start.dtype), start.cpu())
 
 
 def _flight_state(flight: Flight) -> Saved:
@@ -190,10 +227,11 @@ def _flight_state(flight: Flight) -> Saved:
 def load_round(
     running: RunningRound, parts: Sequence[Saved], mine: int | None
 ) -> Callable[[], None]:
-    """What puts back what `round_state` returned on every rank (``parts``), or, where the number
-    of workers is the same, on this one: ``parts[mine]``. Nothing changes before it is called.
+    """What puts back what `round_state` returned here, ``parts[mine]``; or, with None, on the ranks
+    of another run, at rest (`laconic.regroup`), whose x is this rank's by now. Nothing changes
+    before it is called.
 
-    Raises ``ValueError`` where the parts do not fit the model, or cannot be cut anew.
+    Raises ``ValueError`` where the parts do not fit the model.
     """
     own = parts[mine] if mine is not None else parts[0]
     keeps_state = any(running.states)
@@ -204,11 +242,10 @@ def load_round(
     sizes = [bucket.numel for bucket in running.buckets]
     if own["sizes"] != sizes and keeps:
         raise ValueError("the state was saved for other parameters: their sizes differ")
-    if mine is None and any(part["flights"] for part in parts):
-        raise ValueError(
-            "a message was in flight when the state was saved, and it cannot be given to another "
-            "number of workers: save after sync.finish()"
-        )
+    if mine is None:
+        assert not any(part["flights"] for part in parts), "they came to rest"
+    if mine is None and keeps:
+        running = running.like(own["joined"])  # begins at the x of now, where something is lost
     executed = int(own["executed"])
     put_carried_back = load_carried(running, parts, mine)
     states = [
@@ -242,7 +279,7 @@ def _load_state(
             value = parts[mine]["state"][index][name]
         else:
             pieces = [(part["starts"][index], part["state"][index][name]) for part in parts]
-            value = _cut_anew(running, bucket, name, pieces)
+            value = _cut_anew(running, index, name, pieces)
         if value.dim() and value.numel() not in lengths:
             raise ValueError(f"{name!r} has {value.numel()} elements where {lengths} were expected")
         state[name] = value.to(bucket.device if value.dim() else "cpu", copy=True)
@@ -250,30 +287,21 @@ def _load_state(
 
 
 def _cut_anew(
-    running: RunningRound, bucket: Bucket, name: str, pieces: Sequence[tuple[int, Tensor]]
+    running: RunningRound, index: int, name: str, pieces: Sequence[tuple[int, Tensor]]
 ) -> Tensor:
     """This rank's piece of a state tensor, from the (start, piece) that other ranks kept of it."""
     first = pieces[0][1]
-    owned = running.is_owned(name, first)
-    slot = running.round.update.slots.get(name, "owner")
-    if slot == "private":  # push weights at rest, for one, are 1 everywhere
-        shared = all(torch.equal(piece, first) for _, piece in pieces)
-    else:
-        shared = slot in ("everywhere", "pooled") or not owned or running.round.exchange.agrees
-    if not shared:
-        raise ValueError(f"{name!r} is each worker's own: it needs the same number of workers")
-    if slot == "pooled":
-        everyones = [piece for _, piece in pieces]
-        if first.dim() == 0:
-            return torch.stack(everyones).to(torch.float64).mean().to(first.dtype)
-        return _mean_of_pieces(bucket, ((0, piece) for piece in everyones))
     if first.dim() == 0:
-        return first
-    whole = first.new_zeros(bucket.length)
-    for start, piece in pieces if owned else [(0, first)]:
-        stop = max(min(start + piece.numel(), bucket.numel), start)
-        whole[start:stop] = piece[: stop - start]
-    return whole[running.region(bucket)] if owned else whole
+        everyones = torch.stack([piece.to(torch.float64) for _, piece in pieces])
+        return first + (everyones - first).mean().to(first.dtype)
+    bucket, owned = running.buckets[index], running.is_owned(name, first)
+    place = running.region(bucket) if owned else slice(0, bucket.length)
+    start = running.states[index].get(name)
+    if start is None:  # an outer optimizer makes its state in its first step
+        start = first.new_zeros(place.stop - place.start)
+    return _mean_of_pieces(
+        bucket, pieces if owned else [(0, piece) for _, piece in pieces], place, start
+    )
 
 
 def _load_flight(running: RunningRound, saved: Saved) -> Flight:

@@ -88,7 +88,7 @@ class Update:
     slots: ClassVar[Mapping[str, Slot]] = {}
     """Where each state tensor lives; those not listed live with the ``owner``."""
     anchor: ClassVar[str | None] = None
-    """The state tensor that holds what the last outer step or elastic round left, if there is one."""
+    """The state tensor that the last outer step or elastic round left, if there is one."""
     uses_lr: ClassVar[bool] = False
     """Whether ``clock.lr`` enters: buckets then hold one parameter group each."""
     replaces: ClassVar[bool] = False

@@ -128,6 +128,13 @@ class RunningRound:
             fresh._add(groups[start : start + count])
         return fresh
 
+    def elsewhere(self, link: Link, replica: Link) -> RunningRound:
+        """This one as it would be on the rank of another run: over ``link``, in a worker whose
+        ranks are those of ``replica``."""
+        fresh = RunningRound(self.round, link, replace(self._shared, replica=replica))
+        fresh.grow()
+        return fresh
+
     def become(self, other: RunningRound) -> None:
         """Go on as ``other``, which nobody else runs."""
         vars(self).update(vars(other))

@@ -22,17 +22,20 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import logging
 import os
 import pickle
 import random
 import re
 import secrets
 import sys
+import tempfile
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -46,14 +49,18 @@ from laconic.dist_optimizer import DistOptimizer
 from laconic.errors import LinkError
 from laconic.slowmo_ddp import SlowMoDistributedDataParallel
 from laconic.synchronizer import LOAD, SAVE, Synchronizer
+from laconic.tensors import is_sharded, on_mesh_of
 
 T = TypeVar("T")
+log = logging.getLogger("laconic")
 
 VERSION = 1
 MANIFEST = "laconic.json"
 _FORMAT = "laconic checkpoint"
 _NAME = re.compile(r"rank-\d+-of-\d+\.(\d+)-[0-9a-f]+\.(pt|json)")
 _MOST_LETTERS = 400
+_PIECE = 2**24
+"""Bytes of a file that ranks send each other at a time."""
 _FRONT = "laconic: "
 """Before the names of what is saved with ``others`` and is not the user's."""
 _EVERY_RANK = (
@@ -217,16 +224,20 @@ def load(
     ``others``: the objects whose state was saved, by name. Returns what was saved of ``others``
     that is plain data (tensors on the CPU), and ``"step"``, the steps done.
 
-    With another number of ranks or workers each rank needs to see all files, and the ranks'
-    parameters must have been alike when they were saved, as they are after ``sync.finish()`` (and
-    always under ``ddp()``): otherwise there is no one model to go on from. State of the
-    synchroniser is cut anew. Rank r takes everything else that is a rank's own (optimiser state,
-    buffers, ``others``) from rank r modulo their number, but no random state, as two ranks would
-    draw alike.
+    A rank's file may lie in any rank's directory: ranks send each other the files that some of
+    them cannot see. With another number of workers than saved it, or where files are lost (a host
+    with its directory), every rank goes on from the consensus of the workers that are left: the
+    model that ``sync.finish()`` would have left then. One line of the log says so. Outer state is
+    cut anew, and begins anew where it is lost; private state is averaged over the workers
+    (`laconic.regroup`). Rank r keeps its own optimizer state and ``others``; if its file is not
+    there, it takes those of another rank, r modulo the number of files. A rank's random state
+    goes on only where the rank and the number of workers are the same, so that no two ranks draw
+    alike.
 
     Raises ``ValueError`` (`OSError` for what cannot be read) on every rank where any of them cannot
     load its part; nothing has changed then. Needs room for a copy of the model's and the
-    optimiser's state. Files are read as plain data: no code in them is run.
+    optimiser's state, three of the model's with another number of workers, and on disk for the
+    files that are sent. Files are read as plain data: no code in them is run.
     """
     parts = _parts(model, optimizer, sync)
     with parts.sync.gathering(LOAD) as gather:
@@ -245,7 +256,7 @@ class _AllRanks:
     """The ranks in one call, who find out after each part of it how it went on all of them."""
 
     def __init__(self, call: str, gather: Callable[[Any], list[Any]]) -> None:
-        self._call = call
+        self.call = call
         self._gather = gather
 
     def do(self, work: Callable[[], T]) -> T:
@@ -259,7 +270,7 @@ class _AllRanks:
 
     def refuse(self, text: str) -> ValueError:
         """What all ranks found out alike."""
-        return ValueError(f"{self._call}: {text}")
+        return ValueError(f"{self.call}: {text}")
 
     def _do(self, work: Callable[[], T], note: Callable[[T | None], Any]) -> tuple[T, list[Any]]:
         result: T | None = None
@@ -277,7 +288,7 @@ class _AllRanks:
             for rank, _, text in failed:
                 ranks.setdefault(text, []).append(rank)
             told = "; ".join(f"{_ranks(found)}: {text}" for text, found in ranks.items())
-            raise kind(f"{self._call}: {told}") from caught
+            raise kind(f"{self.call}: {told}") from caught
         return result, [shared for _, shared in said]  # type: ignore[return-value]
 
 
@@ -563,13 +574,14 @@ def _numpy() -> Any:
 
 @dataclass(frozen=True)
 class _Found:
-    """What a rank read and checked, to be put back. ``sync``: its own state, or the list of all
-    ranks'. ``random``: None if it is not to be put back."""
+    """What a rank read and checked, to be put back. ``others``: what all the ranks saved whose
+    consensus the run goes on from, by rank; None where this rank's own goes on. ``random``: None if
+    it is not to be put back."""
 
     targets: Sequence[tuple[Stateful, Any]]
-    sync: Any
+    saved: dict[str, Any]
+    others: dict[int, dict[str, Any]] | None
     random: Mapping[str, Any] | None
-    plain: dict[str, Any]
 
 
 def _load(
@@ -577,32 +589,177 @@ def _load(
 ) -> dict[str, Any]:
     manifests = all_ranks.share(lambda: _read_manifest(folder))
     manifest = _newest(manifests, all_ranks)
-    alike = (manifest.ranks, manifest.workers) == (len(manifests), parts.sync.workers)
-    needed = [parts.sync.rank] if alike else list(range(manifest.ranks))
-    missing = all_ranks.share(lambda: [r for r in needed if not manifest.file(folder, r).exists()])
-    _refuse_missing(missing, manifest, alike, all_ranks)
-    found = all_ranks.do(lambda: _find(folder, manifest, alike, parts, others))
+    plan = _plan(folder, manifest, parts, all_ranks)
+    with _received(folder, manifest, plan, parts.sync, all_ranks) as files:
+        found = all_ranks.do(lambda: _find(files, manifest, plan, parts, others))
+        parts.bind()
+        undo: list[Callable[[], Any]] = []
 
-    parts.bind()
-    undo: list[Callable[[], Any]] = []
+        def put_back() -> None:
+            before = [copy.deepcopy(target.state_dict()) for target, _ in found.targets]
+            for (target, state), kept in zip(found.targets, before, strict=True):
+                undo.append(partial(target.load_state_dict, kept))
+                target.load_state_dict(state)
 
-    def put_back() -> None:
-        before = [copy.deepcopy(target.state_dict()) for target, _ in found.targets]
-        for (target, state), kept in zip(found.targets, before, strict=True):
-            undo.append(partial(target.load_state_dict, kept))
-            target.load_state_dict(state)
-
-    try:
-        all_ranks.do(put_back)
-        parts.sync.load_state_dict(found.sync)
-    except (OSError, ValueError):
-        for back in undo:
-            with suppress(Exception):  # of what could not load: the first error is the one to tell
-                back()
-        raise
+        try:
+            all_ranks.do(put_back)
+            if found.others is None:
+                parts.sync.load_state_dict(found.saved["sync"])
+            else:
+                _load_consensus(parts, others, found.others)
+        except (OSError, ValueError):
+            for back in undo:
+                with suppress(Exception):  # of what could not load: the first error is the one
+                    back()
+            raise
     if found.random is not None:
         _put_random_state(found.random)
-    return {**found.plain, "step": parts.sync.step}
+    if plan.note and parts.sync.rank == 0:
+        log.warning("%s", plan.note)
+    return {**found.saved["plain"], "step": parts.sync.step}
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is loaded where. ``seen``: by rank, the ranks of the run that saved whose files it can
+    see. ``kept``: those whose files somebody can see. ``regroup``: the run goes on from their
+    consensus. ``note``: what is to be said of that."""
+
+    seen: Sequence[Sequence[int]]
+    kept: Sequence[int]
+    regroup: bool
+    note: str = ""
+
+    def own(self, rank: int) -> int:
+        """The rank whose optimizer state and ``others`` go on as those of ``rank``."""
+        return rank if rank in self.kept else self.kept[rank % len(self.kept)]
+
+    def needed(self, rank: int, stride: int) -> list[int]:
+        """The ranks whose files ``rank`` reads; with parts of a model, one of ``stride``, those of
+        the same part."""
+        if not self.regroup:
+            return [rank]
+        return [r for r in self.kept if r % stride == rank % stride]
+
+
+def _plan(folder: Path, manifest: _Manifest, parts: _Parts, all_ranks: _AllRanks) -> _Plan:
+    """Alike on every rank. Raises where nothing is left to go on from."""
+    saved = range(manifest.ranks)
+    seen = all_ranks.share(lambda: [r for r in saved if manifest.file(folder, r).exists()])
+    kept = sorted({r for some in seen for r in some})
+    lost = [r for r in saved if r not in kept]
+    ranks, workers = len(seen), parts.sync.workers
+    same = (manifest.ranks, manifest.workers) == (ranks, workers)
+    stride = ranks // workers
+    text = f"it was saved by {manifest.ranks} ranks in {manifest.workers} workers"
+    files = f"the files of {_ranks(lost)} of {manifest.ranks} are lost" if lost else ""
+    if parts.sync.sharded:
+        if manifest.ranks // manifest.workers != stride:
+            raise all_ranks.refuse(
+                f"{text}, and there are {ranks} in {workers} now: a sharded model needs as many "
+                "ranks in each worker as it was saved with"
+            )
+        if {r % stride for r in kept} != set(range(stride)):
+            raise all_ranks.refuse(f"{files}, and with them the last copy of a part of the model")
+    if not kept:
+        raise all_ranks.refuse(f"{files}: there is nothing to go on from")
+    if same and not lost:
+        return _Plan(seen, kept, False)
+    firsts = len({r * manifest.workers // manifest.ranks for r in kept})
+    note = (
+        f"{all_ranks.call}: {text}{', and ' * bool(files)}{files}. {workers} workers in {ranks} "
+        f"ranks go on from the consensus of {firsts} workers after step {manifest.step}; "
+        "outer state is cut anew, private state averaged"
+    )
+    return _Plan(seen, kept, True, note)
+
+
+@contextmanager
+def _received(
+    folder: Path, manifest: _Manifest, plan: _Plan, sync: Synchronizer, all_ranks: _AllRanks
+) -> Iterator[Callable[[int], Path]]:
+    """Yields where to find a rank's file, once the ranks have sent each other those that some need
+    and cannot see."""
+    stride = len(plan.seen) // sync.workers if sync.sharded else 1
+    wanted = {
+        source
+        for rank, seen in enumerate(plan.seen)
+        for source in {*plan.needed(rank, stride), plan.own(rank)} - {*seen}
+    }
+    own = plan.seen[sync.rank]
+
+    def find(rank: int) -> Path:
+        return manifest.file(folder if rank in own else there, rank)
+
+    if not wanted:
+        there = folder
+        yield find
+        return
+    made = all_ranks.do(lambda: tempfile.TemporaryDirectory(dir=_made(folder), prefix="received-"))
+    with made as name:
+        there = Path(name)
+        for source in sorted(wanted):
+            sender = next(r for r, seen in enumerate(plan.seen) if source in seen)
+            _send(manifest.file(folder, source), sender, find(source), sync, all_ranks)
+        yield find
+
+
+def _made(folder: Path) -> Path:
+    _make_folder(folder)
+    return folder
+
+
+def _send(file: Path, sender: int, target: Path, sync: Synchronizer, all_ranks: _AllRanks) -> None:
+    """``file``, which ``sender`` can see, to ``target`` on every rank that cannot."""
+    sends, gets = sync.rank == sender, target != file
+    size = all_ranks.share(lambda: file.stat().st_size if sends else 0)[sender]
+    with ExitStack() as opened:
+
+        def open_files() -> tuple[BufferedReader | None, BufferedWriter | None]:
+            source = opened.enter_context(file.open("rb")) if sends else None
+            return source, opened.enter_context(target.open("wb")) if gets else None
+
+        source, sink = all_ranks.do(open_files)
+        for start in range(0, size, _PIECE):
+            piece = bytearray(min(_PIECE, size - start))
+
+            def read(piece: bytearray = piece) -> None:
+                if source is not None and source.readinto(piece) != len(piece):
+                    raise OSError(f"{file.name} became shorter while it was read")
+
+            def write(piece: bytearray = piece) -> None:
+                if sink is not None:
+                    sink.write(piece)
+
+            all_ranks.do(read)
+            sync.share_bytes(torch.frombuffer(piece, dtype=torch.uint8), sender)
+            all_ranks.do(write)
+
+
+def _load_consensus(
+    parts: _Parts, others: Mapping[str, Any], saved: Mapping[int, Mapping[str, Any]]
+) -> None:
+    """Go on from the consensus of the ranks that ``saved``; all else was put back before."""
+    modules = _modules(parts, others)
+
+    def load(rank: int) -> None:
+        for name, module in modules.items():
+            state = saved[rank]["objects"][name] if name else saved[rank]["model"]
+            module.load_state_dict(state)
+
+    parts.sync.load_parts({rank: one["sync"] for rank, one in saved.items()}, load)
+
+
+def _modules(parts: _Parts, others: Mapping[str, Any]) -> dict[str, Stateful]:
+    """What holds the optimizer's parameters, by its name in ``objects``; the model's is empty."""
+    objects = _objects(parts, others)
+    held = {id(p) for group in parts.optimizer.param_groups for p in group["params"]}
+    found = {
+        name: value
+        for name, value in objects.items()
+        if isinstance(value, _Outside) or any(id(p) in held for p in _parameters(value))
+    }
+    return {"": parts.model, **found}
 
 
 def _newest(found: Sequence[dict[str, Any] | None], all_ranks: _AllRanks) -> _Manifest:
@@ -625,44 +782,42 @@ def _newest(found: Sequence[dict[str, Any] | None], all_ranks: _AllRanks) -> _Ma
     return newest[first]
 
 
-def _refuse_missing(
-    missing: Sequence[Sequence[int]], manifest: _Manifest, alike: bool, all_ranks: _AllRanks
-) -> None:
-    """Raise where files are not to be seen; ``missing``: by rank, those that it needs."""
-    absent = sorted({r for some in missing for r in some})
-    if not absent:
-        return
-    text = (
-        f"the files of {_ranks(absent)} of {manifest.ranks} are missing "
-        f"({manifest.file(Path(), absent[0])}): every rank saved its own, in its own host's "
-        "directory"
-    )
-    if not alike:
-        who = [rank for rank, some in enumerate(missing) if some]
-        text += (
-            f". It was saved by {manifest.ranks} ranks in {manifest.workers} workers; another "
-            f"number needs all files on every host, and {_ranks(who)} cannot see them all"
-        )
-    raise all_ranks.refuse(text)
-
-
 def _find(
-    folder: Path, manifest: _Manifest, alike: bool, parts: _Parts, others: Mapping[str, Any]
+    files: Callable[[int], Path],
+    manifest: _Manifest,
+    plan: _Plan,
+    parts: _Parts,
+    others: Mapping[str, Any],
 ) -> _Found:
     """Read what this rank needs and check it against what is here. Raises ``ValueError``."""
-    rank = parts.sync.rank % manifest.ranks
-    saved = _read(manifest.file(folder, rank), manifest, rank)
-    sync, random_state = saved["sync"], saved["random"]
-    if alike:
+    rank = parts.sync.rank
+    own = plan.own(rank)
+    saved = _read(files(own), manifest, own)
+    same = own == rank and (manifest.ranks, manifest.workers) == (
+        len(plan.seen),
+        parts.sync.workers,
+    )
+    random_state = saved["random"] if same else None
+    if random_state is not None:
         _check_random_state(random_state)
-    else:
-        random_state = None
-        sync = [
-            _read(manifest.file(folder, r), manifest, r, mapped=True)["sync"]
-            for r in range(manifest.ranks)
-        ]
-        _check_at_rest(sync)
+    everyone = None
+    if plan.regroup:
+        stride = len(plan.seen) // parts.sync.workers if parts.sync.sharded else 1
+        everyone = {r: _read(files(r), manifest, r, mapped=True) for r in plan.needed(rank, stride)}
     objects = _objects(parts, others)
+    sharded = [p for p in _parameters(parts.model) if is_sharded(p)]
+    for one in (saved, *(everyone or {}).values()):
+        for key in ("model", "optimizer", "objects") if plan.regroup and sharded else ():
+            one[key] = on_mesh_of(one[key], sharded[0])
+        _check_fits(one, parts, objects)
+    states = saved["objects"]
+    targets: list[tuple[Stateful, Any]] = [(objects[name], states[name]) for name in objects]
+    targets += [(parts.model, saved["model"]), (parts.optimizer, saved["optimizer"])]
+    return _Found(targets, saved, everyone, random_state)
+
+
+def _check_fits(saved: Mapping[str, Any], parts: _Parts, objects: Mapping[str, Stateful]) -> None:
+    """Raise unless what a rank ``saved`` is of this model, optimizer and these objects."""
     states = saved["objects"]
     for name in sorted(objects.keys() ^ states.keys()):
         if name in states:
@@ -673,21 +828,6 @@ def _find(
         raise ValueError(
             "the optimizer is another one: its class, its groups or the parameters in them differ "
             f"({saved['optimizer of'][0]} was saved, this is {type(parts.optimizer).__name__})"
-        )
-    targets: list[tuple[Stateful, Any]] = [(objects[name], states[name]) for name in objects]
-    targets += [(parts.model, saved["model"]), (parts.optimizer, saved["optimizer"])]
-    return _Found(targets, sync, random_state, saved["plain"])
-
-
-def _check_at_rest(syncs: Sequence[Mapping[str, Any]]) -> None:
-    """Raise unless all ranks had the same parameters, which then are the model."""
-    own = [rank for rank, sync in enumerate(syncs) if sync["parameters"] != syncs[0]["parameters"]]
-    if own:
-        raise ValueError(
-            f"it was saved by {syncs[0]['ranks']} ranks in {syncs[0]['workers']} workers with "
-            f"parameters of their own ({_ranks(own)} had others than rank 0), so there is no one "
-            "model for another number of them: save right after sync.finish(); a sharded model "
-            "needs the same number"
         )
 
 

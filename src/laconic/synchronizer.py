@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from laconic import batches, checkpoint
+from laconic import batches, checkpoint, regroup
 from laconic.auto import Choice, Chooser
 from laconic.exchanges import Mean
 from laconic.gradients import GradientRound, Host
@@ -84,6 +84,12 @@ CALLS = (
     LOAD,
 )
 """What ranks do together beside the rounds: each has a word that they compare."""
+
+
+_APART = (
+    "the state was saved by other ranks than these, and the ranks have loaded different weights: "
+    "load the consensus weights, the same on every rank, before sync.load_state_dict"
+)
 
 
 @dataclass(frozen=True)
@@ -421,8 +427,8 @@ class Synchronizer:
         """Raise where a call would change weights that leaving `consensus` puts back."""
         if self._in_consensus:
             raise ValueError(
-                f"{call} inside sync.consensus(): its result would be thrown away when the worker's "
-                "own weights come back. Leave the context first; validate only inside it"
+                f"{call} inside sync.consensus(): its result would be discarded when the worker's "
+                "own weights come back. Call it after the `with` block"
             )
 
     def _hear(self) -> None:
@@ -608,11 +614,11 @@ class Synchronizer:
         """Go on under another ``recipe``; every rank must call it, after the same step.
 
         What is in flight is folded, and all workers start anew from the consensus, the mean of
-        their models, and from the mean of their optimisers' state where they differed: with AdamW that sends about as much as
-        four models. State that some ranks lack begins anew, and numbers in it, and the GradScaler,
-        go on as rank 0's. The state that rounds keep starts anew, too, but for gradients that a
-        codec has not sent yet, where the new recipe codes gradients. Raises ``ValueError``, on
-        every rank, where they ask for different ones.
+        their models, and from the mean of their optimizers' state where they differed: with AdamW
+        that sends about as much as four models. State that some ranks lack begins anew, and numbers
+        in it, and the GradScaler, go on as rank 0's. The state that rounds keep starts anew, too,
+        but for gradients that a codec has not sent yet, where the new recipe codes gradients.
+        Raises ``ValueError``, on every rank, where they ask for different ones.
         """
         if not is_recipe(recipe):
             raise ValueError(f"recipe must be what a recipe function returns, not {recipe!r}")
@@ -844,31 +850,66 @@ class Synchronizer:
         )
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Put back what `state_dict` returned: this rank's own, or, for another number of ranks,
-        the list of all ranks' (sharded state is then cut anew). Every rank must call it, after
-        `laconic.attach` and after loading the model's and the optimiser's own state.
+    def load_state_dict(
+        self, state: Mapping[str, Any] | Sequence[Mapping[str, Any] | None]
+    ) -> None:
+        """Put back what `state_dict` returned: this rank's own, or the list of all ranks' by rank,
+        with None for those that are lost. Every rank must call it, after `laconic.attach` and after
+        loading the model's and the optimiser's own state.
+
+        For another number of ranks, or where some are lost, load the consensus weights, the same on
+        every rank, before it (`consensus_state_dict`). Outer state is then cut anew, and begins
+        anew where it is lost; of state that was each worker's own the mean goes on; what was in
+        flight is folded.
 
         Raises ``ValueError`` on every rank where any of them cannot load its part.
         """
+        self._load_on_all(lambda: checkpoint.parts_of(state, self._header()), None)
+
+    def load_parts(
+        self, parts: Mapping[int, checkpoint.Saved], load: Callable[[int], None]
+    ) -> None:
+        """As `load_state_dict`, of what the ranks of a run saved, by rank, where all that goes on
+        is alike on all ranks: their consensus. ``load(rank)`` puts that rank's model into this one;
+        the model holds the consensus afterwards, and what is not averaged (integers) stays as it is
+        now."""
+        self._load_on_all(lambda: dict(parts), load)
+
+    @torch.no_grad()
+    def _load_on_all(
+        self,
+        parts: Callable[[], dict[int, checkpoint.Saved]],
+        load: Callable[[int], None] | None,
+    ) -> None:
         self._call("load_state_dict()", 0)  # ranks may have come to it after different steps
         loaded: list[Callable[[], None]] = []
         undo: list[Callable[[], None]] = []
-        problem = self._load(state, loaded, undo)
-        everyone = self._gather(torch.tensor([float(problem is not None)]))
-        for restore in undo if bool(everyone.any()) else ():
+        problem, alike = self._load(parts, load, loaded, undo)
+        digest = 0 if alike is None else alike
+        everyone = self._gather(torch.tensor([int(problem is not None), digest]))
+        failed, digests = everyone.unbind(1)
+        if not bool(failed.any()) and alike is not None:
+            parts_of_a_model = self._world.size // self._workers.size if self.sharded else 1
+            of_each = digests.view(-1, parts_of_a_model)
+            problem = None if bool((of_each == of_each[0]).all()) else _APART
+            failed = torch.full_like(failed, int(problem is not None))
+        for restore in undo if bool(failed.any()) else ():
             restore()
-        raise_on_all(problem, everyone, "could not load their state")
+        raise_on_all(problem, failed, "could not load their state")
         for put_back in loaded:
             put_back()
 
     @torch.no_grad()
-    def load_here(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> str | None:
+    def load_here(
+        self, state: Mapping[str, Any] | Sequence[Mapping[str, Any] | None]
+    ) -> str | None:
         """As `load_state_dict`, without any communication: returns what is wrong, if something is,
         and nothing was put back."""
         loaded: list[Callable[[], None]] = []
         undo: list[Callable[[], None]] = []
-        problem = self._load(state, loaded, undo)
+        problem, _ = self._load(
+            lambda: checkpoint.parts_of(state, self._header()), None, loaded, undo
+        )
         for put_back in loaded if problem is None else undo:
             put_back()
         return problem
@@ -882,6 +923,11 @@ class Synchronizer:
     def workers(self) -> int:
         """Number of workers."""
         return self._workers.size
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank of a worker holds a part of the model alone."""
+        return any(is_sharded(p) for p in self._held())
 
     @contextmanager
     def gathering(self, call: str) -> Iterator[Callable[[Any], list[Any]]]:
@@ -906,43 +952,79 @@ class Synchronizer:
         yield gather
         self._status("computing")
 
+    def share_bytes(self, data: Tensor, root: int) -> None:
+        """``data`` (uint8, of one length on all ranks) <- rank ``root``'s; inside `gathering`."""
+        own = data.to(self._device)
+        self._lane.call(partial(self._world.broadcast, own, root), "sharing a checkpoint's files")
+        data.copy_(own)
+
     def _load(
         self,
-        state: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        given: Callable[[], dict[int, checkpoint.Saved]],
+        load: Callable[[int], None] | None,
         loaded: list[Callable[[], None]],
         undo: list[Callable[[], None]],
-    ) -> str | None:
+    ) -> tuple[str | None, int | None]:
         """Append to ``loaded`` what puts the state back, and to ``undo`` what takes back what has
         changed already, in this order; return what is wrong, if something is, rather than raise it
-        on one rank alone."""
-        parts = [state] if isinstance(state, Mapping) else list(state)
+        on one rank alone; and where it is the state of other ranks a number that tells apart
+        the models that they go on from."""
+        digest = None
         try:
+            parts = given()
             if self._chooser is not None:
                 undo.append(self._chooser.undo())
             mine = checkpoint.own_part(parts, self._header())
+            saved = [parts[rank] for rank in sorted(parts)] if mine is None else [parts[mine]]
+            first, index_of_mine = saved[0], None if mine is None else 0
             for _, gradient_round in self._gradient_rounds:
                 gradient_round.refresh()
             if self._chooser is not None:
-                self._chooser.load_state_dict(parts[mine or 0]["auto"])
+                self._chooser.load_state_dict(first["auto"])
                 undo.append(self._adopt(self._chooser.recipe, {}))
-            for index, running in enumerate(self._rounds):
-                rounds = [part["rounds"][index] for part in parts]
-                loaded.append(checkpoint.load_round(running, rounds, mine))
+            rounds = [[part["rounds"][i] for part in saved] for i in range(len(self._rounds))]
+            if mine is None:
+                rounds = self._go_on_from_consensus(parts, load)
+                digest = checkpoint.checksum(self._held())
+            for running, kept in zip(self._rounds, rounds, strict=True):
+                loaded.append(checkpoint.load_round(running, kept, index_of_mine))
             for index, gradient_round in enumerate(self._keeping_gradient_rounds()):
-                gradients = [part["gradients"][index] for part in parts]
-                loaded.append(checkpoint.load_carried(gradient_round, gradients, mine))
-                scale = float(gradients[mine or 0]["scale"])
+                gradients = [part["gradients"][index] for part in saved]
+                loaded.append(checkpoint.load_carried(gradient_round, gradients, index_of_mine))
+                scale = float(gradients[0]["scale"])
                 loaded.append(partial(setattr, gradient_round, "scale", scale))
             if self._scores is not None and mine is not None:
-                loaded.append(self._scores.loader(parts[mine]["scores"]))
+                loaded.append(self._scores.loader(first["scores"]))
             for name, value in (("step", int), ("_in_step", bool)):
-                kept = parts[mine or 0][name.lstrip("_")]
-                loaded.append(partial(setattr, self, name, value(kept)))
+                loaded.append(partial(setattr, self, name, value(first[name.lstrip("_")])))
         except ValueError as error:
-            return str(error)
+            return str(error), None
         except (LookupError, TypeError, AttributeError, RuntimeError) as error:
-            return f"this is not what sync.state_dict() returned: {type(error).__name__}: {error}"
-        return None
+            text = f"this is not what sync.state_dict() returned: {type(error).__name__}: {error}"
+            return text, None
+        return None, digest
+
+    def _go_on_from_consensus(
+        self, parts: Mapping[int, checkpoint.Saved], load: Callable[[int], None] | None
+    ) -> list[list[checkpoint.Saved]]:
+        """What other ranks keep at rest, by round and rank; with ``load``, their consensus into the
+        model."""
+        first = parts[min(parts)]
+        former = regroup.Former(
+            first["ranks"],
+            first["workers"],
+            checkpoint.group_size_of(first["recipe"]),
+            self.sharded,
+        )
+        all_of_them = [*self._model.parameters(), *self._model.buffers(), *self._held()]
+        unique = {id(t): t for t in all_of_them}.values()
+        tensors = [t for t in unique if t.is_floating_point() or t.is_complex()]
+        others = [t for t in unique if not (t.is_floating_point() or t.is_complex())]
+        kept = [(t, local(t).clone()) for t in (others if load is not None else unique)]
+        rounds, mean = regroup.come_to_rest(self._rounds, parts, former, tensors, load)
+        for tensor, value in (*kept, *zip(tensors, mean, strict=False)):
+            local(tensor).copy_(value)
+        return rounds
 
     # -- for the user's loop ----
 

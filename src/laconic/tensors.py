@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -159,6 +160,23 @@ def local(tensor: Tensor) -> Tensor:
     """This rank's part of ``tensor``, without its history: itself, or a DTensor's local shard."""
     part = tensor.detach()
     return part.to_local() if is_sharded(tensor) else part  # type: ignore[attr-defined]
+
+
+def on_mesh_of(value: Any, like: Tensor) -> Any:
+    """``value``, plain data in dicts, lists and tuples, with its shards on the mesh of ``like``: a
+    saved mesh names the ranks of its own run, which torch takes for another mesh."""
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(like, DTensor), "asked of sharded models alone"
+    if isinstance(value, DTensor):
+        shape, stride = value.shape, value.stride()
+        mesh, placements = like.device_mesh, value.placements
+        return DTensor.from_local(value.to_local(), mesh, placements, shape=shape, stride=stride)
+    if isinstance(value, dict):
+        return type(value)((key, on_mesh_of(item, like)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(on_mesh_of(item, like) for item in value)
+    return value
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:

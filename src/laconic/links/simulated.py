@@ -231,6 +231,11 @@ def single_link() -> Link:
     return SimulatedLink(_Stage(1), 0, [0])
 
 
+def idle_link(size: int, rank: int) -> Link:
+    """A link that says who ``rank`` of ``size`` ranks is, and carries nothing."""
+    return SimulatedLink(_Stage(1), rank, range(size))
+
+
 def simulate(
     worker_fn: Callable[[int], T],
     workers: int = 8,

@@ -1,0 +1,124 @@
+"""Go on from what other workers saved: another number of workers, or some of them are lost.
+
+Every saved worker first comes to rest as in `Synchronizer.finish`, with what was in flight folded.
+What then goes on depends on where a state lives (`laconic.round.Slot`):
+
+    x           the mean over the saved workers: their consensus
+    owner       cut anew; a stretch that nobody has any more begins anew from this x
+    everywhere  as it was
+    private     the mean over the saved workers
+    pooled      the mean over the saved workers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laconic.checkpoint import Saved, load_round, round_state
+from laconic.links.simulated import idle_link
+from laconic.running import RunningRound
+from laconic.tensors import local
+
+
+@dataclass(frozen=True)
+class Former:
+    """The ranks that saved: ``ranks`` in ``workers`` workers of neighboring ranks, in groups of
+    ``group_size`` workers (0: none). ``sharded``: each rank of a worker held a part of the model,
+    and not all of it."""
+
+    ranks: int
+    workers: int
+    group_size: int
+    sharded: bool
+
+    @property
+    def inner(self) -> int:
+        """Ranks of a worker."""
+        return self.ranks // self.workers
+
+    def places(self, rank: int) -> dict[str, tuple[int, int]]:
+        """By the name of a set of ranks: its size, and the place of ``rank`` in it."""
+        worker, within = divmod(rank, self.inner)
+        return {
+            "world": (self.ranks, rank),
+            "workers": (self.workers, worker),
+            "group": (self.group_size or 1, worker % (self.group_size or 1)),
+            "replica": (1, 0) if self.sharded else (self.inner, within),
+        }
+
+    def first_of_each_worker(self, ranks: Sequence[int]) -> list[int]:
+        """Of ``ranks`` one for each worker: those of a worker hold the same x."""
+        found: dict[int, int] = {}
+        for rank in sorted(ranks):
+            found.setdefault(rank // self.inner, rank)
+        return sorted(found.values())
+
+
+@torch.no_grad()
+def come_to_rest(
+    rounds: Sequence[RunningRound],
+    parts: Mapping[int, Saved],
+    former: Former,
+    tensors: Sequence[Tensor],
+    load: Callable[[int], None] | None,
+) -> tuple[list[list[Saved]], list[Tensor]]:
+    """What the saved ranks (``parts``, by rank) keep for each of ``rounds`` once they are at rest,
+    by round and rank; and of each of ``tensors``, in float64, the mean over the saved workers.
+
+    ``load(rank)`` puts what a saved rank had into ``tensors``, which are overwritten. None: it is
+    not known; there is no mean then.
+    """
+    found: list[list[Saved]] = [[] for _ in rounds]
+    mean: list[Tensor] = []
+    total = [0.0 for _ in tensors]
+    firsts = former.first_of_each_worker(list(parts))
+    for rank in sorted(parts):
+        if load is not None:
+            load(rank)
+        weights: dict[int, float] = {}
+        for index, running in enumerate(rounds):
+            saved, step = parts[rank]["rounds"][index], int(parts[rank]["step"])
+            saved, own_weights = _at_rest(running, saved, step, former.places(rank))
+            found[index].append(saved)
+            weights.update(own_weights)
+        if load is not None and rank in firsts:
+            own = [
+                local(t).to(torch.promote_types(t.dtype, torch.float64), copy=True) for t in tensors
+            ]
+            mean = mean or own
+            for k, (m, x) in enumerate(zip(mean, own, strict=True)):
+                weight = weights.get(id(tensors[k]), 1.0)
+                total[k] += weight
+                m.add_(x - m, alpha=weight / total[k])  # exact where workers agree
+    return found, mean
+
+
+def _at_rest(
+    running: RunningRound, saved: Saved, step: int, places: Mapping[str, tuple[int, int]]
+) -> tuple[Saved, dict[int, float]]:
+    """What `checkpoint.round_state` would have returned of a rank after ``finish()``, from what it
+    ``saved`` at ``step``; the parameters are that rank's, and are at rest afterwards, too. Also
+    their push weights, by the tensor's id, where gossip gives them some: those of workers that are
+    lost are missing, so that their sum is not the number of workers."""
+    update = running.round.update
+    if running.varies:  # tensors that come and go are averaged as they were at the save
+        return {**saved, "flights": []}, {}
+    if not saved["flights"] and not update.overrides("settle"):
+        return saved, {}
+    before = running.elsewhere(
+        *(idle_link(*places[name]) for name in (running.round.over, "replica"))
+    )
+    load_round(before, [saved], 0)()
+    before.fold_due(step, early=True)
+    weights = {
+        id(segment.tensor): float(state[update.weight])
+        for bucket, state in zip(before.buckets, before.states, strict=True)
+        for segment in bucket.segments
+        if update.weight is not None
+    }
+    before.settle(step, averaged=update.weight is None)
+    return round_state(before), weights

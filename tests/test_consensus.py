@@ -1,0 +1,145 @@
+"""The consensus is the mean of the workers' models, whatever the recipe: no step is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import laconic as la
+
+from all_recipes import ROWS, Run
+
+STOPS = (1, 4, 5, 7, 9)
+"""Before the first outer step, on one, and between two."""
+
+
+def in_flight_or_weighted(name: str) -> bool:
+    return "late" in name or "sgp" in name or name in ("streaming_diloco", "slowmo, no average")
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_finish_leaves_the_mean_of_all_steps(name: str) -> None:
+    """The same as `consensus()` shows, bit for bit; x itself is the mean where nothing is in flight
+    and x is not weighted."""
+
+    def run(rank: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        found = []
+        for stop in STOPS:
+            own = Run(ROWS[name], 4, rank)
+            own.go(stop)
+            x, agreed = own.flat(), own.consensus()
+            own.sync.finish()
+            found.append((x, agreed, own.flat()))
+            own.sync.detach()
+        return found
+
+    for runs in zip(*la.simulate(run, workers=4), strict=True):
+        mean = torch.stack([x for x, _, _ in runs]).mean(0)
+        for _, agreed, finished in runs:
+            assert torch.equal(agreed, finished)
+            assert torch.equal(finished, runs[0][2])
+            if not in_flight_or_weighted(name):
+                assert float((finished - mean).abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_validation_changes_nothing(name: str) -> None:
+    def run(rank: int) -> bool:
+        own = Run(ROWS[name], 4, rank)
+        trace = own.go(12)
+        own.sync.detach()
+        other = Run(ROWS[name], 4, rank)
+        for stop in range(1, 13):
+            other.go(stop)
+            other.consensus()
+            same = torch.equal(other.flat(), trace[stop - 1])
+            if not same:
+                return False
+        return True
+
+    assert all(la.simulate(run, workers=4))
+
+
+def test_training_goes_on_after_finish_without_a_step_back() -> None:
+    """The anchor stays where it was: the next outer step takes all steps since."""
+
+    def run(rank: int) -> tuple[list[Tensor], Tensor]:
+        own = Run(ROWS["diloco"], 2, rank)
+        own.go(7)
+        (before,) = (r["state"][0]["anchor"].clone() for r in own.sync.state_dict()["rounds"][:1])
+        own.sync.finish()
+        (after,) = (r["state"][0]["anchor"] for r in own.sync.state_dict()["rounds"][:1])
+        return [before, after], own.go(10)[-1]
+
+    runs = la.simulate(run, workers=2)
+    assert all(torch.equal(before, after) for (before, after), _ in runs)
+    assert torch.equal(runs[0][1], runs[1][1]), "an outer step brings all to one anchor"
+
+
+def test_the_last_outer_steps_model_is_there_on_request() -> None:
+    def run(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        own = Run(ROWS["diloco"], 2, rank)
+        own.go(5)
+        anchor = own.flat()
+        own.go(8)
+        with own.sync.consensus(mean=False):
+            asked = own.flat()
+        own.sync.finish(mean=False)
+        return anchor, asked, own.flat()
+
+    for anchor, asked, finished in la.simulate(run, workers=2):
+        assert float((anchor - asked).abs().max()) < 1e-12
+        assert torch.equal(asked, finished)
+
+
+def refused(call: Any) -> str:
+    with pytest.raises(ValueError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("recipe", [la.ddp(), la.local_sgd(2), la.diloco(3)])
+def test_nothing_that_changes_weights_is_done_inside(recipe: la.Recipe) -> None:
+    def run(rank: int) -> tuple[list[str], int, bool]:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        sync = la.attach(model, optimizer, recipe)
+        before = model.weight.detach().clone()
+        with sync.consensus():
+            said = [
+                refused(optimizer.step),
+                refused(lambda: optimizer.step(lambda: model(torch.ones(2)).sum())),
+                refused(sync.finish),
+                refused(lambda: sync.switch(la.local_sgd(4))),
+                refused(sync.advance),
+            ]
+        return said, sync.step, torch.equal(before, model.weight)
+
+    for said, step, same in la.simulate(run, workers=2):
+        assert all("inside sync.consensus()" in text for text in said)
+        assert step == 0 and same
+
+
+def test_front_ends_refuse_steps_inside_too() -> None:
+    def run(rank: int) -> list[str]:
+        model = nn.Linear(2, 1)
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = la.CommOptimizer(inner, "EASGD", 2, 2, 0.5)
+        model(torch.full((2,), 1.0 + rank)).sum().backward()
+        with optimizer.consensus():
+            said = [refused(optimizer.step)]
+        wrapped = la.SlowMoDistributedDataParallel(nn.Linear(2, 1), 1)
+        own = torch.optim.SGD(wrapped.parameters(), 0.1)
+        wrapped(torch.full((2,), 1.0 + rank)).sum().backward()
+        own.step()
+        wrapped.perform_slowmo(own)
+        with wrapped.consensus():
+            said.append(refused(own.step))
+        return said
+
+    for said in la.simulate(run, workers=2):
+        assert all("inside sync.consensus()" in text for text in said)

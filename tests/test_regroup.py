@@ -1,0 +1,352 @@
+"""A checkpoint goes on with another number of workers, or without the files of some of them."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+import laconic as la
+from laconic.recipes import RECIPES
+
+import gloo
+from all_recipes import ROWS, Run
+
+SAVED_AT, END = 7, 13
+"""No outer step of the recipes falls on the first, and messages are in flight then."""
+
+
+def test_every_recipe_has_a_row() -> None:
+    assert {name.partition(" ")[0].rstrip(",") for name in ROWS} >= RECIPES.keys()
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a rank had when it saved, and after it had gone on."""
+
+    x: Tensor
+    consensus: Tensor
+    momenta: Tensor
+    rounds: list[Any]
+    after: list[Tensor]
+
+
+def folder_of(base: Path, rank: int, shared: bool) -> Path:
+    return base / ("all" if shared else f"host{rank}")
+
+
+def saved_runs(row: Row, ranks: int, base: Path, *, shared: bool) -> list[Saved]:
+    def run(rank: int) -> Saved:
+        own = Run(row, ranks, rank)
+        own.go(SAVED_AT)
+        own.save(folder_of(base, rank, shared))
+        rounds = own.sync.state_dict()["rounds"]
+        before = own.flat(), own.consensus(), own.momenta().clone(), rounds
+        return Saved(*before, own.go(END))
+
+    return la.simulate(run, workers=ranks)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_another_number_goes_on_from_the_consensus(name: str, tmp_path: Path) -> None:
+    """4 -> 3 -> 5 -> 1 workers, each saved in the middle of a period."""
+    row, ranks = ROWS[name], 4
+    before = saved_runs(row, ranks, tmp_path, shared=True)
+    for number in (3, 5, 1):
+        agreed = before[0].consensus
+
+        def run(rank: int, number: int = number, ranks: int = ranks) -> Saved:
+            own = Run(row, number, rank)
+            found = own.load(tmp_path / "all")
+            assert found["rank"] == rank % ranks and found["step"] == own.sync.step
+            loaded, momenta = own.flat(), own.momenta().clone()
+            assert torch.allclose(own.consensus(), loaded, rtol=0, atol=1e-12)
+            own.go(own.sync.step + SAVED_AT)
+            own.save(tmp_path / "all")
+            agreed = own.consensus()
+            return Saved(loaded, agreed, momenta, [], [])
+
+        after = la.simulate(run, workers=number)
+        for rank, one in enumerate(after):
+            assert torch.equal(one.x, after[0].x)
+            assert float((one.x - agreed).abs().max()) < 1e-12
+            if ranks == 4:
+                assert torch.equal(one.momenta, before[rank % 4].momenta)
+        before, ranks = after, number
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_lost_directory_is_made_up_for(name: str, tmp_path: Path) -> None:
+    row = ROWS[name]
+    saved = saved_runs(row, 4, tmp_path, shared=False)
+    shutil.rmtree(folder_of(tmp_path, 2, False))
+
+    def run(rank: int) -> tuple[Tensor, Tensor, bool]:
+        own = Run(row, 4, rank)
+        found = own.load(folder_of(tmp_path, rank, False))
+        loaded, momenta = own.flat(), own.momenta().clone()
+        kept = [0, 1, 3]
+        assert found["rank"] == (rank if rank in kept else kept[rank % 3])
+        own.go(END)
+        return loaded, momenta, bool(own.flat().isfinite().all())
+
+    found = la.simulate(run, workers=4)
+    assert all(torch.equal(loaded, found[0][0]) and finite for loaded, _, finite in found)
+    for rank in (0, 1, 3):
+        assert torch.equal(found[rank][1], saved[rank].momenta)
+    in_flight = any(r["flights"] for r in saved[0].rounds)
+    weighted = any("w" in s for r in saved[0].rounds for s in r["state"])
+    if not (in_flight or weighted):
+        mean = (saved[0].x + saved[1].x + saved[3].x) / 3
+        assert float((found[0][0] - mean).abs().max()) < 1e-12
+
+
+def test_replicas_lose_nothing_with_a_directory(tmp_path: Path) -> None:
+    """Under ddp() every rank has all there is."""
+    row = ROWS["ddp"]
+    saved = saved_runs(row, 3, tmp_path, shared=False)
+    shutil.rmtree(folder_of(tmp_path, 0, False))
+
+    def run(rank: int) -> list[Tensor]:
+        own = Run(row, 3, rank)
+        own.load(folder_of(tmp_path, rank, False))
+        return own.go(END)
+
+    for rank, trace in enumerate(la.simulate(run, workers=3)):
+        assert all(torch.equal(a, b) for a, b in zip(trace, saved[rank].after, strict=True))
+
+
+def test_the_weights_of_gossip_count_in_what_is_left(tmp_path: Path) -> None:
+    """The push weights of lost workers are missing from the sum that the others' are divided by."""
+    row = ROWS["sgp, bipartite"]
+    saved = saved_runs(row, 5, tmp_path, shared=True)
+    next((tmp_path / "all").glob("rank-2-*.pt")).unlink()
+
+    def run(rank: int) -> tuple[Tensor, float]:
+        own = Run(row, 5, rank)
+        own.load(tmp_path / "all")
+        (state,) = own.sync.state_dict()["rounds"][0]["state"]
+        return own.flat(), float(state["w"])
+
+    weights = torch.tensor([float(one.rounds[0]["state"][0]["w"]) for one in saved]).double()
+    assert float(weights.std()) > 0.1, "they are worth a test"
+    kept = [0, 1, 3, 4]
+    mean = torch.stack([weights[r] * saved[r].x for r in kept]).sum(0) / weights[kept].sum()
+    for x, w in la.simulate(run, workers=5):
+        assert float((x - mean).abs().max()) < 1e-12 and w == 1.0
+
+
+def test_a_lost_slice_of_outer_state_begins_anew(tmp_path: Path) -> None:
+    row = ROWS["diloco"]
+    saved = saved_runs(row, 4, tmp_path, shared=True)
+    next((tmp_path / "all").glob("rank-2-*.pt")).unlink()
+
+    def run(rank: int) -> tuple[Tensor, Any]:
+        own = Run(row, 4, rank)
+        own.load(tmp_path / "all")
+        return own.flat(), own.sync.state_dict()["rounds"][0]
+
+    for rank, (x, loaded) in enumerate(la.simulate(run, workers=4)):
+        state, start = loaded["state"][0], loaded["starts"][0]
+        if rank == 2:
+            stop = min(start + state["anchor"].numel(), x.numel())
+            assert torch.equal(state["anchor"][: stop - start], x[start:stop])
+            assert not state["m"].any()
+        else:
+            before = saved[rank].rounds[0]["state"][0]
+            assert torch.equal(state["anchor"], before["anchor"])
+            assert torch.equal(state["m"], before["m"]) and before["m"].any()
+
+
+def test_private_state_is_averaged(tmp_path: Path) -> None:
+    row = ROWS["noloco"]
+    saved = saved_runs(row, 4, tmp_path, shared=True)
+
+    def run(rank: int) -> Any:
+        own = Run(row, 3, rank)
+        own.load(tmp_path / "all")
+        return own.sync.state_dict()["rounds"][0]
+
+    for loaded in la.simulate(run, workers=3):
+        for name in ("anchor", "m"):
+            before = [one.rounds[0]["state"][0][name][: loaded["sizes"][0]] for one in saved]
+            own = loaded["state"][0][name][: loaded["sizes"][0]]
+            assert float((own - torch.stack(before).mean(0)).abs().max()) < 1e-12
+            assert not torch.equal(before[0], before[1])
+
+
+def test_ranks_that_changed_hosts_go_on_bit_for_bit(tmp_path: Path) -> None:
+    """Each host has its own directory, and the launcher numbers the hosts anew."""
+    row = ROWS["slowmo over late sgp"]
+    saved = saved_runs(row, 3, tmp_path, shared=False)
+
+    def run(rank: int) -> list[Tensor]:
+        own = Run(row, 3, rank)
+        own.load(folder_of(tmp_path, (rank + 1) % 3, False))
+        return own.go(END)
+
+    for rank, trace in enumerate(la.simulate(run, workers=3)):
+        assert all(torch.equal(a, b) for a, b in zip(trace, saved[rank].after, strict=True))
+    assert not list(tmp_path.glob("*/received-*")), "what was sent is deleted"
+
+
+def test_more_hosts_than_saved_need_no_directory(tmp_path: Path) -> None:
+    row = ROWS["easgd"]
+    saved = saved_runs(row, 2, tmp_path, shared=False)
+
+    def run(rank: int) -> Tensor:
+        own = Run(row, 4, rank)
+        own.load(folder_of(tmp_path, rank, False))
+        return own.flat()
+
+    for x in la.simulate(run, workers=4):
+        assert float((x - saved[0].consensus).abs().max()) < 1e-12
+
+
+def test_one_line_says_what_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved_runs(ROWS["local_sgd"], 4, tmp_path, shared=True)
+    next((tmp_path / "all").glob("rank-2-*.pt")).unlink()
+    with caplog.at_level(logging.WARNING, "laconic"):
+        la.simulate(lambda r: Run(ROWS["local_sgd"], 3, r).load(tmp_path / "all"), workers=3)
+    (record,) = caplog.records
+    said = record.getMessage()
+    for text in ("4 ranks in 4 workers", "rank 2 of 4 are lost", "3 workers", "after step 7"):
+        assert text in said
+
+
+def test_nothing_left_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    saved_runs(ROWS["local_sgd"], 2, tmp_path, shared=True)
+    for file in (tmp_path / "all").glob("*.pt"):
+        file.unlink()
+
+    def run(rank: int) -> str:
+        own = Run(ROWS["local_sgd"], 2, rank)
+        before = own.flat()
+        with pytest.raises(ValueError) as caught:
+            own.load(tmp_path / "all")
+        assert torch.equal(before, own.flat())
+        return str(caught.value)
+
+    found = la.simulate(run, workers=2)
+    assert found[0] == found[1] and "ranks 0, 1 of 2 are lost" in found[0]
+
+
+def test_a_damaged_file_of_another_number_changes_nothing(tmp_path: Path) -> None:
+    row = ROWS["sgp, late"]
+    saved_runs(row, 3, tmp_path, shared=True)
+    file = next((tmp_path / "all").glob("rank-1-*.pt"))
+    file.write_bytes(file.read_bytes()[:-200])
+
+    def run(rank: int) -> str:
+        own = Run(row, 2, rank)
+        before = own.flat()
+        with pytest.raises(ValueError) as caught:
+            own.load(tmp_path / "all")
+        assert torch.equal(before, own.flat()) and own.sync.step == 0
+        return str(caught.value)
+
+    assert all("rank-1-of-3" in text for text in la.simulate(run, workers=2))
+
+
+@pytest.mark.parametrize("name", ["sgp, late", "diloco, eager", "noloco", "slowmo"])
+def test_states_of_ones_own_files_go_on_from_weights_that_are_alike(name: str) -> None:
+    row = ROWS[name]
+
+    def save(rank: int) -> Any:
+        own = Run(row, 4, rank)
+        own.go(SAVED_AT)
+        return own.sync.consensus_state_dict(), own.sync.state_dict()
+
+    saved = la.simulate(save, workers=4)
+
+    def run(rank: int) -> tuple[Tensor, bool]:
+        own = Run(row, 3, rank)
+        own.model.load_state_dict(saved[0][0])
+        loaded = own.flat()
+        own.sync.load_state_dict([state for _, state in saved])
+        assert torch.equal(own.flat(), loaded)
+        own.go(END)
+        return own.consensus(), bool(own.flat().isfinite().all())
+
+    found = la.simulate(run, workers=3)
+    assert all(finite and torch.equal(x, found[0][0]) for x, finite in found)
+
+    def apart(rank: int) -> str:
+        own = Run(row, 3, rank)
+        with torch.no_grad():
+            own.model[0].bias.add_(rank)
+        with pytest.raises(ValueError) as caught:
+            own.sync.load_state_dict([state for _, state in saved])
+        return str(caught.value)
+
+    assert all("different weights" in text for text in la.simulate(apart, workers=3))
+
+
+# -- models sharded inside each worker ----
+
+
+def sharded(rank: int, path: Path, ranks: int, load: bool) -> tuple[list[float], list[float]]:
+    """On the first ``ranks`` of four, in workers of two; x before it goes on, and the consensus."""
+    mesh = DeviceMesh("cpu", torch.arange(ranks).view(-1, 2), mesh_dim_names=("workers", "shards"))
+    if rank >= ranks:
+        return [], []
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fully_shard(model, mesh=mesh["shards"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        recipe = la.slowmo(la.sgp(delay=2), 5, 0.4)
+        sync = la.attach(model, optimizer, recipe, mesh=mesh, link=gloo.link_of(ranks))
+        if load:
+            la.load(path, model, optimizer)
+        before = whole(model)
+        for t in range(4 if load else SAVED_AT):
+            optimizer.zero_grad()
+            x = torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * t + rank))
+            model(x).square().mean().backward()
+            optimizer.step()
+        if not load:
+            la.save(path, model, optimizer)
+        with sync.consensus():
+            agreed = whole(model)
+        sync.detach()
+    return before, agreed
+
+
+def whole(model: nn.Module) -> list[float]:
+    return torch.cat([p.full_tensor().reshape(-1) for p in model.parameters()]).tolist()
+
+
+def test_a_sharded_model_goes_on_in_fewer_workers(pool: gloo.Pool, tmp_path: Path) -> None:
+    saved = pool.run(sharded, tmp_path, 4, False, ranks=4, timeout=100)
+    loaded = pool.run(sharded, tmp_path, 2, True, ranks=4, timeout=100)
+    for before, _ in loaded[:2]:
+        assert before == pytest.approx(saved[0][1], abs=1e-6)
+
+
+def in_processes(rank: int, base: Path, ranks: int, load: bool) -> list[float]:
+    """Two ranks on each host, which has its own directory."""
+    own = Run(ROWS["slowmo over late sgp"], ranks, rank, link=gloo.link_of(ranks))
+    folder = folder_of(base, rank // 2, False)
+    if load:
+        own.load(folder)
+        return own.flat().tolist()
+    own.go(SAVED_AT)
+    own.save(folder)
+    return own.consensus().tolist()
+
+
+def test_files_are_sent_between_processes(pool: gloo.Pool, tmp_path: Path) -> None:
+    saved = pool.run(in_processes, tmp_path, 4, False, ranks=4)
+    for x in pool.run(in_processes, tmp_path, 3, True, ranks=3):
+        assert x == pytest.approx(saved[0], abs=1e-12)
