@@ -361,13 +361,6 @@ class LocalSGD(Algorithm):
         while self.flight:
             self.fold(workers)
 
-    def consensus(self, workers: list[Worker]) -> Array:
-        """The mean of what x would be with all messages in flight folded."""
-        rest = [w.vector for w in workers]
-        for _, received, ys in self.flight:
-            rest = [received + (x - y) for x, y in zip(rest, ys, strict=True)]
-        return mean_of(rest)
-
 
 @dataclass
 class SlowMo(Algorithm):

@@ -13,11 +13,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 
-class Trapped(Exception):
+class Trapped(Exception):  # noqa: N818 (it is what a trap says, and no error of its own)
     """What a user would have lost, or been told wrongly."""
 
 
@@ -30,6 +31,7 @@ class Trap:
     seconds: float
 
 
+ENDS = ("out", "err")
 TRAPS: dict[str, Trap] = {}
 """By name, in the order in which they are run."""
 
@@ -76,7 +78,7 @@ def run_ranks(
 ) -> list[Outcome]:
     """Run the program ``code`` once for each rank, with torchrun's environment variables on
     127.0.0.1; returns how each ended. Kills those that run longer than ``timeout`` seconds."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
         program = Path(folder, "program.py")
         program.write_text(code)
         common = {
@@ -90,7 +92,7 @@ def run_ranks(
         start = time.monotonic()
         processes, logs = [], []
         for rank in range(ranks):
-            log = open(Path(folder, f"{rank}.out"), "w+"), open(Path(folder, f"{rank}.err"), "w+")
+            log = [opened.enter_context(Path(folder, f"{rank}.{end}").open("w+")) for end in ENDS]
             own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})}
             argv = [sys.executable, str(program), *arguments]
             processes.append(subprocess.Popen(argv, env=own, stdout=log[0], stderr=log[1]))
@@ -108,7 +110,7 @@ def run_ranks(
             time.sleep(0.02)
         outcomes = []
         for rank, (out, err) in enumerate(logs):
-            out.seek(0), err.seek(0)
+            out.seek(0)
+            err.seek(0)
             outcomes.append(Outcome(ended[rank][0], out.read(), err.read(), ended[rank][1]))
-            out.close(), err.close()
         return outcomes

@@ -109,16 +109,8 @@ def _at_rest(
         return {**saved, "flights": []}, {}
     if not saved["flights"] and not update.overrides("settle"):
         return saved, {}
-    before = running.elsewhere(
-        *(idle_link(*places[name]) for name in (running.round.over, "replica"))
-    )
+    over, inner = (places[name] for name in (running.round.over, "replica"))
+    before = running.elsewhere(idle_link(*over), idle_link(*inner))
     load_round(before, [saved], 0)()
-    before.fold_due(step, early=True)
-    weights = {
-        id(segment.tensor): float(state[update.weight])
-        for bucket, state in zip(before.buckets, before.states, strict=True)
-        for segment in bucket.segments
-        if update.weight is not None
-    }
-    before.settle(step, averaged=update.weight is None)
+    weights = before.finish_weighted(step)
     return round_state(before), weights

@@ -387,20 +387,29 @@ class RunningRound:
         while self.flights and (early or self.flights[0].due <= step):
             self._fold(self.flights.pop(0), step)
 
-    def _fold(self, flight: Flight, step: int, copies: Mapping[int, State] | None = None) -> None:
+    def _fold(
+        self,
+        flight: Flight,
+        step: int,
+        copies: Mapping[int, State] | None = None,
+        *,
+        write: bool = True,
+    ) -> None:
         """Fold what ``flight`` brings. With ``copies`` of the buckets' states, by the state's id,
-        the states and the flight itself stay as they are."""
-        messages, copied = flight.messages, self._copied(flight)
+        the states and the flight itself stay as they are; without ``write`` x does."""
+        messages, copied = flight.messages, self._copied(flight) if write else []
         for tensor, copy in copied:
             copy.copy_(tensor)
         for message in messages:
             bucket, state = message.bucket, message.state
             received, weight, _ = message.pending.wait()
             if copies is not None:
-                received, state = received.clone(), copies.get(id(state), {})
+                received, state = received.clone(), copies[id(state)]
             clock = replace(self._clock(bucket, step), weight=weight)
             x = bucket.pack(self._room(bucket))
-            bucket.unpack(self.round.update.fold(x, received, message.sent, state, clock))
+            x = self.round.update.fold(x, received, message.sent, state, clock)
+            if write:
+                bucket.unpack(x)
         for tensor, copy in copied:
             tensor.copy_(copy)
 
@@ -430,6 +439,36 @@ class RunningRound:
         """Come to rest, as an outer step above asks: nothing in flight, update settled."""
         self.fold_due(step, early=True)
         self._settle(self.states, averaged)
+
+    def finish(self, step: int) -> None:
+        """Come to rest where the mean of x over workers is what counts next. With push weights a
+        part of x is in flight, and is folded. Other messages are copies of an x that has moved on:
+        the state takes them in, and x, which has all steps, stays as it is."""
+        self._fold_at_end(step)
+        self._settle(self.states, averaged=True)
+
+    def finish_weighted(self, step: int) -> dict[int, float]:
+        """As `finish`, where not all workers take part in the mean: x is then to be weighted by
+        what is returned, its push weights by the tensor's id."""
+        self._fold_at_end(step)
+        name = self.round.update.weight
+        weights = {
+            id(segment.tensor): float(state[name])
+            for bucket, state in self._pairs()
+            for segment in bucket.segments
+            if name is not None
+        }
+        self._settle(self.states, averaged=not weights)
+        return weights
+
+    def _fold_at_end(self, step: int) -> None:
+        while self.flights:
+            self._fold(self.flights.pop(0), step, write=self._sends_itself)
+
+    @property
+    def _sends_itself(self) -> bool:
+        """Whether what is in flight is missing from x."""
+        return self.round.update.weight is not None
 
     def _settle(self, states: Sequence[State], averaged: bool) -> None:
         if self.round.update.overrides("settle"):
@@ -477,15 +516,15 @@ class RunningRound:
     # -- what the workers agree on ----
 
     def write_at_rest(self, step: int) -> None:
-        """x <- what `settle` would make of it; the round itself goes on as it was."""
-        if not self.flights and not self.round.update.overrides("settle"):
+        """x <- what `finish` would make of it; the round itself goes on as it was."""
+        if not self.round.update.overrides("settle"):
             return
         states = [
             {name: t if self.is_owned(name, t) else t.clone() for name, t in state.items()}
             for state in self.states
         ]
         copies = {id(state): copy for state, copy in zip(self.states, states, strict=True)}
-        for flight in self.flights:
+        for flight in self.flights if self._sends_itself else ():
             self._fold(flight, step, copies)
         self._settle(states, averaged=True)
 

@@ -578,8 +578,8 @@ class Synchronizer:
     def consensus(self, *, mean: bool = True) -> Iterator[nn.Module]:
         """A context in which the model holds the consensus weights, for validation; every rank
         must enter it. They are those that `finish` would leave now: the mean of the workers'
-        models, with what is in flight folded. Afterwards the worker's own weights are back, bit for
-        bit. Steps of the optimizer are refused inside.
+        models. Afterwards the worker's own weights are back, bit for bit. Steps of the optimizer
+        are refused inside.
 
         ``mean=False``: what the last outer step or elastic round left (the anchor, the center)
         where the recipe keeps such a model; it lacks the steps taken since.
@@ -613,7 +613,7 @@ class Synchronizer:
     def switch(self, recipe: Recipe) -> None:
         """Go on under another ``recipe``; every rank must call it, after the same step.
 
-        What is in flight is folded, and all workers start anew from the consensus, the mean of
+        Nothing is in flight afterwards, and all workers start anew from the consensus, the mean of
         their models, and from the mean of their optimizers' state where they differed: with AdamW
         that sends about as much as four models. State that some ranks lack begins anew, and numbers
         in it, and the GradScaler, go on as rank 0's. The state that rounds keep starts anew, too,
@@ -636,7 +636,7 @@ class Synchronizer:
             self._grow()
         self._call("switch()", self.step)
         for running in self._rounds:
-            running.settle(self.step, averaged=True)
+            running.finish(self.step)
         self._write_consensus()
         if workers_differ(self._recipe):
             state = Round(every(1), Average(), Mean(), optimizer_state)
@@ -742,8 +742,8 @@ class Synchronizer:
 
     @torch.no_grad()
     def finish(self, *, mean: bool = True) -> None:
-        """Fold what is in flight and leave every worker with the consensus model: the mean of the
-        workers' models, which contains every step taken.
+        """Leave every worker with the consensus model: the mean of the workers' models, which
+        contains every step taken. Nothing is in flight afterwards.
 
         Every rank must call it, after the same number of steps. Training may go on afterwards.
         ``mean=False``: see `consensus`; it discards the steps since the last outer step.
@@ -751,7 +751,7 @@ class Synchronizer:
         self._refuse_in_consensus("sync.finish()")
         self._call("finish()", self.step)
         for running in self._rounds:
-            running.settle(self.step, averaged=True)
+            running.finish(self.step)
         self._write_consensus(mean)
         for running in () if mean else self._rounds:
             running.rest()
