@@ -70,7 +70,7 @@ def test_an_error_of_the_card_before_a_job_reaches_who_waits() -> None:
     lane = Lane(True, torch.device("cuda"), lambda: None)
 
     class Broken:
-        def wait(self) -> None:
+        def wait(self, stream: object) -> None:
             raise RuntimeError("device-side assert")
 
     pending: Pending[int] = Pending(lane, "a job")
