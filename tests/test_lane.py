@@ -116,6 +116,8 @@ class FakeStream:
 
 
 def stream_of(device: torch.device) -> str:
+    if device.type != "cuda":
+        raise ValueError(f"Expected a cuda device, but got: {device}")  # as torch's does
     return f"the current stream of {device}"
 
 
