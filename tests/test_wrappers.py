@@ -116,12 +116,13 @@ def beside(
     wrapper = None if use == "after" else in_ddp(module)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     link = gloo.link_of(RANKS)
-    if use == "dropped" and wrapper is not None:
+    if use in ("dropped", "used before") and wrapper is not None:
         wrapper(torch.ones(1, 3)).sum().backward()
         optimizer.zero_grad()
-        wrapper.reducer_again = wrapper  # as what is in a cycle
-        wrapper = None
     sync = la.attach(module, optimizer, recipe, link=link)
+    if use == "dropped" and wrapper is not None:
+        wrapper.itself = wrapper  # in a cycle
+        wrapper = None
     wrapper = in_ddp(module) if use == "after" else wrapper
     run = module if bare or wrapper is None else wrapper
     generator = torch.Generator().manual_seed(0 if same else rank)
@@ -144,8 +145,17 @@ def beside(
     return said, heard, [p.flatten().tolist() for p in module.parameters()]
 
 
-@pytest.mark.parametrize("use", ["before", "after"])
-@pytest.mark.parametrize("recipe", [la.local_sgd(4), la.ddp(), la.ddp(codec="int8")])
+@pytest.mark.parametrize(
+    ("recipe", "use"),
+    [
+        (la.local_sgd(4), "before"),
+        (la.local_sgd(4), "after"),
+        (la.local_sgd(4), "used before"),
+        (la.ddp(), "before"),
+        (la.ddp(), "after"),
+        (la.ddp(codec="int8"), "before"),
+    ],
+)
 def test_training_through_ddp_is_found_at_the_first_step(
     pool: gloo.Pool, recipe: la.Recipe, use: str
 ) -> None:
@@ -156,12 +166,15 @@ def test_training_through_ddp_is_found_at_the_first_step(
 
 
 @pytest.mark.parametrize("recipe", [la.local_sgd(4), la.ddp()])
-@pytest.mark.parametrize(("use", "bare"), [("before", True), ("no_sync", False), ("dropped", True)])
+@pytest.mark.parametrize(
+    ("use", "bare"),
+    [("before", True), ("used before", True), ("no_sync", False), ("dropped", True)],
+)
 def test_a_wrapper_that_averages_nothing_is_none_of_laconics_business(
     pool: gloo.Pool, recipe: la.Recipe, use: str, bare: bool
 ) -> None:
-    """One that is there and not used, one whose passes are all under ``no_sync()``, and one that
-    was used and is gone."""
+    """One that is there and not used, or not any more, one whose passes are all under
+    ``no_sync()``, and one that was used and is gone."""
     runs = pool.run(beside, recipe, use, False, bare, ranks=RANKS)
     assert [run[:2] for run in runs] == [("nothing", [])] * RANKS
     alike = runs[0][2] == runs[1][2]

@@ -127,7 +127,9 @@ def more_ranks_than_gpus() -> str:
         except ValueError as error:
             told.append(str(error))
         except RuntimeError as error:
-            raise Trapped(f"LOCAL_RANK {local} fails with {error}, and others wait for it") from None
+            raise Trapped(
+                f"LOCAL_RANK {local} fails with {error}, and others wait for it"
+            ) from None
         else:
             told.append("")
     if not all("4 GPUs are visible" in text for text in told):

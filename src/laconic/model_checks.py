@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Collection, Iterable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -87,27 +88,29 @@ def _takes_cpu_tensors() -> bool:
     return dist.is_initialized() and "cpu" in str(dist.get_backend_config())
 
 
-def ddp_use(params: Sequence[Tensor]) -> float:
-    """Whether a DistributedDataParallel that still exists holds one of ``params``, `IDLE_DDP`, and
-    the training ran through it, as far as it tells, `USED_DDP`. Looks at every object of this
-    process, which takes some 0.1 s."""
+def wrappers_used(params: Sequence[Tensor]) -> weakref.WeakSet[DistributedDataParallel]:
+    """Those around any of ``params`` that training has run through before now."""
+    return weakref.WeakSet(wrapper for wrapper in _wrappers(params) if _averages(wrapper))
+
+
+def ddp_use(params: Sequence[Tensor], before: Collection[DistributedDataParallel] = ()) -> float:
+    """Whether there is a DistributedDataParallel around any of ``params`` (`IDLE_DDP`), and
+    training runs through it (`USED_DDP`), which is not known of those that were used ``before``
+    laconic was attached."""
+    if not _wrappers(params):
+        return NO_DDP
+    gc.collect()  # those that nobody holds any more are in cycles, and stay until then
+    uses = [_averages(w) and w not in before for w in _wrappers(params)]
+    return (USED_DDP if any(uses) else IDLE_DDP) if uses else NO_DDP
+
+
+def _wrappers(params: Sequence[Tensor]) -> list[DistributedDataParallel]:
+    """Looks at every object of this process, which takes some 0.1 s."""
     if not dist.is_initialized():  # or none could have been made
-        return NO_DDP
+        return []
     own = {id(p) for p in params}
-    if _use_now(own) == NO_DDP:
-        return NO_DDP
-    gc.collect()  # wrappers that nobody holds any more are in cycles, and stay until then
-    return _use_now(own)
-
-
-def _use_now(own: set[int]) -> float:
-    found = NO_DDP
-    for value in gc.get_objects():
-        if issubclass(type(value), DistributedDataParallel):
-            wrapper: DistributedDataParallel = value
-            if any(id(p) in own for p in wrapper.parameters()):
-                found = max(found, USED_DDP if _averages(wrapper) else IDLE_DDP)
-    return found
+    every = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+    return [wrapper for wrapper in every if any(id(p) in own for p in wrapper.parameters())]
 
 
 def _averages(wrapper: DistributedDataParallel) -> bool:

@@ -26,7 +26,7 @@ from laconic.lane import Lane
 from laconic.links.link import Link, held_by_all
 from laconic.links.metered import Call, Ledger, Metered
 from laconic.metrics import Metrics, Recorder
-from laconic.model_checks import ddp_use
+from laconic.model_checks import ddp_use, wrappers_used
 from laconic.program import (
     check_count,
     check_groups,
@@ -157,6 +157,7 @@ class Synchronizer:
         self._device = device
         self._sync_gradients = True
         self._fingerprint: Tensor | None = None
+        self._wrappers_before = wrappers_used(list(model.parameters()))
         self._handles: list[RemovableHandle] = []
         self._rounds_done = 0
         self._seed = seed
@@ -518,7 +519,7 @@ class Synchronizer:
 
     def _check_first_gradients(self) -> None:
         assert self._fingerprint is not None, "noted before or after the first step"
-        ddp = ddp_use([*self._held(), *self._model.parameters()])
+        ddp = ddp_use([*self._held(), *self._model.parameters()], self._wrappers_before)
         said = torch.cat([self._fingerprint, self._fingerprint.new_tensor([ddp])])
         batches.check_first_gradients(self._gather(said).tolist())
 
