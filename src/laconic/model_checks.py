@@ -105,12 +105,17 @@ def ddp_use(params: Sequence[Tensor], before: Collection[DistributedDataParallel
 
 
 def _wrappers(params: Sequence[Tensor]) -> list[DistributedDataParallel]:
-    """Looks at every object of this process, which takes some 0.1 s."""
+    """Looks at every object of this process, which takes some hundredths of a second."""
     if not dist.is_initialized():  # or none could have been made
         return []
     own = {id(p) for p in params}
-    every = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+    kinds = _with_subclasses(DistributedDataParallel)  # half the time of issubclass
+    every = [o for o in gc.get_objects() if type(o) in kinds]
     return [wrapper for wrapper in every if any(id(p) in own for p in wrapper.parameters())]
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*(_with_subclasses(sub) for sub in kind.__subclasses__()))
 
 
 def _averages(wrapper: DistributedDataParallel) -> bool:
