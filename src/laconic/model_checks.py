@@ -115,7 +115,8 @@ def _wrappers(params: Sequence[Tensor]) -> list[DistributedDataParallel]:
 
 
 def _with_subclasses(kind: type) -> set[type]:
-    return {kind}.union(*(_with_subclasses(sub) for sub in kind.__subclasses__()))
+    below: list[type] = kind.__subclasses__()
+    return {kind}.union(*map(_with_subclasses, below))
 
 
 def _averages(wrapper: DistributedDataParallel) -> bool:
