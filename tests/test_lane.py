@@ -8,6 +8,7 @@ import time
 import weakref
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ def test_an_error_of_the_card_before_a_job_reaches_who_waits() -> None:
     lane = Lane(True, torch.device("cuda"), lambda: None)
 
     class Broken:
-        def wait(self) -> None:
+        def wait(self, stream: object) -> None:
             raise RuntimeError("device-side assert")
 
     pending: Pending[int] = Pending(lane, "a job")
@@ -81,6 +82,103 @@ def test_an_error_of_the_card_before_a_job_reaches_who_waits() -> None:
     with pytest.raises(RuntimeError, match="device-side assert"):
         pending.wait()
     assert isinstance(lane._error, RuntimeError)
+
+
+class OnGpu(torch.Tensor):
+    """Stands in for a tensor on the second GPU, of which no machine without one has any; what is
+    done to it is noted."""
+
+    is_cuda = True  # type: ignore[assignment]
+    device = torch.device("cuda", 1)  # type: ignore[assignment]
+
+    def record_stream(self, stream: Any) -> None:
+        self.recorded = stream
+
+
+class FakeEvent:
+    """Notes the streams that wait for it; None stands for the current device's."""
+
+    def __init__(self) -> None:
+        self.waiting: list[object] = []
+
+    def wait(self, stream: object = None) -> None:
+        self.waiting.append(stream)
+
+
+class FakeStream:
+    """Of the lane; its event stands for the end of a job."""
+
+    def __init__(self) -> None:
+        self.event = FakeEvent()
+
+    def record_event(self) -> FakeEvent:
+        return self.event
+
+
+def stream_of(device: torch.device) -> str:
+    if device.type != "cuda":
+        raise ValueError(f"Expected a cuda device, but got: {device}")  # as torch's does
+    return f"the current stream of {device}"
+
+
+def test_who_waits_for_a_job_waits_on_the_stream_of_the_models_gpu() -> None:
+    """Which need not be the current one: tensors would be read before they are there."""
+    lane, stream = Lane(True, torch.device("cuda", 1), lambda: None), FakeStream()
+    pending: Pending[torch.Tensor] = Pending(lane, "a job")
+    made = torch.ones(2).as_subclass(OnGpu)
+    pending.run(lambda: made, stream)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.cuda, "current_stream", stream_of)
+        assert pending.wait() is made
+    assert stream.event.waiting == ["the current stream of cuda:1"]
+    assert made.recorded == "the current stream of cuda:1"  # type: ignore[attr-defined]
+
+
+def test_a_buffer_on_the_cpu_may_come_from_a_stream() -> None:
+    """As buffers do that are not on the parameters' GPU: there is no memory to be kept for it."""
+    lane, stream = Lane(True, torch.device("cuda", 0), lambda: None), FakeStream()
+    pending: Pending[torch.Tensor] = Pending(lane, "a job")
+    buffer = torch.ones(2)
+    pending.run(lambda: buffer, stream)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.cuda, "current_stream", stream_of)
+        assert pending.wait() is buffer
+    assert stream.event.waiting == ["the current stream of cuda:0"]
+
+
+def test_a_job_beside_the_training_runs_on_a_stream_of_the_models_gpu() -> None:
+    """After what the caller's stream of that GPU has to do."""
+    lane = Lane(True, torch.device("cuda", 1), lambda: None)
+    before, made, entered = FakeEvent(), [], []
+
+    class Made(FakeStream):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__()
+            self.device = device
+            made.append(self)
+
+    class Current:
+        def record_event(self) -> FakeEvent:
+            return before
+
+    asked: list[torch.device] = []
+
+    def current(device: torch.device) -> Current:
+        asked.append(device)
+        return Current()
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.cuda, "Stream", Made)
+        patched.setattr(torch.cuda, "stream", lambda s: nullcontext(entered.append(s)))
+        patched.setattr(torch.cuda, "current_stream", current)
+        pending = lane.submit(lambda: 2, "a job")
+        assert pending.wait() == 2
+        lane.close()
+    (stream,) = made
+    assert stream.device == torch.device("cuda", 1)
+    assert (before.waiting, entered) == ([stream], [stream])
+    assert asked == [torch.device("cuda", 1)] * 2  # of the caller, and of who waits
+    assert len(stream.event.waiting) == 1 and isinstance(stream.event.waiting[0], Current)
 
 
 ENDS_WITH_A_JOB_UNDER_WAY = """

@@ -146,6 +146,52 @@ def test_mistakes_are_told_alike(pool: gloo.Pool) -> None:
     assert len(set(said)) == 1 and "mesh=" in said[0]
 
 
+def missharded(rank: int, shape: tuple[int, ...], shards: str, given: str) -> str:
+    """What is said of a model sharded over ``shards``, where ``given`` is attach's mesh."""
+    over: dict[str, Any] = {
+        "hsdp": lambda: init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")),
+        "all": lambda: init_device_mesh("cpu", (4,)),
+        "columns": lambda: init_device_mesh("cpu", shape, mesh_dim_names=("a", "b"))["a"],
+        "rows": lambda: init_device_mesh("cpu", shape, mesh_dim_names=("a", "b"))["b"],
+    }
+    meshes: dict[str, Any] = {
+        "none": lambda: None,
+        "line": lambda: init_device_mesh("cpu", (4,)),
+        "grid": lambda: init_device_mesh("cpu", (2, 2)),
+    }
+    model = torch.nn.Linear(4, 4)
+    fully_shard(model, mesh=over[shards]())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mesh = meshes[given]()
+    try:
+        la.attach(model, optimizer, la.local_sgd(2), link=gloo.link_of(4), mesh=mesh).detach()
+    except ValueError as error:
+        return str(error)
+    return "attached"
+
+
+@pytest.mark.parametrize(
+    ("shards", "given", "words"),
+    [
+        ("hsdp", "none", "over a mesh of 2 dimensions"),
+        ("hsdp", "grid", "over a mesh of 2 dimensions"),
+        ("all", "line", "over 4 ranks, which are not the ranks of one worker"),
+        ("all", "grid", "over 4 ranks, which are not the ranks of one worker"),
+        ("columns", "grid", "over 2 ranks, which are not the ranks of one worker"),
+        ("rows", "line", "over 2 ranks, which are not the ranks of one worker"),
+        ("rows", "grid", "attached"),
+    ],
+)
+def test_a_model_is_sharded_over_the_ranks_of_its_worker(
+    pool: gloo.Pool, shards: str, given: str, words: str
+) -> None:
+    """Where FSDP has ranks of other workers, too, it averages gradients over them at every step,
+    and what laconic takes for one shard is another's."""
+    said = pool.run(missharded, (2, 2), shards, given, ranks=4, timeout=100)
+    assert len(set(said)) == 1 and words in said[0], said
+    assert words == "attached" or ("fully_shard(model, mesh=mesh['shards'])" in said[0])
+
+
 class Nested(torch.nn.Module):
     """Blocks sharded each on their own, between parameters of the outermost module."""
 

@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from laconic.attempts import open_store
 from laconic.auto import Auto, Chooser, start
 from laconic.errors import check_choice, check_float, check_int, in_words
 from laconic.links import Link
 from laconic.metrics import Metrics, MetricsArgument, agree_on_metrics, check_metrics
+from laconic.model_checks import check_devices, check_unwrapped
 from laconic.program import check_groups
 from laconic.ranks import agreed_link, common_device, layout_of, sets_of, within_workers
 from laconic.round import Recipe, is_recipe
@@ -42,19 +44,39 @@ _watched: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
 def init() -> None:
     """Set up torch's process group from torchrun's environment, or for one process without it.
 
-    NCCL where CUDA is there (and the card of LOCAL_RANK becomes the current one), gloo elsewhere.
-    Does nothing if a process group exists already.
+    Does nothing if a process group exists already. NCCL where CUDA is there, gloo elsewhere. The
+    current GPU becomes that of LOCAL_RANK, or the only one where each process sees one alone
+    (CUDA_VISIBLE_DEVICES). Ranks that torchrun starts again after a failure (``--max-restarts``)
+    meet anew: nothing that the attempt before has left is taken for theirs.
+
+    Raises ``ValueError`` where there are fewer GPUs than ranks on this host.
     """
     if dist.is_initialized():
         return
     cuda = torch.cuda.is_available() and dist.is_nccl_available()
     if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(_own_gpu())
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if "RANK" in os.environ:
-        dist.init_process_group(backend)
+        store, rank, size = open_store()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     else:
         dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+
+
+def _own_gpu() -> int:
+    """Which of the GPUs that this process sees is its own."""
+    visible, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
+    if visible == 1:
+        return 0
+    ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), local + 1)
+    if ranks > visible:
+        raise ValueError(
+            f"{visible} GPUs are visible to LOCAL_RANK {local} of {ranks} on this host: start at "
+            "most one process for each GPU, give each process its own by CUDA_VISIBLE_DEVICES, or "
+            "call torch.cuda.set_device and torch.distributed.init_process_group yourself"
+        )
+    return local
 
 
 def attach(
@@ -78,11 +100,16 @@ def attach(
     ``step()`` runs the rounds; the training loop stays as it is. At its end call
     ``sync.finish()``, or use the synchroniser in a ``with``.
 
+    ``model`` is the plain module, on one device: one in torch's DistributedDataParallel, which
+    averages all gradients at every step, is refused. Buffers may be on the CPU beside parameters on
+    a GPU if the process group takes CPU tensors, as that of `laconic.init` does.
+
     ``nprocs_per_node``: ranks that make up one worker (``"env"``: torchrun's LOCAL_WORLD_SIZE);
     their gradients are averaged in every backward pass, and each carries its part of the rounds.
     ``mesh``: the same by a DeviceMesh of (workers) or (workers, ranks of a worker), ranks in
-    ascending order; needed where a worker's parameters are sharded over its ranks (FSDP): each
-    then carries its shard, and gradients inside the worker are FSDP's business.
+    ascending order; needed where a worker's parameters are sharded over its ranks (FSDP's
+    ``fully_shard``, over the one-dimensional mesh of these ranks): each then carries its shard, and
+    gradients inside the worker are FSDP's business.
     ``group_size``: neighbouring workers that make up one group, for recipes with rounds inside
     groups.
     ``buffers``: average the module's floating-point buffers with the rounds, or keep each
@@ -104,7 +131,8 @@ def attach(
         patience = check_float("timeout", timeout, 0.0, strict=True)
         reshard(model)
         _check(model, optimizer, rounds)
-        params = [p for group in optimizer.param_groups for p in group["params"]]
+        check_devices(model, _held(optimizer), cpu_buffers=True if link is not None else None)
+        params = _held(optimizer)
         check_groups(rounds, group_size is not None)
         check_choice("buffers", buffers, BUFFERS)
         check_int("seed", seed, 0)
@@ -127,7 +155,8 @@ def attach(
         if link is None:
             made.callback(world.close)
         sharded = any(is_sharded(p) for p in params)
-        ranks = layout_of(world, nprocs_per_node, mesh, sharded)
+        shards = [p for p in (*params, *model.parameters()) if is_sharded(p)]
+        ranks = layout_of(world, nprocs_per_node, mesh, shards)
         sets = sets_of(world, ranks, group_size, sharded)
         for other in sets.values():
             if other is not world:
@@ -185,14 +214,19 @@ def _alive(held: weakref.ref[Synchronizer] | None) -> Synchronizer | None:
     return None if held is None else held()
 
 
+def _held(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def _check(model: nn.Module, optimizer: Optimizer, recipe: Recipe) -> None:
     if not is_recipe(recipe):
         raise ValueError(
             f"recipe must be what a recipe function returns, as laconic.local_sgd(12), not "
             f"{recipe!r}"
         )
+    check_unwrapped(model)
     known = {id(p) for p in model.parameters()}
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    params = _held(optimizer)
     if not params or not any(id(p) in known for p in params):
         raise ValueError("the optimizer holds no parameter of the model")
     if any(p.device.type == "meta" for p in params):

@@ -1,5 +1,6 @@
 """Are the workers reading the same batches? The most common mistake in a data-parallel loop, and
-one that nothing else shows: the loss falls, and the other workers are wasted."""
+one that nothing else shows: the loss falls, and the other workers are wasted. Gradients that are
+alike because DistributedDataParallel has averaged them already are an error."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from laconic.model_checks import AVERAGED_BY_DDP, IDLE_DDP, NO_DDP, USED_DDP
 from laconic.tensors import local
 
 CHUNK = 2**20
@@ -26,10 +28,21 @@ def fingerprint(params: Sequence[Tensor], device: torch.device) -> Tensor:
     return total
 
 
-def warn_if_identical(everyone: Sequence[Sequence[float]]) -> None:
-    """Warn where all ranks' fingerprints are the same and not of nothing."""
-    first = everyone[0]
-    if len(everyone) > 1 and first[1] > 0 and all(other == first for other in everyone):
+def check_first_gradients(everyone: Sequence[Sequence[float]]) -> None:
+    """Look at all ranks' fingerprints of the first step, each followed by what
+    `laconic.model_checks.ddp_use` said there. Raises ``ValueError``, on every rank alike, where
+    DistributedDataParallel averages the gradients, too. It does if one ran the forward pass; or if
+    there is one, and the gradients are identical. Those of recipes that average gradients are
+    taken before that, and before DistributedDataParallel's own averages are there. Warns where they
+    are identical on all ranks without that, and not of nothing."""
+    if len(everyone) == 1:
+        return
+    total, squares, _ = everyone[0]
+    identical = squares > 0 and all(tuple(row[:2]) == (total, squares) for row in everyone)
+    ddp = max((row[2] for row in everyone), default=NO_DDP)
+    if ddp == USED_DDP or (identical and ddp == IDLE_DDP):
+        raise ValueError(AVERAGED_BY_DDP)
+    if identical:
         warnings.warn(
             "the first gradients are identical on all workers: they are reading the same "
             "batches. Give each its share of the data (DistributedSampler, or seed by rank)",

@@ -17,7 +17,8 @@ from laconic import recipes
 from laconic.attach import check_free, claim
 from laconic.errors import check_float, check_int
 from laconic.links import Link
-from laconic.ranks import layout_of, own_link, sets_of
+from laconic.model_checks import check_devices, check_unwrapped
+from laconic.ranks import agreed_link, layout_of, sets_of
 from laconic.round import Recipe
 from laconic.schedules import every
 from laconic.synchronizer import Stats, Synchronizer
@@ -154,7 +155,16 @@ class DistOptimizer:
         params = whole.held()
         if not params or any(p.device.type == "meta" for p in params):
             raise ValueError("the optimizer must hold parameters, and none on the meta device")
-        self._link = world = self._link or own_link(params[0].device, self._timeout)
+        problem = None
+        try:
+            if self.model is not None:
+                check_unwrapped(self.model)
+            check_devices(whole, params, cpu_buffers=True if self._link is not None else None)
+        except ValueError as error:
+            problem = str(error)
+        at = params[0].device
+        world = agreed_link(problem, self._link, at, self._timeout, "wrap the optimizer")
+        self._link = world
         afresh = start["sync"] is None
         said = world.gather(torch.tensor([self.world_size, int(afresh)]))
         _check_alike(said[:, 1].double().mean().item())
@@ -163,8 +173,8 @@ class DistOptimizer:
             raise ValueError(
                 f"world_size must be the number of ranks, {world.size}: by rank, it is {sizes}"
             )
-        sharded = any(is_sharded(p) for p in params)
-        sets = sets_of(world, layout_of(world, 1, None, sharded), None, sharded)
+        shards = [p for p in params if is_sharded(p)]
+        sets = sets_of(world, layout_of(world, 1, None, shards), None, bool(shards))
         tensors = [] if afresh else [*whole.parameters(), *whole.buffers()]
         kept = [(local(t), local(t).clone()) for t in tensors]
         sync = Synchronizer(whole, None, recipe, sets, params[0].device, "average")

@@ -66,10 +66,12 @@ class Pending(Generic[T]):
                 self._lane.waited(start)
         if self.error is not None:
             raise self.error
-        if self._ready is not None:
-            self._ready.wait()
+        if self._ready is not None and self._lane is not None:
+            # of the model's device, which need not be the current one
+            self._ready.wait(torch.cuda.current_stream(self._lane.device))
             for tensor in _tensors(self._result):  # made on the lane's stream, used on this one
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+                if tensor.is_cuda:  # buffers may be on the CPU
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return self._result  # type: ignore[return-value]
 
     def settle(self) -> None:
@@ -101,7 +103,7 @@ class Lane:
         self.seconds_waiting = 0.0
         self.observer: Callable[[float, float], None] | None = None
         self._threaded = threaded
-        self._device = device
+        self.device = device
         self._check = check
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -119,7 +121,7 @@ class Lane:
     def call(self, job: Callable[[], T], label: str) -> T:
         """Run ``job`` after those before it and return its result; counts as waiting. ``label``
         says what it is, should its link fail."""
-        if self._threaded and self._device.type == "cpu":
+        if self._threaded and self.device.type == "cpu":
             return self.submit(job, label).wait()
         if self._latest is not None:
             self._latest.wait()  # raises what it raised; the card waits for its work
@@ -161,8 +163,8 @@ class Lane:
             _lanes.add(self)
         self._latest = pending
         self._waiting.append(pending)
-        if self._device.type == "cuda":
-            now = torch.cuda.current_stream(self._device).record_event()
+        if self.device.type == "cuda":
+            now = torch.cuda.current_stream(self.device).record_event()
             self._jobs.put(lambda: self._run_on_stream(pending, named, now))
         else:
             self._jobs.put(lambda: self._run(pending, named))
@@ -181,9 +183,9 @@ class Lane:
     ) -> None:
         try:
             if self._stream is None:
-                self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+                self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(self._stream):
-                after.wait()
+                after.wait(self._stream)
                 self._run(pending, job)
         except BaseException as error:  # the card's, before the job or after it
             self._error = self._error or error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
@@ -75,17 +76,24 @@ def agreed_link(
 def common_device() -> torch.device:
     """Where ranks meet that have no parameter to say so: on the card if all others do."""
     cards = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
-    return torch.device("cuda") if cards else torch.device("cpu")
+    # by its number, as another thread may have another current device
+    return torch.device("cuda", torch.cuda.current_device()) if cards else torch.device("cpu")
 
 
 def layout_of(
-    world: Link, nprocs_per_node: int | Literal["env"], mesh: DeviceMesh | None, sharded: bool
+    world: Link,
+    nprocs_per_node: int | Literal["env"],
+    mesh: DeviceMesh | None,
+    sharded: Sequence[Tensor],
 ) -> list[list[int]]:
-    """The ranks of each worker, alike on every rank."""
+    """The ranks of each worker, alike on every rank. ``sharded``: the model's sharded parameters,
+    each of which must be over the ranks of its worker."""
     problem, layout, launched = None, [[0]], 0
     try:
         launched = 0 if current_link.get() else int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-        layout = _layout(world, nprocs_per_node, mesh, sharded)
+        _check_dimensions(sharded)
+        layout = _layout(world, nprocs_per_node, mesh, bool(sharded))
+        _check_shards(sharded, layout[world.rank // len(layout[0])])
     except Exception as error:
         problem = in_words(error)
     inner = len(layout[0])
@@ -103,6 +111,34 @@ def layout_of(
             f"there are {on_host.tolist()} on its host (LOCAL_WORLD_SIZE)"
         )
     return layout
+
+
+def _check_dimensions(sharded: Sequence[Tensor]) -> None:
+    """A mesh of two dimensions is FSDP's that shards over one and replicates over the other."""
+    for p in sharded:
+        over = p.device_mesh  # type: ignore[attr-defined]
+        if over.ndim != 1:
+            raise ValueError(
+                f"the parameters are sharded over a mesh of {over.ndim} dimensions, and FSDP would "
+                "average over all its ranks at every step: shard them over the ranks of one worker "
+                "alone, as mesh = init_device_mesh('cuda', (workers, ranks of a worker), "
+                "mesh_dim_names=('workers', 'shards')); fully_shard(model, mesh=mesh['shards']); "
+                "attach(..., mesh=mesh)"
+            )
+
+
+def _check_shards(sharded: Sequence[Tensor], worker: list[int]) -> None:
+    """The parameters are sharded over the ranks of this rank's ``worker``, and no others."""
+    for p in sharded:
+        over: list[int] = p.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
+        if over != worker:
+            raise ValueError(
+                f"the parameters are sharded over {len(over)} ranks, which are not the ranks of "
+                f"one worker (by mesh= it has {len(worker)}, neighbours): shard them inside each "
+                "worker, as mesh = init_device_mesh('cuda', (workers, ranks of a worker), "
+                "mesh_dim_names=('workers', 'shards')); fully_shard(model, mesh=mesh['shards']); "
+                "attach(..., mesh=mesh)"
+            )
 
 
 def _layout(

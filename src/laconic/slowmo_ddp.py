@@ -22,6 +22,7 @@ from laconic.errors import check_bool, check_float, check_int
 from laconic.exchanges import Mean, Push, ShardedMean
 from laconic.gossip_graphs import GraphManager, NPeerDynamicDirectedExponentialGraph, UniformMixing
 from laconic.links import Link
+from laconic.model_checks import check_devices, check_unwrapped
 from laconic.profile import LogLines, Profile
 from laconic.ranks import layout_of, own_link, raise_on_all, sets_of, within_workers
 from laconic.round import Recipe, Round
@@ -157,7 +158,8 @@ class SlowMoDistributedDataParallel(nn.Module):
         check_int("slowmo_num_shards", slowmo_num_shards, 1)
         check_int("synch_freq", synch_freq, 0)
         world = own_link(device, TIMEOUT)
-        layout = layout_of(world, nprocs_per_node, None, False)
+        _on_all_ranks(world, lambda: _check_module(module))
+        layout = layout_of(world, nprocs_per_node, None, [])
         expected = {
             "process_rank": (process_rank, world.rank),
             "process_world_size": (process_world_size, world.size),
@@ -359,7 +361,7 @@ class SlowMoDistributedDataParallel(nn.Module):
                 "a module that holds both, or call detach() on the other wrapper first"
             ) from None
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        if any(p.device.type != self._device.type for p in held):
+        if any(p.device != self._device for p in held):
             raise ValueError(f"the module was on {self._device} when it was wrapped: move it first")
         self._before_step.clear()
         self._sync.bind(optimizer)
@@ -606,6 +608,11 @@ def _device_of(module: nn.Module, comm_device: torch.device | str | None) -> tor
             f"comm_device must be the parameters' device, {device}, or None, not {comm_device}"
         )
     return device
+
+
+def _check_module(module: nn.Module) -> None:
+    check_unwrapped(module)
+    check_devices(module, ())
 
 
 def _base_algorithm(given: SlowMoBaseAlgorithm) -> SlowMoBaseAlgorithm:

@@ -26,6 +26,7 @@ from laconic.lane import Lane
 from laconic.links.link import Link, held_by_all
 from laconic.links.metered import Call, Ledger, Metered
 from laconic.metrics import Metrics, Recorder
+from laconic.model_checks import ddp_use, wrappers_used
 from laconic.program import (
     check_count,
     check_groups,
@@ -162,6 +163,7 @@ class Synchronizer:
         self._device = device
         self._sync_gradients = True
         self._fingerprint: Tensor | None = None
+        self._wrappers_before = wrappers_used(list(model.parameters()))
         self._handles: list[RemovableHandle] = []
         self._rounds_done = 0
         self._seed = seed
@@ -419,7 +421,7 @@ class Synchronizer:
         if self.step == 1:
             self._note_fingerprint()
             self._call("first step", self.step)
-            self._warn_of_identical_gradients()
+            self._check_first_gradients()
         for r, gradient_round in self._gradient_rounds:
             gradient_round.after_step(r.when(self.step + 1))
 
@@ -531,9 +533,11 @@ class Synchronizer:
         if self._fingerprint is None:
             self._fingerprint = batches.fingerprint(self._held(), self._device)
 
-    def _warn_of_identical_gradients(self) -> None:
+    def _check_first_gradients(self) -> None:
         assert self._fingerprint is not None, "noted before or after the first step"
-        batches.warn_if_identical(self._gather(self._fingerprint).tolist())
+        ddp = ddp_use([*self._held(), *self._model.parameters()], self._wrappers_before)
+        said = torch.cat([self._fingerprint, self._fingerprint.new_tensor([ddp])])
+        batches.check_first_gradients(self._gather(said).tolist())
 
     def _gather(self, x: Tensor) -> Tensor:
         return self._lane.call(

@@ -90,7 +90,7 @@ def measured(
         world = agreed_link(problem, link, device, patience, "begin to measure")
         if link is None:
             made.callback(world.close)
-        layout = layout_of(world, nprocs_per_node, None, False)
+        layout = layout_of(world, nprocs_per_node, None, [])
         sets = sets_of(world, layout, None, False)
         for other in (sets["workers"], sets["replica"]):
             if other is not world:

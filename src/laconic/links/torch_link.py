@@ -281,8 +281,11 @@ class TorchLink:
     def mean(self, x: Tensor) -> None:
         if self.size == 1:
             return
-        if self._native:
+        if self._native and x.is_cuda:
             self._wait(dist.all_reduce(x, dist.ReduceOp.AVG, group=self._group, async_op=True))
+        elif self._native:  # a buffer on the CPU, by gloo, whose older versions have no AVG
+            self._wait(dist.all_reduce(x, group=self._group, async_op=True))
+            x.div_(self.size)
         elif x.numel() % self.size:
             x.copy_(mean_in_rank_order(self.gather(x).unbind()))
         else:

@@ -1,0 +1,125 @@
+"""What a model must be for laconic to keep it in step with the other ranks'."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+NO_DDP, IDLE_DDP, USED_DDP = 0.0, 1.0, 2.0
+"""What `ddp_use` returns."""
+AVERAGED_BY_DDP = (
+    "the model is trained through a DistributedDataParallel wrapper, which averages all gradients "
+    "at every step beside laconic: call the plain module (model.module) in the training loop, and "
+    "drop the wrapper; for several ranks per worker pass nprocs_per_node="
+)
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """Raise ``ValueError`` where the model is, or holds, one of torch's data-parallel wrappers."""
+    for name, module in model.named_modules():
+        where = f"the model's {name!r} is" if name else "the model is"
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError(
+                f"{where} wrapped in DistributedDataParallel, which averages all gradients at "
+                "every step: pass the plain module (model.module), as laconic averages by itself; "
+                "for several ranks per worker pass nprocs_per_node="
+            )
+        if isinstance(module, nn.DataParallel):
+            raise ValueError(
+                f"{where} wrapped in nn.DataParallel: pass the plain module (model.module), and "
+                "start one process for each GPU; for several ranks per worker pass nprocs_per_node="
+            )
+        if _is_fsdp1(module):
+            raise ValueError(
+                f"{where} wrapped in FullyShardedDataParallel (FSDP1): shard the plain module over "
+                "the ranks of one worker with torch.distributed.fsdp.fully_shard, and pass mesh="
+            )
+
+
+def _is_fsdp1(module: nn.Module) -> bool:
+    if "torch.distributed.fsdp" not in sys.modules:  # slow to import, and seldom needed
+        return False
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return isinstance(module, FullyShardedDataParallel)
+
+
+def check_devices(
+    model: nn.Module, params: Iterable[Tensor], *, cpu_buffers: bool | None = None
+) -> None:
+    """Raise ``ValueError`` where the model's parameters and ``params`` are on several devices, or
+    its buffers on another one. ``cpu_buffers``: whether the link takes CPU tensors from ranks with
+    CUDA parameters (None: as torch's process group does)."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    found: dict[str, str] = {}
+    for p in (*params, *model.parameters()):
+        found.setdefault(str(p.device), names.get(id(p), "one that only the optimizer holds"))
+    if len(found) > 1:
+        held = ", ".join(f"{device} ({name})" for device, name in found.items())
+        raise ValueError(
+            f"the parameters are on several devices: {held}. Move the whole model to one of them "
+            "with model.to(device) before making the optimizer"
+        )
+    for device in found:
+        for name, buffer in model.named_buffers():
+            if str(buffer.device) == device:
+                continue
+            if buffer.device.type != "cpu" or not device.startswith("cuda"):
+                raise ValueError(
+                    f"the parameters are on {device}, and the buffer {name!r} is on "
+                    f"{buffer.device}: move it with model.to({device!r})"
+                )
+            if not (_takes_cpu_tensors() if cpu_buffers is None else cpu_buffers):
+                raise ValueError(
+                    f"the parameters are on {device}, the buffer {name!r} is on the CPU, and the "
+                    f"process group is for CUDA tensors alone: move it with model.to({device!r}), "
+                    "or set up the process group with laconic.init()"
+                )
+
+
+def _takes_cpu_tensors() -> bool:
+    """Whether torch's process group has a back end for CPU tensors."""
+    return dist.is_initialized() and "cpu" in str(dist.get_backend_config())
+
+
+def wrappers_used(params: Sequence[Tensor]) -> weakref.WeakSet[DistributedDataParallel]:
+    """Those around any of ``params`` that training has run through before now."""
+    return weakref.WeakSet(wrapper for wrapper in _wrappers(params) if _averages(wrapper))
+
+
+def ddp_use(params: Sequence[Tensor], before: Collection[DistributedDataParallel] = ()) -> float:
+    """Whether there is a DistributedDataParallel around any of ``params`` (`IDLE_DDP`), and
+    training runs through it (`USED_DDP`), which is not known of those that were used ``before``
+    laconic was attached."""
+    if not _wrappers(params):
+        return NO_DDP
+    gc.collect()  # those that nobody holds any more are in cycles, and stay until then
+    uses = [_averages(w) and w not in before for w in _wrappers(params)]
+    return (USED_DDP if any(uses) else IDLE_DDP) if uses else NO_DDP
+
+
+def _wrappers(params: Sequence[Tensor]) -> list[DistributedDataParallel]:
+    """Looks at every object of this process, which takes some hundredths of a second."""
+    if not dist.is_initialized():  # or none could have been made
+        return []
+    own = {id(p) for p in params}
+    kinds = _with_subclasses(DistributedDataParallel)  # half the time of issubclass
+    every = [o for o in gc.get_objects() if type(o) in kinds]
+    return [wrapper for wrapper in every if any(id(p) in own for p in wrapper.parameters())]
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    below: list[type] = kind.__subclasses__()
+    return {kind}.union(*map(_with_subclasses, below))
+
+
+def _averages(wrapper: DistributedDataParallel) -> bool:
+    """Whether its latest forward pass was one whose gradients it averages: one with gradients, and
+    not under its ``no_sync()``."""
+    return bool(wrapper._lazy_init_ran and wrapper.require_forward_param_sync)
