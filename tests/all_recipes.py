@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
-from laconic.links import Link
 
 
 @dataclass(frozen=True)
@@ -62,13 +61,13 @@ ROWS: dict[str, Row] = {
 class Run:
     """One worker's training; its batches are those of ``data``, by step and rank."""
 
-    def __init__(self, row: Row, ranks: int, rank: int, data: int = 0, link: Link | None = None):
+    def __init__(self, row: Row, ranks: int, rank: int, data: int = 0, **options: Any) -> None:
         torch.manual_seed(rank)
         self.model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8)).double()
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.05, momentum=0.5)
         self.data, self.rank = data, rank
-        size = row.group_size(ranks)
-        self.sync = la.attach(self.model, self.optimizer, row.recipe, group_size=size, link=link)
+        options = {"group_size": row.group_size(ranks), **options}
+        self.sync = la.attach(self.model, self.optimizer, row.recipe, **options)
 
     def go(self, end: int) -> list[Tensor]:
         trace = []

@@ -183,6 +183,28 @@ def test_private_state_is_averaged(tmp_path: Path) -> None:
             assert not torch.equal(before[0], before[1])
 
 
+def test_workers_of_two_ranks_count_once(tmp_path: Path) -> None:
+    """Of three workers of two ranks one has lost a rank's file, and still counts as much."""
+
+    def save(rank: int) -> Tensor:
+        own = Run(ROWS["local_sgd"], 6, rank, nprocs_per_node=2)
+        own.go(SAVED_AT)
+        own.save(tmp_path / "all")
+        return own.flat()
+
+    saved = la.simulate(save, workers=6)
+    next((tmp_path / "all").glob("rank-3-*.pt")).unlink()
+
+    def run(rank: int) -> Tensor:
+        own = Run(ROWS["local_sgd"], 2, rank)
+        own.load(tmp_path / "all")
+        return own.flat()
+
+    mean = (saved[0] + saved[2] + saved[4]) / 3
+    for x in la.simulate(run, workers=2):
+        assert float((x - mean).abs().max()) < 1e-12
+
+
 def test_ranks_that_changed_hosts_go_on_bit_for_bit(tmp_path: Path) -> None:
     """Each host has its own directory, and the launcher numbers the hosts anew."""
     row = ROWS["slowmo over late sgp"]
