@@ -70,7 +70,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     # u <- beta*u + (a - xbar)/lr ; a <- a - alpha*lr*u
     ("updates/slow_momentum.py", "torch.sub(a, mean, out=mean)", "torch.sub(mean, a, out=mean)", EXACT),
     ("updates/slow_momentum.py", "add_(d, alpha=1 / lr)", "add_(d, alpha=1.0)", EXACT),
-    ("updates/slow_momentum.py", "u.mul_(self.momentum)", "u.mul_(1 - self.momentum)", EXACT),
+    ("updates/slow_momentum.py", "u.mul_(beta)", "u.mul_(1 - beta)", EXACT),
     ("updates/slow_momentum.py", "alpha=self.lr * lr", "alpha=lr", EXACT),
     ("updates/slow_momentum.py", "alpha=self.lr * lr", "alpha=self.lr", EXACT),
     ("updates/slow_momentum.py", "a.sub_(d, alpha=self.lr)", "a.add_(d, alpha=self.lr)", EXACT),

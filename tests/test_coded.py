@@ -327,7 +327,9 @@ def test_averages_after_gradients_code_what_has_moved_since(
         nn.init.normal_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), 0.3)
         recipe = la.post_local_sgd(6, 4, codec=codec)
-        la.attach(model, optimizer, la.slowmo(recipe, 3) if slow else recipe, **layout)
+        la.attach(
+            model, optimizer, la.slowmo(recipe, 3, momentum=0.5) if slow else recipe, **layout
+        )
         worker = rank // layout.get("nprocs_per_node", 1)
         trace = []
         for t in range(1, 9):

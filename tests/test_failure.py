@@ -39,7 +39,7 @@ RECIPES: dict[str, la.Recipe] = {
     "ddp": la.ddp(),
     "local_sgd": la.local_sgd(2),
     "delayed": la.local_sgd(2, delay=1),
-    "slowmo": la.slowmo(None, 2),
+    "slowmo": la.slowmo(None, 2, momentum=0.5),
     "sgp": la.sgp(delay=1),
     "lsgd": la.lsgd(2, local_period=0),
 }
@@ -567,7 +567,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         for period in (0, 1.5, True)
     },
     "groups of no size": (
-        lambda: attach_in_simulation(recipe=la.lsgd(4)),
+        lambda: attach_in_simulation(recipe=la.lsgd(4, local_period=1)),
         r"attach\(\.\.\., group_size=4\)",
     ),
     "groups of three of four": (
@@ -575,11 +575,13 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "group_size must divide the number of workers: 3 does not divide 4",
     ),
     "groups of four of two workers": (
-        lambda: attach_in_simulation(recipe=la.lsgd(4), group_size=4, nprocs_per_node=2),
+        lambda: attach_in_simulation(
+            recipe=la.lsgd(4, local_period=1), group_size=4, nprocs_per_node=2
+        ),
         "group_size must divide the number of workers: 4 does not divide 2",
     ),
     "group_size 0": (
-        lambda: attach_in_simulation(recipe=la.lsgd(4), group_size=0),
+        lambda: attach_in_simulation(recipe=la.lsgd(4, local_period=1), group_size=0),
         f"group_size must be an {INTEGER} 0",
     ),
     "seed": (lambda: attach_in_simulation(recipe=la.sgp("random"), seed=-1), "seed must be"),
@@ -676,7 +678,7 @@ def test_numbers_that_do_not_divide_are_refused_alike_on_every_rank(
     def run(rank: int) -> str:
         model, optimizer = job(rank)
         with pytest.raises(ValueError) as caught:
-            la.attach(model, optimizer, la.lsgd(4), **{"group_size": 1, **options})
+            la.attach(model, optimizer, la.lsgd(4, local_period=1), **{"group_size": 1, **options})
         return str(caught.value)
 
     texts = la.simulate(run, workers=4)
