@@ -710,7 +710,7 @@ UNLIKE: dict[str, Callable[[int], dict[str, Any]]] = {
     "dtype": lambda rank: {"dtype": torch.float64 if rank == 1 else torch.float32},
     "frozen": lambda rank: {"frozen": rank == 1},
     "nprocs_per_node": lambda rank: {"nprocs_per_node": 1 + (rank == 1)},
-    "group_size": lambda rank: {"group_size": 1 + (rank == 1)},
+    "group_size": lambda rank: {"recipe": la.hierarchical(1, 2), "group_size": 1 + (rank == 1)},
     "graph": lambda rank: {"recipe": la.sgp("ring" if rank == 1 else "exponential")},
     "seed": lambda rank: {"recipe": la.sgp("random"), "seed": rank},
 }
@@ -740,7 +740,7 @@ def test_ranks_that_attach_unlike_things_are_told_so_on_every_rank(what: str) ->
 
 WRONG_ON_ONE: dict[str, tuple[dict[str, Any], str]] = {
     "recipe": ({"recipe": "local_sgd(4)"}, "recipe must be what a recipe function returns"),
-    "groups": ({"recipe": la.lsgd(4)}, "say how many make up one"),
+    "groups": ({"recipe": la.lsgd(4, local_period=1)}, "say how many make up one"),
     "buffers": ({"buffers": "mean"}, "'average', 'keep'"),
     "seed": ({"seed": -1}, "seed must be"),
     "scaler": ({"scaler": 1.0}, "scaler must be"),

@@ -454,7 +454,7 @@ def test_tensorboard_is_given_scalars(
     la.simulate(lambda rank: train(rank, la.TensorBoard(name, every=0)), workers=2)
     assert sorted(w.directory for w in fake_tensorboard) == directories
     for writer in fake_tensorboard:
-        assert writer.closed and "Average" in writer.text[0]
+        assert writer.closed and "local_sgd(2)" in writer.text[0]
         by_name: dict[str, list[tuple[float, int]]] = {}
         for scalar, value, at in writer.scalars:
             by_name.setdefault(scalar, []).append((value, at))

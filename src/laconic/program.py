@@ -66,7 +66,7 @@ def in_groups(recipe: Recipe) -> bool:
 def warn_of_groups(recipe: Recipe, group_size: int | None) -> None:
     """Warn where groups are asked for that no round is about. Not an error: another recipe may
     follow by `Synchronizer.switch`."""
-    if group_size is not None and not in_groups(recipe):
+    if group_size and not in_groups(recipe):  # others are errors
         warnings.warn(
             f"group_size={group_size} has no effect: the recipe has no rounds inside groups of "
             "workers. Leave it out, or attach one that has, as hierarchical(4, 16) or "

@@ -228,9 +228,10 @@ def slowmo(
     Wang et al., ICLR 2020, arXiv 1910.00643, Algorithm 1; see `SlowMomentum`. A base's averaging
     that falls on a slow step is skipped: the slow step averages exactly. ``momentum``, in [0, 1):
     None takes it from the number of workers, as `momentum_for` has it: 0 below 4, 0.2 for 4 to 7,
-    0.5 for 8 to 15, 0.6 from 16. ``sharded``: each worker keeps 1/n of the outer state. ``average=False``: the no-average variant, each worker's slow step from
-    its own x. ``codec``: what the changes of x since the last slow step travel in; a base has its
-    own. ``optimizer_state="reset"`` serves Nesterov SGD, ``"keep"`` Adam.
+    0.5 for 8 to 15, 0.6 from 16. ``sharded``: each worker keeps 1/n of the outer state.
+    ``average=False``: the no-average variant, each worker's slow step from its own x. ``codec``:
+    what the changes of x since the last slow step travel in; a base has its own.
+    ``optimizer_state="reset"`` serves Nesterov SGD, ``"keep"`` Adam.
     """
     slow = every(period)
     if base is not None and not is_recipe(base):
@@ -306,9 +307,10 @@ def streaming_diloco(
 
     Douillard et al. 2025, arXiv 2501.18512: Algorithm 2, ``mix`` its alpha. The defaults are what
     `auto` chooses from, after measurements of this repository (``docs/coded.md``); the paper's,
-    for long runs: ``streaming_diloco(100, delay=1, codec="e3m0", lr=0.4, momentum=0.9)``. Fragment k of K is sent after steps ``(k+1)*period/K, ... + period, ...`` (rounded
-    down). ``by``: fragments of about equal bytes, or of whole layers: see `Fragment`. The rest as
-    for `diloco`. One fragment, no delay and no codec are DiLoCo.
+    for long runs: ``streaming_diloco(100, delay=1, codec="e3m0", lr=0.4, momentum=0.9)``.
+    Fragment k of K is sent after steps ``(k+1)*period/K, ... + period, ...`` (rounded down).
+    ``by``: fragments of about equal bytes, or of whole layers: see `Fragment`. The rest as for
+    `diloco`. One fragment, no delay and no codec are DiLoCo.
     """
     update = _outer_step(lr, momentum, outer, merge, mix)
     check_int("period", period, 1)

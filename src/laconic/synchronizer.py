@@ -36,7 +36,7 @@ from laconic.program import (
 )
 from laconic.ranks import raise_on_all
 from laconic.refusals import Refusals
-from laconic.round import Clock, Recipe, Round, describe, is_recipe, recipe_text
+from laconic.round import Clock, Recipe, Round, describe, is_recipe, recipe_text, unchanged
 from laconic.running import RunningRound, Surroundings
 from laconic.schedules import every
 from laconic.scores import Scores
@@ -133,7 +133,7 @@ class Synchronizer:
         seed: int = 0,
         scale: Callable[[], float] | None = None,
         chooser: Chooser | None = None,
-        arrange: Callable[[Recipe], Recipe] = tuple,
+        arrange: Callable[[Recipe], Recipe] = unchanged,
     ) -> None:
         ledger = Ledger()
         self._links = {name: Metered(link, ledger, name) for name, link in sets.items()}
