@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import laconic as la
 from laconic.auto import CHOSEN, Chooser, candidates
+from laconic.cli import main
 from laconic.codecs import CODECS
 from laconic.errors import check_choice, did_you_mean
 from laconic.parse import parse_recipe
@@ -337,6 +338,24 @@ def test_the_nearest_is_named_if_one_is_near() -> None:
     assert did_you_mean("zzz", CODECS) == did_you_mean(3, CODECS) == ""
     with pytest.raises(ValueError, match=r"must be one of 'keep', 'reset', not 'kep' \(did you"):
         check_choice("state", "kep", ("keep", "reset"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["compare", "--hots", "3"], "unrecognized arguments: --hots (did you mean '--hosts'?)"),
+        (["tune", "ddp", "--paramm=x=1"], "--paramm=x=1 (did you mean '--param'?)"),
+        (["report", "x", "--zzz"], "laconic report: error: unrecognized arguments: --zzz\n"),
+        (["advice"], "no command 'advice' (did you mean 'advise'?): choose from compare, advise, "),
+    ],
+)
+def test_a_misspelled_option_of_a_command_is_told_the_nearest(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 # -- a call on one rank alone ----
