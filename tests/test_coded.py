@@ -366,12 +366,12 @@ SAME = {
     "post": (la.post_local_sgd(4, 3), la.post_local_sgd(4, 3, codec="float32"), 1e-6),
     "one fragment": (
         la.diloco(3, 0.4, 0.9),
-        la.streaming_diloco(3, 1, 0, codec=None),
+        la.streaming_diloco(3, 1, 0, codec=None, lr=0.4, momentum=0.9),
         0.0,
     ),
     "one fragment, coded": (
         la.diloco(3, 0.4, 0.9, codec="int4"),
-        la.streaming_diloco(3, 1, 0, codec="int4"),
+        la.streaming_diloco(3, 1, 0, codec="int4", lr=0.4, momentum=0.9),
         0.0,
     ),
     "loscar is local_sgd": (

@@ -310,7 +310,7 @@ def booked_over_gloo(rank: int, recipe: la.Recipe, options: dict[str, Any], n: i
         (la.d_psgd(), 4, {}),
         (la.slowmo(la.sgp(), 2, momentum=0.5), 4, {"nprocs_per_node": 2}),
         (la.easgd(2), 4, {"nprocs_per_node": 2}),
-        (la.lsgd(4), 4, {"group_size": 2}),
+        (la.lsgd(4, local_period=1), 4, {"group_size": 2}),
         (la.hierarchical(1, 2), 4, {"group_size": 2}),
     ],
 )

@@ -21,7 +21,7 @@ from laconic.round import Recipe
 from laconic.updates import momentum_for
 
 PERIODS = (4, 16, 64, 256)
-"""Steps between two rounds of the same tensors."""
+"""Steps between two rounds of the same tensors, of recipes that `laconic.auto` does not have."""
 PLAIN = Facts(16, ((1,),), 4, 1.0, 1e9, 0.0)
 """For reading recipes before anything is measured."""
 
