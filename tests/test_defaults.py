@@ -99,6 +99,7 @@ def test_auto_takes_streaming_diloco_as_it_is_by_default() -> None:
             assert period in CHOSEN
             assert candidate.recipe == la.streaming_diloco(period, delay=first.delay)
             assert parse_recipe(candidate.text) == candidate.recipe
+    assert CHOSEN == (8, 16, 32, 64, 128, 256, 512), "not 4, whose messages take too much"
     default = la.streaming_diloco()
     assert default == la.streaming_diloco(16, 4, 2, 0.5, "int4", lr=0.7, momentum=0.6)
 
