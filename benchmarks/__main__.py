@@ -14,7 +14,7 @@ from rich.table import Table
 from benchmarks.measure import Figure
 from laconic.lab.cluster import Cluster, Loopback, NamespacesUnavailable, launch
 
-STREAMING = "streaming_diloco(16, 4, 2, codec='int4', momentum=0.6)"
+STREAMING = "streaming_diloco(16, 4, 2, codec='int4', lr=0.4, momentum=0.6)"
 ALL = {
     # name: (processes, whether they need a 100 Mbit/s network, arguments, what it measures)
     "step": (1, False, ["step"], "a step without a round, attached / bare, text model"),

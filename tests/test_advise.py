@@ -25,6 +25,7 @@ from laconic.advisor.fit import Sample, fit
 from laconic.advisor.numbers import facts_from
 from laconic.advisor.rehearse import rehearsals, rehearse
 from laconic.advisor.silent import Silent
+from laconic.auto import candidates
 from laconic.cli import main
 from laconic.links import Throttled, TorchLink
 from laconic.links.cost import Cost
@@ -191,7 +192,7 @@ def test_steps_grow_with_the_period() -> None:
         (f"streaming_diloco(16, {LIKE})", "measured (benchmarks.factors)"),
         (f"streaming_diloco(16, {LIKE.replace('1', '2', 1)})", "measured with a delay of 1"),
         (f"streaming_diloco(256, {LIKE})", "continued from streaming_diloco(64)"),
-        ("streaming_diloco(16, 4, 1)", "taken for those of streaming_diloco(16)"),
+        ("streaming_diloco(16, lr=0.4, momentum=0.9)", "taken for those of streaming_diloco(16)"),
         ("local_sgd(16)", "taken for those of streaming_diloco(16)"),
         ("sgp()", "taken for those of streaming_diloco(4)"),
     ],
@@ -567,8 +568,19 @@ def test_all_that_is_compared_was_rehearsed(workers: int) -> None:
 
 
 def test_the_streaming_recipe_is_the_one_whose_quality_was_measured() -> None:
-    (text,) = (c.text for c in choices(TEXT) if c.text.startswith("streaming_diloco(16"))
-    assert text.endswith("codec='int4', lr=0.7, momentum=0.6)")
+    (found,) = (c for c in choices(TEXT) if c.text.startswith("streaming_diloco(16"))
+    delay = found.recipe[0].delay
+    assert found.recipe == parse_recipe(f"streaming_diloco(16, {LIKE.replace('1', str(delay), 1)})")
+
+
+@pytest.mark.parametrize("workers", [2, 4, 16])
+@pytest.mark.parametrize("rate", [1e5, 1e7, 1e9])
+def test_what_auto_chooses_from_is_in_the_advice(workers: int, rate: float) -> None:
+    """And nothing of its kind beside it, such as a period that auto leaves out."""
+    facts = replace(TEXT, workers=workers, rate=rate)
+    mine = {c.text: c.recipe for c in candidates(facts)}
+    kinds = ("ddp(", "streaming_diloco(")
+    assert {c.text: c.recipe for c in choices(facts) if c.text.startswith(kinds)} == mine
 
 
 def test_ranks_that_measure_different_things_are_told_so() -> None:

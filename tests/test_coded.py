@@ -327,7 +327,9 @@ def test_averages_after_gradients_code_what_has_moved_since(
         nn.init.normal_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), 0.3)
         recipe = la.post_local_sgd(6, 4, codec=codec)
-        la.attach(model, optimizer, la.slowmo(recipe, 3) if slow else recipe, **layout)
+        la.attach(
+            model, optimizer, la.slowmo(recipe, 3, momentum=0.5) if slow else recipe, **layout
+        )
         worker = rank // layout.get("nprocs_per_node", 1)
         trace = []
         for t in range(1, 9):
@@ -364,12 +366,12 @@ SAME = {
     "post": (la.post_local_sgd(4, 3), la.post_local_sgd(4, 3, codec="float32"), 1e-6),
     "one fragment": (
         la.diloco(3, 0.4, 0.9),
-        la.streaming_diloco(3, 1, 0, codec=None),
+        la.streaming_diloco(3, 1, 0, codec=None, lr=0.4, momentum=0.9),
         0.0,
     ),
     "one fragment, coded": (
         la.diloco(3, 0.4, 0.9, codec="int4"),
-        la.streaming_diloco(3, 1, 0, codec="int4"),
+        la.streaming_diloco(3, 1, 0, codec="int4", lr=0.4, momentum=0.9),
         0.0,
     ),
     "loscar is local_sgd": (

@@ -1049,7 +1049,7 @@ def test_what_communicates_already_is_not_wrapped_again(outer: str) -> None:
     "recipe",
     [
         la.local_sgd(4, delay=1),
-        la.slowmo(la.local_sgd(2), period=4),
+        la.slowmo(la.local_sgd(2), period=4, momentum=0.5),
         la.hierarchical(2, 4),
     ],
 )

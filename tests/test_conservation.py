@@ -133,7 +133,9 @@ def test_weights_are_those_of_the_graph() -> None:
 
 
 def test_a_slow_step_brings_all_weight_home() -> None:
-    steps = steps_of(Job(la.slowmo(la.sgp("bipartite_linear", delay=2), 4), 5, steps=9))
+    steps = steps_of(
+        Job(la.slowmo(la.sgp("bipartite_linear", delay=2), 4, momentum=0.5), 5, steps=9)
+    )
     for t, step in enumerate(steps, 1):
         weights = [w for seen in step for w in seen.weights]
         assert (set(weights) == {1.0}) == (t % 4 == 0)

@@ -46,36 +46,36 @@ ROWS: dict[str, tuple[la.Recipe, ref.Recipe]] = {
         ref.local_sgd(4, optimizer_state="reset"),
     ),
     "post_local_sgd(6, 4)": (la.post_local_sgd(6, 4), ref.post_local_sgd(6, 4)),
-    "slowmo(None, 4)": (la.slowmo(None, 4), ref.slowmo(None, 4)),
+    "slowmo(None, 4)": (la.slowmo(None, 4, 0.5), ref.slowmo(None, 4)),
     "slowmo(local_sgd(2), 6)": (
         la.slowmo(la.local_sgd(2), 6, 0.6, 0.9),
         ref.slowmo(ref.local_sgd(2), 6, 0.6, 0.9),
     ),
     "slowmo(local_sgd(2), 6, unsharded)": (
-        la.slowmo(la.local_sgd(2), 6, sharded=False),
+        la.slowmo(la.local_sgd(2), 6, 0.5, sharded=False),
         ref.slowmo(ref.local_sgd(2), 6),
     ),
     "slowmo(local_sgd(2), 6, no average)": (
-        la.slowmo(la.local_sgd(2), 6, average=False),
+        la.slowmo(la.local_sgd(2), 6, 0.5, average=False),
         ref.slowmo(ref.local_sgd(2), 6, average=False),
     ),
     "slowmo(local_sgd(2), 6, reset)": (
-        la.slowmo(la.local_sgd(2), 6, optimizer_state="reset"),
+        la.slowmo(la.local_sgd(2), 6, 0.5, optimizer_state="reset"),
         ref.slowmo(ref.local_sgd(2), 6, optimizer_state="reset"),
     ),
     "slowmo(local_sgd(2), 6, average)": (
-        la.slowmo(la.local_sgd(2, optimizer_state="average"), 6, optimizer_state="average"),
+        la.slowmo(la.local_sgd(2, optimizer_state="average"), 6, 0.5, optimizer_state="average"),
         ref.slowmo(ref.local_sgd(2, optimizer_state="average"), 6, optimizer_state="average"),
     ),
     "slowmo(local_sgd(3, delay=4), 5)": (
-        la.slowmo(la.local_sgd(3, delay=4), 5),
+        la.slowmo(la.local_sgd(3, delay=4), 5, 0.5),
         ref.slowmo(ref.local_sgd(3, delay=4), 5),
     ),
     "slowmo(post_local_sgd(5, 2), 4)": (
-        la.slowmo(la.post_local_sgd(5, 2), 4),
+        la.slowmo(la.post_local_sgd(5, 2), 4, 0.5),
         ref.slowmo(ref.post_local_sgd(5, 2), 4),
     ),
-    "slowmo(ddp, 3)": (la.slowmo(la.ddp(), 3), ref.slowmo(ref.ddp(), 3)),
+    "slowmo(ddp, 3)": (la.slowmo(la.ddp(), 3, 0.5), ref.slowmo(ref.ddp(), 3)),
     "diloco(4)": (la.diloco(4, 0.7, 0.9), ref.diloco(4, 0.7, 0.9)),
     "diloco(4, unsharded)": (la.diloco(4, sharded=False), ref.diloco(4)),
     "diloco(4, no momentum)": (la.diloco(4, 0.5, 0.0), ref.diloco(4, 0.5, 0.0)),
@@ -119,46 +119,46 @@ ROWS: dict[str, tuple[la.Recipe, ref.Recipe]] = {
     "easgd(2, 0.5, pull=0.3)": (la.easgd(2, 0.5, pull=0.3), elastic.easgd(2, 0.5, 0.3)),
     "eamsgd(4, pull=0.1)": (la.eamsgd(4, pull=0.1), elastic.eamsgd(4, pull=0.1)),
     "downpour(3)": (la.downpour(3), elastic.downpour(3)),
-    "lsgd(3)": (la.lsgd(3, local_period=0), leader.lsgd(3)),
+    "lsgd(3)": (la.lsgd(3), leader.lsgd(3)),
     "lsgd(4, pulls)": (
         la.lsgd(4, local_period=0, pull=0.4, drift=0.3, window=3),
         leader.lsgd(4, pull=0.4, drift=0.3, window=3),
     ),
     "slowmo(sgp(), 4)": (la.slowmo(la.sgp(), 4, 0.6), decade.slowmo(gossip.sgp(), 4, 0.6)),
     "slowmo(sgp(delay=2), 5)": (
-        la.slowmo(la.sgp(delay=2), 5),
+        la.slowmo(la.sgp(delay=2), 5, 0.5),
         decade.slowmo(gossip.sgp(delay=2), 5),
     ),
     "slowmo(sgp(bipartite_linear, delay=2), 5)": (
-        la.slowmo(la.sgp("bipartite_linear", delay=2), 5),
+        la.slowmo(la.sgp("bipartite_linear", delay=2), 5, 0.5),
         decade.slowmo(gossip.sgp("bipartite_linear", delay=2), 5),
     ),
     "slowmo(sgp(bipartite_linear, delay=2), 5, no average)": (
-        la.slowmo(la.sgp("bipartite_linear", delay=2), 5, average=False),
+        la.slowmo(la.sgp("bipartite_linear", delay=2), 5, 0.5, average=False),
         decade.slowmo(gossip.sgp("bipartite_linear", delay=2), 5, average=False),
     ),
     "slowmo(sgp(), 4, reset)": (
-        la.slowmo(la.sgp(), 4, optimizer_state="reset"),
+        la.slowmo(la.sgp(), 4, 0.5, optimizer_state="reset"),
         decade.slowmo(gossip.sgp(), 4, optimizer_state="reset"),
     ),
     "slowmo(sgp(), 4, average)": (
-        la.slowmo(la.sgp(), 4, optimizer_state="average"),
+        la.slowmo(la.sgp(), 4, 0.5, optimizer_state="average"),
         decade.slowmo(gossip.sgp(), 4, optimizer_state="average"),
     ),
     "slowmo(d_psgd(delay=1), 4)": (
-        la.slowmo(la.d_psgd(delay=1), 4),
+        la.slowmo(la.d_psgd(delay=1), 4, 0.5),
         decade.slowmo(gossip.d_psgd(delay=1), 4),
     ),
     "slowmo(easgd(2, pull=0.2), 6)": (
-        la.slowmo(la.easgd(2, pull=0.2), 6),
+        la.slowmo(la.easgd(2, pull=0.2), 6, 0.5),
         decade.slowmo(elastic.easgd(2, pull=0.2), 6),
     ),
     "slowmo(downpour(2), 4)": (
-        la.slowmo(la.downpour(2), 4),
+        la.slowmo(la.downpour(2), 4, 0.5),
         decade.slowmo(elastic.downpour(2), 4),
     ),
     "slowmo(lsgd(2), 4)": (
-        la.slowmo(la.lsgd(2, local_period=0), 4),
+        la.slowmo(la.lsgd(2, local_period=0), 4, 0.5),
         decade.slowmo(leader.lsgd(2), 4),
     ),
 }
@@ -176,13 +176,13 @@ GROUPED: dict[str, tuple[la.Recipe, Callable[[int], ref.Recipe]]] = {
         la.lsgd(4, local_period=2, local_drift=0.4, local_pull=0.3, window=2),
         lambda size: leader.lsgd(4, 2, local_drift=0.4, local_pull=0.3, window=2, group_size=size),
     ),
-    "lsgd(8)": (la.lsgd(8), lambda size: leader.lsgd(8, group_size=size)),
+    "lsgd(8)": (la.lsgd(8, local_period=2), lambda size: leader.lsgd(8, group_size=size)),
     "slowmo(hierarchical(2, 3), 6)": (
-        la.slowmo(la.hierarchical(2, 3), 6),
+        la.slowmo(la.hierarchical(2, 3), 6, 0.5),
         lambda size: decade.slowmo(gossip.hierarchical(2, 3, size), 6),
     ),
     "slowmo(lsgd(3, local_period=1), 6)": (
-        la.slowmo(la.lsgd(3, local_period=1), 6),
+        la.slowmo(la.lsgd(3, local_period=1), 6, 0.5),
         lambda size: decade.slowmo(leader.lsgd(3, 1, group_size=size), 6),
     ),
 }

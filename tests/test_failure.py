@@ -39,7 +39,7 @@ RECIPES: dict[str, la.Recipe] = {
     "ddp": la.ddp(),
     "local_sgd": la.local_sgd(2),
     "delayed": la.local_sgd(2, delay=1),
-    "slowmo": la.slowmo(None, 2),
+    "slowmo": la.slowmo(None, 2, momentum=0.5),
     "sgp": la.sgp(delay=1),
     "lsgd": la.lsgd(2, local_period=0),
 }
@@ -567,7 +567,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         for period in (0, 1.5, True)
     },
     "groups of no size": (
-        lambda: attach_in_simulation(recipe=la.lsgd(4)),
+        lambda: attach_in_simulation(recipe=la.lsgd(4, local_period=1)),
         r"attach\(\.\.\., group_size=4\)",
     ),
     "groups of three of four": (
@@ -575,11 +575,13 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "group_size must divide the number of workers: 3 does not divide 4",
     ),
     "groups of four of two workers": (
-        lambda: attach_in_simulation(recipe=la.lsgd(4), group_size=4, nprocs_per_node=2),
+        lambda: attach_in_simulation(
+            recipe=la.lsgd(4, local_period=1), group_size=4, nprocs_per_node=2
+        ),
         "group_size must divide the number of workers: 4 does not divide 2",
     ),
     "group_size 0": (
-        lambda: attach_in_simulation(recipe=la.lsgd(4), group_size=0),
+        lambda: attach_in_simulation(recipe=la.lsgd(4, local_period=1), group_size=0),
         f"group_size must be an {INTEGER} 0",
     ),
     "seed": (lambda: attach_in_simulation(recipe=la.sgp("random"), seed=-1), "seed must be"),
@@ -676,7 +678,7 @@ def test_numbers_that_do_not_divide_are_refused_alike_on_every_rank(
     def run(rank: int) -> str:
         model, optimizer = job(rank)
         with pytest.raises(ValueError) as caught:
-            la.attach(model, optimizer, la.lsgd(4), **{"group_size": 1, **options})
+            la.attach(model, optimizer, la.lsgd(4, local_period=1), **{"group_size": 1, **options})
         return str(caught.value)
 
     texts = la.simulate(run, workers=4)
@@ -708,7 +710,7 @@ UNLIKE: dict[str, Callable[[int], dict[str, Any]]] = {
     "dtype": lambda rank: {"dtype": torch.float64 if rank == 1 else torch.float32},
     "frozen": lambda rank: {"frozen": rank == 1},
     "nprocs_per_node": lambda rank: {"nprocs_per_node": 1 + (rank == 1)},
-    "group_size": lambda rank: {"group_size": 1 + (rank == 1)},
+    "group_size": lambda rank: {"recipe": la.hierarchical(1, 2), "group_size": 1 + (rank == 1)},
     "graph": lambda rank: {"recipe": la.sgp("ring" if rank == 1 else "exponential")},
     "seed": lambda rank: {"recipe": la.sgp("random"), "seed": rank},
 }
@@ -738,7 +740,7 @@ def test_ranks_that_attach_unlike_things_are_told_so_on_every_rank(what: str) ->
 
 WRONG_ON_ONE: dict[str, tuple[dict[str, Any], str]] = {
     "recipe": ({"recipe": "local_sgd(4)"}, "recipe must be what a recipe function returns"),
-    "groups": ({"recipe": la.lsgd(4)}, "say how many make up one"),
+    "groups": ({"recipe": la.lsgd(4, local_period=1)}, "say how many make up one"),
     "buffers": ({"buffers": "mean"}, "'average', 'keep'"),
     "seed": ({"seed": -1}, "seed must be"),
     "scaler": ({"scaler": 1.0}, "scaler must be"),

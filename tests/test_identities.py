@@ -155,7 +155,7 @@ IDENTITIES: dict[str, tuple[la.Recipe, ref.Recipe, str]] = {
         "adamw",
     ),
     "a message settled at every slow step": (
-        la.slowmo(la.local_sgd(2, delay=9), 3),
+        la.slowmo(la.local_sgd(2, delay=9), 3, momentum=0.5),
         ref.slowmo(None, 3),
         "adamw",
     ),
@@ -191,7 +191,10 @@ def test_local_sgd_at_every_step_of_adam_is_not_ddp() -> None:
 
 
 SHARDED: dict[str, tuple[la.Recipe, la.Recipe]] = {
-    "slowmo": (la.slowmo(la.local_sgd(2), 6), la.slowmo(la.local_sgd(2), 6, sharded=False)),
+    "slowmo": (
+        la.slowmo(la.local_sgd(2), 6, momentum=0.5),
+        la.slowmo(la.local_sgd(2), 6, sharded=False, momentum=0.5),
+    ),
     "diloco": (la.diloco(4), la.diloco(4, sharded=False)),
     "diloco, delayed": (la.diloco(4, delay=3), la.diloco(4, delay=3, sharded=False)),
     "diloco, Adam": (
@@ -257,18 +260,21 @@ EQUAL: dict[str, tuple[la.Recipe, set[int]]] = {
     "local_sgd(4)": (la.local_sgd(4), set(range(4, STEPS + 1, 4))),
     "local_sgd(5, average)": (la.local_sgd(5, optimizer_state="average"), {5, 10, 15, 20}),
     "post_local_sgd(6, 4)": (la.post_local_sgd(6, 4), {1, 2, 3, 4, 5, 6, 8, 12, 16, 20}),
-    "slowmo(None, 4)": (la.slowmo(None, 4), {4, 8, 12, 16, 20}),
-    "slowmo(None, 4, unsharded)": (la.slowmo(None, 4, sharded=False), {4, 8, 12, 16, 20}),
+    "slowmo(None, 4)": (la.slowmo(None, 4, momentum=0.5), {4, 8, 12, 16, 20}),
+    "slowmo(None, 4, unsharded)": (
+        la.slowmo(None, 4, sharded=False, momentum=0.5),
+        {4, 8, 12, 16, 20},
+    ),
     "slowmo(local_sgd(2), 5)": (
-        la.slowmo(la.local_sgd(2), 5),
+        la.slowmo(la.local_sgd(2), 5, momentum=0.5),
         {2, 4, 5, 6, 8, 10, 12, 14, 15, 16, 18, 20},
     ),
     "slowmo(local_sgd(3, delay=4), 5)": (
-        la.slowmo(la.local_sgd(3, delay=4), 5),
+        la.slowmo(la.local_sgd(3, delay=4), 5, momentum=0.5),
         {5, 10, 15, 20},
     ),
-    "slowmo(ddp, 3)": (la.slowmo(la.ddp(), 3), set(range(1, STEPS + 1))),
-    "slowmo(None, 4, no average)": (la.slowmo(None, 4, average=False), set()),
+    "slowmo(ddp, 3)": (la.slowmo(la.ddp(), 3, momentum=0.5), set(range(1, STEPS + 1))),
+    "slowmo(None, 4, no average)": (la.slowmo(None, 4, average=False, momentum=0.5), set()),
     "diloco(4)": (la.diloco(4), {4, 8, 12, 16, 20}),
     "diloco(4, unsharded)": (la.diloco(4, sharded=False), {4, 8, 12, 16, 20}),
     "diloco(4, delay=3)": (la.diloco(4, delay=3), set()),

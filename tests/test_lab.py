@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -12,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from hypothesis import strategies as st
 import laconic
 from laconic.cli import lab, main
 from laconic.lab import leftovers, program
-from laconic.lab.cluster import Cluster, NamespacesUnavailable, running
+from laconic.lab.cluster import Cluster, NamespacesUnavailable, join, running, trusted
 from laconic.lab.output import Lines
 from laconic.lab.torchrun import find
 from laconic.links import Throttled
@@ -540,6 +541,75 @@ def test_a_shell_is_on_its_host() -> None:
     assert first.end() == 130  # the shell's own, here that of its last command
     assert not of_launcher(first.pid)
     assert not [name for name in running() if name.split("-")[2] == str(first.pid)]
+
+
+# Listens at the name argv[1], as user argv[2] if that is not empty, and hands out its namespace.
+PLANTED = """
+import json, os, socket, sys
+if sys.argv[2]:
+    os.setgroups([]), os.setgid(int(sys.argv[2])), os.setuid(int(sys.argv[2]))
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+    door.bind("\\0" + sys.argv[1])
+    door.listen()
+    print("listening", flush=True)
+    while True:
+        with door.accept()[0] as peer:
+            plan = dict(launcher=1, addresses=["10.0.0.1"], prefix=24, rates=[None], path=[])
+            if peer.recv(16):
+                net = os.open("/proc/self/ns/net", os.O_RDONLY)
+                socket.send_fds(peer, [json.dumps(plan).encode()], [net])
+                os.close(net)
+"""
+
+
+@contextlib.contextmanager
+def planted(name: str, user: str = "") -> Iterator[None]:
+    argv = [sys.executable, "-c", PLANTED, name, user]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as planter:
+        try:
+            assert planter.stdout is not None
+            assert planter.stdout.readline() == "listening\n"
+            yield
+        finally:
+            planter.kill()
+
+
+@pytest.mark.timeout(60)
+def test_a_socket_that_another_user_has_planted_is_not_joined(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It could be anyone's, and lead root's shell into a namespace of his choice."""
+    own, other = (f"laconic-lab-{os.getpid()}-{number}" for number in (1, 2))
+    root = os.geteuid() == 0
+    with planted(other, "65534" if root else ""), planted(own), planted("laconic-lab-no-number"):
+        assert {own, other} <= set(running())
+        assert "laconic-lab-no-number" not in running()
+        if not root:  # who cannot have another user listen is another user himself
+            monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        assert not trusted(other)
+        whose = "65534" if root else str(os.getuid())
+        with pytest.raises(
+            ValueError, match=rf"process {os.getpid()} runs as .*user {whose}.*root's"
+        ):
+            join(other, 0)
+        monkeypatch.undo()
+        assert trusted(own)
+        entry = join(own, 0)  # the same answer, of a user that is trusted
+        assert entry.net is not None and entry.user is None
+        os.close(entry.net)
+
+
+@pytest.mark.timeout(60)
+def test_a_shell_is_refused_at_a_socket_of_another_user(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = os.geteuid() == 0
+    with planted(f"laconic-lab-{os.getpid()}-1", "65534" if root else ""):
+        if not root:
+            monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        assert main(["lab", "--shell", f"0@{os.getpid()}"]) == 2
+    said = capsys.readouterr().err
+    assert "only your own labs and root's are joined" in said and said.count("\n") == 1
 
 
 @pytest.mark.timeout(110)

@@ -164,7 +164,9 @@ def test_the_score_of_gradients_is_the_decrease_that_they_promise() -> None:
         assert scores.now(1).value == pytest.approx(decrease, rel=1e-6)
 
 
-@pytest.mark.parametrize("other", [la.ddp(), la.sgp(), la.easgd(2), la.slowmo(None, 2), ()])
+@pytest.mark.parametrize(
+    "other", [la.ddp(), la.sgp(), la.easgd(2), la.slowmo(None, 2, momentum=0.5), ()]
+)
 def test_other_recipes_hear_of_losses_in_vain(other: la.Recipe) -> None:
     told = la.simulate(partial(train, report=lambda r, t: math.nan, recipe=other), workers=2)
     untold = la.simulate(partial(train, report=lambda r, t: None, recipe=other), workers=2)

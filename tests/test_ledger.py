@@ -142,7 +142,7 @@ def test_a_delayed_round_costs_the_same(n: int) -> None:
 
 @pytest.mark.parametrize("dtypes", [SINGLE, MIXED])
 @pytest.mark.parametrize("n", WORKERS)
-@pytest.mark.parametrize("recipe", [la.slowmo(None, PERIOD), la.diloco(PERIOD)])
+@pytest.mark.parametrize("recipe", [la.slowmo(None, PERIOD, momentum=0.5), la.diloco(PERIOD)])
 def test_a_sharded_outer_step_costs_one_all_reduce(
     recipe: la.Recipe, n: int, dtypes: list[torch.dtype]
 ) -> None:
@@ -158,7 +158,8 @@ def test_a_sharded_outer_step_costs_one_all_reduce(
 
 @pytest.mark.parametrize("n", WORKERS)
 @pytest.mark.parametrize(
-    "recipe", [la.slowmo(None, PERIOD, sharded=False), la.diloco(PERIOD, sharded=False)]
+    "recipe",
+    [la.slowmo(None, PERIOD, sharded=False, momentum=0.5), la.diloco(PERIOD, sharded=False)],
 )
 def test_an_unsharded_outer_step_is_one_all_reduce(recipe: la.Recipe, n: int) -> None:
     expected = ring(parameter_bytes(SINGLE, n), n)
@@ -168,7 +169,7 @@ def test_an_unsharded_outer_step_is_one_all_reduce(recipe: la.Recipe, n: int) ->
 
 
 def test_rounds_without_average_send_nothing() -> None:
-    for run in deltas(la.slowmo(None, PERIOD, average=False), 3):
+    for run in deltas(la.slowmo(None, PERIOD, average=False, momentum=0.5), 3):
         assert [set(step) for step in run] == [{"gather", "agree"}] + [set()] * (STEPS - 1)
 
 
@@ -197,7 +198,7 @@ def test_calls_are_booked_each_under_its_own_name(n: int) -> None:
         torch.manual_seed(rank)
         model = Plain(SINGLE)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        sync = la.attach(model, optimizer, la.slowmo(la.local_sgd(2), 4))
+        sync = la.attach(model, optimizer, la.slowmo(la.local_sgd(2), 4, momentum=0.5))
         book = {"attach": dict(sync.stats().bytes_by_collective)}
 
         def booked(name: str, call: Callable[[], Any]) -> None:
@@ -258,7 +259,9 @@ def over_gloo(rank: int, recipe: la.Recipe, workers: int) -> dict[str, int]:
     return dict(sync.stats().bytes_by_collective)
 
 
-@pytest.mark.parametrize("recipe", [la.ddp(), la.local_sgd(2, delay=1), la.slowmo(None, 2)])
+@pytest.mark.parametrize(
+    "recipe", [la.ddp(), la.local_sgd(2, delay=1), la.slowmo(None, 2, momentum=0.5)]
+)
 def test_both_links_book_the_same(pool: gloo.Pool, recipe: la.Recipe) -> None:
     def simulated(rank: int) -> dict[str, int]:
         torch.manual_seed(rank)
@@ -413,7 +416,7 @@ def test_a_throttled_run_computes_the_same_and_books_the_same() -> None:
         torch.manual_seed(rank)
         model = Plain(SINGLE)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        with la.attach(model, optimizer, la.slowmo(la.local_sgd(1), 2)) as sync:
+        with la.attach(model, optimizer, la.slowmo(la.local_sgd(1), 2, momentum=0.5)) as sync:
             for _ in range(4):
                 optimizer.zero_grad()
                 model(1.0 + rank).backward()

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import laconic as la
 from laconic.errors import LinkError
 from laconic.exchanges import Mean
+from laconic.program import in_groups
 from laconic.tensors import optimizer_state
 
 import gloo
@@ -31,8 +32,8 @@ ALL: dict[str, la.Recipe] = {
     "local_sgd": la.local_sgd(3),
     "delayed": la.local_sgd(3, delay=2),
     "post_local": la.post_local_sgd(3, 2),
-    "slowmo": la.slowmo(la.local_sgd(2), 4),
-    "no average": la.slowmo(la.local_sgd(2), 4, average=False),
+    "slowmo": la.slowmo(la.local_sgd(2), 4, momentum=0.5),
+    "no average": la.slowmo(la.local_sgd(2), 4, average=False, momentum=0.5),
     "diloco": la.diloco(3),
     "sgp": la.sgp(),
     "overlapped sgp": la.sgp("bipartite_linear", 2, delay=2),
@@ -40,7 +41,7 @@ ALL: dict[str, la.Recipe] = {
     "easgd": la.easgd(3, pull=0.3),
     "downpour": la.downpour(3),
     "lsgd": la.lsgd(3, local_period=0),
-    "slowmo over sgp": la.slowmo(la.sgp(delay=2), 4),
+    "slowmo over sgp": la.slowmo(la.sgp(delay=2), 4, momentum=0.5),
 }
 
 
@@ -961,8 +962,8 @@ LOW: dict[str, tuple[la.Recipe, bool]] = {
     "easgd": (la.easgd(2, pull=0.2), False),
     "downpour": (la.downpour(4), True),
     "lsgd": (la.lsgd(4), False),
-    "slowmo over sgp": (la.slowmo(la.sgp("bipartite_linear", delay=2), 4), True),
-    "slowmo over lsgd": (la.slowmo(la.lsgd(4, local_period=2), 4), True),
+    "slowmo over sgp": (la.slowmo(la.sgp("bipartite_linear", delay=2), 4, momentum=0.5), True),
+    "slowmo over lsgd": (la.slowmo(la.lsgd(4, local_period=2), 4, momentum=0.5), True),
 }
 """Recipes, and whether all replicas are equal after steps 4, 8, 12, ..."""
 
@@ -975,7 +976,7 @@ def test_low_precision_over_twenty_steps(name: str, dtype: torch.dtype) -> None:
     def run(rank: int) -> tuple[list[Tensor], list[float]]:
         model = network(rank, dtype)
         optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.5)
-        la.attach(model, optimizer, recipe, group_size=3)
+        la.attach(model, optimizer, recipe, group_size=3 if in_groups(recipe) else None)
         batches = [x.to(dtype) for x in data(3, 20)[rank % 3]]
         losses = [float(loss_of(model, batches[0]).detach())]
         trace = plain_loop(model, optimizer, batches)
@@ -1346,7 +1347,7 @@ def round_parts() -> tuple[Any, Any]:
 
 def test_stats_count_steps_rounds_bytes_and_waiting() -> None:
     def run(rank: int) -> list[la.Stats]:
-        model, optimizer, sync = attached(rank, la.slowmo(la.local_sgd(2), 4))
+        model, optimizer, sync = attached(rank, la.slowmo(la.local_sgd(2), 4, momentum=0.5))
         found = [sync.stats()]
         for x in data()[rank]:
             plain_loop(model, optimizer, [x])

@@ -316,7 +316,7 @@ MISTAKES = {
     "peer": ("--peer nobody", f"no peer 'nobody': choose from {', '.join(ADAPTERS)}"),
     "peer's option": (
         "--peer torch-postlocal(perod=3)",
-        "no option 'perod': its options are start",
+        "no option 'perod' (did you mean 'period'?): its options are start",
     ),
     "peer's value": ("--peer torch-postlocal(period=0)", "period must be an integer of at least 1"),
     "no adapter": ("--peer rules.py", "rules.py has no function 'peer'"),

@@ -49,7 +49,7 @@ SPELLINGS: dict[str, Callable[[], la.Recipe]] = {
     "easgd(16, pull=.5)": lambda: la.easgd(16, 0.9, pull=0.5),
     "eamsgd(16, beta=0.8)": lambda: la.eamsgd(16, 0.8),
     "downpour(4)": lambda: la.downpour(4),
-    "lsgd(16)": lambda: la.lsgd(16, local_period=4, window=10),
+    "lsgd(16)": lambda: la.lsgd(16, local_period=None, window=10),
     "lsgd(16, local_period=0, pull=0.2)": lambda: la.lsgd(16, local_period=0, pull=0.2),
     "slowmo(sgp(delay=2), 48)": lambda: la.slowmo(la.sgp(delay=2), 48),
     "slowmo(None)": lambda: la.slowmo(None),
@@ -110,7 +110,7 @@ def test_a_name_that_is_no_recipe_gets_all_of_them(text: str) -> None:
     [
         (
             "local_sgd(12, perod=3)",
-            "no option 'perod': its options are period, delay, codec, optimizer_s",
+            "no option 'perod' (did you mean 'period'?): its options are period, delay, ",
         ),
         ("ddp(period=3)", "ddp has no option 'period': its options are codec"),
         ("slowmo(local_sgd(12, base=1))", "local_sgd has no option 'base': its options are period"),
@@ -119,7 +119,7 @@ def test_a_name_that_is_no_recipe_gets_all_of_them(text: str) -> None:
             "local_sgd(period, *, delay=0, codec=None, optimizer_state='keep'): missing",
         ),
         ("local_sgd", "missing a required argument: 'period'"),
-        ("slowmo(period=48)", "slowmo(base, period=48, momentum=0.5, lr=1.0, *, sharded=True, "),
+        ("slowmo(period=48)", "slowmo(base, period=48, momentum=None, lr=1.0, *, sharded=True, "),
         ("slowmo(local_sgd)", "missing a required argument: 'period', in 'slowmo(local_sgd)'"),
         ("post_local_sgd(100)", "missing a required argument: 'period'"),
         (

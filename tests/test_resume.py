@@ -338,8 +338,8 @@ WRONG = {
     "rank 0 loads rank 1's": Wrong(
         lambda r, s: (*s[r][:2], only(r, 0, s[r][2], s[1][2])), "its own|ranks [0]"
     ),
-    "another recipe": Wrong(lambda r, s: s[r], "another recipe", recipe="diloco(4)"),
-    "another period": Wrong(lambda r, s: s[r], "another recipe", recipe="slowmo(None, 4)"),
+    "another recipe": Wrong(lambda r, s: s[r], "was saved under slowmo", recipe="diloco(4)"),
+    "another period": Wrong(lambda r, s: s[r], "sync.switch", recipe="slowmo(None, 4)"),
     "the model not loaded": Wrong(lambda r, s: (None, *s[r][1:]), "load the model"),
     "the model not loaded on rank 1": Wrong(
         lambda r, s: (only(r, 1, s[r][0], None), *s[r][1:]), "load the model|ranks [1]"

@@ -41,7 +41,7 @@ STEPS, NEXT = 14, 4
 RECIPES: dict[str, la.Recipe] = {
     "ddp": la.ddp(),
     "local_sgd, late": la.local_sgd(3, delay=7),
-    "slowmo": la.slowmo(la.local_sgd(4, delay=3), 6),
+    "slowmo": la.slowmo(la.local_sgd(4, delay=3), 6, momentum=0.5),
     "sgp, late": la.sgp("bipartite_linear", delay=2),
     "d_psgd": la.d_psgd(),
     "easgd": la.easgd(2, pull=0.3),
@@ -935,7 +935,7 @@ REFUSED = {
     ),
     "another optimiser": Refused("AdamW was saved, this is SGD", change=other_class),
     "another order": Refused("the optimizer is another one", change=other_order),
-    "another recipe": Refused("another recipe", recipe="ddp"),
+    "another recipe": Refused("this run follows ddp(): attach the saved recipe", recipe="ddp"),
     "an object is missing": Refused("others lacks 'own'", others=lambda rank: {}),
     "an object on rank 1": Refused(
         "rank 1: others lacks 'own'", others=lambda r: {} if r else {"own": Own(0)}
@@ -1081,7 +1081,7 @@ def test_ranks_that_save_after_different_steps_are_told(tmp_path: Path) -> None:
 
 REST = {
     "ddp": (la.ddp(), False),
-    "slowmo": (la.slowmo(None, 3), False),
+    "slowmo": (la.slowmo(None, 3, momentum=0.5), False),
     "local_sgd": (la.local_sgd(4), True),
     "local_sgd, late": (la.local_sgd(4, delay=3), True),
     "easgd": (la.easgd(2, pull=0.3), True),
@@ -1146,7 +1146,7 @@ def test_another_number_of_ranks_goes_on_from_the_one_model(name: str, tmp_path:
 
 def test_the_same_ranks_in_other_workers(tmp_path: Path) -> None:
     """Four workers go on as two of two ranks each."""
-    recipe = la.slowmo(None, 3)
+    recipe = la.slowmo(None, 3, momentum=0.5)
     saved = la.simulate(lambda r: save_at_6(r, recipe, False, tmp_path, True), workers=4)
     loaded = la.simulate(lambda r: load_at_6(r, recipe, tmp_path, 2), workers=4)
     for source, run, _ in loaded:
@@ -1169,7 +1169,7 @@ def sharded_run(rank: int, seed: int) -> tuple[Any, ...]:
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
     fully_shard(model, mesh=mesh["shards"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    recipe = la.slowmo(la.local_sgd(4, delay=3), 6)
+    recipe = la.slowmo(la.local_sgd(4, delay=3), 6, momentum=0.5)
     return model, optimizer, la.attach(model, optimizer, recipe, link=gloo.link_of(4), mesh=mesh)
 
 

@@ -48,7 +48,7 @@ def test_d_psgd_sends_the_model_to_each_neighbour(graph: str, n: int, neighbours
 
 def test_a_slow_step_replaces_the_gossip() -> None:
     each = exact_slices(parameter_bytes(SINGLE, 4), 4)
-    for run in deltas(la.slowmo(la.sgp(), 4), 4):
+    for run in deltas(la.slowmo(la.sgp(), 4, momentum=0.5), 4):
         for t, step in enumerate(run[1:], 2):
             gossip = {"swap": parameter_bytes(SINGLE, 4) + RIDER}
             slow = {"reduce_scatter": each, "all_gather": each}
@@ -159,7 +159,7 @@ def recorded(
 @pytest.mark.parametrize("n", [5, 6])
 @pytest.mark.parametrize("graph", ["directed_exponential", "bipartite_linear", "random", "ring"])
 def test_gossip_reaches_out_peers_and_nobody_else(graph: str, n: int) -> None:
-    recipe = la.slowmo(la.sgp(graph, 2), 3)
+    recipe = la.slowmo(la.sgp(graph, 2), 3, momentum=0.5)
     for rank, run in enumerate(recorded(recipe, n, steps=8)[1]):
         gossips = [calls for t, calls in enumerate(run[1:], 2) if t % 3]
         for k, calls in enumerate(gossips, 1):  # a slow step does not advance the graph
@@ -217,7 +217,7 @@ def test_rounds_inside_groups_stay_there() -> None:
 
 def test_sixty_four_workers_need_no_link_for_each_edge() -> None:
     """Nor does anything but the gossip itself grow with the number of peers."""
-    for recipe in (la.sgp(), la.slowmo(la.sgp("complete"), 4), la.d_psgd()):
+    for recipe in (la.sgp(), la.slowmo(la.sgp("complete"), 4, momentum=0.5), la.d_psgd()):
         setups, runs = recorded(recipe, 64, steps=1)
         for calls in [*setups, *(run[0] for run in runs)]:
             assert "split" not in {c.name for c in calls}
@@ -308,9 +308,9 @@ def booked_over_gloo(rank: int, recipe: la.Recipe, options: dict[str, Any], n: i
         (la.sgp(delay=1), 4, {}),
         (la.sgp("bipartite_linear", 2), 3, {}),
         (la.d_psgd(), 4, {}),
-        (la.slowmo(la.sgp(), 2), 4, {"nprocs_per_node": 2}),
+        (la.slowmo(la.sgp(), 2, momentum=0.5), 4, {"nprocs_per_node": 2}),
         (la.easgd(2), 4, {"nprocs_per_node": 2}),
-        (la.lsgd(4), 4, {"group_size": 2}),
+        (la.lsgd(4, local_period=1), 4, {"group_size": 2}),
         (la.hierarchical(1, 2), 4, {"group_size": 2}),
     ],
 )

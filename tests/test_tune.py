@@ -21,7 +21,7 @@ from laconic.advisor import tuning, tuning_report
 from laconic.advisor.tuning import Trial
 from laconic.advisor.tuning_journal import opened
 from laconic.advisor.tuning_runs import LOOKS, Length, Run, Task, Told, measure_compute
-from laconic.advisor.tuning_space import Setting, parse_values, space_of, usual_momentum
+from laconic.advisor.tuning_space import Setting, parse_values, space_of
 from laconic.cli import main
 from laconic.lab import race
 from laconic.predict import predict
@@ -48,10 +48,6 @@ def test_slow_momentum_starts_at_the_grids_value_next_to_the_usual(
     workers: int, momentum: float
 ) -> None:
     assert space_of("slowmo", {}, workers).start["momentum"] == momentum
-
-
-def test_usual_momentum_by_workers() -> None:
-    assert [usual_momentum(n) for n in (2, 4, 7, 8, 16, 99)] == [0.0, 0.2, 0.2, 0.5, 0.6, 0.6]
 
 
 def test_free_names_are_tuned_and_always_lr() -> None:

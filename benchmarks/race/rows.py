@@ -23,7 +23,7 @@ ROWS = (
     "diloco(24, momentum=0.5)",
     "ddp(codec='int4')",
     "power_sgd(4, codec='int8')",
-    "streaming_diloco(16, 4, 2, codec='int4', momentum=0.6)",
+    "streaming_diloco(16, 4, 2, codec='int4', lr=0.4, momentum=0.6)",
     "auto()",
     # other libraries: docs/compare.md says what each is and which options it has
     "torch-ddp",

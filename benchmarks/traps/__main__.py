@@ -80,7 +80,10 @@ def main() -> None:
         before = None
         if given.before:
             archive = subprocess.run(
-                ["git", "archive", given.before, "src"], cwd=ROOT, check=True, capture_output=True
+                ["git", "archive", given.before, "src", "tutorial"],
+                cwd=ROOT,
+                check=True,
+                capture_output=True,
             )
             subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
             before = Path(folder, "src")

@@ -19,9 +19,9 @@ from laconic.errors import check_choice, check_float, check_int, in_words
 from laconic.links import Link
 from laconic.metrics import Metrics, MetricsArgument, agree_on_metrics, check_metrics
 from laconic.model_checks import check_devices, check_unwrapped
-from laconic.program import check_groups
+from laconic.program import check_groups, warn_of_groups
 from laconic.ranks import agreed_link, common_device, layout_of, sets_of, within_workers
-from laconic.round import Recipe, is_recipe
+from laconic.round import Recipe, is_recipe, renamed
 from laconic.synchronizer import BUFFERS, Synchronizer
 from laconic.tensors import is_sharded, reshard
 
@@ -134,6 +134,7 @@ def attach(
         check_devices(model, _held(optimizer), cpu_buffers=True if link is not None else None)
         params = _held(optimizer)
         check_groups(rounds, group_size is not None)
+        warn_of_groups(rounds, group_size)
         check_choice("buffers", buffers, BUFFERS)
         check_int("seed", seed, 0)
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
@@ -165,8 +166,10 @@ def attach(
 
         def arrange(recipe: Recipe) -> Recipe:
             if sharded:
-                return tuple(replace(r, over="workers") if r.over == "world" else r for r in recipe)
-            return (*within_workers(recipe), *recipe) if len(ranks[0]) > 1 else recipe
+                alone = (replace(r, over="workers") if r.over == "world" else r for r in recipe)
+                return renamed(recipe, alone)
+            whole = (*within_workers(recipe), *recipe) if len(ranks[0]) > 1 else recipe
+            return renamed(recipe, whole)
 
         chooser = Chooser(recipe, sets["workers"].size) if isinstance(recipe, Auto) else None
         rounds = rounds if chooser is None else chooser.recipe

@@ -24,11 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laconic.calls import checked
 from laconic.errors import check_float
 from laconic.lane import Lane, Pending
 from laconic.links import cost
 from laconic.links.link import Link
-from laconic.predict import Facts, predict, travel
+from laconic.predict import Facts, often, predict, travel
 from laconic.recipes import ddp, streaming_diloco
 from laconic.round import Recipe
 from laconic.units import format_rate
@@ -85,10 +86,10 @@ SHORTEST = 8
 """The least period that is chosen: one of 4 takes 4% fewer steps, and more than that for a message
 in every step, which `predict` does not see where processors are few: at 10 Mbit/s, 4 emulated hosts
 on 2 cores, 0.200 s a step, where 8 took 0.181 s and 16 took 0.170 s (``docs/race.md``)."""
+CHOSEN = tuple(period for period in PERIODS if period >= SHORTEST)
+"""Those that `candidates` have, for `laconic.auto` and ``laconic advise`` alike."""
 HALF = 0.5
 """Steps that a message begins later than where it falls due, as the last rank comes to it."""
-FRAGMENTS = 4
-OUTER_LR, OUTER_MOMENTUM = 0.7, 0.6
 
 
 def candidates(facts: Facts, now: Candidate | None = None) -> Iterator[Candidate]:
@@ -96,7 +97,7 @@ def candidates(facts: Facts, now: Candidate | None = None) -> Iterator[Candidate
     in force, is kept while it hides its messages, and half a step."""
     for codec, steps in GRADIENTS.items():
         yield _gradients(codec, steps)
-    for period in (p for p in PERIODS if p >= SHORTEST):
+    for period in CHOSEN:
         steps = PERIODS[period]
         delay, seconds = delay_for(period, facts)
         found = streaming(period, delay, steps)
@@ -117,11 +118,9 @@ def delay_for(period: int, facts: Facts) -> tuple[int, float]:
 
 
 def streaming(period: int, delay: int, steps: float) -> Candidate:
-    text = f"streaming_diloco({period}, {FRAGMENTS}, {delay}, codec='int4', "
-    text += f"lr={OUTER_LR}, momentum={OUTER_MOMENTUM})"
-    at = period, FRAGMENTS, delay
-    recipe = streaming_diloco(*at, codec="int4", lr=OUTER_LR, momentum=OUTER_MOMENTUM)
-    return Candidate(text, recipe, steps)
+    """All else as by default, which is what `PERIODS` were measured with."""
+    recipe = streaming_diloco(period, delay=delay)
+    return Candidate(f"streaming_diloco({period}, delay={delay})", recipe, steps)
 
 
 def _gradients(codec: str | None, steps: float) -> Candidate:
@@ -142,7 +141,13 @@ class Auto:
 
     target: float | None = None
 
+    @property
+    def text(self) -> str:
+        """The call that made it."""
+        return "auto()" if self.target is None else f"auto(target={self.target:g})"
 
+
+@checked
 def auto(target: float | None = None) -> Auto:
     """Measure the first steps and the network, then choose codec, period and overlap, and choose
     again when they have changed; every rank chooses the same, and says why to the logger
@@ -376,7 +381,7 @@ class Chooser:
         if choices or self._link.size > 1:
             recipe = parse_recipe(state["text"])
             assert isinstance(recipe, tuple), "chosen from recipes"
-            self.now = Candidate(state["text"], recipe, 1.0)
+            self.now = Candidate(_respelled(state["text"], recipe), recipe, 1.0)
         self._facts = None if state["facts"] is None else _facts(state["facts"])
         self.choices, self._since, self._usual, self._extra = choices, 0, [], {}
         self._asked, self._spans, self._elsewhere = None, [], True
@@ -385,6 +390,16 @@ class Chooser:
     def undo(self) -> Callable[[], None]:
         """What puts back all that there is now, after a `load_state_dict`."""
         return partial(vars(self).update, dict(vars(self)))
+
+
+def _respelled(text: str, recipe: Recipe) -> str:
+    """How `streaming` spells ``recipe``, which a version that saved it may have spelled with all
+    its arguments; else ``text``. Of one spelling, a choice that stays is told from a change."""
+    first = recipe[0]
+    if first.on == "gradients":
+        return text
+    same = streaming(round(1 / often(first)), first.delay, 1.0)
+    return same.text if same.recipe == recipe else text
 
 
 def _medians(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:

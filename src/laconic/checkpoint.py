@@ -20,6 +20,8 @@ from laconic.running import Flight, Message, RunningRound
 from laconic.tensors import Bucket, local
 
 VERSION = 3
+WRAPPER = "SlowMoDistributedDataParallel("
+"""How the text of a recipe begins that belongs to a module which cannot change it."""
 Saved = dict[str, Any]
 
 
@@ -37,11 +39,15 @@ def checksum(tensors: Sequence[Tensor]) -> int:
     return total % 2**61
 
 
-def header(recipe: str, ranks: int, workers: int, rank: int, params: Sequence[Tensor]) -> Saved:
-    """What tells whether a saved state belongs to this recipe, this rank and these parameters."""
+def header(
+    recipe: str, text: str, ranks: int, workers: int, rank: int, params: Sequence[Tensor]
+) -> Saved:
+    """What tells whether a saved state belongs to this recipe, this rank and these parameters.
+    ``recipe`` is compared, rounds and options in full; ``text`` is what messages call it."""
     return {
         "version": VERSION,
         "recipe": recipe,
+        "text": text,
         "ranks": ranks,
         "workers": workers,
         "rank": rank,
@@ -61,7 +67,7 @@ def own_part(parts: Mapping[int, Saved], here: Saved) -> int | None:
     if not same:
         saved, now = without_group_size(saved), without_group_size(now)
     if saved != now:
-        raise ValueError(f"the state was saved with another recipe: {first['recipe']}")
+        raise ValueError(_of_another_recipe(first, here))
     for rank, part in parts.items():
         if part["rank"] != rank or any(
             part[key] != first[key] for key in ("version", "recipe", "ranks", "workers", "step")
@@ -121,6 +127,34 @@ def group_size_of(recipe: str) -> int:
     """The size of groups in the text of a recipe; 0: there are none."""
     found = _GROUP_SIZE.search(recipe)
     return int(found[1]) if found else 0
+
+
+def _of_another_recipe(saved: Mapping[str, Any], here: Saved) -> str:
+    """What tells a user who resumes under another recipe, or other options, what to do."""
+    rounds, options = _split(saved["recipe"])
+    rounds_now, options_now = _split(here["recipe"])
+    # a state of a version that saved no text has its rounds alone
+    name, name_now = saved.get("text", rounds), here["text"]
+    if rounds == rounds_now:
+        return (
+            f"the state was saved by a run with {options}, and this run has {options_now}: take "
+            "the same options, and load again"
+        )
+    if name == name_now:
+        return (
+            f"the state was saved under another recipe that was written {name}, too: its rounds "
+            f"were {rounds}, and in this run they are {rounds_now}"
+        )
+    remedy = "attach the saved recipe, load, then call sync.switch(...)"
+    if name_now.startswith(WRAPPER):
+        remedy = "make the module with the saved settings, and load again"
+    return f"the state was saved under {name}, and this run follows {name_now}: {remedy}"
+
+
+def _split(recipe: str) -> tuple[str, str]:
+    """Of a header's ``recipe``, the rounds, and the options of `laconic.attach` at its end."""
+    rounds, found, options = recipe.rpartition(", buffers=")
+    return (rounds, f"buffers={options}") if found else (recipe, "other options")
 
 
 def round_state(running: RunningRound) -> Saved:

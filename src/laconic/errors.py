@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class LinkError(RuntimeError):
@@ -59,11 +60,24 @@ def check_float(
     return number
 
 
+def did_you_mean(word: object, choices: Iterable[str]) -> str:
+    """``" (did you mean 'this'?)"`` with the choice that is most like ``word``; the empty string
+    where none is. Upper and lower case count as alike."""
+    if not isinstance(word, str):
+        return ""
+    by_lower = {choice.lower(): choice for choice in choices}
+    near = get_close_matches(word.lower(), by_lower, n=1)
+    return f" (did you mean {by_lower[near[0]]!r}?)" if near else ""
+
+
 def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
     """Return ``value`` if it is one of ``choices``, else raise ``ValueError`` naming them."""
     names = list(choices)
     if not isinstance(value, str) or value not in names:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, names))}, not {value!r}")
+        meant = did_you_mean(value, names)
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(repr, names))}, not {value!r}{meant}"
+        )
     return value
 
 

@@ -270,4 +270,4 @@ def _labelled(job: Callable[[], T], label: str, preface: Callable[[], object] | 
                 preface()
             return job()
     except LinkError as error:
-        raise LinkError(f"{label}: {error}") from error
+        raise LinkError(f"{label}: {error}") from None  # it says all that its cause does

@@ -338,7 +338,7 @@ class Recorder:
 
     def failed(self, error: BaseException) -> None:
         """Record an error, if it is not the one recorded last."""
-        if self._failure is None or self._failure not in (error, error.__cause__):
+        if self._failure is None or self._failure not in (error, error.__context__):
             self.event("error", error=f"{type(error).__name__}: {error}")
         self._failure = error
 

@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from laconic.auto import Auto, auto
+from laconic.calls import bind, call_text, no_option
+from laconic.errors import did_you_mean
 from laconic.recipes import RECIPES
-from laconic.round import Recipe
+from laconic.round import NamedRecipe, Recipe, is_recipe
 
 Functions = Mapping[str, Callable[..., Any]]
 
@@ -43,34 +45,32 @@ def _call(node: ast.expr, text: str, functions: Functions, noun: str) -> Any:
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
     if not isinstance(call.func, ast.Name) or call.func.id not in functions:
         said = ast.unparse(call.func)
-        raise ValueError(f"no {noun} {said!r} in {text!r}: choose from {', '.join(functions)}")
+        meant = did_you_mean(said, functions)
+        choices = ", ".join(functions)
+        raise ValueError(f"no {noun} {said!r} in {text!r}{meant}: choose from {choices}")
     name, function = call.func.id, functions[call.func.id]
-    signature = inspect.signature(function)
     arguments = [_value(a, text, functions, noun) for a in call.args]
     options: dict[str, Any] = {}
     for keyword in call.keywords:
-        if keyword.arg is None or keyword.arg not in signature.parameters:
-            said = f"option {keyword.arg!r}" if keyword.arg else "options after **"
-            choices = ", ".join(signature.parameters) or "none"
-            raise ValueError(f"{name} has no {said}: its options are {choices}")
+        if keyword.arg is None:
+            choices = ", ".join(inspect.signature(function).parameters) or "none"
+            raise ValueError(f"{name} has no options after **: its options are {choices}")
         if keyword.arg in options:
             raise ValueError(f"{name}: option {keyword.arg!r} is given twice, in {text!r}")
+        if keyword.arg not in inspect.signature(function).parameters:
+            raise ValueError(no_option(name, keyword.arg, function))
         options[keyword.arg] = _value(keyword.value, text, functions, noun)
     try:
-        signature.bind(*arguments, **options)
-    except TypeError as error:
-        raise ValueError(f"{name}{_plain(signature)}: {error}, in {text!r}") from None
+        given = bind(name, function, arguments, options)
+    except ValueError as error:
+        raise ValueError(f"{error}, in {text!r}") from None
     try:
-        return function(*arguments, **options)
+        made = function(*arguments, **options)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-
-
-def _plain(signature: inspect.Signature) -> str:
-    """The signature as a user types it, without annotations."""
-    empty = inspect.Parameter.empty
-    bare = [p.replace(annotation=empty) for p in signature.parameters.values()]
-    return str(inspect.Signature(bare))
+    if is_recipe(made) and not isinstance(made, NamedRecipe):  # a user's own function made it
+        return NamedRecipe(made, call_text(name, function, given))
+    return made
 
 
 def _value(node: ast.expr, text: str, functions: Functions, noun: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -57,10 +58,27 @@ def score_window(recipe: Recipe) -> int:
     return max((r.exchange.scored for r in recipe), default=0)
 
 
+def in_groups(recipe: Recipe) -> bool:
+    """Whether any of its rounds is inside a group of workers."""
+    return any(r.over == "group" for r in recipe)
+
+
+def warn_of_groups(recipe: Recipe, group_size: int | None) -> None:
+    """Warn where groups are asked for that no round is about. Not an error: another recipe may
+    follow by `Synchronizer.switch`."""
+    if group_size and not in_groups(recipe):  # others are errors
+        warnings.warn(
+            f"group_size={group_size} has no effect: the recipe has no rounds inside groups of "
+            "workers. Leave it out, or attach one that has, as hierarchical(4, 16) or "
+            "lsgd(16, local_period=4)",
+            stacklevel=3,
+        )
+
+
 def check_groups(recipe: Recipe, grouped: bool) -> None:
     """Raise ``ValueError`` where rounds are inside groups of workers, and nobody said how many make
     up one."""
-    if not grouped and any(r.over == "group" for r in recipe):
+    if not grouped and in_groups(recipe):
         raise ValueError(
             "the recipe has rounds inside groups of workers: say how many make up one, as "
             "attach(..., group_size=4)"

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, get_args
 
+from laconic.calls import named
 from laconic.codecs import Codec, Int2, TopK, codec_of
 from laconic.errors import check_bool, check_choice, check_float, check_int
 from laconic.exchanges import (
@@ -48,6 +49,7 @@ CodecOption = Codec | str | None
 are. What a code leaves out is sent with the next message (error feedback)."""
 
 
+@named
 def ddp(*, codec: CodecOption = None) -> Recipe:
     """Gradients averaged over all ranks during every backward pass.
 
@@ -59,6 +61,7 @@ def ddp(*, codec: CodecOption = None) -> Recipe:
     return (Round(every(1), Average(), mean, on="gradients", over="world"),)
 
 
+@named
 def local_sgd(
     period: int,
     *,
@@ -79,6 +82,7 @@ def local_sgd(
     return (Round(every(period), Average(), mean, delay=delay, optimizer_state=optimizer_state),)
 
 
+@named
 def post_local_sgd(
     start: int,
     period: int,
@@ -97,6 +101,7 @@ def post_local_sgd(
     return (*gradients, *(replace(r, when=after(start, r.when)) for r in averages))
 
 
+@named
 def hierarchical(group_period: int, period: int, *, codec: CodecOption = None) -> Recipe:
     """``every group_period steps: x <- mean(x)`` inside each group, ``every period`` over all.
 
@@ -112,6 +117,7 @@ def hierarchical(group_period: int, period: int, *, codec: CodecOption = None) -
     )
 
 
+@named
 def sgp(graph: str = "exponential", peers: int = 1, *, delay: int = 0) -> Recipe:
     """Stochastic gradient push: a gossip with ``peers`` out-peers after every step.
 
@@ -122,6 +128,7 @@ def sgp(graph: str = "exponential", peers: int = 1, *, delay: int = 0) -> Recipe
     return (Round(every(1), PushSum(), Push(Graph(graph, peers)), delay=delay),)
 
 
+@named
 def d_psgd(graph: str = "ring", *, delay: int = 0) -> Recipe:
     """Decentralised SGD: x mixed with the neighbours' after every step.
 
@@ -132,6 +139,7 @@ def d_psgd(graph: str = "ring", *, delay: int = 0) -> Recipe:
     return (Round(every(1), Mix(), Push(Graph(graph, both=True)), delay=delay),)
 
 
+@named
 def easgd(
     period: int, beta: float = 0.9, *, pull: float = 0.0, codec: CodecOption = None
 ) -> Recipe:
@@ -148,6 +156,7 @@ def easgd(
     return (Round(when, Elastic(beta, pull / period), _mean(codec)),)
 
 
+@named
 def eamsgd(
     period: int, beta: float = 0.9, *, pull: float = 0.0, codec: CodecOption = None
 ) -> Recipe:
@@ -159,6 +168,7 @@ def eamsgd(
     return easgd(period, beta, pull=pull, codec=codec)
 
 
+@named
 def downpour(period: int, *, codec: CodecOption = None) -> Recipe:
     """``every period steps: a <- a + sum(x_i - a) ; x <- a``; see `Downpour`.
 
@@ -168,6 +178,7 @@ def downpour(period: int, *, codec: CodecOption = None) -> Recipe:
     return (Round(every(period), Downpour(), _mean(codec, sharded=True)),)
 
 
+@named
 def lsgd(
     period: int,
     *,
@@ -178,32 +189,33 @@ def lsgd(
     local_drift: float = 0.1,
     window: int = 10,
 ) -> Recipe:
-    """Leader SGD: every ``period`` steps toward the best of all workers, every ``local_period``
-    (None: a quarter of it; 0: never) toward the best of the own group.
+    """Leader SGD: every ``period`` steps toward the best of all workers.
 
-    Teng et al., NeurIPS 2019, arXiv 1905.10395 (period 4 to 64); see `LeaderPull`. ``pull`` and
-    ``local_pull`` are c2 and c1; ``drift`` and ``local_drift``, p2 and p1, are spread over the
-    period and pull at every step. The best has the lowest mean of its ``window`` last losses, as
-    told to `Synchronizer.report_loss`. Groups are of ``attach(..., group_size=)`` workers.
+    Teng et al., NeurIPS 2019, arXiv 1905.10395 (period 4 to 64); see `LeaderPull`.
+    ``local_period``: every so many steps also toward the best of the own group (the paper's local
+    leaders), where groups are of ``attach(..., group_size=)`` workers; None or 0: no groups.
+    ``pull`` and ``local_pull`` are c2 and c1; ``drift`` and ``local_drift``, p2 and p1, are spread
+    over the period and pull at every step. The best has the lowest mean of its ``window`` last
+    losses, as told to `Synchronizer.report_loss`.
     """
     over_all = every(period)
     pulls = {"pull": pull, "local_pull": local_pull, "drift": drift, "local_drift": local_drift}
     for name, value in pulls.items():
         check_float(name, value, 0.0, 1.0)
     exchange = Leader(check_int("window", window, 1))
-    inner = max(period // 4, 1) if local_period is None else local_period
-    check_int("local_period", inner, 0)
-    local = [
-        Round(every(inner), LeaderPull(local_pull, local_drift / inner), exchange, over="group")
-        for _ in range(1 if inner else 0)
-    ]
-    return (*local, Round(over_all, LeaderPull(pull, drift / period), exchange))
+    everyone = Round(over_all, LeaderPull(pull, drift / period), exchange)
+    inner = 0 if local_period is None else check_int("local_period", local_period, 0)
+    if not inner:
+        return (everyone,)
+    local = LeaderPull(local_pull, local_drift / inner)
+    return (Round(every(inner), local, exchange, over="group"), everyone)
 
 
+@named
 def slowmo(
     base: Recipe | None,
     period: int = 48,
-    momentum: float = 0.5,
+    momentum: float | None = None,
     lr: float = 1.0,
     *,
     sharded: bool = True,
@@ -214,16 +226,18 @@ def slowmo(
     """A slow momentum step every ``period`` steps over any base recipe (None: no other rounds).
 
     Wang et al., ICLR 2020, arXiv 1910.00643, Algorithm 1; see `SlowMomentum`. A base's averaging
-    that falls on a slow step is skipped: the slow step averages exactly. ``momentum`` grows with
-    the workers: 0 below 4, 0.2 for 4, 0.5 for 8, 0.6 for 16. ``sharded``: each worker keeps 1/n
-    of the outer state. ``average=False``: the no-average variant, each worker's slow step from
-    its own x. ``codec``: what the changes of x since the last slow step travel in; a base has its
-    own. ``optimizer_state="reset"`` serves Nesterov SGD, ``"keep"`` Adam.
+    that falls on a slow step is skipped: the slow step averages exactly. ``momentum``, in [0, 1):
+    None takes it from the number of workers, as `momentum_for` has it: 0 below 4, 0.2 for 4 to 7,
+    0.5 for 8 to 15, 0.6 from 16. ``sharded``: each worker keeps 1/n of the outer state.
+    ``average=False``: the no-average variant, each worker's slow step from its own x. ``codec``:
+    what the changes of x since the last slow step travel in; a base has its own.
+    ``optimizer_state="reset"`` serves Nesterov SGD, ``"keep"`` Adam.
     """
     slow = every(period)
     if base is not None and not is_recipe(base):
         raise ValueError(f"base must be a recipe, as laconic.local_sgd(12), or None, not {base!r}")
-    check_float("momentum", momentum, 0.0, 1.0)
+    if momentum is not None:
+        check_float("momentum", momentum, 0.0, 1.0)
     check_float("lr", lr, 0.0, strict=True)
     sharded, average = check_bool("sharded", sharded), check_bool("average", average)
     if not average and codec is not None:
@@ -236,6 +250,7 @@ def slowmo(
     )
 
 
+@named
 def diloco(
     period: int = 500,
     lr: float = 0.7,
@@ -272,15 +287,16 @@ def diloco(
     return (Round(every(period), update, exchange, delay=delay),)
 
 
+@named
 def streaming_diloco(
-    period: int = 100,
+    period: int = 16,
     fragments: int = 4,
-    delay: int = 1,
+    delay: int = 2,
     mix: float = 0.5,
-    codec: CodecOption = "e3m0",
+    codec: CodecOption = "int4",
     *,
-    lr: float = 0.4,
-    momentum: float = 0.9,
+    lr: float = 0.7,
+    momentum: float = 0.6,
     outer: OuterFactory | None = None,
     merge: Merge = "mix",
     by: Literal["bytes", "layers"] = "bytes",
@@ -289,10 +305,12 @@ def streaming_diloco(
     little is under way at any time; folded ``delay`` steps after it was sent, training going on
     meanwhile.
 
-    Douillard et al. 2025, arXiv 2501.18512: Algorithm 2, ``mix`` its alpha, codes of 4 bits, delays
-    below 5. Fragment k of K is sent after steps ``(k+1)*period/K, ... + period, ...`` (rounded
-    down). ``by``: fragments of about equal bytes, or of whole layers: see `Fragment`. The rest as
-    for `diloco`. One fragment, no delay and no codec are DiLoCo.
+    Douillard et al. 2025, arXiv 2501.18512: Algorithm 2, ``mix`` its alpha. The defaults are what
+    `auto` chooses from, after measurements of this repository (``docs/coded.md``); the paper's,
+    for long runs: ``streaming_diloco(100, delay=1, codec="e3m0", lr=0.4, momentum=0.9)``.
+    Fragment k of K is sent after steps ``(k+1)*period/K, ... + period, ...`` (rounded down).
+    ``by``: fragments of about equal bytes, or of whole layers: see `Fragment`. The rest as for
+    `diloco`. One fragment, no delay and no codec are DiLoCo.
     """
     update = _outer_step(lr, momentum, outer, merge, mix)
     check_int("period", period, 1)
@@ -313,6 +331,7 @@ def streaming_diloco(
     )
 
 
+@named
 def sparse_loco(
     period: int = 30,
     k: int = 64,
@@ -338,6 +357,7 @@ def sparse_loco(
     return (Round(every(period), OuterStep(lr, 0.0), exchange),)
 
 
+@named
 def power_sgd(rank: int = 4, *, start: int = 0, codec: CodecOption = None) -> Recipe:
     """`ddp` whose gradients travel as matrices of rank ``rank``, those of the first ``start`` steps
     as they are.
@@ -356,6 +376,7 @@ def power_sgd(rank: int = 4, *, start: int = 0, codec: CodecOption = None) -> Re
     return (*dense, replace(low, when=after(start, low.when)))
 
 
+@named
 def demo(decay: float = 0.999, k: int = 32, chunk: int = 64) -> Recipe:
     """The sign of the ``k`` largest frequencies of every ``chunk x chunk`` tile of the momentum,
     which is otherwise each worker's own.
@@ -371,6 +392,7 @@ def demo(decay: float = 0.999, k: int = 32, chunk: int = 64) -> Recipe:
     return (Round(every(1), Sign(), exchange, on="gradients", over="world"),)
 
 
+@named
 def noloco(period: int = 50, lr: float = 0.7, momentum: float = 0.5, gamma: float = 0.7) -> Recipe:
     """`diloco` without any all-reduce: every ``period`` steps an outer step together with one other
     worker, drawn anew each time.
@@ -435,7 +457,7 @@ def _check_delay(delay: int, period: int) -> None:
         warnings.warn(
             f"delay={delay} is longer than the period of {period}: differences are taken off again "
             "before the first message is folded, and workers drift apart",
-            stacklevel=3,
+            stacklevel=4,  # the caller of the recipe function, past `named`
         )
 
 

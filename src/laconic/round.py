@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -299,11 +299,54 @@ class Round:
 Recipe = tuple[Round, ...]
 
 
+class NamedRecipe(tuple[Round, ...]):
+    """A recipe that prints as the ``text`` of the call that made it, such as ``local_sgd(12)``.
+
+    It equals every other tuple of the same rounds, whatever its text. What is made of its rounds
+    (a slice, a sum of recipes) is a plain tuple.
+    """
+
+    text: str | None
+
+    def __new__(cls, rounds: Iterable[Round], text: str | None = None) -> NamedRecipe:
+        recipe = super().__new__(cls, rounds)
+        recipe.text = text
+        return recipe
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self.text is None else self.text
+
+    def __reduce__(self) -> tuple[type[NamedRecipe], tuple[Recipe, str | None]]:
+        return NamedRecipe, (tuple(self), self.text)
+
+
+def renamed(recipe: Recipe, rounds: Iterable[Round]) -> Recipe:
+    """``rounds``, which were made of those of ``recipe``, under its text."""
+    return NamedRecipe(rounds, recipe.text if isinstance(recipe, NamedRecipe) else None)
+
+
+def unchanged(recipe: Recipe) -> Recipe:
+    """``recipe`` itself."""
+    return recipe
+
+
 def is_recipe(value: object) -> bool:
     """Whether ``value`` is a tuple of rounds."""
     return isinstance(value, tuple) and all(isinstance(r, Round) for r in value)
 
 
 def describe(recipe: Recipe) -> str:
-    """A recipe as text, alike in every process: functions by name, without their addresses."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(recipe))
+    """All rounds of a recipe as text, alike in every process: see `plain`. Recipes of the same
+    rounds have the same text, however they were spelled."""
+    return plain(tuple(recipe))
+
+
+def recipe_text(recipe: Recipe) -> str:
+    """A recipe as messages to the user call it: by the call that made it where that is known, else
+    by all its rounds."""
+    return plain(recipe)
+
+
+def plain(value: object) -> str:
+    """``repr(value)``, with functions by name, without their addresses."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from laconic import recipes
 from laconic.attach import check_free, claim, release
+from laconic.checkpoint import WRAPPER
 from laconic.errors import check_bool, check_float, check_int
 from laconic.exchanges import Mean, Push, ShardedMean
 from laconic.gossip_graphs import GraphManager, NPeerDynamicDirectedExponentialGraph, UniformMixing
@@ -25,7 +26,7 @@ from laconic.links import Link
 from laconic.model_checks import check_devices, check_unwrapped
 from laconic.profile import LogLines, Profile
 from laconic.ranks import layout_of, own_link, raise_on_all, sets_of, within_workers
-from laconic.round import Recipe, Round
+from laconic.round import NamedRecipe, Recipe, Round
 from laconic.schedules import every
 from laconic.synchronizer import Stats, Synchronizer
 from laconic.tensors import is_sharded, module_buffers, sums
@@ -200,6 +201,7 @@ class SlowMoDistributedDataParallel(nn.Module):
         self._warn(nodes, [name for name, unused in idle.items() if unused])
         buffers = "average" if broadcast_buffers else "keep"
         sets = sets_of(world, layout, None, False)
+        rounds = NamedRecipe(rounds, self._text())
         self._sync = Synchronizer(module, None, rounds, sets, device, buffers)
         weakref.finalize(self, self._sync.detach).atexit = False
         self._device = device
@@ -230,6 +232,15 @@ class SlowMoDistributedDataParallel(nn.Module):
     @property
     def _slow_step_on(self) -> bool:
         return (self.slowmo_momentum, self.slowmo_lr) != (0.0, 1.0)
+
+    def _text(self) -> str:
+        """What messages call the recipe: the settings that make it."""
+        names = ["slowmo_momentum", "slowmo_frequency", "slowmo_lr"]
+        if self.slowmo_base_algorithm is SlowMoBaseAlgorithm.LOCALSGD:
+            names.append("localsgd_frequency")
+        base = f"slowmo_base_algorithm={self.slowmo_base_algorithm.value!r}"
+        settings = [base, *(f"{name}={getattr(self, name)}" for name in names)]
+        return f"{WRAPPER}{', '.join(settings)})"
 
     def _rounds(self, base: Recipe, owners: int | None) -> Recipe:
         """``base`` with the slow step, which takes its place where it averages exactly; the state

@@ -37,7 +37,7 @@ from laconic.program import (
 )
 from laconic.ranks import raise_on_all
 from laconic.refusals import Refusals
-from laconic.round import Clock, Recipe, Round, describe, is_recipe
+from laconic.round import Clock, Recipe, Round, describe, is_recipe, recipe_text, unchanged
 from laconic.running import RunningRound, Surroundings
 from laconic.schedules import every
 from laconic.scores import Scores
@@ -140,7 +140,7 @@ class Synchronizer:
         seed: int = 0,
         scale: Callable[[], float] | None = None,
         chooser: Chooser | None = None,
-        arrange: Callable[[Recipe], Recipe] = tuple,
+        arrange: Callable[[Recipe], Recipe] = unchanged,
     ) -> None:
         ledger = Ledger()
         self._links = {name: Metered(link, ledger, name) for name, link in sets.items()}
@@ -290,6 +290,11 @@ class Synchronizer:
         buffers = "average" if self._average_buffers else "keep"
         groups = f", group_size={self._links['group'].size}" if "group" in self._links else ""
         return f"{recipe}, buffers={buffers}, seed={self._seed}{groups}"
+
+    def _recipe_text(self, *, chosen: bool = False) -> str:
+        """The recipe as a user wrote it; ``chosen`` as for `_describe`."""
+        auto = None if chosen or self._chooser is None else self._chooser.auto
+        return recipe_text(self._recipe) if auto is None else auto.text
 
     def _broadcast(self, tensors: Sequence[Tensor] | None = None) -> None:
         """Rank 0's parameters and buffers to everyone; shards, to who holds the same shard."""
@@ -658,7 +663,7 @@ class Synchronizer:
         except ValueError:
             undo()
             raise
-        self._recorder.event("switch", recipe=self._describe(chosen=True))
+        self._recorder.event("switch", recipe=self._recipe_text(chosen=True))
         self._status("computing")
 
     def _align_state(self) -> None:
@@ -847,6 +852,7 @@ class Synchronizer:
     def _header(self) -> dict[str, Any]:
         return checkpoint.header(
             self._describe(),
+            self._recipe_text(),
             self._world.size,
             self._workers.size,
             self._world.rank,
@@ -1072,7 +1078,7 @@ class Synchronizer:
             "rank": self._world.rank,
             "ranks": self._world.size,
             "workers": self._workers.size,
-            "recipe": self._describe(),
+            "recipe": self._recipe_text(),
             "schedule": [f"{r.name}, {r.when}" for r in self._recipe if r.over != "replica"],
         }
         self._recorder = Recorder(places, self.stats, self._ledger, self._rates, about)

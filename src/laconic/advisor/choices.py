@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from laconic.advisor.tuning_space import usual_momentum
-from laconic.auto import GRADIENTS, Auto, delay_for, streaming
+from laconic.auto import GRADIENTS, Auto, candidates, streaming
 from laconic.auto import PERIODS as STEPS
 from laconic.codecs import CODECS
 from laconic.exchanges import CodedMean
@@ -19,15 +18,17 @@ from laconic.predict import Facts, often
 from laconic.program import workers_differ
 from laconic.recipes import local_sgd, power_sgd
 from laconic.round import Recipe
+from laconic.updates import momentum_for
 
 PERIODS = (4, 16, 64, 256)
-"""Steps between two rounds of the same tensors."""
+"""Steps between two rounds of the same tensors, of recipes that `laconic.auto` does not have."""
 PLAIN = Facts(16, ((1,),), 4, 1.0, 1e9, 0.0)
 """For reading recipes before anything is measured."""
 
 SAME = "the same mathematics as one large batch (Li et al., VLDB 2020)"
 INT8 = "no more steps for the same loss on text (docs/coded.md, benchmarks.factors)"
 INT4 = "2% more steps for the same loss on text (docs/coded.md, benchmarks.factors)"
+GRADIENT_QUALITY = {"ddp()": SAME, "ddp(codec='int8')": INT8, "ddp(codec='int4')": INT4}
 LOCAL = {
     4: "loses some quality per step, less than longer periods do (docs/science.md: 12)",
     16: "Lin et al. 2018 take 16 or 32, after the first decay of the learning rate",
@@ -47,12 +48,6 @@ DILOCO = {
     16: "more often than in Douillard et al. 2023; wants 100 and more rounds",
     64: "more often than in Douillard et al. 2023; wants 100 and more rounds",
     256: "as synchronous training with 500 steps, in long runs (Douillard et al. 2023)",
-}
-STREAMING = {
-    4: "37% more steps for the same loss, on text (benchmarks.factors)",
-    16: "50% more steps for the same loss, on text (benchmarks.factors)",
-    64: "66% more steps on text (benchmarks.factors); long runs: Douillard et al. 2025",
-    256: "as DiLoCo in long runs (Douillard et al. 2025); on text not measured",
 }
 SPARSE = {
     4: "far more often than in any paper",
@@ -84,35 +79,47 @@ class Choice:
 
 
 def choices(facts: Facts, own: Sequence[str] = ()) -> list[Choice]:
-    """All that is compared, those that give up least first, and last the user's ``own`` recipes.
+    """All that is compared, those that give up least first, and last the user's ``own`` recipes:
+    what `laconic.auto` chooses from, and others beside it.
 
     Raises ``ValueError`` for text that is no recipe."""
-    found = [
-        _choice("ddp()", None, SAME),
-        _choice("ddp(codec='int8')", None, INT8),
-        _choice("ddp(codec='int4')", None, INT4),
-    ]
+    gradients, streams = [], {}
+    for candidate in candidates(facts):
+        if candidate.recipe[0].on == "gradients":
+            gradients.append(_choice(candidate.text, None, GRADIENT_QUALITY[candidate.text]))
+        else:
+            period = round(1 / often(candidate.recipe[0]))
+            streams[period] = _choice(candidate.text, period, _streaming_quality(period))
     if facts.workers > 2:  # two that gossip send each other what an all-reduce does
-        found += [_choice("sgp()", None, SGP), _choice("sgp(delay=1)", None, OSGP)]
-    for period in PERIODS:
-        found += _with_period(period, facts)
-    return found + [_own(text) for text in own]
+        gradients += [_choice("sgp()", None, SGP), _choice("sgp(delay=1)", None, OSGP)]
+    found = []
+    for period in sorted({*PERIODS, *streams}):
+        others = _with_period(period, facts) if period in PERIODS else []
+        between = len(others) - 1 if others else 0  # `sparse_loco` gives up more
+        stream = [streams[period]] if period in streams else []
+        found += [*others[:between], *stream, *others[between:]]
+    return gradients + found + [_own(text) for text in own]
 
 
 def _with_period(period: int, facts: Facts) -> list[Choice]:
-    momentum = usual_momentum(facts.workers)
+    momentum = momentum_for(facts.workers)
     texts = [(f"local_sgd({period})", LOCAL[period])]
     if momentum:  # below four workers slow momentum does not help
         slow = max(4 * period, 48)
         slowmo = f"slowmo(local_sgd({period}), period={slow}, momentum={momentum})"
         texts.append((slowmo, SLOWMO[period]))
-    late = streaming(period, delay_for(period, facts)[0], 1.0).text
     texts += [
         (f"diloco({period})", DILOCO[period]),
-        (late, STREAMING[period]),
         (f"sparse_loco({period})", SPARSE[period]),
     ]
     return [_choice(text, period, quality) for text, quality in texts]
+
+
+def _streaming_quality(period: int) -> str:
+    if period > LONGEST:
+        return "as DiLoCo in long runs (Douillard et al. 2025); on text not measured"
+    more = f"{STEPS[period] - 1:.0%} more steps for the same loss, on text (benchmarks.factors)"
+    return f"{more}; long runs: Douillard et al. 2025" if period == LONGEST else more
 
 
 def _choice(text: str, period: int | None, quality: str) -> Choice:

@@ -21,6 +21,7 @@ from laconic.lab.workloads import Workload, lr_factor
 from laconic.links.simulated import current_link
 from laconic.parse import parse_recipe
 from laconic.predict import Facts, Prediction, itemsize_of, predict
+from laconic.program import in_groups
 from laconic.round import Recipe
 
 LOOKS = 8
@@ -140,8 +141,9 @@ class Task:
             for seed in self.race.seeds:
                 run = _Training(self.workload, rank, self.workers, seed, lr)
                 own_link = link.split([range(self.workers)])
+                size = self.race.group_size if in_groups(recipe) else None
                 sync = laconic.attach(
-                    run.model, run.optimizer, recipe, link=own_link, group_size=self.race.group_size
+                    run.model, run.optimizer, recipe, link=own_link, group_size=size
                 )
                 runs.append((run, sync))
             planned, loss = plan.Schedule(recipe, None, steps, LOOKS, {}), math.nan

@@ -13,6 +13,7 @@ from laconic.errors import check_float
 from laconic.parse import parse_recipe
 from laconic.recipes import RECIPES
 from laconic.round import Recipe
+from laconic.updates import momentum_for
 
 Value = float | int | str | bool | None
 Setting = Mapping[str, Value]
@@ -50,12 +51,6 @@ STARTS: dict[str, Value] = {
     "period": 12, "outer_lr": 1.0, "outer_momentum": 0.6, "beta": 0.9, "peers": 1, LR: 1.0
 }  # fmt: skip
 """Where to begin; the grid's value next to it. Momentum depends on the number of workers."""
-
-
-def usual_momentum(workers: int) -> float:
-    """Slow momentum that is usual for so many workers: 0 below 4, 0.2 from 4, 0.5 from 8, 0.6 from
-    16 on, as fairscale's guide has it for translation."""
-    return next((m for n, m in ((16, 0.6), (8, 0.5), (4, 0.2)) if workers >= n), 0.0)
 
 
 @dataclass(frozen=True)
@@ -116,7 +111,7 @@ def space_of(
         grids[name] = _grid(name, values)
     for value in grids[LR]:
         check_float(LR, value, 0.0, strict=True)
-    starts = {**STARTS, "momentum": usual_momentum(workers)}
+    starts = {**STARTS, "momentum": momentum_for(workers)}
     start = {name: _nearest(grids[name], starts.get(name)) for name in names}
     space = Space(text, grids, start)
     if space.size > MOST_SETTINGS:

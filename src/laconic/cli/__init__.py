@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from laconic import __version__
 from laconic.cli import advise, compare, doctor, lab, report, tune, watch
+from laconic.errors import did_you_mean
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,7 +18,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Train PyTorch models data-parallel over slow networks by talking less.",
     )
     parser.add_argument("--version", action="version", version=f"laconic {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(
+        title="commands", required=True, metavar="COMMAND", dest="called"
+    )
     compare.add(commands)
     advise.add(commands)
     report.add(commands)
@@ -25,7 +28,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor.add(commands)
     watch.add(commands)
     tune.add(commands)
-    arguments = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and not words[0].startswith("-") and words[0] not in commands.choices:
+        names = ", ".join(commands.choices)
+        meant = did_you_mean(words[0], commands.choices)
+        parser.error(f"no command {words[0]!r}{meant}: choose from {names}")
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown:
+        command = commands.choices[arguments.called]
+        options = [option for action in command._actions for option in action.option_strings]
+        meant = did_you_mean(unknown[0].partition("=")[0], options)
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
     try:
         return int(arguments.run(arguments))
     except (ValueError, ImportError, OSError) as error:

@@ -124,8 +124,15 @@ def shell(arguments: argparse.Namespace, network: Network) -> int:
     text, at, launcher = arguments.shell.partition("@")
     host = parse_host(text)
     described = (arguments.hosts, arguments.bandwidth, arguments.bandwidth_host, arguments.latency)
-    running = {name.split("-")[2]: name for name in cluster.running()}
-    names = [] if any(value is not None for value in described) else [*running]
+    found = cluster.running()
+    ours = [name for name in found if cluster.trusted(name)]
+    # another user may have taken the name of one of ours, or a newer one
+    running = {name.split("-")[2]: name for name in (*found, *ours)}
+    names = (
+        []
+        if any(value is not None for value in described)
+        else [n.split("-")[2] for n in ours or found]
+    )
     if at:
         if launcher not in running:
             choices = ", ".join(running) or "none"

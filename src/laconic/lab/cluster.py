@@ -6,11 +6,15 @@ starts one program on every host with the variables that torchrun sets.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
 import os
+import pwd
+import re
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -261,9 +265,18 @@ def running() -> list[str]:
         lines = Path("/proc/net/unix").read_text().splitlines()
     except OSError:
         return []
-    sockets = [line.rpartition("@")[2] for line in lines if f"@{DOOR}" in line]
+    # Whoever is on this machine may name a socket as he likes; what is no name of ours is left out.
+    names = (re.fullmatch(rf"{DOOR}\d+-\d+", line.rpartition("@")[2]) for line in lines)
+    sockets = [name.group() for name in names if name]
     # A connection on its way is listed too, by the same name.
     return sorted(set(sockets), key=lambda name: int(name.rpartition("-")[2]))
+
+
+def trusted(name: str) -> bool:
+    """Whether the cluster `name` runs as this user or root, so that `join` enters it."""
+    with contextlib.suppress(OSError), _at_door(name) as door:
+        return _owner(door) in (0, os.geteuid())
+    return False
 
 
 def join(name: str, host: int) -> Entry:
@@ -272,9 +285,14 @@ def join(name: str, host: int) -> Entry:
     The caller closes the descriptors. Raises ValueError for a host that it does not have and for
     a cluster of another user, OSError where it has ended meanwhile.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-        door.settimeout(5.0)
-        door.connect(f"\0{name}")
+    with _at_door(name) as door:
+        owner = _owner(door)
+        if owner not in (0, os.geteuid()):
+            # Else anyone on this machine could have root enter namespaces of his making.
+            raise ValueError(
+                f"the lab of process {name.split('-')[2]} runs as {_user(owner)}, and only your "
+                "own labs and root's are joined: start one by laconic lab --hosts 4"
+            )
         door.send(str(host).encode())
         message, descriptors, _, _ = socket.recv_fds(door, 1 << 16, 2)
     answer = json.loads(message or b'{"error": "the lab does not answer"}')
@@ -283,6 +301,34 @@ def join(name: str, host: int) -> Entry:
     plan = Plan(**answer)
     *user, net = descriptors
     return _entry(host, user[0] if user else None, net, plan.addresses)
+
+
+def _at_door(name: str) -> socket.socket:
+    """A connection to the keeper of the cluster `name`."""
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        door.settimeout(5.0)
+        door.connect(f"\0{name}")
+    except BaseException:
+        door.close()
+        raise
+    return door
+
+
+def _owner(connection: socket.socket) -> int:
+    """The user of the process that listened at the other end, as the kernel knows it. The socket
+    has a name in the kernel's memory alone, so no file has permissions that could be asked."""
+    size = struct.calcsize("3i")
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    _, user, _ = struct.unpack("3i", credentials)
+    return int(user)
+
+
+def _user(number: int) -> str:
+    try:
+        return f"{pwd.getpwuid(number).pw_name} (user {number})"
+    except KeyError:
+        return f"user {number}"
 
 
 def _entry(host: int, user: int | None, net: int, addresses: Sequence[str]) -> Entry:

@@ -18,6 +18,7 @@ from laconic.auto import Auto
 from laconic.lab.peers import Peer
 from laconic.lab.timeline import Recorder, Watched
 from laconic.links import Link
+from laconic.program import in_groups
 from laconic.round import Recipe
 
 
@@ -66,7 +67,8 @@ SAMPLED = 2**16
 
 
 class Laconic:
-    """Under a recipe's rounds. ``group_size``: workers that make up a group; ``interface``: the
+    """Under a recipe's rounds. ``group_size``: workers that make up a group, for a recipe with
+    rounds inside groups, else without effect; ``interface``: the
     network card that is this rank's alone, if any."""
 
     def __init__(
@@ -86,7 +88,9 @@ class Laconic:
         # hooks run in the order in which they come: this one before the synchroniser's
         optimizer.register_step_post_hook(lambda *_: self._stepped())
         watched = Watched(link, self.recorder)
-        self.sync = laconic.attach(model, optimizer, recipe, link=watched, group_size=group_size)
+        grouped = isinstance(recipe, tuple) and in_groups(recipe)
+        size = group_size if grouped else None
+        self.sync = laconic.attach(model, optimizer, recipe, link=watched, group_size=size)
         self.sync.observe_waiting(self.recorder.waited)
         self.consensus = self.sync.consensus
         self.mean = self.sync.mean

@@ -31,6 +31,7 @@ from laconic.lab.jobs import Job, Outcome
 from laconic.lab.result import NO_COMMUNICATION, Point, Result, Rounds, Row, Status
 from laconic.lab.worker import NOT_FINITE, Spec
 from laconic.parse import parse_recipe
+from laconic.program import in_groups
 from laconic.round import Recipe
 from laconic.updates import OuterStep
 
@@ -132,9 +133,15 @@ class Settings:
                     f"group-size must divide the number of workers, which is {workers}, not "
                     f"{self.group_size}"
                 )
+            if recipes and not any(isinstance(r, tuple) and in_groups(r) for r in recipes.values()):
+                raise ValueError(
+                    "--group-size is for recipes with rounds inside groups of workers, such as "
+                    "hierarchical(4, 16) or lsgd(16, local_period=4), and none of these has any: "
+                    "leave it out"
+                )
             return
         for text, recipe in recipes.items():
-            if not isinstance(recipe, Auto) and any(r.over == "group" for r in recipe):
+            if not isinstance(recipe, Auto) and in_groups(recipe):
                 raise ValueError(
                     f"{text} has rounds inside groups of workers: say how many make up one, such "
                     "as --group-size 2"

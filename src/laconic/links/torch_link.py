@@ -186,7 +186,7 @@ class TorchLink:
             "is passed as attach(..., scaler=)"
         )
         self._ask(verdict)  # whoever has not seen it yet will only see this process end
-        raise LinkError(verdict)
+        raise LinkError(verdict) from None
 
     def _ask(self, verdict: str = "") -> dict[int, Answer]:
         """What the other ranks of this link say; and tell them the verdict."""
@@ -205,7 +205,7 @@ class TorchLink:
 
     def _lost(self, error: RuntimeError) -> NoReturn:
         if self._calls.verdict:
-            raise LinkError(self._calls.verdict) from error
+            raise LinkError(self._calls.verdict) from None
         answers = {self._ranks[r]: answer for r, answer in self._ask().items()}
         missing = {r: a.status for r, a in answers.items() if a.lost}
         told = missing or {r: f"is {a.status}" for r, a in answers.items()}
@@ -213,7 +213,7 @@ class TorchLink:
         who = who or "a rank was lost before the ranks had met"
         lost = ", ".join(f"rank {r}" for r in missing) or "the connection"
         self.status(f"stopped: it lost {lost} when {self._beacon.status}")
-        raise LinkError(f"{who}. {ADVICE}. ({str(error).splitlines()[0]})") from error
+        raise LinkError(f"{who}. {ADVICE}. ({str(error).splitlines()[0]})") from None
 
     def status(self, text: str) -> None:
         self._beacon.set(text)

@@ -9,7 +9,7 @@ from laconic.updates.noloco import NoLoCo
 from laconic.updates.outer_step import OuterStep
 from laconic.updates.push_sum import PushSum
 from laconic.updates.sign import Sign
-from laconic.updates.slow_momentum import SlowMomentum
+from laconic.updates.slow_momentum import SlowMomentum, momentum_for
 
 __all__ = [
     "Average",
@@ -25,4 +25,5 @@ __all__ = [
     "RoundedAverage",
     "Sign",
     "SlowMomentum",
+    "momentum_for",
 ]
