@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from laconic.auto import Auto, Chooser, start
 from laconic.errors import check_choice, check_float, check_int, in_words
-from laconic.links import Link
+from laconic.links import Link, rendezvous
 from laconic.metrics import Metrics, MetricsArgument, agree_on_metrics, check_metrics
 from laconic.program import check_groups
 from laconic.ranks import agreed_link, common_device, layout_of, sets_of, within_workers
@@ -55,6 +55,7 @@ def init() -> None:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+    rendezvous.publish()
 
 
 def attach(

@@ -198,7 +198,7 @@ def save(
                 _AllRanks(f"laconic.save to {path}", gather),
             )
     except LinkError as error:
-        raise LinkError(f"{error}. {_EVERY_RANK}") from error
+        raise LinkError(f"{error}. {_EVERY_RANK}", ranks=error.ranks) from error
 
 
 def load(
