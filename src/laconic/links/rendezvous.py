@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed as dist
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 FIRST_POLL, LAST_POLL = 0.01, 0.5
 ASK_SECONDS = 1.0
 """How often the beacons of ranks that have not come are asked."""
+LINGER_SECONDS = 5.0
+"""How long rank 0, where it gives up, waits at most until all others have come and know why."""
 UNREACHABLE_SECONDS = 10.0
 """How long no connection to a rank's host comes about, in repeated tries, until the rank counts as
 lost. A host that restarts a switch or a cable needs less; a time-out of minutes would be lost on a
@@ -85,7 +87,7 @@ class Meeting:
         while True:
             with self._failing():
                 if here.check(["verdict"]):
-                    self._raise(self._text(here.get("verdict")))
+                    self._raise(here)
                 if here.add("count", 0) >= self._size:
                     return
             now = time.monotonic()
@@ -102,7 +104,7 @@ class Meeting:
                     verdict = health.pack_verdict(Verdict(text, tuple(lost), self._rank))
                     with self._failing():  # one verdict for all: the first
                         here.compare_set("verdict", "", verdict.decode())
-                        self._raise(self._text(here.get("verdict")))
+                        self._raise(here)
             time.sleep(pause)  # a store can be waited on, but not without keeping other threads off
             pause = min(1.5 * pause, LAST_POLL)
 
@@ -143,11 +145,19 @@ class Meeting:
                 lost[r] = answer.status
         return lost
 
-    def _raise(self, text: str) -> None:
+    def _raise(self, here: Store) -> NoReturn:
+        """Raise the verdict; rank 0, with whose process the store may end, once others know it."""
+        text = self._text(here.get("verdict"))
         try:
             verdict = health.unpack_verdict(text.encode())
         except ValueError as error:
             raise LinkError(f"torch's store holds no verdict of laconic's: {error}") from None
+        told, until = here.add("told", 1), time.monotonic() + LINGER_SECONDS
+        while (
+            self._rank == 0 and told < self._size - len(verdict.ranks) and time.monotonic() < until
+        ):
+            time.sleep(FIRST_POLL)
+            told = here.add("told", 0)
         raise LinkError(verdict.text, ranks=verdict.ranks)
 
     def _text(self, value: bytes) -> str:

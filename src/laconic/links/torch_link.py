@@ -260,13 +260,13 @@ class TorchLink:
         now = time.perf_counter()
         if self._native or now - max(self._watched, self.joined) < WATCH_SECONDS:
             return
-        self._watched = now
+        self._watched, status = now, self._beacon.status
         try:
             self._heed()
             self._watch()
         except LinkError as error:
             where = self._calls.told(self._calls.place)
-            at = f"{self._beacon.status}, between rounds (the last one: {where})"
+            at = f"{status}, between rounds (the last one: {where})"
             self._wire.shutdown()
             raise LinkError(f"{at}: {error}", ranks=error.ranks) from error
 
