@@ -43,7 +43,8 @@ def init() -> None:
     """Set up torch's process group from torchrun's environment, or for one process without it.
 
     NCCL where CUDA is there (and the card of LOCAL_RANK becomes the current one), gloo elsewhere.
-    Does nothing if a process group exists already.
+    Does nothing if a process group exists already. The other ranks notice from then on when this
+    process ends, and `attach` names it there.
     """
     if dist.is_initialized():
         return
