@@ -14,16 +14,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
+import torch
 from benchmarks.traps import network
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laconic.errors import LinkError
 from laconic.lane import _labelled
-from laconic.links import forks, handshake, health
+from laconic.links import forks, handshake, health, torch_link
 from laconic.links.handshake import RefusedError
 from laconic.links.health import Address, Place, Request, Verdict
 from laconic.links.wire import Connections, Wire
+
+import gloo
 
 SECRET = bytes(range(32))
 VERDICT = Verdict("rank 1 is gone", (1,), 0)
@@ -441,3 +444,63 @@ def test_a_link_error_keeps_who_is_to_blame() -> None:
     assert raised.value.ranks == (1, 3) and LinkError("who knows").ranks == ()
     copy = pickle.loads(pickle.dumps(raised.value))
     assert (str(copy), copy.ranks) == (str(raised.value), (1, 3))
+
+
+# -- a host that cannot be reached ----
+
+
+def looks(rank: int, missing: str, heard: float) -> str:
+    """What a rank that waits raises in 0.6 s, where the other one's beacon is as said, and
+    something came from its host so many seconds ago; 0.3 s is what it allows."""
+    answers = {"silent": health.SILENT, "unreachable": health.UNREACHABLE}
+    link = gloo.link_of(2)
+    assert isinstance(link, torch_link.TorchLink)
+    said = ""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            health, "ask_all", lambda addresses, *_: [answers[missing]] * len(addresses)
+        )
+        patched.setattr(torch_link, "UNREACHABLE_SECONDS", 0.3)
+        patched.setattr(torch_link, "FIRST_LOOK", 0.0)
+        patched.setattr(link._wire, "heard", lambda rank: heard)
+        end = time.monotonic() + 0.6
+        while time.monotonic() < end and not said:
+            try:
+                link.check()
+            except LinkError as error:
+                said = f"{error.ranks} {error}"
+            time.sleep(0.01)
+    return said
+
+
+@pytest.mark.parametrize(("missing", "heard"), [("silent", 99.0), ("unreachable", 0.1)])
+def test_a_slow_process_or_network_is_not_dead(pool: gloo.Pool, missing: str, heard: float) -> None:
+    assert pool.run(looks, missing, heard, ranks=2) == ["", ""]
+
+
+def test_a_host_from_which_nothing_comes_is_lost(pool: gloo.Pool) -> None:
+    first, second = pool.run(looks, "unreachable", 99.0, ranks=2)
+    assert first.startswith("(1,) rank 1 does not answer (its host is unreachable)"), first
+    assert second.startswith("(0,) rank 0 does not answer (its host is unreachable)"), second
+
+
+def hears(rank: int) -> tuple[list[float], dict[int, bool], dict[int, bool]]:
+    """What a connection tells of the other rank, before and after that one has closed it."""
+    link = gloo.link_of(2)
+    assert isinstance(link, torch_link.TorchLink)
+    link.gather(torch.ones(1))
+    open_, times = link._wire.closed(), [link._wire.heard(r) for r in range(2)]
+    link.gather(torch.ones(1))
+    if rank == 1:
+        link.close()
+        return times, open_, {}
+    end = time.monotonic() + 10
+    while not link._wire.closed() and time.monotonic() < end:
+        time.sleep(0.01)
+    return times, open_, link._wire.closed()
+
+
+def test_what_a_connection_tells_without_a_message(pool: gloo.Pool) -> None:
+    (times, before, after), _ = pool.run(hears, ranks=2)
+    assert before == {} and after == {1: False}
+    assert times[0] == 0.0 and 0.0 <= times[1] < 10.0

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from laconic.errors import LinkError
-from laconic.links import health, wire
+from laconic.links import handshake, health, wire
+from laconic.links.talks import Talks
 from laconic.links.wire import Connections, LostError, OtherCallError, Transfer, Wire
 
 MORE_THAN_BUFFERS = 2**23
@@ -368,6 +369,31 @@ def test_a_stranger_is_turned_away_and_nobody_waits_for_it(
     room = torch.zeros(2)
     wires[1].post({}, {0: room}, HERE).wait()
     assert room.tolist() == [1, 1]
+
+
+@pytest.mark.timeout(30)
+def test_a_rank_that_has_no_business_here_is_refused() -> None:
+    """Though it knows the secret: rank 0 calls nobody."""
+    called = Wire(1, "127.0.0.1", 0.5, range(4))
+    host, port, key = health.Address.parse(called.address)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        nobody = str(health.Address("127.0.0.1", silent.getsockname()[1], key))
+        check_refused(called, nobody, (host, port, key))
+
+
+def check_refused(called: Wire, nobody: str, at: tuple[str, int, str]) -> None:
+    host, port, key = at
+    refused: list[Exception | None] = []
+    talks = Talks()
+    exchange = handshake.call(SECRET, wire.PURPOSE, bytes.fromhex(key), 0, b"", most=0)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(called.connect, [nobody, called.address, nobody], SECRET, fine)
+        talks.call(host, port, exchange, time.monotonic() + 5, lambda _, e: refused.append(e))
+        while not refused:
+            talks.turn(5)
+        with pytest.raises(LinkError, match=r"ranks \[0, 2\] have not called"):
+            waits.result()
+    assert isinstance(refused[0], ConnectionError)
 
 
 @pytest.mark.timeout(30)

@@ -194,6 +194,7 @@ del os.environ["GLOO_SOCKET_IFNAME"]
 
 def act(step):
     if rank == culprit and step == 20:
+        assert os.readlink("/proc/self/ns/net") != os.environ["TRAP_NETWORK"], "a host of its own"
         say(began=time.time())
         listed = subprocess.run(["ip", "-br", "link"], capture_output=True, text=True, check=True)
         names = [line.split()[0].split("@")[0] for line in listed.stdout.splitlines()]
@@ -216,6 +217,7 @@ def run_hosts(code: str, hosts: int, timeout: float) -> list[Outcome]:
         program.write_text(code)
         lab = [sys.executable, "-m", "laconic", "lab", "--hosts", str(hosts), "--"]
         env = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"}
+        env["TRAP_NETWORK"] = os.readlink("/proc/self/ns/net")
         argv = [*lab, sys.executable, str(program)]
         done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=timeout)
         outs = {rank: "" for rank in range(hosts)}
