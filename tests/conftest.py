@@ -15,6 +15,7 @@ HOSTS = {
     "compare",
     "doctor",
     "example",
+    "isolated_host",
     "lab",
     "own",
     "timeline",

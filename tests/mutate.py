@@ -57,6 +57,7 @@ REGROUP = ["tests/test_regroup.py", "-k", "not process and not sharded"]
 REGROUP_REPLICAS = ["tests/test_regroup.py", "-k", "two_ranks"]
 CODED_LINKS = ["tests/test_coded.py", "-k", "parts"]
 KERNELS = ["tests/test_kernels.py"]
+HEALTH = ["tests/test_health.py", "-k", "not trap"]
 WIRE = ["tests/test_wire.py"]
 AUTO = ["tests/test_auto.py", "-k", "not process"]
 PREDICT = ["tests/test_predict.py"]
@@ -318,15 +319,27 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("codecs/kernels.py", "_address(less), _address(plus)", "_address(plus), _address(less)", KERNELS),
     ("codecs/compiled.py", "or not kernel.encodes", "", KERNELS),
     ("links/wire.py", "start < _HEADER.size <= message.done", "False", WIRE),
-    ("links/wire.py", "if key == self._key.encode() else -1", "", WIRE),
+    ("links/wire.py", "if rank not in callers:", "if False:", WIRE),
     ("links/wire.py", "until >= 0 and messages[until].done >= enough", "False", WIRE),
     ("links/wire.py", "max(start - _HEADER.size, 0)", "0", WIRE),
+    ("links/handshake.py", "if not hmac.compare_digest", "if False and hmac.compare_digest", HEALTH),
+    ("links/handshake.py", "secret_of(hello.key) or ", "", HEALTH),
+    ("links/handshake.py", "if hello.purpose != purpose:", "if False:", HEALTH),
+    ("links/handshake.py", "role + hello + challenge + text", "hello + challenge + text", HEALTH),
+    ("links/health.py", "verdict.finder < self.verdict.finder", "True", HEALTH),
+    ("links/health.py", "if c.isprintable()", "if True", HEALTH),
+    ("links/health.py", "except RecursionError:", "except KeyError:", HEALTH),
+    ("links/talks.py", "self._strangers >= self._most", "False", HEALTH),
+    ("links/talks.py", "if t.deadline <= now", "if False", HEALTH),
+    ("links/forks.py", "        thing.close()  #", "        pass  #", HEALTH),
+    ("links/torch_link.py", "min(silence, self._wire.heard(r))", "silence", HEALTH),
+    ("links/torch_link.py", "self._wire.heard(r)) >= UNREACHABLE", "0.0) >= UNREACHABLE", HEALTH),
     ("links/health.py", "found = named or", "found =", WIRE),
     ("links/health.py", "if found is None or", "if", WIRE),
     ("links/wire.py", "if connections.busy:", "if False:", WIRE),
     ("running.py", "if result.lent and not self._reads_only:", "if False:", CODED),
     ("links/wire.py", "else left - (time.monotonic() - start)", "else left", WIRE),
-    ("links/wire.py", "                check()\n", "", WIRE),
+    ("links/wire.py", "                    check()\n", "", WIRE),
     ("links/wire.py", "self._timeout if moved else ", "", WIRE),
     ("exchanges/coded.py", "(HIDDEN if hidden else 1)", "1", CODED),
     ("exchanges/coded.py", "clock.delay or not self.relative", "not self.relative", CODED),

@@ -73,13 +73,16 @@ def test_calls_after_leaving_still_run(pool: gloo.Pool) -> None:
 def nonsense(rank: int) -> bool:
     """Whether this process's beacon falls silent after words that it does not know."""
     beacon = health.beacon()
-    address = beacon.enroll()
-    host, port, _ = address.rsplit("|", 2)
+    secret = bytes(32)
+    address = beacon.enroll(secret)
+    host, port, key = health.Address.parse(address)
     for said in (b"5", b"{", b"[1]", b"[[], 1]", b"\xff" * 100, b""):
-        with socket.create_connection((host, int(port)), timeout=5) as connection:
+        with socket.create_connection((host, port), timeout=5) as connection:
             connection.sendall(said)
-    health.ask(address.rsplit("|", 1)[0] + "|0000", "a verdict on calls that are not ours")
-    return health.ask(address).lost or len(beacon.verdicts) > 0
+    verdict = health.Request(health.Verdict("on calls that are not ours", (), 0))
+    health.ask(str(health.Address(host, port, "00" * 8)), secret, 1, verdict)
+    health.ask(address, bytes(31) + b"1", 1, verdict)
+    return health.ask(address, secret).lost or beacon.links[key].verdict is not None
 
 
 def test_a_beacon_outlives_nonsense(pool: gloo.Pool) -> None:

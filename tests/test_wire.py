@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from laconic.errors import LinkError
-from laconic.links import health, wire
+from laconic.links import handshake, health, wire
+from laconic.links.talks import Talks
 from laconic.links.wire import Connections, LostError, OtherCallError, Transfer, Wire
 
 MORE_THAN_BUFFERS = 2**23
 HERE, THERE = (3, 7), (4, 7)
+SECRET = bytes(range(32))
 
 
 @pytest.fixture(params=["compiled", "interpreted"])
@@ -325,7 +327,7 @@ def connected(size: int) -> list[Wire]:
     wires = [Wire(rank, "127.0.0.1", 10, range(4)) for rank in range(size)]
     addresses = [w.address for w in wires]
     with ThreadPoolExecutor(size) as pool:
-        list(pool.map(lambda w: w.connect(addresses, fine), wires))
+        list(pool.map(lambda w: w.connect(addresses, SECRET, fine), wires))
     return wires
 
 
@@ -361,7 +363,7 @@ def test_a_stranger_is_turned_away_and_nobody_waits_for_it(
         socket.create_connection(("127.0.0.1", port)) as knows_no_key,
     ):
         knows_no_key.sendall(wrong)
-        list(pool.map(lambda w: w.connect([x.address for x in wires], fine), wires))
+        list(pool.map(lambda w: w.connect([x.address for x in wires], SECRET, fine), wires))
         assert knows_no_key.recv(1) == b""
     wires[0].post({1: torch.ones(2)}, {}, HERE).wait()
     room = torch.zeros(2)
@@ -370,13 +372,38 @@ def test_a_stranger_is_turned_away_and_nobody_waits_for_it(
 
 
 @pytest.mark.timeout(30)
+def test_a_rank_that_has_no_business_here_is_refused() -> None:
+    """Though it knows the secret: rank 0 calls nobody."""
+    called = Wire(1, "127.0.0.1", 0.5, range(4))
+    host, port, key = health.Address.parse(called.address)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        nobody = str(health.Address("127.0.0.1", silent.getsockname()[1], key))
+        check_refused(called, nobody, (host, port, key))
+
+
+def check_refused(called: Wire, nobody: str, at: tuple[str, int, str]) -> None:
+    host, port, key = at
+    refused: list[Exception | None] = []
+    talks = Talks()
+    exchange = handshake.call(SECRET, wire.PURPOSE, bytes.fromhex(key), 0, b"", most=0)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(called.connect, [nobody, called.address, nobody], SECRET, fine)
+        talks.call(host, port, exchange, time.monotonic() + 5, lambda _, e: refused.append(e))
+        while not refused:
+            talks.turn(5)
+        with pytest.raises(LinkError, match=r"ranks \[0, 2\] have not called"):
+            waits.result()
+    assert isinstance(refused[0], ConnectionError)
+
+
+@pytest.mark.timeout(30)
 def test_who_does_not_call_or_cannot_be_reached_is_named() -> None:
     first, second = (Wire(rank, "127.0.0.1", 0.2, [5, 7]) for rank in (0, 1))
     addresses = [first.address, second.address]
     with pytest.raises(LinkError, match=r"ranks \[7\] have not called within 0\.2 s"):
-        first.connect(addresses, fine)  # which no longer listens then
+        first.connect(addresses, SECRET, fine)  # which no longer listens then
     with pytest.raises(LinkError, match=r"rank 5 can't be reached at 127\.0\.0\.1, port \d+"):
-        second.connect(addresses, fine)
+        second.connect(addresses, SECRET, fine)
 
 
 @pytest.mark.timeout(30)
@@ -386,7 +413,7 @@ def test_who_waits_to_be_called_heeds_what_others_found() -> None:
 
     first = Wire(0, "127.0.0.1", 30, range(2))
     with pytest.raises(LinkError, match="rank 7 is elsewhere"):
-        first.connect([first.address, "never called"], told)
+        first.connect([first.address, "never called"], SECRET, told)
 
 
 def test_it_refuses_to_be_compiled_differently() -> None:

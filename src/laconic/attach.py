@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from laconic.attempts import open_store
 from laconic.auto import Auto, Chooser, start
 from laconic.errors import check_choice, check_float, check_int, in_words
-from laconic.links import Link
+from laconic.links import Link, rendezvous
 from laconic.metrics import Metrics, MetricsArgument, agree_on_metrics, check_metrics
 from laconic.model_checks import check_devices, check_unwrapped
 from laconic.program import check_groups, warn_of_groups
@@ -47,7 +47,8 @@ def init() -> None:
     Does nothing if a process group exists already. NCCL where CUDA is there, gloo elsewhere. The
     current GPU becomes that of LOCAL_RANK, or the only one where each process sees one alone
     (CUDA_VISIBLE_DEVICES). Ranks that torchrun starts again after a failure (``--max-restarts``)
-    meet anew: nothing that the attempt before has left is taken for theirs.
+    meet anew: nothing that the attempt before has left is taken for theirs. The other ranks notice
+    from then on when this process ends, and `attach` names it there.
 
     Raises ``ValueError`` where there are fewer GPUs than ranks on this host.
     """
@@ -62,6 +63,7 @@ def init() -> None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     else:
         dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+    rendezvous.publish()
 
 
 def _own_gpu() -> int:

@@ -11,7 +11,15 @@ class LinkError(RuntimeError):
     """A round could not be completed: a rank died, hung, or is doing something else.
 
     Raised on every rank that still runs; the message names the rank, the round and the remedy.
+
+    ``ranks``: the world ranks that are to blame, ascending, alike on every rank that raises it;
+    empty where that is unknown. A rank that does not answer is blamed before one that has ended,
+    and a rank that only stopped because of another one is not blamed.
     """
+
+    def __init__(self, *args: object, ranks: Iterable[int] = ()) -> None:
+        super().__init__(*args)
+        self.ranks: tuple[int, ...] = tuple(sorted(ranks))
 
 
 class NotFiniteError(ValueError):

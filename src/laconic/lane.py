@@ -27,9 +27,9 @@ T = TypeVar("T")
 
 LEAVING = 5.0
 """Seconds that a process at its end waits for messages in flight, which others may wait for."""
-FIRST_LOOK, LAST_LOOK = 1.0, 30.0
-"""Seconds of waiting after which one asks where the other ranks are, and again, twice as long each
-time, up to the second figure."""
+LOOK = 1.0
+"""Seconds of waiting after which one looks after the other ranks, and again and again; the link
+says what it does how often."""
 
 
 class Pending(Generic[T]):
@@ -57,11 +57,10 @@ class Pending(Generic[T]):
     def wait(self) -> T:
         """The result; raises what the job raised."""
         if self._lane is not None and not self._event.is_set():
-            start, patience = time.perf_counter(), FIRST_LOOK
+            start = time.perf_counter()
             try:
-                while not self._event.wait(patience):
+                while not self._event.wait(LOOK):
                     self._lane.look(self._label)
-                    patience = min(2 * patience, LAST_LOOK)
             finally:
                 self._lane.waited(start)
         if self.error is not None:
@@ -270,4 +269,5 @@ def _labelled(job: Callable[[], T], label: str, preface: Callable[[], object] | 
                 preface()
             return job()
     except LinkError as error:
-        raise LinkError(f"{label}: {error}") from None  # it says all that its cause does
+        # it says all that its cause does
+        raise LinkError(f"{label}: {error}", ranks=error.ranks) from None

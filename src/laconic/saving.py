@@ -205,7 +205,7 @@ def save(
                 _AllRanks(f"laconic.save to {path}", gather),
             )
     except LinkError as error:
-        raise LinkError(f"{error}. {_EVERY_RANK}") from None
+        raise LinkError(f"{error}. {_EVERY_RANK}", ranks=error.ranks) from None
 
 
 def load(

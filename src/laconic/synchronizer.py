@@ -423,6 +423,7 @@ class Synchronizer:
         self.step += 1
         self._in_step = False
         self._status("computing")
+        self._world.check_peers()
         if self.step == 1:
             self._note_fingerprint()
             self._call("first step", self.step)

@@ -35,6 +35,9 @@ class Silent:
     def check(self) -> None:
         """Nobody is missing."""
 
+    def check_peers(self) -> None:
+        """Nobody is missing."""
+
     def leave(self, broken: bool) -> None:
         """Nobody waits."""
 

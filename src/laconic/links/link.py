@@ -86,6 +86,12 @@ class Link(Protocol):
         whoever waits for a collective beside the thread that makes it."""
         ...
 
+    def check_peers(self) -> None:
+        """Raise `LinkError` if another rank is known to be lost; for whoever is between two calls,
+        however often: cheap, and without a message where all is well. A rank that ended in order
+        is not lost."""
+        ...
+
     def leave(self, broken: bool) -> None:
         """This rank will make no more calls, and, if ``broken``, not end the one it is in."""
         ...

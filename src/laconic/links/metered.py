@@ -97,3 +97,7 @@ class Metered(Wrapped):
     def check(self) -> None:
         with self.ledger.watched():
             super().check()
+
+    def check_peers(self) -> None:
+        with self.ledger.watched():
+            super().check_peers()

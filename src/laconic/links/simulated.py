@@ -72,6 +72,7 @@ class _Stage:
         self.random = [_RandomState() for _ in range(workers)]
         self.meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
         self.failure: str | None = None
+        self.blamed: list[int] = []
         self.left: list[int] = []
 
     def take_turn(self, rank: int) -> None:
@@ -88,21 +89,27 @@ class _Stage:
             waiting = [m for m in self.meetings.values() if m.result is None]
             stuck = "; ".join(f"ranks {sorted(m.brought)} in {m.call}" for m in waiting)
             ended = f"; ranks {sorted(self.left)} have ended" if self.left else ""
-            self.fail(f"the workers wait for each other in vain: {stuck}{ended}")
+            self.fail(f"the workers wait for each other in vain: {stuck}{ended}", self.left)
             able = [r for r in order if self.runnable[r]]
         if able:
             self.turns[able[0]].release()  # wakes that one alone
 
-    def fail(self, reason: str) -> None:
-        """Every worker that waits, or comes to wait, gets ``reason`` as an error."""
-        self.failure = self.failure or reason
+    def fail(self, reason: str, ranks: Sequence[int] = ()) -> None:
+        """Every worker that waits, or comes to wait, gets ``reason`` as an error, for which
+        ``ranks`` are to blame."""
+        if self.failure is None:
+            self.failure, self.blamed = reason, list(ranks)
         self.runnable = [r not in self.left for r in range(len(self.runnable))]
+
+    def error(self) -> LinkError:
+        """What every worker raises from then on."""
+        return LinkError(self.failure, ranks=self.blamed)
 
     def leave(self, rank: int, error: BaseException | None) -> None:
         self.left.append(rank)
         self.runnable[rank] = False
         if error is not None:
-            self.fail(f"rank {rank} failed: {type(error).__name__}: {error}")
+            self.fail(f"rank {rank} failed: {type(error).__name__}: {error}", [rank])
         self.pass_turn(rank)
 
     def meet(
@@ -111,7 +118,7 @@ class _Stage:
         """Deposit ``x``, wait for the other members, return ``compute`` of all, in rank
         order, and when the last came."""
         if self.failure is not None:
-            raise LinkError(self.failure)
+            raise self.error()
         key = (tuple(members), count)
         meeting = self.meetings.setdefault(key, _Meeting(members, call))
         if meeting.call != call:
@@ -119,7 +126,7 @@ class _Stage:
                 f"ranks disagree on what comes next: rank {rank} calls {call} where ranks "
                 f"{sorted(meeting.brought)} call {meeting.call}"
             )
-            raise LinkError(str(self.failure))
+            raise self.error()
         meeting.brought[rank] = x
         if len(meeting.brought) == len(members):
             meeting.result = compute([meeting.brought[r] for r in members])
@@ -133,7 +140,7 @@ class _Stage:
             self.pass_turn(rank)
             self.take_turn(rank)
         if meeting.result is None:
-            raise LinkError(str(self.failure))
+            raise self.error()
         return meeting.result, meeting.joined
 
 
@@ -169,6 +176,9 @@ class SimulatedLink:
 
     def check(self) -> None:
         """Nothing to find: nobody waits beside the thread that makes the call."""
+
+    def check_peers(self) -> None:
+        """Nothing to find: a worker that fails is an error in the next call."""
 
     def leave(self, broken: bool) -> None:
         """The stage sees workers end."""

@@ -3,8 +3,9 @@ tensors, NCCL for CUDA tensors."""
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import NoReturn
@@ -15,28 +16,44 @@ from torch import Tensor
 
 from laconic.errors import LinkError
 from laconic.links import health
-from laconic.links.health import Answer, Place
+from laconic.links.handshake import SECRET_BYTES
+from laconic.links.health import NOTHING, Answer, Place, Request, Verdict
 from laconic.links.link import Link, Parts, arrivals, hops
+from laconic.links.rendezvous import ADVICE, UNREACHABLE_SECONDS, meeting
 from laconic.links.wire import LostError, OtherCallError, Transfer, Wire
 from laconic.tensors import Scratch, mean_in_rank_order
 
-ADVICE = (
-    "Look at that rank's own output, then start all ranks again from the last checkpoint; "
-    "where a rank is only slow, pass a longer timeout= to laconic.attach"
-)
-ADDRESS_BYTES = 192
+ADDRESS_BYTES = 256
+FIRST_LOOK, LAST_LOOK = 1.0, 30.0
+"""Seconds after which who waits asks where the other ranks are again, twice as long each time, up
+to the second figure."""
+WATCH_SECONDS = 0.5
+"""How often a rank between two calls looks whether its connections still stand."""
+FINISH = "finish()"
+"""The call after which ranks owe each other nothing until the next one."""
 
 
 class _Calls:
     """The calls that this process makes, over one link to all and those split from it: every rank
-    makes the same ones in the same order. Its beacon tells others how far it has come."""
+    makes the same ones in the same order. Its beacon tells others how far it has come, if they know
+    the ``secret`` of the link, and takes in what they find wrong."""
 
     def __init__(self) -> None:
         self.place = Place()  # the thread that makes the calls alone moves it
         self.names: Sequence[str] = ()
         self._left = self._broken = False
-        self._beacon = health.beacon()
-        self.address = self._beacon.enroll()
+        beacon = health.beacon()
+        self.address = beacon.enroll()
+        self.known = beacon.links[health.key_of(self.address)]
+
+    @property
+    def secret(self) -> bytes | None:
+        """What all ranks of the link know, and nobody else."""
+        return self.known.secret
+
+    def share(self, secret: bytes, rank: int, others: Mapping[int, str]) -> None:
+        """The ranks share ``secret`` from now on; ``others``: their addresses."""
+        self.known.secret, self.known.rank, self.known.others = secret, rank, dict(others)
 
     def enter(self, word: int) -> None:
         """The next call."""
@@ -50,23 +67,30 @@ class _Calls:
         self._tell()
 
     def _tell(self) -> None:
-        place = self.place._replace(left=self._left, broken=self._broken)
-        self._beacon.places[health.key_of(self.address)] = place
+        self.known.place = self.place._replace(left=self._left, broken=self._broken)
 
     @property
-    def verdict(self) -> str:
-        """What another rank found wrong with the calls."""
-        return self._beacon.verdicts.get(health.key_of(self.address), "")
+    def finished(self) -> bool:
+        """Whether the last call was that after which ranks may go."""
+        return self._name(self.place) == FINISH
+
+    def _name(self, place: Place) -> str:
+        number = place.word % 256
+        return self.names[number] if place.serial and number < len(self.names) else ""
 
     def told(self, place: Place) -> str:
         """A place in words."""
         if not place.serial:
             what = "no call yet"
-        elif place.word % 256 < len(self.names):
-            what = f"{self.names[place.word % 256]} after {place.word // 256} steps"
+        elif self._name(place):
+            what = f"{self._name(place)} after {place.word // 256} steps"
         else:
             what = "another call"
         return f"{what}, and has left" if place.left else what
+
+
+_Answers = dict[int, Answer]
+"""By rank of the link."""
 
 
 class TorchLink:
@@ -101,39 +125,69 @@ class TorchLink:
         self.joined = time.perf_counter()
         self._beacon = health.beacon()
         self._addresses: list[str] = []
-        self._wire = self._connect()
+        self._answered: set[int] = set()
+        """The ranks whose beacons have answered: one that is gone then has ended."""
+        self._closed: set[int] = set()
+        """The ranks that have closed their connections in order."""
+        self._unreachable: dict[int, float] = {}
+        """Since when (`time.monotonic`) there is no connection to a rank's beacon."""
+        self._looked, self._look_at, self._patience = -1, 0.0, FIRST_LOOK
+        self._watched = 0.0
+        seconds = timeout.total_seconds()
+        self._wire = Wire(self.rank, health.own_address(), seconds, self._ranks)
+        self._connect()
 
     @classmethod
     def world(cls, device: torch.device, timeout: timedelta) -> TorchLink:
         """The link over all ranks of the initialised default process group."""
-        link = cls(dist.new_group(timeout=timeout), device, timeout)
+        found = meeting()
+        if found is None:
+            group = dist.new_group(timeout=timeout)
+        else:
+            found.meet(timeout.total_seconds())
+            with found.together():
+                group = dist.new_group(timeout=timeout)
+        link = cls(group, device, timeout)
         link._made = True
         return link
 
-    def _connect(self) -> Wire:
-        """Learn the addresses of the other ranks' beacons, and connect with them."""
-        timeout = self._timeout.total_seconds()
-        wire = Wire(self.rank, health.own_address(), timeout, self._ranks)
-        told = [said.split("/") for said in self._share(f"{self._calls.address}/{wire.address}")]
-        self._addresses = [beacon for beacon, _ in told]
-        wires = [] if self._native else [address for _, address in told]
+    def _connect(self) -> None:
+        """Learn the addresses of the other ranks' beacons and rank 0's secret, and connect."""
+        own = f"{self._calls.address}/{self._wire.address}/{secrets.token_hex(SECRET_BYTES)}"
+        told = [said.split("/") for said in self._share(own)]
+        self._addresses = [beacon for beacon, _, _ in told]
+        if self._calls.secret is None:
+            others = {self._ranks[r]: address for r, address in enumerate(self._addresses)}
+            del others[self._ranks[self.rank]]
+            self._calls.share(bytes.fromhex(told[0][2]), self._ranks[self.rank], others)
+        assert self._calls.secret is not None, "shared now"
+        wires = [] if self._native else [address for _, address, _ in told]
         near = [address.startswith(("127.", "::1|")) for address in wires]
         if any(near) and not all(near):
+            name = self._ranks[near.index(True)]
             raise LinkError(
-                f"rank {self._ranks[near.index(True)]} knows no address of its host but 127.0.0.1: "
-                "set MASTER_ADDR there, or GLOO_SOCKET_IFNAME to the interface to use"
+                f"rank {name} knows no address of its host but 127.0.0.1: "
+                "set MASTER_ADDR there, or GLOO_SOCKET_IFNAME to the interface to use",
+                ranks=[name],
             )
         try:
-            wire.connect(wires, self._heed)
+            self._wire.connect(wires, self._calls.secret, self._check_connecting)
         except LinkError as error:
-            self._ask(str(error))  # tells it to those who still wait
-            raise
-        return wire
+            self._conclude(str(error), error.ranks, error)  # tells it to those who still wait
 
-    def _heed(self) -> None:
+    def _check_connecting(self) -> None:
+        """Raise if a rank's process has ended while ranks wait to be connected."""
+        self._heed()
+        if self._due():
+            answers = self._ask()
+            if any(answer.missing == "gone" for answer in answers.values()):
+                self._blame(answers, "while the ranks connected")
+
+    def _heed(self, error: Exception | None = None) -> None:
         """Raise what another rank found wrong."""
-        if self._calls.verdict:
-            raise LinkError(self._calls.verdict)
+        verdict = self._calls.known.verdict
+        if verdict is not None:
+            raise LinkError(verdict.text, ranks=verdict.ranks) from None
 
     def _share(self, text: str) -> list[str]:
         """Every rank's text, by way of the process group."""
@@ -146,6 +200,7 @@ class TorchLink:
     # -- the call announced, and errors ----
 
     def agree(self, step: int, code: int, names: Sequence[str], *, wait: bool) -> bool:
+        self._heed()
         self._calls.names = names
         self._calls.enter(step * 256 + code)
         if not (wait or self._native):
@@ -156,11 +211,81 @@ class TorchLink:
         return True
 
     def check(self) -> None:
-        self._heed()
+        if self._wire.forked:
+            raise LinkError("a forked process cannot use its parent's link: start it by spawn")
+        try:
+            self._heed()
+            if self._due():
+                self._look()
+        except LinkError:
+            self._wire.shutdown()  # for the thread that waits for messages
+            raise
+
+    def _due(self) -> bool:
+        """Whether to ask the others again now."""
+        now, serial = time.monotonic(), self._calls.place.serial
+        if serial != self._looked:
+            self._looked, self._look_at, self._patience = serial, now, FIRST_LOOK
+        if now < self._look_at:
+            return False
+        if not self._unreachable:  # else at every look
+            self._look_at = now + self._patience
+            self._patience = min(2 * self._patience, LAST_LOOK)
+        return True
+
+    def _look(self) -> None:
         answers = self._ask()
-        keys = {r: health.key_of(self._addresses[r]) for r in answers}
-        places = {r: a.places[keys[r]] for r, a in answers.items() if keys[r] in a.places}
+        self._heed()
+        places = {r: a.place for r, a in answers.items() if a.place is not None}
         self._compare({**places, self.rank: self._calls.place})
+        if self._native:
+            return  # who is lost NCCL tells, and nothing else is known of its connections
+        serial, closed = self._calls.place.serial, self._wire.closed()
+        for r, answer in answers.items():
+            ended = r in self._answered or r in closed  # and not kept away by a firewall
+            if answer.missing == "gone" and ended and self._departed(r) < serial:
+                self._blame(answers, "its connection is closed")
+        now, lost = time.monotonic(), dict[int, Answer]()
+        for r, answer in answers.items():
+            if answer.missing != "unreachable":
+                self._unreachable.pop(r, None)
+                continue
+            silence = now - self._unreachable.setdefault(r, now)
+            if min(silence, self._wire.heard(r)) >= UNREACHABLE_SECONDS:
+                lost[r] = answer
+        if lost:
+            self._blame(answers, f"nothing came from it for {UNREACHABLE_SECONDS:g} s", only=lost)
+
+    def check_peers(self) -> None:
+        now = time.perf_counter()
+        if self._native or now - max(self._watched, self.joined) < WATCH_SECONDS:
+            return
+        self._watched, status = now, self._beacon.status
+        try:
+            self._heed()
+            self._watch()
+        except LinkError as error:
+            where = self._calls.told(self._calls.place)
+            at = f"{status}, between rounds (the last one: {where})"
+            self._wire.shutdown()
+            raise LinkError(f"{at}: {error}", ranks=error.ranks) from None
+
+    def _watch(self) -> None:
+        """Raise if a connection is closed that should not be."""
+        ended = {r: e for r, e in self._wire.closed().items() if r not in self._closed}
+        if not ended or self._calls.finished:
+            return
+        answers = self._ask()
+        for r, failed in ended.items():
+            if self._departed(r) >= 0 or not (failed or answers[r].lost):
+                self._closed.add(r)  # in order, or it lives and has closed its link
+            elif failed or answers[r].missing == "gone":
+                self._blame(answers, "its connection is closed")
+
+    def _departed(self, rank: int) -> int:
+        """After how many calls ``rank``'s process ended in order; -1: it did not, as far as is
+        known."""
+        return self._calls.known.left.get(self._ranks[rank], -1)
 
     def leave(self, broken: bool) -> None:
         self._calls.leave(broken)
@@ -180,19 +305,79 @@ class TorchLink:
         where = "; ".join(
             f"rank {self._ranks[r]}: {self._calls.told(places[r])}" for r in sorted(places)
         )
-        verdict = (
+        text = (
             f"the ranks are at different places ({where}). Every rank must take the same "
             "optimiser steps and make the same laconic calls; a GradScaler that skips steps "
             "is passed as attach(..., scaler=)"
         )
-        self._ask(verdict)  # whoever has not seen it yet will only see this process end
-        raise LinkError(verdict) from None
+        # whoever has not seen it yet will only see this process end
+        self._conclude(text, [self._ranks[r] for r, p in places.items() if p.left or p.broken])
 
-    def _ask(self, verdict: str = "") -> dict[int, Answer]:
-        """What the other ranks of this link say; and tell them the verdict."""
-        others = [r for r in range(len(self._addresses)) if r != self.rank]
-        said = health.ask_all((self._addresses[r] for r in others), verdict)
-        return dict(zip(others, said, strict=True))
+    def _ask(self, request: Request = NOTHING, ranks: Sequence[int] = ()) -> _Answers:
+        """What the other ranks of this link say, or the other ones of ``ranks``; and tell them
+        something."""
+        secret = self._calls.secret
+        others = [r for r in ranks or range(self.size) if r != self.rank]
+        if secret is None:  # the ranks have not met
+            return {}
+        addresses = [self._addresses[r] for r in others]
+        said = health.ask_all(addresses, secret, self._ranks[self.rank], request)
+        answers = dict(zip(others, said, strict=True))
+        for r, answer in answers.items():
+            if answer.verdict is not None:
+                self._calls.known.take(answer.verdict)
+            if not answer.lost:
+                self._answered.add(r)
+        return answers
+
+    def _blame(
+        self,
+        answers: _Answers,
+        reason: str,
+        error: Exception | None = None,
+        only: Iterable[int] = (),
+    ) -> NoReturn:
+        """Conclude from the other ranks' ``answers`` who is to blame for the ``reason`` why this
+        rank cannot go on: a rank that does not answer, or else one that has ended, or else one
+        that has not come so far; or ``only`` those. One that has stopped because of another rank
+        says so."""
+        self._heed(error)
+        mine = self._calls.place.serial
+        silent = list(only)
+        silent = silent or [r for r, a in answers.items() if a.missing in ("silent", "unreachable")]
+        gone = [r for r, a in answers.items() if a.missing == "gone" and self._departed(r) < mine]
+        behind = [r for r, a in answers.items() if a.place and a.place.serial < mine]
+        blamed = silent or gone or behind
+        parts = []
+        for r in silent + gone or behind or answers:
+            answer, departed = answers[r], self._departed(r)
+            said = answer.status if answer.lost else f"is {answer.status}"
+            if answer.missing == "gone" and departed >= 0:
+                said = f"has left: its program ended in order after call {departed} of {mine}"
+            parts.append(f"rank {self._ranks[r]} {said}")
+        if len(silent) == self.size - 1 > 1:
+            parts.append("all others at once: this rank's own network may be down")
+        who = "; ".join(parts) or "a rank was lost before the ranks had met"
+        text = f"{who}. {ADVICE}. ({reason})"
+        self._conclude(text, [self._ranks[r] for r in blamed], error, answers)
+
+    def _conclude(
+        self,
+        text: str,
+        ranks: Iterable[int],
+        error: Exception | None = None,
+        answers: _Answers | None = None,
+    ) -> NoReturn:
+        """Tell all ranks of the link that can be told (all but those that are missing from
+        ``answers``), and raise it; or what another one has found before."""
+        known = self._calls.known
+        known.take(Verdict(text, tuple(sorted(ranks)), self._ranks[self.rank]))
+        self.status("stopped")
+        lost = {r for r, answer in (answers or {}).items() if answer.lost}
+        self._ask(Request(known.verdict), [r for r in range(self.size) if r not in lost])
+        self._wire.shutdown()  # no message comes any more; this wakes who waits for one
+        self._heed(error)
+        raise AssertionError("there is a verdict")
 
     def _wait(self, *works: dist.Work | None) -> None:
         try:
@@ -204,16 +389,8 @@ class TorchLink:
         self.joined = time.perf_counter()
 
     def _lost(self, error: RuntimeError) -> NoReturn:
-        if self._calls.verdict:
-            raise LinkError(self._calls.verdict) from None
-        answers = {self._ranks[r]: answer for r, answer in self._ask().items()}
-        missing = {r: a.status for r, a in answers.items() if a.lost}
-        told = missing or {r: f"is {a.status}" for r, a in answers.items()}
-        who = "; ".join(f"rank {r} {answer}" for r, answer in told.items())
-        who = who or "a rank was lost before the ranks had met"
-        lost = ", ".join(f"rank {r}" for r in missing) or "the connection"
-        self.status(f"stopped: it lost {lost} when {self._beacon.status}")
-        raise LinkError(f"{who}. {ADVICE}. ({str(error).splitlines()[0]})") from None
+        self._heed(error)
+        self._blame(self._ask(), str(error).splitlines()[0], error)
 
     def status(self, text: str) -> None:
         self._beacon.set(text)
@@ -267,8 +444,7 @@ class TorchLink:
         except OtherCallError as error:
             there, mine = Place(*error.place), self._calls.place
             if there == mine:  # the same call, of something else
-                self._ask(str(error))
-                raise
+                self._conclude(str(error), [], error)
             self._refuse({error.rank: there, self.rank: mine})
         except LostError as error:
             self._lost(error)

@@ -9,11 +9,13 @@ wakes the one that waits. With 4 ranks on 2 cores that was half of what a round 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import secrets
 import select
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -23,14 +25,23 @@ from torch import Tensor
 
 from laconic import native
 from laconic.errors import LinkError
+from laconic.links import forks, handshake
+from laconic.links.health import Address
+from laconic.links.talks import Talk, Talks
 
 VERSION = 4
 """What ``wire.c`` must be."""
 
 _HEADER = struct.Struct("=QQQ")  # the place of the sender in its calls, and how many bytes follow
-_HELLO = struct.Struct("<16sQ")  # the key of the rank that is called, and the number of who calls
+PURPOSE = b"wire"
 HELLO_SECONDS = 5.0
-"""How long a caller may take to say who it is."""
+"""How long a caller may take in all to prove who it is."""
+LOOK_SECONDS, RETRY_SECONDS = 1.0, 0.05
+KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 5}
+"""A connection over which nothing comes ends after 30 s in which the other host acknowledged none
+of 5 probes, be they lost for a while on a saturated network. A stopped process's kernel answers."""
+_HANG_UP = getattr(select, "POLLRDHUP", 0)  # only Linux tells before everything was read
+_INFO = struct.Struct("=52x2I")  # struct tcp_info up to tcpi_last_data_recv, tcpi_last_ack_recv
 
 _FINE, _SILENT, _CLOSED, _OTHER, _FAILED, _INTERRUPTED = range(6)
 _ALL, _AT_ONCE = -1, -2
@@ -79,10 +90,24 @@ class Connections(dict[int, int]):
     busy = False
     """Whether a message was begun and not ended: none can come after it."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._process = os.getpid()
+        forks.close_in_child(self)
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child's copy, which was closed."""
+        return os.getpid() != self._process
+
     def keep(self, rank: int, connection: socket.socket) -> None:
-        """Take over the connection to ``rank``."""
+        """Take over the connection to ``rank``, in place of one that it has called by before."""
         connection.setblocking(False)
-        self[rank] = connection.detach()
+        before = self.get(rank)
+        with forks.guard:
+            self[rank] = connection.detach()
+        if before is not None:
+            os.close(before)
 
     def close(self) -> None:
         """End them all."""
@@ -111,6 +136,8 @@ class Transfer:
         *,
         ready: bool = True,
     ) -> None:
+        if connections.forked:
+            raise LinkError("a forked process cannot use its parent's link: start it by spawn")
         if connections.busy:
             raise LinkError("a message on this link was left half-way: it cannot be used any more")
         self._connections = connections  # as all of these, held while messages are under way
@@ -262,78 +289,121 @@ class Wire:
 
     def __init__(self, rank: int, host: str, timeout: float, names: Sequence[int]) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._server = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
+        with forks.guard:
+            self._server = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
+            forks.close_in_child(self._server)
         self._rank = rank
         self._timeout = timeout
         self._names = names
-        self._key = secrets.token_hex(8)
+        self._key = secrets.token_bytes(handshake.KEY_BYTES)
         self._connections = Connections()
-        self.address = f"{host}|{self._server.getsockname()[1]}|{self._key}"
+        self.address = str(Address(host, self._server.getsockname()[1], self._key.hex()))
 
-    def connect(self, addresses: Sequence[str], check: Callable[[], None]) -> None:
+    def connect(self, addresses: Sequence[str], secret: bytes, check: Callable[[], None]) -> None:
         """Call the ranks before this one, at their ``addresses``, and be called by those behind it;
-        with no addresses, none. ``check()``, every second of waiting, raises if it is in vain."""
+        with no addresses, none. All of them know the ``secret``, and prove it to each other.
+        ``check()``, every second of waiting, raises if it is in vain."""
         try:
             with self._server:
-                self._connect(addresses, check)
+                self._connect(addresses, secret, check)
         except BaseException:
             self._connections.close()  # or the others would wait as long as the error is kept
             raise
 
-    def _connect(self, addresses: Sequence[str], check: Callable[[], None]) -> None:
-        deadline = time.monotonic() + self._timeout
-        for r, address in enumerate(addresses[: self._rank]):
-            self._call(r, address, deadline)
-        while missing := set(range(len(addresses))) - {self._rank, *self._connections}:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                who = sorted(self._names[r] for r in missing)
-                raise LinkError(f"ranks {who} have not called within {self._timeout:g} s")
-            self._server.settimeout(min(left, 1.0))
-            try:
-                caller, _ = self._server.accept()
-            except (TimeoutError, ConnectionAbortedError):
-                check()
-                continue
-            rank = self._greet(caller)
-            if rank in missing:
-                self._keep(rank, caller)
-            else:
-                caller.close()  # none of ours
-
-    def _call(self, rank: int, address: str, deadline: float) -> None:
-        host, port, key = address.rsplit("|", 2)
-        left = max(deadline - time.monotonic(), 0.001)
+    def _connect(self, addresses: Sequence[str], secret: bytes, check: Callable[[], None]) -> None:
+        start = time.monotonic()
+        deadline, look = start + self._timeout, start + LOOK_SECONDS
+        talks, calls = Talks(), _Calls(self._rank, self._names, secret, deadline, self._keep)
+        calls.to = {r: Address.parse(a) for r, a in enumerate(addresses[: self._rank])}
+        callers = set(range(self._rank + 1, len(addresses)))
+        talks.serve(
+            self._server,
+            lambda: handshake.answer(
+                PURPOSE,
+                lambda key: secret if key == self._key else None,
+                lambda hello, _: self._welcome(hello.number, callers),
+                most=0,
+            ),
+            HELLO_SECONDS,
+            self._greeted,
+        )
         try:
-            called = socket.create_connection((host, int(port)), left)
-            self._keep(rank, called, _HELLO.pack(key.encode(), self._rank))
-        except OSError as error:
-            raise LinkError(
-                f"rank {self._names[rank]} can't be reached at {host}, port {port}: {error}; where "
-                "a host has several networks GLOO_SOCKET_IFNAME names the interface to use"
-            ) from error
+            while missing := {*calls.to, *callers} - {*self._connections}:
+                now = time.monotonic()
+                if now >= deadline:
+                    who = sorted(self._names[r] for r in missing)
+                    raise LinkError(
+                        f"ranks {who} have not called within {self._timeout:g} s", ranks=who
+                    )
+                if now >= look:
+                    check()
+                    look = now + LOOK_SECONDS
+                again = calls.begin(talks, now)
+                talks.turn(max(min(deadline, look, again) - now, 0))
+        finally:
+            talks.close()
 
-    def _greet(self, caller: socket.socket) -> int:
-        """Who calls; -1: someone who has no business here."""
-        try:
-            caller.settimeout(HELLO_SECONDS)
-            said = b""
-            while len(said) < _HELLO.size and (piece := caller.recv(_HELLO.size - len(said))):
-                said += piece
-            key, rank = _HELLO.unpack(said)
-        except (OSError, struct.error):
-            return -1
-        return int(rank) if key == self._key.encode() else -1
+    def _welcome(self, rank: int, callers: set[int]) -> bytes:
+        if rank not in callers:
+            raise handshake.RefusedError(f"rank {rank} has no business here")
+        return b""
 
-    def _keep(self, rank: int, connection: socket.socket, hello: bytes = b"") -> None:
-        try:
-            connection.sendall(hello)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        except OSError:
-            connection.close()
-            raise
+    def _greeted(self, talk: Talk, error: Exception | None) -> None:
+        """A caller was greeted, or was none of ours."""
+        if error is None:
+            rank = handshake.Hello.unpack(talk.result[: handshake.HELLO_BYTES]).number
+            self._keep(rank, talk.connection)
+
+    def _keep(self, rank: int, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            if name in vars(socket):  # not on every system
+                connection.setsockopt(socket.IPPROTO_TCP, vars(socket)[name], value)
         self._connections.keep(rank, connection)
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child's copy, whose connections were closed."""
+        return self._connections.forked
+
+    def closed(self) -> dict[int, bool]:
+        """The ranks whose connections have ended, without waiting; whether by an error, and not in
+        order. Nothing is read, so messages under way do not mind."""
+        poll, ranks = select.poll(), {}
+        for rank, fd in self._connections.items():
+            poll.register(fd, _HANG_UP)
+            ranks[fd] = rank
+        ended = select.POLLHUP | select.POLLERR | _HANG_UP
+        return {
+            ranks[fd]: bool(events & select.POLLERR)
+            for fd, events in poll.poll(0)
+            if events & ended
+        }
+
+    def heard(self, rank: int) -> float:
+        """Seconds since anything came from the host of ``rank``, an acknowledgement included; 0
+        where the system does not tell."""
+        fd = self._connections.get(rank)
+        if fd is None or not sys.platform.startswith("linux"):
+            return 0.0
+        borrowed = socket.socket(fileno=fd)
+        try:
+            info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+        finally:
+            borrowed.detach()
+        return min(_INFO.unpack(info)) / 1000 if len(info) == _INFO.size else 0.0
+
+    def shutdown(self) -> None:
+        """End all connections, here and at the other ranks, for whoever waits for messages."""
+        for fd in self._connections.values():
+            borrowed = socket.socket(fileno=fd)
+            try:
+                borrowed.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue  # it has ended already
+            finally:
+                borrowed.detach()
 
     def post(
         self,
@@ -352,3 +422,54 @@ class Wire:
     def close(self) -> None:
         """Let go of the connections; they end when no message on them is under way."""
         self._connections = Connections()
+
+
+class _Calls:
+    """The ranks that rank ``rank`` has yet to call, ``to`` their addresses; ``keep`` gets the
+    connections."""
+
+    def __init__(
+        self,
+        rank: int,
+        names: Sequence[int],
+        secret: bytes,
+        deadline: float,
+        keep: Callable[[int, socket.socket], None],
+    ) -> None:
+        self.to: dict[int, Address] = {}
+        self._rank, self._names, self._secret = rank, names, secret
+        self._deadline, self._keep = deadline, keep
+        self._again: dict[int, float] = {}
+
+    def begin(self, talks: Talks, now: float) -> float:
+        """Call those whose turn it is; returns when the next one's is."""
+        for rank, (host, port, key) in self.to.items():
+            if self._again.get(rank, 0) > now:
+                continue
+            self._again[rank] = math.inf
+            exchange = handshake.call(
+                self._secret, PURPOSE, bytes.fromhex(key), self._rank, b"", most=0
+            )
+
+            def ended(talk: Talk, error: Exception | None, rank: int = rank) -> None:
+                if error is None:
+                    self._keep(rank, talk.connection)
+                elif talk.connecting:
+                    self._unreachable(rank, error)
+                else:  # it was flooded by strangers, perhaps
+                    self._again[rank] = time.monotonic() + RETRY_SECONDS
+
+            try:
+                talks.call(host, port, exchange, self._deadline, ended)
+            except OSError as error:
+                self._unreachable(rank, error)
+        return min(self._again.values(), default=math.inf)
+
+    def _unreachable(self, rank: int, error: Exception) -> None:
+        host, port, _ = self.to[rank]
+        name = self._names[rank]
+        raise LinkError(
+            f"rank {name} can't be reached at {host}, port {port}: {error}; where a host has "
+            "several networks GLOO_SOCKET_IFNAME names the interface to use",
+            ranks=[name],
+        ) from error

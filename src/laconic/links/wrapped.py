@@ -63,6 +63,9 @@ class Wrapped:
     def check(self) -> None:
         self.link.check()
 
+    def check_peers(self) -> None:
+        self.link.check_peers()
+
     def leave(self, broken: bool) -> None:
         self.link.leave(broken)
 

@@ -1,0 +1,121 @@
+"""How two processes of one job prove to each other that they are.
+
+Both know the job's secret, which never travels over a connection. Four messages, each of a size
+that the other side knows before it reads it:
+
+    caller -> hello      what for, whom (the key of a link), the caller's number, a nonce
+    callee -> challenge  a nonce
+    caller -> frame      a text, and HMAC-SHA256 of (role, hello, challenge, text)
+    callee -> frame      a text, and the same with the callee's role
+
+The nonces make every proof good for one connection only, and the roles keep one side's proof from
+being sent back to it. A caller that has not proved anything gets nothing but a random number, and
+its text is not looked at. Nothing here reads a socket: a handshake is a generator that yields what
+to send and how many bytes to wait for, and is sent these bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import struct
+from collections.abc import Callable, Generator
+from typing import NamedTuple
+
+SECRET_BYTES = 32
+KEY_BYTES = 8
+NONCE_BYTES = 16
+MOST_BYTES = 2**16
+"""The longest text of a frame."""
+_MAGIC = b"laconic1"
+_HELLO = struct.Struct(f">8s8s{KEY_BYTES}sI{NONCE_BYTES}s")
+_LENGTH = struct.Struct(">I")
+_MAC_BYTES = hashlib.sha256().digest_size
+
+Exchange = Generator[tuple[bytes, int], bytes, bytes]
+"""Yields what to send and how many bytes are awaited; returns the other side's text."""
+
+
+class RefusedError(ValueError):
+    """The other side is not of this job, or does not speak as it should."""
+
+
+class Hello(NamedTuple):
+    """What a caller says of itself, to be proved."""
+
+    purpose: bytes
+    key: bytes
+    number: int
+    nonce: bytes
+
+    def pack(self) -> bytes:
+        """As bytes."""
+        return _HELLO.pack(_MAGIC, *self)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Hello:
+        """From bytes; raises `RefusedError`."""
+        if len(data) != _HELLO.size:
+            raise RefusedError(f"a hello has {_HELLO.size} bytes, not {len(data)}")
+        magic, purpose, key, number, nonce = _HELLO.unpack(data)
+        if magic != _MAGIC:
+            raise RefusedError("not a hello of laconic")
+        return cls(purpose.rstrip(b"\0"), key, number, nonce)
+
+
+HELLO_BYTES = _HELLO.size
+
+
+def _proof(secret: bytes, role: bytes, hello: bytes, challenge: bytes, text: bytes) -> bytes:
+    assert len(role) == 6, "all parts before the text have fixed lengths"
+    return hmac.digest(secret, role + hello + challenge + text, "sha256")
+
+
+def _frame(secret: bytes, role: bytes, hello: bytes, challenge: bytes, text: bytes) -> bytes:
+    assert len(text) <= MOST_BYTES, "clipped before"
+    return _LENGTH.pack(len(text)) + text + _proof(secret, role, hello, challenge, text)
+
+
+def _read_frame(
+    secret: bytes, role: bytes, hello: bytes, challenge: bytes, sends: bytes, most: int
+) -> Exchange:
+    """Send ``sends``, then the text of the frame that comes; raises `RefusedError`."""
+    (length,) = _LENGTH.unpack((yield sends, _LENGTH.size))
+    if length > most:
+        raise RefusedError(f"a text of {length} bytes, where {most} are the most")
+    rest = yield b"", length + _MAC_BYTES
+    text, proof = rest[:length], rest[length:]
+    if not hmac.compare_digest(proof, _proof(secret, role, hello, challenge, text)):
+        raise RefusedError("the other side does not know this job's secret")
+    return text
+
+
+def call(
+    secret: bytes, purpose: bytes, key: bytes, number: int, text: bytes, most: int = MOST_BYTES
+) -> Exchange:
+    """The caller's part: its ``text`` for the link of ``key``, in exchange for the callee's."""
+    hello = Hello(purpose, key, number, secrets.token_bytes(NONCE_BYTES)).pack()
+    challenge = yield hello, NONCE_BYTES
+    own = _frame(secret, b"caller", hello, challenge, text)
+    return (yield from _read_frame(secret, b"callee", hello, challenge, own, most))
+
+
+def answer(
+    purpose: bytes,
+    secret_of: Callable[[bytes], bytes | None],
+    reply: Callable[[Hello, bytes], bytes],
+    most: int = MOST_BYTES,
+) -> Exchange:
+    """The callee's part: ``secret_of(key)`` is that link's, if there is one; ``reply`` gets what
+    the caller has proved and returns the text for it, or raises `RefusedError`."""
+    data = yield b"", HELLO_BYTES
+    hello = Hello.unpack(data)
+    # who asks for a key that does not exist fails later, as does who does not know the secret
+    secret = secret_of(hello.key) or secrets.token_bytes(SECRET_BYTES)
+    if hello.purpose != purpose:
+        raise RefusedError("called for something else")
+    challenge = secrets.token_bytes(NONCE_BYTES)
+    text = yield from _read_frame(secret, b"caller", data, challenge, challenge, most)
+    yield _frame(secret, b"callee", data, challenge, reply(hello, text)), 0
+    return data + text

@@ -1,0 +1,189 @@
+"""Where ranks meet before they have a link: the store of torch's default process group.
+
+Every rank that comes to `meet` says so in the store, with the address of its beacon, and waits for
+the others. So a rank that never comes can be named, and one whose process has ended since it was
+there before is found at once.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
+
+import torch.distributed as dist
+
+from laconic.errors import LinkError
+from laconic.links import health
+from laconic.links.handshake import SECRET_BYTES
+from laconic.links.health import Verdict
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+FIRST_POLL, LAST_POLL = 0.01, 0.5
+ASK_SECONDS = 1.0
+"""How often the beacons of ranks that have not come are asked."""
+LINGER_SECONDS = 5.0
+"""How long rank 0, where it gives up, waits at most until all others have come and know why."""
+UNREACHABLE_SECONDS = 10.0
+"""How long no connection to a rank's host comes about, in repeated tries, until the rank counts as
+lost. A host that restarts a switch or a cable needs less; a time-out of minutes would be lost on a
+host that is never coming back."""
+ADVICE = (
+    "Look at that rank's own output, then start all ranks again from the last checkpoint; "
+    "where a rank is only slow, pass a longer timeout= to laconic.attach"
+)
+
+
+def meeting() -> Meeting | None:
+    """Around the store of torch's default process group; None for a group of one rank, or one that
+    has no store (MPI's)."""
+    store = dist.distributed_c10d._get_default_store()
+    return None if store is None or dist.get_world_size() == 1 else Meeting(store)
+
+
+def publish() -> None:
+    """Tell the other ranks where this process's beacon is, so that they notice when it ends before
+    there is a link. Does nothing without a process group of several ranks."""
+    found = meeting()
+    if found is not None:
+        found.publish()
+
+
+class Meeting:
+    """The ranks of torch's default process group around its ``store``."""
+
+    def __init__(self, store: Store) -> None:
+        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._raw = store
+        self._store = dist.PrefixStore("laconic", store)  # type: ignore[attr-defined]
+        with self._failing():
+            own = secrets.token_hex(SECRET_BYTES)
+            self._secret = bytes.fromhex(self._text(self._store.compare_set("secret", "", own)))
+
+    def publish(self) -> None:
+        """Put the address of this process's beacon into the store."""
+        with self._failing():
+            address = health.beacon().door(self._secret)
+            self._store.set(f"beacon/{self._rank}", address)
+
+    def meet(self, timeout: float) -> None:
+        """Wait until all ranks have come here as often as this one; raises `LinkError`."""
+        self.publish()
+        with self._failing():
+            number = self._store.add(f"meetings/{self._rank}", 1)
+            here = dist.PrefixStore(  # type: ignore[attr-defined]
+                f"meeting/{number}", self._store
+            )
+            here.set(f"rank/{self._rank}", "here")
+            here.add("count", 1)
+        start = time.monotonic()
+        deadline, ask_at, pause = start + timeout, start + ASK_SECONDS, FIRST_POLL
+        since: dict[int, float] = {}
+        while True:
+            with self._failing():
+                if here.check(["verdict"]):
+                    self._raise(here)
+                if here.add("count", 0) >= self._size:
+                    return
+            now = time.monotonic()
+            if now >= ask_at or now >= deadline:
+                with self._failing():
+                    missing = [r for r in range(self._size) if not here.check([f"rank/{r}"])]
+                ask_at = now + ASK_SECONDS
+                said = self._lost(missing, since)
+                lost, why = list(said), "; ".join(f"rank {r} {text}" for r, text in said.items())
+                if not lost and missing and now >= deadline:
+                    lost, why = missing, self._late(missing, timeout)
+                if lost:
+                    text = f"waiting for all ranks: {why}. {ADVICE}"
+                    verdict = health.pack_verdict(Verdict(text, tuple(lost), self._rank))
+                    with self._failing():  # one verdict for all: the first
+                        here.compare_set("verdict", "", verdict.decode())
+                        self._raise(here)
+            time.sleep(pause)  # a store can be waited on, but not without keeping other threads off
+            pause = min(1.5 * pause, LAST_POLL)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A context for what all ranks do together after they met: an error of torch's in it
+        names those that are lost meanwhile."""
+        try:
+            yield
+        except RuntimeError as error:
+            reason = health.clean(str(error).splitlines()[0])
+            others = [r for r in range(self._size) if r != self._rank]
+            with self._failing():
+                addresses = [self._text(self._store.get(f"beacon/{r}")) for r in others]
+            answers = health.ask_all(addresses, self._secret, self._rank)
+            said = {r: a for r, a in zip(others, answers, strict=True) if a.lost}
+            silent = [r for r, a in said.items() if a.missing != "gone"]
+            why = "; ".join(f"rank {r} {a.status}" for r, a in said.items())
+            why = why or "torch made no process group"
+            raise LinkError(f"{why}. {ADVICE}. ({reason})", ranks=silent or said) from error
+
+    def _late(self, missing: list[int], timeout: float) -> str:
+        return "; ".join(f"rank {r} has not come within {timeout:g} s" for r in missing)
+
+    def _lost(self, missing: list[int], since: dict[int, float]) -> dict[int, str]:
+        """Those of the ``missing`` ranks that cannot come, as far as their beacons tell, and why;
+        ``since``: when each was unreachable first."""
+        with self._failing():
+            known = [r for r in missing if self._store.check([f"beacon/{r}"])]
+            addresses = [self._text(self._store.get(f"beacon/{r}")) for r in known]
+        answers = health.ask_all(addresses, self._secret, self._rank)
+        lost, now = {}, time.monotonic()
+        for r, answer in zip(known, answers, strict=True):
+            if answer.missing != "unreachable":
+                since.pop(r, None)
+            first = since.setdefault(r, now) if answer.missing == "unreachable" else now
+            if answer.missing == "gone" or now - first >= UNREACHABLE_SECONDS:
+                lost[r] = answer.status
+        return lost
+
+    def _raise(self, here: Store) -> NoReturn:
+        """Raise the verdict; rank 0, with whose process the store may end, once others know it."""
+        text = self._text(here.get("verdict"))
+        try:
+            verdict = health.unpack_verdict(text.encode())
+        except ValueError as error:
+            raise LinkError(f"torch's store holds no verdict of laconic's: {error}") from None
+        told, until = here.add("told", 1), time.monotonic() + LINGER_SECONDS
+        while (
+            self._rank == 0 and told < self._size - len(verdict.ranks) and time.monotonic() < until
+        ):
+            time.sleep(FIRST_POLL)
+            told = here.add("told", 0)
+        raise LinkError(verdict.text, ranks=verdict.ranks)
+
+    def _text(self, value: bytes) -> str:
+        return bytes(value).decode()
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """An error of the store in this context is that of the process that keeps it."""
+        try:
+            yield
+        except LinkError:
+            raise
+        except RuntimeError as error:
+            reason = health.clean(str(error).splitlines()[0])
+            store = self._raw
+            while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+                store = store.underlying_store
+            if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+                raise LinkError(
+                    f"torch's store fails while ranks wait for each other: {reason}"
+                ) from error
+            # torchrun's agent keeps the store in some set-ups, rank 0 in all others
+            agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            keeper = "the launcher" if agent else "rank 0"
+            raise LinkError(
+                f"the connection to torch's store at {store.host}, port {store.port}, is lost: "
+                f"{keeper}, which keeps it, is gone. {ADVICE}. ({reason})",
+                ranks=[] if agent else [0],
+            ) from error

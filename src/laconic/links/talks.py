@@ -1,0 +1,202 @@
+"""Many short conversations at once, over sockets and in one thread, each with a deadline for all of
+it: whoever sends nothing, or a byte at a time, delays nobody."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import time
+from collections.abc import Callable
+
+from laconic.links import forks
+from laconic.links.handshake import Exchange, RefusedError
+
+MOST_STRANGERS = 128
+"""Callers at a time that have not proved anything; the oldest makes room for the next one."""
+_ACCEPTS = 32
+"""Callers taken in before the others get their turn."""
+_PAUSE = 0.1
+"""Seconds without new callers where the process has run out of file descriptors."""
+
+
+class EndedError(ConnectionError):
+    """The other side closed the connection before all was said."""
+
+
+class Talk:
+    """One conversation. ``ended`` is called once: with the error, or with None and `result` set;
+    it may take over the connection by detaching it, which is closed otherwise."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        exchange: Exchange,
+        deadline: float,
+        ended: Callable[[Talk, Exception | None], None],
+        *,
+        connecting: bool = False,
+    ) -> None:
+        self.connection = connection
+        self.deadline = deadline
+        self.ended = ended
+        self.connecting = connecting
+        self.inbound = not connecting
+        self.result = b""
+        self._exchange = exchange
+        self._out, self._wanted = next(exchange)
+        self._in = b""
+
+    @property
+    def events(self) -> int:
+        """What to wait for."""
+        return select.POLLOUT if self.connecting or self._out else select.POLLIN
+
+    def advance(self) -> bool:
+        """Do what can be done at once; returns whether all is said. Raises `RefusedError`,
+        `OSError`."""
+        if self.connecting:
+            number = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if number:
+                raise OSError(number, os.strerror(number))
+            self.connecting = False
+        try:
+            while True:
+                while self._out:
+                    self._out = self._out[self.connection.send(self._out) :]
+                while len(self._in) < self._wanted:
+                    piece = self.connection.recv(self._wanted - len(self._in))
+                    if not piece:
+                        raise EndedError("closed by the other side")
+                    self._in += piece
+                data, self._in = self._in, b""
+                self._out, self._wanted = self._exchange.send(data)
+        except BlockingIOError:
+            return False
+        except StopIteration as stop:
+            self.result = stop.value
+            return True
+
+
+class Talks:
+    """Conversations under way. `turn` moves them on."""
+
+    def __init__(self, most_strangers: int = MOST_STRANGERS) -> None:
+        self._poll = select.poll()
+        self._talks: dict[int, Talk] = {}
+        self._most = most_strangers
+        self._strangers = 0
+        self._server: socket.socket | None = None
+        self._paused_until = 0.0
+
+    def __len__(self) -> int:
+        return len(self._talks)
+
+    def serve(
+        self,
+        server: socket.socket,
+        exchange: Callable[[], Exchange],
+        seconds: float,
+        ended: Callable[[Talk, Exception | None], None],
+    ) -> None:
+        """Answer whoever calls ``server``, each within ``seconds``."""
+        server.setblocking(False)
+        self._server = server
+        self._answers = exchange, seconds, ended
+        self._poll.register(server, select.POLLIN)
+
+    def call(
+        self,
+        host: str,
+        port: int,
+        exchange: Exchange,
+        deadline: float,
+        ended: Callable[[Talk, Exception | None], None],
+    ) -> None:
+        """Call ``host``, a numeric address; raises `OSError` where that fails at once."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with forks.guard:
+            connection = socket.socket(family, socket.SOCK_STREAM)
+            forks.close_in_child(connection)
+        connection.setblocking(False)
+        number = connection.connect_ex((host, port))
+        if number not in (0, errno.EINPROGRESS):
+            connection.close()
+            raise OSError(number, os.strerror(number))
+        self._begin(Talk(connection, exchange, deadline, ended, connecting=True))
+
+    def turn(self, seconds: float | None = None) -> None:
+        """Wait until something happens, at most ``seconds`` long, and do what can be done."""
+        now = time.monotonic()
+        times = [talk.deadline for talk in self._talks.values()]
+        if self._paused_until:
+            times.append(self._paused_until)
+        if seconds is not None:
+            times.append(now + seconds)
+        wait = None if not times else max(1000 * (min(times) - now), 0) + 1
+        for number, _ in self._poll.poll(wait):
+            if self._server is not None and number == self._server.fileno():
+                self._accept(self._server)
+            elif number in self._talks:
+                self._move(self._talks[number])
+        now = time.monotonic()
+        for talk in [t for t in self._talks.values() if t.deadline <= now]:
+            self._end(talk, TimeoutError("took too long"))
+        if self._server is not None and 0 < self._paused_until <= now:
+            self._paused_until = 0.0
+            self._poll.register(self._server, select.POLLIN)
+
+    def _accept(self, server: socket.socket) -> None:
+        exchange, seconds, ended = self._answers
+        for _ in range(_ACCEPTS):
+            try:
+                with forks.guard:
+                    connection, _ = server.accept()
+                    forks.close_in_child(connection)
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError:  # no file descriptors are left
+                self._poll.unregister(server)
+                self._paused_until = time.monotonic() + _PAUSE
+                return
+            connection.setblocking(False)
+            if self._strangers >= self._most:
+                oldest = next(talk for talk in self._talks.values() if talk.inbound)
+                self._end(oldest, TimeoutError("made room for another caller"))
+            self._begin(Talk(connection, exchange(), time.monotonic() + seconds, ended))
+
+    def _begin(self, talk: Talk) -> None:
+        self._talks[talk.connection.fileno()] = talk
+        self._strangers += talk.inbound
+        self._poll.register(talk.connection, talk.events)
+        if not talk.connecting:
+            self._move(talk)  # what it says has often come with it
+
+    def _move(self, talk: Talk) -> None:
+        try:
+            said = talk.advance()
+        except (RefusedError, OSError) as error:
+            self._end(talk, error)
+        else:
+            if said:
+                self._end(talk, None)
+            else:
+                self._poll.modify(talk.connection, talk.events)
+
+    def _end(self, talk: Talk, error: Exception | None) -> None:
+        self._poll.unregister(talk.connection)
+        del self._talks[talk.connection.fileno()]
+        self._strangers -= talk.inbound
+        try:
+            talk.ended(talk, error)
+        finally:
+            talk.connection.close()
+
+    def close(self) -> None:
+        """End all conversations."""
+        for talk in list(self._talks.values()):
+            self._poll.unregister(talk.connection)
+            talk.connection.close()
+        self._talks.clear()
+        self._strangers = 0

@@ -1,0 +1,11 @@
+"""A host that nothing reaches any more, on an emulated network."""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks.traps import network
+
+
+@pytest.mark.timeout(200)
+def test_an_isolated_host_is_named_long_before_the_time_out() -> None:
+    network.isolated_host()
