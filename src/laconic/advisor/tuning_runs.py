@@ -40,7 +40,7 @@ class Length:
 
     def steps(self, recipe: Recipe, cost: Prediction) -> int:
         """Of ``recipe``, at the ``cost`` of each. Where the length is not in steps, the last one
-        after which the consensus model is fresh."""
+        that ends with a round (`plan.outermost`)."""
         if self.unit == "steps":
             return int(self.amount)
         each = cost.seconds if self.unit == "seconds" else cost.bytes / 1e6

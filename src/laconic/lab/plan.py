@@ -33,9 +33,9 @@ def first_steps(recipe: Recipe, horizon: int = HORIZON) -> dict[Kind, int]:
 
 
 def outermost(recipe: Recipe, step: int) -> bool:
-    """Whether the consensus model is fresh after ``step``: the recipe's last parameter round was
-    folded (until then its messages are under way, and to stop the clock would be to send them for
-    nothing), there is none to wait for, or gradients were averaged and no anchor lags behind."""
+    """Whether a race may look at the consensus after ``step``: the recipe's last parameter round was
+    folded (its messages were not sent for nothing then), there is none to wait for, or gradients
+    were averaged and there is no outer step."""
     last = [r for r in recipe if r.on == "params"][-1:]
     if not last:
         return True
@@ -55,7 +55,7 @@ def steps_within(
     recipe: Recipe, costs: Mapping[Kind, float], seconds: float, after: int = 0
 ) -> int:
     """The last step, counted on from ``after``, by which the steps' costs (seconds by kind) add
-    up to at most ``seconds``, and after which the consensus model is fresh. Where there is none,
+    up to at most ``seconds``, and which is `outermost`. Where there is none,
     ``after`` itself; for a whole run, the last that is in time."""
     spent, fresh, inside = 0.0, after, after
     for step in range(after + 1, after + HORIZON):
