@@ -64,8 +64,8 @@ _PIECE = 2**24
 _FRONT = "laconic: "
 """Before the names of what is saved with ``others`` and is not the user's."""
 _EVERY_RANK = (
-    "laconic.save is a call of every rank, never of one alone: each worker holds parameters, "
-    "optimiser state and private state of its own that the other ranks do not have"
+    "Each rank saves its own parameters, optimizer state and private state: call laconic.save on "
+    "every rank, outside any `if rank == 0`"
 )
 
 

@@ -67,7 +67,7 @@ ADOPTED = (
 BUFFERS = ("average", "keep")
 """What becomes of the module's buffers in rounds."""
 
-SAVE = "laconic.save (a call of every rank, as each has state of its own)"
+SAVE = "laconic.save (every rank must call it)"
 LOAD = "laconic.load"
 """The calls of `Synchronizer.gathering`, as errors name them on all ranks."""
 
