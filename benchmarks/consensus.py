@@ -4,7 +4,7 @@
     last    what the last outer step or elastic round left (anchor, center)
     outer   the outer step taken early, on the steps since the last one
 
-python -m benchmarks.consensus
+python -m benchmarks.consensus [WORKERS]
 
 Prints their losses on all pictures of scikit-learn's digits, over that of the mean: the geometric
 mean and the largest. A network of 64-128-10, batches of 8, 240 steps, two seeds of data, 12 random
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -89,7 +90,7 @@ def main() -> None:
     table = Table(title="Loss over that of the mean: geometric mean, largest")
     for column in ("workers", "optimizer", "recipe", "last", "outer"):
         table.add_column(column)
-    for workers in (4, 8):
+    for workers in map(int, sys.argv[1:] or ["4"]):
         for optimizer in OPTIMIZERS:
             for name, recipe in RECIPES.items():
                 last, outer = [], []

@@ -33,9 +33,9 @@ def first_steps(recipe: Recipe, horizon: int = HORIZON) -> dict[Kind, int]:
 
 
 def outermost(recipe: Recipe, step: int) -> bool:
-    """Whether a race may look at the consensus after ``step``: the recipe's last parameter round was
-    folded (its messages were not sent for nothing then), there is none to wait for, or gradients
-    were averaged and there is no outer step."""
+    """Whether a race may look at the consensus after ``step``: the recipe's last parameter round
+    was folded (its messages were not sent for nothing then), there is none to wait for, or
+    gradients were averaged and there is no outer step."""
     last = [r for r in recipe if r.on == "params"][-1:]
     if not last:
         return True
