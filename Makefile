@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
 
-.PHONY: demo test check bench science race validate-model peers mutations stress look docs pictures tutorial clean
+.PHONY: demo test check traps bench science race validate-model peers mutations stress look docs pictures tutorial clean
 
 demo: $(READY)            ## compare DDP, local SGD, SlowMo and DiLoCo on a 100 Mbit/s network
 	$(BIN)/laconic compare
@@ -17,6 +17,11 @@ check: $(READY)           ## lint and type-check
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+TRAPS ?=
+
+traps: $(READY)           ## ways to lose a run, each tried; TRAPS="--before COMMIT" beside an earlier version
+	$(BIN)/python -m benchmarks.traps $(TRAPS)
 
 bench: $(READY)           ## measure what laconic costs, as ratios
 	$(BIN)/python -m benchmarks
