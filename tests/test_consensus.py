@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 import laconic as la
 
-from all_recipes import ROWS, Run
+from all_recipes import ROWS, Row, Run
 
 STOPS = (1, 4, 5, 7, 9)
 """Before the first outer step, on one, and between two."""
 
 
-def weighted(name: str) -> bool:
-    """Whether the model is x divided by a push weight."""
-    return "sgp" in name or name == "slowmo, no average"
+def is_plain_mean(name: str) -> bool:
+    """Whether a model is x, and not x divided by a push weight or lacking what comes late."""
+    return "sgp" not in name and name not in ("slowmo, no average", "diloco, eager")
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -41,7 +41,7 @@ def test_finish_leaves_the_mean_of_all_steps(name: str) -> None:
         for _, agreed, finished in runs:
             assert torch.equal(agreed, finished)
             assert torch.equal(finished, runs[0][2])
-            if not weighted(name):
+            if is_plain_mean(name):
                 assert float((finished - mean).abs().max()) < 1e-12
 
 
@@ -143,3 +143,48 @@ def test_front_ends_refuse_steps_inside_too() -> None:
 
     for said in la.simulate(run, workers=2):
         assert all("inside sync.consensus()" in text for text in said)
+
+
+def anchor_of(sync: la.Synchronizer) -> None:
+    with sync.consensus(mean=False):
+        pass
+
+
+def test_consensus_inside_consensus_is_the_same() -> None:
+    def run(rank: int) -> tuple[bool, list[str], int]:
+        own = Run(ROWS["sgp, late"], 3, rank)
+        own.go(7)
+        shipped = own.sync.consensus_state_dict()
+        with own.sync.consensus():
+            inner = own.sync.consensus_state_dict()
+            with own.sync.consensus():
+                pass
+            said = [refused(own.optimizer.step), refused(lambda: anchor_of(own.sync))]
+        same = all(torch.equal(shipped[k], inner[k]) for k in shipped)
+        return same, said, own.sync.step
+
+    for same, said, step in la.simulate(run, workers=3):
+        assert same and step == 7
+        assert all("consensus(" in text for text in said)
+
+
+def test_eager_outer_steps_lack_nothing() -> None:
+    """At outer rate 1 without momentum the consensus is where the mean of the workers went."""
+
+    def run(rank: int) -> list[Tensor]:
+        found = []
+        for stop in (5,):
+            recipe = la.diloco(5, 1.0, 0.0, delay=4, merge="eager")
+            own = Run(Row(recipe), 4, rank)
+            own.go(stop)
+            own.sync.finish()
+            found.append(own.flat())
+            own.sync.detach()
+        return found
+
+    def averaged(rank: int) -> list[Tensor]:
+        own = Run(Row(la.local_sgd(5)), 4, rank)
+        return own.go(5)[-1:]
+
+    eager, plain = la.simulate(run, workers=4), la.simulate(averaged, workers=4)
+    assert float((eager[0][0] - plain[0][0]).abs().max()) < 1e-12

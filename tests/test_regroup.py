@@ -104,7 +104,7 @@ def test_a_lost_directory_is_made_up_for(name: str, tmp_path: Path) -> None:
     for rank in (0, 1, 3):
         assert torch.equal(found[rank][1], saved[rank].momenta)
     weighted = any("w" in s for r in saved[0].rounds for s in r["state"])
-    if not weighted:
+    if not weighted and name != "diloco, eager":
         mean = (saved[0].x + saved[1].x + saved[3].x) / 3
         assert float((found[0][0] - mean).abs().max()) < 1e-12
 
@@ -240,7 +240,7 @@ def test_one_line_says_what_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFix
         la.simulate(lambda r: Run(ROWS["local_sgd"], 3, r).load(tmp_path / "all"), workers=3)
     (record,) = caplog.records
     said = record.getMessage()
-    for text in ("4 ranks in 4 workers", "rank 2 of 4 are lost", "3 workers", "after step 7"):
+    for text in ("4 workers (4 ranks)", "the files of rank 2 are lost", "3 workers (3", "step 7"):
         assert text in said
 
 
@@ -258,7 +258,7 @@ def test_nothing_left_is_refused_and_changes_nothing(tmp_path: Path) -> None:
         return str(caught.value)
 
     found = la.simulate(run, workers=2)
-    assert found[0] == found[1] and "ranks 0, 1 of 2 are lost" in found[0]
+    assert found[0] == found[1] and "the files of ranks 0, 1 are lost" in found[0]
 
 
 def test_a_damaged_file_of_another_number_changes_nothing(tmp_path: Path) -> None:
@@ -309,10 +309,176 @@ def test_states_of_ones_own_files_go_on_from_weights_that_are_alike(name: str) -
             own.sync.load_state_dict([state for _, state in saved])
         return str(caught.value)
 
-    assert all("different weights" in text for text in la.simulate(apart, workers=3))
+    assert all("the same weights" in text for text in la.simulate(apart, workers=3))
+
+
+@pytest.mark.parametrize("name", ["ddp", "local_sgd, late", "slowmo", "sgp", "noloco"])
+def test_one_of_two_hosts_is_enough(name: str, tmp_path: Path) -> None:
+    """The survivor goes on from the same as the newcomer."""
+    saved = saved_runs(ROWS[name], 2, tmp_path, shared=False)
+    shutil.rmtree(folder_of(tmp_path, 1, False))
+
+    def run(rank: int) -> tuple[Tensor, int]:
+        own = Run(ROWS[name], 2, rank)
+        own.load(folder_of(tmp_path, rank, False))
+        loaded = own.flat()
+        own.go(END)
+        return loaded, own.sync.step
+
+    for loaded, step in la.simulate(run, workers=2):
+        assert float((loaded - saved[0].x).abs().max()) < 1e-12 and step == END
+
+
+def test_lists_that_differ_between_ranks_are_refused_on_all() -> None:
+    row = ROWS["diloco"]
+
+    def save(rank: int) -> Any:
+        own = Run(row, 3, rank)
+        own.go(SAVED_AT)
+        return own.sync.consensus_state_dict(), own.sync.state_dict()
+
+    saved = la.simulate(save, workers=3)
+
+    def run(rank: int) -> str:
+        own = Run(row, 2, rank)
+        own.model.load_state_dict(saved[0][0])
+        states = [state for _, state in saved]
+        states[2] = None if rank else states[2]
+        with pytest.raises(ValueError) as caught:
+            own.sync.load_state_dict(states)
+        return str(caught.value)
+
+    assert all("different states" in text for text in la.simulate(run, workers=2))
+
+
+def test_a_state_that_is_refused_leaves_the_model_as_it_was() -> None:
+    row = ROWS["sgp, late"]
+
+    def save(rank: int) -> Any:
+        own = Run(row, 3, rank)
+        own.go(SAVED_AT)
+        return own.sync.state_dict()
+
+    saved = la.simulate(save, workers=3)
+    del saved[2]["rounds"][0]["state"]
+
+    def run(rank: int) -> bool:
+        own = Run(row, 2, rank)
+        before = own.flat()
+        with pytest.raises(ValueError, match="not what"):
+            own.sync.load_state_dict(saved)
+        return torch.equal(before, own.flat())
+
+    assert all(la.simulate(run, workers=2))
+
+
+@pytest.mark.parametrize("buffers", ["average", "keep"])
+def test_what_finish_does_not_average_stays_the_ranks_own(buffers: Any, tmp_path: Path) -> None:
+    """Buffers are averaged over all ranks, or kept; a personal layer is nobody else's."""
+
+    class Both(Run):
+        def __init__(self, rank: int, ranks: int) -> None:
+            super().__init__(ROWS["local_sgd"], ranks, rank, nprocs_per_node=2, buffers=buffers)
+            torch.manual_seed(50 + rank)
+            self.head = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 2)).double()
+            self.optimizer.add_param_group({"params": [self.head[1].weight]})
+
+        def every(self) -> dict[str, Tensor]:
+            both = {**self.model.state_dict(), **self.head.state_dict(prefix="head.")}
+            return {k: v.clone() for k, v in both.items()}
+
+        def steps(self, end: int) -> None:
+            while self.sync.step < end:
+                self.optimizer.zero_grad()
+                x = torch.randn(4, 8, dtype=torch.float64) + self.rank
+                (self.model(x).sum() + self.head(x).square().sum()).backward()
+                self.optimizer.step()
+
+    others = lambda own: {"head": own.head}  # noqa: E731
+
+    def save(rank: int) -> dict[str, Tensor]:
+        own = Both(rank, 6)
+        own.steps(SAVED_AT)
+        la.save(tmp_path, own.model, own.optimizer, others=others(own))
+        before = own.every()
+        own.sync.finish()
+        kept = ("head.0.running_mean", "head.1.bias")
+        return {k: before[k] if k in kept else v for k, v in own.every().items()}
+
+    def load(rank: int) -> dict[str, Tensor]:
+        own = Both(rank, 4)
+        la.load(tmp_path, own.model, own.optimizer, others=others(own))
+        return own.every()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        saved, loaded = la.simulate(save, workers=6), la.simulate(load, workers=4)
+    for rank, found in enumerate(loaded):
+        for key, value in found.items():
+            assert torch.allclose(value, saved[rank][key], rtol=0, atol=1e-12), key
+    assert not torch.equal(saved[0]["head.0.running_mean"], saved[1]["head.0.running_mean"])
+
+
+def test_a_first_attempt_finds_no_checkpoint(tmp_path: Path) -> None:
+    """Nor does one whose first save was cut short, or on a host that is new."""
+    (tmp_path / "host0").mkdir()
+    (tmp_path / "host0" / "rank-0-of-2.1-0123456789abcdef.pt").write_bytes(b"half")
+
+    def first(rank: int) -> tuple[dict[str, Any], dict[str, Any], int]:
+        own = Run(ROWS["local_sgd"], 2, rank)
+        folder = folder_of(tmp_path, rank, False)
+        nothing = la.load(folder, own.model, own.optimizer, missing_ok=True)
+        with pytest.raises(ValueError, match=r"there is no laconic.json"):
+            own.load(folder)
+        own.go(SAVED_AT)
+        own.save(folder)
+        if rank == 0:
+            shutil.rmtree(tmp_path / "host1", ignore_errors=True)
+        return nothing, la.load(folder, own.model, own.optimizer, missing_ok=True), own.sync.step
+
+    for nothing, found, step in la.simulate(first, workers=2):
+        assert nothing == {} and found["step"] == step == SAVED_AT
+
+
+def test_a_save_deletes_what_a_load_that_was_killed_has_left(tmp_path: Path) -> None:
+    left = tmp_path / "all" / "received-abc"
+    left.mkdir(parents=True)
+    saved_runs(ROWS["ddp"], 2, tmp_path, shared=True)
+    assert not left.exists()
 
 
 # -- models sharded inside each worker ----
+
+
+def sharded_momenta(rank: int, path: Path, load: bool) -> list[list[float]]:
+    """Of two workers of two ranks, from a checkpoint or before it is saved."""
+    mesh = DeviceMesh("cpu", torch.arange(4).view(-1, 2), mesh_dim_names=("workers", "shards"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))  # cut unevenly
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fully_shard(model, mesh=mesh["shards"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        sync = la.attach(model, optimizer, la.local_sgd(2), mesh=mesh, link=gloo.link_of(4))
+        if load:
+            la.load(path, model, optimizer)
+        else:
+            for t in range(3):
+                optimizer.zero_grad()
+                x = torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * t + rank))
+                model(x).square().mean().backward()
+                optimizer.step()
+            la.save(path, model, optimizer)
+        sync.detach()
+    states = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
+    return [s.to_local().flatten().tolist() for s in states]
+
+
+def test_a_lost_shard_is_replaced_by_the_same_shard(pool: gloo.Pool, tmp_path: Path) -> None:
+    saved = pool.run(sharded_momenta, tmp_path, False, ranks=4, timeout=100)
+    next(tmp_path.glob("rank-3-*.pt")).unlink()
+    loaded = pool.run(sharded_momenta, tmp_path, True, ranks=4, timeout=100)
+    assert loaded == [*saved[:3], saved[1]]
 
 
 def sharded(rank: int, path: Path, ranks: int, load: bool) -> tuple[list[float], list[float]]:

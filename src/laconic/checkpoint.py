@@ -7,6 +7,7 @@ the parts of all ranks and cuts them anew.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -55,10 +56,11 @@ def header(
     }
 
 
-def own_part(parts: Mapping[int, Saved], here: Saved) -> int | None:
+def own_part(parts: Mapping[int, Saved], here: Saved, *, regroup: bool) -> int | None:
     """Which of ``parts``, by the rank that saved it, this rank, whose `header` is ``here``, takes
-    as it is; None where there are other ranks or workers now, or not all parts: see
-    `laconic.regroup`. Raises ``ValueError`` where they do not belong here."""
+    as it is. None where it goes on from all of them (`laconic.regroup`): there are other ranks or
+    workers now, some parts are lost, or the ranks have decided to ``regroup``. Raises
+    ``ValueError`` where the parts do not belong here."""
     first = parts[min(parts)]
     if first["version"] != VERSION:
         raise ValueError(f"the state has version {first['version']}, not {VERSION}")
@@ -78,7 +80,7 @@ def own_part(parts: Mapping[int, Saved], here: Saved) -> int | None:
             )
     mine = int(here["rank"])
     alone = same and len(parts) == 1 and mine in parts
-    if not alone and not (same and len(parts) == first["ranks"]):
+    if regroup or (not alone and not (same and len(parts) == first["ranks"])):
         return None
     if parts[mine]["parameters"] != here["parameters"]:
         raise ValueError(
@@ -113,6 +115,12 @@ def parts_of(
             "saves and loads its own"
         )
     return {int(first["rank"]): first}
+
+
+def digest(parts: Mapping[int, Saved]) -> int:
+    """A number that tells apart sets of saved states."""
+    text = repr([(rank, part["step"], part["parameters"]) for rank, part in sorted(parts.items())])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 _GROUP_SIZE = re.compile(r", group_size=(\d+)$")

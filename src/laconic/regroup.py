@@ -63,18 +63,19 @@ def come_to_rest(
     rounds: Sequence[RunningRound],
     parts: Mapping[int, Saved],
     former: Former,
-    tensors: Sequence[Tensor],
-    load: Callable[[int], None] | None,
+    params: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    load: Callable[[int | None], None] | None,
 ) -> tuple[list[list[Saved]], list[Tensor]]:
     """What the saved ranks (``parts``, by rank) keep for each of ``rounds`` once they are at rest,
-    by round and rank; and of each of ``tensors``, in float64, the mean over the saved workers.
+    by round and rank. And in float64 the mean of ``params`` over the saved workers, then that of
+    ``buffers`` over the saved ranks, as `Synchronizer.finish` takes them.
 
-    ``load(rank)`` puts what a saved rank had into ``tensors``, which are overwritten. None: it is
-    not known; there is no mean then.
+    ``load(rank)`` puts what a saved rank had into the model, which is overwritten. None: it is
+    not known, and there is no mean.
     """
     found: list[list[Saved]] = [[] for _ in rounds]
-    mean: list[Tensor] = []
-    total = [0.0 for _ in tensors]
+    means = [_Mean() for _ in (*params, *buffers)]
     firsts = former.first_of_each_worker(list(parts))
     for rank in sorted(parts):
         if load is not None:
@@ -85,16 +86,28 @@ def come_to_rest(
             saved, own_weights = _at_rest(running, saved, step, former.places(rank))
             found[index].append(saved)
             weights.update(own_weights)
-        if load is not None and rank in firsts:
-            own = [
-                local(t).to(torch.promote_types(t.dtype, torch.float64), copy=True) for t in tensors
-            ]
-            mean = mean or own
-            for k, (m, x) in enumerate(zip(mean, own, strict=True)):
-                weight = weights.get(id(tensors[k]), 1.0)
-                total[k] += weight
-                m.add_(x - m, alpha=weight / total[k])  # exact where workers agree
-    return found, mean
+        if load is not None:
+            for k, t in enumerate((*params, *buffers)):
+                if k >= len(params) or rank in firsts:  # the ranks of a worker hold the same x
+                    means[k].add(local(t), weights.get(id(t), 1.0))
+    return found, [mean.value for mean in means if mean.value is not None]
+
+
+class _Mean:
+    """A weighted mean of tensors that come one after the other; exact where they are equal."""
+
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
+        self._total = 0.0
+
+    def add(self, x: Tensor, weight: float) -> None:
+        """Take in ``x``."""
+        x = x.to(torch.promote_types(x.dtype, torch.float64), copy=True)
+        self._total += weight
+        if self.value is None:
+            self.value = x
+        else:
+            self.value.add_(x.sub_(self.value), alpha=weight / self._total)
 
 
 def _at_rest(
@@ -102,8 +115,8 @@ def _at_rest(
 ) -> tuple[Saved, dict[int, float]]:
     """What `checkpoint.round_state` would have returned of a rank after ``finish()``, from what it
     ``saved`` at ``step``; the parameters are that rank's, and are at rest afterwards, too. Also
-    their push weights, by the tensor's id, where gossip gives them some: those of workers that are
-    lost are missing, so that their sum is not the number of workers."""
+    their push weights, by the tensor's id, where gossip gives them some. Weights of lost workers
+    are missing, so that the weights need not sum to the number of workers."""
     update = running.round.update
     if running.varies:  # tensors that come and go are averaged as they were at the save
         return {**saved, "flights": []}, {}

@@ -443,13 +443,13 @@ class RunningRound:
     def finish(self, step: int) -> None:
         """Come to rest where the mean of x over workers is what counts next. With push weights a
         part of x is in flight, and is folded. Other messages are copies of an x that has moved on:
-        the state takes them in, and x, which has all steps, stays as it is."""
+        only the update's state takes them in (an outer step did when they were sent)."""
         self._fold_at_end(step)
         self._settle(self.states, averaged=True)
 
     def finish_weighted(self, step: int) -> dict[int, float]:
-        """As `finish`, where not all workers take part in the mean: x is then to be weighted by
-        what is returned, its push weights by the tensor's id."""
+        """As `finish`, but leaves x de-biased and returns the push weight of each tensor, by its
+        id. The caller takes the weighted mean over the workers that are left."""
         self._fold_at_end(step)
         name = self.round.update.weight
         weights = {
@@ -519,13 +519,10 @@ class RunningRound:
         """x <- what `finish` would make of it; the round itself goes on as it was."""
         if not self.round.update.overrides("settle"):
             return
-        states = [
-            {name: t if self.is_owned(name, t) else t.clone() for name, t in state.items()}
-            for state in self.states
-        ]
+        states = [{name: t.clone() for name, t in state.items()} for state in self.states]
         copies = {id(state): copy for state, copy in zip(self.states, states, strict=True)}
-        for flight in self.flights if self._sends_itself else ():
-            self._fold(flight, step, copies)
+        for flight in self.flights:
+            self._fold(flight, step, copies, write=self._sends_itself)
         self._settle(states, averaged=True)
 
     def write_anchor(self) -> None:

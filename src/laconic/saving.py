@@ -28,6 +28,7 @@ import pickle
 import random
 import re
 import secrets
+import shutil
 import sys
 import tempfile
 import zipfile
@@ -59,6 +60,8 @@ MANIFEST = "laconic.json"
 _FORMAT = "laconic checkpoint"
 _NAME = re.compile(r"rank-\d+-of-\d+\.(\d+)-[0-9a-f]+\.(pt|json)")
 _MOST_LETTERS = 400
+_RECEIVED = "received-"
+"""What the names of folders begin with in which a rank keeps files that others have sent."""
 _PIECE = 2**24
 """Bytes of a file that ranks send each other at a time."""
 _FRONT = "laconic: "
@@ -215,6 +218,7 @@ def load(
     sync: Synchronizer | DistOptimizer | None = None,
     *,
     others: Mapping[str, Any] | None = None,
+    missing_ok: bool = False,
 ) -> dict[str, Any]:
     """Put back what `save` saved in the directory ``path``; the run then goes on bit for bit.
 
@@ -222,22 +226,25 @@ def load(
     (for a wrapped module whose optimiser moves float32 masters, after its
     ``bind(optimizer, fp32_params)``).
     ``others``: the objects whose state was saved, by name. Returns what was saved of ``others``
-    that is plain data (tensors on the CPU), and ``"step"``, the steps done.
+    that is plain data (tensors on the CPU), and ``"step"``, the steps done. ``missing_ok``: where
+    no rank finds a checkpoint, as in a run's first attempt, nothing is loaded, and the result is
+    empty.
 
     A rank's file may lie in any rank's directory: ranks send each other the files that some of
-    them cannot see. With another number of workers than saved it, or where files are lost (a host
-    with its directory), every rank goes on from the consensus of the workers that are left: the
-    model that ``sync.finish()`` would have left then. One line of the log says so. Outer state is
+    them cannot see. With another number of ranks or workers than saved it, or where files are lost
+    (a host with its directory), every rank goes on from the consensus of the workers that are left:
+    the model that ``sync.finish()`` would have left. One line of the log says so. Outer state is
     cut anew, and begins anew where it is lost; private state is averaged over the workers
-    (`laconic.regroup`). Rank r keeps its own optimizer state and ``others``; if its file is not
-    there, it takes those of another rank, r modulo the number of files. A rank's random state
-    goes on only where the rank and the number of workers are the same, so that no two ranks draw
-    alike.
+    (`laconic.regroup`). Rank r takes its own optimizer state and ``others``, and all that
+    ``finish()`` does not average. If its file is lost, it takes those of a rank that is left (with
+    a sharded model, one with the same part). A rank's random state goes on only where its file is
+    there and the numbers of ranks and workers are the same, so that no two ranks draw alike.
 
     Raises ``ValueError`` (`OSError` for what cannot be read) on every rank where any of them cannot
     load its part; nothing has changed then. Needs room for a copy of the model's and the
-    optimiser's state, three of the model's with another number of workers, and on disk for the
-    files that are sent. Files are read as plain data: no code in them is run.
+    optimizer's state. Going on from a consensus needs room for three more of the model, for the
+    state that all ranks saved, and on disk for the files that are sent. Files are read as plain
+    data: no code in them is run.
     """
     parts = _parts(model, optimizer, sync)
     with parts.sync.gathering(LOAD) as gather:
@@ -246,6 +253,7 @@ def load(
             parts,
             dict(others or {}),
             _AllRanks(f"laconic.load of {path}", gather),
+            missing_ok,
         )
 
 
@@ -413,6 +421,8 @@ def _save(folder: Path, parts: _Parts, others: dict[str, Any], all_ranks: _AllRa
     def prepare() -> tuple[int, str]:
         _check_names(others)
         _make_folder(folder)
+        for left in folder.glob(f"{_RECEIVED}*"):  # by a load that was killed
+            shutil.rmtree(left, ignore_errors=True)
         return max(_serials(folder).values(), default=0), secrets.token_hex(8)
 
     found = all_ranks.share(prepare)
@@ -585,9 +595,15 @@ class _Found:
 
 
 def _load(
-    folder: Path, parts: _Parts, others: dict[str, Any], all_ranks: _AllRanks
+    folder: Path,
+    parts: _Parts,
+    others: dict[str, Any],
+    all_ranks: _AllRanks,
+    missing_ok: bool,
 ) -> dict[str, Any]:
     manifests = all_ranks.share(lambda: _read_manifest(folder))
+    if missing_ok and not any(manifests):
+        return {}
     manifest = _newest(manifests, all_ranks)
     plan = _plan(folder, manifest, parts, all_ranks)
     with _received(folder, manifest, plan, parts.sync, all_ranks) as files:
@@ -606,7 +622,7 @@ def _load(
             if found.others is None:
                 parts.sync.load_state_dict(found.saved["sync"])
             else:
-                _load_consensus(parts, others, found.others)
+                _load_consensus(parts, others, found)
         except (OSError, ValueError):
             for back in undo:
                 with suppress(Exception):  # of what could not load: the first error is the one
@@ -622,56 +638,73 @@ def _load(
 @dataclass(frozen=True)
 class _Plan:
     """What is loaded where. ``seen``: by rank, the ranks of the run that saved whose files it can
-    see. ``kept``: those whose files somebody can see. ``regroup``: the run goes on from their
-    consensus. ``note``: what is to be said of that."""
+    see. ``left``: those whose files somebody can see. ``kept``: those of them whose consensus the
+    run goes on from, if it does (``regroup``). ``shards``: in how many parts each worker has the
+    model. ``inner``: ranks of a worker, if there were as many; else 1. ``note``: the line for the
+    log."""
 
     seen: Sequence[Sequence[int]]
+    left: Sequence[int]
     kept: Sequence[int]
     regroup: bool
+    shards: int
+    inner: int
     note: str = ""
 
     def own(self, rank: int) -> int:
         """The rank whose optimizer state and ``others`` go on as those of ``rank``."""
-        return rank if rank in self.kept else self.kept[rank % len(self.kept)]
+        if rank in self.left:
+            return rank
+        alike = [r for r in self.left if r % self.shards == rank % self.shards]
+        worker = [r for r in alike if r // self.inner == rank // self.inner]
+        choice = worker or alike
+        return choice[rank // self.shards % len(choice)]
 
-    def needed(self, rank: int, stride: int) -> list[int]:
-        """The ranks whose files ``rank`` reads; with parts of a model, one of ``stride``, those of
-        the same part."""
+    def needed(self, rank: int) -> list[int]:
+        """The ranks whose consensus ``rank`` works out: those with the same part of the model."""
         if not self.regroup:
             return [rank]
-        return [r for r in self.kept if r % stride == rank % stride]
+        return [r for r in self.kept if r % self.shards == rank % self.shards]
 
 
 def _plan(folder: Path, manifest: _Manifest, parts: _Parts, all_ranks: _AllRanks) -> _Plan:
     """Alike on every rank. Raises where nothing is left to go on from."""
-    saved = range(manifest.ranks)
-    seen = all_ranks.share(lambda: [r for r in saved if manifest.file(folder, r).exists()])
-    kept = sorted({r for some in seen for r in some})
-    lost = [r for r in saved if r not in kept]
+    every = range(manifest.ranks)
+    seen = all_ranks.share(lambda: [r for r in every if manifest.file(folder, r).exists()])
+    left = sorted({r for some in seen for r in some})
+    lost = [r for r in every if r not in left]
     ranks, workers = len(seen), parts.sync.workers
+    inner, former = ranks // workers, manifest.ranks // manifest.workers
     same = (manifest.ranks, manifest.workers) == (ranks, workers)
-    stride = ranks // workers
-    text = f"it was saved by {manifest.ranks} ranks in {manifest.workers} workers"
-    files = f"the files of {_ranks(lost)} of {manifest.ranks} are lost" if lost else ""
-    if parts.sync.sharded:
-        if manifest.ranks // manifest.workers != stride:
-            raise all_ranks.refuse(
-                f"{text}, and there are {ranks} in {workers} now: a sharded model needs as many "
-                "ranks in each worker as it was saved with"
-            )
-        if {r % stride for r in kept} != set(range(stride)):
-            raise all_ranks.refuse(f"{files}, and with them the last copy of a part of the model")
-    if not kept:
-        raise all_ranks.refuse(f"{files}: there is nothing to go on from")
+    shards = inner if parts.sync.sharded else 1
+    saved = f"saved by {manifest.workers} workers ({_count(manifest.ranks, 'rank')})"
+    files = f"; the files of {_ranks(lost)} are lost" if lost else ""
+    if not left:
+        raise all_ranks.refuse(f"{saved}{files}: there is nothing to go on from")
+    if shards > 1 and former != shards:
+        raise all_ranks.refuse(
+            f"{saved} with {former} ranks each, and there are {inner} in each worker now: a "
+            "sharded model needs as many"
+        )
+    if {r % shards for r in left} != set(range(shards)):
+        raise all_ranks.refuse(
+            f"{saved}{files}, and with them the last copy of a part of the model"
+        )
     if same and not lost:
-        return _Plan(seen, kept, False)
-    firsts = len({r * manifest.workers // manifest.ranks for r in kept})
+        return _Plan(seen, left, left, False, shards, inner)
+    whole = [r for r in left if all(r // former * former + k in left for k in range(former))]
+    kept = whole if shards > 1 and whole else left
+    count = len({r // former for r in kept})
     note = (
-        f"{all_ranks.call}: {text}{', and ' * bool(files)}{files}. {workers} workers in {ranks} "
-        f"ranks go on from the consensus of {firsts} workers after step {manifest.step}; "
-        "outer state is cut anew, private state averaged"
+        f"{all_ranks.call}: {saved}{files}. {_count(workers, 'worker')} "
+        f"({_count(ranks, 'rank')}) continue after step {manifest.step} from the mean of "
+        f"{_count(count, 'saved worker')}; outer state is redistributed, private state averaged"
     )
-    return _Plan(seen, kept, True, note)
+    return _Plan(seen, left, kept, True, shards, inner if same else 1, note)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 @contextmanager
@@ -680,24 +713,26 @@ def _received(
 ) -> Iterator[Callable[[int], Path]]:
     """Yields where to find a rank's file, once the ranks have sent each other those that some need
     and cannot see."""
-    stride = len(plan.seen) // sync.workers if sync.sharded else 1
     wanted = {
         source
         for rank, seen in enumerate(plan.seen)
-        for source in {*plan.needed(rank, stride), plan.own(rank)} - {*seen}
+        for source in {*plan.needed(rank), plan.own(rank)} - {*seen}
     }
     own = plan.seen[sync.rank]
+    with ExitStack() as made:
 
-    def find(rank: int) -> Path:
-        return manifest.file(folder if rank in own else there, rank)
+        def room() -> Path:
+            """A folder for what this rank cannot see."""
+            if wanted <= {*own}:
+                return folder
+            place = tempfile.TemporaryDirectory(dir=_made(folder), prefix=_RECEIVED)
+            return Path(made.enter_context(place))
 
-    if not wanted:
-        there = folder
-        yield find
-        return
-    made = all_ranks.do(lambda: tempfile.TemporaryDirectory(dir=_made(folder), prefix="received-"))
-    with made as name:
-        there = Path(name)
+        there = all_ranks.do(room) if wanted else folder
+
+        def find(rank: int) -> Path:
+            return manifest.file(folder if rank in own else there, rank)
+
         for source in sorted(wanted):
             sender = next(r for r, seen in enumerate(plan.seen) if source in seen)
             _send(manifest.file(folder, source), sender, find(source), sync, all_ranks)
@@ -736,18 +771,20 @@ def _send(file: Path, sender: int, target: Path, sync: Synchronizer, all_ranks: 
             all_ranks.do(write)
 
 
-def _load_consensus(
-    parts: _Parts, others: Mapping[str, Any], saved: Mapping[int, Mapping[str, Any]]
-) -> None:
-    """Go on from the consensus of the ranks that ``saved``; all else was put back before."""
+def _load_consensus(parts: _Parts, others: Mapping[str, Any], found: _Found) -> None:
+    """Go on from the consensus of the ranks in ``found``; all else was put back before."""
     modules = _modules(parts, others)
+    assert found.others is not None, "there is a consensus to go on from"
+    saved = found.others
 
-    def load(rank: int) -> None:
+    def load(rank: int | None) -> None:
+        state = found.saved if rank is None else saved[rank]
         for name, module in modules.items():
-            state = saved[rank]["objects"][name] if name else saved[rank]["model"]
-            module.load_state_dict(state)
+            module.load_state_dict(state["objects"][name] if name else state["model"])
 
     parts.sync.load_parts({rank: one["sync"] for rank, one in saved.items()}, load)
+    if parts.front is not None:
+        parts.front.copy_masters()
 
 
 def _modules(parts: _Parts, others: Mapping[str, Any]) -> dict[str, Stateful]:
@@ -802,8 +839,7 @@ def _find(
         _check_random_state(random_state)
     everyone = None
     if plan.regroup:
-        stride = len(plan.seen) // parts.sync.workers if parts.sync.sharded else 1
-        everyone = {r: _read(files(r), manifest, r, mapped=True) for r in plan.needed(rank, stride)}
+        everyone = {r: _read(files(r), manifest, r, mapped=True) for r in plan.needed(rank)}
     objects = _objects(parts, others)
     sharded = [p for p in _parameters(parts.model) if is_sharded(p)]
     for one in (saved, *(everyone or {}).values()):

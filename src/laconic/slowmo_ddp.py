@@ -550,6 +550,11 @@ class SlowMoDistributedDataParallel(nn.Module):
         self._sync.finish()
         _copy(self._masters)
 
+    @torch.no_grad()
+    def copy_masters(self) -> None:
+        """The float32 masters, if there are some, to the module."""
+        _copy(self._masters)
+
     def detach(self) -> None:
         """Average no more: calls of `perform_slowmo` then do nothing. No communication."""
         self._detached = True

@@ -88,8 +88,8 @@ CALLS = (
 
 
 _APART = (
-    "the state was saved by other ranks than these, and the ranks have loaded different weights: "
-    "load the consensus weights, the same on every rank, before sync.load_state_dict"
+    "this state comes from other ranks, so every rank must load the same weights before it, such "
+    "as those of consensus_state_dict(): here they differ"
 )
 
 
@@ -172,7 +172,8 @@ class Synchronizer:
         self._chosen: list[Choice] = []
         self._arrange = arrange
         self._recorder = Recorder()
-        self._in_consensus = False
+        self._in_consensus: bool | None = None
+        """``mean`` of the `consensus` that the model holds, if it holds one."""
         self._scalers_differ = False
         self.scaler: torch.amp.GradScaler | None = None
         self.scaling = False
@@ -433,7 +434,7 @@ class Synchronizer:
 
     def _refuse_in_consensus(self, call: str) -> None:
         """Raise where a call would change weights that leaving `consensus` puts back."""
-        if self._in_consensus:
+        if self._in_consensus is not None:
             raise ValueError(
                 f"{call} inside sync.consensus(): its result would be discarded when the worker's "
                 "own weights come back. Call it after the `with` block"
@@ -587,18 +588,27 @@ class Synchronizer:
     @contextmanager
     def consensus(self, *, mean: bool = True) -> Iterator[nn.Module]:
         """A context in which the model holds the consensus weights, for validation; every rank
-        must enter it. They are those that `finish` would leave now: the mean of the workers'
+        must enter it. The model holds what `finish` would leave now: the mean of the workers'
         models. Afterwards the worker's own weights are back, bit for bit. Steps of the optimizer
         are refused inside.
 
         ``mean=False``: what the last outer step or elastic round left (the anchor, the center)
         where the recipe keeps such a model; it lacks the steps taken since.
 
-        Needs room for one copy of the model."""
+        Inside another `consensus` of the same kind it does nothing. Needs room for one copy of the
+        model."""
+        if self._in_consensus is not None:
+            if self._in_consensus != mean:
+                raise ValueError(
+                    f"sync.consensus(mean={mean}) inside sync.consensus(mean={not mean}): leave "
+                    "the outer context first"
+                )
+            yield self._model
+            return
         tensors = [*self._held(), *self._model.buffers()]
         self._call("consensus()", self.step)
         kept = [local(t).clone() for t in tensors]
-        self._in_consensus = True
+        self._in_consensus = mean
         try:
             self._write_consensus(mean)
             self._status("in consensus()")
@@ -607,7 +617,7 @@ class Synchronizer:
             for tensor, values in zip(tensors, kept, strict=True):
                 local(tensor).copy_(values)
             reshard(self._model)
-            self._in_consensus = False
+            self._in_consensus = None
             self._status("computing")
 
     def consensus_state_dict(self) -> dict[str, Any]:
@@ -762,7 +772,7 @@ class Synchronizer:
         self._call("finish()", self.step)
         for running in self._rounds:
             running.finish(self.step)
-        self._write_consensus(mean)
+        self._write_consensus(mean)  # which finds all rounds at rest
         for running in () if mean else self._rounds:
             running.rest()
         self._recorder.event("finish")
@@ -878,37 +888,45 @@ class Synchronizer:
         self._load_on_all(lambda: checkpoint.parts_of(state, self._header()), None)
 
     def load_parts(
-        self, parts: Mapping[int, checkpoint.Saved], load: Callable[[int], None]
+        self, parts: Mapping[int, checkpoint.Saved], load: Callable[[int | None], None]
     ) -> None:
-        """As `load_state_dict`, of what the ranks of a run saved, by rank, where all that goes on
-        is alike on all ranks: their consensus. ``load(rank)`` puts that rank's model into this one;
-        the model holds the consensus afterwards, and what is not averaged (integers) stays as it is
-        now."""
+        """Go on from the consensus of another run's ranks. ``parts`` holds their saved states by
+        rank. ``load(rank)`` loads that rank's model into this one, and ``load(None)`` the one that
+        this rank goes on with; of this only what `finish` averages becomes the consensus."""
         self._load_on_all(lambda: dict(parts), load)
 
     @torch.no_grad()
     def _load_on_all(
         self,
         parts: Callable[[], dict[int, checkpoint.Saved]],
-        load: Callable[[int], None] | None,
+        load: Callable[[int | None], None] | None,
     ) -> None:
         self._call("load_state_dict()", 0)  # ranks may have come to it after different steps
         loaded: list[Callable[[], None]] = []
         undo: list[Callable[[], None]] = []
-        problem, alike = self._load(parts, load, loaded, undo)
-        digest = 0 if alike is None else alike
-        everyone = self._gather(torch.tensor([int(problem is not None), digest]))
-        failed, digests = everyone.unbind(1)
-        if not bool(failed.any()) and alike is not None:
-            parts_of_a_model = self._world.size // self._workers.size if self.sharded else 1
-            of_each = digests.view(-1, parts_of_a_model)
-            problem = None if bool((of_each == of_each[0]).all()) else _APART
-            failed = torch.full_like(failed, int(problem is not None))
+        problem, mark = self._load(parts, load, loaded, undo)
+        everyone = self._gather(torch.tensor([int(problem is not None), *mark]))
+        if not bool(everyone[:, 0].any()):
+            problem = self._disagreement(everyone[:, 1:])
+            everyone[:, 0] = int(problem is not None)
+        failed = everyone[:, 0]
         for restore in undo if bool(failed.any()) else ():
             restore()
         raise_on_all(problem, failed, "could not load their state")
         for put_back in loaded:
             put_back()
+
+    def _disagreement(self, marks: Tensor) -> str | None:
+        """What is wrong where not all ranks go on from the same, by what `_load` returned."""
+        shards = self._world.size // self._workers.size if self.sharded else 1
+        of_each = marks.view(-1, shards, 3)  # those of a shard have the same
+        apart = (of_each != of_each[0]).flatten(0, 1).any(0)
+        if bool(apart[:2].any()) or bool((marks[:, 0] != marks[0, 0]).any()):
+            return (
+                "the ranks were given different states: pass each rank's own on every rank, or the "
+                "same list of all ranks' states, with None for the same ranks"
+            )
+        return _APART if bool(apart[2]) else None
 
     @torch.no_grad()
     def load_here(
@@ -944,7 +962,7 @@ class Synchronizer:
     def gathering(self, call: str) -> Iterator[Callable[[Any], list[Any]]]:
         """A context for `SAVE` or `LOAD`, which every rank must enter: yields a function that
         returns what each rank passes to it (anything that JSON holds), by rank."""
-        if self._in_consensus:
+        if self._in_consensus is not None:
             raise ValueError(
                 "inside sync.consensus() the model holds the consensus weights and not this "
                 "worker's own: save and load outside it"
@@ -972,20 +990,20 @@ class Synchronizer:
     def _load(
         self,
         given: Callable[[], dict[int, checkpoint.Saved]],
-        load: Callable[[int], None] | None,
+        load: Callable[[int | None], None] | None,
         loaded: list[Callable[[], None]],
         undo: list[Callable[[], None]],
-    ) -> tuple[str | None, int | None]:
+    ) -> tuple[str | None, tuple[int, int, int]]:
         """Append to ``loaded`` what puts the state back, and to ``undo`` what takes back what has
-        changed already, in this order; return what is wrong, if something is, rather than raise it
-        on one rank alone; and where it is the state of other ranks a number that tells apart
-        the models that they go on from."""
-        digest = None
+        changed already. Returns what is wrong, if something is, rather than raise it on one rank
+        alone; and a mark on which the ranks must agree: whether they regroup, from which states,
+        and from which model."""
+        mark = (0, 0, 0)
         try:
             parts = given()
             if self._chooser is not None:
                 undo.append(self._chooser.undo())
-            mine = checkpoint.own_part(parts, self._header())
+            mine = checkpoint.own_part(parts, self._header(), regroup=load is not None)
             saved = [parts[rank] for rank in sorted(parts)] if mine is None else [parts[mine]]
             first, index_of_mine = saved[0], None if mine is None else 0
             for _, gradient_round in self._gradient_rounds:
@@ -996,7 +1014,7 @@ class Synchronizer:
             rounds = [[part["rounds"][i] for part in saved] for i in range(len(self._rounds))]
             if mine is None:
                 rounds = self._go_on_from_consensus(parts, load)
-                digest = checkpoint.checksum(self._held())
+                mark = (1, checkpoint.digest(parts), checkpoint.checksum(self._held()))
             for running, kept in zip(self._rounds, rounds, strict=True):
                 loaded.append(checkpoint.load_round(running, kept, index_of_mine))
             for index, gradient_round in enumerate(self._keeping_gradient_rounds()):
@@ -1009,17 +1027,17 @@ class Synchronizer:
             for name, value in (("step", int), ("_in_step", bool)):
                 loaded.append(partial(setattr, self, name, value(first[name.lstrip("_")])))
         except ValueError as error:
-            return str(error), None
+            return str(error), mark
         except (LookupError, TypeError, AttributeError, RuntimeError) as error:
             text = f"this is not what sync.state_dict() returned: {type(error).__name__}: {error}"
-            return text, None
-        return None, digest
+            return text, mark
+        return None, mark
 
     def _go_on_from_consensus(
-        self, parts: Mapping[int, checkpoint.Saved], load: Callable[[int], None] | None
+        self, parts: Mapping[int, checkpoint.Saved], load: Callable[[int | None], None] | None
     ) -> list[list[checkpoint.Saved]]:
         """What other ranks keep at rest, by round and rank; with ``load``, their consensus into the
-        model."""
+        model, which otherwise stays as it is."""
         first = parts[min(parts)]
         former = regroup.Former(
             first["ranks"],
@@ -1027,15 +1045,24 @@ class Synchronizer:
             checkpoint.group_size_of(first["recipe"]),
             self.sharded,
         )
-        all_of_them = [*self._model.parameters(), *self._model.buffers(), *self._held()]
-        unique = {id(t): t for t in all_of_them}.values()
-        tensors = [t for t in unique if t.is_floating_point() or t.is_complex()]
-        others = [t for t in unique if not (t.is_floating_point() or t.is_complex())]
-        kept = [(t, local(t).clone()) for t in (others if load is not None else unique)]
-        rounds, mean = regroup.come_to_rest(self._rounds, parts, former, tensors, load)
-        for tensor, value in (*kept, *zip(tensors, mean, strict=False)):
-            local(tensor).copy_(value)
-        return rounds
+        every = {id(t): t for t in (*self._model.parameters(), *self._model.buffers())}
+        every.update((id(t), t) for t in self._held())
+        before = [(t, local(t).clone()) for t in every.values()] if load is None else []
+        held = {id(p): p for p in self._held()}
+        buffers = module_buffers(self._model)[0] if self._average_buffers else {}
+        apart = {id(b): b for b in buffers.values()}
+        try:
+            found, mean = regroup.come_to_rest(
+                self._rounds, parts, former, list(held.values()), list(apart.values()), load
+            )
+        finally:
+            for tensor, value in before:
+                local(tensor).copy_(value)
+        if load is not None:
+            load(None)
+            for tensor, value in zip((*held.values(), *apart.values()), mean, strict=True):
+                local(tensor).copy_(value)
+        return found
 
     # -- for the user's loop ----
 

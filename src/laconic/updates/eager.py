@@ -55,3 +55,10 @@ class Eager(Update):
     ) -> Tensor:
         state["late"].add_(received)
         return x
+
+    def settle(self, x: Tensor, state: State, averaged: bool) -> None:
+        """What is late is taken at once, without momentum, by x and a: x <- x - eta*late."""
+        late = state["late"]
+        state["anchor"].sub_(late, alpha=self.lr)
+        x.sub_(late.to(x.dtype), alpha=self.lr)
+        late.zero_()
