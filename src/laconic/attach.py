@@ -44,11 +44,11 @@ _watched: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
 def init() -> None:
     """Set up torch's process group from torchrun's environment, or for one process without it.
 
-    Does nothing if a process group exists already. NCCL where CUDA is there, gloo elsewhere. The
-    current GPU becomes that of LOCAL_RANK, or the only one where each process sees one alone
-    (CUDA_VISIBLE_DEVICES). Ranks that torchrun starts again after a failure (``--max-restarts``)
-    meet anew: nothing that the attempt before has left is taken for theirs. The other ranks notice
-    from then on when this process ends, and `attach` names it there.
+    Does nothing if a process group exists already. Uses NCCL where CUDA is available, gloo
+    elsewhere. Selects GPU LOCAL_RANK, or GPU 0 if the process sees only one
+    (CUDA_VISIBLE_DEVICES). When torchrun restarts the ranks after a failure (``--max-restarts``),
+    they rendezvous again: keys left in the store by an earlier attempt are ignored. From then on
+    the other ranks notice when this process ends, and `attach` names it there.
 
     Raises ``ValueError`` where there are fewer GPUs than ranks on this host.
     """

@@ -32,9 +32,9 @@ def check_first_gradients(everyone: Sequence[Sequence[float]]) -> None:
     """Look at all ranks' fingerprints of the first step, each followed by what
     `laconic.model_checks.ddp_use` said there. Raises ``ValueError``, on every rank alike, where
     DistributedDataParallel averages the gradients, too. It does if one ran the forward pass; or if
-    there is one, and the gradients are identical. Those of recipes that average gradients are
-    taken before that, and before DistributedDataParallel's own averages are there. Warns where they
-    are identical on all ranks without that, and not of nothing."""
+    there is one, and the gradients are identical. Warns where they are identical, and not zero,
+    without it. With recipes that average gradients, fingerprints are taken before any averaging, so
+    that identical ones mean identical batches."""
     if len(everyone) == 1:
         return
     total, squares, _ = everyone[0]
