@@ -135,9 +135,9 @@ def _check_shards(sharded: Sequence[Tensor], worker: list[int]) -> None:
             raise ValueError(
                 f"the parameters are sharded over {len(over)} ranks, which are not the ranks of "
                 f"one worker (by mesh= a worker is {len(worker)} neighboring ranks): shard them "
-                "inside each worker, as mesh = init_device_mesh('cuda', (workers, ranks of a worker), "
-                "mesh_dim_names=('workers', 'shards')); fully_shard(model, mesh=mesh['shards']); "
-                "attach(..., mesh=mesh)"
+                "inside each worker, as mesh = init_device_mesh('cuda', (workers, ranks of a "
+                "worker), mesh_dim_names=('workers', 'shards')); fully_shard(model, "
+                "mesh=mesh['shards']); attach(..., mesh=mesh)"
             )
 
 
