@@ -556,7 +556,8 @@ def test_a_mistake_by_itself_in_a_shell(tmp_path: Path) -> None:
         timeout=25,
     )
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == f"laconic: no recipe 'sgd' in 'sgd(3)': {ALL}\n"
+    said = "laconic: no recipe 'sgd' in 'sgd(3)' (did you mean 'lsgd'?)"
+    assert ended.stderr == f"{said}: {ALL}\n"
     assert not [*tmp_path.iterdir()]
 
 
