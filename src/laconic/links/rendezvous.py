@@ -49,7 +49,7 @@ def meeting() -> Meeting | None:
 def publish() -> None:
     """Tell the other ranks where this process's beacon is, so that they notice when it ends before
     there is a link. Does nothing without a process group of several ranks."""
-    found = meeting()
+    found = meeting() if dist.is_initialized() else None
     if found is not None:
         found.publish()
 
