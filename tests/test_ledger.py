@@ -100,8 +100,9 @@ def difference(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
     return {name: size for name, size in changes.items() if size}
 
 
-FINGERPRINT = 16
-"""Bytes of the two sums by which ranks compare their first gradients, gathered once."""
+FINGERPRINT = 24
+"""Bytes of what ranks compare of their first gradients, gathered once: two sums, and whether a
+DistributedDataParallel is in use."""
 
 
 def announcement(n: int) -> int:

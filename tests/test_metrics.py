@@ -91,7 +91,7 @@ def test_the_records_add_up_to_what_the_run_did(tmp_path: Path) -> None:
     assert totals == (7, 3, stats.bytes_sent, stats.bytes_received, 0)
     # both parameters, 18 numbers of 4 bytes, to one other worker and from it
     assert [r["sent"] for r in steps[1:]] == [72, 0, 72, 0, 72, 0]
-    assert sum(r["sent"] for r in rest) == stats.bytes_sent - (steps[0]["bytes_sent"] - 8 - 16)
+    assert sum(r["sent"] for r in rest) == stats.bytes_sent - (steps[0]["bytes_sent"] - 8 - 24)
     assert math.isclose(end["seconds_waiting"], stats.seconds_waiting, abs_tol=1e-5)
     assert all(0 <= r["waiting"] <= 1 and r["lr"] == [0.1] for r in rest)
 

@@ -202,25 +202,6 @@ def test_resume_is_exact() -> None:
     assert linear.resumes(replace(problem(5), dtype=torch.float32), (1, 3, 5))
 
 
-def test_another_number_of_workers_is_refused() -> None:
-    given = problem(4)
-
-    def first(rank: int) -> dict[str, Any]:
-        training = Training(given, rank)
-        training.steps(1, 6)
-        return dict(linear.copy_of(training.state()))
-
-    before = la.simulate(first, workers=4)
-
-    def second(rank: int) -> None:
-        training = Training(replace(given, workers=2), rank)
-        training.model.load_state_dict(before[0]["model"])
-        with pytest.raises(ValueError, match="needs the same number of workers"):
-            training.sync.load_state_dict([kept["sync"] for kept in before])
-
-    la.simulate(second, workers=2)
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [
