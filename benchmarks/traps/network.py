@@ -281,7 +281,7 @@ def stranger_with_a_verdict() -> str:
 
 
 _FUZZ = """
-import random, socket, sys, time
+import json, random, socket, sys, time
 
 ports = [int(p) for p in sys.argv[1].split(",")]
 total, seconds = int(sys.argv[2]), float(sys.argv[3])
@@ -296,7 +296,12 @@ for n in range(total):
     try:
         s = socket.create_connection(("127.0.0.1", ports[n % len(ports)]), timeout=1)
         s.setblocking(False)
-        if kind == "random":
+        if n % 1000 == 500:  # one that listens first, and answers in kind
+            s.settimeout(3)
+            keys = list(json.loads(s.recv(65536))[1])
+            s.sendall(json.dumps([keys[-1], "\\x1b[2Jall is lost"]).encode())
+            s.shutdown(socket.SHUT_WR)
+        elif kind == "random":
             s.send(rng.randbytes(rng.randrange(1, 200)))
         if kind == "huge":
             s.send(b"laconic1" + rng.randbytes(2**17))
@@ -308,7 +313,7 @@ for n in range(total):
             idle.append(s)
         else:
             s.close()
-    except OSError:
+    except (OSError, ValueError):
         pass
     if len(idle) > 200:
         idle.pop(0).close()

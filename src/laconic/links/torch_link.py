@@ -135,7 +135,11 @@ class TorchLink:
         self._watched = 0.0
         seconds = timeout.total_seconds()
         self._wire = Wire(self.rank, health.own_address(), seconds, self._ranks)
-        self._connect()
+        try:
+            self._connect()
+        except BaseException:
+            self._wire.close()
+            raise
 
     @classmethod
     def world(cls, device: torch.device, timeout: timedelta) -> TorchLink:

@@ -422,6 +422,7 @@ class Wire:
     def close(self) -> None:
         """Let go of the connections; they end when no message on them is under way."""
         self._connections = Connections()
+        self._server.close()
 
 
 class _Calls:
