@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import socket
 import time
 import traceback
@@ -46,6 +48,7 @@ def link_of(ranks: int) -> Link:
 
 def _serve(rank: int, size: int, port: int, connection: Connection) -> None:
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=TIMEOUT)
     for ranks in range(1, size + 1):
@@ -60,17 +63,23 @@ def _serve(rank: int, size: int, port: int, connection: Connection) -> None:
 
 
 class Pool:
-    """``size`` processes in one default process group."""
+    """``size`` processes in one default process group; new ones after a test in which one was
+    silent."""
 
     def __init__(self, size: int) -> None:
+        self.size = size
+        self._start()
+
+    def _start(self) -> None:
         context = forking()
         port = free_port()
         self.processes: list[ForkServerProcess] = []
         self.connections: list[Connection] = []
         self.number = 0
-        for rank in range(size):
+        for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, port, theirs), daemon=True)
+            given = (rank, self.size, port, theirs)
+            process = context.Process(target=_serve, args=given, daemon=True)
             process.start()
             self.processes.append(process)
             self.connections.append(ours)
@@ -86,12 +95,25 @@ class Pool:
         for rank, connection in enumerate(connections):
             number = 0
             while number < self.number:  # not the late answer to what a test gave up
-                assert connection.poll(max(end - time.monotonic(), 0)), f"rank {rank} is silent"
+                if not connection.poll(max(end - time.monotonic(), 0)):
+                    self._give_up()
+                    raise AssertionError(f"rank {rank} is silent")
                 number, *answer = connection.recv()
             answers.append(answer)
         failures = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(answers) if not ok]
         assert not failures, "\n".join(failures)
         return [value for _, value in answers]
+
+    def _give_up(self) -> None:
+        """Every process prints where it is, and others take their place."""
+        for process in self.processes:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, signal.SIGUSR1)
+                time.sleep(0.2)  # one after the other
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self._start()
 
     def close(self) -> None:
         for connection in self.connections:

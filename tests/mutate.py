@@ -491,8 +491,10 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("synchronizer.py", "return _APART if bool(apart[2]) else None", "return None", REGROUP),
     ("synchronizer.py", "regroup=load is not None", "regroup=False", REGROUP),
     ("synchronizer.py", "            load(None)\n", "", REGROUP),
-    ("updates/eager.py", "x.sub_(late.to(x.dtype), alpha=self.lr)", "pass", EAGER),
-    ("updates/eager.py", "state[\"anchor\"].sub_(late, alpha=self.lr)", "pass", CONSENSUS),
+    ("updates/eager.py", "if torch.equal(x, a.to(x.dtype)):", "if True:", EAGER),
+    ("updates/eager.py", "if torch.equal(x, a.to(x.dtype)):", "if False:", EAGER),
+    ("updates/eager.py", "            x.copy_(a)\n", "", EAGER),
+    ("updates/eager.py", "            late.zero_()\n", "", EAGER),
 ]  # fmt: skip
 
 

@@ -126,21 +126,41 @@ def test_all_that_was_done_is_taken_in_once() -> None:
         assert np.abs(way - total - expected.rounds[-1][i] / 3).max() < 1e-12
 
 
-def test_the_consensus_takes_in_what_is_late() -> None:
-    """mean(x) - eta*mean(late), with late = mean(d) - d_i/n of the last round."""
-    given = replace(problem(3), steps=10)
+@pytest.mark.parametrize("steps", [8, 9, 11])
+def test_the_consensus_takes_in_what_is_late_right_after_a_round(steps: int) -> None:
+    """mean(x) - eta*mean(late), with late = mean(d) - d_i/n of the last round; later mean(x)."""
+    given = replace(problem(3), steps=steps)
     expected = Eager(4)
     trace = given.expected(expected)
-    last = coded.mean_of([coded.flat(x) for x in trace.workers[-1]])
-    mean = last - 0.7 * (1 - 1 / 3) * coded.mean_of(expected.rounds[-1])
+    mean = coded.mean_of([coded.flat(x) for x in trace.workers[-1]])
+    if steps == 8:
+        mean = mean - 0.7 * (1 - 1 / 3) * coded.mean_of(expected.rounds[-1])
 
     def run(rank: int) -> list[Array]:
         training = Training(given, rank)
-        training.steps(1, 10)
+        training.steps(1, steps)
         return training.consensus()
 
     for agreed in la.simulate(run, workers=3):
         assert np.abs(coded.flat(agreed) - mean).max() < 1e-12
+
+
+def test_finished_after_every_round_it_is_local_sgd() -> None:
+    """With lr 1 and without momentum: what is late is taken in once, by x and by a."""
+    given = problem(3, lr=1.0, momentum=0.0)
+
+    def run(rank: int) -> list[list[Array]]:
+        training = Training(given, rank)
+        found = []
+        for first in range(1, given.steps + 1, 4):
+            found += training.steps(first, min(first + 3, given.steps))
+            training.sync.finish()
+            found[-1] = training.values()
+        return found
+
+    averaged = linear.simulated(replace(given, recipe=la.local_sgd(4)))
+    for finished, mean in zip(la.simulate(run, workers=3), averaged, strict=True):
+        assert linear.distance(finished[:16], mean[:16]) < 1e-12
 
 
 # -- as it is carried ----

@@ -57,8 +57,11 @@ class Eager(Update):
         return x
 
     def settle(self, x: Tensor, state: State, averaged: bool) -> None:
-        """What is late is taken at once, without momentum, by x and a: x <- x - eta*late."""
-        late = state["late"]
-        state["anchor"].sub_(late, alpha=self.lr)
-        x.sub_(late.to(x.dtype), alpha=self.lr)
-        late.zero_()
+        """Right after a round, when x is still a, what is late is taken in at once, without
+        momentum: a <- a - eta*late ; x <- a. Later the workers' own steps have made up for part of
+        it, and both together would overshoot: then it waits for the next round."""
+        a, late = state["anchor"], state["late"]
+        if torch.equal(x, a.to(x.dtype)):
+            a.sub_(late, alpha=self.lr)
+            x.copy_(a)
+            late.zero_()
