@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import Figure
-from laconic.lab.cluster import Cluster, Loopback, NamespacesUnavailable, launch
+from laconic.lab.emulation.cluster import Cluster, Loopback, NamespacesUnavailable, launch
 
 STREAMING = "streaming_diloco(16, 4, 2, codec='int4', lr=0.4, momentum=0.6)"
 ALL = {

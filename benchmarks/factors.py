@@ -21,9 +21,9 @@ from itertools import pairwise
 import torch
 
 import laconic
-from laconic.lab import workloads
-from laconic.lab.workloads import lr_factor
-from laconic.parse import parse_recipe
+from laconic.algorithms.parse import parse_recipe
+from laconic.lab.race import workloads
+from laconic.lab.race.workloads import lr_factor
 
 STEPS, WORKERS = 480, 4
 DDP_STEPS = (120, 180, 240, 320, STEPS)

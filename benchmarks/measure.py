@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic
-from laconic.lab import workloads
-from laconic.parse import parse_recipe
-from laconic.tensors import BUCKET_BYTES
+from laconic.algorithms.parse import parse_recipe
+from laconic.buckets import BUCKET_BYTES
+from laconic.lab.race import workloads
 
 PAIRS = 40
 PARAMETERS = 865_280

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from laconic.lab import leftovers
+from laconic.lab.emulation import orphans
 
 LAB = [sys.executable, "-m", "laconic", "lab"]
 # With a child that leaves its session, which no signal to the group reaches.
@@ -51,8 +51,8 @@ def holders(names: set[str]) -> list[psutil.Process]:
     return [process for process in psutil.process_iter() if names & {*namespaces(process.pid)}]
 
 
-def of_lab(launcher: int) -> list[leftovers.Member]:
-    return [member for member in leftovers.members() if member.launcher == launcher]
+def of_lab(launcher: int) -> list[orphans.Member]:
+    return [member for member in orphans.members() if member.launcher == launcher]
 
 
 def alive(processes: list[psutil.Process]) -> list[str]:

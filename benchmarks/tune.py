@@ -25,13 +25,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from laconic.advisor import tuning
-from laconic.advisor.tuning import Evaluate, Trial
-from laconic.advisor.tuning_journal import opened
-from laconic.advisor.tuning_runs import LOOKS, Length, Run, Task, Told
-from laconic.advisor.tuning_space import Setting, Space, space_of
-from laconic.lab import race
-from laconic.lab.plan import Schedule
+from laconic.advisor.tune import tuning
+from laconic.advisor.tune.journal import opened
+from laconic.advisor.tune.runs import LOOKS, Length, Run, Task, Told
+from laconic.advisor.tune.space import Setting, Space, space_of
+from laconic.advisor.tune.tuning import Evaluate, Trial
+from laconic.lab.race import runner
+from laconic.lab.race.plan import Schedule
 
 RECIPE = "slowmo(local_sgd(period), period=period, momentum=momentum)"
 WORKERS, STEPS = 8, 240
@@ -45,7 +45,7 @@ NEAR = 1.05
 
 def task(seed: int) -> Task:
     """Digits, as in docs/science.md: 8 workers, 240 steps."""
-    settings = race.Settings(
+    settings = runner.Settings(
         recipes=(), hosts=1, per_host=WORKERS, workload="digits", seconds=None, steps=STEPS,
         seeds=(seed,),
     )  # fmt: skip

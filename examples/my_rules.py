@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from laconic import Recipe, Round, Update, every
-from laconic.exchanges import Mean
+from laconic.algorithms.exchanges import Mean
 
 
 @dataclass(frozen=True)

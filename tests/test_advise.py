@@ -24,12 +24,12 @@ from laconic.advisor.choices import choices, rehearsed, steps_of
 from laconic.advisor.fit import Sample, fit
 from laconic.advisor.numbers import facts_from
 from laconic.advisor.rehearse import rehearsals, rehearse
-from laconic.advisor.silent import Silent
+from laconic.algorithms.parse import parse_recipe, qualified
 from laconic.auto import candidates
 from laconic.cli import main
 from laconic.links import Throttled, TorchLink
 from laconic.links.cost import Cost
-from laconic.parse import parse_recipe, qualified
+from laconic.links.null import Silent
 from laconic.predict import BACKWARD, Facts, predict, work_key
 
 import gloo

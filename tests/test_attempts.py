@@ -15,8 +15,8 @@ import torch
 from torch.distributed import HashStore, Store
 
 import laconic as la
-from laconic.attempts import agree_on_attempt
 from laconic.errors import LinkError
+from laconic.links.attempts import agree_on_attempt
 
 import gloo
 

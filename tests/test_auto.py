@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
-from laconic.gradients import bucket_sizes
+from laconic.algorithms.parse import parse_recipe
+from laconic.engine.gradient_rounds import bucket_sizes
+from laconic.engine.synchronizer import Synchronizer
 from laconic.links import Link, Throttled
 from laconic.links.cost import Cost
-from laconic.parse import parse_recipe
 from laconic.predict import Facts, predict
-from laconic.synchronizer import Synchronizer
 
 import gloo
 

@@ -17,14 +17,14 @@ from pathlib import Path
 import pytest
 
 import laconic
-from laconic.lab.cluster import (
+from laconic.lab.emulation.cluster import (
     Cluster,
     Loopback,
     NamespacesUnavailable,
     launch,
     terminate_as_exit,
 )
-from laconic.lab.jobs import signals_deferred
+from laconic.lab.emulation.jobs import signals_deferred
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 RATE = 100e6  # bit/s
@@ -52,7 +52,7 @@ import sys, types
 for name in ("laconic", "laconic.lab"):
     sys.modules[name] = package = types.ModuleType(name)
     package.__path__ = [{str(Path(laconic.__file__).parents[1])!r} + "/" + name.replace(".", "/")]
-from laconic.lab.cluster import *
+from laconic.lab.emulation.cluster import *
 """
 # On every host a program that outlives SIGTERM, with a child that left its session.
 LAUNCHER = f"""

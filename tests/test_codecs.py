@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from laconic.algorithms.exchanges import CodedMean, GatheredMean
+from laconic.algorithms.exchanges.coded import coded as mean_of
 from laconic.codecs import E3M0, Cast, Codec, Int2, Int4, Int8, TopK
 from laconic.codecs.codec import PIECE
-from laconic.exchanges import CodedMean, GatheredMean
-from laconic.exchanges.coded import coded as mean_of
 
 MAX = float(np.finfo(np.float32).max)
 MAX_BFLOAT16 = float(torch.finfo(torch.bfloat16).max)

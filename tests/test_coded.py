@@ -21,15 +21,15 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
+from laconic.algorithms.exchanges import CodedMean, GatheredMean
+from laconic.algorithms.round import Clock, Exchange, State
+from laconic.buckets import optimizer_state
 from laconic.codecs import CODECS, Cast, Codec, Int4, Int8, TopK, codec_of
 from laconic.errors import NotFiniteError
-from laconic.exchanges import CodedMean, GatheredMean
 from laconic.links import Link, Metered, Parts
 from laconic.links.cost import Cost
 from laconic.links.simulated import current_link
 from laconic.links.wrapped import Wrapped
-from laconic.round import Clock, Exchange, State
-from laconic.tensors import optimizer_state
 
 import gloo
 import reference_coded as ref
@@ -37,7 +37,7 @@ import reference_coded as ref
 STEPS = 14
 SHAPES = ((7, 5), (7,), (11, 7), (11,), (3, 40))
 CLOSE = 1e-9
-MODULE = importlib.import_module("laconic.exchanges.coded")  # whose name is a function's
+MODULE = importlib.import_module("laconic.algorithms.exchanges.coded")  # whose name is a function's
 
 
 # -- the problem: sum(log cosh(x - target)), whose gradient is tanh(x - target) ----
@@ -822,7 +822,7 @@ def test_what_is_taken_off_is_what_is_decoded(codec: Codec, dtype: torch.dtype) 
 
 def test_every_message_is_rounded_by_numbers_of_its_own() -> None:
     """Of each worker, step, bucket and way, and of another run of the same seed the same."""
-    generator = sys.modules["laconic.exchanges.coded"]._generator
+    generator = sys.modules["laconic.algorithms.exchanges.coded"]._generator
     seeds = [
         generator(Clock(t, math.nan, 0, 0, 3, worker, bucket=bucket), torch.device("cpu"), way)
         for t, worker, bucket, way in product((1, 2), (0, 1, 2), (0, 1), (0, 1))

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
-from laconic.comm_optimizer import KEY
-from laconic.round import Recipe
+from laconic.algorithms.round import Recipe
+from laconic.compat.comm_optimizer import KEY
 from test_resume import plain_lr
 
 import gloo

@@ -22,13 +22,13 @@ from typing import NoReturn
 import psutil
 import pytest
 
+from laconic.algorithms.parse import parse_recipe
+from laconic.algorithms.recipes import RECIPES
 from laconic.cli import main
-from laconic.lab import race
-from laconic.lab.cluster import NamespacesUnavailable
-from laconic.lab.report import NO_COMMUNICATION, Result, Row, read
+from laconic.lab.emulation.cluster import NamespacesUnavailable
+from laconic.lab.race import runner
+from laconic.lab.race.report import NO_COMMUNICATION, Result, Row, read
 from laconic.links import cost
-from laconic.parse import parse_recipe
-from laconic.recipes import RECIPES
 from test_cluster import MARK, holders, marked, refusal, until
 
 DIGITS = 9_610
@@ -322,7 +322,7 @@ def test_without_permission_for_namespaces_a_throttled_link_stands_in(
     def refuse(*arguments: object, **options: object) -> NoReturn:
         raise NamespacesUnavailable(why)
 
-    monkeypatch.setattr(race, "Cluster", refuse)
+    monkeypatch.setattr(runner, "Cluster", refuse)
     monkeypatch.setattr(sys, "argv", ["laconic", "compare", "on purpose"])
     monkeypatch.setenv("COLUMNS", "160")
     options = [
@@ -414,7 +414,7 @@ def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError(f"something was started: {arguments}")
 
     for name in ("Cluster", "Loopback", "launch"):
-        monkeypatch.setattr(race, name, started)
+        monkeypatch.setattr(runner, name, started)
 
 
 def mistake(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -572,7 +572,7 @@ def test_handlers_of_signals_are_as_before(
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
-    monkeypatch.setattr(race, "Cluster", interrupted)
+    monkeypatch.setattr(runner, "Cluster", interrupted)
     arguments = ["compare", "ddp", "--workload", "digits", "--steps", "3", "--out", str(tmp_path)]
     assert main(arguments) == 130
     assert capsys.readouterr().err == "laconic: interrupted\n"

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import laconic as la
-from laconic.running import RunningRound
-from laconic.topology import GRAPHS
+from laconic.algorithms.topology import GRAPHS
+from laconic.engine.parameter_rounds import RunningRound
 
 import training
 from training import Job, build

@@ -21,15 +21,15 @@ from benchmarks.traps import run_ranks
 from torch import Tensor, nn
 
 import laconic as la
+from laconic.algorithms.parse import parse_recipe
+from laconic.algorithms.recipes import RECIPES
+from laconic.algorithms.round import NamedRecipe, Round, describe, is_recipe, recipe_text
+from laconic.algorithms.updates import SlowMomentum, momentum_for
 from laconic.auto import CHOSEN, Chooser, candidates
 from laconic.cli import main
 from laconic.codecs import CODECS
 from laconic.errors import check_choice, did_you_mean
-from laconic.parse import parse_recipe
 from laconic.predict import Facts
-from laconic.recipes import RECIPES
-from laconic.round import NamedRecipe, Round, describe, is_recipe, recipe_text
-from laconic.updates import SlowMomentum, momentum_for
 
 LOOSE: Any = la
 ROOT = Path(__file__).parents[1]

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 import laconic as la
+from laconic.algorithms.exchanges import FastComponents, Mean
+from laconic.algorithms.round import Round, Update
+from laconic.algorithms.updates import Average, Sign
 from laconic.codecs.dct import Tiling, cosines, divisor
 from laconic.errors import NotFiniteError
-from laconic.exchanges import FastComponents, Mean
-from laconic.round import Round, Update
-from laconic.updates import Average, Sign
 
 import gloo
 import linear

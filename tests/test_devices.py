@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import laconic as la
-from laconic.model_checks import check_devices
-from laconic.ranks import common_device
+from laconic.engine.model_checks import check_devices
+from laconic.links.rank_sets import common_device
 
 import gloo
 

@@ -12,8 +12,8 @@ import yaml
 from docs import pictures
 
 import laconic
+from laconic.algorithms.recipes import RECIPES
 from laconic.predict import Facts, predict
-from laconic.recipes import RECIPES
 from offline import elsewhere
 
 ROOT = Path(__file__).parents[1]

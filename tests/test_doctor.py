@@ -21,10 +21,10 @@ import torch.distributed as dist
 from laconic.cli import main
 from laconic.cli.doctor import report
 from laconic.codecs import kernels
-from laconic.lab import doctor, meeting
-from laconic.lab.cluster import Cluster, NamespacesUnavailable, launch
-from laconic.lab.doctor import Finding, Interface
-from laconic.lab.meeting import Meeting, Place, meet, place_of
+from laconic.lab.doctor import host_checks, network_checks
+from laconic.lab.doctor.host_checks import Finding, Interface
+from laconic.lab.doctor.network_checks import Meeting, Place, meet, place_of
+from laconic.lab.emulation.cluster import Cluster, NamespacesUnavailable, launch
 from laconic.links import wire
 from test_cluster import refusal, with_namespaces
 
@@ -60,7 +60,7 @@ def routed(monkeypatch: pytest.MonkeyPatch) -> None:
             return "127.0.0.1"
         return ETH.addresses[0] if host[0].isdigit() else None
 
-    monkeypatch.setattr(doctor, "address_towards", towards)
+    monkeypatch.setattr(host_checks, "address_towards", towards)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def routed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_network(
     routed: None, environ: dict[str, str], names: list[str], level: str, said: str, remedy: str
 ) -> None:
-    found = doctor.network(environ, CARDS, names)
+    found = host_checks.network(environ, CARDS, names)
     worst = [f for f in found if f.level != "ok"] or found
     assert {f.level for f in worst} == {level}
     assert any(said in f.text for f in worst)
@@ -98,14 +98,14 @@ def test_the_network(
 
 
 def test_a_host_without_a_network_is_told_so() -> None:
-    found = doctor.network({"GLOO_SOCKET_IFNAME": "lo"}, {"lo": LO})
+    found = host_checks.network({"GLOO_SOCKET_IFNAME": "lo"}, {"lo": LO})
     assert texts(found, "warning") == [
         "only the loopback interface has an address: no other host can be reached"
     ]
 
 
 def test_this_hosts_interfaces_are_read() -> None:
-    found = doctor.interfaces()
+    found = host_checks.interfaces()
     loopback = found.get("lo") or found["lo0"]
     assert loopback.up
     if sys.platform == "linux":
@@ -127,7 +127,7 @@ def test_this_hosts_interfaces_are_read() -> None:
 def test_cores_against_processes(
     environ: dict[str, str], cores: int, level: str, remedy: str
 ) -> None:
-    found = doctor._cores(environ, cores)
+    found = host_checks._cores(environ, cores)
     assert found.level == level and remedy in found.remedy
 
 
@@ -141,15 +141,15 @@ def test_cores_against_processes(
     ],
 )
 def test_open_files_against_ranks(environ: dict[str, str], limit: int, level: str) -> None:
-    (found,) = doctor._descriptors(environ, limit)
+    (found,) = host_checks._descriptors(environ, limit)
     assert found.level == level
     if level != "ok":
         assert "enough for about 128 ranks" in found.text and "ulimit -n 1878" in found.remedy
 
 
 def test_a_disk_that_is_nearly_full() -> None:
-    assert doctor._disk(100 << 30).level == "ok"
-    full = doctor._disk(1 << 30)
+    assert host_checks._disk(100 << 30).level == "ok"
+    full = host_checks._disk(1 << 30)
     assert (full.level, full.text) == ("warning", "1.0 GiB free on this directory's disk")
 
 
@@ -170,25 +170,27 @@ def test_cards_and_back_ends(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda card: "H200")
     monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
     monkeypatch.setattr(Path, "exists", lambda path: False)
-    first, *_, last = doctor.software({"LOCAL_WORLD_SIZE": processes})
-    assert first.text == ", ".join(f"{k} {v}" for k, v in doctor.versions().items())
+    first, *_, last = host_checks.software({"LOCAL_WORLD_SIZE": processes})
+    assert first.text == ", ".join(f"{k} {v}" for k, v in host_checks.versions().items())
     assert last.level == level and said in last.text
 
 
 def test_a_torch_without_gloo_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
-    assert texts(doctor.software({}), "problem") == ["this torch has no gloo back end"]
+    assert texts(host_checks.software({}), "problem") == ["this torch has no gloo back end"]
 
 
 def test_kernels_that_were_not_compiled_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "library", lambda: None)
-    assert texts(doctor.software({}), "warning")[-1].startswith("what moves messages not compiled")
+    assert texts(host_checks.software({}), "warning")[-1].startswith(
+        "what moves messages not compiled"
+    )
     monkeypatch.setattr(kernels, "library", lambda: None)
-    assert "kernels and what moves messages" in texts(doctor.software({}), "warning")[-1]
+    assert "kernels and what moves messages" in texts(host_checks.software({}), "warning")[-1]
 
 
 def test_what_the_lab_needs_is_tried() -> None:
-    found = doctor.lab()
+    found = host_checks.lab()
     assert all(f.group == "lab" for f in found)
     reason = refusal()
     if reason is not None:
@@ -208,8 +210,8 @@ def test_a_kernel_that_refuses_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> 
     def refuse(*_: object, **__: object) -> None:
         raise NamespacesUnavailable("no network namespaces: not here")
 
-    monkeypatch.setattr(doctor, "Cluster", refuse)
-    (found,) = (f for f in doctor.lab() if f.level == "warning")
+    monkeypatch.setattr(host_checks, "Cluster", refuse)
+    (found,) = (f for f in host_checks.lab() if f.level == "warning")
     assert found.text == "no network namespaces: not here" and "root" in found.remedy
 
 
@@ -217,8 +219,8 @@ def test_a_kernel_that_refuses_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> 
 def test_shapers_that_the_kernel_lacks(
     monkeypatch: pytest.MonkeyPatch, refused: list[str], levels: int
 ) -> None:
-    monkeypatch.setattr(doctor, "_try_shapers", lambda: dict.fromkeys(refused, "no such file"))
-    found = doctor.lab()
+    monkeypatch.setattr(host_checks, "_try_shapers", lambda: dict.fromkeys(refused, "no such file"))
+    found = host_checks.lab()
     assert [f.text for f in found if f.level == "warning"] == ["no tbf: no such file"] * levels
     assert ("no netem in this kernel" in str(found)) == ("netem" in refused)
 
@@ -254,7 +256,7 @@ def gather(
 
 
 def test_hosts_that_are_well_find_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "SEND_SECONDS", 0.2)
+    monkeypatch.setattr(network_checks, "SEND_SECONDS", 0.2)
     met = gather(3)
     assert all(texts(m.findings, "problem") == [] for m in met.values())
     told = texts(met[0].findings, "ok")
@@ -282,7 +284,7 @@ def test_a_host_that_is_not_there_is_named() -> None:
 
 
 def test_what_differs_between_hosts() -> None:
-    ours = doctor.versions()
+    ours = host_checks.versions()
     options: dict[int, dict[str, Any]] = {
         1: {"known": {**ours, "torch": "2.6.0", "python": "3.10.1"}},
         2: {"clock": lambda: time.time() + 7.5},
@@ -321,7 +323,7 @@ def test_two_hosts_of_one_rank_are_told() -> None:
 
 
 def test_a_host_that_goes_away_during_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(network_checks, "GRACE_SECONDS", 0.5)
     port = free_port()
     met: list[Meeting] = []
     place = Place(0, 2, "127.0.0.1", port)
@@ -337,7 +339,7 @@ def test_a_host_that_goes_away_during_the_tests(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_master_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(network_checks, "GRACE_SECONDS", 0.5)
     port = free_port()
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     met = meet(Place(1, 2, "127.0.0.1", port), timeout=1)
@@ -357,7 +359,7 @@ def test_a_master_that_is_not_there() -> None:
 
 
 def test_a_port_that_is_no_store_does_not_hold_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(network_checks, "GRACE_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, and never says a word
         met = meet(Place(1, 2, "127.0.0.1", server.getsockname()[1]), timeout=1)
     (found,) = met.findings
@@ -375,11 +377,13 @@ def test_a_master_elsewhere_or_on_a_port_in_use() -> None:
 
 
 def test_a_slow_host_is_named() -> None:
-    rates = [meeting.Rate(r, (r + 1) % 4, 1e9 if r != 2 else 1e8) for r in range(4)]
-    (found,) = meeting._of_rates(Meeting(rates=rates))
+    rates = [network_checks.Rate(r, (r + 1) % 4, 1e9 if r != 2 else 1e8) for r in range(4)]
+    (found,) = network_checks._of_rates(Meeting(rates=rates))
     assert found.level == "warning"
     assert "100 Mbit/s (rank 2 to 3) or more; median 1 Gbit/s" in found.text
-    (failed,) = meeting._of_rates(Meeting(rates=[meeting.Rate(0, 1, 0.0, "no answer")]))
+    (failed,) = network_checks._of_rates(
+        Meeting(rates=[network_checks.Rate(0, 1, 0.0, "no answer")])
+    )
     assert "sending from rank 0 to rank 1 failed: no answer" in failed.text
 
 
@@ -387,8 +391,8 @@ HOST = """
 import json, os, sys, time
 from dataclasses import asdict
 from pathlib import Path
-from laconic.lab.doctor import versions
-from laconic.lab.meeting import Place, meet
+from laconic.lab.doctor.host_checks import versions
+from laconic.lab.doctor.network_checks import Place, meet
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) + 1
 ready = Path(sys.argv[1])
 (ready / str(rank)).touch()
@@ -435,7 +439,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             monkeypatch.delenv(name)
     found = [Finding("ok", "software", "all well"), Finding("warning", "machine", "hm", "mend it")]
-    monkeypatch.setattr(doctor, "examine", lambda: list(found))
+    monkeypatch.setattr(host_checks, "examine", lambda: list(found))
 
 
 def test_the_report_is_grouped_and_fits(alone: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -457,7 +461,7 @@ def test_a_problem_is_exit_code_1(
     alone: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = Finding("problem", "network", "no way", "find one")
-    monkeypatch.setattr(doctor, "examine", lambda: [bad])
+    monkeypatch.setattr(host_checks, "examine", lambda: [bad])
     assert main(["doctor", "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == {"findings": [asdict(bad)]}
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import laconic as la
-from laconic.topology import Graph
+from laconic.algorithms.topology import Graph
 
 import reference as ref
 import reference_decade as decade

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import laconic
+from laconic.algorithms.recipes import RECIPES
 from laconic.cli import main
-from laconic.recipes import RECIPES
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "minimal.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

@@ -7,7 +7,7 @@ import math
 import pytest
 from benchmarks.factors import ROWS, STEPS, factor
 
-from laconic.parse import parse_recipe
+from laconic.algorithms.parse import parse_recipe
 
 DDP = {STEPS // 4: 2.4, STEPS // 2: 2.2, STEPS: 1.8}
 

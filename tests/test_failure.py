@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic as la
-from laconic.exchanges import Mean
-from laconic.updates import Average
+from laconic.algorithms.exchanges import Mean
+from laconic.algorithms.updates import Average
 
 import gloo
 

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laconic.errors import LinkError
-from laconic.lane import _labelled
 from laconic.links import forks, handshake, health, torch_link
+from laconic.links.comm_thread import _labelled
 from laconic.links.handshake import RefusedError
 from laconic.links.health import Address, Place, Request, Verdict
 from laconic.links.wire import Connections, Wire

@@ -26,12 +26,12 @@ from hypothesis import strategies as st
 
 import laconic
 from laconic.cli import lab, main
-from laconic.lab import leftovers, program
-from laconic.lab.cluster import Cluster, NamespacesUnavailable, join, running, trusted
-from laconic.lab.output import Lines
-from laconic.lab.torchrun import find
+from laconic.lab.emulation import orphans, program
+from laconic.lab.emulation.cluster import Cluster, NamespacesUnavailable, join, running, trusted
+from laconic.lab.emulation.output import Lines
+from laconic.lab.emulation.torchrun import find
 from laconic.links import Throttled
-from laconic.ranks import BANDWIDTH_VARIABLE, LATENCY_VARIABLE, own_link
+from laconic.links.rank_sets import BANDWIDTH_VARIABLE, LATENCY_VARIABLE, own_link
 
 LAB = [sys.executable, "-m", "laconic", "lab"]
 EXAMPLE = Path(__file__).parents[1] / "examples" / "ddp.py"
@@ -74,7 +74,7 @@ def until(condition: Callable[[], bool], seconds: float = 40.0) -> None:
 
 def of_launcher(pid: int) -> list[str]:
     """The command lines of a lab's processes."""
-    return [member.command for member in leftovers.members() if member.launcher == pid]
+    return [member.command for member in orphans.members() if member.launcher == pid]
 
 
 def start(*arguments: str, **env: str) -> subprocess.Popen[str]:
@@ -385,7 +385,7 @@ def test_two_labs_and_what_a_killed_one_leaves(capfd: pytest.CaptureFixture[str]
         }
         until(lambda pid=process.pid: of_launcher(pid).count("sleep 1000") == 2)  # type: ignore[misc]
     # A keeper that lives ends all that is left; with it the lab loses its last hold.
-    for member in leftovers.members():
+    for member in orphans.members():
         if member.launcher == killed.pid and "namespaces.py keep " in member.command:
             os.kill(member.pid, signal.SIGKILL)
     killed.kill()
@@ -502,13 +502,13 @@ def test_a_terminal_shows_lines_above_the_rates() -> None:
 @pytest.mark.timeout(10)
 def test_what_is_started_while_one_looks_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a process that had ended when its turn to be looked at came."""
-    late = leftovers.Member(1, "sleep 1000", "ours", 2, False)
-    other = leftovers.Member(3, "sleep 1000", "theirs", 4, False)
+    late = orphans.Member(1, "sleep 1000", "ours", 2, False)
+    other = orphans.Member(3, "sleep 1000", "theirs", 4, False)
     looks = iter([[other], [late, other], [other], [other]])
-    ended: list[leftovers.Member] = []
-    monkeypatch.setattr(leftovers, "members", lambda: next(looks))
-    monkeypatch.setattr(leftovers, "end", ended.append)
-    leftovers.end_all("ours")
+    ended: list[orphans.Member] = []
+    monkeypatch.setattr(orphans, "members", lambda: next(looks))
+    monkeypatch.setattr(orphans, "end", ended.append)
+    orphans.end_all("ours")
     assert ended == [late] and next(looks, None) is None
 
 

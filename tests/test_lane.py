@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from laconic.lane import Lane, Pending
+from laconic.links.comm_thread import Lane, Pending
 
 
 @pytest.mark.timeout(30)
@@ -183,7 +183,7 @@ def test_a_job_beside_the_training_runs_on_a_stream_of_the_models_gpu() -> None:
 
 ENDS_WITH_A_JOB_UNDER_WAY = """
 import torch
-from laconic.lane import Lane
+from laconic.links.comm_thread import Lane
 
 lane = Lane(True, torch.device("cpu"), lambda: None)
 x = torch.randn(300, 300)

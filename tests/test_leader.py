@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
-from laconic.scores import NO_SCORE, Score, Scores, elect
+from laconic.algorithms.scores import NO_SCORE, Score, Scores, elect
 
 import gloo
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import laconic as la
-from laconic import gradients, tensors
+from laconic import buckets
+from laconic.engine import gradient_rounds
 from laconic.links import Ledger, Metered, Throttled, cost
 
 import gloo
@@ -180,9 +181,9 @@ def test_cutting_into_many_buckets_costs_padding_alone(
     recipe: la.Recipe, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At 40 bytes a bucket, 130 elements make 13 buckets of 10, each padded by itself."""
-    for module in (tensors, gradients):
+    for module in (buckets, gradient_rounds):
         monkeypatch.setattr(module, "BUCKET_BYTES", 40)
-    monkeypatch.setattr(gradients, "FIRST_BYTES", 40)
+    monkeypatch.setattr(gradient_rounds, "FIRST_BYTES", 40)
     elements = sum(map(math.prod, SHAPES))
     assert elements == 130
     expected = 13 * ring(4 * padded(10, n), n)

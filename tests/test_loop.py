@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import laconic as la
+from laconic.algorithms.compile import in_groups
+from laconic.algorithms.exchanges import Mean
+from laconic.buckets import optimizer_state
 from laconic.errors import LinkError
-from laconic.exchanges import Mean
-from laconic.program import in_groups
-from laconic.tensors import optimizer_state
 
 import gloo
 import training

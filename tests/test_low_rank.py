@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 import laconic as la
+from laconic.algorithms.exchanges import LowRank
+from laconic.algorithms.exchanges.low_rank import orthonormal
+from laconic.algorithms.round import Round
+from laconic.algorithms.updates import Average
 from laconic.errors import NotFiniteError
-from laconic.exchanges import LowRank
-from laconic.exchanges.low_rank import orthonormal
-from laconic.round import Round
-from laconic.updates import Average
 
 import gloo
 import linear

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import laconic as la
-from laconic.topology import Graph
+from laconic.algorithms.topology import Graph
 
 import gloo
 import linear

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 import laconic
+from laconic.algorithms.parse import parse_recipe
+from laconic.algorithms.recipes import RECIPES
 from laconic.cli import main
-from laconic.lab import own, peers, race, worker, workloads
-from laconic.lab.report import Result, Row, read, verdict
-from laconic.lab.result import NO_COMMUNICATION, Summary, grouped, summary
-from laconic.lab.workloads import Workload
+from laconic.lab.race import rivals, runner, user_files, worker, workloads
+from laconic.lab.race.report import Result, Row, read, verdict
+from laconic.lab.race.result import NO_COMMUNICATION, Summary, grouped, summary
+from laconic.lab.race.workloads import Workload
 from laconic.links.simulated import single_link
-from laconic.parse import parse_recipe
-from laconic.recipes import RECIPES
 from test_cluster import refusal
 from test_report import SILENT, rendered, result, row
 
@@ -82,7 +82,9 @@ def printing(batches):
         assert first is not None and last is not None and last < first
     for once, again in grouped(ended.rows):
         assert once.loss != again.loss
-    size = sum(p.numel() for p in own.workload("mine.py", Path("warmup")).model().parameters())
+    size = sum(
+        p.numel() for p in user_files.workload("mine.py", Path("warmup")).model().parameters()
+    )
     for one in ended.rows:
         if one.recipe == recipe:  # four rounds in all
             assert one.ledger_bytes_per_step == pytest.approx(4 * size / 4, rel=0.05)
@@ -109,7 +111,7 @@ def test_other_libraries_beside_the_recipes(
         "torchft(4, outer=True, momentum=0.5)": "diloco(4, momentum=0.5)",
         "torchft(4, outer=True, momentum=0.5, bucketed=True)": "diloco(4, momentum=0.5)",
     }
-    there = [name for name in alike if peers.find(name).version() is not None]
+    there = [name for name in alike if rivals.find(name).version() is not None]
     ours = [*dict.fromkeys(alike[name] for name in there)]
     names = [
         *alike,
@@ -126,7 +128,7 @@ def test_other_libraries_beside_the_recipes(
     rows = {r.recipe: r for r in ended.rows}
     assert list(rows) == [NO_COMMUNICATION, *ours, *names]
     for name in names:
-        one, peer = rows[name], peers.find(name)
+        one, peer = rows[name], rivals.find(name)
         assert one.peer
         if refusal() is not None:
             assert one.status == "absent" and "needs emulated hosts" in (one.error or "")
@@ -153,18 +155,18 @@ def test_other_libraries_beside_the_recipes(
 def test_every_adapter_is_found_and_pinned() -> None:
     """What a row says to install is what make peers installs."""
     with pytest.raises(ValueError, match=f"no peer 'no': choose from {', '.join(ADAPTERS)}"):
-        peers.find("no")
-    pinned = (peers.ADAPTERS / "requirements.txt").read_text().splitlines()
+        rivals.find("no")
+    pinned = (rivals.ADAPTERS / "requirements.txt").read_text().splitlines()
     assert not any(line.startswith("torch==") for line in pinned)
     for name in ADAPTERS:
-        peer = peers.find(name)
+        peer = rivals.find(name)
         assert peer.package in pinned or peer.package == "torch"
         assert peer.rounds and all(isinstance(r, laconic.Round) for r in peer.rounds)
 
 
 def adapter(name: str) -> Any:
     """An adapter's module."""
-    return own.load(peers.ADAPTERS / f"{name}.py", importable=False)
+    return user_files.load(rivals.ADAPTERS / f"{name}.py", importable=False)
 
 
 @pytest.mark.parametrize("fragments", [1, 2, 4])
@@ -183,15 +185,15 @@ def test_fragments_are_all_parameters_in_their_order_and_of_about_a_size(fragmen
 
 def test_peers_are_planned_by_when_they_communicate() -> None:
     """By the steps at which they send, and those at which what was sent is applied."""
-    (streaming,) = peers.find("torchft(12, outer=True, fragments=2, delay=2)").rounds
+    (streaming,) = rivals.find("torchft(12, outer=True, fragments=2, delay=2)").rounds
     assert [step for step in range(1, 25) if streaming.when(step)] == [4, 10, 16, 22]
     assert streaming.delay == 2
-    (plain,) = peers.find("torchft(12, outer=True)").rounds
+    (plain,) = rivals.find("torchft(12, outer=True)").rounds
     assert [step for step in range(1, 25) if plain.when(step)] == [12, 24]
-    all_of_it, products = peers.find("torch-ddp('powersgd', start=3)").rounds
+    all_of_it, products = rivals.find("torch-ddp('powersgd', start=3)").rounds
     assert [step for step in range(1, 8) if all_of_it.when(step)] == [1, 2, 3]
     assert [step for step in range(1, 8) if products.when(step)] == [4, 5, 6, 7]
-    assert peers.find("torch-ddp('fp16')").rounds == laconic.ddp()
+    assert rivals.find("torch-ddp('fp16')").rounds == laconic.ddp()
 
 
 @pytest.mark.parametrize(
@@ -210,7 +212,7 @@ def test_peers_are_planned_by_when_they_communicate() -> None:
 )
 def test_an_option_that_a_peer_cannot_have_is_refused(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        peers.find(text)
+        rivals.find(text)
 
 
 @pytest.mark.timeout(30)
@@ -218,13 +220,13 @@ def test_without_namespaces_a_peer_has_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*arguments: object, **options: object) -> NoReturn:
-        raise race.NamespacesUnavailable("no")
+        raise runner.NamespacesUnavailable("no")
 
-    def skipped(settings: race.Settings, cluster: object, text: str, *rest: object) -> object:
+    def skipped(settings: runner.Settings, cluster: object, text: str, *rest: object) -> object:
         return row(text or NO_COMMUNICATION, (0, 0, 5.0), (3, 1, 2.0)), 7
 
-    monkeypatch.setattr(race, "Cluster", refuse)
-    monkeypatch.setattr(race, "_row", skipped)
+    monkeypatch.setattr(runner, "Cluster", refuse)
+    monkeypatch.setattr(runner, "_row", skipped)
     arguments = ["ddp", "--peer", "torch-ddp", "--workload", "digits", "--repeat", "2"]
     code, ended = compare([*arguments, "--steps", "3"], tmp_path)
     assert code == 0
@@ -238,7 +240,7 @@ def test_without_namespaces_a_peer_has_no_row(
 @pytest.mark.timeout(240)
 def test_recipes_with_groups_and_a_leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What needs more than a mean over all: each trains, and has its record."""
-    monkeypatch.setattr(race, "Settings", partial(race.Settings, baseline=False))
+    monkeypatch.setattr(runner, "Settings", partial(runner.Settings, baseline=False))
     recipes = ["lsgd(4, local_period=2)", "hierarchical(2, 4)"]
     options = ["--group-size", "2", "--hosts", "4", "--workload", str(WORKLOAD), "--steps", "12"]
     code, ended = compare([*recipes, *options], tmp_path)
@@ -322,7 +324,7 @@ MISTAKES = {
     "no adapter": ("--peer rules.py", "rules.py has no function 'peer'"),
     "no peer": (
         "--peer adapter.py",
-        "adapter.py: peer must return a laconic.lab.peers.Peer, not 3",
+        "adapter.py: peer must return a laconic.lab.race.rivals.Peer, not 3",
     ),
     "latency": ("--peer torch-ddp --latency 5ms", "does not reach other libraries"),
     "twice": ("ddp ddp", "ddp is given twice; --repeat runs everything several times"),
@@ -364,11 +366,11 @@ def test_a_mistake_is_one_line_and_starts_nothing(
         raise AssertionError(f"something was started: {arguments}")
 
     for name in ("Cluster", "Loopback", "launch"):
-        monkeypatch.setattr(race, name, started)
+        monkeypatch.setattr(runner, name, started)
     monkeypatch.chdir(tmp_path)
     for name, text in FILES.items():
         Path(name).write_text(text)
-    own.load.cache_clear()  # another directory, the same names
+    user_files.load.cache_clear()  # another directory, the same names
     options, expected = MISTAKES[case]
     words = options.split()
     words += [] if "--workload" in words else ["--workload", "digits"]
@@ -381,10 +383,10 @@ def test_a_mistake_is_one_line_and_starts_nothing(
 
 
 def test_peers_without_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(peers, "ADAPTERS", tmp_path / "none")
+    monkeypatch.setattr(rivals, "ADAPTERS", tmp_path / "none")
     with pytest.raises(ValueError, match=r"^no peer 'torch-ddp' here: .*give a file, --peer"):
-        peers.find("torch-ddp")
-    assert peers.find(f"{EXAMPLES.parent}/benchmarks/peers/torch_ddp.py").package == "torch"
+        rivals.find("torch-ddp")
+    assert rivals.find(f"{EXAMPLES.parent}/benchmarks/peers/torch_ddp.py").package == "torch"
 
 
 def test_batches_that_end_later_are_told(tmp_path: Path) -> None:
@@ -417,7 +419,7 @@ def numbers(rank: int) -> Tensor:
 
 
 def test_the_examples_rules_are_what_they_say() -> None:
-    rules = own.rules(RULES)
+    rules = user_files.rules(RULES)
     assert list(rules) == ["sign_pull", "random_half"]
     mean = (numbers(0) + numbers(1)) / 2
     for rank, x in enumerate(moved(parse_recipe("sign_pull(1, size=0.5)", rules))):

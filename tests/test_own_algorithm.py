@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
-from laconic.exchanges import Mean
-from laconic.round import Clock, Slot, State, Update
-from laconic.tensors import parameters
-from laconic.updates import Average, OuterStep
+from laconic.algorithms.exchanges import Mean
+from laconic.algorithms.round import Clock, Slot, State, Update
+from laconic.algorithms.updates import Average, OuterStep
+from laconic.buckets import parameters
 
 import reference as ref
 from training import Job, build, largest_difference, same_bits, simulated, step, values

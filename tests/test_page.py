@@ -9,11 +9,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from laconic.lab import report
-from laconic.lab.page import page
-from laconic.lab.result import Result, Rounds
-from laconic.lab.table import cells
-from laconic.lab.verdict import question, sentences
+from laconic.lab.race import report
+from laconic.lab.race.page import page
+from laconic.lab.race.result import Result, Rounds
+from laconic.lab.race.table import cells
+from laconic.lab.race.verdict import question, sentences
 from test_report import DDP, FAILED, FULL, LOCAL, SILENT, result, row
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}

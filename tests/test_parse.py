@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 import laconic as la
-from laconic.parse import parse_recipe
-from laconic.recipes import RECIPES
+from laconic.algorithms.parse import parse_recipe
+from laconic.algorithms.recipes import RECIPES
 
 NAMES = ", ".join([*RECIPES, "auto"])
 

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import pytest
 
 import laconic as la
-from laconic.lab.plan import (
+from laconic.lab.race.plan import (
     HORIZON,
     Kind,
     Schedule,

@@ -11,8 +11,8 @@ import torch
 import laconic as la
 from laconic.advisor.advice import guides, memory
 from laconic.advisor.numbers import facts_from
+from laconic.algorithms.round import Recipe, describe
 from laconic.predict import Facts, Net, itemsize_of, often, predict, work_key
-from laconic.round import Recipe, describe
 
 FACTS = Facts(4, ((8_000_000,),), 4, 0.5, 80e6, 0.0)
 WHOLE = 4.8

@@ -15,9 +15,9 @@ from benchmarks.race import __main__ as command
 from benchmarks.race import journal, page, rows
 from benchmarks.race.journal import Entry, Job
 
-from laconic.lab import peers, race
-from laconic.lab.result import NO_COMMUNICATION, Point, Result, Row
-from laconic.parse import parse_recipe
+from laconic.algorithms.parse import parse_recipe
+from laconic.lab.race import rivals, runner
+from laconic.lab.race.result import NO_COMMUNICATION, Point, Result, Row
 
 SHARED = {
     "workload": "text", "data": "some.txt", "sha256": "0" * 16, "hosts": 4, "seconds": 30.0,
@@ -142,7 +142,7 @@ def test_the_rows_of_the_table_are_all_there_are() -> None:
     assert len(set(rows.ROWS)) == len(rows.ROWS)
     for text in rows.ROWS:
         if rows.is_peer(text):
-            assert peers.find(text).rounds
+            assert rivals.find(text).rounds
         elif text != rows.NONE:
             assert parse_recipe(text)
 
@@ -150,7 +150,7 @@ def test_the_rows_of_the_table_are_all_there_are() -> None:
 def test_rows_are_chosen_by_patterns_and_texts_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(peers.Peer, "version", lambda self: "1")
+    monkeypatch.setattr(rivals.Peer, "version", lambda self: "1")
     assert rows.chosen(None) == list(rows.ROWS)
     texts = ["sgp()", "local_sgd(2", "none", "torch-ddp*", "sgp()", "local_sgd(24)"]
     with pytest.raises(ValueError, match="cannot read the recipe"):
@@ -182,9 +182,9 @@ class Lab:
         self.killed_after = 1000
         self.failing = ""
         monkeypatch.setattr(command, "Cluster", no_cluster)
-        monkeypatch.setattr(race, "run", self.run)
+        monkeypatch.setattr(runner, "run", self.run)
 
-    def run(self, settings: race.Settings, told: str, watch: object) -> Iterator[Result]:
+    def run(self, settings: runner.Settings, told: str, watch: object) -> Iterator[Result]:
         if len(self.ran) == self.killed_after:
             raise KeyboardInterrupt
         texts = (*([NO_COMMUNICATION] * settings.baseline), *settings.recipes, *settings.peers)
@@ -227,19 +227,19 @@ def test_a_race_that_was_killed_goes_on_and_tries_again_what_failed(
 def test_the_lab_runs_a_row_without_the_compute_alone_or_that_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def skipped(settings: race.Settings, cluster: object, text: str, *rest: object) -> object:
+    def skipped(settings: runner.Settings, cluster: object, text: str, *rest: object) -> object:
         return ended(text or rows.NONE, 0, 2.0), 7
 
-    monkeypatch.setattr(race, "_row", skipped)
-    monkeypatch.setattr(race, "Cluster", lambda hosts, **rates: race.Loopback(hosts))
-    settings = race.Settings(recipes=("ddp()",), baseline=False)
-    (one,) = race.run(settings, "", lambda name, event: None)
+    monkeypatch.setattr(runner, "_row", skipped)
+    monkeypatch.setattr(runner, "Cluster", lambda hosts, **rates: runner.Loopback(hosts))
+    settings = runner.Settings(recipes=("ddp()",), baseline=False)
+    (one,) = runner.run(settings, "", lambda name, event: None)
     assert [row.recipe for row in one.rows] == ["ddp()"]
-    (one,) = race.run(race.Settings(recipes=()), "", lambda name, event: None)
+    (one,) = runner.run(runner.Settings(recipes=()), "", lambda name, event: None)
     assert [row.recipe for row in one.rows] == [NO_COMMUNICATION]
-    race.Settings(recipes=(), steps=1, seconds=None, workload="digits").check()
+    runner.Settings(recipes=(), steps=1, seconds=None, workload="digits").check()
     with pytest.raises(ValueError, match="give at least one recipe"):
-        race.Settings(recipes=(), baseline=False).check()
+        runner.Settings(recipes=(), baseline=False).check()
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 def test_a_peer_that_is_not_installed_is_refused_beforehand(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(peers.Peer, "version", lambda self: None)
+    monkeypatch.setattr(rivals.Peer, "version", lambda self: None)
     with pytest.raises(ValueError, match=r"torchft\(24\) needs torchft==.*: make peers"):
         rows.chosen(["torchft(24)"])
 

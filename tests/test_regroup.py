@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import laconic as la
-from laconic.recipes import RECIPES
+from laconic.algorithms.recipes import RECIPES
 
 import gloo
 from all_recipes import ROWS, Row, Run

@@ -12,9 +12,9 @@ from typing import Literal
 import pytest
 from rich.console import Console
 
-from laconic.lab import report
-from laconic.lab.plots import limit_loss
-from laconic.lab.report import NO_COMMUNICATION, Point, Result, Row
+from laconic.lab.race import report
+from laconic.lab.race.plots import limit_loss
+from laconic.lab.race.report import NO_COMMUNICATION, Point, Result, Row
 
 
 def curve(*points: tuple[int, float, float]) -> tuple[Point, ...]:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from laconic.cli import main
-from laconic.lab import report
-from laconic.lab.result import NO_COMMUNICATION, Result
+from laconic.lab.race import report
+from laconic.lab.race.result import NO_COMMUNICATION, Result
 from test_page import RECORDED, Parsed
 from test_report import DDP, FAILED, FULL, LOCAL, SILENT, result, row
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
-from laconic.exchanges import Mean
-from laconic.round import Clock, Slot, State, Update
-from laconic.tensors import optimizer_state
+from laconic.algorithms.exchanges import Mean
+from laconic.algorithms.round import Clock, Slot, State, Update
+from laconic.buckets import optimizer_state
 from test_exactness import GROUPED, ROWS
 
 import gloo

@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import laconic as la
-from laconic import saving
+from laconic import checkpoint
 from laconic.links.wrapped import Wrapped
 
 import gloo
@@ -221,13 +221,13 @@ UNHARMFUL = {
 
 @contextmanager
 def killed_at(rank: int, line: int) -> Iterator[list[int]]:
-    """End simulated worker ``rank`` at the ``line``-th line of saving.py that it runs inside
+    """End simulated worker ``rank`` at the ``line``-th line of checkpoint.py that it runs inside
     `laconic.save`; yields the lines that it ran."""
     lines: list[int] = []
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         code = frame.f_code
-        if code.co_filename != saving.__file__ or code.co_name in UNHARMFUL:
+        if code.co_filename != checkpoint.__file__ or code.co_name in UNHARMFUL:
             return None
         if event == "line" and getattr(threading.current_thread(), "laconic_rank", None) == rank:
             lines.append(frame.f_lineno)
@@ -615,7 +615,7 @@ def test_a_manifest_that_one_rank_cannot_rename_is_an_error_on_all(
     rename = os.replace
 
     def refuse(source: Path, target: Path) -> None:
-        if target == tmp_path / "host1" / saving.MANIFEST:
+        if target == tmp_path / "host1" / checkpoint.MANIFEST:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         rename(source, target)
 
@@ -788,9 +788,9 @@ def rewrite(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     """Change the manifest."""
 
     def damage(path: Path) -> None:
-        said = json.loads((path / saving.MANIFEST).read_text())
+        said = json.loads((path / checkpoint.MANIFEST).read_text())
         change(said)
-        (path / saving.MANIFEST).write_text(json.dumps(said))
+        (path / checkpoint.MANIFEST).write_text(json.dumps(said))
 
     return damage
 
@@ -916,7 +916,7 @@ REFUSED = {
     "no ranks": Refused("rank 1: laconic.json is damaged", rewrite(lambda d: d.update(ranks=0))),
     "a list for a manifest": Refused(
         "rank 1: laconic.json is damaged",
-        lambda path: (path / saving.MANIFEST).write_text("[1]") and None,
+        lambda path: (path / checkpoint.MANIFEST).write_text("[1]") and None,
     ),
     "random state that is none": Refused("rank 1: RuntimeError: ", spoil_random_state),
     "another version": Refused(
@@ -1217,13 +1217,13 @@ def test_a_run_that_saves_where_another_one_does_is_told_so(
         fast.go(3)
 
         def before_its_commit(folder: Path) -> Any:
-            monkeypatch.setattr(saving, "_read_manifest", read)
+            monkeypatch.setattr(checkpoint, "_read_manifest", read)
             fast.save(tmp_path)
             fast.save(tmp_path)
             return read(folder)
 
-        read = saving._read_manifest
-        monkeypatch.setattr(saving, "_read_manifest", before_its_commit)
+        read = checkpoint._read_manifest
+        monkeypatch.setattr(checkpoint, "_read_manifest", before_its_commit)
         with pytest.raises(ValueError, match="another run saves to this directory"):
             slow.save(tmp_path)
         again = Run(la.ddp(), 7)

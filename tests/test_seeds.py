@@ -10,10 +10,10 @@ from statistics import stdev
 import pytest
 from rich.console import Console
 
-from laconic.lab import report
-from laconic.lab.result import Row
-from laconic.lab.seeds import groups
-from laconic.lab.table import caption
+from laconic.lab.emulation.seeds import groups
+from laconic.lab.race import report
+from laconic.lab.race.result import Row
+from laconic.lab.race.table import caption
 from test_page import Parsed
 from test_report import DDP, FULL, LOCAL, SILENT, result, row
 

@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import laconic as la
-from laconic import gradients, tensors
-from laconic.tensors import (
+from laconic import buckets
+from laconic.buckets import (
     Bucket,
     Scratch,
     bucketize,
     mean_in_rank_order,
     state_dtype,
 )
+from laconic.engine import gradient_rounds
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 
@@ -200,7 +201,7 @@ def test_default_size() -> None:
     """25 MiB, and a length that any number of workers divides."""
     tensor = torch.empty(30 * 2**18, dtype=torch.float32)
     assert [b.numel * 4 for b in bucketize([[tensor]], 3)] == [25 * 2**20, 5 * 2**20]
-    assert tensors.BUCKET_BYTES == 25 * 2**20
+    assert buckets.BUCKET_BYTES == 25 * 2**20
 
 
 # -- through a whole run ----
@@ -245,8 +246,8 @@ def test_parameters_of_every_make_are_averaged(
 ) -> None:
     """Gradients ``x + rank`` have the mean ``x + 1`` over three workers."""
     if most is not None:
-        monkeypatch.setattr(tensors, "BUCKET_BYTES", most)
-        monkeypatch.setattr(gradients, "FIRST_BYTES", most)
+        monkeypatch.setattr(buckets, "BUCKET_BYTES", most)
+        monkeypatch.setattr(gradient_rounds, "FIRST_BYTES", most)
     expected = list(strange_model().parameters())
     with torch.no_grad():
         for _ in range(3):
@@ -310,12 +311,12 @@ def test_selectors() -> None:
     model = nn.Sequential(linear, norm)
     groups = [{"params": list(part.parameters())} for part in (linear, norm)]
     optimizer = torch.optim.Adam(groups)
-    found = tensors.parameters(model, optimizer)
+    found = buckets.parameters(model, optimizer)
     assert [[id(p) for p in group.values()] for group in found] == [
         [id(p) for p in group["params"]] for group in groups
     ]
-    assert [len(group) for group in tensors.optimizer_state(model, optimizer)] == [0, 0]
-    (buffers,) = tensors.module_buffers(model, optimizer)
+    assert [len(group) for group in buckets.optimizer_state(model, optimizer)] == [0, 0]
+    (buffers,) = buckets.module_buffers(model, optimizer)
     assert list(map(id, buffers.values())) == [id(norm.running_mean), id(norm.running_var)]
 
 
@@ -326,7 +327,7 @@ def test_optimizer_state_is_the_momenta_of_the_parameters_that_have_some() -> No
     optimizer = torch.optim.Adam(model.parameters())
     used.grad = torch.ones(2)
     optimizer.step()
-    (state,) = tensors.optimizer_state(model, optimizer)
+    (state,) = buckets.optimizer_state(model, optimizer)
     own = optimizer.state[used]
     assert {id(t) for t in state.values()} == {id(own["exp_avg"]), id(own["exp_avg_sq"])}
 

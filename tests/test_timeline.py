@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import laconic
-from laconic.lab import timeline
-from laconic.lab.cluster import Cluster, NamespacesUnavailable, launch
-from laconic.lab.result import Rounds, Span
-from laconic.lab.timeline import Recorder, Watched, in_runs, on_one_clock, stretches, without
+from laconic.lab.emulation.cluster import Cluster, NamespacesUnavailable, launch
+from laconic.lab.race import timeline
+from laconic.lab.race.result import Rounds, Span
+from laconic.lab.race.timeline import Recorder, Watched, in_runs, on_one_clock, stretches, without
 from laconic.links import cost
 from laconic.links.simulated import current_link
 from test_cluster import refusal
@@ -126,7 +126,7 @@ def test_a_long_run_keeps_its_beginning_and_its_end(
 
 
 def train(
-    recipe: laconic.round.Recipe, steps: int, rank: int
+    recipe: laconic.algorithms.round.Recipe, steps: int, rank: int
 ) -> tuple[dict[int, int], int, float, float]:
     """Bytes by step as recorded, the ledger's, and waiting as recorded and as booked."""
     link = current_link.get()
@@ -166,7 +166,7 @@ MEAN = 2 * 2 * MODEL // 3  # reduce-scatter and all-gather, to two others each
     ],
 )
 def test_bytes_are_booked_to_the_round_that_sends_them(
-    recipe: laconic.round.Recipe, steps: list[int], payload: int
+    recipe: laconic.algorithms.round.Recipe, steps: list[int], payload: int
 ) -> None:
     for sent, ledger, recorded, booked in laconic.simulate(
         functools.partial(train, recipe, 12), workers=3
@@ -200,7 +200,7 @@ PROGRAM = """
 import json, os, torch
 from datetime import timedelta
 from laconic import init
-from laconic.lab.timeline import Recorder, Watched
+from laconic.lab.race.timeline import Recorder, Watched
 from laconic.links import TorchLink, cost
 
 init()

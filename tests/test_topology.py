@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laconic.topology import GRAPHS, Graph
+from laconic.algorithms.topology import GRAPHS, Graph
 
 import reference_gossip as gossip
 
@@ -35,7 +35,7 @@ def push_matrix(graph: Graph, n: int, k: int, seed: int = 0) -> Matrix:
 
 
 def mixing_matrix(graph: Graph, n: int, k: int, seed: int = 0) -> Matrix:
-    """W of D-PSGD, as `laconic.exchanges.Push` and `laconic.updates.Mix` build it row by row."""
+    """W of D-PSGD, as `Push` and `Mix` build it row by row."""
     w = np.zeros((n, n))
     for i in range(n):
         for j in graph.in_peers(i, n, k, seed):

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import laconic as la
+from laconic.algorithms.topology import Graph
 from laconic.links import Link, Metered, Parts
-from laconic.topology import Graph
 from test_ledger import MIXED, SINGLE, STEPS, Plain, deltas, exact_slices, parameter_bytes
 
 import gloo

@@ -17,13 +17,13 @@ import pytest
 import torch
 from optuna.trial import TrialState
 
-from laconic.advisor import tuning, tuning_report
-from laconic.advisor.tuning import Trial
-from laconic.advisor.tuning_journal import opened
-from laconic.advisor.tuning_runs import LOOKS, Length, Run, Task, Told, measure_compute
-from laconic.advisor.tuning_space import Setting, parse_values, space_of
+from laconic.advisor.tune import report, tuning
+from laconic.advisor.tune.journal import opened
+from laconic.advisor.tune.runs import LOOKS, Length, Run, Task, Told, measure_compute
+from laconic.advisor.tune.space import Setting, parse_values, space_of
+from laconic.advisor.tune.tuning import Trial
 from laconic.cli import main
-from laconic.lab import race
+from laconic.lab.race import runner
 from laconic.predict import predict
 
 SMALL = ("--workers", "2", "--steps", "16", "--compute", "1ms")
@@ -32,7 +32,7 @@ RECIPE = "slowmo(local_sgd(4), period=8, momentum=momentum)"
 
 
 def task(length: Length, workers: int = 2, **options: object) -> Task:
-    settings = race.Settings(
+    settings = runner.Settings(
         (), hosts=1, per_host=workers, workload="digits", seconds=None, steps=8, **options
     )  # type: ignore[arg-type]
     return Task(settings, length, compute=1e-3)
@@ -60,14 +60,14 @@ def test_free_names_are_tuned_and_always_lr() -> None:
     assert space.size == len({tuple(s.items()) for s in space.settings()}) == 40
     setting = {"outer": 24, "momentum": 0.1, "lr": 2.0}
     assert space.text(setting) == "slowmo(local_sgd(12), 24, momentum=0.1)"
-    assert tuning_report.code(space, setting) == [
+    assert report.code(space, setting) == [
         "    for group in optimizer.param_groups:",
         '        group["lr"] *= 2.0  # of the workload\'s own',
         "    sync = laconic.attach(model, optimizer, "
         "laconic.slowmo(laconic.local_sgd(12), 24, momentum=0.1))",
     ]
     hierarchical = space_of("hierarchical(2, period)", {"lr": (1,)}, 4)
-    (line,) = tuning_report.code(hierarchical, {"period": 4, "lr": 1}, 2)
+    (line,) = report.code(hierarchical, {"period": 4, "lr": 1}, 2)
     assert line.endswith("laconic.hierarchical(2, 4), group_size=2)")
 
 
@@ -228,7 +228,7 @@ def test_the_front_stays_in_the_table_whatever_its_losses() -> None:
         run = Run(1 + period / 100, 8, 1.0 if period < 40 else 0.5, 0.0)
         return Trial({"period": period, "lr": 1}, "ok", run, {}, 0.0)
 
-    shown = tuning_report.table(space, [trial(period) for period in range(1, 41)])
+    shown = report.table(space, [trial(period) for period in range(1, 41)])
     periods, marks = (list(column.cells) for column in (shown.columns[0], shown.columns[-1]))
     assert periods == [str(period) for period in (*range(1, 21), 40)]
     assert [p for p, mark in zip(periods, marks, strict=True) if mark] == ["1", "40"]

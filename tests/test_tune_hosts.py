@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from laconic.advisor.tuning_runs import Length, Task
-from laconic.lab import race
+from laconic.advisor.tune.runs import Length, Task
+from laconic.lab.race import runner
 
 
 def test_emulated_hosts_train_as_simulated_workers_do() -> None:
-    settings = race.Settings((), hosts=1, per_host=2, workload="digits", seconds=None, steps=8)
+    settings = runner.Settings((), hosts=1, per_host=2, workload="digits", seconds=None, steps=8)
     here = Task(settings, Length("steps", 24), compute=1e-3)
     hosts = replace(here, emulated=True, race=replace(here.race, hosts=2, per_host=1))
     told: list[tuple[int, int]] = []
@@ -23,7 +23,7 @@ def test_emulated_hosts_train_as_simulated_workers_do() -> None:
 
 
 def test_a_coded_recipe_that_diverges_on_hosts_has_diverged() -> None:
-    settings = race.Settings((), hosts=2, per_host=1, workload="digits", seconds=None, steps=8)
+    settings = runner.Settings((), hosts=2, per_host=1, workload="digits", seconds=None, steps=8)
     here = Task(settings, Length("steps", 16), emulated=True)
     lost = here.run("local_sgd(2, codec='int4')", 1e30, lambda *_: None)
     assert lost.loss == math.inf

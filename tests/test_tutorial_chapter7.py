@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from laconic import ddp, local_sgd
-from laconic.lab.result import Result, Rounds, Row
-from laconic.lab.workloads import ByteTransformer
+from laconic.lab.race.result import Result, Rounds, Row
+from laconic.lab.race.workloads import ByteTransformer
 from laconic.predict import predict
 from test_tutorial import python
 from tutorial import slow_network

@@ -11,8 +11,8 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from laconic.lab import workloads
-from laconic.lab.workloads import Batch, Workload, load, lr_factor
+from laconic.lab.race import workloads
+from laconic.lab.race.workloads import Batch, Workload, load, lr_factor
 
 TEXT = b"".join(b"line %d of a text that repeats itself, nearly\n" % i for i in range(2000))
 

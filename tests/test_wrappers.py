@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import laconic as la
-from laconic import batches
-from laconic.model_checks import IDLE_DDP, NO_DDP, USED_DDP
+from laconic.engine import batch_check
+from laconic.engine.model_checks import IDLE_DDP, NO_DDP, USED_DDP
 
 import gloo
 
@@ -194,10 +194,10 @@ def test_identical_batches_are_still_warned_of(pool: gloo.Pool) -> None:
 def test_identical_gradients_beside_a_wrapper_are_its_work(ddp: tuple[float, float]) -> None:
     """Also where it does not tell that it was used, as under torch.compile."""
     with pytest.raises(ValueError, match="trained through a DistributedDataParallel"):
-        batches.check_first_gradients([[1.0, 2.0, ddp[0]], [1.0, 2.0, ddp[1]]])
-    batches.check_first_gradients([[1.0, 2.0, ddp[0]], [1.0, 3.0, ddp[1]]])
-    batches.check_first_gradients([[0.0, 0.0, ddp[0]], [0.0, 0.0, ddp[1]]])
-    batches.check_first_gradients([[1.0, 2.0, USED_DDP]])  # one process has nothing to average
+        batch_check.check_first_gradients([[1.0, 2.0, ddp[0]], [1.0, 2.0, ddp[1]]])
+    batch_check.check_first_gradients([[1.0, 2.0, ddp[0]], [1.0, 3.0, ddp[1]]])
+    batch_check.check_first_gradients([[0.0, 0.0, ddp[0]], [0.0, 0.0, ddp[1]]])
+    batch_check.check_first_gradients([[1.0, 2.0, USED_DDP]])  # one process has nothing to average
 
 
 def slow_momentum(rank: int) -> str:

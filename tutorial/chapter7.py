@@ -28,9 +28,9 @@ import matplotlib.pyplot as plt
 
 from laconic.advisor import advice_on
 from laconic.advisor.choices import steps_of
-from laconic.lab.result import network
+from laconic.algorithms.parse import parse_recipe
+from laconic.lab.race.result import network
 from laconic.links import cost
-from laconic.parse import parse_recipe
 from laconic.predict import predict
 from laconic.units import format_rate
 from tutorial.slow_network import HOSTS, on_paper, sent, train

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from laconic.lab import race
-from laconic.lab.result import Result, Row
-from laconic.lab.workloads import ByteTransformer
+from laconic.lab.race import runner
+from laconic.lab.race.result import Result, Row
+from laconic.lab.race.workloads import ByteTransformer
 from laconic.predict import Facts
 from tutorial.toy import FULL
 
@@ -29,7 +29,7 @@ def train(
     the same start and with the same batches. ``alone``: first of all without any communication.
     Yields the result so far after each. Raises ``RuntimeError`` where one failed or diverged.
     """
-    settings = race.Settings(
+    settings = runner.Settings(
         recipes=tuple(recipes),
         hosts=HOSTS,
         bandwidth=rate,
@@ -40,7 +40,7 @@ def train(
         baseline=alone,
     )
     settings.check()
-    for result in race.run(settings, "python -m tutorial 7", lambda name, event: None):
+    for result in runner.run(settings, "python -m tutorial 7", lambda name, event: None):
         row = result.rows[-1]
         if row.status != "ok":
             raise RuntimeError(f"{row.recipe} {row.status}: {row.error}")

@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import laconic
-from laconic.lab.peers import Attached, Peer
+from laconic.lab.race.rivals import Attached, Peer
 
 
 def peer(period: int = 12) -> Peer:

@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import laconic
+from laconic.algorithms.schedules import after, until
 from laconic.errors import check_choice, check_int
-from laconic.lab.peers import Attached, Peer
-from laconic.schedules import after, until
+from laconic.lab.race.rivals import Attached, Peer
 
 HOOKS = ("none", "fp16", "powersgd")
 

@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import laconic
-from laconic.exchanges import Mean
-from laconic.lab.peers import Attached, Peer
-from laconic.updates import Average
+from laconic.algorithms.exchanges import Mean
+from laconic.algorithms.updates import Average
+from laconic.lab.race.rivals import Attached, Peer
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 import laconic
 from laconic.errors import check_bool, check_float, check_int
-from laconic.lab.peers import Attached, Peer
+from laconic.lab.race.rivals import Attached, Peer
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ import laconic
 from benchmarks.race import journal, page
 from benchmarks.race.journal import Entry, Job
 from benchmarks.race.rows import NETWORKS, NONE, SEEDS, chosen, is_peer
-from laconic.lab import race, workloads
-from laconic.lab.cluster import Cluster
-from laconic.lab.jobs import terminate_as_exit
-from laconic.lab.result import Result, Row, reason
+from laconic.lab.emulation.cluster import Cluster
+from laconic.lab.emulation.jobs import terminate_as_exit
+from laconic.lab.race import runner, workloads
+from laconic.lab.race.result import Result, Row, reason
 from laconic.units import format_rate, parse_rate
 
 HERE = Path(__file__).resolve().parents[2]
@@ -72,7 +72,7 @@ def parser() -> Parser:
 def shared(hosts: int, seconds: float, data: Path | None) -> dict[str, object]:
     """What two runs must have in common to be compared, the machine included."""
     text = workloads.standard_library() if data is None else data.read_bytes()
-    machine = race.machine()
+    machine = runner.machine()
     return {
         "workload": "text",
         "data": "Python's standard library" if data is None else data.name,
@@ -107,9 +107,9 @@ def jobs(rows: Sequence[str], bandwidths: Sequence[float], seeds: Sequence[int])
     ]
 
 
-def asked(options: Any, rows: Sequence[str], bandwidths: Sequence[float]) -> race.Settings:
+def asked(options: Any, rows: Sequence[str], bandwidths: Sequence[float]) -> runner.Settings:
     """All of it, for the lab. Raises ``ValueError`` for anything that would fail later."""
-    everything = race.Settings(
+    everything = runner.Settings(
         recipes=tuple(row for row in rows if row != NONE and not is_peer(row)),
         peers=tuple(row for row in rows if is_peer(row)),
         baseline=NONE in rows,
@@ -124,7 +124,7 @@ def asked(options: Any, rows: Sequence[str], bandwidths: Sequence[float]) -> rac
     return everything
 
 
-def part(everything: race.Settings, job: Job) -> race.Settings:
+def part(everything: runner.Settings, job: Job) -> runner.Settings:
     """The settings of one job."""
     none, peer = job.row == NONE, is_peer(job.row)
     one = replace(
@@ -162,10 +162,10 @@ def run(options: Any) -> int:
     return 1 if lost else 0
 
 
-def single(one: race.Settings) -> Result:
+def single(one: runner.Settings) -> Result:
     """The lab's result of a single run, without what tables and picture do not need."""
     # a journal can be handed on: what was run is in its lines, without this machine's paths
-    (result,) = race.run(one, "python -m benchmarks.race", lambda name, event: None)
+    (result,) = runner.run(one, "python -m benchmarks.race", lambda name, event: None)
     if result.settings["reason"] is not None:
         raise OSError(f"the network namespaces were lost: {result.settings['reason']}")
     (row,) = result.rows

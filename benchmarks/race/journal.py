@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from laconic.lab.result import Result, Row
+from laconic.lab.race.result import Result, Row
 
 T = TypeVar("T")
 Shared = Mapping[str, object]

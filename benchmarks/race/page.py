@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from benchmarks.race.journal import Entry, key
 from benchmarks.race.rows import NONE, ROWS
-from laconic.lab.plots import COLOURS, GREY, limit_loss
-from laconic.lab.result import SECONDS, Result, Row, compared, line, reason, three_digits
-from laconic.lab.seeds import groups
+from laconic.lab.emulation.seeds import groups
+from laconic.lab.race.plots import COLOURS, GREY, limit_loss
+from laconic.lab.race.result import SECONDS, Result, Row, compared, line, reason, three_digits
 from laconic.units import format_rate
 
 if TYPE_CHECKING:

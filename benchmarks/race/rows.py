@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from laconic.lab import peers
-from laconic.parse import parse_recipe
-from laconic.recipes import RECIPES
+from laconic.algorithms.parse import parse_recipe
+from laconic.algorithms.recipes import RECIPES
+from laconic.lab.race import rivals
 
 OURS = (*RECIPES, "auto")
 """Names that laconic reads itself."""
@@ -37,8 +37,8 @@ ROWS = (
     "torchft(24, outer=True, momentum=0.5, bucketed=True)",
     "torchft(24, outer=True, momentum=0.5, bucketed=True, fragments=2, delay=4, alpha=0.5)",
 )
-"""In the order in which the tables have them. A row is ``none``, a recipe as `laconic.parse` reads
-it, or a peer as ``laconic compare --peer`` does."""
+"""In the order in which the tables have them. A row is ``none``, a recipe as
+`laconic.algorithms.parse` reads it, or a peer as ``laconic compare --peer`` does."""
 
 NETWORKS = ("10mbit", "100mbit", "1000mbit")
 """What each host may send."""
@@ -58,13 +58,13 @@ def check(text: str) -> None:
     if not is_peer(text):
         parse_recipe(text)
         return
-    adapters = sorted(path.stem.replace("_", "-") for path in peers.ADAPTERS.glob("[!_]*.py"))
+    adapters = sorted(path.stem.replace("_", "-") for path in rivals.ADAPTERS.glob("[!_]*.py"))
     if _name(text) not in adapters and not _name(text).endswith(".py"):
         raise ValueError(
             f"no row {text!r}: give {NONE}, a recipe ({', '.join(OURS)}), a peer "
             f"({', '.join(adapters)}), or a pattern of rows of the table, as 'torchft*'"
         )
-    peer = peers.find(text)
+    peer = rivals.find(text)
     if peer.version() is None:
         raise ValueError(
             f"{text} needs {peer.package}: make peers installs it, --rows leaves it out"

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import laconic
-from laconic.lab import workloads
-from laconic.lab.workloads import DIGITS_BATCH, Batch, Workload, lr_factor
-from laconic.parse import parse_recipe
+from laconic.algorithms.parse import parse_recipe
+from laconic.lab.race import workloads
+from laconic.lab.race.workloads import DIGITS_BATCH, Batch, Workload, lr_factor
 
 PICTURES = 1437
 """To train on: scikit-learn's 1797 digits without the 360 that the workload holds out."""

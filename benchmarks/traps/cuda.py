@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import laconic as la
 from benchmarks.traps import Trapped, trap
-from laconic.lane import Lane, Pending
+from laconic.links.comm_thread import Lane, Pending
 
 
 class _Event:

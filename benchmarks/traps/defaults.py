@@ -15,7 +15,7 @@ from torch import nn
 
 import laconic
 from benchmarks.traps import Outcome, Trapped, run_ranks, trap
-from laconic.round import Recipe
+from laconic.algorithms.round import Recipe
 
 
 def _loss(recipe: Recipe, workers: int, steps: int) -> float:
@@ -189,7 +189,7 @@ def resumed_under_another_recipe() -> str:
 
 @trap("a misspelled option, in Python and as text")
 def misspelled_option() -> str:
-    from laconic.parse import parse_recipe
+    from laconic.algorithms.parse import parse_recipe
 
     calls: dict[str, Callable[[], object]] = {
         "period": lambda: laconic.local_sgd(perod=3),  # type: ignore[call-arg]

@@ -29,7 +29,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
 
 @trap("laconic lab --shell as root, where another user has planted a lab's socket")
 def planted_lab() -> str:
-    from laconic.lab import cluster
+    from laconic.lab.emulation import cluster
 
     if os.geteuid() != 0:
         return "not tried: only root can plant a socket as another user"

@@ -28,9 +28,9 @@ from benchmarks.validate.rows import HOSTS, QUICK, RATES, ROWS, Network
 from benchmarks.validate.worker import STEPS, Job
 from laconic.advisor import cluster
 from laconic.advisor.worker import Spec, facts_of
-from laconic.lab import race
-from laconic.lab.cluster import Cluster, check_hosts, check_rate
-from laconic.lab.jobs import terminate_as_exit
+from laconic.lab.emulation.cluster import Cluster, check_hosts, check_rate
+from laconic.lab.emulation.jobs import terminate_as_exit
+from laconic.lab.race import runner
 from laconic.units import format_rate, parse_rate
 
 HERE = Path(__file__).resolve().parents[2]
@@ -88,7 +88,7 @@ def asked(options: Any) -> list[Network]:
 
 def shared(seconds: float) -> dict[str, object]:
     """What launches must have in common to stand in one table."""
-    machine = race.machine()
+    machine = runner.machine()
     return {
         "workload": "text",
         "rows": list(ROWS),

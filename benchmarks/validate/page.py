@@ -129,7 +129,7 @@ def draw(path: Path, launches: Sequence[Launch]) -> None:
 def _panel(axes: Axes, launches: Sequence[Launch]) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    from laconic.lab.plots import COLOURS
+    from laconic.lab.race.plots import COLOURS
 
     families: dict[str, list[tuple[float, float]]] = {}
     for launch in launches:

@@ -18,11 +18,11 @@ import torch
 import laconic
 from laconic.advisor.advise import measured
 from laconic.advisor.worker import Spec, Training, link_of
-from laconic.lab.worker import run
+from laconic.algorithms.parse import parse_recipe
+from laconic.algorithms.round import Recipe
+from laconic.lab.race.worker import run
 from laconic.links.link import Link
-from laconic.parse import parse_recipe
 from laconic.predict import Facts, often, predict
-from laconic.round import Recipe
 
 STEPS = 24
 """Timed at a time for the facts."""

@@ -2,25 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from laconic import codecs, links, recipes, topology
-from laconic.attach import attach, init
-from laconic.auto import auto
-from laconic.comm_optimizer import CommOptimizer
-from laconic.dist_optimizer import EASGD, LSGD, DistOptimizer
-from laconic.errors import LinkError
-from laconic.gossip_graphs import (
-    DynamicBipartiteExponentialGraph,
-    DynamicBipartiteLinearGraph,
-    DynamicDirectedExponentialGraph,
-    DynamicDirectedLinearGraph,
-    GraphManager,
-    NPeerDynamicDirectedExponentialGraph,
-    RingGraph,
-    UniformMixing,
-)
-from laconic.links import simulate
-from laconic.metrics import JsonLines, Metrics, TensorBoard
-from laconic.recipes import (
+from laconic import codecs, links
+from laconic.algorithms import recipes, topology
+from laconic.algorithms.recipes import (
     d_psgd,
     ddp,
     demo,
@@ -39,11 +23,28 @@ from laconic.recipes import (
     sparse_loco,
     streaming_diloco,
 )
-from laconic.round import Arrival, Clock, Exchange, Recipe, Round, Update
-from laconic.saving import load, save
-from laconic.schedules import after, any_of, every, until
-from laconic.slowmo_ddp import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
-from laconic.synchronizer import Stats, Synchronizer
+from laconic.algorithms.round import Arrival, Clock, Exchange, Recipe, Round, Update
+from laconic.algorithms.schedules import after, any_of, every, until
+from laconic.attach import attach, init
+from laconic.auto import auto
+from laconic.checkpoint import load, save
+from laconic.compat.comm_optimizer import CommOptimizer
+from laconic.compat.dist_optimizer import EASGD, LSGD, DistOptimizer
+from laconic.compat.fairscale import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
+from laconic.compat.gossip_graphs import (
+    DynamicBipartiteExponentialGraph,
+    DynamicBipartiteLinearGraph,
+    DynamicDirectedExponentialGraph,
+    DynamicDirectedLinearGraph,
+    GraphManager,
+    NPeerDynamicDirectedExponentialGraph,
+    RingGraph,
+    UniformMixing,
+)
+from laconic.engine.synchronizer import Stats, Synchronizer
+from laconic.errors import LinkError
+from laconic.links import simulate
+from laconic.metrics import JsonLines, Metrics, TensorBoard
 
 if TYPE_CHECKING:
     from laconic.advisor import Advice, advise

@@ -13,17 +13,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from laconic.attempts import open_store
+from laconic.algorithms.compile import check_groups, warn_of_groups
+from laconic.algorithms.round import Recipe, is_recipe, renamed
 from laconic.auto import Auto, Chooser, start
+from laconic.buckets import is_sharded, reshard
+from laconic.engine.model_checks import check_devices, check_unwrapped
+from laconic.engine.synchronizer import BUFFERS, Synchronizer
 from laconic.errors import check_choice, check_float, check_int, in_words
 from laconic.links import Link, rendezvous
+from laconic.links.attempts import open_store
+from laconic.links.rank_sets import agreed_link, common_device, layout_of, sets_of, within_workers
 from laconic.metrics import Metrics, MetricsArgument, agree_on_metrics, check_metrics
-from laconic.model_checks import check_devices, check_unwrapped
-from laconic.program import check_groups, warn_of_groups
-from laconic.ranks import agreed_link, common_device, layout_of, sets_of, within_workers
-from laconic.round import Recipe, is_recipe, renamed
-from laconic.synchronizer import BUFFERS, Synchronizer
-from laconic.tensors import is_sharded, reshard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

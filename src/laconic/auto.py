@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.calls import checked
+from laconic.algorithms.named import checked
+from laconic.algorithms.recipes import ddp, streaming_diloco
+from laconic.algorithms.round import Recipe
 from laconic.errors import check_float
-from laconic.lane import Lane, Pending
 from laconic.links import cost
+from laconic.links.comm_thread import Lane, Pending
 from laconic.links.link import Link
 from laconic.predict import Facts, often, predict, travel
-from laconic.recipes import ddp, streaming_diloco
-from laconic.round import Recipe
 from laconic.units import format_rate
 
 log = logging.getLogger("laconic")
@@ -375,7 +375,7 @@ class Chooser:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Put back what `state_dict` returned; `recipe` is then the one that was in force. How long
         steps take is measured anew: the machine may be another."""
-        from laconic.parse import parse_recipe  # which knows all recipes, this one, too
+        from laconic.algorithms.parse import parse_recipe  # which knows all recipes, this one, too
 
         choices = [Choice(**{**c, "facts": _facts(c["facts"])}) for c in state["choices"]]
         if choices or self._link.size > 1:

@@ -34,7 +34,7 @@ from laconic.links.link import Link
 from laconic.links.metered import Call, Ledger
 
 if TYPE_CHECKING:
-    from laconic.synchronizer import Stats
+    from laconic.engine.synchronizer import Stats
 
 Record = Mapping[str, Any]
 

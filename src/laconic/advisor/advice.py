@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from laconic.advisor.choices import KNOWN, Choice, choices, steps_of
-from laconic.exchanges import Mean
-from laconic.gradients import bucket_sizes
+from laconic.algorithms.exchanges import Mean
+from laconic.algorithms.parse import qualified
+from laconic.algorithms.round import Exchange, Recipe, Round
+from laconic.buckets import BUCKET_BYTES, Fragment
+from laconic.engine.gradient_rounds import bucket_sizes
 from laconic.links import cost
-from laconic.parse import qualified
+from laconic.links.rank_sets import within_workers
 from laconic.predict import Facts, often, predict
-from laconic.ranks import within_workers
-from laconic.round import Exchange, Recipe, Round
-from laconic.tensors import BUCKET_BYTES, Fragment
 from laconic.units import three_digits
 
 WORTH = 0.05

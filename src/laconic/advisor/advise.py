@@ -16,12 +16,12 @@ from laconic.advisor.advice import Advice, advice_on
 from laconic.advisor.bench import Bench
 from laconic.advisor.choices import PLAIN, rehearsed
 from laconic.advisor.measure import Measured, measure, trained
+from laconic.algorithms.round import Recipe, describe
 from laconic.attach import TIMEOUT, check_free
+from laconic.buckets import is_sharded
 from laconic.errors import check_float, check_int, in_words
 from laconic.links.link import Link
-from laconic.ranks import agreed_link, common_device, layout_of, sets_of
-from laconic.round import Recipe, describe
-from laconic.tensors import is_sharded
+from laconic.links.rank_sets import agreed_link, common_device, layout_of, sets_of
 
 
 def advise(

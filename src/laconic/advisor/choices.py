@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from laconic.algorithms.compile import workers_differ
+from laconic.algorithms.exchanges import CodedMean
+from laconic.algorithms.exchanges.low_rank import LowRank
+from laconic.algorithms.parse import parse_recipe
+from laconic.algorithms.recipes import local_sgd, power_sgd
+from laconic.algorithms.round import Recipe
+from laconic.algorithms.updates import momentum_for
 from laconic.auto import GRADIENTS, Auto, candidates, streaming
 from laconic.auto import PERIODS as STEPS
 from laconic.codecs import CODECS
-from laconic.exchanges import CodedMean
-from laconic.exchanges.low_rank import LowRank
-from laconic.parse import parse_recipe
 from laconic.predict import Facts, often
-from laconic.program import workers_differ
-from laconic.recipes import local_sgd, power_sgd
-from laconic.round import Recipe
-from laconic.updates import momentum_for
 
 PERIODS = (4, 16, 64, 256)
 """Steps between two rounds of the same tensors, of recipes that `laconic.auto` does not have."""

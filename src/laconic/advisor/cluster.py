@@ -9,9 +9,9 @@ from pathlib import Path
 
 from laconic.advisor.measure import Measured
 from laconic.advisor.worker import Spec, measured_of
-from laconic.lab import own, workloads
-from laconic.lab.cluster import Cluster, Loopback, check_hosts, check_rate, launch
-from laconic.lab.race import Settings, network
+from laconic.lab.emulation.cluster import Cluster, Loopback, check_hosts, check_rate, launch
+from laconic.lab.race import user_files, workloads
+from laconic.lab.race.runner import Settings, network
 
 SECONDS = 300.0
 """After which a measurement that has not ended has failed."""
@@ -26,8 +26,10 @@ def check(spec: Spec, hosts: int, per_host: int, bandwidth: float) -> None:
     if hosts * per_host < 2:
         raise ValueError("one process has nobody to talk to: give --hosts 2 or more")
     data = None if spec.data is None else Path(spec.data)
-    if own.is_workload(spec.workload):
-        own.try_out(own.workload(spec.workload, data), spec.workload, hosts * per_host, spec.seed)
+    if user_files.is_workload(spec.workload):
+        user_files.try_out(
+            user_files.workload(spec.workload, data), spec.workload, hosts * per_host, spec.seed
+        )
     else:
         workloads.load(spec.workload, data=data)
 

@@ -24,12 +24,12 @@ from torch.utils.hooks import RemovableHandle
 from laconic.advisor.bench import Bench, named
 from laconic.advisor.fit import Sample, fit
 from laconic.advisor.rehearse import now, rehearsals, rehearse
+from laconic.algorithms.round import Recipe
 from laconic.errors import LinkError
 from laconic.links import cost
 from laconic.links.cost import Cost
 from laconic.links.link import Link
 from laconic.predict import BACKWARD, Facts, Net, itemsize_of
-from laconic.round import Recipe
 
 WARMUP = 3
 """Steps that are not measured: the first ones are slow."""

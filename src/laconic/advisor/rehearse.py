@@ -13,12 +13,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from laconic.advisor.silent import Silent
+from laconic.algorithms.round import Recipe, Round
+from laconic.algorithms.schedules import every
 from laconic.attach import attach
+from laconic.buckets import Fragment
+from laconic.links.null import Silent
 from laconic.predict import Facts, work_key
-from laconic.round import Recipe, Round
-from laconic.schedules import every
-from laconic.tensors import Fragment
 
 MOST_BYTES = 2**26
 """Of the tensors rehearsed with; a larger model's rounds are taken to last longer in proportion."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from laconic.advisor.advice import Advice, Guide, Row
 from laconic.advisor.choices import KNOWN
 from laconic.errors import install
-from laconic.lab.plots import COLOURS
+from laconic.lab.race.plots import COLOURS
 from laconic.units import format_bytes, format_rate, format_seconds, three_digits
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from laconic.advisor.advise import measured
 from laconic.advisor.choices import rehearsed
 from laconic.advisor.measure import Measured
 from laconic.attach import init
-from laconic.lab import own, workloads
-from laconic.lab.worker import run
-from laconic.lab.workloads import Workload
+from laconic.lab.race import user_files, workloads
+from laconic.lab.race.worker import run
+from laconic.lab.race.workloads import Workload
 from laconic.links import Link, Throttled, TorchLink
 from laconic.predict import Facts, Net
 
@@ -51,7 +51,7 @@ class Training:
 
     def __init__(self, spec: Spec) -> None:
         data = None if spec.data is None else Path(spec.data)
-        load = own.workload if own.is_workload(spec.workload) else workloads.load
+        load = user_files.workload if user_files.is_workload(spec.workload) else workloads.load
         self.workload: Workload = load(spec.workload, data=data)
         torch.manual_seed(spec.seed)
         self.model: nn.Module = self.workload.model()

@@ -138,7 +138,7 @@ def _measured(arguments: argparse.Namespace) -> tuple[Advice, str | None]:
     from laconic.advisor import advice_on, cluster
     from laconic.advisor.choices import PLAIN, choices
     from laconic.advisor.worker import Spec
-    from laconic.lab.jobs import terminate_as_exit
+    from laconic.lab.emulation.jobs import terminate_as_exit
 
     _refuse(arguments, ONLY_NUMBERS, "is measured with --workload: leave one of the two out")
     hosts = 4 if arguments.hosts is None else check_int("hosts", arguments.hosts, 1)

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from laconic.algorithms.recipes import RECIPES
 from laconic.errors import check_int, install
-from laconic.recipes import RECIPES
 from laconic.units import parse_duration, parse_rate
 
 if TYPE_CHECKING:
-    from laconic.lab.race import Event
-    from laconic.lab.result import Result
+    from laconic.lab.race.result import Result
+    from laconic.lab.race.runner import Event
 
 DEFAULT = (
     "ddp()",
@@ -93,13 +93,13 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """0 when every recipe finished; 1 when one failed or diverged."""
     needs("compare")
-    from laconic.lab import race, report
-    from laconic.lab.jobs import terminate_as_exit
+    from laconic.lab.emulation.jobs import terminate_as_exit
+    from laconic.lab.race import report, runner
 
     seconds = arguments.seconds
     if seconds is None and arguments.steps is None:
         seconds = 30.0
-    settings = race.Settings(
+    settings = runner.Settings(
         recipes=tuple(arguments.recipes or DEFAULT),
         peers=tuple(arguments.peer),
         rules=arguments.rules and str(Path(arguments.rules)),
@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
     result = None
     try:
         with terminate_as_exit(), Display(settings) as display:
-            for result in race.run(settings, command, display.watch):
+            for result in runner.run(settings, command, display.watch):
                 report.save(result, arguments.out)
     finally:
         if result is not None:
@@ -193,7 +193,7 @@ def show(result: Result, directory: Path, left: int = 0) -> None:
     """The table, the verdict, and where the rest is; ``left`` recipes did not have their turn."""
     from rich.console import Console
 
-    from laconic.lab import report
+    from laconic.lab.race import report
 
     console = Console()
     console.print(report.table(result))
@@ -221,7 +221,7 @@ class Display:
             console=console,
             disable=not self._live,
         )
-        from laconic.lab.result import NO_COMMUNICATION
+        from laconic.lab.race.result import NO_COMMUNICATION
 
         self._tasks = {
             name: self._progress.add_task(

@@ -12,8 +12,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from laconic.lab.doctor import Finding, Level
-    from laconic.lab.meeting import Place
+    from laconic.lab.doctor.host_checks import Finding, Level
+    from laconic.lab.doctor.network_checks import Place
 
 WIDTH = 80
 COLOURS = {"ok": "32", "warning": "33", "problem": "31"}
@@ -41,18 +41,18 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """0 where there is no problem, 1 where there is one."""
     from laconic.errors import check_float
-    from laconic.lab import doctor, meeting
+    from laconic.lab.doctor import host_checks, network_checks
 
     check_float("timeout", arguments.timeout, 0.0, strict=True)
     place = _place(arguments)
     if place is not None and arguments.master is None and os.environ.get("LOCAL_RANK", "0") != "0":
         return 0  # the first process of a host speaks for it
-    findings = doctor.examine()
+    findings = host_checks.examine()
     numbers: dict[str, Any] = {}
     if place is not None and place.world > 1:
         if not arguments.json:
             print(f"meeting {place.world - 1} other host(s) ...", file=sys.stderr, flush=True)
-        met = meeting.meet(place, findings, timeout=arguments.timeout)
+        met = network_checks.meet(place, findings, timeout=arguments.timeout)
         findings += met.findings
         numbers = met.numbers()
     if arguments.json:
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _place(arguments: argparse.Namespace) -> Place | None:
-    from laconic.lab.meeting import Place, place_of
+    from laconic.lab.doctor.network_checks import Place, place_of
 
     given = (arguments.master, arguments.rank, arguments.world)
     if given == (None, None, None):

@@ -14,7 +14,7 @@ from laconic.errors import install
 from laconic.units import format_rate, parse_duration, parse_rate
 
 if TYPE_CHECKING:
-    from laconic.lab.program import Ended, Failure, Network, Process, Settings
+    from laconic.lab.emulation.program import Ended, Failure, Network, Process, Settings
 
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue")
 """Of the hosts' names on a terminal."""
@@ -68,8 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
         import rich  # noqa: F401
     except ImportError as error:
         raise ImportError(f"laconic lab needs {error.name}: {install('lab')}") from None
-    from laconic.lab import program
-    from laconic.lab.jobs import terminate_as_exit
+    from laconic.lab.emulation import program
+    from laconic.lab.emulation.jobs import terminate_as_exit
 
     network = network_of(arguments)
     if arguments.shell is not None:
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def network_of(arguments: argparse.Namespace) -> Network:
     """The network that the options describe."""
-    from laconic.lab.program import Network
+    from laconic.lab.emulation.program import Network
 
     single = {}
     for text in arguments.bandwidth_host or ():
@@ -117,9 +117,9 @@ def parse_host(text: str) -> int:
 
 def shell(arguments: argparse.Namespace, network: Network) -> int:
     """A shell on a host of the lab that runs, or of a new one."""
-    from laconic.lab import cluster
-    from laconic.lab.jobs import terminate_as_exit
-    from laconic.lab.shell import open_shell
+    from laconic.lab.emulation import cluster
+    from laconic.lab.emulation.jobs import terminate_as_exit
+    from laconic.lab.emulation.shell import open_shell
 
     text, at, launcher = arguments.shell.partition("@")
     host = parse_host(text)
@@ -162,16 +162,16 @@ def shell(arguments: argparse.Namespace, network: Network) -> int:
 
 def clean() -> int:
     """End what is left of labs whose launcher is dead; 1 if something could not be ended."""
-    from laconic.lab import leftovers
+    from laconic.lab.emulation import orphans
 
     stuck, running = 0, set()
-    found = sorted(leftovers.members(), key=lambda member: member.pid)
+    found = sorted(orphans.members(), key=lambda member: member.pid)
     for member in found:
         if member.launcher_lives:
             running.add(member.launcher)
             continue
         what = f"process {member.pid} ({member.command[:60]}) of the lab of process"
-        ended = leftovers.end(member)
+        ended = orphans.end(member)
         stuck += not ended
         print(f"{'ended' if ended else 'cannot end'} {what} {member.launcher}")
     if all(member.launcher_lives for member in found):
@@ -255,7 +255,7 @@ class Display:
 
     def failed(self, first: Failure) -> None:
         """Say who failed, and how."""
-        from laconic.lab.program import GRACE_SECONDS
+        from laconic.lab.emulation.program import GRACE_SECONDS
 
         alone = self._settings.network.hosts * (self._settings.per_host or 1) == 1
         others = "" if alone else f"; the others are ended within {GRACE_SECONDS:g} s"

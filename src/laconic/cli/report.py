@@ -32,7 +32,7 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """0 when it is written."""
     from laconic.cli.compare import needs, show
-    from laconic.lab import report
+    from laconic.lab.race import report
 
     needs("report")
     given: Sequence[Path] = arguments.directories

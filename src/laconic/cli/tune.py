@@ -15,9 +15,9 @@ from laconic.units import parse_duration, parse_rate
 if TYPE_CHECKING:
     import optuna
 
-    from laconic.advisor.tuning import Trial
-    from laconic.advisor.tuning_runs import Length, Task
-    from laconic.advisor.tuning_space import Space
+    from laconic.advisor.tune.runs import Length, Task
+    from laconic.advisor.tune.space import Space
+    from laconic.advisor.tune.tuning import Trial
 
 TRIALS, STEPS = 20, 240
 """Where nothing else is asked for."""
@@ -94,10 +94,10 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """0 when it has found a setting."""
     _needs()
-    from laconic.advisor import tuning
-    from laconic.advisor.tuning_journal import opened
-    from laconic.advisor.tuning_space import LR
-    from laconic.lab.jobs import terminate_as_exit
+    from laconic.advisor.tune import tuning
+    from laconic.advisor.tune.journal import opened
+    from laconic.advisor.tune.space import LR
+    from laconic.lab.emulation.jobs import terminate_as_exit
 
     trials, seconds = _budget(arguments)
     space, task = _asked(arguments)
@@ -143,9 +143,9 @@ def _budget(arguments: argparse.Namespace) -> tuple[int | None, float]:
 
 def _asked(arguments: argparse.Namespace) -> tuple[Space, Task]:
     """What is to be tuned, and on what. Raises ``ValueError`` for what can be seen to be wrong."""
-    from laconic.advisor.tuning_runs import Task
-    from laconic.advisor.tuning_space import parse_values, space_of
-    from laconic.lab.race import Settings
+    from laconic.advisor.tune.runs import Task
+    from laconic.advisor.tune.space import parse_values, space_of
+    from laconic.lab.race.runner import Settings
 
     workers = check_int("workers", arguments.workers, 1)
     check_int("seed", arguments.seed, 0)
@@ -185,7 +185,7 @@ def _asked(arguments: argparse.Namespace) -> tuple[Space, Task]:
 
 
 def _length(arguments: argparse.Namespace) -> Length:
-    from laconic.advisor.tuning_runs import Length
+    from laconic.advisor.tune.runs import Length
 
     if arguments.seconds is not None:
         return Length("seconds", check_float("seconds", arguments.seconds, 0.0, strict=True))
@@ -226,8 +226,8 @@ def _digest(path: Path) -> str:
 def _timed(study: optuna.Study, space: Space, task: Task) -> Task:
     """The task with the seconds that a step computes: as given, as measured when the tuning began,
     or now. Raises ``ValueError`` where with these some setting cannot be run."""
-    from laconic.advisor.tuning_journal import COMPUTE
-    from laconic.advisor.tuning_runs import measure_compute
+    from laconic.advisor.tune.journal import COMPUTE
+    from laconic.advisor.tune.runs import measure_compute
 
     begun = study.user_attrs.get(COMPUTE)
     if math.isnan(task.compute):
@@ -248,7 +248,7 @@ def _title(space: Space, task: Task) -> str:
 
 
 def _told(space: Space, trial: Trial) -> str:
-    from laconic.advisor.tuning_report import told
+    from laconic.advisor.tune.report import told
 
     how = {"ok": "", "stopped": f", stopped after {trial.run.steps} steps"}
     ended = how.get(trial.status, f", diverged after {trial.run.steps} steps")
@@ -265,17 +265,17 @@ def _show(space: Space, trials: list[Trial], task: Task, out: Path) -> None:
     """The table, what follows from it, and where the rest is."""
     from rich.console import Console
 
-    from laconic.advisor import tuning_report
+    from laconic.advisor.tune import report
 
     if not any(trial.status == "ok" for trial in trials):
-        tuning_report.write_csv(space, trials, out / "trials.csv")
+        report.write_csv(space, trials, out / "trials.csv")
         return
     console, title = Console(), _title(space, task)
-    paths = tuning_report.write(space, trials, title, out)
+    paths = report.write(space, trials, title, out)
     console.print(title, highlight=False, markup=False)
     console.print()
-    console.print(tuning_report.table(space, trials))
-    text = tuning_report.summary(space, trials, task.race.group_size)
+    console.print(report.table(space, trials))
+    text = report.summary(space, trials, task.race.group_size)
     console.print(text, highlight=False, markup=False, soft_wrap=True)
     written = ", ".join(map(str, (*paths, out / "journal.jsonl")))
     console.print(f"Written: {written}", highlight=False, soft_wrap=True)

@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from laconic.buckets import mean_in_rank_order
 from laconic.errors import LinkError, check_int
 from laconic.links.link import Link, Parts, arrivals, hops
-from laconic.tensors import mean_in_rank_order
 
 T = TypeVar("T")
 Compute = Callable[[list[Tensor]], Tensor]

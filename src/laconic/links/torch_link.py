@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from laconic.buckets import Scratch, mean_in_rank_order
 from laconic.errors import LinkError
 from laconic.links import health
 from laconic.links.handshake import SECRET_BYTES
@@ -21,7 +22,6 @@ from laconic.links.health import NOTHING, Answer, Place, Request, Verdict
 from laconic.links.link import Link, Parts, arrivals, hops
 from laconic.links.rendezvous import ADVICE, UNREACHABLE_SECONDS, meeting
 from laconic.links.wire import LostError, OtherCallError, Transfer, Wire
-from laconic.tensors import Scratch, mean_in_rank_order
 
 ADDRESS_BYTES = 256
 FIRST_LOOK, LAST_LOOK = 1.0, 30.0

@@ -1,0 +1,1 @@
+"""`laconic tune`: a search for a recipe's settings."""

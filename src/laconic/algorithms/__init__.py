@@ -1,0 +1,1 @@
+"""What workers exchange, when, and what it changes: pure mathematics, no processes."""

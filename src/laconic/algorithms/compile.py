@@ -1,0 +1,93 @@
+"""What a recipe amounts to: its rounds, those that they ask for, and what follows from them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+from laconic.algorithms.exchanges import Mean
+from laconic.algorithms.round import Recipe, Round
+from laconic.algorithms.schedules import any_of
+from laconic.algorithms.updates import Average, Mix, Replace
+from laconic.buckets import module_buffers, optimizer_state
+
+
+def parameter_rounds(recipe: Recipe, *, buffers: bool) -> list[Round]:
+    """The recipe's parameter rounds, each followed by the averaging of optimiser state that it asks
+    for; and, if ``buffers``, the averaging of module buffers with all of them."""
+    rounds: list[Round] = []
+    for r in recipe:
+        if r.on == "params":
+            rounds.append(r)
+            if r.optimizer_state == "average":
+                rounds.append(Round(r.when, Average(), Mean(), optimizer_state, over=r.over))
+    return rounds + _buffer_rounds(rounds) if buffers else rounds
+
+
+def _buffer_rounds(rounds: Sequence[Round]) -> list[Round]:
+    """Module buffers along with ``rounds``, as late as these: mixed with those of the peers where a
+    round gossips, which an average over all would make pointless; else averaged."""
+    found: list[Round] = []
+    for r in rounds:
+        like = Round(r.when, Replace(), Mean(), module_buffers, over="world", delay=r.delay)
+        if r.exchange.gossips:
+            like = replace(like, update=Mix(), exchange=r.exchange, over=r.over)
+        same = [f for f in found if replace(f, when=r.when) == like]
+        if same:
+            found[found.index(same[0])] = replace(like, when=any_of(same[0].when, r.when))
+        else:
+            found.append(like)
+    return found
+
+
+def gradient_rounds(recipe: Recipe) -> list[Round]:
+    """The recipe's rounds on gradients."""
+    return [r for r in recipe if r.on == "gradients"]
+
+
+def workers_differ(recipe: Recipe) -> bool:
+    """Whether workers can hold different x: always, unless gradients alone are averaged."""
+    kinds = {(r.on, r.over) for r in recipe}
+    averaged = kinds & {("gradients", "world"), ("gradients", "workers")}
+    return not averaged or any(on == "params" for on, _ in kinds)
+
+
+def score_window(recipe: Recipe) -> int:
+    """Over how many losses its rounds want the workers' scores; 0: they want none."""
+    return max((r.exchange.scored for r in recipe), default=0)
+
+
+def in_groups(recipe: Recipe) -> bool:
+    """Whether any of its rounds is inside a group of workers."""
+    return any(r.over == "group" for r in recipe)
+
+
+def warn_of_groups(recipe: Recipe, group_size: int | None) -> None:
+    """Warn where groups are asked for that no round is about. Not an error: another recipe may
+    follow by `Synchronizer.switch`."""
+    if group_size and not in_groups(recipe):  # others are errors
+        warnings.warn(
+            f"group_size={group_size} has no effect: the recipe has no rounds inside groups of "
+            "workers. Leave it out, or attach one that has, as hierarchical(4, 16) or "
+            "lsgd(16, local_period=4)",
+            stacklevel=3,
+        )
+
+
+def check_groups(recipe: Recipe, grouped: bool) -> None:
+    """Raise ``ValueError`` where rounds are inside groups of workers, and nobody said how many make
+    up one."""
+    if not grouped and in_groups(recipe):
+        raise ValueError(
+            "the recipe has rounds inside groups of workers: say how many make up one, as "
+            "attach(..., group_size=4)"
+        )
+
+
+def check_count(recipe: Recipe) -> None:
+    """Raise ``ValueError`` where there are more rounds than words for them; buffers and optimiser
+    state need some, too."""
+    rounds = len(parameter_rounds(recipe, buffers=True))
+    if rounds > 240:
+        raise ValueError(f"a recipe has at most 240 rounds, not {rounds}")

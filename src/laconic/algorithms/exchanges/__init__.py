@@ -1,0 +1,22 @@
+"""With whom a message is exchanged and how it is encoded."""
+
+from laconic.algorithms.exchanges.alone import Alone
+from laconic.algorithms.exchanges.coded import CodedMean, GatheredMean, coded
+from laconic.algorithms.exchanges.demo import FastComponents
+from laconic.algorithms.exchanges.leader import Leader
+from laconic.algorithms.exchanges.low_rank import LowRank
+from laconic.algorithms.exchanges.mean import Mean, ShardedMean
+from laconic.algorithms.exchanges.push import Push
+
+__all__ = [
+    "Alone",
+    "CodedMean",
+    "FastComponents",
+    "GatheredMean",
+    "Leader",
+    "LowRank",
+    "Mean",
+    "Push",
+    "ShardedMean",
+    "coded",
+]

@@ -1,0 +1,36 @@
+"""The leader's message to everyone: the worker with the lowest score."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from laconic.algorithms.round import Arrival, Clock, Combine, Exchange, State
+from laconic.algorithms.scores import elect
+from laconic.links import cost
+from laconic.links.cost import Cost
+from laconic.links.link import Link
+
+
+@dataclass(frozen=True)
+class Leader(Exchange):
+    """Scores (16 bytes each) are gathered, and the message of the worker with the lowest goes to
+    all; equal scores: the lowest rank's. ``window``: losses that a score is the mean of."""
+
+    window: int
+
+    @property
+    def scored(self) -> int:
+        return self.window
+
+    def cost(self, length: int, itemsize: int, n: int) -> Cost:
+        return cost.gather(16, n) + cost.broadcast(length * itemsize, n)
+
+    def run(
+        self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
+    ) -> Arrival:
+        leader = elect(link.gather(torch.tensor(clock.score, dtype=torch.float64)))
+        link.broadcast(message, leader)
+        return Arrival(message)

@@ -1,0 +1,67 @@
+"""The mean over all workers of the link: whole, or cut into one slice per worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from laconic.algorithms.round import Arrival, Clock, Combine, Exchange, State
+from laconic.errors import check_int
+from laconic.links import cost
+from laconic.links.cost import Cost
+from laconic.links.link import Link
+
+
+@dataclass(frozen=True)
+class Mean(Exchange):
+    """All-reduce; every worker then combines everything. Sends 2(n-1)/n of the message."""
+
+    agrees = True
+
+    @property
+    def averages(self) -> bool:
+        return True
+
+    def cost(self, length: int, itemsize: int, n: int) -> Cost:
+        return cost.mean(length * itemsize, n, length % n == 0)
+
+    def run(
+        self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
+    ) -> Arrival:
+        link.mean(message)
+        result = combine(message)
+        return Arrival(message if result is message else message.copy_(result))
+
+
+@dataclass(frozen=True)
+class ShardedMean(Exchange):
+    """Reduce-scatter, combine on the owner's slice, all-gather: the bytes of one all-reduce, 1/n
+    of the outer step's arithmetic and state on each worker.
+
+    ``shards``: the first so many workers own a slice each, and no other keeps any outer state; they
+    then send (n-1)/shards of the message on top of what all send. None, or n and more: all do.
+    """
+
+    shards: int | None = None
+
+    agrees = True
+
+    def __post_init__(self) -> None:
+        if self.shards is not None:
+            check_int("shards", self.shards, 1)
+
+    def owners(self, n: int) -> int | None:
+        return n if self.shards is None else min(self.shards, n)
+
+    def cost(self, length: int, itemsize: int, n: int) -> Cost:
+        at = length * itemsize, n, self.owners(n), n - 1  # most are no owners where some are not
+        return cost.reduce_scatter(*at) + cost.all_gather(*at)
+
+    def run(
+        self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
+    ) -> Arrival:
+        owners = self.owners(link.size)
+        result = combine(link.reduce_scatter(message, owners))
+        link.all_gather(result, message, owners)
+        return Arrival(message)

@@ -1,0 +1,109 @@
+"""Recipes from text: ``"slowmo(local_sgd(12), period=48)"`` as in Python, parsed, never run."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from laconic.algorithms.named import bind, call_text, no_option
+from laconic.algorithms.recipes import RECIPES
+from laconic.algorithms.round import NamedRecipe, Recipe, is_recipe
+from laconic.auto import Auto, auto
+from laconic.errors import did_you_mean
+
+Functions = Mapping[str, Callable[..., Any]]
+
+
+def parse_recipe(
+    text: str, own: Mapping[str, Callable[..., Recipe]] | None = None
+) -> Recipe | Auto:
+    """The recipe that ``text`` spells: a recipe's name (or ``auto``) with or without arguments,
+    which are numbers, words in quotes, True, False, None, or recipes. ``own``: a user's own recipes
+    by name, beside laconic's.
+
+    Raises ``ValueError``, in one line that names the choices, for everything else.
+    """
+    functions: Functions = {**RECIPES, "auto": auto, **(own or {})}
+    return cast("Recipe | Auto", parse_call(text, functions, "recipe"))
+
+
+def parse_call(text: str, functions: Functions, noun: str) -> Any:
+    """What a call of one of ``functions`` returns, spelled as for `parse_recipe`; ``noun`` is
+    what messages call it."""
+    try:
+        return _call(ast.parse(text.strip(), mode="eval").body, text, functions, noun)
+    except (SyntaxError, UnicodeError, RecursionError, MemoryError):
+        said = text if len(text) < 100 else text[:97] + "..."
+        raise ValueError(
+            f"cannot read the {noun} {said!r}: write it as in Python, like 'local_sgd(12)'"
+        ) from None
+
+
+def _call(node: ast.expr, text: str, functions: Functions, noun: str) -> Any:
+    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+    if not isinstance(call.func, ast.Name) or call.func.id not in functions:
+        said = ast.unparse(call.func)
+        meant = did_you_mean(said, functions)
+        choices = ", ".join(functions)
+        raise ValueError(f"no {noun} {said!r} in {text!r}{meant}: choose from {choices}")
+    name, function = call.func.id, functions[call.func.id]
+    arguments = [_value(a, text, functions, noun) for a in call.args]
+    options: dict[str, Any] = {}
+    for keyword in call.keywords:
+        if keyword.arg is None:
+            choices = ", ".join(inspect.signature(function).parameters) or "none"
+            raise ValueError(f"{name} has no options after **: its options are {choices}")
+        if keyword.arg in options:
+            raise ValueError(f"{name}: option {keyword.arg!r} is given twice, in {text!r}")
+        if keyword.arg not in inspect.signature(function).parameters:
+            raise ValueError(no_option(name, keyword.arg, function))
+        options[keyword.arg] = _value(keyword.value, text, functions, noun)
+    try:
+        given = bind(name, function, arguments, options)
+    except ValueError as error:
+        raise ValueError(f"{error}, in {text!r}") from None
+    try:
+        made = function(*arguments, **options)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    if is_recipe(made) and not isinstance(made, NamedRecipe):  # a user's own function made it
+        return NamedRecipe(made, call_text(name, function, given))
+    return made
+
+
+def _value(node: ast.expr, text: str, functions: Functions, noun: str) -> Any:
+    if isinstance(node, ast.Call) or (isinstance(node, ast.Name) and node.id in functions):
+        return _call(node, text, functions, noun)
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError):
+        said = ast.unparse(node)
+        raise ValueError(
+            f"cannot read {said!r} in {text!r}: numbers, words in quotes, True, False, None and "
+            f"{noun}s ({', '.join(functions)}) can stand there"
+        ) from None
+
+
+def qualified(text: str) -> str:
+    """A recipe's text as a program writes it that has imported laconic alone."""
+    return ast.unparse(_Qualify().visit(ast.parse(text.strip(), mode="eval")))
+
+
+class _Qualify(ast.NodeTransformer):
+    """A recipe's name alone stands for its call without arguments."""
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        arguments = [self.visit(a) for a in node.args]
+        options = [ast.keyword(k.arg, self.visit(k.value)) for k in node.keywords]
+        named = isinstance(node.func, ast.Name) and node.func.id in RECIPES
+        return ast.Call(_of_laconic(node.func) if named else node.func, arguments, options)
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Call(_of_laconic(node), [], []) if node.id in RECIPES else node
+
+
+def _of_laconic(name: ast.expr) -> ast.expr:
+    assert isinstance(name, ast.Name)
+    return ast.Attribute(ast.Name("laconic", ast.Load()), name.id, ast.Load())

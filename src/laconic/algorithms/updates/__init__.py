@@ -1,0 +1,29 @@
+"""The mathematics of rounds: one file each, the formula on its first line."""
+
+from laconic.algorithms.updates.average import Average, Replace, RoundedAverage
+from laconic.algorithms.updates.eager import Eager
+from laconic.algorithms.updates.elastic import Downpour, Elastic
+from laconic.algorithms.updates.leader_pull import LeaderPull
+from laconic.algorithms.updates.mix import Mix
+from laconic.algorithms.updates.noloco import NoLoCo
+from laconic.algorithms.updates.outer_step import OuterStep
+from laconic.algorithms.updates.push_sum import PushSum
+from laconic.algorithms.updates.sign import Sign
+from laconic.algorithms.updates.slow_momentum import SlowMomentum, momentum_for
+
+__all__ = [
+    "Average",
+    "Downpour",
+    "Eager",
+    "Elastic",
+    "LeaderPull",
+    "Mix",
+    "NoLoCo",
+    "OuterStep",
+    "PushSum",
+    "Replace",
+    "RoundedAverage",
+    "Sign",
+    "SlowMomentum",
+    "momentum_for",
+]

@@ -1,0 +1,66 @@
+"""x <- x - (beta/n)*(x - a) ;  a <- (1-beta)*a + beta*mean(x before)
+
+EASGD: Zhang, Choromanska, LeCun, NeurIPS 2015, arXiv 1412.6651, equations 5 and 6; DOWNPOUR as
+its section 5 has it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from laconic.algorithms.round import Clock, Slot, State, Update
+
+
+@dataclass(frozen=True)
+class Elastic(Update):
+    """Elastic averaging (Zhang et al. 2015, equations 5 and 6), after the local step::
+
+        x <- x - (beta/n)*(x - a) ;  a <- (1-beta)*a + beta*mean(x before the pull)
+
+    What the workers lose the centre ``a`` gains: the sum of the changes of x is minus a's.
+    ``beta`` in (0, 1]. ``pull`` is the part of the way to the centre that x goes at every step,
+    before a round that falls due: ``x <- (1 - pull)*x + pull*a``; in [0, 1).
+    """
+
+    beta: float
+    pull: float
+
+    slots: ClassVar[dict[str, Slot]] = {"anchor": "everywhere"}
+    anchor = "anchor"
+
+    def init(self, x: Tensor) -> State:
+        return {"anchor": x}
+
+    @property
+    def pulls(self) -> bool:
+        return self.pull > 0
+
+    def after_step(self, x: Tensor, state: State, clock: Clock) -> None:
+        x.lerp_(state["anchor"].to(x.dtype), self.pull)
+
+    def fold(
+        self, x: Tensor, received: Tensor, sent: Tensor | None, state: State, clock: Clock
+    ) -> Tensor:
+        a = state["anchor"]
+        x = x.lerp_(a.to(x.dtype), self.beta / clock.workers)  # x <- x - (beta/n)*(x - a)
+        a.lerp_(received.to(a.dtype), self.beta)  # a <- (1-beta)*a + beta*mean(x)
+        return x
+
+
+@dataclass(frozen=True)
+class Downpour(Update):
+    """``a <- a + sum(x_i - a) ;  x <- a``: a sum and not a mean, as in DOWNPOUR (Dean et al.,
+    NeurIPS 2012; Zhang et al. 2015, section 5). No parameters; ``a`` has x's shape and unit."""
+
+    anchor = "anchor"
+    replaces = True
+
+    def init(self, x: Tensor) -> State:
+        return {"anchor": x}
+
+    def combine(self, mean: Tensor, state: State, clock: Clock) -> Tensor:
+        a = state["anchor"]
+        return a.lerp_(mean, clock.workers)  # a + n*(mean(x) - a)

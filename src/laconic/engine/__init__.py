@@ -1,0 +1,1 @@
+"""Runs a recipe's rounds for one model and optimizer."""

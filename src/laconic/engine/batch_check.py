@@ -1,0 +1,50 @@
+"""Are the workers reading the same batches? The most common mistake in a data-parallel loop, and
+one that nothing else shows: the loss falls, and the other workers are wasted. Gradients that are
+alike because DistributedDataParallel has averaged them already are an error."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from laconic.buckets import local
+from laconic.engine.model_checks import AVERAGED_BY_DDP, IDLE_DDP, NO_DDP, USED_DDP
+
+CHUNK = 2**20
+"""Elements summed at a time, so that no copy of a large gradient is made."""
+
+
+def fingerprint(params: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Two sums over a rank's own gradients, as float64 of shape (2,) on ``device``."""
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    for p in params:
+        if p.grad is not None and not p.grad.is_sparse:
+            for piece in torch.split(local(p.grad).reshape(-1), CHUNK):
+                g = piece.abs().double()  # abs: of complex gradients too
+                total += torch.stack([g.sum(), g.square().sum()]).to(device)
+    return total
+
+
+def check_first_gradients(everyone: Sequence[Sequence[float]]) -> None:
+    """Look at all ranks' fingerprints of the first step, each followed by what
+    `ddp_use` said there. Raises ``ValueError``, on every rank alike, where
+    DistributedDataParallel averages the gradients, too. It does if one ran the forward pass; or if
+    there is one, and the gradients are identical. Warns where they are identical, and not zero,
+    without it. With recipes that average gradients, fingerprints are taken before any averaging, so
+    that identical ones mean identical batches."""
+    if len(everyone) == 1:
+        return
+    total, squares, _ = everyone[0]
+    identical = squares > 0 and all(tuple(row[:2]) == (total, squares) for row in everyone)
+    ddp = max((row[2] for row in everyone), default=NO_DDP)
+    if ddp == USED_DDP or (identical and ddp == IDLE_DDP):
+        raise ValueError(AVERAGED_BY_DDP)
+    if identical:
+        warnings.warn(
+            "the first gradients are identical on all workers: they are reading the same "
+            "batches. Give each its share of the data (DistributedSampler, or seed by rank)",
+            stacklevel=2,
+        )

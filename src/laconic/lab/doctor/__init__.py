@@ -1,0 +1,1 @@
+"""Checks of a host and of the network between hosts."""

@@ -1,0 +1,1 @@
+"""Hosts as network namespaces, and programs on them."""

@@ -1,0 +1,354 @@
+"""Processes that die with their launcher, and jobs made of them: one program, many ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO, Final, TypeAlias, final
+
+from laconic.lab.emulation import orphans
+
+__all__ = [
+    "KILL_SECONDS",
+    "Job",
+    "Outcome",
+    "Output",
+    "Processes",
+    "close_all",
+    "open_logs",
+    "read_all",
+    "signals_deferred",
+    "tail",
+    "terminate_as_exit",
+]
+
+Output: TypeAlias = int | IO[bytes] | None
+
+KILL_SECONDS: Final = 10.0  # for SIGKILL to take effect
+_TERMINATE_SECONDS: Final = 2.0  # between SIGTERM and SIGKILL
+_TAIL_BYTES: Final = 8192
+_TAIL_LINES: Final = 20
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended: an exit code, or the name of the signal that killed it.
+
+    Both are None while it runs. `stopped` says that it did not end by itself but was killed by its
+    job, most often because another rank had failed. `stderr` holds its last lines, where the job
+    keeps what its ranks print.
+    """
+
+    rank: int
+    host: int
+    exit_code: int | None
+    signal: str | None
+    stopped: bool
+    stderr: str
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self.exit_code is None and self.signal is None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by itself and badly."""
+        return not self.running and not self.stopped and self.exit_code != 0
+
+    def __str__(self) -> str:
+        how = "runs" if self.running else self.signal or f"exit code {self.exit_code}"
+        stopped = ", stopped with its job" if self.stopped else ""
+        return f"rank {self.rank} on host{self.host}: {how}{stopped}"
+
+
+@final
+class Job:
+    """One program on all hosts, made by `launch`; its processes end with their cluster.
+
+    `logs` are descriptors of the files that hold each rank's stdout and stderr, to be closed with
+    the job; without them, what the ranks print goes elsewhere.
+    """
+
+    def __init__(
+        self, processes: Processes, hosts: Sequence[int], logs: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        self._processes = processes
+        self._hosts = hosts
+        self._logs = logs
+        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._stopped: set[int] = set()
+        weakref.finalize(self, close_all, [log for pair in logs for log in pair])
+
+    def poll(self) -> list[Outcome] | None:
+        """Return None while all is well and some rank runs, else the outcomes by rank."""
+        with self._processes.changed:
+            return self._outcomes() if self._settled() else None
+
+    def settled(self, timeout: float) -> bool:
+        """Whether all have ended, or one has failed, within `timeout` seconds."""
+        with self._processes.changed:
+            return self._processes.changed.wait_for(self._settled, timeout)
+
+    def wait(self, timeout: float | None = None, *, grace: float = 5.0) -> list[Outcome]:
+        """Return the outcomes by rank once all have ended.
+
+        When one fails, the others have `grace` seconds to end by themselves, then they are killed.
+        Raises TimeoutError, with all left running, when nothing is settled after `timeout` seconds.
+        """
+        changed = self._processes.changed
+        with changed:
+            if not changed.wait_for(self._settled, timeout):
+                running = sum(process.returncode is None for process in self._ranks)
+                raise TimeoutError(f"{running} of {len(self._ranks)} ranks run after {timeout:g} s")
+            changed.wait_for(self._all_ended, grace)
+        self.kill()
+        with changed:
+            return self._outcomes()
+
+    def running(self) -> bool:
+        """Whether some rank runs."""
+        with self._processes.changed:
+            return not self._all_ended()
+
+    def first_failure(self) -> Outcome | None:
+        """Return the outcome of the rank that failed first, None while none has."""
+        with self._processes.changed:
+            outcomes = dict(zip(self._ranks, self._outcomes(), strict=True))
+            ended = [outcomes[process] for process in self._processes.ended if process in outcomes]
+        return next((outcome for outcome in ended if outcome.failed), None)
+
+    def kill(self) -> None:
+        """Kill the ranks that still run, and wait for their end."""
+        changed = self._processes.changed
+        with changed:
+            for rank, process in enumerate(self._ranks):
+                if process.returncode is None:
+                    self._stopped.add(rank)
+                    self._processes.signal(process, signal.SIGKILL)
+            changed.wait_for(self._all_ended, KILL_SECONDS)
+
+    def stdout(self, rank: int) -> str:
+        """Return all that the rank has written to its stdout so far."""
+        return read_all(self._logs[rank][0]).decode(errors="replace")
+
+    def stderr(self, rank: int) -> str:
+        """Return all that the rank has written to its stderr so far."""
+        return read_all(self._logs[rank][1]).decode(errors="replace")
+
+    def add(self, process: subprocess.Popen[bytes]) -> None:
+        """Take in the process of the next rank."""
+        self._ranks.append(process)
+
+    def _all_ended(self) -> bool:
+        return all(process.returncode is not None for process in self._ranks)
+
+    def _settled(self) -> bool:
+        return self._all_ended() or any(process.returncode for process in self._ranks)
+
+    def _outcomes(self) -> list[Outcome]:
+        outcomes = []
+        for rank, process in enumerate(self._ranks):
+            code = process.returncode
+            killed = code is not None and code < 0
+            outcomes.append(
+                Outcome(
+                    rank=rank,
+                    host=self._hosts[rank],
+                    exit_code=None if killed else code,
+                    signal=_signal_name(-code) if killed else None,
+                    stopped=rank in self._stopped,
+                    stderr=tail(self._logs[rank][1]) if self._logs else "",
+                )
+            )
+        return outcomes
+
+
+@contextlib.contextmanager
+def terminate_as_exit() -> Iterator[None]:
+    """Within the block SIGTERM and SIGHUP raise SystemExit (143 and 129), so that it unwinds.
+
+    For the main thread; without it they end the process at once, and its clusters with it.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    with _handlers((signal.SIGTERM, signal.SIGHUP), leave):
+        yield
+
+
+@final
+class Processes:
+    """Children of this process, each in its own session, that die with it.
+
+    `changed` is notified whenever one has ended, its `returncode` set; `ended` holds them in that
+    order. `mark` is in the environment of all, and of what they start.
+    """
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+        self.changed = threading.Condition()
+        self.ended: list[subprocess.Popen[bytes]] = []
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._closed = False
+        # The kernel kills a child when the thread that started it ends: one thread for them all.
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="laconic-start")
+
+    def start(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        stdout: Output,
+        stderr: Output,
+        inherited: Sequence[int],
+    ) -> subprocess.Popen[bytes]:
+        """Start `command` with the descriptors `inherited`; stdin is empty.
+
+        Raises ValueError after `close`.
+        """
+
+        def spawn() -> subprocess.Popen[bytes]:
+            process = subprocess.Popen(
+                command,
+                env={**env, orphans.MARK: self.mark},
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                pass_fds=inherited,
+                start_new_session=True,
+            )
+            with self.changed:
+                self._children.append(process)
+            threading.Thread(target=self._await_end, args=(process,), daemon=True).start()
+            return process
+
+        if self._closed:
+            raise ValueError("the cluster is closed")
+        return self._starter.submit(spawn).result()
+
+    def signal(self, process: subprocess.Popen[bytes], number: int) -> None:
+        """Send the signal to the process and those of its session's first process group."""
+        with self.changed:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+
+    def close(self) -> None:
+        """End all: SIGTERM, and after a while SIGKILL."""
+        self._closed = True
+        for number, seconds in (
+            (signal.SIGTERM, _TERMINATE_SECONDS),
+            (signal.SIGKILL, KILL_SECONDS),
+        ):
+            with self.changed:
+                for process in self._children:
+                    self.signal(process, number)
+                self.changed.wait_for(self._all_ended, seconds)
+        self._starter.shutdown()
+
+    def _all_ended(self) -> bool:
+        return all(process.returncode is not None for process in self._children)
+
+    def _await_end(self, process: subprocess.Popen[bytes]) -> None:
+        """Wait for the end of one child, in a thread; what is left of its group ends with it."""
+        if sys.platform == "linux":
+            # Until it is reaped, its number cannot go to another process group.
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+                self.signal(process, signal.SIGKILL)
+        with self.changed:
+            process.wait()
+            self.ended.append(process)
+            self.changed.notify_all()
+
+
+@contextlib.contextmanager
+def signals_deferred() -> Iterator[None]:
+    """Within the block SIGINT, SIGTERM and SIGHUP wait for its end: cleaning up is not cut short.
+
+    Python runs handlers in the main thread only, so in another one there is nothing to do.
+    """
+    came: list[int] = []
+    try:
+        with _handlers((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), lambda n, _: came.append(n)):
+            yield
+    finally:
+        for number in dict.fromkeys(came):
+            signal.raise_signal(number)
+
+
+@contextlib.contextmanager
+def _handlers(
+    numbers: Sequence[int], handler: Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
+    """Set `handler` for the signals within the block, except for those that are ignored."""
+    old = {}
+    if threading.current_thread() is threading.main_thread():
+        # None: a handler set by C code, which could not be put back.
+        kept = (None, signal.SIG_IGN)
+        old = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) not in kept}
+    try:
+        for number in old:
+            signal.signal(number, handler)
+        yield
+    finally:
+        for number, previous in old.items():
+            signal.signal(number, previous)
+
+
+def open_logs(directory: str | Path | None, rank: int) -> tuple[int, int]:
+    """Return descriptors for a rank's stdout and stderr, to be written by it and read here."""
+    if directory is None:
+        return _unnamed_file(), _unnamed_file()
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    out, err = (
+        os.open(Path(directory, f"rank{rank}.{end}"), flags, 0o644) for end in ("out", "err")
+    )
+    return out, err
+
+
+def _unnamed_file() -> int:
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    """Close the descriptors."""
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def read_all(descriptor: int, start: int = 0) -> bytes:
+    """Return a file from `start` on, whatever others do to its position."""
+    pieces = []
+    while piece := os.pread(descriptor, 1 << 16, start):
+        pieces.append(piece)
+        start += len(piece)
+    return b"".join(pieces)
+
+
+def tail(descriptor: int) -> str:
+    """Return the last lines of a file."""
+    size = os.fstat(descriptor).st_size
+    text = read_all(descriptor, max(0, size - _TAIL_BYTES)).decode(errors="replace")
+    return "\n".join(text.rstrip().splitlines()[-_TAIL_LINES:])
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"  # a real-time one

@@ -1,0 +1,344 @@
+"""Any program on emulated hosts: its output as it comes, the rates, and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Protocol
+
+from laconic.errors import check_int
+from laconic.lab.emulation import torchrun
+from laconic.lab.emulation.cluster import (
+    Cluster,
+    Loopback,
+    NamespacesUnavailable,
+    check_host,
+    check_hosts,
+    check_rate,
+    job_environment,
+    rank_variables,
+)
+from laconic.lab.emulation.jobs import Job, Outcome, signals_deferred
+from laconic.lab.emulation.output import Stream
+from laconic.links.rank_sets import BANDWIDTH_VARIABLE, LATENCY_VARIABLE
+
+__all__ = ["Ended", "Network", "Process", "Settings", "Watch", "emulate", "run"]
+
+SAMPLE_SECONDS: Final = 0.5
+"""How often the hosts' counters are read."""
+GRACE_SECONDS: Final = 5.0
+"""What the others have to end by themselves once one has failed."""
+_MOMENT: Final = 0.1  # how late the end of a process is noticed at most
+
+
+@dataclass(frozen=True)
+class Network:
+    """Hosts and what joins them. ``bandwidth``: bit/s that each host may send, None for no limit;
+    ``host_bandwidth``: other values for single hosts; ``latency``: seconds for each message."""
+
+    hosts: int = 4
+    bandwidth: float | None = 100e6
+    host_bandwidth: Mapping[int, float | None] = field(default_factory=dict)
+    latency: float = 0.0
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for what cannot be emulated."""
+        check_int("hosts", self.hosts, 1)
+        check_hosts(self.hosts)
+        for host in self.host_bandwidth:
+            check_host(host, self.hosts)
+        for rate in self.rates():
+            if rate is not None:
+                check_rate(rate)
+
+    def rates(self) -> list[float | None]:
+        """What each host may send, in bit/s."""
+        return [self.host_bandwidth.get(host, self.bandwidth) for host in range(self.hosts)]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to run, and where: ``argv`` ``per_host`` times on each host or, if it is torchrun, once
+    on each. ``out``: the directory for logs and rates; None: they are not kept."""
+
+    argv: tuple[str, ...]
+    network: Network
+    per_host: int | None = None
+    out: Path | None = None
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for anything that would fail later, before anything is started."""
+        if not self.argv:
+            raise ValueError("no program: give one, as in laconic lab -- python train.py")
+        self.network.check()
+        if self.per_host is not None:
+            check_int("per-host", self.per_host, 1)
+        if shutil.which(self.argv[0]) is None:
+            raise ValueError(f"there is no program {self.argv[0]!r}")
+        torchrun.find(self.argv, self.network.hosts, self.per_host)
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process to start: on which host, what, and its name for people, such as host2/rank2."""
+
+    name: str
+    host: int
+    argv: Sequence[str]
+    env: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a process failed, and its last lines."""
+
+    process: Process
+    outcome: Outcome
+    last: Sequence[bytes]
+
+    @property
+    def how(self) -> str:
+        """An exit code or a signal, in words."""
+        return self.outcome.signal or f"exit code {self.outcome.exit_code}"
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell says it: 128 and the number for a signal."""
+        name = self.outcome.signal
+        if name is None:
+            assert self.outcome.exit_code is not None, "a failed rank has ended"
+            return self.outcome.exit_code
+        return 128 + (signal.Signals[name] if name.startswith("SIG") else int(name.split()[-1]))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run went. ``first``: the first failure. ``sent``: bytes on the wire by each host, None
+    where the hosts share this machine's interface."""
+
+    first: Failure | None
+    seconds: float
+    sent: Sequence[int] | None
+
+
+class Watch(Protocol):
+    """Whoever shows a run."""
+
+    def started(self, reason: str | None) -> None:
+        """The hosts are there; ``reason``: why they are no network namespaces."""
+
+    def printed(self, process: Process, error: bool, lines: Sequence[bytes]) -> None:
+        """A process has printed whole lines, on its stderr if ``error``."""
+
+    def rates(self, seconds: float, rates: Sequence[float] | None) -> None:
+        """``seconds`` have passed; what each host sends now, in bit/s."""
+
+    def failed(self, first: Failure) -> None:
+        """A process has failed, as the first."""
+
+    def ended(self, ended: Ended) -> None:
+        """It is over, be it by an exception."""
+
+
+@contextlib.contextmanager
+def emulate(network: Network) -> Iterator[tuple[Cluster | Loopback, str | None]]:
+    """The hosts; or, where the system permits no namespaces, this machine and the reason."""
+    reason = None
+    cluster: Cluster | Loopback
+    try:
+        cluster = Cluster(
+            network.hosts, bandwidth=network.bandwidth, host_bandwidth=network.host_bandwidth
+        )
+    except NamespacesUnavailable as error:
+        cluster, reason = Loopback(network.hosts), str(error)
+    with cluster:
+        yield cluster, reason
+
+
+def run(settings: Settings, watch: Watch) -> Ended:
+    """Run the program and tell ``watch`` of it; all of it has ended when this returns or raises.
+
+    Raises ``ValueError`` for bad settings before anything is started, and ``OSError`` where
+    output or logs cannot be written.
+    """
+    settings.check()
+    if settings.out is not None:
+        try:
+            settings.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(f"cannot make {settings.out}: {error.strerror}") from error
+    with emulate(settings.network) as (cluster, reason), contextlib.ExitStack() as stack:
+        watch.started(reason)
+        return _Run(settings, cluster, watch, stack).run()
+
+
+class _Run:
+    def __init__(
+        self,
+        settings: Settings,
+        cluster: Cluster | Loopback,
+        watch: Watch,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        self._settings, self._cluster, self._watch = settings, cluster, watch
+        self._processes = list(_processes(settings, cluster))
+        self._job = Job(cluster._processes, [process.host for process in self._processes])
+        self._selector = stack.enter_context(selectors.DefaultSelector())
+        self._streams: list[tuple[Stream, Stream]] = []
+        for process in self._processes:
+            name = process.name.rpartition("/")[2]
+            logs = [settings.out and settings.out / f"{name}.{end}" for end in ("out", "err")]
+            streams = Stream(logs[0]), Stream(logs[1])
+            self._streams.append(streams)
+            for error, stream in enumerate(streams):
+                stack.callback(stream.close)
+                origin = stream, process, bool(error)
+                self._selector.register(stream.read_end, selectors.EVENT_READ, origin)
+        self._writable = True
+        self._first: Failure | None = None
+        self._begin = time.monotonic()
+        self._due = SAMPLE_SECONDS
+        self._before = cluster.tx_bytes()
+        self._samples = [] if self._before is None else [(0.0, [0] * len(self._before))]
+
+    def run(self) -> Ended:
+        try:
+            for process, (out, err) in zip(self._processes, self._streams, strict=True):
+                started = self._cluster.start(
+                    process.host,
+                    process.argv,
+                    env=process.env,
+                    stdout=out.write_end,
+                    stderr=err.write_end,
+                )
+                self._job.add(started)
+                out.handed_on()
+                err.handed_on()
+            while not self._job.settled(0.0):
+                self._pass_on()
+            self._note_failure()
+            deadline = time.monotonic() + GRACE_SECONDS
+            while self._job.running() and time.monotonic() < deadline:
+                self._pass_on()
+        finally:
+            with signals_deferred():
+                ended = self._end()
+        return ended
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._begin
+
+    def _pass_on(self) -> None:
+        """Pass on what the processes print for a moment, and read the counters when it is time."""
+        for key, _ in self._selector.select(_MOMENT):
+            stream, process, error = key.data
+            lines = stream.read(self._seconds())
+            if stream.ended:
+                self._selector.unregister(stream.read_end)
+            self._print(process, error, lines)
+        if self._seconds() >= self._due:
+            self._due += SAMPLE_SECONDS
+            self._sample()
+            self._watch.rates(self._seconds(), self._rates())
+
+    def _print(self, process: Process, error: bool, lines: Sequence[bytes]) -> None:
+        if lines and self._writable:
+            self._writable = False  # unless the next line returns
+            self._watch.printed(process, error, lines)
+            self._writable = True
+
+    def _sample(self) -> None:
+        now = self._cluster.tx_bytes()
+        if now is not None and self._before is not None:
+            sent = [after - before for after, before in zip(now, self._before, strict=True)]
+            self._samples.append((self._seconds(), sent))
+
+    def _rates(self) -> list[float] | None:
+        """What each host has sent between the last two samples, in bit/s."""
+        if len(self._samples) < 2:
+            return None
+        (start, before), (end, after) = self._samples[-2:]
+        pairs = zip(before, after, strict=True)
+        return [8 * (now - then) / (end - start) for then, now in pairs]
+
+    def _note_failure(self) -> None:
+        outcome = self._job.first_failure()
+        if outcome is not None:
+            out, err = self._streams[outcome.rank]
+            for stream, error in ((out, False), (err, True)):
+                self._print(self._processes[outcome.rank], error, stream.drain(self._seconds()))
+            process = self._processes[outcome.rank]
+            self._first = Failure(process, outcome, [*(err.last or out.last)])
+            self._watch.failed(self._first)
+
+    def _end(self) -> Ended:
+        """End what runs, pass on its last words, and sum up."""
+        self._sample()
+        seconds = self._seconds()
+        self._cluster.close()
+        for process, streams in zip(self._processes, self._streams, strict=True):
+            for error, stream in enumerate(streams):
+                self._print(process, bool(error), stream.drain(self._seconds()))
+        ended = Ended(self._first, seconds, self._samples[-1][1] if self._samples else None)
+        if self._settings.out is not None:
+            self._write_rates(self._settings.out / "rates.json", ended)
+        self._watch.ended(ended)
+        return ended
+
+    def _write_rates(self, path: Path, ended: Ended) -> None:
+        network = self._settings.network
+        hosts = [
+            {"name": f"host{host}", "address": address, "bandwidth": rate}
+            for host, (address, rate) in enumerate(
+                zip(self._cluster.addresses, network.rates(), strict=True)
+            )
+        ]
+        document = {
+            "command": self._settings.argv,
+            "network": "emulated" if self._cluster.emulated else "throttled",
+            "latency": network.latency,
+            "hosts": hosts,
+            "seconds": ended.seconds,
+            "failed": ended.first and {"process": ended.first.process.name, "how": ended.first.how},
+            "samples": [
+                {"seconds": round(seconds, 3), "sent": sent} for seconds, sent in self._samples
+            ],
+        }
+        try:
+            path.write_text(json.dumps(document, indent=1) + "\n")
+        except OSError as error:
+            raise OSError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _processes(settings: Settings, cluster: Cluster | Loopback) -> Iterator[Process]:
+    """What to start, in the order of the ranks."""
+    shared = job_environment(cluster, {"PYTHONUNBUFFERED": "1"})
+    for name in (BANDWIDTH_VARIABLE, LATENCY_VARIABLE):
+        shared.pop(name, None)
+    if settings.network.latency:
+        shared[LATENCY_VARIABLE] = str(settings.network.latency)
+    rates = settings.network.rates()
+    started = torchrun.find(settings.argv, settings.network.hosts, settings.per_host)
+    each = settings.per_host or 1
+    if started is not None:
+        each = int(started.per_host) if started.per_host.isdecimal() else 1
+    for host, rate in enumerate(rates):
+        env = dict(shared)
+        if rate is not None and not cluster.emulated:
+            env[BANDWIDTH_VARIABLE] = str(rate / each)
+        if started is not None:
+            address, port = cluster.addresses[0], int(shared["MASTER_PORT"])
+            name = f"host{host}/rank{host}" if started.per_host == "1" else f"host{host}"
+            yield Process(name, host, started.command(host, address, port), env)
+        else:
+            for rank in range(host * each, (host + 1) * each):
+                variables = rank_variables(rank, host, each, each * len(rates))
+                name = f"host{host}/rank{rank}"
+                yield Process(name, host, settings.argv, {**env, **variables})

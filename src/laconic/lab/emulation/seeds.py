@@ -1,0 +1,121 @@
+"""Several runs of one recipe that differ in their seed, as one: their mean, as it is drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from laconic.lab.race.result import (
+    SECONDS,
+    STEPS,
+    Axis,
+    Point,
+    Result,
+    Row,
+    grouped,
+    interpolated,
+    number,
+    summary,
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The runs of one recipe. ``mean``: a row of the means, NaN or None where a run lacks the
+    figure; its curve is that of the runs that finished, taken at equal shares of their length,
+    where ``low`` and ``high`` are the least and the greatest loss. Figures are to be compared by
+    the runs' own (`laconic.lab.race.result.compared_runs`)."""
+
+    mean: Row
+    runs: tuple[Row, ...]
+    low: tuple[float | None, ...]
+    high: tuple[float | None, ...]
+
+    @property
+    def name(self) -> str:
+        """How texts call it."""
+        return self.mean.name
+
+
+def groups(result: Result) -> list[Group]:
+    """The recipes, in the order in which they first appear."""
+    by_steps = bool(number(result, "steps")) and not number(result, "seconds")
+    return [_group(runs, STEPS if by_steps else SECONDS) for runs in grouped(result.rows)]
+
+
+def _group(runs: tuple[Row, ...], along: Axis) -> Group:
+    if len(runs) == 1:
+        losses = tuple(point.loss for point in runs[0].curve)
+        return Group(runs[0], runs, losses, losses)
+    lost = [row for row in runs if row.status != "ok"]
+    points, low, high = _curve([row for row in runs if row.status == "ok" and row.curve], along)
+    mean = replace(
+        runs[0],
+        status=lost[0].status if lost else "ok",
+        error=lost[0].error if lost else None,
+        steps=round(fmean(row.steps for row in runs)),
+        seconds=_mean([row.seconds for row in runs]),
+        seconds_per_step=_mean([row.seconds_per_step for row in runs]),
+        loss=points[-1].loss if points else None,
+        ledger_bytes_per_step=_mean([row.ledger_bytes_per_step for row in runs]),
+        interface_bytes_per_step=_mean([row.interface_bytes_per_step for row in runs]),
+        waiting=_mean([row.waiting for row in runs]),
+        curve=tuple(points),
+        notes=tuple(dict.fromkeys(note for row in runs for note in row.notes)),
+    )
+    return Group(mean, runs, tuple(low), tuple(high))
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    """NaN where one is missing."""
+    found = summary(values)
+    return math.nan if found is None else found.mean
+
+
+def _curve(
+    runs: list[Row], along: Axis
+) -> tuple[list[Point], list[float | None], list[float | None]]:
+    """The runs' mean, and the least and greatest loss, wherever one of them was validated."""
+    if not runs:
+        return [], [], []
+    shares = {
+        round(along(point) / (along(row.curve[-1]) or 1), 6) for row in runs for point in row.curve
+    }
+    points, low, high = [], [], []
+    for share in sorted(shares):
+        there = [_at(row, along, share) for row in runs]
+        losses = _known([point.loss for point in there])
+        distances = [point.distance for point in there]
+        points.append(
+            Point(
+                round(fmean(point.step for point in there)),
+                fmean(point.seconds for point in there),
+                fmean(point.megabytes for point in there),
+                _mean(losses),
+                _mean(distances),
+            )
+        )
+        low.append(min(losses) if losses else None)
+        high.append(max(losses) if losses else None)
+    return points, low, high
+
+
+def _known(values: list[float | None]) -> list[float]:
+    """All of them, or nothing where one is missing."""
+    known = [value for value in values if value is not None]
+    return known if len(known) == len(values) else []
+
+
+def _at(row: Row, along: Axis, share: float) -> Point:
+    """The row's curve at a share of its length, linear between validations."""
+    position = share * along(row.curve[-1])
+
+    def value(figure: str) -> float | None:
+        pairs = [(along(p), getattr(p, figure)) for p in row.curve]
+        known = [(at, float(v)) for at, v in pairs if v is not None]
+        return interpolated(known, min(position, known[-1][0]) if known else position)
+
+    step, seconds, megabytes = (value(name) or 0.0 for name in ("step", "seconds", "megabytes"))
+    return Point(round(step), seconds, megabytes, value("loss"), value("distance"))

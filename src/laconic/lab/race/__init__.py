@@ -1,0 +1,1 @@
+"""Races of training methods on emulated networks, and their report."""

@@ -1,0 +1,103 @@
+"""The report as one page that needs nothing but a browser: `page.html`, filled in.
+
+Words and table are written into the page here; the curves, timelines and rounds are drawn by the
+page's own script from the data in it, which is `results.json` and what is derived from it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from html import escape
+from importlib.resources import files
+
+from laconic import __version__
+from laconic.lab.emulation.seeds import Group
+from laconic.lab.race.plots import label, loss_limits, numbered
+from laconic.lab.race.result import (
+    NO_COMMUNICATION,
+    SECONDS,
+    STEPS,
+    Result,
+    common,
+    differences,
+    network,
+    task,
+)
+from laconic.lab.race.table import Cell, caption, cells, heading
+from laconic.lab.race.verdict import question, sentences
+
+
+def page(result: Result) -> str:
+    """The page, as HTML."""
+    about = [network(result), task(result), *differences(result)]
+    parts = {
+        "title": escape(question(result)),
+        "answer": _paragraphs(sentences(result)),
+        "about": _paragraphs(about),
+        "table": _table(result),
+        "notes": _paragraphs(caption(result)[len([text for text in about if text]) :]),
+        "machine": _definitions({**result.machine, **result.versions}),
+        "command": escape(result.command),
+        "version": escape(__version__),
+        "data": _embedded(result),
+    }
+    template = (files("laconic.lab.race") / "page.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+
+
+def _paragraphs(texts: list[str]) -> str:
+    return "\n".join(f"<p>{escape(text)}</p>" for text in texts if text)
+
+
+def _definitions(values: dict[str, str]) -> str:
+    return "\n".join(
+        f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>"
+        for key, value in values.items()
+    )
+
+
+def _table(result: Result) -> str:
+    headers, lines = cells(result)
+    head = "".join(f'<th scope="col">{escape(h)}</th>' for h in headers)
+    body = []
+    for row, line in lines:
+        faint = ' class="silent"' if row.recipe == NO_COMMUNICATION else ""
+        name = f'<th scope="row">{escape(heading(row))}</th>'
+        body.append(f"<tr{faint}>{name}{''.join(map(_cell, line))}</tr>")
+    head = f'<thead><tr><th scope="col">recipe</th>{head}</tr></thead>'
+    return f"<table>{head}<tbody>{''.join(body)}</tbody></table>"
+
+
+def _cell(cell: Cell) -> str:
+    below = f"<small>{escape(cell.below)}</small>" if cell.below else ""
+    return f'<td class="{cell.style}">{escape(cell.text)}{below}</td>'
+
+
+def _embedded(result: Result) -> str:
+    """The data as JSON that no HTML parser takes for markup."""
+    limits = loss_limits(result)
+    data = {
+        "result": json.loads(result.to_json()),
+        "curves": [_curve(group, number) for group, number in numbered(result)],
+        "limits": limits and {"low": limits[0], "high": limits[1], "log": limits[2]},
+        "compared": {"seconds": common(result, SECONDS), "step": common(result, STEPS)},
+    }
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _curve(group: Group, number: int) -> dict[str, object]:
+    """What is drawn of a recipe: the mean of its runs, and the least and greatest loss."""
+    row = group.mean
+    points = [
+        [p.step, p.seconds, p.megabytes, p.loss, low, high, p.distance]
+        for p, low, high in zip(row.curve, group.low, group.high, strict=True)
+    ]
+    return {
+        "name": row.name,
+        "label": label(row),
+        "number": number,
+        "ok": row.status == "ok",
+        "runs": len(group.runs),
+        "points": points,
+    }

@@ -1,0 +1,382 @@
+"""A race: the same model trained under one recipe after another on the hosts of a cluster."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from laconic.algorithms.compile import in_groups
+from laconic.algorithms.parse import parse_recipe
+from laconic.algorithms.round import Recipe
+from laconic.algorithms.updates import OuterStep
+from laconic.auto import Auto
+from laconic.errors import check_float, check_int
+from laconic.lab.emulation.cluster import (
+    Cluster,
+    Loopback,
+    NamespacesUnavailable,
+    check_hosts,
+    check_rate,
+    launch,
+)
+from laconic.lab.emulation.jobs import Job, Outcome
+from laconic.lab.race import rivals, user_files, workloads
+from laconic.lab.race import timeline as timelines
+from laconic.lab.race.result import NO_COMMUNICATION, Point, Result, Rounds, Row, Status
+from laconic.lab.race.worker import NOT_FINITE, Spec
+
+Event = dict[str, Any]
+Watch = Callable[[str, Event], None]
+"""Told (recipe, event) while a row runs; events are those of `worker`, and a last one
+``{"event": "done", "row": Row}``."""
+
+FEW_ROUNDS = 100
+"""Outer rounds below which DiLoCo's usual momentum of 0.9 overshoots."""
+DIVERGED = 3.0
+"""A loss this many times the one before the first step counts as diverged."""
+RANK_TIMEOUT = 60.0
+"""Seconds after which a rank that does not answer fails its row."""
+UNTHROTTLED = "it needs emulated hosts: a throttled link slows laconic's own messages only"
+"""Why another library has no row where there are none."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to race, and where. Exactly one of ``seconds`` and ``steps`` is set. ``bandwidth`` in
+    bit/s of each host, and ``host_bandwidth`` of single ones; ``latency`` in seconds added to each
+    message; ``slow_hosts`` says how many times as long single hosts compute. Every recipe, and
+    every one of the ``peers``, runs once for each of the ``seeds``, after a row without
+    communication unless ``baseline`` is False. ``rules``: a file with recipes of the user's own.
+    ``group_size``: neighbouring workers that make up one group, for recipes with rounds inside
+    groups. ``lr``: times the workload's own learning rate."""
+
+    recipes: tuple[str, ...]
+    peers: tuple[str, ...] = ()
+    rules: str | None = None
+    hosts: int = 4
+    per_host: int = 1
+    group_size: int | None = None
+    bandwidth: float = 100e6
+    host_bandwidth: Mapping[int, float] = field(default_factory=dict)
+    latency: float = 0.0
+    slow_hosts: Mapping[int, float] = field(default_factory=dict)
+    workload: str = "text"
+    data: str | None = None
+    seconds: float | None = 30.0
+    steps: int | None = None
+    seeds: tuple[int, ...] = (0,)
+    validations: int = 8
+    baseline: bool = True
+    lr: float = 1.0
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for anything that would fail later, before anything is started."""
+        if not (self.recipes or self.peers or self.baseline):
+            raise ValueError("give at least one recipe, like 'local_sgd(12)'")
+        rules = self.own_recipes()
+        recipes = {text: parse_recipe(text, rules) for text in self.recipes}
+        for text in self.peers:
+            rivals.find(text)
+        for text in (names := (*self.recipes, *self.peers)):
+            if names.count(text) > 1:
+                raise ValueError(f"{text} is given twice; --repeat runs everything several times")
+        if self.peers and self.latency:
+            raise ValueError(
+                "latency is added by laconic's own link and does not reach other libraries: "
+                "leave out either the latency or the peers"
+            )
+        check_int("hosts", self.hosts, 1)
+        check_hosts(self.hosts)
+        check_rate(self.bandwidth)
+        for host in (*self.host_bandwidth, *self.slow_hosts):
+            if not 0 <= host < self.hosts:
+                last = self.hosts - 1
+                raise ValueError(f"there is no host {host}: hosts are numbered 0 to {last}")
+        for rate in self.host_bandwidth.values():
+            check_rate(rate)
+        for factor in self.slow_hosts.values():
+            check_float("what slows a host down", factor, 1.0)
+        check_int("per-host", self.per_host, 1)
+        self._check_groups(recipes)
+        if self.steps is not None:
+            check_int("steps", self.steps, 1)
+        if (self.seconds is None) == (self.steps is None):
+            raise ValueError("give either seconds or steps")
+        if self.seconds is not None and not 1 <= self.seconds < math.inf:
+            raise ValueError(f"seconds must be a finite number of at least 1, not {self.seconds:g}")
+        for seed in self.seeds:
+            check_int("seed", seed, 0)
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds must differ from each other: {self.seeds}")
+        self._check_workload()
+
+    def own_recipes(self) -> dict[str, Callable[..., Recipe]]:
+        """Those of the rules' file."""
+        return {} if self.rules is None else user_files.rules(Path(self.rules))
+
+    def _check_groups(self, recipes: Mapping[str, Recipe | Auto]) -> None:
+        workers = self.hosts * self.per_host
+        if self.group_size is not None:
+            check_int("group-size", self.group_size, 1)
+            if workers % self.group_size:
+                raise ValueError(
+                    f"group-size must divide the number of workers, which is {workers}, not "
+                    f"{self.group_size}"
+                )
+            if recipes and not any(isinstance(r, tuple) and in_groups(r) for r in recipes.values()):
+                raise ValueError(
+                    "--group-size is for recipes with rounds inside groups of workers, such as "
+                    "hierarchical(4, 16) or lsgd(16, local_period=4), and none of these has any: "
+                    "leave it out"
+                )
+            return
+        for text, recipe in recipes.items():
+            if not isinstance(recipe, Auto) and in_groups(recipe):
+                raise ValueError(
+                    f"{text} has rounds inside groups of workers: say how many make up one, such "
+                    "as --group-size 2"
+                )
+
+    def _check_workload(self) -> None:
+        data = None if self.data is None else Path(self.data)
+        workers = self.hosts * self.per_host
+        if user_files.is_workload(self.workload):
+            workload = user_files.workload(self.workload, data)
+            user_files.try_out(workload, self.workload, workers, self.seeds[0])
+        else:
+            workload = workloads.load(self.workload, data=data)
+            workload.batches(workers - 1, workers, self.seeds[0])
+
+
+@contextmanager
+def network(settings: Settings) -> Iterator[tuple[Cluster | Loopback, str | None]]:
+    """The emulated hosts; or, where the system permits none, this machine and the reason."""
+    reason = None
+    cluster: Cluster | Loopback
+    try:
+        cluster = Cluster(
+            settings.hosts,
+            bandwidth=settings.bandwidth,
+            host_bandwidth=settings.host_bandwidth,
+        )
+    except NamespacesUnavailable as error:
+        cluster, reason = Loopback(settings.hosts), str(error)
+    with cluster:
+        yield cluster, reason
+
+
+def run(settings: Settings, command: str, watch: Watch) -> Iterator[Result]:
+    """Race all recipes and peers, one after the other, after the row without communication; then
+    all of them with the next seed, so that a machine that slows down does so for all alike. Yields
+    the result so far after every row. A row that fails says so and the others go on. ``settings``
+    are those that `Settings.check` has let pass."""
+    rows: list[Row] = []
+    parameters = 0
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    missing: dict[str, str] = {}
+    for text in settings.peers:
+        peer = rivals.find(text)
+        if (installed := peer.version()) is None:
+            missing[text] = f"not installed: make peers, or pip install {peer.package}"
+        else:
+            versions[peer.name] = installed
+    silent = ("",) if settings.baseline else ()
+    entries = [(False, text) for text in (*silent, *settings.recipes)]
+    entries += [(True, text) for text in settings.peers]
+    with network(settings) as (cluster, reason):
+        if not cluster.emulated:
+            missing = dict.fromkeys(settings.peers, UNTHROTTLED)
+        for seed in settings.seeds:
+            for is_peer, text in entries:
+                if is_peer and text in missing:
+                    if seed != settings.seeds[0]:
+                        continue
+                    row, size = _no_row(text, "absent", missing[text]), 0
+                    watch(text, {"event": "done", "row": row})
+                else:
+                    row, size = _row(settings, cluster, text, is_peer, seed, watch)
+                rows.append(replace(row, seed=seed, peer=is_peer))
+                parameters = size or parameters
+                yield Result(
+                    rows=tuple(rows),
+                    settings=_described(settings, parameters, reason),
+                    machine=machine(),
+                    versions=versions,
+                    command=command,
+                )
+
+
+def _described(settings: Settings, parameters: int, reason: str | None) -> dict[str, object]:
+    described: dict[str, object] = {
+        name: getattr(settings, name)
+        for name in (
+            "workload", "data", "rules", "hosts", "per_host", "group_size", "bandwidth",
+            "host_bandwidth", "latency", "slow_hosts", "seconds", "steps", "seeds",
+        )
+    }  # fmt: skip
+    described["seed"] = settings.seeds[0]
+    described["parameters"] = parameters
+    described["network"] = "emulated" if reason is None else "throttled"
+    described["reason"] = reason
+    return described
+
+
+def machine() -> dict[str, str]:
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    return {"system": platform.platform(), "cores": str(cores), "processor": _processor()}
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.partition(":")[2].strip() for line in file if "model name" in line]
+        return names[0] if names else platform.machine()
+    except OSError:
+        return platform.machine()
+
+
+def _row(
+    settings: Settings,
+    cluster: Cluster | Loopback,
+    text: str,
+    peer: bool,
+    seed: int,
+    watch: Watch,
+) -> tuple[Row, int]:
+    """One run, and the model's parameters."""
+    name = text or NO_COMMUNICATION
+    hosts = range(settings.hosts)
+    rates = [settings.host_bandwidth.get(host, settings.bandwidth) for host in hosts]
+    spec = Spec(
+        recipe=text,
+        peer=peer,
+        rules=settings.rules,
+        group_size=settings.group_size,
+        workload=settings.workload,
+        data=settings.data,
+        seconds=settings.seconds,
+        steps=settings.steps,
+        seed=seed,
+        validations=settings.validations,
+        lr=settings.lr,
+        # emulated hosts have slow cards; elsewhere the link is slowed down, ranks sharing a card
+        bandwidths=None if cluster.emulated else [rate / settings.per_host for rate in rates],
+        latency=settings.latency,
+        paces=[settings.slow_hosts.get(host, 1.0) for host in hosts],
+        interface=cluster.interface if cluster.emulated else None,
+        timeout=RANK_TIMEOUT,
+    )
+    watch(name, {"event": "launched"})
+    argv = [sys.executable, "-m", "laconic.lab.race.worker", spec.to_json()]
+    # the user's current directory may hold modules named like those of the standard library
+    job = launch(cluster, argv, per_host=settings.per_host, env={"PYTHONSAFEPATH": "1"})
+    last: Event = {}
+    for event in _events(job):
+        watch(name, event)
+        last = event if event["event"] in ("step", "end") else last
+    outcomes = job.wait(timeout=RANK_TIMEOUT)
+    row = _read(name, peer, last, outcomes, settings)
+    if row.curve and not peer:
+        records = [_said(job, rank, "timeline") for rank in range(len(outcomes))]
+        timeline = timelines.on_one_clock(
+            [r["ran"] for r in records], [r["spans"] for r in records]
+        )
+        row = replace(row, timeline=timeline, rounds=_rounds(job, settings))
+    watch(name, {"event": "done", "row": row})
+    return row, int(last.get("parameters", 0))
+
+
+def _said(job: Job, rank: int, event: str) -> Event:
+    """The rank's last event of that kind."""
+    lines = [line for line in job.stdout(rank).splitlines() if line.startswith("{")]
+    return next(e for e in map(json.loads, reversed(lines)) if e["event"] == event)
+
+
+def _rounds(job: Job, settings: Settings) -> tuple[Rounds, ...]:
+    """What each host sent when."""
+    rounds = (Rounds(**fields) for fields in _said(job, 0, "rounds")["rounds"])
+    return tuple(replace(r, bytes=r.bytes * settings.per_host) for r in rounds)
+
+
+def _events(job: Job) -> Iterator[Event]:
+    """What rank 0 says, as it says it, until the job has ended or failed."""
+    seen, ended = 0, False
+    while not ended:
+        ended = job.settled(timeout=0.2)
+        lines = job.stdout(0).split("\n")
+        for line in lines[seen:-1]:
+            if line.startswith("{"):
+                yield json.loads(line)
+        seen = len(lines) - 1
+
+
+def _read(name: str, peer: bool, last: Event, outcomes: list[Outcome], settings: Settings) -> Row:
+    """A row from rank 0's last words and how the ranks ended."""
+    failed = [outcome for outcome in outcomes if outcome.failed]
+    if failed or last.get("event") != "end":
+        first = next((o for o in failed if o.signal), failed[0] if failed else None)
+        diverged = first is not None and first.exit_code == NOT_FINITE
+        status: Status = "diverged" if diverged else "failed"
+        return _no_row(name, status, _reason(first), last.get("step", 0))
+    steps = last["steps"]
+    curve = tuple(Point(*point) for point in last["curve"])
+    lost = curve[-1].loss is None
+    diverged = lost or (curve[0].loss or 0) * DIVERGED < (curve[-1].loss or 0)
+    row = Row(
+        recipe=name,
+        status="diverged" if diverged else "ok",
+        error=f"the loss is {'not a number' if lost else curve[-1].loss} after step {steps}"
+        if diverged
+        else None,
+        steps=steps,
+        seconds=last["seconds"],
+        seconds_per_step=last["seconds"] / steps,
+        loss=curve[-1].loss,
+        ledger_bytes_per_step=last["sent"] / steps,
+        interface_bytes_per_step=last["frames"] / steps,
+        waiting=last["waiting"],
+        curve=curve,
+    )
+    if name == NO_COMMUNICATION:
+        return row
+    recipe = rivals.find(name).rounds if peer else parse_recipe(name, settings.own_recipes())
+    if isinstance(recipe, Auto):
+        return replace(row, notes=tuple(last["choices"]))
+    return replace(row, notes=_advice(recipe, steps))
+
+
+def _no_row(name: str, status: Status, why: str, steps: int = 0) -> Row:
+    return Row(name, status, why, steps, 0.0, math.nan, None, math.nan, None, math.nan, ())
+
+
+def _reason(outcome: Outcome | None) -> str:
+    if outcome is None:
+        return "the run ended without a result"
+    words = outcome.stderr.strip().splitlines()[-1:] if outcome.signal is None else []
+    return ": ".join([str(outcome), *words])
+
+
+def _advice(recipe: Recipe, steps: int) -> tuple[str, ...]:
+    """What a reader must know of a recipe in a run this short."""
+    last = [r for r in recipe if r.on == "params"][-1:]
+    if last and not any(last[0].when(step) for step in range(1, steps + 1)):
+        return ("the run ended before its first round: give it more time",)
+    for r in recipe:
+        if isinstance(r.update, OuterStep) and r.update.outer is None and r.update.momentum > 0.6:
+            rounds = sum(r.when(step) for step in range(1, steps + 1))
+            if rounds < FEW_ROUNDS:
+                return (
+                    f"{rounds} outer rounds; below about {FEW_ROUNDS} an outer momentum of "
+                    f"{r.update.momentum:g} overshoots, try 0.3 to 0.6",
+                )
+    return ()

@@ -1,0 +1,218 @@
+"""The figures of a race as a table: for the terminal and, cell by cell, for the page."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rich import box
+from rich.align import VerticalAlignMethod
+from rich.table import Table
+from rich.text import Text
+
+from laconic.lab.race.result import (
+    NO_COMMUNICATION,
+    SECONDS,
+    STEPS,
+    Axis,
+    Result,
+    Row,
+    Summary,
+    brief,
+    common,
+    compared,
+    competing,
+    differences,
+    finished,
+    grouped,
+    loss_format,
+    megabytes_per_step,
+    network,
+    reason,
+    repeats,
+    summary,
+    task,
+    three_digits,
+)
+
+
+@dataclass(frozen=True)
+class Column:
+    """``figure`` of a run, how it is ``written``, and which is ``best``: `min` or `max`. The spread
+    over seeds is shown where it ``spreads``."""
+
+    header: str
+    figure: Callable[[Row], float | None]
+    written: Callable[[float | None], str]
+    best: Callable[..., float]
+    spreads: bool = False
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What stands in the table, how it stands out, and what is below it, such as the spread."""
+
+    text: str
+    style: str = ""
+    below: str = ""
+
+
+def cells(result: Result) -> tuple[list[str], list[tuple[Row, list[Cell]]]]:
+    """The table's headers but for the recipe's, and for each recipe its first run and the cells:
+    means over its runs."""
+    columns, rivals = _columns(result), competing(result)
+    bests = [_best(column, rivals) for column in columns]
+    lines = []
+    for runs in grouped(result.rows):
+        line, lost = [], [run for run in runs if run.status != "ok"]
+        for column, best in zip(columns, bests, strict=True):
+            figures = summary(map(column.figure, runs))
+            text = column.written(figures.mean if figures is not None else None)
+            bold = runs[0] in rivals and text == best
+            spread = _spread(text, figures) if column.spreads else ""
+            line.append(Cell(text, "bold" if bold else "", spread))
+        if lost:
+            share = f"{len(lost)} of {len(runs)}" if len(runs) > 1 else ""
+            line[3] = Cell(share or lost[0].status, "red", lost[0].status if share else "")
+        lines.append((runs[0], line))
+    return [column.header for column in columns], lines
+
+
+def table(result: Result) -> Table:
+    """One row per recipe, the best figure of each column in bold, what it all means below."""
+    headers, lines = cells(result)
+    shown = Table(
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+        caption=Text("\n" + "\n".join(caption(result))),
+        caption_justify="left",
+        caption_style="",
+    )
+    words = [word for row, _ in lines for word in breakable(row.name).split()]
+    widest = min(max(map(len, words), default=0), MOST_NAME)
+    # where a figure has its spread below it, names are to stand beside the figure
+    vertical: VerticalAlignMethod = "top" if repeats(result) > 1 else "bottom"
+    shown.add_column("recipe", vertical=vertical, min_width=widest, overflow="fold")
+    for header in headers:
+        shown.add_column(header, justify="right", vertical=vertical, no_wrap=True)
+    for row, line in lines:
+        texts = []
+        for cell in line:
+            text = Text(cell.text, style=cell.style)
+            texts.append(text.append(f"\n{cell.below}" if cell.below else "", style="not bold"))
+        faint = "dim" if row.recipe == NO_COMMUNICATION else None
+        shown.add_row(Text(heading(row)), *texts, style=faint)
+    return shown
+
+
+MOST_NAME = 22
+"""Columns that a word of a recipe's name is sure to get; longer ones are folded."""
+
+
+def breakable(name: str) -> str:
+    """A recipe's name with room for a line break after every comma and before a nested recipe."""
+    return re.sub(r",\s*", ", ", name)
+
+
+def heading(row: Row) -> str:
+    """The recipe's name in the table, with the signs of the notes below it."""
+    return breakable(row.name) + "†" * (row.recipe == NO_COMMUNICATION) + "‡" * row.peer
+
+
+def _best(column: Column, rivals: list[Row]) -> str:
+    """The best figure among several rivals, as it is written."""
+    summaries = [summary(map(column.figure, runs)) for runs in grouped(rivals)]
+    figures = [figures.mean for figures in summaries if figures is not None]
+    return column.written(column.best(figures)) if len(summaries) > 1 and figures else ""
+
+
+def _spread(text: str, figures: Summary | None) -> str:
+    """The spread over several seeds, with as many decimals as the figure's ``text``."""
+    if figures is None or figures.n < 2:
+        return ""
+    return f"±{figures.spread:.{len(text.partition('.')[2])}f}"
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None or not math.isfinite(share) else f"{share:.0%}"
+
+
+def _columns(result: Result) -> list[Column]:
+    show = loss_format(result)
+    seconds, steps = common(result, SECONDS), common(result, STEPS)
+    silent = [r for r in finished(result) if r.recipe == NO_COMMUNICATION]
+    compute = {
+        runs[0].source: summary(r.seconds_per_step for r in runs) for runs in grouped(silent)
+    }
+
+    def pace(row: Row) -> float | None:
+        return row.seconds_per_step if row.seconds_per_step > 0 else None
+
+    def times_compute(row: Row) -> float | None:
+        alone = compute.get(row.source)
+        return row.seconds_per_step / alone.mean if pace(row) and alone and alone.mean else None
+
+    def loss(axis: Axis) -> Callable[[Row], float | None]:
+        return lambda row: compared(result, row, axis) if row.status == "ok" else None
+
+    return [
+        Column("s/step", pace, three_digits, min, True),
+        Column("× no\ncomm.", times_compute, three_digits, min),
+        Column("steps\ndone", lambda row: row.steps, lambda n: f"{n:,.0f}", max),
+        Column(f"loss at\n{brief(seconds or 0)} s", loss(SECONDS), show, min, True),
+        Column(f"loss at\nstep {steps or 0:,.0f}", loss(STEPS), show, min, True),
+        Column(
+            "MB per\nstep",
+            lambda row: megabytes_per_step(row) if row.steps else None,
+            three_digits,
+            min,
+        ),
+        Column("waiting", lambda row: row.waiting if row.steps else None, _percent, min),
+    ]
+
+
+def caption(result: Result) -> list[str]:
+    """What network and task it was, and what a reader must know to read the figures."""
+    lines = [network(result), task(result), *differences(result)]
+    lines.append(
+        "Loss: validation, nats, of the consensus model. MB: sent per host, payload, by the ledger"
+        + _headers(result)
+        + ". Waiting: share of the time spent waiting for the network."
+    )
+    if repeats(result) > 1:
+        lines.append(
+            "Figures are means over the runs, ± the sample standard deviation between them."
+        )
+    if any(row.recipe == NO_COMMUNICATION for row in result.rows):
+        lines.append(
+            "† The compute alone: workers that never talk. Its loss is the mean over the workers "
+            "of each one's own model, not of a consensus model."
+        )
+    if any(row.peer and row.status == "ok" for row in result.rows):
+        lines.append(
+            "‡ Another library: MB as the interfaces counted them, with headers; how long it "
+            "waited is not known."
+        )
+    for runs in grouped(result.rows):
+        for row in runs:
+            seed = f" (seed {row.seed})" if len(runs) > 1 else ""
+            lines += [f"{row.name}{seed}: {reason(row)}"] if row.status != "ok" else []
+        notes = dict.fromkeys(note for row in runs for note in row.notes)
+        lines += [f"{runs[0].name}: {note}" for note in notes]
+    return [text for text in lines if text]
+
+
+def _headers(result: Result) -> str:
+    """How much more than the ledger's bytes the interfaces counted."""
+    ratios = [
+        row.interface_bytes_per_step / row.ledger_bytes_per_step
+        for row in competing(result)
+        if not row.peer and row.interface_bytes_per_step is not None and megabytes_per_step(row) > 0
+    ]
+    if not ratios:
+        return ""
+    low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+    return f" (the interfaces counted {low if low == high else f'{low} to {high}'} times that)"
