@@ -75,9 +75,11 @@ def run_ranks(
     timeout: float = 60.0,
     env: Mapping[str, str] | None = None,
     arguments: Sequence[str] = (),
+    culprit: int | None = None,
 ) -> list[Outcome]:
     """Run the program ``code`` once for each rank, with torchrun's environment variables on
-    127.0.0.1; returns how each ended. Kills those that run longer than ``timeout`` seconds."""
+    127.0.0.1; returns how each ended. Kills those that run longer than ``timeout`` seconds, and
+    the ``culprit`` when all others have ended."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
         program = Path(folder, "program.py")
         program.write_text(code)
@@ -102,11 +104,12 @@ def run_ranks(
             for rank, process in enumerate(processes):
                 if rank not in ended and process.poll() is not None:
                     ended[rank] = process.returncode, time.monotonic() - start
-            if time.monotonic() - start > timeout:
-                for rank in set(range(ranks)) - set(ended):
+            running, seconds = set(range(ranks)) - set(ended), time.monotonic() - start
+            if seconds > timeout or running == {culprit}:
+                for rank in running:
                     processes[rank].kill()
                     processes[rank].wait()
-                    ended[rank] = None, timeout
+                    ended[rank] = None, seconds
             time.sleep(0.02)
         outcomes = []
         for rank, (out, err) in enumerate(logs):

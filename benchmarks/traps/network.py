@@ -124,7 +124,7 @@ os._exit(0)  # its own workers do not hold it up
 def killed_with_data_loader() -> str:
     took = {}
     for where in ("in a round", "between rounds"):
-        outcomes = run_ranks(_LOADERS, 3, 150.0, arguments=[where])
+        outcomes = run_ranks(_LOADERS, 3, 150.0, arguments=[where], culprit=1)
         took[where], _ = _check_named(outcomes, 1, 2.0, f"killed {where}")
     return ", ".join(f"{where}: after {seconds:.1f} s" for where, seconds in took.items())
 
@@ -150,7 +150,7 @@ watched(lambda: train(model, optimizer, 20, act))
 
 @trap("all ranks blame the one that hangs, and not the one that gave up first", 320.0)
 def hung_rank() -> str:
-    outcomes = run_ranks(_HANGS, 4, 150.0)
+    outcomes = run_ranks(_HANGS, 4, 150.0, culprit=1)
     took, texts = _check_named(outcomes, 1, 15.0, "stopped")
     if len(set(texts)) > 1:
         raise Trapped(f"the ranks have {len(set(texts))} verdicts")
@@ -177,9 +177,9 @@ os._exit(0)
 
 @trap("a rank that dies before laconic.attach, or never comes to it, is named by all others", 320.0)
 def absent_from_attach() -> str:
-    killed = run_ranks(_ABSENT, 3, 150.0, arguments=["killed", "25"])
+    killed = run_ranks(_ABSENT, 3, 150.0, arguments=["killed", "25"], culprit=1)
     soon, _ = _check_named(killed, 1, 8.0, "killed before attach")
-    late = run_ranks(_ABSENT, 3, 150.0, arguments=["sleeps", "4"])
+    late = run_ranks(_ABSENT, 3, 150.0, arguments=["sleeps", "4"], culprit=1)
     at_last, _ = _check_named(late, 1, 8.0, "never in attach")
     return f"killed: after {soon:.1f} s of 25; never came: after {at_last:.1f} s of 4"
 
