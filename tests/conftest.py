@@ -23,7 +23,7 @@ HOSTS = {
     "tutorial_chapter7",
 }
 """Tests that emulate hosts: they look for namespaces left behind, and must not see each other's."""
-LONG = ["hosts", "tutorial", "resume", "exactness", "codecs", "tune", "science", "saving", "links_agree"]
+LONG = ["hosts", "tutorial", "resume", "exactness", "codecs", "tune", "science", "saving"]
 """What takes longest, and is begun first."""
 
 
