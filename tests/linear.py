@@ -203,7 +203,7 @@ def copy_of(state: Any) -> Any:
 def carried(training: Training, name: str) -> dict[int, Tensor]:
     """What the gradient round's exchange keeps under ``name``, as long as the message, by the
     number of the parameter, flat."""
-    (_, round_), found = training.sync._gradient_rounds[-1], {}
+    round_, found = training.sync.driver.run.gradients[-1], {}
     numbers = {id(p): i for i, p in enumerate(training.model)}
     for bucket, state in zip(round_.buckets, round_.carried, strict=True):
         for segment, values in zip(bucket.segments, bucket.split(state[name]), strict=True):

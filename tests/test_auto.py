@@ -515,7 +515,7 @@ def test_the_first_choice_takes_the_step_that_was_not_held_up() -> None:
         model, optimizer = build(rank)
         sync = la.attach(model, optimizer, la.auto())
         step(model, optimizer, rank, 1)
-        chooser = sync._chooser
+        chooser = sync.driver.session.policy
         assert chooser is not None
         chooser._spans = [(3.0, 0.1), (0.4, 0.15)] if rank else [(0.4, 0.2), (0.5, 0.3)]
         return chooser._measure()
@@ -631,7 +631,7 @@ def test_a_refused_switch_leaves_nothing_owed_twice() -> None:
 
 def carried(sync: Synchronizer) -> dict[str, Tensor]:
     """What the exchange of the only round keeps for its only bucket."""
-    (running,) = sync._rounds
+    (running,) = sync.driver.run.rounds
     (state,) = running.carried
     return state
 

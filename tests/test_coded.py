@@ -586,7 +586,7 @@ def test_a_frozen_parameter_keeps_what_is_left_of_the_others() -> None:
         before = _owed(sync.state_dict()["gradients"], rank)
         model.x[1].requires_grad_(False)
         optimizer.zero_grad()
-        sync._gradient_rounds[0][1].refresh()
+        sync.driver.run.gradients[0].refresh()
         after = _owed(sync.state_dict()["gradients"], rank)
         return before, after
 
@@ -993,7 +993,7 @@ def test_parameters_that_cannot_join_change_nothing(monkeypatch: pytest.MonkeyPa
         model.x[0].requires_grad_(False)
         sync = la.attach(model, optimizer, la.ddp(codec=SMALL))
         step_of(model, optimizer, rank, 1)
-        ((_, gradients),) = sync._gradient_rounds
+        (gradients,) = sync.driver.run.gradients
         hooks, owed = dict(gradients._hooks), gradients.left_over()
         model.x[0].requires_grad_(True)
         with monkeypatch.context() as patched:

@@ -66,7 +66,7 @@ def watch(job: Job, rank: int) -> list[Seen]:
     for t, batch in enumerate(job.data()[rank], 1):
         training.step(job, model, optimizer, batch, t, sync)
         before, moved = moments["before"], moments["moved"]
-        found.append(Seen(before, moved, flat(optimizer), *inside(sync._rounds[0])))
+        found.append(Seen(before, moved, flat(optimizer), *inside(sync.driver.run.rounds[0])))
     return found
 
 

@@ -186,7 +186,7 @@ def test_half_precision_subtracts_what_it_sent() -> None:
     def run(rank: int) -> tuple[Any, Any]:
         training = Training(given, rank)
         training.steps(1, 8)
-        running = training.sync._rounds[0]
+        running = training.sync.driver.run.rounds[0]
         (message,) = running.flights[0].messages
         (state,) = running.states
         assert state["late"].dtype == torch.float32

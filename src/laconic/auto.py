@@ -27,10 +27,10 @@ from torch import Tensor
 from laconic.algorithms.named import checked
 from laconic.algorithms.recipes import ddp, streaming_diloco
 from laconic.algorithms.round import Recipe
+from laconic.engine.session import Session
 from laconic.errors import check_float
 from laconic.links import cost
-from laconic.links.comm_thread import Lane, Pending
-from laconic.links.link import Link
+from laconic.links.comm_thread import Pending
 from laconic.predict import Facts, often, predict, travel
 from laconic.units import format_rate
 
@@ -219,20 +219,20 @@ class Chooser:
         self._spans: list[tuple[float, float]] = []
         self._last = self._traffic = (0.0, 0.0)
 
-    def meet(
-        self,
-        link: Link,
-        world: Link,
-        lane: Lane,
-        model: Callable[[], tuple[tuple[tuple[int, ...], ...], int]],
-        traffic: Callable[[], tuple[float, float]],
-        device: torch.device,
-    ) -> None:
-        """Measure ``link``, and agree over ``world``; all messages go by ``lane``, and are on
-        ``device``. ``model()``: the shapes of what a round is about, and the bytes of an element;
-        ``traffic()``: bytes sent so far, and the seconds."""
-        self._link, self._world, self._lane, self._device = link, world, lane, device
-        self._model, self._sent = model, traffic
+    def start(self, session: Session) -> None:
+        """Measure the link between ``session``'s workers, and choose with all its ranks."""
+        self._link, self._world, self._lane = session.workers, session.world, session.comm
+        self._device, self._model, self._sent = session.device, session.shapes, session.traffic
+
+    @property
+    def text(self) -> str:
+        """The call that made it, such as ``auto()``."""
+        return self.auto.text
+
+    @property
+    def description(self) -> str:
+        """All its options."""
+        return repr(self.auto)
 
     @property
     def recipe(self) -> Recipe:

@@ -178,6 +178,7 @@ class GradientRound:
         """What the exchange keeps for each bucket."""
         self.scale = 1.0
         """That of the loss, by a GradScaler, in which gradients are that were not sent yet."""
+        self.round = r
         self.exchange = r.exchange
         self._update = r.update
         self._link = link
