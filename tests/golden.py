@@ -27,9 +27,10 @@ What the digests depend on, as far as that could be tried on one machine with AV
 - torch's vector instructions: AVX2 and AVX-512, with one thread and two, give the same digests.
   Without fused multiply-add (``ATEN_CPU_CAPABILITY=default``) torch's optimizers round otherwise,
   and nearly all digests differ. The script sets ``avx2``.
-- power_sgd and demo multiply matrices, and power_sgd factorizes them. There MKL's choice of
-  instructions matters. The script sets ``MKL_CBWR=COMPATIBLE``, with which they give the same
-  digests under each of MKL's instruction sets that were tried (SSE4.2, AVX2, AVX-512).
+- power_sgd and demo multiply matrices, and torch's square root (Adam, AdamW, `Norm`) is MKL's.
+  There MKL's choice of instructions matters. The script sets ``MKL_CBWR=COMPATIBLE``, with which
+  power_sgd and demo give the same digests under each of MKL's instruction sets that were tried
+  (SSE4.2, AVX2, AVX-512).
 - A BatchNorm1d is left out: its sums depend on the vector length. `Norm` has the same buffers.
 """
 
@@ -1048,7 +1049,8 @@ Recorded = dict[str, dict[str, str]]
 
 
 def written(trace: Trace) -> dict[str, str]:
-    """As it is recorded: "=" for a digest that is the one before."""
+    """As it is recorded: "=" for a digest that is the one before; "consensus" for all anchors,
+    where there is no other model."""
     found = {}
     for kind, steps in trace.items():
         digests = [steps[t] for t in sorted(steps)]
@@ -1056,6 +1058,8 @@ def written(trace: Trace) -> dict[str, str]:
         found[kind] = " ".join(
             "=" if own == last else own for own, last in zip(digests, before, strict=True)
         )
+    if "anchor" in found and found["anchor"] == found["consensus"]:
+        found["anchor"] = "consensus"
     return found
 
 
@@ -1087,7 +1091,8 @@ def differences(
     """One text for each kind that differs from what is recorded, or after resuming."""
     found = []
     for kind, steps in trace.items():
-        wanted = as_written(recorded.get(kind, ""))
+        text = recorded.get(kind, "")
+        wanted = as_written(recorded.get(text, text))
         if not wanted:
             found.append(f"{name}: {kind}: not recorded")
             continue
