@@ -248,7 +248,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("links/comm_thread.py", "        lane.leave(until)\n", "        pass\n", ["tests/test_lane.py"]),
     ("engine/saved_state.py", 'Flight(saved["due"], Pending.of(messages), copies)', 'Flight(saved["due"], Pending.of(messages))', ["tests/test_resume.py", "-k", "buffers"]),
     ("engine/saved_state.py", 'if saved["sizes"] != sizes and not fewer:', "if False:", ["tests/test_resume.py", "-k", "other_buffers"]),
-    ("updates/outer_step.py", "if lost or _numbers(optimizer.state[a]):", "if False:", ["tests/test_loop.py", "-k", "outer_optimizer"]),
+    ("updates/outer_step.py", "if changed or _number_entries(optimizer.state[a]):", "if False:", ["tests/test_loop.py", "-k", "outer_optimizer"]),
     ("engine/parameter_rounds.py", "strict=False)  # others joined since", "strict=True)", ["tests/test_loop.py", "-k", "momenta_travel"]),
     ("engine/gradient_rounds.py", "            pending.settle()\n", "            pass\n", FROZEN),
     ("engine/gradient_rounds.py", "values / self._scale_of(name)", "values", FROZEN),
