@@ -301,7 +301,7 @@ def test_one_ranks_nan_is_an_error_on_all_before_anything_changed(bad: float, pl
             hook = training.model[place].register_hook(
                 lambda g: g.index_fill(0, torch.tensor([1]), bad) if rank == 1 else g
             )
-        with pytest.raises(NotFiniteError, match="NaN or an infinity") as caught:
+        with pytest.raises(NotFiniteError, match="some ranks had NaN") as caught:
             training.backward(4)
         hook.remove()
         after = training.sync.state_dict()["gradients"]
