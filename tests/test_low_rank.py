@@ -37,7 +37,7 @@ def bases(training: Training) -> list[np.ndarray[Any, Any] | None]:
     (_, round_), found = training.sync._gradient_rounds[-1], {}
     numbers = {id(p): i for i, p in enumerate(training.model)}
     for bucket, state in zip(round_.buckets, round_.carried, strict=True):
-        low, _ = round_.exchange.shaped(bucket.shapes)._stretches()  # type: ignore[attr-defined]
+        low, _ = round_.exchange.shaped(bucket.shapes)._matrices()  # type: ignore[attr-defined]
         starts = {stretch.start: stretch.columns for stretch in low}
         place = row = 0
         for segment, size in zip(bucket.segments, bucket.sizes, strict=True):
