@@ -1241,14 +1241,14 @@ def test_coding_part_by_part_changes_nothing(
 ) -> None:
     run = partial(train, recipe=ROWS[row].recipe, dtype=dtype)
     whole = la.simulate(run, workers=3)
-    monkeypatch.setattr(MODULE, "LEAST", 0)
+    monkeypatch.setattr(MODULE, "MIN_ROW_BYTES", 0)
     assert same(la.simulate(run, workers=3), whole)
 
 
 @pytest.mark.timeout(60)
 def test_ranks_may_cut_differently(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those with a card and those without do."""
-    monkeypatch.setattr(MODULE, "LEAST", 0)
+    monkeypatch.setattr(MODULE, "MIN_ROW_BYTES", 0)
     run = partial(train, recipe=ROWS["diloco"].recipe, dtype=torch.float32)
     alike = la.simulate(run, workers=3)
     parts = wayward(monkeypatch)
@@ -1258,7 +1258,7 @@ def test_ranks_may_cut_differently(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def wayward(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Has every third row cut in one part; returns in how many others were."""
-    of, parts = MODULE._Cut.of, []
+    of, parts = MODULE._Split.of, []
 
     def cut(*arguments: Any) -> Any:
         found = of(*arguments)
@@ -1266,7 +1266,7 @@ def wayward(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         parts.append(len(found.ends))
         return found
 
-    monkeypatch.setattr(MODULE._Cut, "of", cut)
+    monkeypatch.setattr(MODULE._Split, "of", cut)
     return parts
 
 
@@ -1277,14 +1277,14 @@ def test_what_goes_on_beside_the_training_is_cut_where_it_is_longer(
     relative: bool, delay: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of 16 grains, of 6 bytes each, and of 64."""
-    monkeypatch.setattr(MODULE, "LEAST", 96)
-    of, found = MODULE._Cut.of, []
+    monkeypatch.setattr(MODULE, "MIN_ROW_BYTES", 96)
+    of, found = MODULE._Split.of, []
 
     def told(*arguments: Any) -> Any:
         found.append(of(*arguments))
         return found[-1]
 
-    monkeypatch.setattr(MODULE._Cut, "of", told)
+    monkeypatch.setattr(MODULE._Split, "of", told)
     exchange = CodedMean(SMALL, relative, 0.0)
 
     def run(grains: int) -> None:
@@ -1306,7 +1306,7 @@ Told = tuple[list[str], bool]
 def spoilt(link: Link, exchange: CodedMean, dtype: torch.dtype, places: Sequence[int]) -> Told:
     """What this rank is told of rounds in which rank 1 has an infinity at one of the ``places``
     each, and whether it keeps what it had."""
-    MODULE.LEAST, least = 0, MODULE.LEAST
+    MODULE.MIN_ROW_BYTES, least = 0, MODULE.MIN_ROW_BYTES
     try:
         clock = Clock(1, math.nan, 0, 0, link.size, link.rank)
         state = exchange.init(torch.zeros(LENGTH, dtype=dtype), exchange.region(link, LENGTH))
@@ -1322,14 +1322,14 @@ def spoilt(link: Link, exchange: CodedMean, dtype: torch.dtype, places: Sequence
             texts.append(str(raised.value))
         return texts, all(torch.equal(t, state[name]) for name, t in before.items())
     finally:
-        MODULE.LEAST = least
+        MODULE.MIN_ROW_BYTES = least
 
 
 def check_told(found: Sequence[Told], places: Sequence[int]) -> None:
     assert all(kept for _, kept in found)
     late = 0
     for place, said, of_others in zip(places, found[1][0], found[0][0], strict=True):
-        told = re.search(r"element (\d+) is inf(?:, counted from (\d+))?", said)
+        told = re.search(r"element (\d+) is inf(?:, counting from element (\d+))?", said)
         assert told is not None
         index, start = told.groups()
         assert int(index) + int(start or 0) == place
@@ -1409,7 +1409,7 @@ class Unruly(Int8):
 def test_a_part_that_looks_refused_is_used_where_its_row_was_not(
     relative: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MODULE, "LEAST", 0)
+    monkeypatch.setattr(MODULE, "MIN_ROW_BYTES", 0)
     exchange, means = CodedMean(Unruly(block=8), relative, 0.0), []
 
     def combine(mean: Tensor) -> Tensor:
@@ -1430,11 +1430,11 @@ def test_a_part_that_looks_refused_is_used_where_its_row_was_not(
 
 
 def parts_over_gloo(rank: int, row: str) -> Trace:
-    MODULE.LEAST, least = 0, MODULE.LEAST
+    MODULE.MIN_ROW_BYTES, least = 0, MODULE.MIN_ROW_BYTES
     try:
         return train(rank, ROWS[row].recipe, gloo.link_of(3), torch.float32)
     finally:
-        MODULE.LEAST = least
+        MODULE.MIN_ROW_BYTES = least
 
 
 @pytest.mark.parametrize("row", IN_PARTS)

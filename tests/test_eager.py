@@ -240,7 +240,7 @@ def test_resume_is_exact_with_messages_in_flight(delay: int) -> None:
         ),
         (
             lambda: la.diloco(4, delay=4, merge="eager", outer=torch.optim.Adam),
-            "merge='eager' takes Nesterov steps",
+            "merge='eager' supports only Nesterov SGD",
         ),
         (lambda: la.diloco(4, delay=4, merge="eagre"), "'loscar', 'eager', not 'eagre'"),  # type: ignore[arg-type]
         (lambda: la.diloco(4, lr=0.0, delay=4, merge="eager"), "lr must be"),

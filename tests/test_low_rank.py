@@ -37,7 +37,7 @@ def bases(training: Training) -> list[np.ndarray[Any, Any] | None]:
     round_, found = training.sync.driver.run.gradients[-1], {}
     numbers = {id(p): i for i, p in enumerate(training.model)}
     for bucket, state in zip(round_.buckets, round_.carried, strict=True):
-        low, _ = round_.exchange.shaped(bucket.shapes)._stretches()  # type: ignore[attr-defined]
+        low, _ = round_.exchange.shaped(bucket.shapes)._matrices()  # type: ignore[attr-defined]
         starts = {stretch.start: stretch.columns for stretch in low}
         place = row = 0
         for segment, size in zip(bucket.segments, bucket.sizes, strict=True):
@@ -301,7 +301,7 @@ def test_one_ranks_nan_is_an_error_on_all_before_anything_changed(bad: float, pl
             hook = training.model[place].register_hook(
                 lambda g: g.index_fill(0, torch.tensor([1]), bad) if rank == 1 else g
             )
-        with pytest.raises(NotFiniteError, match="NaN or an infinity") as caught:
+        with pytest.raises(NotFiniteError, match="some ranks had NaN") as caught:
             training.backward(4)
         hook.remove()
         after = training.sync.state_dict()["gradients"]
