@@ -29,8 +29,8 @@ What the digests depend on, as far as that could be tried on one machine with AV
   and nearly all digests differ. The script sets ``avx2``.
 - power_sgd and demo multiply matrices, and torch's square root (Adam, AdamW, `Norm`) is MKL's.
   There MKL's choice of instructions matters. The script sets ``MKL_CBWR=COMPATIBLE``, with which
-  power_sgd and demo give the same digests under each of MKL's instruction sets that were tried
-  (SSE4.2, AVX2, AVX-512).
+  these cases give the same digests under each of MKL's instruction sets that were tried (SSE4.2,
+  AVX2, AVX-512).
 - A BatchNorm1d is left out: its sums depend on the vector length. `Norm` has the same buffers.
 """
 

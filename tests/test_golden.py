@@ -81,7 +81,7 @@ def test_a_changed_formula_is_noticed(
     said = capsys.readouterr().out.splitlines()
     assert f"{name}: params: first at step 5" in said
     assert f"{name}: optimizer: first at step 6" in said  # by the next gradient
-    assert f"{name}: anchor: first at step 8" in said
+    assert f"{name}: consensus: first at step 8" in said
     assert not any("ledger" in line or "local_sgd" in line for line in said)
     assert said[-1].startswith("2 cases, ")
     assert said[-1].endswith(f", {len(said) - 1} differences")
