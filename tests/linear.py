@@ -205,7 +205,7 @@ def carried(training: Training, name: str) -> dict[int, Tensor]:
     number of the parameter, flat."""
     round_, found = training.sync.driver.run.gradients[-1], {}
     numbers = {id(p): i for i, p in enumerate(training.model)}
-    for bucket, state in zip(round_.buckets, round_.carried, strict=True):
+    for bucket, state in ((c.bucket, c.exchange_state) for c in round_.channels):
         for segment, values in zip(bucket.segments, bucket.split(state[name]), strict=True):
             found[numbers[id(segment.tensor)]] = values.clone()
     return found

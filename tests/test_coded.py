@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
+from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges import CodedMean, GatheredMean
-from laconic.algorithms.round import Clock, Exchange, State
+from laconic.algorithms.update import Clock, State
 from laconic.buckets import optimizer_state
 from laconic.codecs import CODECS, Cast, Codec, Int4, Int8, TopK, codec_of
 from laconic.errors import NotFiniteError

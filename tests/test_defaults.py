@@ -94,7 +94,7 @@ def test_auto_takes_streaming_diloco_as_it_is_by_default() -> None:
     facts = Facts(4, ((845, 1024),), 4, 0.15, 1e7, 1e-3)
     for candidate in candidates(facts):
         first = candidate.recipe[0]
-        if first.on == "params":
+        if isinstance(first, Round):
             period = first.when.period  # type: ignore[attr-defined]
             assert period in CHOSEN
             assert candidate.recipe == la.streaming_diloco(period, delay=first.delay)

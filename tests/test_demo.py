@@ -14,7 +14,8 @@ from torch import Tensor
 
 import laconic as la
 from laconic.algorithms.exchanges import FastComponents, Mean
-from laconic.algorithms.round import Round, Update
+from laconic.algorithms.round import GradientRound, Round
+from laconic.algorithms.update import Update
 from laconic.algorithms.updates import Average, Sign
 from laconic.codecs.dct import Tiling, cosines, divisor
 from laconic.errors import NotFiniteError
@@ -35,7 +36,7 @@ def problem(workers: int = 3, **more: Any) -> Problem:
 
 
 def every_step(update: Update, exchange: Any) -> la.Recipe:
-    return (Round(la.every(1), update, exchange, on="gradients", over="world"),)
+    return (GradientRound(la.every(1), update, exchange, over="world"),)
 
 
 # -- the transform ----

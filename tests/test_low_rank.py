@@ -36,7 +36,7 @@ def bases(training: Training) -> list[np.ndarray[Any, Any] | None]:
     """Where each parameter's power iteration starts, None for those that travel as they are."""
     round_, found = training.sync.driver.run.gradients[-1], {}
     numbers = {id(p): i for i, p in enumerate(training.model)}
-    for bucket, state in zip(round_.buckets, round_.carried, strict=True):
+    for bucket, state in ((c.bucket, c.exchange_state) for c in round_.channels):
         low, _ = round_.exchange.shaped(bucket.shapes)._matrices()  # type: ignore[attr-defined]
         starts = {stretch.start: stretch.columns for stretch in low}
         place = row = 0
@@ -209,7 +209,7 @@ def test_half_precision_keeps_its_state_in_float32() -> None:
     def run(rank: int) -> set[torch.dtype]:
         training = Training(given, rank)
         training.steps(1, 2)
-        carried = training.sync.driver.run.gradients[0].carried
+        carried = [c.exchange_state for c in training.sync.driver.run.gradients[0].channels]
         return {t.dtype for state in carried for t in state.values()}
 
     assert la.simulate(run, workers=2) == [{torch.float32}] * 2

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from laconic.algorithms.named import checked
 from laconic.algorithms.recipes import ddp, streaming_diloco
-from laconic.algorithms.round import Recipe
+from laconic.algorithms.round import GradientRound, Recipe, Round
 from laconic.engine.session import Session
 from laconic.errors import check_float
 from laconic.links import cost
@@ -70,7 +70,7 @@ class Candidate:
         """Of candidates of one kind, what is measured of one holds for the others, too. All with
         rounds on parameters are of one: what they take beyond what is predicted is mostly the pace
         of the machine while nobody waits, and a change among them costs models on the network."""
-        if self.recipe[0].on == "params":
+        if isinstance(self.recipe[0], Round):
             return "rounds"
         return "coded gradients" if self.recipe[0].exchange.slots else "gradients"
 
@@ -396,7 +396,7 @@ def _respelled(text: str, recipe: Recipe) -> str:
     """How `streaming` spells ``recipe``, which a version that saved it may have spelled with all
     its arguments; else ``text``. Of one spelling, a choice that stays is told from a change."""
     first = recipe[0]
-    if first.on == "gradients":
+    if isinstance(first, GradientRound):
         return text
     same = streaming(round(1 / often(first)), first.delay, 1.0)
     return same.text if same.recipe == recipe else text

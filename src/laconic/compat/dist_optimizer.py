@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from laconic.algorithms import recipes
-from laconic.algorithms.round import Recipe, unchanged
+from laconic.algorithms.round import Recipe, Round, unchanged
 from laconic.algorithms.schedules import every
 from laconic.attach import check_free, claim
 from laconic.buckets import is_sharded, local, sums
@@ -336,7 +336,7 @@ def _check_rounds(recipe: Recipe, period: int) -> None:
     """What `DistOptimizer.comm_train_step` can run: rounds of one period, at once."""
     for r in recipe:
         plain = r.delay == 0 and r.over in ("world", "workers")
-        if r.on == "params" and not (plain and r.when == every(period)):
+        if isinstance(r, Round) and not (plain and r.when == every(period)):
             raise ValueError(
                 f"a DistOptimizer's rounds are all every comm_period={period} steps, over all "
                 f"workers and without a delay, not {r.name} at {r.when}, over {r.over!r}, delay "

@@ -20,7 +20,7 @@ from laconic.links.link import held_by_all
 def write_consensus(run: RecipeRun, had_buffers: bool, *, mean: bool = True) -> None:
     """Write the consensus weights, and averaged buffers, into the model.
 
-    ``mean``: the mean over workers of x after `RunningRound.write_at_rest`; without parameter
+    ``mean``: the mean over workers of x after `ParameterRunner.write_finished`; without parameter
     rounds all replicas are equal already. Otherwise anchors where rounds keep them, and the mean
     over workers of the rest. ``had_buffers``: the module had buffers when it was attached, on all
     ranks.
@@ -28,14 +28,14 @@ def write_consensus(run: RecipeRun, had_buffers: bool, *, mean: bool = True) -> 
     session = run.session
     reshard(session.model)
     for running in run.rounds:
-        running.write_at_rest(session.step)
+        running.write_finished(session.step)
     anchored = [r for r in run.rounds if r.round.update.anchor and not mean]
     covered = {
         id(segment.tensor)
         for running in anchored
         if running.round.exchange.agrees
-        for bucket in running.buckets
-        for segment in bucket.segments
+        for channel in running.channels
+        for segment in channel.bucket.segments
     }
     for running in anchored:
         running.write_anchor()

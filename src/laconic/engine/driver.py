@@ -226,7 +226,7 @@ class Driver:
             running.finish(session.step)
         consensus.write_consensus(run, self.had_buffers, mean=mean)
         for running in () if mean else run.rounds:
-            running.rest()
+            running.rebase()
         session.recorder.event("finish")
         session.status("finished")
 

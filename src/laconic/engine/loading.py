@@ -12,7 +12,7 @@ from torch import Tensor
 
 from laconic.buckets import local, module_buffers
 from laconic.engine import regroup, saved_state
-from laconic.engine.gradient_rounds import GradientRound
+from laconic.engine.gradient_rounds import GradientRunner
 from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.saved_state import Saved
 from laconic.engine.session import Session
@@ -27,7 +27,7 @@ _DIFFERENT_WEIGHTS = (
 )
 
 
-def _stateful(run: RecipeRun) -> list[GradientRound]:
+def _stateful(run: RecipeRun) -> list[GradientRunner]:
     """The gradient rounds with state. Averages inside a worker have none; another layout of ranks
     need not have them."""
     return [gradients for gradients in run.gradients if gradients.exchange.slots]
@@ -55,7 +55,7 @@ def state_dict(run: RecipeRun, in_step: bool) -> Saved:
         "step": run.session.step,
         "in_step": in_step,
         "rounds": [saved_state.round_state(running) for running in run.rounds],
-        "gradients": [{**saved_state.carried_state(g), "scale": g.scale} for g in _stateful(run)],
+        "gradients": [{**saved_state.exchange_state(g), "scale": g.scale} for g in _stateful(run)],
         "auto": None if policy is None else policy.state_dict(),
         "scores": None if run.scores is None else run.scores.state_dict(),
     }
@@ -121,7 +121,7 @@ class Loading:
             self._load.append(saved_state.load_round(running, states, index_of_mine))
         for index, gradients in enumerate(_stateful(run)):
             states = [part["gradients"][index] for part in saved]
-            self._load.append(saved_state.load_carried(gradients, states, index_of_mine))
+            self._load.append(saved_state.load_exchange_state(gradients, states, index_of_mine))
             self._load.append(partial(setattr, gradients, "scale", float(states[0]["scale"])))
         if run.scores is not None and mine is not None:
             self._load.append(run.scores.loader(first["scores"]))

@@ -17,11 +17,12 @@ from laconic.algorithms.compile import (
     parameter_rounds,
     score_window,
 )
-from laconic.algorithms.round import Clock, Recipe, Round, describe, recipe_text
+from laconic.algorithms.round import GradientRound, Recipe, Round, describe, recipe_text
 from laconic.algorithms.scores import Scores
+from laconic.algorithms.update import Clock
 from laconic.buckets import Scratch, module_buffers
-from laconic.engine.gradient_rounds import GradientRound, Host
-from laconic.engine.parameter_rounds import RunningRound, Surroundings
+from laconic.engine.gradient_rounds import GradientRunner, Host
+from laconic.engine.parameter_rounds import ParameterRunner, RoundContext
 from laconic.engine.session import CALLS, Session
 
 
@@ -41,8 +42,8 @@ class RecipeRun:
         self.names = [*(r.name for r in self._planned), *CALLS]
         window = score_window(recipe)
         self.scores = Scores(session.params, window) if window else None
-        self.rounds: list[RunningRound] = []
-        self.gradients: list[GradientRound] = []
+        self.rounds: list[ParameterRunner] = []
+        self.gradients: list[GradientRunner] = []
         self.groups = 0
         """Parameter groups that the rounds know."""
 
@@ -51,7 +52,7 @@ class RecipeRun:
     def start(self, optimizer: Optimizer) -> None:
         """Make the parameter rounds, and their state, from the present x."""
         session = self.session
-        self._shared = Surroundings(
+        self._context = RoundContext(
             session.model,
             optimizer,
             session.comm,
@@ -62,9 +63,11 @@ class RecipeRun:
             self.scores,
             session.settings.seed,
         )
-        self.rounds = [RunningRound(r, session.links[r.over], self._shared) for r in self._planned]
+        self.rounds = [
+            ParameterRunner(r, session.links[r.over], self._context) for r in self._planned
+        ]
         for running in self.rounds:
-            running.grow()
+            running.add_groups()
         self.groups = len(optimizer.param_groups)
 
     def start_gradient_rounds(self, left: Mapping[tuple[str, int], Tensor]) -> None:
@@ -72,7 +75,9 @@ class RecipeRun:
         that the rounds before these have not sent."""
         self.gradients = [self._gradient_round(r, left) for r in gradient_rounds(self.recipe)]
 
-    def _gradient_round(self, r: Round, left: Mapping[tuple[str, int], Tensor]) -> GradientRound:
+    def _gradient_round(
+        self, r: GradientRound, left: Mapping[tuple[str, int], Tensor]
+    ) -> GradientRunner:
         session = self.session
         link = session.links[r.over]
 
@@ -94,11 +99,11 @@ class RecipeRun:
             return Clock(step, math.nan, step - 1, 0, link.size, link.rank, seed=seed)
 
         host = Host(session.comm, session.nonfinite, session.differentiated, session.settings.scale)
-        return GradientRound(r, link, host, active, announce, clock, left)
+        return GradientRunner(r, link, host, active, announce, clock, left)
 
     def follow(self, optimizer: Optimizer) -> None:
         """Use ``optimizer``, which moves the same parameters, from now on."""
-        self._shared.optimizer = optimizer
+        self._context.optimizer = optimizer
 
     def add_new_groups(self) -> None:
         """Take in parameter groups that were added to the optimizer, with rank 0's values. Every
@@ -111,13 +116,13 @@ class RecipeRun:
         self.check_alike()
         session.broadcast([p for group in new for p in group])
         for running in self.rounds:
-            running.grow()
+            running.add_groups()
         self.groups = len(session.groups())
         session.note_order()
 
     def average_optimizer_state(self, r: Round) -> None:
         """Run ``r``, a round on the optimizer's state that this recipe does not have, once."""
-        RunningRound(r, self.session.links[r.over], self._shared).start(self.session.step)
+        ParameterRunner(r, self.session.links[r.over], self._context).start(self.session.step)
 
     def listen(self) -> None:
         """Put the gradient rounds' hooks on the parameters."""
@@ -173,10 +178,10 @@ class RecipeRun:
     def reweighted(self) -> bool:
         """Whether a push weight differs from 1, so that x is not the model."""
         weights = [
-            float(state[r.round.update.weight])
-            for r in self.rounds
-            if r.round.update.weight is not None
-            for state in r.states
+            float(channel.state[running.round.update.weight])
+            for running in self.rounds
+            if running.round.update.weight is not None
+            for channel in running.channels
         ]
         return any(weight != 1.0 for weight in weights)
 
@@ -214,11 +219,11 @@ class RecipeRun:
             label = f"{gradients.round.name} of step {step}"
             self.session.nonfinite.tell(gradients.exchange, label).wait()
 
-    def _due(self, step: int) -> Iterator[GradientRound]:
+    def _due(self, step: int) -> Iterator[GradientRunner]:
         return (g for g in self.gradients if g.round.when(step))
 
     def refresh(self, *, keep: bool = False) -> None:
-        """Follow parameters that were added, frozen or thawed; see `GradientRound.refresh`."""
+        """Follow parameters that were added, frozen or thawed; see `GradientRunner.refresh`."""
         for gradients in self.gradients:
             gradients.refresh(keep=keep)
 
@@ -243,23 +248,23 @@ class RecipeRun:
                 ran += 1
         if self._averaging_ends():
             for code, running in enumerate(self.rounds):
-                if running.begins_at_x:
+                if running.starts_relative:
                     self._announce(code, running)
-                    running.begin_here(step)
+                    running.start_here(step)
         return ran
 
-    def _run(self, code: int, running: RunningRound) -> None:
+    def _run(self, code: int, running: ParameterRunner) -> None:
         step = self.session.step
-        if running.round.update.settles:
+        if running.round.update.quiesces_others:
             for other in self.rounds:
                 if other is not running:
-                    other.settle(step, averaged=running.round.exchange.agrees)
+                    other.quiesce(step, averaged=running.round.exchange.agrees)
         self.session.status(running.label(step))
         self._announce(code, running)
         running.start(step)
         self.session.status("computing")
 
-    def _announce(self, code: int, running: RunningRound) -> None:
+    def _announce(self, code: int, running: ParameterRunner) -> None:
         """Tell the other ranks which round the next message belongs to."""
         if running.communicates:
             agree = running.link.agree

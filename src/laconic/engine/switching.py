@@ -74,7 +74,7 @@ class Switcher:
             self._align_optimizer_state()
             self._scalers_differ = True
         for running in run.rounds:  # they go on if the ranks do not agree
-            running.rest()
+            running.rebase()
         new, undo = successor(run, recipe, run.unsent())
         try:
             new.check_alike(module=False, chosen=True)
