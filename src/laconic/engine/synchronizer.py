@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from laconic.algorithms.compile import (
-    check_count,
     check_groups,
     gradient_rounds,
     parameter_rounds,
@@ -54,16 +53,16 @@ from laconic.engine.gradient_rounds import GradientRound, Host
 from laconic.engine.model_checks import ddp_use, wrappers_used
 from laconic.engine.nonfinite import Refusals
 from laconic.engine.parameter_rounds import RunningRound, Surroundings
+from laconic.links.calls import FINISH, GRADIENTS, Call
 from laconic.links.comm_thread import Lane
 from laconic.links.link import Link, held_by_all
-from laconic.links.metered import Call, Ledger, Metered
+from laconic.links.metered import CallTotals, Ledger, Metered
 from laconic.links.rank_sets import raise_on_all
 from laconic.metrics import Metrics, Recorder
 
 ADOPTED = (
     "_recipe",
     "_parameter_rounds",
-    "_names",
     "_scores",
     "_shared",
     "_rounds",
@@ -78,22 +77,6 @@ BUFFERS = ("average", "keep")
 SAVE = "laconic.save (every rank must call it)"
 LOAD = "laconic.load"
 """The calls of `Synchronizer.gathering`, as errors name them on all ranks."""
-
-CALLS = (
-    "gradients",
-    "first step",
-    "groups added",
-    "binding the optimizer",
-    "finish()",
-    "consensus()",
-    "switch()",
-    "mean()",
-    "load_state_dict()",
-    SAVE,
-    LOAD,
-)
-"""What ranks do together beside the rounds: each has a word that they compare."""
-
 
 _APART = (
     "this state comes from other ranks, so every rank must load the same weights before it, such "
@@ -210,10 +193,8 @@ class Synchronizer:
     def _read(self, recipe: Recipe) -> None:
         """Take ``recipe`` for the one to follow; its rounds are to be started."""
         buffers = self._average_buffers and bool(module_buffers(self._model)[0])
-        check_count(recipe)
         self._recipe = recipe
         self._parameter_rounds = parameter_rounds(recipe, buffers=buffers)
-        self._names = [*(r.name for r in self._parameter_rounds), *CALLS]
         window = score_window(recipe)
         self._scores = Scores(self._held, window) if window else None
 
@@ -363,8 +344,8 @@ class Synchronizer:
                 self._note_fingerprint()
             label = f"{r.name} of step {self.step + 1}"
             self._status(label)
-            code = self._names.index("gradients")
-            self._lane.announce(partial(link.agree, self.step, code, self._names, wait=False))
+            call = Call(self.step, GRADIENTS)
+            self._lane.announce(partial(link.begin_call, call, wait=False))
             return label
 
         def clock() -> Clock:
@@ -487,14 +468,14 @@ class Synchronizer:
     @torch.no_grad()
     def communicate(self, *, now: bool = False) -> None:
         """The rounds that fall due after this step; ``now``: all of the recipe's."""
-        for code, running in enumerate(self._rounds):
+        for running in self._rounds:
             running.fold_due(self.step)
             if now or running.round.when(self.step):
-                self._run(code, running)
+                self._run(running)
         if self._parts_here():
-            for code, running in enumerate(self._rounds):
+            for running in self._rounds:
                 if running.begins_at_x:
-                    self._announce(code, running)
+                    self._announce(running)
                     running.begin_here(self.step)
 
     def _pre_hook(self, _: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -502,29 +483,28 @@ class Synchronizer:
         closures = [g for g in given if callable(g) and not isinstance(g, Optimizer)]
         self.begin_step(closure=bool(closures))
 
-    def _run(self, code: int, running: RunningRound) -> None:
+    def _run(self, running: RunningRound) -> None:
         if running.round.update.settles:
             for other in self._rounds:
                 if other is not running:
                     other.settle(self.step, averaged=running.round.exchange.agrees)
         self._status(running.label(self.step))
-        self._announce(code, running)
+        self._announce(running)
         running.start(self.step)
         self._rounds_done += 1
         self._status("computing")
 
-    def _announce(self, code: int, running: RunningRound) -> None:
-        """Tell the other ranks which round the next message is of."""
+    def _announce(self, running: RunningRound) -> None:
+        """Begin the round's call right before its first collective."""
         if running.communicates:
-            agree = running.link.agree
-            self._lane.announce(partial(agree, self.step, code, self._names, wait=False))
+            call = Call(self.step, running.round.name)
+            self._lane.announce(partial(running.link.begin_call, call, wait=False))
 
     def _call(self, name: str, step: int) -> None:
         """Tell the other ranks which call of the user's comes next, after which step."""
         self._status(f"{name} after step {self.step}")
-        code = self._names.index(name)
         self._lane.call(
-            partial(self._world.agree, step, code, self._names, wait=True),
+            partial(self._world.begin_call, Call(step, name), wait=True),
             f"{name} after step {self.step}",
         )
 
@@ -659,7 +639,6 @@ class Synchronizer:
         assert self._optimizer is not None, "rounds are bound to an optimiser"
         self._refuse_in_consensus("sync.switch()")
         check_groups(recipe, "group" in self._links)  # while the rounds before are still at work
-        check_count(recipe)
         if len(self._groups_held()) > self._groups:
             self._grow()
         self._call("switch()", self.step)
@@ -777,7 +756,7 @@ class Synchronizer:
         ``mean=False``: see `consensus`; it discards the steps since the last outer step.
         """
         self._refuse_in_consensus("sync.finish()")
-        self._call("finish()", self.step)
+        self._call(FINISH, self.step)
         for running in self._rounds:
             running.finish(self.step)
         self._write_consensus(mean)  # which finds all rounds at rest
@@ -1124,7 +1103,7 @@ class Synchronizer:
         """Rounds so far."""
         return self._rounds_done
 
-    def calls(self) -> dict[str, Call]:
+    def calls(self) -> dict[str, CallTotals]:
         """What went over the links so far, by round and call."""
         return {name: copy(call) for name, call in dict(self._ledger.by_call).items()}
 
