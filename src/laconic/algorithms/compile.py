@@ -87,11 +87,3 @@ def check_groups(recipe: Recipe, grouped: bool) -> None:
             "the recipe has rounds inside groups of workers: say how many make up one, as "
             "attach(..., group_size=4)"
         )
-
-
-def check_count(recipe: Recipe) -> None:
-    """Raise ``ValueError`` where there are more rounds than words for them; buffers and optimiser
-    state need some, too."""
-    rounds = len(parameter_rounds(recipe, buffers=True))
-    if rounds > 240:
-        raise ValueError(f"a recipe has at most 240 rounds, not {rounds}")

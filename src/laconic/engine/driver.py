@@ -18,6 +18,7 @@ from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.saved_state import Saved
 from laconic.engine.session import Session, Settings
 from laconic.engine.switching import Switcher
+from laconic.links.calls import FINISH
 from laconic.links.link import Link
 from laconic.links.rank_sets import raise_on_all
 
@@ -59,7 +60,7 @@ class Driver:
         self.had_buffers = bool(module_buffers(model)[0])
         """When it was attached, and then on all ranks."""
         session.optimizer = optimizer
-        self._use(RecipeRun(session, settings.arrange(recipe)))
+        self.run = RecipeRun(session, settings.arrange(recipe))
         self.run.check_alike()
         if session.policy is not None:
             session.policy.start(session)
@@ -70,10 +71,6 @@ class Driver:
             self.run.start(optimizer)
             self._listen(optimizer)
         session.status("computing")
-
-    def _use(self, run: RecipeRun) -> None:
-        self.run = run
-        self.session.names = run.names
 
     # -- the optimizer ----
 
@@ -221,7 +218,7 @@ class Driver:
         """See `Synchronizer.finish`."""
         session, run = self.session, self.run
         session.refuse_in_consensus("sync.finish()")
-        session.call("finish()")
+        session.call(FINISH)
         for running in run.rounds:
             running.finish(session.step)
         consensus.write_consensus(run, self.had_buffers, mean=mean)
@@ -239,7 +236,7 @@ class Driver:
         self._past_choices, self.session.policy = self.choices, None
 
     def _switch(self, recipe: Recipe) -> None:
-        self._use(self._switcher.switch(self.run, recipe, self.had_buffers))
+        self.run = self._switcher.switch(self.run, recipe, self.had_buffers)
         session = self.session
         session.recorder.event("switch", recipe=self.run.text(chosen=True))
         session.status("computing")
@@ -320,5 +317,5 @@ class Driver:
 
     def _take(self, loaded: Loading) -> None:
         loaded.complete()
-        self._use(loaded.run)
+        self.run = loaded.run
         self.session.step, self._in_step = loaded.step, loaded.in_step

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from laconic.algorithms.compile import (
-    check_count,
     gradient_rounds,
     parameter_rounds,
     score_window,
@@ -23,7 +22,8 @@ from laconic.algorithms.update import Clock
 from laconic.buckets import Scratch, module_buffers
 from laconic.engine.gradient_rounds import GradientRunner, Host
 from laconic.engine.parameter_rounds import ParameterRunner, RoundContext
-from laconic.engine.session import CALLS, Session
+from laconic.engine.session import Session
+from laconic.links.calls import GRADIENTS, Call
 
 
 class RecipeRun:
@@ -34,12 +34,10 @@ class RecipeRun:
     """
 
     def __init__(self, session: Session, recipe: Recipe) -> None:
-        check_count(recipe)
         self.session = session
         self.recipe = recipe
         buffers = session.settings.average_buffers and bool(module_buffers(session.model)[0])
         self._planned = parameter_rounds(recipe, buffers=buffers)
-        self.names = [*(r.name for r in self._planned), *CALLS]
         window = score_window(recipe)
         self.scores = Scores(session.params, window) if window else None
         self.rounds: list[ParameterRunner] = []
@@ -89,8 +87,8 @@ class RecipeRun:
                 session.batch_check.note(session.params(), session.device)
             label = f"{r.name} of step {session.step + 1}"
             session.status(label)
-            code = self.names.index("gradients")
-            session.comm.announce(partial(link.agree, session.step, code, self.names, wait=False))
+            call = Call(session.step, GRADIENTS)
+            session.comm.announce(partial(link.begin_call, call, wait=False))
             return label
 
         def clock() -> Clock:
@@ -241,35 +239,34 @@ class RecipeRun:
         """Run the rounds that are due after this step, or, ``now``, all of them. Returns how many
         ran."""
         step, ran = self.session.step, 0
-        for code, running in enumerate(self.rounds):
+        for running in self.rounds:
             running.fold_due(step)
             if now or running.round.when(step):
-                self._run(code, running)
+                self._run(running)
                 ran += 1
         if self._averaging_ends():
-            for code, running in enumerate(self.rounds):
+            for running in self.rounds:
                 if running.starts_relative:
-                    self._announce(code, running)
+                    self._announce(running)
                     running.start_here(step)
         return ran
 
-    def _run(self, code: int, running: ParameterRunner) -> None:
+    def _run(self, running: ParameterRunner) -> None:
         step = self.session.step
         if running.round.update.quiesces_others:
             for other in self.rounds:
                 if other is not running:
                     other.quiesce(step, averaged=running.round.exchange.agrees)
         self.session.status(running.label(step))
-        self._announce(code, running)
+        self._announce(running)
         running.start(step)
         self.session.status("computing")
 
-    def _announce(self, code: int, running: ParameterRunner) -> None:
+    def _announce(self, running: ParameterRunner) -> None:
         """Tell the other ranks which round the next message belongs to."""
         if running.communicates:
-            agree = running.link.agree
-            step = self.session.step
-            self.session.comm.announce(partial(agree, step, code, self.names, wait=False))
+            call = Call(self.session.step, running.round.name)
+            self.session.comm.announce(partial(running.link.begin_call, call, wait=False))
 
     def _averaging_ends(self) -> bool:
         """Whether gradients were averaged over all workers in every step so far, and are not in the

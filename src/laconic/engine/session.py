@@ -17,25 +17,11 @@ from laconic.algorithms.round import Recipe
 from laconic.buckets import bucketize, is_sharded, local, reshard
 from laconic.engine.batch_check import BatchCheck, check_first_gradients
 from laconic.engine.nonfinite import Refusals
+from laconic.links.calls import Call
 from laconic.links.comm_thread import Lane
 from laconic.links.link import Link
 from laconic.links.metered import Ledger, Metered
 from laconic.metrics import Recorder
-
-CALLS = (
-    "gradients",
-    "first step",
-    "groups added",
-    "binding the optimizer",
-    "finish()",
-    "consensus()",
-    "switch()",
-    "mean()",
-    "load_state_dict()",
-    "laconic.save (every rank must call it)",
-    "laconic.load",
-)
-"""The calls that ranks make together besides the rounds."""
 
 
 class Policy(Protocol):
@@ -113,7 +99,6 @@ class Session:
         self.nonfinite = Refusals(self.links["shards"], self.comm)
         self.recorder = Recorder()
         self.batch_check = BatchCheck(model)
-        self.names: list[str] = []
         self.step = 0
         self.sync_gradients = True
         """Whether backward passes average gradients; `Synchronizer.no_sync` clears it."""
@@ -170,9 +155,8 @@ class Session:
         ``step``: None for the present one."""
         label = f"{name} after step {self.step}"
         self.status(label)
-        at = self.step if step is None else step
-        code = self.names.index(name)
-        self.comm.call(partial(self.world.agree, at, code, self.names, wait=True), label)
+        call = Call(self.step if step is None else step, name)
+        self.comm.call(partial(self.world.begin_call, call, wait=True), label)
 
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' ``x``, stacked."""

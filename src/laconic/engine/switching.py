@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from laconic.algorithms.compile import check_count, check_groups, workers_differ
+from laconic.algorithms.compile import check_groups, workers_differ
 from laconic.algorithms.exchanges import Mean
 from laconic.algorithms.round import Recipe, Round
 from laconic.algorithms.schedules import every
@@ -63,7 +63,6 @@ class Switcher:
         session = self._session
         session.refuse_in_consensus("sync.switch()")
         check_groups(recipe, "group" in session.links)  # while the present rounds still work
-        check_count(recipe)
         run.add_new_groups()
         session.call("switch()")
         for running in run.rounds:

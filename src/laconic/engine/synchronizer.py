@@ -18,7 +18,7 @@ from laconic.engine.driver import Driver
 from laconic.engine.loading import LoadModel
 from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.saved_state import Saved
-from laconic.links.metered import Call
+from laconic.links.metered import CallTotals
 from laconic.metrics import Metrics, Recorder
 
 if TYPE_CHECKING:
@@ -284,7 +284,7 @@ class Synchronizer:
         """Rounds so far."""
         return self.driver.rounds_done
 
-    def calls(self) -> dict[str, Call]:
+    def calls(self) -> dict[str, CallTotals]:
         """What went over the links so far, by round and call."""
         return {name: copy(call) for name, call in dict(self._session.ledger.by_call).items()}
 
