@@ -1116,7 +1116,7 @@ def test_messages_of_several_models_are_not_coded() -> None:
 
 
 def test_exchanges_for_gradients_are_refused_on_parameters() -> None:
-    with pytest.raises(ValueError, match="LowRank is for rounds on gradients alone"):
+    with pytest.raises(ValueError, match="LowRank is for rounds on gradients: use GradientRound"):
         la.Round(la.every(1), la.updates.Average(), la.exchanges.LowRank(1))
 
 
