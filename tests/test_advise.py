@@ -27,9 +27,10 @@ from laconic.advisor.rehearse import rehearsals, rehearse
 from laconic.algorithms.parse import parse_recipe, qualified
 from laconic.auto import candidates
 from laconic.cli import main
-from laconic.links import Throttled, TorchLink
+from laconic.links import Throttled
 from laconic.links.cost import Cost
 from laconic.links.null import Silent
+from laconic.links.tcp import TcpLink
 from laconic.predict import BACKWARD, Facts, predict, work_key
 
 import gloo
@@ -358,7 +359,7 @@ def failing(rank: int, where: str) -> tuple[str, int]:
                 "a step": (nn.Linear, "forward"),
                 "a rehearsal": (Silent, "reduce_scatter"),  # between two of its meetings
                 "preparing": (measure, "_peak"),
-                "a collective": (TorchLink, "swap"),
+                "a collective": (TcpLink, "swap"),
             }
             patched.setattr(*at[where], exhausted)
         with pytest.raises((ValueError, la.LinkError)) as raised:

@@ -150,8 +150,7 @@ def test_masters_on_another_gpu_are_refused() -> None:
 
 def buffers_beside(rank: int) -> list[list[float]]:
     """The collectives that buffers need, of a link for CUDA tensors, on CPU tensors."""
-    link: Any = gloo.link_of(2)
-    link._native = True
+    link = gloo.nccl_link_of(2)
     own = torch.tensor([1.0 + rank, 10.0 * rank])
     mean, root = own.clone(), own.clone()
     link.mean(mean)

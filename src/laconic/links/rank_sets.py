@@ -16,7 +16,7 @@ from laconic.algorithms.round import Recipe, Round
 from laconic.algorithms.schedules import Schedule, Unless, any_of, every
 from laconic.algorithms.updates import Average
 from laconic.errors import check_int, in_words
-from laconic.links import Link, Throttled, TorchLink
+from laconic.links import Link, Throttled, world_link
 from laconic.links.simulated import current_link, single_link
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def own_link(device: torch.device, timeout: float) -> Link:
             "no process group: call laconic.init() (under torchrun, or for one process) or "
             "torch.distributed.init_process_group(), run inside laconic.simulate, or pass link="
         )
-    link = TorchLink.world(device, timedelta(seconds=timeout))
+    link = world_link(device, timedelta(seconds=timeout))
     bandwidth, latency = os.environ.get(BANDWIDTH_VARIABLE), os.environ.get(LATENCY_VARIABLE)
     if bandwidth is None and latency is None:
         return link

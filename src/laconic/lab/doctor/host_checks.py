@@ -24,7 +24,7 @@ from laconic.codecs import kernels
 from laconic.errors import install
 from laconic.lab.emulation.cluster import Cluster, NamespacesUnavailable
 from laconic.links import wire
-from laconic.links.health import address_of, address_towards
+from laconic.links.addresses import address_of, address_towards
 
 Level = Literal["ok", "warning", "problem"]
 Environment = Mapping[str, str]
