@@ -27,9 +27,10 @@ from torch import Tensor
 from laconic.algorithms.named import checked
 from laconic.algorithms.recipes import ddp, streaming_diloco
 from laconic.algorithms.round import Recipe
+from laconic.device import synchronize
 from laconic.errors import check_float
 from laconic.links import cost
-from laconic.links.comm_thread import Lane, Pending
+from laconic.links.comm_thread import CommThread, Pending
 from laconic.links.link import Link
 from laconic.predict import Facts, often, predict, travel
 from laconic.units import format_rate
@@ -223,7 +224,7 @@ class Chooser:
         self,
         link: Link,
         world: Link,
-        lane: Lane,
+        lane: CommThread,
         model: Callable[[], tuple[tuple[tuple[int, ...], ...], int]],
         traffic: Callable[[], tuple[float, float]],
         device: torch.device,
@@ -357,8 +358,7 @@ class Chooser:
 
     def _clock(self) -> float:
         """Seconds, when all that was asked of the card is done."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         return time.perf_counter()
 
     # -- saving ----

@@ -32,13 +32,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from laconic.algorithms.compile import within_workers
 from laconic.algorithms.round import Exchange, Recipe, Round, describe
 from laconic.algorithms.schedules import After, Every, Schedule, every
 from laconic.buckets import BUCKET_BYTES, Fragment
 from laconic.engine.gradient_rounds import bucket_sizes
 from laconic.links import cost
 from laconic.links.cost import Cost
-from laconic.links.rank_sets import within_workers
 
 BACKWARD = 0.6
 """B where it was not measured: the share of a step's computing in which gradients appear."""

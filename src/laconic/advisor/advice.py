@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from laconic.advisor.choices import KNOWN, Choice, choices, steps_of
+from laconic.algorithms.compile import within_workers
 from laconic.algorithms.exchanges import Mean
 from laconic.algorithms.parse import qualified
 from laconic.algorithms.round import Exchange, Recipe, Round
 from laconic.buckets import BUCKET_BYTES, Fragment
 from laconic.engine.gradient_rounds import bucket_sizes
 from laconic.links import cost
-from laconic.links.rank_sets import within_workers
 from laconic.predict import Facts, often, predict
 from laconic.units import three_digits
 

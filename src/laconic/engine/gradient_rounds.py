@@ -24,7 +24,7 @@ from laconic.algorithms.round import Clock, Exchange, Round, State
 from laconic.buckets import BUCKET_BYTES, Bucket, Segment, bucketize, is_sharded, local, state_dtype
 from laconic.engine.nonfinite import Refusals
 from laconic.errors import LinkError, NotFiniteError
-from laconic.links.comm_thread import Lane, Pending
+from laconic.links.comm_thread import CommThread, Pending
 from laconic.links.link import Link
 
 FIRST_BYTES = 2**20
@@ -151,7 +151,7 @@ class Host:
     the loss is multiplied with, where a GradScaler looks at the result, so that what is not finite
     on one rank comes to all of them, where an error would end the run."""
 
-    lane: Lane
+    lane: CommThread
     refusals: Refusals
     params: Callable[[], Iterable[Tensor]]
     scale: Callable[[], float] | None
@@ -321,7 +321,7 @@ class GradientRound:
         """Wait for what a backward pass has sent that raised after it had sent everything: the room
         it is in is used again."""
         for pending in self._pending:
-            pending.settle()
+            pending.wait_quietly()
         self._pending = []
 
     def _arrived(self, p: Tensor) -> None:

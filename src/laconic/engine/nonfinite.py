@@ -7,7 +7,7 @@ import torch
 
 from laconic.algorithms.round import Exchange
 from laconic.errors import NotFiniteError
-from laconic.links.comm_thread import Lane, Pending
+from laconic.links.comm_thread import CommThread, Pending
 from laconic.links.link import Link
 
 
@@ -15,7 +15,7 @@ class Refusals:
     """Has a `NotFiniteError` raised on all ranks of a worker, the ``shards``: those that know of
     none would go on, and wait for the others in FSDP's next call."""
 
-    def __init__(self, shards: Link, lane: Lane) -> None:
+    def __init__(self, shards: Link, lane: CommThread) -> None:
         self._shards = shards
         self._lane = lane
         self._kept: NotFiniteError | None = None

@@ -27,7 +27,7 @@ from laconic.buckets import (
 )
 from laconic.engine.nonfinite import Refusals
 from laconic.errors import NotFiniteError
-from laconic.links.comm_thread import Lane, Pending
+from laconic.links.comm_thread import CommThread, Pending
 from laconic.links.link import Link, held_by_all
 from laconic.links.simulated import single_link
 
@@ -67,7 +67,7 @@ class Surroundings:
 
     model: nn.Module
     optimizer: Optimizer
-    lane: Lane
+    lane: CommThread
     scratch: Scratch
     """Room for the message under way, and for x beside it."""
     beside: Scratch

@@ -53,11 +53,11 @@ from laconic.engine.gradient_rounds import GradientRound, Host
 from laconic.engine.model_checks import ddp_use, wrappers_used
 from laconic.engine.nonfinite import Refusals
 from laconic.engine.parameter_rounds import RunningRound, Surroundings
+from laconic.links.agreement import agree
 from laconic.links.calls import FINISH, GRADIENTS, Call
-from laconic.links.comm_thread import Lane
+from laconic.links.comm_thread import CommThread
 from laconic.links.link import Link, held_by_all
 from laconic.links.metered import CallTotals, Ledger, Metered
-from laconic.links.rank_sets import raise_on_all
 from laconic.metrics import Metrics, Recorder
 
 ADOPTED = (
@@ -149,7 +149,7 @@ class Synchronizer:
         self._had_buffers = bool(module_buffers(model)[0])
         """When it was attached, and then on all ranks."""
         threaded = self._world.threaded and self._world.size > 1
-        self._lane = Lane(threaded, device, self._world.check)
+        self._lane = CommThread(threaded, device, self._world.check)
         self._refusals = Refusals(self._links["shards"], self._lane)
         self._device = device
         self._sync_gradients = True
@@ -227,7 +227,7 @@ class Synchronizer:
         start = torch.zeros(2, dtype=torch.float64) if start is None else start
         row = torch.tensor([float(problem is not None), *start.tolist()], dtype=torch.float64)
         everyone = self._gather(row)
-        raise_on_all(problem, everyone[:, 0], "could not load their state")
+        agree(self._gather, problem, everyone[:, 0])
         other = [r for r, said in enumerate(everyone.tolist()) if said != everyone[0].tolist()]
         if other:
             raise ValueError(
@@ -345,7 +345,7 @@ class Synchronizer:
             label = f"{r.name} of step {self.step + 1}"
             self._status(label)
             call = Call(self.step, GRADIENTS)
-            self._lane.announce(partial(link.begin_call, call, wait=False))
+            self._lane.before_next(partial(link.begin_call, call, wait=False))
             return label
 
         def clock() -> Clock:
@@ -498,7 +498,7 @@ class Synchronizer:
         """Begin the round's call right before its first collective."""
         if running.communicates:
             call = Call(self.step, running.round.name)
-            self._lane.announce(partial(running.link.begin_call, call, wait=False))
+            self._lane.before_next(partial(running.link.begin_call, call, wait=False))
 
     def _call(self, name: str, step: int) -> None:
         """Tell the other ranks which call of the user's comes next, after which step."""
@@ -899,7 +899,7 @@ class Synchronizer:
         failed = everyone[:, 0]
         for restore in undo if bool(failed.any()) else ():
             restore()
-        raise_on_all(problem, failed, "could not load their state")
+        agree(self._gather, problem, failed)
         for put_back in loaded:
             put_back()
 
