@@ -49,6 +49,7 @@ from laconic.buckets import is_sharded, on_mesh_of
 from laconic.compat.comm_optimizer import CommOptimizer
 from laconic.compat.dist_optimizer import DistOptimizer
 from laconic.compat.fairscale import SlowMoDistributedDataParallel
+from laconic.device import ACCELERATORS
 from laconic.engine.synchronizer import LOAD, SAVE, Synchronizer
 from laconic.errors import LinkError
 
@@ -537,12 +538,8 @@ def _random_state() -> dict[str, Any]:
         "python": random.getstate(),
         "torch": torch.get_rng_state(),
         "numpy": None if numpy is None else _numpy_state(numpy.random.get_state(legacy=False)),
-        "cuda": torch.cuda.get_rng_state() if _cuda_in_use() else None,
+        **{name: k.random_state() if k.in_use() else None for name, k in ACCELERATORS.items()},
     }
-
-
-def _cuda_in_use() -> bool:
-    return torch.cuda.is_initialized()  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _numpy_state(state: dict[str, Any]) -> Any:
@@ -556,9 +553,12 @@ def _check_random_state(saved: Mapping[str, Any]) -> None:
     torch.Generator().set_state(saved["torch"])
     if saved["numpy"] is not None and (numpy := _numpy()) is not None:
         numpy.random.RandomState().set_state(saved["numpy"])
-    cuda = saved["cuda"] if torch.cuda.is_available() else None
-    if cuda is not None and cuda.shape != torch.cuda.get_rng_state().shape:
-        raise ValueError("the CUDA generator's state is not one of this version of torch")
+    for name, kind in ACCELERATORS.items():
+        state = saved.get(name) if kind.count() else None
+        if state is not None and state.shape != kind.random_state().shape:
+            raise ValueError(
+                f"the {name.upper()} generator's state is not one of this version of torch"
+            )
 
 
 def _put_random_state(saved: Mapping[str, Any]) -> None:
@@ -567,8 +567,9 @@ def _put_random_state(saved: Mapping[str, Any]) -> None:
     torch.set_rng_state(saved["torch"])
     if saved["numpy"] is not None and (numpy := _numpy()) is not None:
         numpy.random.set_state(saved["numpy"])
-    if saved["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(saved["cuda"])
+    for name, kind in ACCELERATORS.items():
+        if saved.get(name) is not None and kind.count():
+            kind.set_random_state(saved[name])
 
 
 def _numpy() -> Any:
