@@ -376,7 +376,7 @@ class GradientRunner:
             mean = exchange.run(self._link, flat, combine, clock, state).flat
         except NotFiniteError as error:
             if self._host.scale is None:
-                self._host.nonfinite.keep(error)
+                self._host.nonfinite.report(error)
             mean = flat.fill_(math.nan)
         if mean is not flat:
             flat.copy_(mean)

@@ -15,7 +15,7 @@ from laconic.links.link import Link
 
 
 class NonfiniteCheck:
-    """Raises a `NotFiniteError` on all ranks of a worker, the ``shards``, if any of them met one."""
+    """Raises a `NotFiniteError` on all ranks of a worker, its ``shards``, if any had one."""
 
     def __init__(self, shards: Link, comm: CommThread) -> None:
         self._shards = shards
