@@ -21,7 +21,7 @@ class TopK(Codec):
 
     SparseLoCo (Sarfi et al., 2025, arXiv 2508.15706) uses k 64, chunk 4096, and 2-bit values.
 
-    A chunk of m elements keeps k' = min(k, m) of them. Of equal magnitudes it keeps the lower index.
+    A chunk of m elements keeps k' = min(k, m) of them, and the lower index of equal magnitudes.
     Its code holds the ascending indices, 12 bits each, and then the values, coded by ``values``:
     ceil(12 k' / 8) + values.nbytes(k') bytes. The indices are the 12-bit digits of one
     little-endian number, so two of them, a and b, are the three bytes
