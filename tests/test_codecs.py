@@ -514,10 +514,10 @@ def test_rows_that_do_not_fit_have_no_mean(codec: Codec) -> None:
         assert torch.equal(mean, decoded.to(dtype))
     strided = torch.stack([row, row], dim=1).t()
     for wrong in (rows[:, 1:], rows[:0], rows[0], rows.view(torch.int8), strided):
-        with pytest.raises(ValueError, match=f"as a contiguous row of {len(row)} bytes"):
+        with pytest.raises(ValueError, match=f"as a contiguous row of {len(row)} uint8 values"):
             codec.decode_mean(wrong, torch.empty(length))
     if codec.grain > 1:
-        with pytest.raises(ValueError, match=f"multiples of {codec.grain}, not of 1"):
+        with pytest.raises(ValueError, match=f"multiple of {codec.grain} elements, not of 1"):
             codec.decode_mean(rows, torch.empty(1))
 
 
