@@ -297,7 +297,7 @@ MASTERS = {"local SGD": {}, "SGP": {"slowmo_base_algorithm": SGP}, "overlapped S
 
 @pytest.mark.parametrize("name", MASTERS)
 @pytest.mark.parametrize("bound", [False, True])
-@pytest.mark.filterwarnings("ignore:without effect here")
+@pytest.mark.filterwarnings("ignore:these arguments have no effect")
 def test_masters_resume_exactly(name: str, bound: bool) -> None:
     """By itself, or, where push weights are other than 1 at the time, once `bind` was called."""
 
