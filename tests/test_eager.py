@@ -186,9 +186,10 @@ def test_half_precision_subtracts_what_it_sent() -> None:
     def run(rank: int) -> tuple[Any, Any]:
         training = Training(given, rank)
         training.steps(1, 8)
-        running = training.sync._rounds[0]
-        (message,) = running.flights[0].messages
-        (state,) = running.states
+        running = training.sync.driver.run.rounds[0]
+        (message,) = running.in_flight[0].buckets
+        (channel,) = running.channels
+        state = channel.state
         assert state["late"].dtype == torch.float32
         training.steps(9, 11)
         training.sync.state_dict()  # waits for what is in flight

@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 
 from laconic.errors import LinkError
 from laconic.links import forks, handshake, health, torch_link
+from laconic.links.calls import Call, CallPosition
 from laconic.links.comm_thread import _labelled
 from laconic.links.handshake import RefusedError
-from laconic.links.health import Address, Place, Request, Verdict
+from laconic.links.health import Address, Request, Verdict
 from laconic.links.wire import Connections, Wire
 
 import gloo
@@ -35,6 +36,8 @@ SMALL = st.integers(0, 2**64 - 1)
 # -- what is read from the network ----
 
 TEXTS = st.text(max_size=40)
+CALLS = st.none() | st.builds(Call, SMALL, TEXTS)
+POSITIONS = st.builds(CallPosition, SMALL, CALLS, st.booleans(), st.booleans())
 VERDICTS = st.builds(Verdict, TEXTS, st.lists(SMALL, max_size=5).map(tuple), SMALL)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | TEXTS,
@@ -65,7 +68,7 @@ def test_an_answer_of_any_bytes_is_read_or_refused(data: bytes) -> None:
         answer = health.unpack_answer(data)
     except ValueError:
         return
-    assert answer.status.isprintable() and printable(answer.verdict) and answer.place is not None
+    assert answer.status.isprintable() and printable(answer.verdict) and answer.position is not None
 
 
 @given(data=BYTES)
@@ -93,11 +96,12 @@ def test_a_request_survives_the_way(verdict: Verdict | None, left: int | None) -
         assert there.verdict == verdict._replace(text=health.clean(verdict.text))
 
 
-@given(status=TEXTS, place=st.builds(Place, SMALL, SMALL, st.booleans(), st.booleans()))
+@given(status=TEXTS, position=POSITIONS)
 @settings(deadline=None)
-def test_an_answer_survives_the_way(status: str, place: Place) -> None:
-    there = health.unpack_answer(health.pack_answer(status, place, VERDICT))
-    assert (there.status, there.place) == (health.clean(status), place)
+def test_an_answer_survives_the_way(status: str, position: CallPosition) -> None:
+    there = health.unpack_answer(health.pack_answer(status, position, VERDICT))
+    shown = position.call and health.shown(position.call)
+    assert (there.status, there.position) == (health.clean(status), position._replace(call=shown))
     assert there.verdict == VERDICT
 
 
@@ -105,7 +109,7 @@ def test_the_longest_texts_fit_a_frame() -> None:
     text = "\U0001f40c" * 10**5
     verdict = Verdict(text, tuple(range(2**63, 2**63 + 5000)), 2**64 - 1)
     assert len(Request(verdict).pack()) <= handshake.MOST_BYTES
-    answer = health.pack_answer(text, Place(2**64 - 1, 2**64 - 1), verdict)
+    answer = health.pack_answer(text, CallPosition(2**64 - 1, Call(2**64 - 1, text)), verdict)
     assert len(answer) <= handshake.MOST_BYTES
     assert health.unpack_answer(answer).verdict is not None
 
@@ -260,9 +264,9 @@ def beacon() -> health.Beacon:
 def test_a_beacon_answers_who_knows_the_secret_and_nobody_else(beacon: health.Beacon) -> None:
     address = beacon.enroll(SECRET)
     link = beacon.links[health.key_of(address)]
-    link.place = Place(7, 3)
+    link.position = CallPosition(7, Call(3, "finish()"))
     answer = health.ask(address, SECRET, 5, Request(left=9))
-    assert answer.place == Place(7, 3) and link.left == {5: 9}
+    assert answer.position == link.position and link.left == {5: 9}
     refused = health.ask(address, bytes(32), 5, Request(VERDICT))
     assert refused.lost and link.verdict is None
     told = health.ask(address, SECRET, 5, Request(VERDICT))

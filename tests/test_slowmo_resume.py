@@ -358,7 +358,7 @@ def test_the_module_is_its_masters_after_every_call_and_at_the_end() -> None:
 @pytest.mark.parametrize(
     ("fp32", "message"),
     [
-        ("short", "of module.parameters\\(\\)' sizes: 21 in all"),
+        ("short", "sizes of module.parameters\\(\\): 21 in total"),
         ("half", "fp32_params must be float32"),
         ("two", "a dict with one entry, not 2"),
         ("copy", "must share storage with the optimizer's parameters"),

@@ -20,6 +20,7 @@ from laconic.lab.race import timeline
 from laconic.lab.race.result import Rounds, Span
 from laconic.lab.race.timeline import Recorder, Watched, in_runs, on_one_clock, stretches, without
 from laconic.links import cost
+from laconic.links.calls import GRADIENTS, Call
 from laconic.links.simulated import current_link
 from test_cluster import refusal
 
@@ -180,11 +181,10 @@ def test_bytes_are_booked_to_the_round_that_sends_them(
 
 def test_announcements_that_take_messages_belong_to_their_round() -> None:
     recorder = Recorder()
-    spoken = SimpleNamespace(size=3, agree=lambda *which, wait: True)
+    spoken = SimpleNamespace(size=3, begin_call=lambda call, wait: True)
     link = Watched(spoken, recorder)  # type: ignore[arg-type]
-    names = ["average", "gradients", "mean()"]
-    for code in range(3):
-        assert link.agree(4, code, names, wait=False)
+    for name, wait in (("average", False), (GRADIENTS, False), ("mean()", True)):
+        assert link.begin_call(Call(4, name), wait=wait)
     each = cost.gather(8, 3).bytes
     assert recorder.rounds() == [Rounds(4, 5, 1, each)]  # gradients: before their step; no call's
 

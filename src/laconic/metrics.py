@@ -31,7 +31,7 @@ import torch
 
 from laconic.errors import LinkError, check_float
 from laconic.links.link import Link
-from laconic.links.metered import Call, Ledger
+from laconic.links.metered import CallTotals, Ledger
 
 if TYPE_CHECKING:
     from laconic.engine.synchronizer import Stats
@@ -278,7 +278,7 @@ class _Track:
     time: float
     steps: int
     stats: Stats
-    calls: Mapping[str, Call]
+    calls: Mapping[str, CallTotals]
 
 
 class Recorder:
@@ -396,7 +396,7 @@ class Recorder:
         track.writer.put(record)
         track.time, track.steps, track.stats, track.calls = now, self._steps, stats, calls
 
-    def _calls(self) -> dict[str, Call]:
+    def _calls(self) -> dict[str, CallTotals]:
         # the lane's thread books calls meanwhile: dict() copies in one go
         return {name: replace(call) for name, call in dict(self._ledger.by_call).items()}
 
@@ -431,9 +431,11 @@ def _versions() -> dict[str, str | int]:
     }
 
 
-def _differences(calls: Mapping[str, Call], before: Mapping[str, Call]) -> list[dict[str, Any]]:
+def _differences(
+    calls: Mapping[str, CallTotals], before: Mapping[str, CallTotals]
+) -> list[dict[str, Any]]:
     """What went over the link since the last record, by name."""
-    nothing = Call()
+    nothing = CallTotals()
     changed = [(name, call, before.get(name, nothing)) for name, call in calls.items()]
     return [
         {

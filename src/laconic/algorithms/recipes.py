@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, get_args
 
+from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges import (
     Alone,
     FastComponents,
@@ -23,7 +24,14 @@ from laconic.algorithms.exchanges import (
     coded,
 )
 from laconic.algorithms.named import named
-from laconic.algorithms.round import Exchange, OptimizerState, Recipe, Round, is_recipe
+from laconic.algorithms.round import (
+    AnyRound,
+    GradientRound,
+    OptimizerState,
+    Recipe,
+    Round,
+    is_recipe,
+)
 from laconic.algorithms.schedules import Schedule, Unless, after, every, until
 from laconic.algorithms.topology import Graph
 from laconic.algorithms.updates import (
@@ -58,7 +66,7 @@ def ddp(*, codec: CodecOption = None) -> Recipe:
     eighth of the bytes; see `CodedMean`.
     """
     mean = _mean(codec, relative=False)
-    return (Round(every(1), Average(), mean, on="gradients", over="world"),)
+    return (GradientRound(every(1), Average(), mean, over="world"),)
 
 
 @named
@@ -376,7 +384,7 @@ def power_sgd(rank: int = 4, *, start: int = 0, codec: CodecOption = None) -> Re
     """
     check_int("start", start, 0)
     exchange = LowRank(rank, None if codec is None else codec_of(codec))
-    low = Round(every(1), Average(), exchange, on="gradients", over="world")
+    low = GradientRound(every(1), Average(), exchange, over="world")
     if not start:
         return (low,)
     dense = (replace(r, when=until(start, r.when)) for r in ddp())
@@ -396,7 +404,7 @@ def demo(decay: float = 0.999, k: int = 32, chunk: int = 64) -> Recipe:
     gradients.
     """
     exchange = FastComponents(check_float("decay", decay, 0.0, 1.0), k, chunk)
-    return (Round(every(1), Sign(), exchange, on="gradients", over="world"),)
+    return (GradientRound(every(1), Sign(), exchange, over="world"),)
 
 
 @named
@@ -468,9 +476,9 @@ def _check_delay(delay: int, period: int) -> None:
         )
 
 
-def _skip(r: Round, skipped: Schedule) -> Round:
+def _skip(r: AnyRound, skipped: Schedule) -> AnyRound:
     """Return ``r`` without the steps of ``skipped``. Rounds on gradients never skip a step."""
-    return r if r.on == "gradients" else replace(r, when=Unless(r.when, skipped))
+    return r if isinstance(r, GradientRound) else replace(r, when=Unless(r.when, skipped))
 
 
 RECIPES: dict[str, Callable[..., Recipe]] = {

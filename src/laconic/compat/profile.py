@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from laconic.engine.synchronizer import Synchronizer
-from laconic.links.metered import Call
+from laconic.links.metered import CallTotals
 from laconic.metrics import Metrics, Record
 
 _tracing = False
@@ -63,8 +63,8 @@ class Profile:
         self._traces = traces
         self._rank = rank
         self._period = period
-        self._parts: dict[str, Call] = {}
-        self._before: dict[str, Call] = {}
+        self._parts: dict[str, CallTotals] = {}
+        self._before: dict[str, CallTotals] = {}
         self._profiler: profile | None = None
 
     @contextmanager
@@ -73,7 +73,7 @@ class Profile:
         start = time.perf_counter()
         with record_function(f"slowmo: {name}"):
             yield
-        part = self._parts.setdefault(name, Call())
+        part = self._parts.setdefault(name, CallTotals())
         part.count += 1
         part.seconds += time.perf_counter() - start
 
@@ -96,7 +96,7 @@ class Profile:
         rows = [("part", "calls", "ms each", "MB each")]
         calls = self._sync.calls()
         for name, call in {**self._parts, **calls}.items():
-            last = self._before.get(name, Call()) if name in calls else Call()
+            last = self._before.get(name, CallTotals()) if name in calls else CallTotals()
             count = call.count - last.count
             if count:
                 each = (call.seconds - last.seconds) / count, (call.bytes - last.bytes) / count

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from laconic.algorithms.round import Exchange
+from laconic.algorithms.exchange import Exchange
 from laconic.errors import NotFiniteError
 from laconic.links.comm_thread import Lane, Pending
 from laconic.links.link import Link

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from laconic.links import forks, handshake
+from laconic.links.calls import Call, CallPosition
 from laconic.links.handshake import KEY_BYTES, MOST_BYTES
 from laconic.links.talks import Talk, Talks
 
@@ -35,8 +36,8 @@ ANSWER_SECONDS = 2.0
 RETRY_SECONDS = 0.05
 MOST_AT_ONCE = 128
 """Beacons that are asked at a time: a process has 1024 file descriptors on many systems."""
-MOST_TEXT, MOST_STATUS, MOST_RANKS = 10_000, 500, 1000
-"""Characters of a verdict and of a status, and ranks that one blames: they fit a frame."""
+MOST_TEXT, MOST_STATUS, MOST_NAME, MOST_RANKS = 10_000, 500, 200, 1000
+"""Characters of a verdict, a status and a call's name, and ranks to blame: they fit a frame."""
 
 
 def address_towards(host: str) -> str | None:
@@ -86,17 +87,6 @@ def _address_of_name() -> str | None:
         return None
 
 
-class Place(NamedTuple):
-    """Where a rank is in its sequence of calls: the number of calls so far, the word that says
-    which one the last is, whether no more will come, and whether not even that one is made to its
-    end."""
-
-    serial: int = 0
-    word: int = 0
-    left: bool = False
-    broken: bool = False
-
-
 class Verdict(NamedTuple):
     """What one rank found wrong with a link, for all of them to raise: ``text``, the ``ranks`` to
     blame, and the rank that is the ``finder``. Of several the one of the lowest finder holds."""
@@ -108,13 +98,13 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a beacon said of a link: the process's status, its place in the link's calls and the
+    """What a beacon said of a link: the process's status, its position in the link's calls and the
     verdict that it knows; or, if it is ``missing``, what its silence means: ``"gone"`` (nobody
     listens there any more), ``"silent"`` (the connection stands, and no answer came) or
     ``"unreachable"`` (no connection)."""
 
     status: str
-    place: Place | None = None
+    position: CallPosition | None = None
     verdict: Verdict | None = None
     missing: Literal["", "gone", "silent", "unreachable"] = ""
 
@@ -135,7 +125,7 @@ UNREACHABLE = Answer("does not answer (its host is unreachable)", missing="unrea
 
 class Request(NamedTuple):
     """What a caller tells a beacon about a link: a verdict, or that it leaves in order after so
-    many calls (`Place.serial`); or nothing."""
+    many calls (`CallPosition.serial`); or nothing."""
 
     verdict: Verdict | None = None
     left: int | None = None
@@ -158,18 +148,20 @@ class Request(NamedTuple):
 NOTHING = Request()
 
 
-def pack_answer(status: str, place: Place, verdict: Verdict | None) -> bytes:
+def pack_answer(status: str, position: CallPosition, verdict: Verdict | None) -> bytes:
     """What a beacon replies."""
-    return _json([clean(status)[:MOST_STATUS], list(place), _plain(verdict)])
+    serial, call, left, broken = position
+    where = [serial, None if call is None else list(shown(call)), left, broken]
+    return _json([clean(status)[:MOST_STATUS], where, _plain(verdict)])
 
 
 def unpack_answer(data: bytes) -> Answer:
     """From bytes of a stranger's choice; raises ``ValueError``."""
     match _parse(data):
-        case [str(status), [serial, word, bool(left), bool(broken)], verdict]:
-            place = Place(_integer(serial), _integer(word), left, broken)
-            return Answer(clean(status)[:MOST_STATUS], place, _verdict_of(verdict))
-    raise ValueError("an answer is a list of a status, a place and a verdict")
+        case [str(status), [serial, call, bool(left), bool(broken)], verdict]:
+            position = CallPosition(_integer(serial), _call_of(call), left, broken)
+            return Answer(clean(status)[:MOST_STATUS], position, _verdict_of(verdict))
+    raise ValueError("an answer is a list of a status, a position and a verdict")
 
 
 def pack_verdict(verdict: Verdict) -> bytes:
@@ -189,6 +181,11 @@ def clean(text: str) -> str:
     """``text`` without control characters and others that do not print, as it came over the network
     and is going to be shown in a terminal."""
     return "".join(c if c.isprintable() else " " for c in text)
+
+
+def shown(call: Call) -> Call:
+    """``call`` as other ranks show it: its name without control characters, and not too long."""
+    return Call(call.step, clean(call.name)[:MOST_NAME])
 
 
 def _json(value: object) -> bytes:
@@ -230,6 +227,15 @@ def _verdict_of(value: object) -> Verdict | None:
     raise ValueError("a verdict is a text, ranks and a rank")
 
 
+def _call_of(value: object) -> Call | None:
+    match value:
+        case None:
+            return None
+        case [step, str(name)]:
+            return shown(Call(_integer(step), name))
+    raise ValueError("a call is a step and a name")
+
+
 class Address(NamedTuple):
     """Where a process listens, and the key of the link that it is asked about."""
 
@@ -256,11 +262,11 @@ class Address(NamedTuple):
 @dataclass
 class Enrolled:
     """What a beacon knows of one link of its process: the ``secret``, None until the ranks share
-    one; the place in its calls; the verdict; the ranks that left in order, each after how many
+    one; the position in its calls; the verdict; the ranks that left in order, each after how many
     calls; and, for who leaves in order itself, its own rank and the others' addresses."""
 
     secret: bytes | None = None
-    place: Place = field(default_factory=Place)
+    position: CallPosition = field(default_factory=CallPosition)
     verdict: Verdict | None = None
     left: dict[int, int] = field(default_factory=dict)
     rank: int = 0
@@ -319,8 +325,8 @@ class Beacon:
             return
         asked = []
         for link in self.links.values():
-            if link.secret is not None and link.verdict is None and not link.place.left:
-                request = Request(left=link.place.serial)
+            if link.secret is not None and link.verdict is None and not link.position.left:
+                request = Request(left=link.position.serial)
                 at = link.secret, link.rank, request
                 asked += [(a, *at) for r, a in link.others.items() if r not in link.left]
         _ask_each(asked, ANSWER_SECONDS)
@@ -349,7 +355,7 @@ class Beacon:
         if request.left is not None:
             link.left[hello.number] = request.left
         seconds = time.monotonic() - self._since
-        return pack_answer(f"{self.status}, for {seconds:.0f} s", link.place, link.verdict)
+        return pack_answer(f"{self.status}, for {seconds:.0f} s", link.position, link.verdict)
 
 
 @functools.cache

@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from laconic.links.calls import Call
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -74,11 +76,11 @@ class Link(Protocol):
         """When (`time.perf_counter`) the last collective was complete, as far as is known."""
         ...
 
-    def agree(self, step: int, code: int, names: Sequence[str], *, wait: bool) -> bool:
-        """Announce the call about to be made after ``step`` steps, ``names[code]``. Where ranks
-        announce different ones nothing is averaged that does not belong together, and all of them
-        raise `LinkError`: here if ``wait``, else in the call's collectives or in `check`. At most
-        256 names, alike on every rank. Returns whether it took messages."""
+    def begin_call(self, call: Call, *, wait: bool) -> bool:
+        """Begin ``call``: the collectives from now on belong to it. Where ranks begin different
+        calls, nothing is averaged that does not belong together, and all ranks raise `LinkError`:
+        here if ``wait``, else in the call's collectives or in `check`. Returns whether messages
+        were sent."""
         ...
 
     def check(self) -> None:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 from laconic.errors import LinkError
+from laconic.links.calls import Call
 from laconic.links.cost import Cost
 from laconic.links.link import Link
 from laconic.links.wrapped import Wrapped
 
 
 @dataclass
-class Call:
-    """What went over the link under one announced name, such as that of a round: how often, after
-    which step last, the payload bytes sent, and the seconds in collectives, the wait for slower
-    ranks included (on CUDA: until they were queued)."""
+class CallTotals:
+    """What went over the link in the calls of one name, such as that of a round: how many calls,
+    the step of the last one, the payload bytes sent, and the seconds in collectives, the wait for
+    slower ranks included (on CUDA: until they were queued)."""
 
     count: int = 0
     step: int = 0
@@ -28,7 +29,7 @@ class Call:
 @dataclass
 class Ledger:
     """Payload bytes that this rank sent and received, in all, and sent by collective, by set of
-    ranks and by announced call.
+    ranks and by name of the call.
 
     Not counted: packet headers and acknowledgements of the network (below 5% for large messages).
     ``failed`` is told of a link's error, by the thread that meets it.
@@ -38,16 +39,16 @@ class Ledger:
     bytes_received: int = 0
     by_collective: dict[str, int] = field(default_factory=dict)
     by_set: dict[str, int] = field(default_factory=dict)
-    by_call: dict[str, Call] = field(default_factory=dict)
+    by_call: dict[str, CallTotals] = field(default_factory=dict)
     failed: Callable[[LinkError], None] | None = None
     call: str = "setting up"
 
-    def begin(self, name: str, step: int) -> None:
-        """Book what comes under ``name`` until the next call is announced."""
-        self.call = name
-        call = self.by_call.setdefault(name, Call())
-        call.count += 1
-        call.step = step
+    def begin(self, call: Call) -> None:
+        """Book what comes under the name of ``call`` until the next call begins."""
+        self.call = call.name
+        totals = self.by_call.setdefault(call.name, CallTotals())
+        totals.count += 1
+        totals.step = call.step
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -66,9 +67,9 @@ class Ledger:
         start = time.perf_counter()
         with self.watched():
             yield
-        call = self.by_call.setdefault(self.call, Call())
-        call.seconds += time.perf_counter() - start
-        call.bytes += amount.bytes
+        totals = self.by_call.setdefault(self.call, CallTotals())
+        totals.seconds += time.perf_counter() - start
+        totals.bytes += amount.bytes
         self.bytes_sent += amount.bytes
         self.bytes_received += received
         for total, key in ((self.by_collective, collective), (self.by_set, ranks)):
@@ -89,10 +90,10 @@ class Metered(Wrapped):
     def like(self, link: Link) -> Link:
         return Metered(link, self.ledger, self.name)
 
-    def agree(self, step: int, code: int, names: Sequence[str], *, wait: bool) -> bool:
-        self.ledger.begin(names[code], step)
+    def begin_call(self, call: Call, *, wait: bool) -> bool:
+        self.ledger.begin(call)
         with self.ledger.watched():
-            return super().agree(step, code, names, wait=wait)
+            return super().begin_call(call, wait=wait)
 
     def check(self) -> None:
         with self.ledger.watched():

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from laconic.links.calls import Call
 from laconic.links.link import Parts, arrivals, hops
 
 
@@ -29,7 +30,7 @@ class Silent:
     def joined(self) -> float:
         return time.perf_counter()
 
-    def agree(self, step: int, code: int, names: Sequence[str], *, wait: bool) -> bool:
+    def begin_call(self, call: Call, *, wait: bool) -> bool:
         return False
 
     def check(self) -> None:

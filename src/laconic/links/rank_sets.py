@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.algorithms.exchanges import Mean
-from laconic.algorithms.round import Recipe, Round
+from laconic.algorithms.round import GradientRound, Recipe
 from laconic.algorithms.schedules import Schedule, Unless, any_of, every
 from laconic.algorithms.updates import Average
 from laconic.errors import check_int, in_words
@@ -201,7 +201,7 @@ def sets_of(
 def within_workers(recipe: Recipe) -> Recipe:
     """Gradients averaged inside a worker wherever the recipe does not average them over all."""
     when: Schedule = every(1)
-    over_all = [r.when for r in recipe if r.on == "gradients" and r.over == "world"]
+    over_all = [r.when for r in recipe if isinstance(r, GradientRound) and r.over == "world"]
     if over_all:
         when = Unless(when, any_of(*over_all))
-    return (Round(when, Average(), Mean(), on="gradients", over="replica"),)
+    return (GradientRound(when, Average(), Mean(), over="replica"),)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from laconic.buckets import mean_in_rank_order
 from laconic.errors import LinkError, check_int
+from laconic.links.calls import Call
 from laconic.links.link import Link, Parts, arrivals, hops
 
 T = TypeVar("T")
@@ -169,9 +170,8 @@ class SimulatedLink:
         )
         return result
 
-    def agree(self, step: int, code: int, names: Sequence[str], *, wait: bool) -> bool:
-        call = f"{names[code]} after {step} steps "
-        self._meet(call, torch.empty(0), lambda _: torch.empty(0))
+    def begin_call(self, call: Call, *, wait: bool) -> bool:
+        self._meet(f"{call} ", torch.empty(0), lambda _: torch.empty(0))
         return wait
 
     def check(self) -> None:

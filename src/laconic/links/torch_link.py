@@ -17,8 +17,9 @@ from torch import Tensor
 from laconic.buckets import Scratch, mean_in_rank_order
 from laconic.errors import LinkError
 from laconic.links import health
+from laconic.links.calls import FINISH, Call, CallPosition
 from laconic.links.handshake import SECRET_BYTES
-from laconic.links.health import NOTHING, Answer, Place, Request, Verdict
+from laconic.links.health import NOTHING, Answer, Request, Verdict
 from laconic.links.link import Link, Parts, arrivals, hops
 from laconic.links.rendezvous import ADVICE, UNREACHABLE_SECONDS, meeting
 from laconic.links.wire import LostError, OtherCallError, Transfer, Wire
@@ -29,8 +30,6 @@ FIRST_LOOK, LAST_LOOK = 1.0, 30.0
 to the second figure."""
 WATCH_SECONDS = 0.5
 """How often a rank between two calls looks whether its connections still stand."""
-FINISH = "finish()"
-"""The call after which ranks owe each other nothing until the next one."""
 
 
 class _Calls:
@@ -39,8 +38,9 @@ class _Calls:
     the ``secret`` of the link, and takes in what they find wrong."""
 
     def __init__(self) -> None:
-        self.place = Place()  # the thread that makes the calls alone moves it
-        self.names: Sequence[str] = ()
+        self.position = CallPosition()  # only the thread that makes the calls changes it
+        self.header = 0, 0
+        """What messages carry: the call's serial number and id."""
         self._left = self._broken = False
         beacon = health.beacon()
         self.address = beacon.enroll()
@@ -55,10 +55,11 @@ class _Calls:
         """The ranks share ``secret`` from now on; ``others``: their addresses."""
         self.known.secret, self.known.rank, self.known.others = secret, rank, dict(others)
 
-    def enter(self, word: int) -> None:
+    def begin(self, call: Call) -> None:
         """The next call."""
         self._left = self._broken = False
-        self.place = Place(self.place.serial + 1, word)
+        self.position = CallPosition(self.position.serial + 1, health.shown(call))
+        self.header = self.position.serial, call.id
         self._tell()
 
     def leave(self, broken: bool) -> None:
@@ -67,26 +68,13 @@ class _Calls:
         self._tell()
 
     def _tell(self) -> None:
-        self.known.place = self.place._replace(left=self._left, broken=self._broken)
+        self.known.position = self.position._replace(left=self._left, broken=self._broken)
 
     @property
     def finished(self) -> bool:
-        """Whether the last call was that after which ranks may go."""
-        return self._name(self.place) == FINISH
-
-    def _name(self, place: Place) -> str:
-        number = place.word % 256
-        return self.names[number] if place.serial and number < len(self.names) else ""
-
-    def told(self, place: Place) -> str:
-        """A place in words."""
-        if not place.serial:
-            what = "no call yet"
-        elif self._name(place):
-            what = f"{self._name(place)} after {place.word // 256} steps"
-        else:
-            what = "another call"
-        return f"{what}, and has left" if place.left else what
+        """Whether the last call was the one after which ranks may end."""
+        call = self.position.call
+        return call is not None and call.name == FINISH
 
 
 _Answers = dict[int, Answer]
@@ -203,16 +191,28 @@ class TorchLink:
 
     # -- the call announced, and errors ----
 
-    def agree(self, step: int, code: int, names: Sequence[str], *, wait: bool) -> bool:
+    def begin_call(self, call: Call, *, wait: bool) -> bool:
         self._heed()
-        self._calls.names = names
-        self._calls.enter(step * 256 + code)
+        self._calls.begin(call)
         if not (wait or self._native):
-            return False  # the tags of the call's messages carry it
-        place = self._calls.place
-        words = self.gather(torch.tensor([place.word])).flatten().tolist()
-        self._compare({r: place._replace(word=word) for r, word in enumerate(words)})
+            return False  # the headers of the call's messages carry its id
+        ids = self.gather(torch.tensor([call.id])).flatten().tolist()
+        other = [r for r, number in enumerate(ids) if number != call.id]
+        if other:
+            answers = self._ask(ranks=other)
+            serial = self._calls.position.serial
+            positions = {r: self._position(answers.get(r), serial) for r in other}
+            self._refuse({**{r: self._calls.position for r in range(self.size)}, **positions})
         return True
+
+    def _position(self, answer: Answer | None, serial: int) -> CallPosition:
+        """Where a rank is that has sent something of another call, its ``serial``-th: as its beacon
+        says, if it answers."""
+        position = None if answer is None else answer.position
+        mine = self._calls.position
+        if position is None or (position.serial, position.call) == (mine.serial, mine.call):
+            return CallPosition(serial)
+        return position
 
     def check(self) -> None:
         if self._wire.forked:
@@ -227,7 +227,7 @@ class TorchLink:
 
     def _due(self) -> bool:
         """Whether to ask the others again now."""
-        now, serial = time.monotonic(), self._calls.place.serial
+        now, serial = time.monotonic(), self._calls.position.serial
         if serial != self._looked:
             self._looked, self._look_at, self._patience = serial, now, FIRST_LOOK
         if now < self._look_at:
@@ -240,11 +240,11 @@ class TorchLink:
     def _look(self) -> None:
         answers = self._ask()
         self._heed()
-        places = {r: a.place for r, a in answers.items() if a.place is not None}
-        self._compare({**places, self.rank: self._calls.place})
+        positions = {r: a.position for r, a in answers.items() if a.position is not None}
+        self._compare({**positions, self.rank: self._calls.position})
         if self._native:
             return  # who is lost NCCL tells, and nothing else is known of its connections
-        serial, closed = self._calls.place.serial, self._wire.closed()
+        serial, closed = self._calls.position.serial, self._wire.closed()
         for r, answer in answers.items():
             ended = r in self._answered or r in closed  # and not kept away by a firewall
             if answer.missing == "gone" and ended and self._departed(r) < serial:
@@ -269,8 +269,7 @@ class TorchLink:
             self._heed()
             self._watch()
         except LinkError as error:
-            where = self._calls.told(self._calls.place)
-            at = f"{status}, between rounds (the last one: {where})"
+            at = f"{status}, between rounds (the last one: {self._calls.position})"
             self._wire.shutdown()
             raise LinkError(f"{at}: {error}", ranks=error.ranks) from None
 
@@ -294,28 +293,26 @@ class TorchLink:
     def leave(self, broken: bool) -> None:
         self._calls.leave(broken)
 
-    def _compare(self, places: Mapping[int, Place]) -> None:
-        """Raise if the ranks (of this link) are known to be at ``places`` that cannot meet."""
-        mine = self._calls.place
+    def _compare(self, positions: Mapping[int, CallPosition]) -> None:
+        """Raise if the ranks (of this link) are known to be at ``positions`` that cannot meet."""
+        mine = self._calls.position
         if any(
-            (p.serial == mine.serial and (p.word != mine.word or p.broken))
+            (p.serial == mine.serial and (p.call != mine.call or p.broken))
             or (p.serial < mine.serial and p.left)
-            for p in places.values()
+            for p in positions.values()
         ):
-            self._refuse(places)
+            self._refuse(positions)
 
-    def _refuse(self, places: Mapping[int, Place]) -> NoReturn:
-        """The ranks (of this link) are at ``places``, which cannot meet."""
-        where = "; ".join(
-            f"rank {self._ranks[r]}: {self._calls.told(places[r])}" for r in sorted(places)
-        )
+    def _refuse(self, positions: Mapping[int, CallPosition]) -> NoReturn:
+        """The ranks (of this link) are at ``positions``, which cannot meet."""
+        where = "; ".join(f"rank {self._ranks[r]}: {positions[r]}" for r in sorted(positions))
         text = (
             f"the ranks are at different places ({where}). Every rank must take the same "
             "optimiser steps and make the same laconic calls; a GradScaler that skips steps "
             "is passed as attach(..., scaler=)"
         )
         # whoever has not seen it yet will only see this process end
-        self._conclude(text, [self._ranks[r] for r, p in places.items() if p.left or p.broken])
+        self._conclude(text, [self._ranks[r] for r, p in positions.items() if p.left or p.broken])
 
     def _ask(self, request: Request = NOTHING, ranks: Sequence[int] = ()) -> _Answers:
         """What the other ranks of this link say, or the other ones of ``ranks``; and tell them
@@ -346,11 +343,11 @@ class TorchLink:
         that has not come so far; or ``only`` those. One that has stopped because of another rank
         says so."""
         self._heed(error)
-        mine = self._calls.place.serial
+        mine = self._calls.position.serial
         silent = list(only)
         silent = silent or [r for r, a in answers.items() if a.missing in ("silent", "unreachable")]
         gone = [r for r, a in answers.items() if a.missing == "gone" and self._departed(r) < mine]
-        behind = [r for r, a in answers.items() if a.place and a.place.serial < mine]
+        behind = [r for r, a in answers.items() if a.position and a.position.serial < mine]
         blamed = silent or gone or behind
         parts = []
         for r in silent + gone or behind or answers:
@@ -425,8 +422,7 @@ class TorchLink:
         self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], *, ready: bool = True
     ) -> Transfer:
         with self._named():
-            place = self._calls.place
-            return self._wire.post(sends, receives, (place.serial, place.word), ready=ready)
+            return self._wire.post(sends, receives, self._calls.header, ready=ready)
 
     def _send(self, transfer: Transfer, rank: int, size: int) -> None:
         """Begin to send the first ``size`` bytes of what is for ``rank``, which are ready now."""
@@ -446,10 +442,12 @@ class TorchLink:
         try:
             yield
         except OtherCallError as error:
-            there, mine = Place(*error.place), self._calls.place
-            if there == mine:  # the same call, of something else
+            if error.place == self._calls.header:  # a message of another length
                 self._conclude(str(error), [], error)
-            self._refuse({error.rank: there, self.rank: mine})
+            answer = self._ask(ranks=[error.rank]).get(error.rank)
+            self._heed(error)
+            there = self._position(answer, error.place[0])
+            self._refuse({error.rank: there, self.rank: self._calls.position})
         except LostError as error:
             self._lost(error)
 

@@ -32,7 +32,7 @@ from laconic.links.talks import Talk, Talks
 VERSION = 4
 """What ``wire.c`` must be."""
 
-_HEADER = struct.Struct("=QQQ")  # the place of the sender in its calls, and how many bytes follow
+_HEADER = struct.Struct("=QQQ")  # the sender's call (serial, id), and how many bytes follow
 PURPOSE = b"wire"
 HELLO_SECONDS = 5.0
 """How long a caller may take in all to prove who it is."""

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 
 from laconic.links import cost
+from laconic.links.calls import Call
 from laconic.links.cost import Cost
 from laconic.links.link import Link, Parts
 
@@ -53,12 +54,12 @@ class Wrapped:
     def joined(self) -> float:
         return self.link.joined
 
-    def agree(self, step: int, code: int, names: Sequence[str], *, wait: bool) -> bool:
-        spoke = self.link.agree(step, code, names, wait=wait)
-        if spoke:
-            with self._around("agree", cost.gather(8, self.size)):  # one 64-bit word
+    def begin_call(self, call: Call, *, wait: bool) -> bool:
+        sent = self.link.begin_call(call, wait=wait)
+        if sent:
+            with self._around("agree", cost.gather(8, self.size)):  # the call's id
                 pass
-        return spoke
+        return sent
 
     def check(self) -> None:
         self.link.check()

@@ -25,7 +25,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from laconic.algorithms.round import Arrival, Clock, Combine, Exchange, Slot, State
+from laconic.algorithms.exchange import Arrival, Combine, Exchange
+from laconic.algorithms.update import Clock, Slot, State
 from laconic.buckets import mean_in_rank_order, state_dtype
 from laconic.codecs import Codec, codec_of
 from laconic.codecs.codec import check_repr
@@ -89,7 +90,7 @@ class _Coded(Exchange):
             state["residual"] = torch.zeros_like(x)
         return state
 
-    def rest(self, x: Tensor, state: State) -> None:
+    def rebase(self, x: Tensor, state: State) -> None:
         if self.relative:
             state["reference"].copy_(x)
 
@@ -147,12 +148,12 @@ class CodedMean(_Coded):
             state["lag"] = torch.zeros_like(x[owned])
         return state
 
-    def rest(self, x: Tensor, state: State) -> None:
-        super().rest(x, state)
+    def rebase(self, x: Tensor, state: State) -> None:
+        super().rebase(x, state)
         if self.relative and self.feedback:
             state["lag"].zero_()
 
-    def give_back(self, state: State, owned: slice, n: int) -> None:
+    def collect(self, state: State, owned: slice, n: int) -> None:
         if self.feedback:
             state["residual"][owned].add_(state["lag"], alpha=n)  # the mean divides it by n
             state["lag"].zero_()

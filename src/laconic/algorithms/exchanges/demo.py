@@ -22,7 +22,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from laconic.algorithms.round import Arrival, Clock, Combine, Exchange, Slot, State
+from laconic.algorithms.exchange import Arrival, Combine, Exchange
+from laconic.algorithms.update import Clock, Slot, State
 from laconic.buckets import state_dtype
 from laconic.codecs import TopK
 from laconic.codecs.dct import Tiling

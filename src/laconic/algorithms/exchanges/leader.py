@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laconic.algorithms.round import Arrival, Clock, Combine, Exchange, State
+from laconic.algorithms.exchange import Arrival, Combine, Exchange
 from laconic.algorithms.scores import elect
+from laconic.algorithms.update import Clock, State
 from laconic.links import cost
 from laconic.links.cost import Cost
 from laconic.links.link import Link
@@ -25,7 +26,7 @@ class Leader(Exchange):
     window: int
 
     @property
-    def scored(self) -> int:
+    def score_window(self) -> int:
         return self.window
 
     def cost(self, length: int, itemsize: int, n: int) -> Cost:

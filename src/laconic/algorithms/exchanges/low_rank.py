@@ -25,9 +25,10 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from laconic.algorithms.exchange import Arrival, Collect, Combine, Exchange
 from laconic.algorithms.exchanges.coded import CodedMean
 from laconic.algorithms.exchanges.mean import Mean
-from laconic.algorithms.round import Arrival, Clock, Combine, Exchange, Slot, State
+from laconic.algorithms.update import Clock, Slot, State
 from laconic.buckets import state_dtype
 from laconic.codecs import Codec
 from laconic.codecs.codec import check_repr
@@ -165,7 +166,8 @@ class LowRank(Exchange):
         if not bool(mean.isfinite().all()):
             raise NotFiniteError("some ranks had NaN, infinite, or too large values to send")
         if state:
-            exchange.give_back(state, owned, n)
+            if isinstance(exchange, Collect):
+                exchange.collect(state, owned, n)
             padded -= state["residual"]
         sizes = [t.numel() for t in tensors]
         means, own = (torch.split(x[: len(flat)], sizes) for x in (mean, padded))

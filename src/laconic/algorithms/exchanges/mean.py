@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from laconic.algorithms.round import Arrival, Clock, Combine, Exchange, State
+from laconic.algorithms.exchange import Arrival, Combine, Exchange
+from laconic.algorithms.update import Clock, State
 from laconic.errors import check_int
 from laconic.links import cost
 from laconic.links.cost import Cost

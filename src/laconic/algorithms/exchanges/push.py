@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laconic.algorithms.round import Arrival, Clock, Combine, Exchange, State
+from laconic.algorithms.exchange import Arrival, Combine, Exchange
 from laconic.algorithms.topology import Graph
+from laconic.algorithms.update import Clock, State
 from laconic.buckets import state_dtype
 from laconic.links import cost
 from laconic.links.cost import Cost
@@ -25,8 +26,6 @@ class Push(Exchange):
     """
 
     graph: Graph
-
-    gossips = True
 
     def out_degree(self, clock: Clock) -> int:
         at = clock.worker, clock.workers, clock.executed, clock.seed

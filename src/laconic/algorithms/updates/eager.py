@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from laconic.algorithms.round import Clock, Slot, State, Update
+from laconic.algorithms.update import Clock, Slot, State, Update
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Eager(Update):
         torch.neg(own, out=late)
         return delta
 
-    def depart(self, x: Tensor, state: State, clock: Clock) -> None:
+    def after_send(self, x: Tensor, state: State, clock: Clock) -> None:
         x.copy_(state["anchor"])
 
     def fold(
@@ -57,7 +57,7 @@ class Eager(Update):
         state["late"].add_(received)
         return x
 
-    def settle(self, x: Tensor, state: State, averaged: bool) -> None:
+    def quiesce(self, x: Tensor, state: State, averaged: bool) -> None:
         """Apply ``late`` without momentum, ``a <- a - eta*late ; x <- a``, if x still equals a.
 
         This holds right after a round. Later, the workers' own steps have made up for part of

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from laconic.algorithms.round import Clock, Slot, State, Update
+from laconic.algorithms.update import Clock, Slot, State, Update
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Downpour(Update):
     and unit of x.
     """
 
+    slots: ClassVar[dict[str, Slot]] = {"anchor": "owner"}
     anchor = "anchor"
     replaces = True
 

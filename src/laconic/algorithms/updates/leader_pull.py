@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from laconic.algorithms.round import Clock, Slot, State, Update
+from laconic.algorithms.update import Clock, Slot, State, Update
 
 
 @dataclass(frozen=True)

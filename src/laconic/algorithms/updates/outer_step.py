@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from laconic.algorithms.round import Clock, Slot, State, Update
+from laconic.algorithms.update import Clock, Slot, State, Update
 
 OuterFactory = Callable[[list[Tensor]], Optimizer]
 Merge = Literal["mix", "average", "loscar"]

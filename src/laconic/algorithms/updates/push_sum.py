@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from laconic.algorithms.round import Clock, Slot, State, Update
+from laconic.algorithms.update import Clock, Slot, State, Update
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class PushSum(Update):
         total = received.add_(x, alpha=float(state["w"]))  # lo*x + sum of received x
         return total.div_(float(state["w"].add_(clock.weight)))  # z = x/w
 
-    def settle(self, x: Tensor, state: State, averaged: bool) -> None:
+    def quiesce(self, x: Tensor, state: State, averaged: bool) -> None:
         if averaged:
             x.mul_(float(state["w"]))  # the mean of x over workers is sum(x)/sum(w)
         state["w"].fill_(1.0)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from laconic.algorithms.round import Clock, State, Update
+from laconic.algorithms.update import Clock, State, Update
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from laconic.algorithms.round import Clock, Slot, State, Update
+from laconic.algorithms.update import Clock, Slot, State, Update
 
 RESTART = 10.0
 """If lr grows by more than this factor after u was built, the schedule is assumed to have
@@ -53,7 +53,7 @@ class SlowMomentum(Update):
     anchor = "anchor"
     replaces = True
     uses_lr = True
-    settles = True
+    quiesces_others = True
 
     def init(self, x: Tensor) -> State:
         return {"anchor": x, "u": torch.zeros_like(x), "lr": torch.tensor(0.0)}

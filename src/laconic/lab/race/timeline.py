@@ -20,6 +20,7 @@ from statistics import median
 
 from laconic.lab.race.result import Rounds, Span
 from laconic.links import Link
+from laconic.links.calls import GRADIENTS, Call
 from laconic.links.cost import Cost
 from laconic.links.wrapped import Wrapped
 
@@ -225,7 +226,7 @@ class Watched(Wrapped):
         self._step: int | None = None
 
     def around(self, collective: str, amount: Cost, received: int) -> AbstractContextManager[None]:
-        if collective == "agree":  # its word has travelled already
+        if collective == "agree":  # its messages were sent before
             self._recorder.book(self._step, amount)
             return nullcontext()
         return self._recorder.sending(self._step, amount)
@@ -233,8 +234,7 @@ class Watched(Wrapped):
     def like(self, link: Link) -> Link:
         return Watched(link, self._recorder)
 
-    def agree(self, step: int, code: int, names: Sequence[str], *, wait: bool) -> bool:
-        # gradients are announced before their step; all names behind theirs are calls, not rounds
-        gradients = names.index("gradients")
-        self._step = None if code > gradients else step + (code == gradients)
-        return super().agree(step, code, names, wait=wait)
+    def begin_call(self, call: Call, *, wait: bool) -> bool:
+        # ranks wait for a call of the user's, and not for a round; gradients come before their step
+        self._step = None if wait else call.step + (call.name == GRADIENTS)
+        return super().begin_call(call, wait=wait)

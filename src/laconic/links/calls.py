@@ -1,0 +1,49 @@
+"""Calls: what all ranks do together, and where a rank is in its sequence of them."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import NamedTuple
+
+GRADIENTS = "gradients"
+"""The name of the call in which gradients are averaged; it begins before its step is counted."""
+FINISH = "finish()"
+"""The name of the call after which the ranks owe each other nothing until the next one."""
+
+
+class Call(NamedTuple):
+    """One thing that all ranks do together, such as a round: its ``name``, and the number of
+    optimizer steps taken before it. A call may consist of several collectives."""
+
+    step: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name} after {self.step} steps"
+
+    @property
+    def id(self) -> int:
+        """A hash of both, the same in every process, at least 0 and below 2**63. Every message
+        carries it, so messages of different calls are never mixed up."""
+        digest = blake2b(str(self).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1
+
+
+class CallPosition(NamedTuple):
+    """Where a rank is in its sequence of calls.
+
+    ``serial``: the number of calls so far. ``call``: the last one; None where it is unknown, or
+    there was none. ``left``: no more calls will come. ``broken``: even that one is not completed.
+    """
+
+    serial: int = 0
+    call: Call | None = None
+    left: bool = False
+    broken: bool = False
+
+    def __str__(self) -> str:
+        if not self.serial:
+            what = "no call yet"
+        else:
+            what = "another call" if self.call is None else str(self.call)
+        return f"{what}, and has left" if self.left else what
