@@ -472,12 +472,12 @@ def test_what_does_not_fit_is_refused(codec: Codec) -> None:
         codec.encode(torch.ones(2, dtype=torch.int32))
     payload = codec.encode(torch.ones(10))
     for wrong in (payload[:-1], payload[None], payload.view(torch.int8)):
-        with pytest.raises(ValueError, match=f"10 elements as {len(payload)} bytes, not as"):
+        with pytest.raises(ValueError, match=f"10 elements as {len(payload)} uint8 values, not as"):
             codec.decode(wrong, 10)
     with pytest.raises(ValueError, match="length must be"):
         codec.decode(payload, -1)
     for room in (torch.empty(9), torch.empty(10).double(), torch.empty(20)[::2]):
-        with pytest.raises(ValueError, match="out must be 10 contiguous float32 on cpu"):
+        with pytest.raises(ValueError, match="out must be 10 contiguous float32 values on cpu"):
             codec.decode(payload, 10, out=room)
 
 
@@ -495,9 +495,11 @@ def test_what_is_not_as_x_is_refused(codec: Codec) -> None:
     x = torch.ones(10)
     for name in ("less", "plus"):
         for wrong in (torch.ones(1), torch.ones(10).double(), torch.ones(11)):
-            with pytest.raises(ValueError, match=f"{name} must be as x, torch.float32 of shape"):
+            with pytest.raises(
+                ValueError, match=f"{name} must have the dtype and shape of x, torch.float32"
+            ):
                 codec.encode(x, subtract=True, **{name: wrong})
-    with pytest.raises(ValueError, match="changed in place, so that it must be contiguous"):
+    with pytest.raises(ValueError, match="changed in place and must be contiguous"):
         codec.encode(torch.ones(20)[::2], subtract=True)
 
 
@@ -512,10 +514,10 @@ def test_rows_that_do_not_fit_have_no_mean(codec: Codec) -> None:
         assert torch.equal(mean, decoded.to(dtype))
     strided = torch.stack([row, row], dim=1).t()
     for wrong in (rows[:, 1:], rows[:0], rows[0], rows.view(torch.int8), strided):
-        with pytest.raises(ValueError, match=f"as a contiguous row of {len(row)} bytes"):
+        with pytest.raises(ValueError, match=f"as a contiguous row of {len(row)} uint8 values"):
             codec.decode_mean(wrong, torch.empty(length))
     if codec.grain > 1:
-        with pytest.raises(ValueError, match=f"multiples of {codec.grain}, not of 1"):
+        with pytest.raises(ValueError, match=f"multiple of {codec.grain} elements, not of 1"):
             codec.decode_mean(rows, torch.empty(1))
 
 

@@ -1029,7 +1029,9 @@ def test_a_codec_tells_its_settings() -> None:
         lambda c: TopK(values=c),
     )
     for make in makers:
-        with pytest.raises(ValueError, match="codec Untold must have a repr with all its setting"):
+        with pytest.raises(
+            ValueError, match="codec Untold needs a repr that shows all its settings"
+        ):
             make(Untold())
 
 

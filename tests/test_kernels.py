@@ -24,7 +24,7 @@ CODECS: list[Codec] = [
     *(
         kind(block)
         for kind in (Int8, Int4, Int2)
-        for block in (1, 7, 100, 256, kernels.MOST_BLOCK, kernels.MOST_BLOCK + 1)
+        for block in (1, 7, 100, 256, kernels.MAX_BLOCK, kernels.MAX_BLOCK + 1)
     ),
 ]
 codecs = pytest.mark.parametrize("codec", CODECS, ids=str)
@@ -129,6 +129,6 @@ def test_other_tensors_are_left_to_tensor_operations() -> None:
         patch.setattr(kernels, "encode", lambda *arguments: called.append(arguments))
         for x in (torch.ones(10).double(), torch.ones(10).bfloat16()):
             Int4().encode(x)
-        Int4(kernels.MOST_BLOCK + 1).encode(torch.ones(10))
+        Int4(kernels.MAX_BLOCK + 1).encode(torch.ones(10))
         Int4(stochastic=True).encode(torch.ones(10))
     assert not called

@@ -289,7 +289,7 @@ def test_what_is_no_expression_gets_an_example(text: str) -> None:
         warnings.simplefilter("ignore", SyntaxWarning)
         said = refusal(text)
     assert repr(text) in said
-    assert "like 'local_sgd(12)'" in said
+    assert "such as 'local_sgd(12)'" in said
 
 
 DEEP = 10_000

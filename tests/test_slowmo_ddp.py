@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:slowmo_memory_efficient=True sends"),
     pytest.mark.filterwarnings("ignore:there is one node only"),
-    pytest.mark.filterwarnings("ignore:the optimizer moves float16 parameters"),
+    pytest.mark.filterwarnings("ignore:the optimizer updates float16 parameters"),
 ]
 SGP = SlowMoBaseAlgorithm.SGP
 
@@ -129,7 +129,7 @@ def test_equals_the_original_order_of_operations(given: ref.Settings, optimiser:
     check(settings, given, runs)
 
 
-@pytest.mark.filterwarnings("ignore:slowmo_frequency=8 is no multiple")
+@pytest.mark.filterwarnings("ignore:slowmo_frequency=8 is not a multiple")
 @pytest.mark.parametrize("efficient", [True, False])
 def test_a_slow_step_between_two_rounds_averages_too(efficient: bool) -> None:
     """Which the original does where it is memory efficient alone."""

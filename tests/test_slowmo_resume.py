@@ -297,7 +297,7 @@ MASTERS = {"local SGD": {}, "SGP": {"slowmo_base_algorithm": SGP}, "overlapped S
 
 @pytest.mark.parametrize("name", MASTERS)
 @pytest.mark.parametrize("bound", [False, True])
-@pytest.mark.filterwarnings("ignore:without effect here")
+@pytest.mark.filterwarnings("ignore:these arguments have no effect")
 def test_masters_resume_exactly(name: str, bound: bool) -> None:
     """By itself, or, where push weights are other than 1 at the time, once `bind` was called."""
 
@@ -358,7 +358,7 @@ def test_the_module_is_its_masters_after_every_call_and_at_the_end() -> None:
 @pytest.mark.parametrize(
     ("fp32", "message"),
     [
-        ("short", "of module.parameters\\(\\)' sizes: 21 in all"),
+        ("short", "sizes of module.parameters\\(\\): 21 in total"),
         ("half", "fp32_params must be float32"),
         ("two", "a dict with one entry, not 2"),
         ("copy", "must share storage with the optimizer's parameters"),

@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:slowmo_memory_efficient=True sends"),
     pytest.mark.filterwarnings("ignore:there is one node only"),
-    pytest.mark.filterwarnings("ignore:the optimizer moves float16 parameters"),
+    pytest.mark.filterwarnings("ignore:the optimizer updates float16 parameters"),
 ]
 SGP = SlowMoBaseAlgorithm.SGP
 
@@ -405,7 +405,7 @@ def test_masters_travel_in_half_precision_and_slow_steps_in_float32() -> None:
         ({"graph": "ring"}, "graph must be one of laconic's .*RingGraph"),
         ({"graph": la.RingGraph(0, 7)}, "graph is of node 0 of 7"),
         ({"mixing": 0.5}, "mixing must be a laconic.UniformMixing"),
-        ({"overlap": True}, "overlap=True is for .*SGP; local SGD"),
+        ({"overlap": True}, "overlap=True needs .*SGP; local SGD"),
         ({"process_world_size": 5}, "process_world_size is 5, where laconic finds 4"),
         ({"process_rank": 9}, "process_rank is 9"),
         ({"comm_device": "cuda"}, "comm_device must be"),
@@ -470,13 +470,13 @@ def test_what_the_original_advises_against_is_warned_of() -> None:
         return [str(w.message) for w in caught]
 
     assert messages() == []
-    assert "no multiple of localsgd_frequency=3" in messages(slowmo_frequency=10)[0]
+    assert "not a multiple of localsgd_frequency=3" in messages(slowmo_frequency=10)[0]
     assert messages(slowmo_frequency=10, slowmo_momentum=0.0) == []
     assert "sends an all-reduce" in messages(slowmo_base_algorithm=SGP)[0]
     assert messages(slowmo_base_algorithm=SGP, slowmo_memory_efficient=False) == []
-    assert "without effect here: use_streams=False" in messages(use_streams=False)[0]
+    assert "these arguments have no effect: use_streams=False" in messages(use_streams=False)[0]
     assert (
-        "without effect here: synch_freq"
+        "these arguments have no effect: synch_freq"
         in messages(slowmo_base_algorithm=SGP, slowmo_memory_efficient=False, synch_freq=2)[0]
     )
 
@@ -524,13 +524,13 @@ def test_profile_mode_prints_the_parts_and_writes_a_trace(pool: gloo.Pool, tmp_p
     parts = {" ".join(line[:-3]): line[-3:] for line in lines if len(line) > 3}
     assert parts["SlowMomentum round"][0] == "1"
     assert parts["Average round"][0] == "1"
-    assert parts["forward"][0] == parts["perform_slowmo, all of it"][0] == "6"
+    assert parts["forward"][0] == parts["perform_slowmo, total"][0] == "6"
     # 75 numbers in float32, padded to 76, twice half of them
     assert float(parts["Average round"][2]) == pytest.approx(76 * 4 / 1e6, abs=6e-4)
     for rank in range(2):
         trace = json.loads((tmp_path / f"slowmo_trace.rank{rank}.json").read_text())
         names = [event.get("name") for event in trace["traceEvents"]]
-        assert names.count("slowmo: perform_slowmo, all of it") >= 4
+        assert names.count("slowmo: perform_slowmo, total") >= 4
 
 
 def _profiled(rank: int, directory: str) -> str:
@@ -955,7 +955,7 @@ def test_arguments_that_are_wrong_on_one_rank_are_an_error_on_all() -> None:
 
     messages = simulate(run, 3)
     assert messages[0] == f"rank 1: {messages[1]}; rank 2: {messages[2]}"
-    assert all("graph is of node 0 of 3, where this is node" in m for m in messages[1:])
+    assert all("graph is of node 0 of 3, but this is node" in m for m in messages[1:])
 
 
 def test_settings_are_fixed_when_the_module_is_wrapped() -> None:
@@ -995,5 +995,5 @@ def test_a_trace_that_cannot_be_written_is_a_warning(
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    with pytest.warns(UserWarning, match="no torch profiler trace"):
+    with pytest.warns(UserWarning, match="cannot write the profiler trace"):
         go(model, optimizer, 0, 6)
