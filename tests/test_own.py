@@ -342,7 +342,7 @@ MISTAKES = {
         "a number of runs or a list of seeds, as 3 or 3,7,11, not 'often'",
     ),
     "seeds alike": ("--repeat 3,3", "seeds must differ from each other: (3, 3)"),
-    "seeds and seed": ("--repeat 3,4 --seed 1", "leaves no room for --seed"),
+    "seeds and seed": ("--repeat 3,4 --seed 1", "already sets the seeds"),
     "no groups": (
         "hierarchical(2,4)",
         "hierarchical(2,4) has rounds inside groups of workers: say how many make up one, such as "

@@ -384,7 +384,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "megabytes of one worker": ("ddp --megabytes 1 --workers 1", "nothing is sent"),
     "workers": ("ddp --workers 0", "workers must be"),
     "compute that is measured": ("ddp --emulated --compute 1ms", "--compute is for predicted"),
-    "seeds that are measured": ("ddp --emulated --repeat 2", "--repeat is for simulated"),
+    "seeds that are measured": ("ddp --emulated --repeat 2", "--repeat works with simulated"),
     "groups": ("hierarchical(2,period)", "--group-size 2"),
 }  # fmt: skip
 
