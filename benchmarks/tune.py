@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from laconic.advisor.tune import tuning
-from laconic.advisor.tune.journal import opened
-from laconic.advisor.tune.runs import LOOKS, Length, Run, Task, Told
+from laconic.advisor.tune.journal import open_journal
+from laconic.advisor.tune.runs import VALIDATIONS, Length, Report, Run, Task
 from laconic.advisor.tune.space import Setting, Space, space_of
 from laconic.advisor.tune.tuning import Evaluate, Trial
 from laconic.lab.race import runner
@@ -56,9 +56,9 @@ def grid(space: Space, seed: int, out: Path, progress: Callable[[int], None]) ->
     """All settings, each trained to its end."""
     here = task(seed)
     settings = {"recipe": space.recipe, "grids": dict(space.grids), "seed": seed, "steps": STEPS}
-    with opened(out / f"grid-{seed}.jsonl", settings) as study:
+    with open_journal(out / f"grid-{seed}.jsonl", settings) as study:
 
-        def train(setting: Setting, told: Told) -> Run:
+        def train(setting: Setting, told: Report) -> Run:
             return here.run(space.text(setting), float(setting["lr"] or 1), told)
 
         for _ in tuning.tune(study, space, train, prune=False):
@@ -86,12 +86,12 @@ def replay(space: Space, runs: list[Trial]) -> Evaluate:
     known = {tuple(trial.setting.items()): trial for trial in runs}
     here = task(0)
 
-    def train(setting: Setting, told: Told) -> Run:
+    def train(setting: Setting, told: Report) -> Run:
         trial = known[tuple((name, setting[name]) for name in space.grids)]
-        planned = Schedule(here.recipe(space.text(setting)), None, STEPS, LOOKS, {})
+        planned = Schedule(here.recipe(space.text(setting)), None, STEPS, VALIDATIONS, {})
         for step in range(1, STEPS + 1):
-            if planned.is_look(step) and planned.look(step, 0.0):
-                told(step, STEPS, trial.curve[LOOKS * step // STEPS])
+            if planned.is_check(step) and planned.check(step, 0.0):
+                told(step, STEPS, trial.curve[VALIDATIONS * step // STEPS])
         return trial.run
 
     return train
@@ -112,7 +112,7 @@ def search(space: Space, runs: list[Trial], seed: int) -> Found:
     whole = sum(trial.run.steps for trial in runs)
     found: list[Trial] = []
     with tempfile.TemporaryDirectory() as folder:  # noqa: SIM117
-        with opened(Path(folder, "journal.jsonl"), {}) as study:
+        with open_journal(Path(folder, "journal.jsonl"), {}) as study:
             for trial in tuning.tune(study, space, replay(space, runs), seed=seed):
                 found.append(trial)
                 if sum(t.run.steps for t in found) + STEPS > whole / SHARE:

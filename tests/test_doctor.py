@@ -352,9 +352,7 @@ def test_a_master_that_is_not_there() -> None:
     start = time.monotonic()
     met = check_network(Rendezvous(1, 2, "127.0.0.1", port := free_port()), timeout=1)
     (found,) = met.findings
-    assert found.text == (
-        f"cannot reach rank 0 at 127.0.0.1:{port} within 1 s: connection refused"
-    )
+    assert found.text == (f"cannot reach rank 0 at 127.0.0.1:{port} within 1 s: connection refused")
     assert "rank 0's host" in found.remedy
     assert time.monotonic() - start < 10
 

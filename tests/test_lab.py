@@ -265,7 +265,7 @@ BAD: Mapping[str, tuple[list[str], str]] = {
     "name": (["--bandwidth-host", "x=1mbit", "true"], "not a host: 'x'; give its number"),
     "single": (["--bandwidth-host", "1", "true"], "not a host's bandwidth: '1'; give HOST=RATE"),
     "shell": (["--hosts", "2", "--shell", "2"], "there is no host 2; hosts are numbered 0 to 1"),
-    "no lab": (["--shell", "1@0"], "no lab of process '0' runs here; these do: "),
+    "no lab": (["--shell", "1@0"], "no lab of process '0' runs here; running labs: "),
     "both": (["--shell", "2", "--", "true"], "give a program or --shell, not both"),
     "directory": (["--out", "/dev/null/x", "true"], "cannot create /dev/null/x: Not a directory"),
     "nodes": (

@@ -225,13 +225,13 @@ def test_once_prints_the_state_and_ends(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("run.jsonl", None, "no metrics in {path}: does the run write there?"),
-        ("", None, "no metrics in {path}: does the run write there?"),
-        ("no/run.jsonl", None, "cannot watch {path}: there is no directory"),
-        ("run.jsonl", b"hello\n", "{path} holds no metrics of laconic"),
-        ("run.jsonl", b'{"event": "start"}\n', "{path} holds no metrics of laconic"),
-        ("run.jsonl", b"[1]\n", "{path} holds no metrics of laconic"),
-        ("run.jsonl", b"\xff\x00" * 2_000_000, "{path} holds no metrics of laconic"),
+        ("run.jsonl", None, "no metrics in {path}: check that the run writes there"),
+        ("", None, "no metrics in {path}: check that the run writes there"),
+        ("no/run.jsonl", None, "cannot watch {path}: no directory"),
+        ("run.jsonl", b"hello\n", "{path} contains no metrics of laconic"),
+        ("run.jsonl", b'{"event": "start"}\n', "{path} contains no metrics of laconic"),
+        ("run.jsonl", b"[1]\n", "{path} contains no metrics of laconic"),
+        ("run.jsonl", b"\xff\x00" * 2_000_000, "{path} contains no metrics of laconic"),
     ],
 )
 def test_what_cannot_be_watched_is_one_line(

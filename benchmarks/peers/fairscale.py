@@ -14,12 +14,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 import laconic
-from laconic.lab.race.rivals import Attached, Peer
+from laconic.lab.race.rivals import Attached, Rival
 
 
 def peer(
     period: int = 24, momentum: float = 0.2, lr: float = 1.0, localsgd_period: int = 12
-) -> Peer:
+) -> Rival:
     rounds = laconic.slowmo(laconic.local_sgd(localsgd_period), period, momentum, lr)
 
     def attach(model: nn.Module, optimizer: Optimizer) -> Attached:
@@ -47,4 +47,4 @@ def peer(
 
         return Attached(wrapped, step, seek)
 
-    return Peer("fairscale==0.4.13", rounds, attach)
+    return Rival("fairscale==0.4.13", rounds, attach)

@@ -22,12 +22,12 @@ from torch.optim import Optimizer
 import laconic
 from laconic.algorithms.schedules import after, until
 from laconic.errors import check_choice, check_int
-from laconic.lab.race.rivals import Attached, Peer
+from laconic.lab.race.rivals import Attached, Rival
 
 HOOKS = ("none", "fp16", "powersgd")
 
 
-def peer(hook: str = "none", *, rank: int = 1, start: int = 10) -> Peer:
+def peer(hook: str = "none", *, rank: int = 1, start: int = 10) -> Rival:
     check_choice("hook", hook, HOOKS)
     check_int("rank", rank, 1)
     # DDP lays out its buckets anew after the first step, and the hook keeps tensors of their size
@@ -60,4 +60,4 @@ def peer(hook: str = "none", *, rank: int = 1, start: int = 10) -> Peer:
             wrapped.register_comm_hook(None, fp16_compress_hook)
         return Attached(wrapped, optimizer.step, seek=lambda step: None)
 
-    return Peer("torch", rounds, attach)
+    return Rival("torch", rounds, attach)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 import laconic
 from laconic.algorithms.exchanges import Mean
 from laconic.algorithms.updates import Average
-from laconic.lab.race.rivals import Attached, Peer
+from laconic.lab.race.rivals import Attached, Rival
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class FromStart:
         return step > self.start and (step - 1 - self.start) % self.period == 0
 
 
-def peer(start: int = 0, period: int = 12) -> Peer:
+def peer(start: int = 0, period: int = 12) -> Rival:
     gradients = laconic.post_local_sgd(start, period)[0]
     averages = laconic.Round(FromStart(start, period), Average(), Mean())
 
@@ -52,4 +52,4 @@ def peer(start: int = 0, period: int = 12) -> Peer:
 
         return Attached(wrapped, PostLocalSGDOptimizer(optimizer, averager).step, seek)
 
-    return Peer("torch", (gradients, averages), attach)
+    return Rival("torch", (gradients, averages), attach)

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 import laconic
 from laconic.errors import check_bool, check_float, check_int
-from laconic.lab.race.rivals import Attached, Peer
+from laconic.lab.race.rivals import Attached, Rival
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def peer(
     delay: int = 0,
     alpha: float = 0.0,
     bucketed: bool = False,
-) -> Peer:
+) -> Rival:
     check_int("period", period, 1)
     check_bool("outer", outer)
     check_bool("bucketed", bucketed)
@@ -74,7 +74,7 @@ def peer(
         consensus = running.consensus if outer else lambda: None
         return Attached(model, running.step, running.seek, consensus, running.close)
 
-    return Peer("torchft==0.2.0", rounds, attach)
+    return Rival("torchft==0.2.0", rounds, attach)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ from benchmarks.race.rows import NETWORKS, NONE, SEEDS, chosen, is_peer
 from laconic.lab.emulation.cluster import Cluster
 from laconic.lab.emulation.jobs import terminate_as_exit
 from laconic.lab.race import runner, workloads
-from laconic.lab.race.result import Result, Row, reason
+from laconic.lab.race.result import Result, Row
+from laconic.lab.race.wording import reason
 from laconic.units import format_rate, parse_rate
 
 HERE = Path(__file__).resolve().parents[2]
@@ -111,7 +112,7 @@ def asked(options: Any, rows: Sequence[str], bandwidths: Sequence[float]) -> run
     """All of it, for the lab. Raises ``ValueError`` for anything that would fail later."""
     everything = runner.Settings(
         recipes=tuple(row for row in rows if row != NONE and not is_peer(row)),
-        peers=tuple(row for row in rows if is_peer(row)),
+        rivals=tuple(row for row in rows if is_peer(row)),
         baseline=NONE in rows,
         hosts=options.hosts,
         data=None if options.data is None else str(options.data.resolve()),
@@ -130,7 +131,7 @@ def part(everything: runner.Settings, job: Job) -> runner.Settings:
     one = replace(
         everything,
         recipes=() if none or peer else (job.row,),
-        peers=(job.row,) if peer else (),
+        rivals=(job.row,) if peer else (),
         baseline=none,
         seeds=(job.seed,),
     )

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 from benchmarks.race.journal import Entry, key
 from benchmarks.race.rows import NONE, ROWS
 from laconic.lab.emulation.seeds import groups
-from laconic.lab.race.plots import COLOURS, GREY, limit_loss
-from laconic.lab.race.result import SECONDS, Result, Row, compared, line, reason, three_digits
+from laconic.lab.race.comparison import compared
+from laconic.lab.race.plots import COLORS, GRAY, limit_loss
+from laconic.lab.race.result import SECONDS, Result, Row, line
+from laconic.lab.race.wording import reason, three_digits
 from laconic.units import format_rate
 
 if TYPE_CHECKING:
@@ -191,10 +193,10 @@ def _notes(lines: Sequence[Line]) -> list[str]:
 
 @dataclass(frozen=True)
 class Look:
-    """How a row is drawn, and where: its colour and dashes, its name in lines that fit, and its
+    """How a row is drawn, and where: its color and dashes, its name in lines that fit, and its
     height below the top of the lower panels, in lines of text."""
 
-    colour: str
+    color: str
     dashes: Dashes
     name: str
     height: float
@@ -223,7 +225,7 @@ def picture(entries: Sequence[Entry]) -> Figure:
     panels[0][0].set_ylabel("validation loss (nats)")
     legend = "Solid: laconic's recipes; dashed: other libraries; grey: workers that never talk."
     words = "\n".join((fill(task(entries), 60 + 45 * len(found)), legend))
-    figure.suptitle(words, x=0.01, ha="left", fontsize=8.5, color=GREY)
+    figure.suptitle(words, x=0.01, ha="left", fontsize=8.5, color=GRAY)
     return figure
 
 
@@ -234,13 +236,13 @@ def _looks(texts: Mapping[str, bool]) -> dict[str, Look]:
     for text, peer in texts.items():
         name = fill(text, 50, break_long_words=False)
         half = (name.count("\n") + 1.4) / 2
-        colour, dashes = GREY, DASHES[False][-1]
+        color, dashes = GRAY, DASHES[False][-1]
         if text != NONE:
             number = next(count[peer])
-            colour = COLOURS[number % len(COLOURS)]
-            dashes = DASHES[peer][number // len(COLOURS) % 2]
+            color = COLORS[number % len(COLORS)]
+            dashes = DASHES[peer][number // len(COLORS) % 2]
         height += half
-        looks[text] = Look(colour, dashes, name, height)
+        looks[text] = Look(color, dashes, name, height)
         height += half
     return looks
 
@@ -255,7 +257,7 @@ def _curves(axes: Axes, lines: Sequence[Line], looks: dict[str, Look]) -> None:
         axes.plot(
             [at for at, _ in pairs],
             [loss for _, loss in pairs],
-            color=look.colour,
+            color=look.color,
             linestyle=look.dashes,
             linewidth=1.5,
         )
@@ -265,7 +267,7 @@ def _curves(axes: Axes, lines: Sequence[Line], looks: dict[str, Look]) -> None:
                 [group.mean.curve[k].seconds for k in known],
                 [group.low[k] or 0.0 for k in known],
                 [group.high[k] or 0.0 for k in known],
-                color=look.colour,
+                color=look.color,
                 alpha=0.15,
                 linewidth=0,
             )
@@ -282,14 +284,14 @@ def _ends(axes: Axes, lines: Sequence[Line], looks: dict[str, Look], named: bool
         look, losses = looks[one.text], one.losses
         if not losses:
             axes.text(
-                0.02, look.height, "no run finished", fontsize=7, color=GREY, transform=beside
+                0.02, look.height, "no run finished", fontsize=7, color=GRAY, transform=beside
             )
             continue
         heights = [look.height] * len(losses)
-        axes.plot(losses, heights, color=look.colour, linewidth=1.2)
-        axes.plot(losses, heights, "|", color=look.colour, markersize=7)
+        axes.plot(losses, heights, color=look.color, linewidth=1.2)
+        axes.plot(losses, heights, "|", color=look.color, markersize=7)
         marker = "D" if one is winner else "o"
-        axes.plot(one.loss, look.height, marker, color=look.colour, markersize=5)
+        axes.plot(one.loss, look.height, marker, color=look.color, markersize=5)
     names = [look.name if named else "" for look in looks.values()]
     axes.set_yticks([look.height for look in looks.values()], names)
     axes.set_ylim(max(look.height for look in looks.values()) + 1, 0)
@@ -306,7 +308,7 @@ def _ends(axes: Axes, lines: Sequence[Line], looks: dict[str, Look], named: bool
                 textcoords="offset points",
                 arrowprops={
                     "arrowstyle": "-",
-                    "color": look.colour,
+                    "color": look.color,
                     "linestyle": look.dashes,
                     "linewidth": 1.6,
                     "shrinkA": 0,

@@ -22,7 +22,7 @@ from benchmarks.science.rows import (
 
 HEAD = ("recipe", "lr, beta", "median", "range", "mean", "floats", "acc. %")
 BEGIN, END = "<!-- begin: written by make science -->", "<!-- end -->"
-INK, GREY, BLUE = "#222222", "#8A8A8A", "#0B6BB8"
+INK, GRAY, BLUE = "#222222", "#8A8A8A", "#0B6BB8"
 
 
 def terminal(findings: Sequence[Finding]) -> Table:
@@ -68,7 +68,7 @@ def picture(findings: Sequence[Finding]) -> Figure:
     axes = figure.subplots()
     for f in findings:
         floats = f.outcomes[0].floats
-        axes.plot([floats] * len(f.losses), f.losses, ".", color=GREY, markersize=3, alpha=0.6)
+        axes.plot([floats] * len(f.losses), f.losses, ".", color=GRAY, markersize=3, alpha=0.6)
         axes.plot([floats], [f.loss], "o", color=BLUE, markersize=6)
         offset, side = BESIDE.get(f.row, ((7, 0), "left"))
         axes.annotate(

@@ -105,7 +105,7 @@ def launch(network: Network, common: dict[str, object], seconds: float) -> Launc
     told = json.dumps([asdict(spec), asdict(Job(list(ROWS), seconds))])
     with Cluster(network.hosts, bandwidth=network.rate) as hosts:
         argv = ["-m", "benchmarks.validate.worker", told]
-        lines = cluster.said(hosts, argv, network.per_host, LONGEST)
+        lines = cluster.output_lines(hosts, argv, network.per_host, LONGEST)
     first, *rest = map(json.loads, lines)
     rows = tuple(Timed(**{n: event["row"][n] for n in Timed.__annotations__}) for event in rest)
     return Launch(common, network, facts_of(first["measured"]["facts"]), rows)

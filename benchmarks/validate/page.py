@@ -129,15 +129,15 @@ def draw(path: Path, launches: Sequence[Launch]) -> None:
 def _panel(axes: Axes, launches: Sequence[Launch]) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    from laconic.lab.race.plots import COLOURS
+    from laconic.lab.race.plots import COLORS
 
     families: dict[str, list[tuple[float, float]]] = {}
     for launch in launches:
         for row in launch.rows:
             family = families.setdefault(row.recipe.partition("(")[0], [])
             family.append((row.seconds, launch.predicted(row)))
-    for colour, (name, points) in zip(COLOURS, families.items(), strict=False):
-        axes.plot(*zip(*points, strict=True), "o", color=colour, label=name, markersize=4)
+    for color, (name, points) in zip(COLORS, families.items(), strict=False):
+        axes.plot(*zip(*points, strict=True), "o", color=color, label=name, markersize=4)
     ends = [f(x for points in families.values() for p in points for x in p) for f in (min, max)]
     axes.plot(ends, ends, color="#000000", linewidth=0.8, label="as predicted")
     for factor in (1 - WORST, 1 + WORST):

@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         seconds = 30.0
     settings = runner.Settings(
         recipes=tuple(arguments.recipes or DEFAULT),
-        peers=tuple(arguments.peer),
+        rivals=tuple(arguments.peer),
         rules=arguments.rules and str(Path(arguments.rules)),
         hosts=arguments.hosts,
         per_host=arguments.per_host,
@@ -147,7 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
                 report.save(result, arguments.out)
     finally:
         if result is not None:
-            entrants = 1 + len(settings.recipes) + len(settings.peers)
+            entrants = 1 + len(settings.recipes) + len(settings.rivals)
             available = sum(row.status != "absent" for row in result.rows[:entrants])
             left = entrants + available * (len(settings.seeds) - 1) - len(result.rows)
             show(result, arguments.out, left)
@@ -251,7 +251,7 @@ class Display:
             name: self._progress.add_task(
                 name, total=None, start=False, status="waiting", short=_short(name)
             )
-            for name in (NO_COMMUNICATION, *settings.recipes, *settings.peers)
+            for name in (NO_COMMUNICATION, *settings.recipes, *settings.rivals)
         }
         self._steps: dict[str, int] = {}
 

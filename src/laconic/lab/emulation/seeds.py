@@ -7,18 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from laconic.lab.race.result import (
-    SECONDS,
-    STEPS,
-    Axis,
-    Point,
-    Result,
-    Row,
-    grouped,
-    interpolated,
-    number,
-    summary,
-)
+from laconic.lab.race.comparison import interpolated, summary
+from laconic.lab.race.result import SECONDS, STEPS, Axis, Point, Result, Row, grouped, number
 
 
 @dataclass(frozen=True)
