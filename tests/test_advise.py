@@ -541,7 +541,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         ([*NUMBERS, "--dtype", "int3"], "'float32'"),
         ([*NUMBERS, "--backward-share", "2"], "backward-share"),
         ([*NUMBERS, "--local-bandwidth", "1gbit"], "nprocs-per-node > 1"),
-        ([*NUMBERS, "--hosts", "3"], "--hosts belongs to a measurement"),
+        ([*NUMBERS, "--hosts", "3"], "--hosts applies only to a measurement"),
         ([*NUMBERS, "--recipe", "nonsense"], "nonsense"),
         ([*NUMBERS, "--plot", "advice.docx"], "png"),
         ([*NUMBERS, "--workload", "text"], "is measured with --workload"),

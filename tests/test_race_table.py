@@ -214,7 +214,7 @@ def test_a_race_that_was_killed_goes_on_and_tries_again_what_failed(
     assert all(e.run.status == "ok" for e in journal.load(tmp_path / "j"))
     lab.ran = []
     assert command.main(said) == 0 and not lab.ran
-    assert "5 runs, 0 to do" in capsys.readouterr().out
+    assert "5 runs, 0 to run" in capsys.readouterr().out
     assert command.main([*said, "--again"]) == 0 and len(lab.ran) == 5
     lab.ran = []
     assert command.main([*said, "--seconds", "31"]) == 0 and len(lab.ran) == 5
@@ -257,7 +257,7 @@ def test_the_lab_runs_a_row_without_the_compute_alone_or_that_alone(
         ("--rows ddp() --hosts 0", "hosts must be"),
         ("--rows ddp() --data /no/such/file", "cannot read the training text: /no/such/file"),
         ("tabel", "unrecognized arguments: tabel"),
-        ("table", "there are no runs in"),
+        ("table", "no runs in"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
@@ -282,7 +282,7 @@ def test_a_peer_that_is_not_installed_is_refused_beforehand(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rivals.Rival, "version", lambda self: None)
-    with pytest.raises(ValueError, match=r"torchft\(24\) needs torchft==.*: make peers"):
+    with pytest.raises(ValueError, match=r"torchft\(24\) needs torchft==.*: run make peers"):
         rows.chosen(["torchft(24)"])
 
 

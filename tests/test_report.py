@@ -260,8 +260,8 @@ def test_verdict_when_time_and_steps_disagree() -> None:
     assert report.verdict(result(SILENT, DDP, LOCAL)) == (
         "In 30 s per recipe on this 100 Mbit/s network, local_sgd(12) reached the lowest "
         "validation loss (2.01), with 3.2 times as many steps as ddp() (2.45), a loss that it "
-        "reached after 11.4 s, 2.6 times as fast. After the same 75 steps ddp() is ahead (2.45 against "
-        "2.60); both send 2.00 MB per host and step."
+        "reached after 11.4 s, 2.6 times as fast. After the same 75 steps ddp() is ahead (2.45 "
+        "against 2.60); both send 2.00 MB per host and step."
     )
 
 

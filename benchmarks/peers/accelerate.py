@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate's LocalSGD: parameters averaged every ``period`` steps."""
+"""Hugging Face Accelerate's LocalSGD, which averages parameters every ``period`` steps."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """fairscale's SlowMoDistributedDataParallel over its local SGD.
 
-It was written for CUDA. On a machine without, the one call of its local SGD that needs a card,
-``torch.cuda.synchronize()`` after a round, is replaced by one that does nothing; nothing else is
-changed: there is no other stream to wait for on a CPU.
+It was written for CUDA. Without a GPU, this adapter replaces the only call of its local SGD that
+requires one, ``torch.cuda.synchronize()`` after a round, by a function that does nothing. A CPU has
+no other stream to wait for. Nothing else is changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def peer(
 
     def attach(model: nn.Module, optimizer: Optimizer) -> Attached:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # old names of torch's, as it is loaded
+            warnings.simplefilter("ignore", FutureWarning)  # it imports deprecated names of torch
             from fairscale.experimental.nn.data_parallel import SlowMoDistributedDataParallel
 
         if not torch.cuda.is_available():

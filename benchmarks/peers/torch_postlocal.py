@@ -1,8 +1,8 @@
-"""torch's PostLocalSGDOptimizer: gradients averaged in the first ``start`` steps, from then on
-parameters every ``period`` steps, the first time at once.
+"""torch's PostLocalSGDOptimizer: averages gradients in the first ``start`` steps, then parameters
+every ``period`` steps, beginning immediately.
 
-As its documentation sets it up: a PeriodicModelAverager, and DistributedDataParallel with the
-hook that goes with it, without the averaging of gradients inside a node that the hook offers.
+The setup follows its documentation: a PeriodicModelAverager, and DistributedDataParallel with the
+matching hook, without the hook's optional averaging of gradients inside a node.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from laconic.lab.race.rivals import Attached, Rival
 
 @dataclass(frozen=True)
 class FromStart:
-    """Steps ``start + 1, start + 1 + period, ...``, which is where the averager averages."""
+    """The steps ``start + 1, start + 1 + period, ...``, at which the averager averages."""
 
     start: int
     period: int

@@ -27,6 +27,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
 """
 
 
+@trap("laconic lab --shell as root, after another user created a socket with a lab's name")
 @trap("laconic lab --shell as root, where another user has planted a lab's socket")
 def planted_lab() -> str:
     from laconic.lab.emulation.join import join
