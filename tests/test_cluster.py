@@ -348,7 +348,7 @@ def test_a_job_that_runs_is_left_running() -> None:
     for cluster in clusters():
         job = launch(cluster, ["sleep", "1000"])
         assert job.poll() is None
-        with pytest.raises(TimeoutError, match=r"2 of 2 ranks run after 0\.1 s"):
+        with pytest.raises(TimeoutError, match=r"2 of 2 ranks still running after 0\.1 s"):
             job.wait(0.1)
         assert job.poll() is None
         job.kill()

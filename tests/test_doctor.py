@@ -21,9 +21,10 @@ import torch.distributed as dist
 from laconic.cli import main
 from laconic.cli.doctor import report
 from laconic.codecs import kernels
-from laconic.lab.doctor import host_checks, network_checks
+from laconic.lab.doctor import host_checks, network_checks, network_findings, probes
 from laconic.lab.doctor.host_checks import Finding, Interface
-from laconic.lab.doctor.network_checks import Meeting, Place, meet, place_of
+from laconic.lab.doctor.network_checks import Rendezvous, check_network, rendezvous_of
+from laconic.lab.doctor.network_findings import NetworkReport
 from laconic.lab.emulation.cluster import Cluster, NamespacesUnavailable, launch
 from laconic.links import wire
 from test_cluster import refusal, with_namespaces
@@ -70,7 +71,7 @@ def routed(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, ["127.0.1.1"], "warning", "resolves to 127.0.1.1", "GLOO_SOCKET_IFNAME=eth0"),
         ({}, [], "warning", "does not resolve", "GLOO_SOCKET_IFNAME=eth0"),
         ({"MASTER_ADDR": "10.0.0.1"}, ["127.0.1.1"], "problem", "no other host reaches", "export"),
-        ({"MASTER_ADDR": "127.0.0.1"}, ["127.0.1.1"], "warning", "one host alone works", "export"),
+        ({"MASTER_ADDR": "127.0.0.1"}, ["127.0.1.1"], "warning", "a single host works", "export"),
         ({"MASTER_ADDR": "10.0.0.1"}, ["10.0.0.5"], "ok", "reached from 10.0.0.5, eth0", ""),
         ({"MASTER_ADDR": "head"}, ["10.0.0.5"], "problem", "does not resolve", "/etc/hosts"),
         ({"GLOO_SOCKET_IFNAME": "eth0"}, ["127.0.1.1"], "ok", "interfaces", ""),
@@ -177,16 +178,16 @@ def test_cards_and_back_ends(
 
 def test_a_torch_without_gloo_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
-    assert texts(host_checks.software({}), "problem") == ["this torch has no gloo back end"]
+    assert texts(host_checks.software({}), "problem") == ["this torch has no gloo backend"]
 
 
 def test_kernels_that_were_not_compiled_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "library", lambda: None)
     assert texts(host_checks.software({}), "warning")[-1].startswith(
-        "what moves messages not compiled"
+        "not compiled: the message transport"
     )
     monkeypatch.setattr(kernels, "library", lambda: None)
-    assert "kernels and what moves messages" in texts(host_checks.software({}), "warning")[-1]
+    assert "kernels and the message transport" in texts(host_checks.software({}), "warning")[-1]
 
 
 def test_what_the_lab_needs_is_tried() -> None:
@@ -196,7 +197,7 @@ def test_what_the_lab_needs_is_tried() -> None:
     if reason is not None:
         assert reason in texts(found, "warning")
         return
-    assert "network namespaces can be made" in texts(found, "ok")
+    assert "network namespaces are available" in texts(found, "ok")
     shaped = [f for f in found if "tbf" in f.text]
     assert len(shaped) == 1 and len([f for f in found if "netem" in f.text]) == 1
     try:
@@ -235,15 +236,15 @@ def gather(
     timeout: float = 20.0,
     options: Mapping[int, dict[str, Any]] | None = None,
     own: Mapping[int, list[Finding]] | None = None,
-) -> dict[int, Meeting]:
+) -> dict[int, NetworkReport]:
     """A meeting of threads of this process, over loopback."""
     port = free_port()
-    met: dict[int, Meeting] = {}
+    met: dict[int, NetworkReport] = {}
 
     def attend(index: int, rank: int) -> None:
-        place = Place(rank, world, "127.0.0.1", port)
+        place = Rendezvous(rank, world, "127.0.0.1", port)
         more = (options or {}).get(index, {})
-        met[index] = meet(place, (own or {}).get(rank, []), timeout=timeout, **more)
+        met[index] = check_network(place, (own or {}).get(rank, []), timeout=timeout, **more)
 
     ranks = list(range(world)) if ranks is None else ranks
     threads = [threading.Thread(target=attend, args=pair) for pair in enumerate(ranks)]
@@ -256,7 +257,7 @@ def gather(
 
 
 def test_hosts_that_are_well_find_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network_checks, "SEND_SECONDS", 0.2)
+    monkeypatch.setattr(probes, "SEND_SECONDS", 0.2)
     met = gather(3)
     assert all(texts(m.findings, "problem") == [] for m in met.values())
     told = texts(met[0].findings, "ok")
@@ -278,7 +279,7 @@ def test_a_host_that_is_not_there_is_named() -> None:
     assert time.monotonic() - start < 20
     for one in met.values():
         (problem,) = [f for f in one.findings if f.level == "problem"]
-        assert problem.text == "rank 1 of 3 did not come within 3 s"
+        assert problem.text == "rank 1 of 3 did not join within 3 s"
         assert "--master" in problem.remedy
     assert any("2 of 2 connections" in text for text in texts(met[0].findings, "ok"))
 
@@ -317,21 +318,21 @@ def test_a_host_that_cannot_be_reached_is_named() -> None:
 def test_two_hosts_of_one_rank_are_told() -> None:
     """The others wait for rank 2 meanwhile, so that the second of rank 1 cannot come too late."""
     met = gather(3, ranks=[0, 1, 1], timeout=3)
-    second = [m for m in met.values() if "takes part as rank 1 too" in str(m.findings)]
+    second = [m for m in met.values() if "already joined as rank 1" in str(m.findings)]
     assert len(second) == 1
-    assert texts(met[0].findings, "problem") == ["rank 2 of 3 did not come within 3 s"]
+    assert texts(met[0].findings, "problem") == ["rank 2 of 3 did not join within 3 s"]
 
 
 def test_a_host_that_goes_away_during_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network_checks, "GRACE_SECONDS", 0.5)
     port = free_port()
-    met: list[Meeting] = []
-    place = Place(0, 2, "127.0.0.1", port)
-    thread = threading.Thread(target=lambda: met.append(meet(place, timeout=20)))
+    met: list[NetworkReport] = []
+    place = Rendezvous(0, 2, "127.0.0.1", port)
+    thread = threading.Thread(target=lambda: met.append(check_network(place, timeout=20)))
     thread.start()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     card = {"rank": 1, "host": "beta", "address": "127.0.0.1", "port": free_port(), "versions": {}}
-    dist.PrefixStore("laconic doctor", store).set("card/1", json.dumps(card))
+    dist.PrefixStore("laconic doctor", store).set("host/1", json.dumps(card))
     thread.join(60)
     problems = texts(met[0].findings, "problem")
     assert "rank 1 (beta, 127.0.0.1) stopped answering during the tests" in problems
@@ -342,18 +343,16 @@ def test_a_master_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network_checks, "GRACE_SECONDS", 0.5)
     port = free_port()
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    met = meet(Place(1, 2, "127.0.0.1", port), timeout=1)
-    assert texts(met.findings, "problem") == ["rank 0 did not say who is there"]
+    met = check_network(Rendezvous(1, 2, "127.0.0.1", port), timeout=1)
+    assert texts(met.findings, "problem") == ["rank 0 did not report which hosts are present"]
     del store
 
 
 def test_a_master_that_is_not_there() -> None:
     start = time.monotonic()
-    met = meet(Place(1, 2, "127.0.0.1", port := free_port()), timeout=1)
+    met = check_network(Rendezvous(1, 2, "127.0.0.1", port := free_port()), timeout=1)
     (found,) = met.findings
-    assert found.text == (
-        f"cannot reach 127.0.0.1:{port}, where rank 0 should be, within 1 s: connection refused"
-    )
+    assert found.text == (f"cannot reach rank 0 at 127.0.0.1:{port} within 1 s: connection refused")
     assert "rank 0's host" in found.remedy
     assert time.monotonic() - start < 10
 
@@ -361,28 +360,28 @@ def test_a_master_that_is_not_there() -> None:
 def test_a_port_that_is_no_store_does_not_hold_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network_checks, "GRACE_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, and never says a word
-        met = meet(Place(1, 2, "127.0.0.1", server.getsockname()[1]), timeout=1)
+        met = check_network(Rendezvous(1, 2, "127.0.0.1", server.getsockname()[1]), timeout=1)
     (found,) = met.findings
     assert found.level == "problem"
-    assert re.search("broke off|did not end", found.text)
+    assert re.search("interrupted|did not end", found.text)
 
 
 def test_a_master_elsewhere_or_on_a_port_in_use() -> None:
-    (found,) = meet(Place(0, 2, "192.0.2.77", 29500), timeout=1).findings
-    assert found.text == "192.0.2.77 is no address of this host, which is rank 0"
+    (found,) = check_network(Rendezvous(0, 2, "192.0.2.77", 29500), timeout=1).findings
+    assert found.text == "192.0.2.77 is not an address of this host, which is rank 0"
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        (found,) = meet(Place(0, 2, "127.0.0.1", port), timeout=1).findings
-    assert found.text == f"port {port} is taken on this host, which is rank 0"
+        (found,) = check_network(Rendezvous(0, 2, "127.0.0.1", port), timeout=1).findings
+    assert found.text == f"port {port} is in use on this host, which is rank 0"
 
 
 def test_a_slow_host_is_named() -> None:
-    rates = [network_checks.Rate(r, (r + 1) % 4, 1e9 if r != 2 else 1e8) for r in range(4)]
-    (found,) = network_checks._of_rates(Meeting(rates=rates))
+    rates = [probes.Rate(r, (r + 1) % 4, 1e9 if r != 2 else 1e8) for r in range(4)]
+    (found,) = network_findings.rate_findings(NetworkReport(rates=rates))
     assert found.level == "warning"
     assert "100 Mbit/s (rank 2 to 3) or more; median 1 Gbit/s" in found.text
-    (failed,) = network_checks._of_rates(
-        Meeting(rates=[network_checks.Rate(0, 1, 0.0, "no answer")])
+    (failed,) = network_findings.rate_findings(
+        NetworkReport(rates=[probes.Rate(0, 1, 0.0, "no answer")])
     )
     assert "sending from rank 0 to rank 1 failed: no answer" in failed.text
 
@@ -392,7 +391,7 @@ import json, os, sys, time
 from dataclasses import asdict
 from pathlib import Path
 from laconic.lab.doctor.host_checks import versions
-from laconic.lab.doctor.network_checks import Place, meet
+from laconic.lab.doctor.network_checks import Rendezvous, check_network
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) + 1
 ready = Path(sys.argv[1])
 (ready / str(rank)).touch()
@@ -404,8 +403,8 @@ elif rank == 2:
     options = {"address": "10.77.0.1"}  # somebody else
 else:
     options = {"known": {**versions(), "laconic": "0.0.1"}} if rank == 3 else {}
-place = Place(rank, world, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-met = meet(place, timeout=4, **options)
+place = Rendezvous(rank, world, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+met = check_network(place, timeout=4, **options)
 print(json.dumps({"findings": [asdict(f) for f in met.findings], **met.numbers()}))
 """
 
@@ -419,7 +418,7 @@ def test_hosts_of_their_own_meet(tmp_path: Path) -> None:
         said = [json.loads(job.stdout(rank)) for rank in range(4)]
     problems = {f["text"]: f["remedy"] for f in said[0]["findings"] if f["level"] == "problem"}
     told = "\n".join(problems)
-    assert re.search(r"rank 4 of 5 did not come within 4 s", told)
+    assert re.search(r"rank 4 of 5 did not join within 4 s", told)
     assert re.search(r"rank 1 \(host1, 10\.77\.0\.99\) cannot be reached .*: no ", told)
     assert re.search(r"rank 2 \(host2, 10\.77\.0\.1\) cannot be reached .*refused", told)
     assert re.search(r"laconic differs: .* on ranks 0, 1, 2; 0\.0\.1 on rank 3", told)
@@ -452,9 +451,9 @@ def test_the_report_is_grouped_and_fits(alone: None, capsys: pytest.CaptureFixtu
         "           -> mend it",
         "0 problems, 1 warning, 1 ok",
     ]
-    long = report([Finding("problem", "network", "word " * 60, "do " * 60)], colour=False)
+    long = report([Finding("problem", "network", "word " * 60, "do " * 60)], color=False)
     assert max(map(len, long)) <= 80
-    assert "\033[31mproblem " in report([Finding("problem", "a", "b", "c")], colour=True)[1]
+    assert "\033[31mproblem " in report([Finding("problem", "a", "b", "c")], color=True)[1]
 
 
 def test_a_problem_is_exit_code_1(
@@ -473,7 +472,7 @@ def test_the_command_meets_others(
     options = ["doctor", "--json", "--master", master, "--world", "2", "--timeout", "1"]
     assert main([*options, "--rank", "0"]) == 1
     said = json.loads(capsys.readouterr().out)
-    assert "rank 1 of 2 did not come within 1 s" in str(said["findings"])
+    assert "rank 1 of 2 did not join within 1 s" in str(said["findings"])
     assert [host["rank"] for host in said["hosts"]] == [0]
 
 
@@ -502,13 +501,13 @@ TORCHRUN = {"RANK": "6", "WORLD_SIZE": "8", "MASTER_ADDR": "head", "MASTER_PORT"
 
 
 def test_torchruns_variables() -> None:
-    assert place_of(TORCHRUN) == Place(6, 8, "head", 29500)
+    assert rendezvous_of(TORCHRUN) == Rendezvous(6, 8, "head", 29500)
     by_host = {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    assert place_of({**TORCHRUN, **by_host}) == Place(1, 2, "head", 29500, agent=True)
+    assert rendezvous_of({**TORCHRUN, **by_host}) == Rendezvous(1, 2, "head", 29500, agent=True)
     with pytest.raises(ValueError, match="MASTER_PORT is not"):
-        place_of({k: v for k, v in TORCHRUN.items() if k != "MASTER_PORT"})
+        rendezvous_of({k: v for k, v in TORCHRUN.items() if k != "MASTER_PORT"})
     with pytest.raises(ValueError, match="WORLD_SIZE must be an integer, not 'many'"):
-        place_of({**TORCHRUN, "WORLD_SIZE": "many"})
+        rendezvous_of({**TORCHRUN, "WORLD_SIZE": "many"})
 
 
 def test_one_process_speaks_for_a_host(

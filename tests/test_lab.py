@@ -27,7 +27,8 @@ from hypothesis import strategies as st
 import laconic
 from laconic.cli import lab, main
 from laconic.lab.emulation import orphans, program
-from laconic.lab.emulation.cluster import Cluster, NamespacesUnavailable, join, running, trusted
+from laconic.lab.emulation.cluster import Cluster, NamespacesUnavailable
+from laconic.lab.emulation.join import join, running, trusted
 from laconic.lab.emulation.output import Lines
 from laconic.lab.emulation.torchrun import find
 from laconic.links import Throttled
@@ -253,8 +254,8 @@ def test_torchrun_itself_runs_on_every_host(
 
 
 BAD: Mapping[str, tuple[list[str], str]] = {
-    "no program": ([], "no program: give one, as in laconic lab -- python train.py"),
-    "unknown program": (["--", "no-such"], "there is no program 'no-such'"),
+    "no program": ([], "no program given: try laconic lab -- python train.py"),
+    "unknown program": (["--", "no-such"], "program not found: 'no-such'"),
     "rate": (["--bandwidth", "fast", "true"], "not a rate: 'fast'; give a positive number"),
     "slow": (["--bandwidth", "1bit", "true"], "bandwidth must be 8000 to 3.2e+10 bit/s"),
     "latency": (["--latency", "-1", "true"], "not a duration: '-1'"),
@@ -264,21 +265,21 @@ BAD: Mapping[str, tuple[list[str], str]] = {
     "name": (["--bandwidth-host", "x=1mbit", "true"], "not a host: 'x'; give its number"),
     "single": (["--bandwidth-host", "1", "true"], "not a host's bandwidth: '1'; give HOST=RATE"),
     "shell": (["--hosts", "2", "--shell", "2"], "there is no host 2; hosts are numbered 0 to 1"),
-    "no lab": (["--shell", "1@0"], "no lab of process '0' runs here; these do: "),
+    "no lab": (["--shell", "1@0"], "no lab of process '0' runs here; running labs: "),
     "both": (["--shell", "2", "--", "true"], "give a program or --shell, not both"),
-    "directory": (["--out", "/dev/null/x", "true"], "cannot make /dev/null/x: Not a directory"),
+    "directory": (["--out", "/dev/null/x", "true"], "cannot create /dev/null/x: Not a directory"),
     "nodes": (
         ["--", sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "t.py"],
-        "torchrun's --nnodes 2 is not the lab's --hosts 4",
+        "torchrun's --nnodes 2 differs from the lab's --hosts 4",
     ),
     "standalone": (
         ["--", sys.executable, "-m", "torch.distributed.run", "--standalone", "t.py"],
-        "torchrun --standalone keeps every host to itself: leave it out",
+        "torchrun --standalone isolates each host: leave it out",
     ),
     "processes": (
         ["--per-host", "1", sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
          "t.py"],
-        "torchrun's --nproc-per-node 2 is not the lab's --per-host 1",
+        "torchrun's --nproc-per-node 2 differs from the lab's --per-host 1",
     ),
     "torchrun": (
         ["--", sys.executable, "-m", "torch.distributed.run", "--no-such", "t.py"],
@@ -318,7 +319,7 @@ def test_without_namespaces_it_says_what_is_not_slowed_down(
     assert told == [" 0.02"] * 2 + ["5000000.0 0.02"] * 2
     assert "laconic: no network namespaces: on purpose; all hosts are this machine\n" in said.err
     assert "laconic: NOT slowed down: programs without laconic." in said.err
-    assert "laconic: latency 20 ms: by laconic, for its own messages; others have none" in said.err
+    assert "laconic: latency 20 ms: added by laconic to its own messages only" in said.err
     assert not of_launcher(os.getpid())
 
 
@@ -396,7 +397,7 @@ def test_two_labs_and_what_a_killed_one_leaves(capfd: pytest.CaptureFixture[str]
     cleaned = capfd.readouterr().out
     lab_of = f"of the lab of process {killed.pid}\n"
     assert len(re.findall(rf"^ended process \d+ \(sleep 1000\) {lab_of}", cleaned, re.M)) == 2
-    assert f"left alone: the lab of process {stays.pid}, which runs\n" in cleaned
+    assert f"not touched: the lab of process {stays.pid}, which is running\n" in cleaned
     assert not of_launcher(killed.pid)
     assert of_launcher(stays.pid) == others != []
     assert main(["lab", "clean"]) == 0
@@ -589,7 +590,7 @@ def test_a_socket_that_another_user_has_planted_is_not_joined(
         assert not trusted(other)
         whose = "65534" if root else str(os.getuid())
         with pytest.raises(
-            ValueError, match=rf"process {os.getpid()} runs as .*user {whose}.*root's"
+            ValueError, match=rf"process {os.getpid()} belongs to .*user {whose}.*root's"
         ):
             join(other, 0)
         monkeypatch.undo()
@@ -609,7 +610,7 @@ def test_a_shell_is_refused_at_a_socket_of_another_user(
             monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
         assert main(["lab", "--shell", f"0@{os.getpid()}"]) == 2
     said = capsys.readouterr().err
-    assert "only your own labs and root's are joined" in said and said.count("\n") == 1
+    assert "only your own labs and root's can be joined" in said and said.count("\n") == 1
 
 
 @pytest.mark.timeout(110)

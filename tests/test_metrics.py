@@ -234,7 +234,7 @@ def test_the_thread_ends_with_the_run(tmp_path: Path) -> None:
         (["run.jsonl", None], "metrics must be a path"),
         ("", "must be the path of a file or directory, not ''"),
         ("a\0b", "must be the path of a file"),
-        ([Kept() for _ in range(9)], "at most 8 places"),
+        ([Kept() for _ in range(9)], "at most 8 sinks"),
     ],
 )
 def test_what_is_no_place_is_refused_on_every_rank(given: Any, said: str) -> None:
@@ -262,7 +262,7 @@ def test_a_directory_that_does_not_exist_is_refused_on_every_rank(
         return str(caught.value)
 
     texts = la.simulate(run, workers=2)
-    assert all("there is no such directory on rank" in text for text in texts)
+    assert all("no such directory on rank" in text for text in texts)
     assert all(str(tmp_path) in text for text in texts)
     assert list(tmp_path.iterdir()) == []
 
@@ -273,7 +273,7 @@ def test_a_directory_that_one_host_lacks_is_refused_on_every_rank(
 ) -> None:
     (tmp_path / "here").mkdir()
     texts = pool.run(lacking, str(tmp_path), name, ranks=3)
-    assert all("no such directory on rank 2: make it first" in text for text in texts)
+    assert all("no such directory on rank 2: create it first" in text for text in texts)
 
 
 def lacking(rank: int, directory: str, name: str) -> str:
@@ -295,7 +295,7 @@ def test_a_file_that_takes_nothing_is_one_warning(path: str, said: str) -> None:
     with pytest.warns(RuntimeWarning) as caught:
         runs = la.simulate(lambda rank: train(rank, la.JsonLines(path, 0)), workers=2)
     (warning,) = [str(w.message) for w in caught]
-    assert said in warning and path in warning and "the training goes on" in warning
+    assert said in warning and path in warning and "training continues" in warning
     assert [run[0] for run in runs] == [run[0] for run in plain]
 
 
@@ -329,7 +329,7 @@ def test_a_place_that_hangs_does_not_hold_up_the_training(monkeypatch: pytest.Mo
         def __copy__(self) -> Hanging:
             return self
 
-    for steps, said in ((metrics.UNWRITTEN + 20, "takes no more"), (3, "not written within")):
+    for steps, said in ((metrics.UNWRITTEN + 20, "accepts no more"), (3, "not written within")):
         with pytest.warns(RuntimeWarning, match=said):
             run = partial(train, given=Hanging(every=0), steps=steps)
             ((_, stats),) = la.simulate(run, workers=1)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.traps import network
+from benchmarks.traps import network, strangers
 
 
 class Forked:
@@ -57,8 +57,8 @@ def run_program(argv: list[str], env: dict[str, str], out: str, err: str) -> Non
         network.killed_with_data_loader,
         network.hung_rank,
         network.absent_from_attach,
-        network.stranger_with_a_verdict,
-        network.idle_strangers,
+        strangers.stranger_with_a_verdict,
+        strangers.idle_strangers,
         network.ended_in_order,
     ],
 )

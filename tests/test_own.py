@@ -21,8 +21,9 @@ from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.recipes import RECIPES
 from laconic.cli import main
 from laconic.lab.race import rivals, runner, user_files, worker, workloads
+from laconic.lab.race.comparison import Summary, summary
 from laconic.lab.race.report import Result, Row, read, verdict
-from laconic.lab.race.result import NO_COMMUNICATION, Summary, grouped, summary
+from laconic.lab.race.result import NO_COMMUNICATION, grouped
 from laconic.lab.race.workloads import Workload
 from laconic.links.simulated import single_link
 from test_cluster import refusal
@@ -134,9 +135,9 @@ def test_other_libraries_beside_the_recipes(
             assert one.status == "absent" and "needs emulated hosts" in (one.error or "")
             continue
         if peer.version() is None:
-            assert one.error == f"not installed: make peers, or pip install {peer.package}"
+            assert one.error == f"not installed: run make peers, or pip install {peer.package}"
             assert one.status == "absent" and peer.name not in ended.versions
-            assert f"{name}: absent: not installed: make peers" in said.out
+            assert f"{name}: absent: not installed: run make peers" in said.out
             continue
         assert one.status == "ok", one.error
         assert ended.versions[peer.name] == peer.version()
@@ -234,7 +235,7 @@ def test_without_namespaces_a_peer_has_no_row(
         (NO_COMMUNICATION, "ok", 0), ("ddp", "ok", 0), ("torch-ddp", "absent", 0),
         (NO_COMMUNICATION, "ok", 1), ("ddp", "ok", 1),
     ]  # fmt: skip
-    assert "slows laconic's own messages only" in " ".join(capsys.readouterr().out.split())
+    assert "slows only laconic's own messages" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.timeout(240)
@@ -295,19 +296,22 @@ MISTAKES = {
     "no data": ("--workload needs.py", "needs.py: make needs --data FILE"),
     "data": ("--workload raises.py --data x", "make takes no argument, but --data was given"),
     "ends": ("--workload ends.py", "endless batches, each worker's own; those of worker 0 end af"),
-    "no stream": ("--workload no_stream.py", "it gave [1, 2], which is no iterator"),
+    "no stream": ("--workload no_stream.py", "it returned [1, 2], which is not an iterator"),
     "empty": (
         "--workload empty.py",
         "validation must be a list of batches of equal size; it has n",
     ),
     "unequal": ("--workload unequal.py", "of equal size; it has batches of 32, 5"),
     "no model": ("--workload no_model.py", "no_model.py, line 12: TypeError: list expected"),
-    "vector": ("--workload vector.py", "it gave a tensor of shape (32, 1)"),
-    "detached": ("--workload detached.py", "it gave one without a gradient"),
+    "vector": ("--workload vector.py", "it returned a tensor of shape (32, 1)"),
+    "detached": ("--workload detached.py", "it returned one without a gradient"),
     "shapes": ("--workload shapes.py", "shapes.py, line 15: RuntimeError: mat1 and mat2 shapes"),
     "no rules": ("--rules nowhere.py", "no file nowhere.py"),
     "nothing public": ("--rules rules.py", "rules.py defines no recipe: a public function that"),
-    "taken": ("--rules taken.py", "taken.py defines local_sgd, which laconic has: give it another"),
+    "taken": (
+        "--rules taken.py",
+        "taken.py defines local_sgd, which laconic already has: rename it",
+    ),
     "unknown": (
         "ours() --rules odd.py",
         f"no recipe 'ours' in 'ours()': choose from {', '.join(RECIPES)}, auto, mine, fails",
@@ -324,9 +328,9 @@ MISTAKES = {
     "no adapter": ("--peer rules.py", "rules.py has no function 'peer'"),
     "no peer": (
         "--peer adapter.py",
-        "adapter.py: peer must return a laconic.lab.race.rivals.Peer, not 3",
+        "adapter.py: peer must return a laconic.lab.race.rivals.Rival, not 3",
     ),
-    "latency": ("--peer torch-ddp --latency 5ms", "does not reach other libraries"),
+    "latency": ("--peer torch-ddp --latency 5ms", "does not affect other libraries"),
     "twice": ("ddp ddp", "ddp is given twice; --repeat runs everything several times"),
     "host": ("--bandwidth-host 4=1mbit", "there is no host 4: hosts are numbered 0 to 3"),
     "slow host": ("--slow-host 7=2", "there is no host 7: hosts are numbered 0 to 3"),
@@ -342,11 +346,11 @@ MISTAKES = {
         "a number of runs or a list of seeds, as 3 or 3,7,11, not 'often'",
     ),
     "seeds alike": ("--repeat 3,3", "seeds must differ from each other: (3, 3)"),
-    "seeds and seed": ("--repeat 3,4 --seed 1", "leaves no room for --seed"),
+    "seeds and seed": ("--repeat 3,4 --seed 1", "already sets the seeds"),
     "no groups": (
         "hierarchical(2,4)",
-        "hierarchical(2,4) has rounds inside groups of workers: say how many make up one, such as "
-        "--group-size 2",
+        "hierarchical(2,4) has rounds inside groups of workers: give the number of workers per "
+        "group, such as --group-size 2",
     ),
     "uneven groups": (
         "hierarchical(2,4) --group-size 3",
@@ -518,7 +522,7 @@ def test_rows_are_grouped_by_recipe_in_their_order() -> None:
 @pytest.mark.parametrize(
     ("second", "said"),
     [
-        ((2.3, 2.5), "ddp() and local_sgd(12) end level at a validation loss of 2.35"),
+        ((2.3, 2.5), "ddp() and local_sgd(12) are tied at a validation loss of 2.35"),
         ((2.8, 2.9), "ddp() reached the lowest validation loss (2.35), in as many steps as local"),
     ],
 )
@@ -568,4 +572,4 @@ def test_a_peer_is_marked_and_shows_what_the_interface_counted() -> None:
     )  # fmt: skip
     text = rendered(result(SILENT, *runs("ddp()", 2.4), peer), 120)
     assert re.search(r"^torch-ddp‡ .*\b3\.21 +– *$", text, re.MULTILINE)
-    assert "‡ Another library: MB as the interfaces counted them" in " ".join(text.split())
+    assert "‡ Another library: MB from the interfaces' counters" in " ".join(text.split())

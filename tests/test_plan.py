@@ -13,7 +13,7 @@ from laconic.lab.race.plan import (
     HORIZON,
     Kind,
     Schedule,
-    Timed,
+    Timer,
     first_steps,
     kind_of,
     outermost,
@@ -139,9 +139,9 @@ def run(
     while step < planned.steps:
         step += 1
         clock.append(clock[-1] + speed(step) * costs[kind_of(planned.recipe, step)])
-        if planned.is_look(step):
+        if planned.is_check(step):
             looks.append(step)
-            if planned.look(step, clock[-1]):
+            if planned.check(step, clock[-1]):
                 validations.append(step)
         assert step < 100_000
     return looks, validations, clock
@@ -224,7 +224,7 @@ def test_timing_finds_the_cost_of_each_kind(name: str) -> None:
         hiccup = 1.0 if len(calls) % 3 == 2 else 0.0  # one of the three repeats
         return spent(recipe, costs, step + count - 1, step - 1) + hiccup
 
-    assert Timed(recipe, timed).costs(repeats=3) == pytest.approx(costs)
+    assert Timer(recipe, timed).costs(repeats=3) == pytest.approx(costs)
     assert calls == [
         (step, 1)
         for _, step in sorted(first_steps(recipe).items(), key=lambda item: sum(item[0]))
@@ -240,11 +240,11 @@ def test_a_late_round_is_timed_until_it_is_folded() -> None:
         steps = range(step, step + count)
         return sum(0.1 + 0.5 * (t % 7 == 0) + 0.25 * (t % 7 == 3 and t > 3) for t in steps)
 
-    found = Timed(recipe, timed).costs(repeats=1)
+    found = Timer(recipe, timed).costs(repeats=1)
     assert found == pytest.approx({(False,): 0.1, (True,): 0.85})
 
 
 def test_a_round_at_every_step_that_is_late_has_no_quiet_step_to_compare_with() -> None:
-    found = Timed(la.local_sgd(1, delay=2), lambda step, count: 0.1 * count).costs(repeats=1)
+    found = Timer(la.local_sgd(1, delay=2), lambda step, count: 0.1 * count).costs(repeats=1)
     assert set(found) == {(True,)}
     assert found[True,] >= 0.1

@@ -280,7 +280,7 @@ def test_ranks_of_a_node_share_its_card() -> None:
         ({"backward_share": 1.5}, "backward-share"),
         ({"dtype": "int3"}, "'float32', 'bfloat16'"),
         ({"local_bandwidth": 1e9}, "nprocs-per-node > 1"),
-        ({"local_bandwidth": 1e6, "nprocs_per_node": 2}, "nodes of their own"),
+        ({"local_bandwidth": 1e6, "nprocs_per_node": 2}, "count each rank as a node"),
     ],
 )
 def test_numbers_at_odds_are_refused(wrong: dict[str, Any], named: str) -> None:

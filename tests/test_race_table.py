@@ -150,7 +150,7 @@ def test_the_rows_of_the_table_are_all_there_are() -> None:
 def test_rows_are_chosen_by_patterns_and_texts_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rivals.Peer, "version", lambda self: "1")
+    monkeypatch.setattr(rivals.Rival, "version", lambda self: "1")
     assert rows.chosen(None) == list(rows.ROWS)
     texts = ["sgp()", "local_sgd(2", "none", "torch-ddp*", "sgp()", "local_sgd(24)"]
     with pytest.raises(ValueError, match="cannot read the recipe"):
@@ -187,7 +187,7 @@ class Lab:
     def run(self, settings: runner.Settings, told: str, watch: object) -> Iterator[Result]:
         if len(self.ran) == self.killed_after:
             raise KeyboardInterrupt
-        texts = (*([NO_COMMUNICATION] * settings.baseline), *settings.recipes, *settings.peers)
+        texts = (*([NO_COMMUNICATION] * settings.baseline), *settings.recipes, *settings.rivals)
         (text,) = texts
         self.ran.append((texts, settings.bandwidth, settings.seeds))
         (seed,) = settings.seeds
@@ -214,7 +214,7 @@ def test_a_race_that_was_killed_goes_on_and_tries_again_what_failed(
     assert all(e.run.status == "ok" for e in journal.load(tmp_path / "j"))
     lab.ran = []
     assert command.main(said) == 0 and not lab.ran
-    assert "5 runs, 0 to do" in capsys.readouterr().out
+    assert "5 runs, 0 to run" in capsys.readouterr().out
     assert command.main([*said, "--again"]) == 0 and len(lab.ran) == 5
     lab.ran = []
     assert command.main([*said, "--seconds", "31"]) == 0 and len(lab.ran) == 5
@@ -255,9 +255,9 @@ def test_the_lab_runs_a_row_without_the_compute_alone_or_that_alone(
         ("--rows ddp() --seeds a", "argument --seeds: invalid int value: 'a'"),
         ("--rows ddp() --seconds 0", "seconds must be"),
         ("--rows ddp() --hosts 0", "hosts must be"),
-        ("--rows ddp() --data /no/such/file", "cannot read the text to learn: /no/such/file"),
+        ("--rows ddp() --data /no/such/file", "cannot read the training text: /no/such/file"),
         ("tabel", "unrecognized arguments: tabel"),
-        ("table", "there are no runs in"),
+        ("table", "no runs in"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
@@ -281,8 +281,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 def test_a_peer_that_is_not_installed_is_refused_beforehand(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rivals.Peer, "version", lambda self: None)
-    with pytest.raises(ValueError, match=r"torchft\(24\) needs torchft==.*: make peers"):
+    monkeypatch.setattr(rivals.Rival, "version", lambda self: None)
+    with pytest.raises(ValueError, match=r"torchft\(24\) needs torchft==.*: run make peers"):
         rows.chosen(["torchft(24)"])
 
 

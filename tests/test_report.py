@@ -201,7 +201,7 @@ def test_table_shows_the_figures_at_every_width(width: int) -> None:
     assert "loss at" in words
     assert "step 75" in words
     assert "30 s" in words
-    assert "mean over the workers of each one's own model" in words
+    assert "mean of the workers' own models" in words
     assert "1.05 times" in words
 
 
@@ -215,7 +215,7 @@ def test_table_says_why_a_row_has_no_result() -> None:
 
 def test_table_says_that_a_link_was_throttled() -> None:
     text = " ".join(rendered(result(DDP, network="throttled", latency=0.005), 100).split())
-    assert "5 ms latency, throttled link: this system does not permit network namespaces" in text
+    assert "5 ms latency, throttled link: this system does not allow network namespaces" in text
 
 
 def test_table_shows_notes_and_takes_markup_for_text() -> None:
@@ -259,9 +259,9 @@ def test_table_takes_any_result(rows: tuple[Row, ...], width: int) -> None:
 def test_verdict_when_time_and_steps_disagree() -> None:
     assert report.verdict(result(SILENT, DDP, LOCAL)) == (
         "In 30 s per recipe on this 100 Mbit/s network, local_sgd(12) reached the lowest "
-        "validation loss (2.01), with 3.2 times as many steps as ddp() (2.45), a loss that it was "
-        "at after 11.4 s, 2.6 times as fast. After the same 75 steps ddp() is ahead (2.45 against "
-        "2.60); both send 2.00 MB per host and step."
+        "validation loss (2.01), with 3.2 times as many steps as ddp() (2.45), a loss that it "
+        "reached after 11.4 s, 2.6 times as fast. After the same 75 steps ddp() is ahead (2.45 "
+        "against 2.60); both send 2.00 MB per host and step."
     )
 
 
@@ -295,10 +295,10 @@ def test_verdict_of_losses_that_are_level() -> None:
     twin = replace(LOCAL, recipe="twin()")
     third = replace(LOCAL, recipe="third()")
     assert report.verdict(result(LOCAL, twin)) == (
-        "In 30 s per recipe on this 100 Mbit/s network, local_sgd(12) and twin() end level at a "
-        "validation loss of 2.01. After the same 240 steps both are level (2.01)."
+        "In 30 s per recipe on this 100 Mbit/s network, local_sgd(12) and twin() are tied at a "
+        "validation loss of 2.01. After the same 240 steps both are tied (2.01)."
     )
-    assert "all are level" in report.verdict(result(LOCAL, twin, third))
+    assert "all are tied" in report.verdict(result(LOCAL, twin, third))
     shared = report.verdict(result(LOCAL, twin, DDP))
     assert "local_sgd(12) and twin() share the lowest validation loss (2.01) ahead of" in shared
     assert "After the same 75 steps ddp() is ahead (2.45 against 2.60)" in shared
@@ -311,8 +311,8 @@ def test_verdict_of_one_recipe_and_of_none() -> None:
     assert report.verdict(result(LOCAL)).startswith(alone)
     assert "no other recipe finished to compare it with" in report.verdict(result(LOCAL, FAILED))
     assert report.verdict(result(SILENT, FAILED)) == (
-        "No recipe finished on this 100 Mbit/s network: only the workers that never talk did; "
-        "not counted: sgp() failed."
+        "No recipe finished on this 100 Mbit/s network: only the workers that never communicate "
+        "did; not counted: sgp() failed."
     )
     assert report.verdict(result()).startswith("No recipe finished")
 

@@ -103,7 +103,7 @@ def test_runs_of_different_length_are_compared_where_the_first_ended(
     assert "[long]: seconds 30 [short]: seconds 10" in text
     assert "In 10 s per recipe on this 100 Mbit/s network, sgp() [short] reached" in text
     # 3.94 is what ddp had after 10 s, and sgp after 4.46
-    assert "ahead of ddp() [long] (3.94), a loss that it was at after 4.46 s, 2.2 times" in text
+    assert "ahead of ddp() [long] (3.94), a loss that it reached after 4.46 s, 2.2 times" in text
 
 
 def test_machines_that_differ_are_all_named() -> None:
@@ -132,11 +132,11 @@ def test_the_page_is_opened(
     [
         ("nowhere", "cannot read a result from nowhere"),
         ("empty", "cannot read a result from empty/results.json"),
-        ("broken", "this is not the result of a race"),
+        ("broken", "not the result of a race"),
         ("run other nowhere", "cannot read a result from nowhere"),
         ("run run", "run is given twice"),
         ("run ./other/../run", "is given twice"),
-        ("run other --out run", "run holds one of the results to be joined"),
+        ("run other --out run", "run contains one of the results to combine"),
         ("run --out file", "file"),
     ],
 )

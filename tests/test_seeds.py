@@ -71,7 +71,7 @@ def test_the_texts_give_means_and_spread(tmp_path: Path) -> None:
     assert "sample standard deviation" in " ".join(text.split())
     # 2.45 of ddp lies within the spread, 0.35; and 3.3 of another would not
     told = report.verdict(TWICE)
-    assert "sgp() and ddp() end level at a validation loss of 2.25" in told
+    assert "sgp() and ddp() are tied at a validation loss of 2.25" in told
     assert "These are means of 2 runs" in told
     slow = row("ddp()", (0, 0, 5.5), (40, 16, 4.0), (75, 30, 3.3))
     told = report.verdict(result(SILENT, slow, *seeds(FIRST, SECOND)))

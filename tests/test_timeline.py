@@ -18,9 +18,15 @@ import laconic
 from laconic.lab.emulation.cluster import Cluster, NamespacesUnavailable, launch
 from laconic.lab.race import timeline
 from laconic.lab.race.result import Rounds, Span
-from laconic.lab.race.timeline import Recorder, Watched, in_runs, on_one_clock, stretches, without
+from laconic.lab.race.timeline import (
+    RecordedLink,
+    Recorder,
+    on_common_clock,
+    progressions,
+    subtract,
+    transmissions,
+)
 from laconic.links import cost
-from laconic.links.calls import GRADIENTS, Call
 from laconic.links.simulated import current_link
 from test_cluster import refusal
 
@@ -28,23 +34,23 @@ from test_cluster import refusal
 
 
 def test_without_cuts_holes_out_of_intervals() -> None:
-    assert without([(0, 10), (20, 30)], []) == [(0, 10), (20, 30)]
-    assert without([(0, 10), (20, 30)], [(25, 27), (2, 3), (8, 22)]) == [
+    assert subtract([(0, 10), (20, 30)], []) == [(0, 10), (20, 30)]
+    assert subtract([(0, 10), (20, 30)], [(25, 27), (2, 3), (8, 22)]) == [
         (0, 2), (3, 8), (22, 25), (27, 30),
     ]  # fmt: skip
-    assert without([(0, 10)], [(0, 4), (3, 10)]) == []
-    assert without([(0, 10)], [(-5, 0), (10, 12)]) == [(0, 10)]
+    assert subtract([(0, 10)], [(0, 4), (3, 10)]) == []
+    assert subtract([(0, 10)], [(-5, 0), (10, 12)]) == [(0, 10)]
 
 
 def test_rounds_that_follow_regularly_are_one() -> None:
-    assert in_runs({}) == []
-    assert in_runs({5: 8}) == [Rounds(5, 5, 0, 8)]
-    assert in_runs({1: 8, 2: 8, 3: 8, 10: 8, 20: 8}) == [
+    assert progressions({}) == []
+    assert progressions({5: 8}) == [Rounds(5, 5, 0, 8)]
+    assert progressions({1: 8, 2: 8, 3: 8, 10: 8, 20: 8}) == [
         Rounds(1, 3, 1, 8), Rounds(10, 20, 10, 8),
     ]  # fmt: skip
     sent = {step: 100 if step % 12 == 0 else 8 for step in range(3, 61, 3)}
-    assert in_runs(sent)[1] == Rounds(12, 60, 12, 100)
-    assert sent == {s: r.bytes for r in in_runs(sent) for s in r.steps()}
+    assert progressions(sent)[1] == Rounds(12, 60, 12, 100)
+    assert sent == {s: r.bytes for r in progressions(sent) for s in r.steps()}
 
 
 def test_spans_of_ranks_are_put_on_one_clock_without_its_pauses() -> None:
@@ -53,23 +59,23 @@ def test_spans_of_ranks_are_put_on_one_clock_without_its_pauses() -> None:
         [(100.0, 101.0, "compute"), (105.0, 106.0, "wait")],
         [(101.5, 103.0, "send"), (104.0, 107.0, "compute")],
     ]
-    assert on_one_clock(ran, spans) == (
+    assert on_common_clock(ran, spans) == (
         ((0.0, 1.0, "compute"), (3.0, 4.0, "wait")),
         ((1.5, 2.0, "send"), (2.0, 5.0, "compute")),
     )
-    assert on_one_clock([[], []], [[], []]) == ((), ())
+    assert on_common_clock([[], []], [[], []]) == ((), ())
 
 
 def test_a_pause_between_data_is_seen_however_slow_the_network() -> None:
-    assert stretches(0.0, []) == []
+    assert transmissions(0.0, []) == []
     fast = [0.004 * k for k in range(1, 6)]
-    assert stretches(0.0, fast) == [(0.0, 0.02)]
+    assert transmissions(0.0, fast) == [(0.0, 0.02)]
     later = [1 + at for at in fast]
-    first, second = stretches(0.0, [*fast, *later])
+    first, second = transmissions(0.0, [*fast, *later])
     assert first == (0.0, 0.02)
     assert second == pytest.approx((1.0, 1.02))
     slow = [0.2 * k for k in range(1, 6)]
-    assert stretches(0.0, slow) == [(0.0, 1.0)]
+    assert transmissions(0.0, slow) == [(0.0, 1.0)]
 
 
 # -- the recorder ----
@@ -85,13 +91,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
 def test_computing_is_what_is_neither_waiting_nor_paused(clock: list[float]) -> None:
     recorder = Recorder()
-    recorder.waited(-2.0, -1.0)  # before the start
+    recorder.add_wait(-2.0, -1.0)  # before the start
     recorder.resume()
     clock[0] = 4.0
-    recorder.waited(1.0, 2.0)
+    recorder.add_wait(1.0, 2.0)
     with recorder.sending(7, cost.mean(1000, 4)):
         clock[0] = 6.0
-    recorder.waited(6.0, 6.00001)  # too short to be seen
+    recorder.add_wait(6.0, 6.00001)  # too short to be seen
     recorder.pause()
     with recorder.sending(None, cost.mean(1000, 4)):
         clock[0] = 9.0
@@ -108,11 +114,11 @@ def test_computing_is_what_is_neither_waiting_nor_paused(clock: list[float]) -> 
 def test_a_long_run_keeps_its_beginning_and_its_end(
     clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timeline, "KEPT", 3)
+    monkeypatch.setattr(timeline, "MAX_SPANS", 3)
     recorder = Recorder()
     recorder.resume()
     for second in range(100):
-        recorder.waited(second, second + 0.5)
+        recorder.add_wait(second, second + 0.5)
     clock[0] = 100.0
     recorder.pause()
     spans = recorder.spans()
@@ -137,7 +143,7 @@ def train(
     torch.manual_seed(0)
     model = nn.Linear(30, 7)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sync = laconic.attach(model, optimizer, recipe, link=Watched(link, recorder))
+    sync = laconic.attach(model, optimizer, recipe, link=RecordedLink(link, recorder))
     sync.observe_waiting(lambda start, end: waits.append(end - start))
     before = sync.stats()
     for _ in range(steps):
@@ -182,7 +188,7 @@ def test_bytes_are_booked_to_the_round_that_sends_them(
 def test_announcements_that_take_messages_belong_to_their_round() -> None:
     recorder = Recorder()
     spoken = SimpleNamespace(size=3, begin_call=lambda call, wait: True)
-    link = Watched(spoken, recorder)  # type: ignore[arg-type]
+    link = RecordedLink(spoken, recorder)  # type: ignore[arg-type]
     for name, wait in (("average", False), (GRADIENTS, False), ("mean()", True)):
         assert link.begin_call(Call(4, name), wait=wait)
     each = cost.gather(8, 3).bytes
@@ -200,12 +206,12 @@ PROGRAM = """
 import json, os, torch
 from datetime import timedelta
 from laconic import init
-from laconic.lab.race.timeline import Recorder, Watched
+from laconic.lab.race.timeline import Recorder, RecordedLink
 from laconic.links import cost, world_link
 
 init()
 recorder = Recorder("eth0")
-link = Watched(world_link(torch.device("cpu"), timedelta(seconds=60)), recorder)
+link = RecordedLink(world_link(torch.device("cpu"), timedelta(seconds=60)), recorder)
 x = torch.ones(600_000)
 link.mean(x)
 recorder.resume()
@@ -241,7 +247,7 @@ def test_a_slowed_host_is_seen() -> None:
 def test_a_card_that_is_still_looking_while_its_sights_are_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    card = timeline.Card("none")
+    card = timeline.InterfaceMonitor("none")
     card._seen = [1.0, 2.0]
 
     def last_look(gaps: Sequence[float]) -> float:
@@ -253,7 +259,7 @@ def test_a_card_that_is_still_looking_while_its_sights_are_counted(
 
 
 def test_data_is_seen_to_leave_through_a_card() -> None:
-    card = timeline.Card("lo")
+    card = timeline.InterfaceMonitor("lo")
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender = socket.create_connection(server.getsockname())
         receiver, _ = server.accept()

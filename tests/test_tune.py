@@ -18,8 +18,8 @@ import torch
 from optuna.trial import TrialState
 
 from laconic.advisor.tune import report, tuning
-from laconic.advisor.tune.journal import opened
-from laconic.advisor.tune.runs import LOOKS, Length, Run, Task, Told, measure_compute
+from laconic.advisor.tune.journal import open_journal
+from laconic.advisor.tune.runs import VALIDATIONS, Length, Report, Run, Task, measure_compute
 from laconic.advisor.tune.space import Setting, parse_values, space_of
 from laconic.advisor.tune.tuning import Trial
 from laconic.cli import main
@@ -95,16 +95,16 @@ def bowl(setting: Setting) -> float:
 def formula(loss: Callable[[Setting], float] = bowl) -> tuning.Evaluate:
     """Runs whose loss falls to ``loss`` along a line."""
 
-    def run(setting: Setting, told: Told) -> Run:
-        for look in range(1, LOOKS + 1):
-            told(10 * look, 80, loss(setting) * (2 - look / LOOKS))
+    def run(setting: Setting, told: Report) -> Run:
+        for look in range(1, VALIDATIONS + 1):
+            told(10 * look, 80, loss(setting) * (2 - look / VALIDATIONS))
         return Run(loss(setting), 80, 0.1 / float(setting["period"] or 1), 1.0)
 
     return run
 
 
 def search(path: Path, trials: int | None = None, **options: object) -> list[Trial]:
-    with opened(path, {}) as study:
+    with open_journal(path, {}) as study:
         for _ in tuning.tune(study, SPACE, formula(), trials=trials, **options):  # type: ignore[arg-type]
             pass
         return tuning.ended(study, SPACE)
@@ -127,7 +127,7 @@ def test_finds_the_minimum_in_a_third_of_the_grids_steps(tmp_path: Path) -> None
 
 def test_without_stopping_the_whole_grid_is_run_once(tmp_path: Path) -> None:
     space = space_of(SPACE.recipe, {"momentum": (0, 0.1), "lr": (1, 2)}, 8)
-    with opened(tmp_path / "journal", {}) as study:
+    with open_journal(tmp_path / "journal", {}) as study:
         trials = list(tuning.tune(study, space, formula(), prune=False))
     assert len({tuple(t.setting.items()) for t in trials}) == len(trials) == space.size == 16
     assert {t.status for t in trials} == {"ok"}
@@ -137,7 +137,7 @@ def test_goes_on_to_the_same_trials_after_any_interruption(tmp_path: Path) -> No
     whole = search(tmp_path / "whole", 12, seed=3)
     calls = 0
 
-    def failing(setting: Setting, told: Told) -> Run:
+    def failing(setting: Setting, told: Report) -> Run:
         nonlocal calls
         calls += 1
         at = {0: 0, 1: 4}.get(calls % 4)  # before the first look, or when others were compared
@@ -155,12 +155,12 @@ def test_goes_on_to_the_same_trials_after_any_interruption(tmp_path: Path) -> No
         return formula()(setting, hear)
 
     for _ in range(24):
-        with opened(tmp_path / "parts", {}) as study:
+        with open_journal(tmp_path / "parts", {}) as study:
             try:
                 list(tuning.tune(study, SPACE, failing, trials=12, seed=3))
             except KeyboardInterrupt:
                 continue
-    with opened(tmp_path / "parts", {}) as study:
+    with open_journal(tmp_path / "parts", {}) as study:
         parts = tuning.ended(study, SPACE)
     assert settings_of(parts) == settings_of(whole)
     assert [t.curve for t in parts] == [t.curve for t in whole]
@@ -170,7 +170,7 @@ def test_a_journal_cut_after_any_record_goes_on_to_the_same_trials(tmp_path: Pat
     space = space_of(SPACE.recipe, {"period": (12, 24), "momentum": (0, 0.1), "lr": (1, 2)}, 8)
 
     def outcome(path: Path) -> list[tuple[Setting, str, Mapping[int, float]]]:
-        with opened(path, {}) as study:
+        with open_journal(path, {}) as study:
             list(tuning.tune(study, space, formula()))
             return [(t.setting, t.status, t.curve) for t in tuning.ended(study, space)]
 
@@ -185,12 +185,12 @@ def test_a_journal_cut_after_any_record_goes_on_to_the_same_trials(tmp_path: Pat
 
 
 def test_the_budget_counts_what_earlier_processes_took(tmp_path: Path) -> None:
-    def slow(setting: Setting, told: Told) -> Run:
+    def slow(setting: Setting, told: Report) -> Run:
         time.sleep(0.02)
         return formula()(setting, told)
 
     for _ in range(2):
-        with opened(tmp_path / "journal", {}) as study:
+        with open_journal(tmp_path / "journal", {}) as study:
             list(tuning.tune(study, SPACE, slow, seconds=0.05))
             trials = tuning.ended(study, SPACE)
             assert sum(t.seconds for t in trials[:-1]) < 0.05 <= sum(t.seconds for t in trials)
@@ -199,7 +199,7 @@ def test_the_budget_counts_what_earlier_processes_took(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 def test_what_diverges_is_stopped_and_never_the_best(tmp_path: Path, number: float) -> None:
     run = formula(lambda s: number if s["lr"] == 2.0 else bowl(s))
-    with opened(tmp_path / "journal", {}) as study:
+    with open_journal(tmp_path / "journal", {}) as study:
         trials = list(tuning.tune(study, SPACE, run, trials=20))
     lost = [t for t in trials if t.setting["lr"] == 2.0]
     assert lost and {(t.status, t.run.steps) for t in lost} == {("diverged", 10)}
@@ -212,7 +212,7 @@ def test_a_coded_recipe_that_diverges_is_one_trial_and_not_the_end(tmp_path: Pat
     """Coded rounds refuse what is not finite, on all ranks; uncoded ones let it through."""
     space = space_of("local_sgd(2, codec=codec)", {"codec": (None, "int4"), "lr": (1, 1e30)}, 2)
     here = task(Length("steps", 16))
-    with opened(tmp_path / "journal", {}) as study:
+    with open_journal(tmp_path / "journal", {}) as study:
         trials = list(
             tuning.tune(study, space, lambda s, t: here.run(space.text(s), float(s["lr"] or 1), t))
         )
@@ -359,7 +359,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "syntax": ("slowmo(", "cannot read the recipe"),
     "a free name without values": ("local_sgd(tau)", "no values for 'tau'"),
     "a name that is not free": ("ddp --param period=4,8", "'period' is not free in 'ddp()'"),
-    "lr as a free name": ("diloco(12,lr=lr)", "give the name"),
+    "lr as a free name": ("diloco(12,lr=lr)", "rename it in"),
     "no list": ("ddp --param lr", "--param must be NAME=VALUE"),
     "an empty value": ("ddp --param lr=1,,2", "--param must be NAME=VALUE"),
     "a value twice": ("ddp --param lr=1,1", "given twice"),
@@ -371,7 +371,7 @@ REFUSED: dict[str, tuple[str, str]] = {
         "slowmo --param lr=" + ",".join(map(str, range(1, 3000))),
         "settings, more than 10000",
     ),
-    "auto": ("auto", "nothing is to be tuned"),
+    "auto": ("auto", "nothing to tune"),
     "workload": ("ddp --workload imagenet", "no workload 'imagenet'"),
     "own workload": ("ddp --workload mine.py:make", "no file mine.py"),
     "bandwidth": ("ddp --bandwidth fast", "not a rate: 'fast'"),
@@ -381,10 +381,10 @@ REFUSED: dict[str, tuple[str, str]] = {
     "trials": ("ddp --trials 0", "trials must be"),
     "steps": ("ddp --steps 3", "steps must be an integer of at least 8"),
     "seconds": ("ddp --seconds 0.0001 --compute 1ms", "are too few for ddp()"),
-    "megabytes of one worker": ("ddp --megabytes 1 --workers 1", "nothing is sent"),
+    "megabytes of one worker": ("ddp --megabytes 1 --workers 1", "the recipe sends nothing"),
     "workers": ("ddp --workers 0", "workers must be"),
     "compute that is measured": ("ddp --emulated --compute 1ms", "--compute is for predicted"),
-    "seeds that are measured": ("ddp --emulated --repeat 2", "--repeat is for simulated"),
+    "seeds that are measured": ("ddp --emulated --repeat 2", "--repeat works with simulated"),
     "groups": ("hierarchical(2,period)", "--group-size 2"),
 }  # fmt: skip
 
@@ -427,7 +427,7 @@ def test_a_file_that_is_not_ours_is_left_as_it_is(
     journal = tmp_path / "journal.jsonl"
     journal.write_bytes(content)
     assert main(["tune", RECIPE, *SMALL, "--out", str(tmp_path)]) == 2
-    assert "is no journal of laconic tune: choose another --out" in capsys.readouterr().err
+    assert "is not a journal of laconic tune: choose another --out" in capsys.readouterr().err
     assert journal.read_bytes() == content
     assert list(tmp_path.iterdir()) == [journal]
 
@@ -441,9 +441,9 @@ def test_a_journal_of_other_settings_or_in_use_is_left_as_it_is(
     content = journal.read_bytes()
     capsys.readouterr()
     assert main([*options, "--seed", "1"]) == 2
-    assert "holds a tuning with seed 0, not 1" in capsys.readouterr().err
+    assert "was made with seed 0, not 1" in capsys.readouterr().err
     settings = json.loads(content.splitlines()[1])["user_attr"]["settings"]
-    with opened(journal, settings):
+    with open_journal(journal, settings):
         assert main(options) == 2
     assert "another process is tuning" in capsys.readouterr().err
     assert journal.read_bytes() == content

@@ -36,8 +36,8 @@ def test_errors_and_regret() -> None:
     assert found.chosen().recipe == "local_sgd(4)" and found.regret() == 0.0
     wrong = launch(0.1, 1.0)
     assert wrong.regret() == pytest.approx(wrong.rows[1].seconds / wrong.rows[0].seconds - 1)
-    assert page.kept([launch(1.02, 0.99)] * 9)
-    assert not page.kept([launch(1.2, 0.99)]) and not page.kept([wrong])
+    assert page.bounds_met([launch(1.02, 0.99)] * 9)
+    assert not page.bounds_met([launch(1.2, 0.99)]) and not page.bounds_met([wrong])
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 
 import laconic as la
 from laconic.cli import main
-from laconic.cli.watch import Watched
+from laconic.cli.watch import Watcher
 
 START = {
     "event": "start",
@@ -81,12 +81,12 @@ def steps(step: int, **more: Any) -> str:
 
 
 def page(*paths: Path) -> str:
-    watched = Watched(paths)
+    watched = Watcher(paths)
     watched.poll()
     return shown(watched)
 
 
-def shown(watched: Watched) -> str:
+def shown(watched: Watcher) -> str:
     file = io.StringIO()
     Console(file=file, width=80).print(watched.page())
     assert all(len(text) <= 80 for text in file.getvalue().splitlines())
@@ -130,7 +130,7 @@ def test_a_directory_is_shown_rank_by_rank(tmp_path: Path) -> None:
 
 def test_a_file_is_followed_as_it_grows(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    watched = Watched([path])
+    watched = Watcher([path])
     watched.poll()
     assert f"waiting for metrics in {path}" in shown(watched).replace("\n", "")
     path.write_text(start())
@@ -161,7 +161,7 @@ def test_a_run_that_was_killed_and_started_again_begins_anew(tmp_path: Path) -> 
 def test_a_file_that_begins_anew_is_read_anew(tmp_path: Path, how: str) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text(start() + steps(10) + steps(20))
-    watched = Watched([path])
+    watched = Watcher([path])
     watched.poll()
     if how == "replaced":
         path.rename(tmp_path / "run.old")
@@ -225,13 +225,13 @@ def test_once_prints_the_state_and_ends(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("run.jsonl", None, "no metrics in {path}: does the run write there?"),
-        ("", None, "no metrics in {path}: does the run write there?"),
-        ("no/run.jsonl", None, "cannot watch {path}: there is no directory"),
-        ("run.jsonl", b"hello\n", "{path} holds no metrics of laconic"),
-        ("run.jsonl", b'{"event": "start"}\n', "{path} holds no metrics of laconic"),
-        ("run.jsonl", b"[1]\n", "{path} holds no metrics of laconic"),
-        ("run.jsonl", b"\xff\x00" * 2_000_000, "{path} holds no metrics of laconic"),
+        ("run.jsonl", None, "no metrics in {path}: check that the run writes there"),
+        ("", None, "no metrics in {path}: check that the run writes there"),
+        ("no/run.jsonl", None, "cannot watch {path}: no directory"),
+        ("run.jsonl", b"hello\n", "{path} contains no metrics of laconic"),
+        ("run.jsonl", b'{"event": "start"}\n', "{path} contains no metrics of laconic"),
+        ("run.jsonl", b"[1]\n", "{path} contains no metrics of laconic"),
+        ("run.jsonl", b"\xff\x00" * 2_000_000, "{path} contains no metrics of laconic"),
     ],
 )
 def test_what_cannot_be_watched_is_one_line(
