@@ -27,6 +27,7 @@ from laconic.lab.race.timeline import (
     transmissions,
 )
 from laconic.links import cost
+from laconic.links.calls import GRADIENTS, Call
 from laconic.links.simulated import current_link
 from test_cluster import refusal
 

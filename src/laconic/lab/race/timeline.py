@@ -20,6 +20,7 @@ from statistics import median
 
 from laconic.lab.race.result import Rounds, Span
 from laconic.links import Link
+from laconic.links.calls import GRADIENTS, Call
 from laconic.links.cost import Cost
 from laconic.links.wrapped import Wrapped
 
