@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 import laconic as la
-from test_exactness import ROWS
 
 import gloo
 import reference as ref
 import training
+from exact_rows import ROWS
 from training import (
     OPTIMISERS,
     Job,

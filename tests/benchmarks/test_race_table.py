@@ -24,7 +24,7 @@ SHARED = {
     "validations": 3, "processor": "P", "cores": "8", "torch": "2.0",
 }  # fmt: skip
 MARKS = f"# page\n\n{page.BEGIN}\nold\n{page.END}\n\nafter\n"
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def ended(

@@ -22,14 +22,13 @@ from torch import Tensor, nn
 import laconic as la
 from laconic.algorithms.round import Recipe
 from laconic.compat.comm_optimizer import KEY
-from test_resume import plain_lr
 
 import gloo
 import reference as ref
 import reference_elastic as elastic
 import reference_leader as leader
 import training
-from training import Job, build, largest_difference, same_bits
+from training import Job, build, largest_difference, plain_lr, same_bits
 
 Trace = list[Any]
 Parts = tuple[nn.Module, la.CommOptimizer]

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
-import slowmo_training as loop
 from laconic import SlowMoBaseAlgorithm
 
 import gloo
+import slowmo_training as loop
 
 pytestmark = [
     pytest.mark.timeout(120),

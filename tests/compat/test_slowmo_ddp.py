@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 import laconic as la
-import slowmo_training as loop
 from laconic import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
-from slowmo_training import Settings, Wide
 
 import gloo
 import reference
 import reference_slowmo_ddp as ref
+import slowmo_training as loop
 import training
+from slowmo_training import Settings, Wide
 
 pytestmark = [
     pytest.mark.timeout(120),

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 import laconic as la
-import slowmo_training as loop
 from laconic import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
-from slowmo_training import Settings
 
 import gloo
+import slowmo_training as loop
 import training
+from slowmo_training import Settings
 
 pytestmark = [
     pytest.mark.timeout(120),

@@ -14,9 +14,10 @@ from docs import pictures
 import laconic
 from laconic.algorithms.recipes import RECIPES
 from laconic.predict import Facts, predict
+
 from offline import elsewhere
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 

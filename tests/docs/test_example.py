@@ -15,7 +15,7 @@ import laconic
 from laconic.algorithms.recipes import RECIPES
 from laconic.cli import main
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "minimal.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "minimal.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 

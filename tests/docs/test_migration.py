@@ -33,7 +33,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # what torch says of its own use of itself
     from torch.distributed.optim import PostLocalSGDOptimizer
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "migration.md").read_text()
 OTHERS = re.compile(r"^from (fairscale|DistOptimizers|accelerate)\b", re.MULTILINE)
 SLOWMO_PAGE = (DOCS / "slowmo.md").read_text()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).parents[1] / "docs" / "own_algorithm.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "own_algorithm.md").read_text()
 UPDATE, CHECK, RACE = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 LINE = re.compile(r"^ *loss (\d\.\d+), (\d+\.\d+) MB sent by each worker$", re.MULTILINE)
 

@@ -16,7 +16,7 @@ from tutorial import naive_ddp
 from tutorial.naive_ddp import DataPartitioner, partition_dataset, spawn_and_join, train_alone
 from tutorial.toy import FFNet, ToyDataset, benchmark_training, count_parameters
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CHAPTERS = sorted(ROOT.glob("tutorial/chapter*.py"))
 EMULATED = {"7"}
 """Chapters that emulate hosts, which run in a file of HOSTS (conftest.py)."""

@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from test_tutorial import python
 
 from laconic import ddp, local_sgd
 from laconic.lab.race.result import Result, Rounds, Row
 from laconic.lab.race.workloads import ByteTransformer
 from laconic.predict import predict
-from test_tutorial import python
 from tutorial import slow_network
 from tutorial.slow_network import HOSTS, LATENCY, on_paper, sent, train
 from tutorial.toy import count_parameters

@@ -32,7 +32,7 @@ from laconic.errors import check_choice, did_you_mean
 from laconic.predict import Facts
 
 LOOSE: Any = la
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BY_WORKERS = {1: 0.0, 2: 0.0, 3: 0.0, 4: 0.2, 7: 0.2, 8: 0.5, 15: 0.5, 16: 0.6, 99: 0.6}
 
 

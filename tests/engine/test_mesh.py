@@ -12,12 +12,12 @@ from torch.distributed.fsdp import fully_shard
 
 import laconic as la
 from laconic.errors import NotFiniteError
-from test_exactness import ROWS
 
 import gloo
 import reference
 import reference_decade as decade
 import training
+from exact_rows import ROWS
 from training import OPTIMISERS, Job, largest_difference, same_bits
 
 SHARDED = [

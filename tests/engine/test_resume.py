@@ -18,11 +18,11 @@ import laconic as la
 from laconic.algorithms.exchanges import Mean
 from laconic.algorithms.round import Clock, Slot, State, Update
 from laconic.buckets import optimizer_state
-from test_exactness import GROUPED, ROWS
 
 import gloo
 import training
-from training import Job, build
+from exact_rows import GROUPED, ROWS
+from training import Job, build, plain_lr
 
 STEPS = 14
 SAVES = (1, 4, 5, 7, 8)
@@ -30,11 +30,6 @@ SAVES = (1, 4, 5, 7, 8)
 NEXT = 6
 EVERY = [*ROWS, *GROUPED]
 Trace = list[Any]
-
-
-def plain_lr(group: int, step: int) -> float:
-    """As `training.changing_lr`, in numbers that `torch.load` takes for plain data."""
-    return float(training.changing_lr(group, step))
 
 
 def job_of(row: str, optimiser: str) -> Job:

@@ -21,6 +21,7 @@ from typing import NoReturn
 
 import psutil
 import pytest
+from test_cluster import MARK, holders, marked, refusal, until
 
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.recipes import RECIPES
@@ -29,7 +30,6 @@ from laconic.lab.emulation.cluster import NamespacesUnavailable
 from laconic.lab.race import runner
 from laconic.lab.race.report import NO_COMMUNICATION, Result, Row, read
 from laconic.links import cost
-from test_cluster import MARK, holders, marked, refusal, until
 
 DIGITS = 9_610
 """Parameters of the digits workload's model: 64 x 128 + 128 + 128 x 10 + 10."""

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_cluster import refusal, with_namespaces
 
 from laconic.cli import main
 from laconic.cli.doctor import report
@@ -26,7 +27,6 @@ from laconic.lab.doctor.host_checks import Finding, Interface
 from laconic.lab.doctor.network_checks import Meeting, Place, meet, place_of
 from laconic.lab.emulation.cluster import Cluster, NamespacesUnavailable, launch
 from laconic.links import wire
-from test_cluster import refusal, with_namespaces
 
 from gloo import free_port
 

@@ -34,7 +34,7 @@ from laconic.links import Throttled
 from laconic.links.rank_sets import BANDWIDTH_VARIABLE, LATENCY_VARIABLE, own_link
 
 LAB = [sys.executable, "-m", "laconic", "lab"]
-EXAMPLE = Path(__file__).parents[1] / "examples" / "ddp.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ddp.py"
 # Sends argv[1] bytes from each host to the next one in the ring.
 RING = """
 import os, socket, sys, threading, time

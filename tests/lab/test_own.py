@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from test_cluster import refusal
+from test_report import SILENT, rendered, result, row
 from torch import Tensor, nn
 
 import laconic
@@ -25,10 +27,8 @@ from laconic.lab.race.report import Result, Row, read, verdict
 from laconic.lab.race.result import NO_COMMUNICATION, Summary, grouped, summary
 from laconic.lab.race.workloads import Workload
 from laconic.links.simulated import single_link
-from test_cluster import refusal
-from test_report import SILENT, rendered, result, row
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 RULES, WORKLOAD = EXAMPLES / "my_rules.py", EXAMPLES / "my_workload.py"
 ADAPTERS = ["accelerate", "fairscale", "torch-ddp", "torch-postlocal", "torchft"]
 

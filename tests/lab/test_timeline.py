@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_cluster import refusal
 from torch import nn
 
 import laconic
@@ -21,7 +22,6 @@ from laconic.lab.race.result import Rounds, Span
 from laconic.lab.race.timeline import Recorder, Watched, in_runs, on_one_clock, stretches, without
 from laconic.links import cost
 from laconic.links.simulated import current_link
-from test_cluster import refusal
 
 # -- pieces ----
 

@@ -12,10 +12,10 @@ import pytest
 
 import laconic as la
 from laconic.links import health
-from test_exactness import IN_PROCESSES, ROWS
 
 import gloo
 import training
+from exact_rows import IN_PROCESSES, ROWS
 from training import Job, largest_difference, same_bits, simulated
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_ledger import MIXED, SINGLE, STEPS, Plain, deltas, exact_slices, parameter_bytes
 from torch import Tensor, nn
 
 import laconic as la
 from laconic.algorithms.topology import Graph
 from laconic.links import Link, Metered, Parts
-from test_ledger import MIXED, SINGLE, STEPS, Plain, deltas, exact_slices, parameter_bytes
 
 import gloo
 

@@ -23,6 +23,11 @@ def changing_lr(group: int, step: int) -> float:
     return (0.05, 0.02)[group] * (1.0 + 0.5 * math.sin(step + group))
 
 
+def plain_lr(group: int, step: int) -> float:
+    """As `changing_lr`, in numbers that `torch.load` takes for plain data."""
+    return float(changing_lr(group, step))
+
+
 def constant_lr(group: int, step: int) -> float:
     return (0.05, 0.02)[group]
 
