@@ -26,6 +26,8 @@ from laconic.lab.emulation.cluster import (
 )
 from laconic.lab.emulation.jobs import signals_deferred
 
+import programs
+
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 RATE = 100e6  # bit/s
 SIZE = 4_000_000  # bytes
@@ -72,7 +74,7 @@ if sys.argv[1] == "drop":
     libc = ctypes.CDLL(None)
     for capability in range(64):
         libc.prctl(24, capability, 0, 0, 0)
-    os.execv(sys.executable, [sys.executable, sys.argv[2], "run"])
+    os.execv(sys.executable, [sys.executable, "-s", sys.argv[2], "run"])
 {IMPORT}
 try:
     with Cluster(2) as cluster:
@@ -241,7 +243,7 @@ def test_nothing_is_left_behind_on_any_way_out(tmp_path: Path) -> None:
     marks = {way: f"{way}-{uuid.uuid4()}" for way in ways}
     launchers = {
         way: subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, way, str(tmp_path / way)],
+            [*programs.NEW, "-c", LAUNCHER, way, str(tmp_path / way)],
             env={**os.environ, MARK: mark},
             stdin=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -402,7 +404,7 @@ def test_a_user_without_privilege_gets_a_cluster_or_a_reason(tmp_path: Path) -> 
     script = tmp_path / "powerless.py"
     script.write_text(POWERLESS)
     said = subprocess.run(
-        [sys.executable, str(script), "drop", str(script)],
+        [*programs.NEW, str(script), "drop", str(script)],
         capture_output=True,
         text=True,
         timeout=25,

@@ -31,6 +31,8 @@ from laconic.lab.race import runner
 from laconic.lab.race.report import NO_COMMUNICATION, Result, Row, read
 from laconic.links import cost
 
+import programs
+
 DIGITS = 9_610
 """Parameters of the digits workload's model: 64 x 128 + 128 + 128 x 10 + 10."""
 SLOW = ("--bandwidth", "2mbit", "--steps", "400")
@@ -69,7 +71,7 @@ class Running:
         directory.parent.mkdir(exist_ok=True)
         workload = ["--workload", "digits", "--out", str(directory)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "laconic", "compare", *recipes, *options, *workload],
+            [*programs.NEW, "-m", "laconic", "compare", *recipes, *options, *workload],
             env={**os.environ, MARK: self._mark, "COLUMNS": "160"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -33,7 +33,9 @@ from laconic.lab.emulation.torchrun import find
 from laconic.links import Throttled
 from laconic.links.rank_sets import BANDWIDTH_VARIABLE, LATENCY_VARIABLE, own_link
 
-LAB = [sys.executable, "-m", "laconic", "lab"]
+import programs
+
+LAB = [*programs.NEW, "-m", "laconic", "lab"]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ddp.py"
 # Sends argv[1] bytes from each host to the next one in the ring.
 RING = """
@@ -564,7 +566,7 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
 
 @contextlib.contextmanager
 def planted(name: str, user: str = "") -> Iterator[None]:
-    argv = [sys.executable, "-c", PLANTED, name, user]
+    argv = [*programs.NEW, "-c", PLANTED, name, user]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as planter:
         try:
             assert planter.stdout is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 import weakref
 from contextlib import nullcontext
@@ -14,6 +13,8 @@ import pytest
 import torch
 
 from laconic.links.comm_thread import Lane, Pending
+
+import programs
 
 
 @pytest.mark.timeout(30)
@@ -199,6 +200,6 @@ lane.submit(job, "a job")
 
 def test_a_process_that_ends_waits_for_the_job_under_way() -> None:
     """Python would stop its thread within torch, which is a SIGABRT."""
-    command = [sys.executable, "-c", ENDS_WITH_A_JOB_UNDER_WAY]
+    command = [*programs.NEW, "-c", ENDS_WITH_A_JOB_UNDER_WAY]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr

@@ -20,6 +20,8 @@ import torch.multiprocessing as mp
 
 from laconic.links import Link, TorchLink
 
+import synchronizers
+
 TIMEOUT = timedelta(seconds=20)
 Task = Callable[..., Any]
 
@@ -48,6 +50,7 @@ def link_of(ranks: int) -> Link:
 
 def _serve(rank: int, size: int, port: int, connection: Connection) -> None:
     torch.set_num_threads(1)
+    synchronizers.track_synchronizers()
     faulthandler.register(signal.SIGUSR1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     dist.init_process_group("gloo", rank=rank, world_size=size, timeout=TIMEOUT)
@@ -59,6 +62,7 @@ def _serve(rank: int, size: int, port: int, connection: Connection) -> None:
             connection.send((number, True, task(rank, *arguments)))
         except Exception:
             connection.send((number, False, traceback.format_exc()))
+        synchronizers.detach_synchronizers()
     dist.destroy_process_group()
 
 
