@@ -425,7 +425,7 @@ def test_decodes_into_a_given_tensor(codec: Codec) -> None:
 
 @pytest.mark.parametrize("codec", [*CODECS, *STOCHASTIC], ids=str)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@settings(deadline=None)
+@settings(deadline=None, max_examples=20)
 @given(length=st.integers(1, 600), data=st.data())
 def test_what_is_not_finite_is_refused(
     codec: Codec, value: float, length: int, data: st.DataObject

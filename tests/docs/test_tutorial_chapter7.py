@@ -55,7 +55,7 @@ def test_training_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
         for row in (ROW, failed):
             yield Result((row,), {}, {}, {}, "")
 
-    monkeypatch.setattr(slow_network.race, "run", run)
+    monkeypatch.setattr(slow_network.runner, "run", run)
     results = train(["local_sgd(4)", "ddp()"], 1e8, steps=1)
     assert next(results).rows == (ROW,)
     with pytest.raises(RuntimeError, match=r"ddp\(\) failed: rank 1: exit code 3"):

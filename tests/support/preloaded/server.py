@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import fcntl
 import gc
@@ -37,6 +38,7 @@ PRELOADED = [
     "optuna",
     "rich.table",
     "torch.distributed.fsdp",
+    "torch.distributed.optim",
 ]
 HIGH = 512
 """The first of the descriptors at which those received are put aside."""
@@ -113,10 +115,8 @@ def _receive(connection: socket.socket) -> tuple[Request, list[int]]:
 
 
 def _tell(connection: socket.socket, number: int) -> None:
-    try:
+    with contextlib.suppress(OSError):  # who asked has ended
         connection.sendall(number.to_bytes(8, "little", signed=True))
-    except OSError:
-        pass  # who asked has ended
 
 
 def _kill(pid: int) -> None:
