@@ -35,7 +35,17 @@ HOSTS = {
     "tutorial_chapter7",
 }
 """Tests that emulate hosts: they look for namespaces left behind, and must not see each other's."""
-LONG = ["hosts", "tutorial", "resume", "exactness", "codecs", "tune", "science", "saving"]
+LONG = [
+    "hosts",
+    "tutorial",
+    "network_traps",
+    "resume",
+    "exactness",
+    "codecs",
+    "tune",
+    "science",
+    "saving",
+]
 """What takes longest, and is begun first."""
 
 
