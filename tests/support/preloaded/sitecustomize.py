@@ -7,8 +7,9 @@ directory, open files, namespaces) to the server, forwards signals to the fork, 
 ends. A fork dies with the process that asked for it.
 
 Not forwarded: SIGSTOP. The fork has another process id than this process, and the server as its
-parent. Programs run without the server where they need a terminal, another user, interpreter
-options other than -u and -B, or other copies of Python or laconic than the server's.
+parent. Programs run without the server where they need a terminal, another user, settings of ATen
+or MKL, interpreter options other than -u and -B, or other copies of Python or laconic than the
+server's.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def _run_elsewhere(address: str) -> None:
         return
     path, uid, user, prefix, package = address.split("|")
     if (uid, user, prefix) != (str(os.geteuid()), os.readlink("/proc/self/ns/user"), sys.prefix):
+        return
+    if any(name.startswith(("ATEN_", "MKL_")) for name in os.environ):  # torch has read them
         return
     if any(os.isatty(number) for number in range(3)):
         return
