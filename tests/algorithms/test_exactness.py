@@ -10,7 +10,7 @@ import pytest
 import reference as ref
 import reference_decade as decade
 import reference_leader as leader
-from exact_rows import GOSSIP, GROUPED, IN_PROCESSES, NEWER, ROWS
+from exact_rows import GOSSIP, GROUPED, IN_PROCESSES, KINDS, NEWER, ROWS
 from training import OPTIMISERS, Job, largest_difference, partly_zero_lr, same_bits, simulated
 
 
@@ -76,7 +76,7 @@ def test_slowmo_at_learning_rate_zero(row: str) -> None:
     assert largest_difference(simulated(job), job.expected(expected)) < 1e-10
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", KINDS)
 def test_workers_of_two_ranks(row: str) -> None:
     """Two workers of two ranks each are two workers on batches twice as large."""
     recipe, expected = ROWS[row]

@@ -21,7 +21,7 @@ from laconic.buckets import optimizer_state
 
 import gloo
 import training
-from exact_rows import GROUPED, ROWS
+from exact_rows import GROUPED, KINDS, ROWS
 from training import Job, build, plain_lr
 
 STEPS = 14
@@ -131,28 +131,12 @@ def over_gloo(rank: int, task: Callable[..., Any], job: Job, *arguments: Any) ->
 
 
 IN_PROCESSES = [
-    "ddp",
-    "local_sgd(3, delay=7)",
-    "local_sgd(4, average)",
-    "post_local_sgd(6, 4)",
-    "slowmo(local_sgd(2), 6)",
-    "slowmo(local_sgd(2), 6, reset)",
-    "diloco(4, Adam)",
-    "diloco(3, delay=5)",
-    "sgp(ring, 2, delay=3)",
-    "sgp(random, delay=1)",
-    "d_psgd(exponential, delay=2)",
-    "easgd(2, 0.5, pull=0.3)",
-    "eamsgd(4, pull=0.1)",
-    "downpour(3)",
-    "lsgd(4, pulls)",
-    "slowmo(sgp(bipartite_linear, delay=2), 5, no average)",
+    *KINDS,
     "hierarchical(2, 6)",
     "lsgd(4, local_period=2)",
     "slowmo(lsgd(3, local_period=1), 6)",
 ]
-"""Rows that among them have every exchange, kind of state, and message in flight. That processes
-train as threads do is tested of every row by `test_links_agree`."""
+"""That processes train as threads do, `test_links_agree` tests of every row."""
 
 
 @pytest.mark.parametrize("row", IN_PROCESSES)

@@ -183,3 +183,23 @@ GROUPED: dict[str, tuple[la.Recipe, Callable[[int], ref.Recipe]]] = {
     ),
 }
 """Recipes with rounds inside groups, and the reference for groups of a size."""
+
+KINDS = [
+    "ddp",
+    "local_sgd(3, delay=7)",
+    "local_sgd(4, average)",
+    "post_local_sgd(6, 4)",
+    "slowmo(local_sgd(2), 6)",
+    "slowmo(local_sgd(2), 6, reset)",
+    "diloco(4, Adam)",
+    "diloco(3, delay=5)",
+    "sgp(ring, 2, delay=3)",
+    "sgp(random, delay=1)",
+    "d_psgd(exponential, delay=2)",
+    "easgd(2, 0.5, pull=0.3)",
+    "eamsgd(4, pull=0.1)",
+    "downpour(3)",
+    "lsgd(4, pulls)",
+    "slowmo(sgp(bipartite_linear, delay=2), 5, no average)",
+]
+"""Rows that among them have every exchange, every kind of state, and messages in flight."""
