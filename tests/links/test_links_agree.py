@@ -13,7 +13,6 @@ import pytest
 import laconic as la
 from laconic.links import health
 from laconic.links.addresses import Address
-from test_exactness import IN_PROCESSES, ROWS
 
 import gloo
 import training
