@@ -70,7 +70,7 @@ def test_texts_of_any_length_are_exchanged() -> None:
 
 
 def test_a_call_has_one_id_in_all_processes() -> None:
-    assert Call(7, "finish()").id == 0x3a4d7c8106e30863
+    assert Call(7, "finish()").id == 0x3A4D7C8106E30863
     assert len({Call(step, name).id for step in range(50) for name in ("a", "b")}) == 100
     assert str(CallPosition(3, Call(7, "finish()"))) == "finish() after 7 steps"
     assert str(CallPosition(3, left=True)) == "another call, and has left"
