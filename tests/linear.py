@@ -203,9 +203,9 @@ def copy_of(state: Any) -> Any:
 def carried(training: Training, name: str) -> dict[int, Tensor]:
     """What the gradient round's exchange keeps under ``name``, as long as the message, by the
     number of the parameter, flat."""
-    (_, round_), found = training.sync._gradient_rounds[-1], {}
+    round_, found = training.sync.driver.run.gradients[-1], {}
     numbers = {id(p): i for i, p in enumerate(training.model)}
-    for bucket, state in zip(round_.buckets, round_.carried, strict=True):
+    for bucket, state in ((c.bucket, c.exchange_state) for c in round_.channels):
         for segment, values in zip(bucket.segments, bucket.split(state[name]), strict=True):
             found[numbers[id(segment.tensor)]] = values.clone()
     return found

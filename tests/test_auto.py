@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import laconic as la
 from laconic.algorithms.parse import parse_recipe
+from laconic.algorithms.round import Round
 from laconic.engine.gradient_rounds import bucket_sizes
 from laconic.engine.synchronizer import Synchronizer
 from laconic.links import Link, Throttled
@@ -91,7 +92,7 @@ def test_parameters_are_not_sent_in_every_step() -> None:
     """Where no message would be waited for, it still takes processor time."""
     for rate in (1e10, 1e7, 1e4):
         for candidate in auto_module.candidates(replace(TEXT, rate=rate)):
-            if candidate.recipe[0].on == "params":
+            if isinstance(candidate.recipe[0], Round):
                 due = [any(r.when(step) for r in candidate.recipe) for step in range(1, 17)]
                 assert sum(due) <= 8
 
@@ -515,7 +516,7 @@ def test_the_first_choice_takes_the_step_that_was_not_held_up() -> None:
         model, optimizer = build(rank)
         sync = la.attach(model, optimizer, la.auto())
         step(model, optimizer, rank, 1)
-        chooser = sync._chooser
+        chooser = sync.driver.session.policy
         assert chooser is not None
         chooser._spans = [(3.0, 0.1), (0.4, 0.15)] if rank else [(0.4, 0.2), (0.5, 0.3)]
         return chooser._measure()
@@ -631,8 +632,8 @@ def test_a_refused_switch_leaves_nothing_owed_twice() -> None:
 
 def carried(sync: Synchronizer) -> dict[str, Tensor]:
     """What the exchange of the only round keeps for its only bucket."""
-    (running,) = sync._rounds
-    (state,) = running.carried
+    (running,) = sync.driver.run.rounds
+    (state,) = (channel.exchange_state for channel in running.channels)
     return state
 
 

@@ -21,10 +21,12 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
+from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges import CodedMean, GatheredMean
-from laconic.algorithms.round import Clock, Exchange, State
+from laconic.algorithms.update import Clock, State
 from laconic.buckets import optimizer_state
 from laconic.codecs import CODECS, Cast, Codec, Int4, Int8, TopK, codec_of
+from laconic.engine import channel, gradient_rounds
 from laconic.errors import NotFiniteError
 from laconic.links import Link, Metered, Parts
 from laconic.links.cost import Cost
@@ -410,7 +412,7 @@ def test_fragments_hold_everything_once() -> None:
     biases = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.SGD([{"params": weights}, {"params": biases}], lr=0.1)
     for count in (1, 2, 3, 5, 8, 40):
-        parts = [la.tensors.Fragment(k, count).segments(model, optimizer) for k in range(count)]
+        parts = [la.buckets.Fragment(k, count).segments(model, optimizer) for k in range(count)]
         for group, held in enumerate((weights, biases)):
             seen = [s for part in parts for s in part[group]]
             assert sum(s.stop - s.start for s in seen) == sum(p.numel() for p in held)
@@ -426,7 +428,7 @@ def test_layers_stay_whole() -> None:
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(6)))
     optimizer = torch.optim.SGD(blocks.parameters(), lr=0.1)
     for k in range(3):
-        (held,) = la.tensors.Fragment(k, 3, "layers").segments(blocks, optimizer)
+        (held,) = la.buckets.Fragment(k, 3, "layers").segments(blocks, optimizer)
         wanted = [id(p) for block in blocks[2 * k : 2 * k + 2] for p in block.parameters()]
         assert [id(s.tensor) for s in held] == wanted
 
@@ -586,7 +588,7 @@ def test_a_frozen_parameter_keeps_what_is_left_of_the_others() -> None:
         before = _owed(sync.state_dict()["gradients"], rank)
         model.x[1].requires_grad_(False)
         optimizer.zero_grad()
-        sync._gradient_rounds[0][1].refresh()
+        sync.driver.run.gradients[0].refresh()
         after = _owed(sync.state_dict()["gradients"], rank)
         return before, after
 
@@ -765,7 +767,7 @@ def test_wrong_options_are_named() -> None:
     with pytest.raises(ValueError, match="feedback"):
         CodedMean(Int8(), relative=True, feedback=1.5)
     with pytest.raises(ValueError, match="not relative"):
-        la.Round(la.every(1), la.updates.Average(), CodedMean(Int8(), True), on="gradients")
+        la.GradientRound(la.every(1), la.updates.Average(), CodedMean(Int8(), True))
     assert codec_of(Int8()) == codec_of("int8")
 
 
@@ -774,10 +776,10 @@ def test_wrong_options_are_named() -> None:
 
 @pytest.mark.parametrize("recipe", [la.ddp(codec="int8"), la.local_sgd(2, codec="int8")])
 def test_a_tensor_larger_than_a_bucket(recipe: la.Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (la.gradients, la.running, la.tensors):
+    for module in (gradient_rounds, channel, la.buckets):
         monkeypatch.setattr(module, "BUCKET_BYTES", 256)
-    monkeypatch.setattr(la.gradients, "LEAST_BYTES", 64)
-    dense = {1: la.ddp(), 2: la.local_sgd(2)}[2 if recipe[0].on == "params" else 1]
+    monkeypatch.setattr(gradient_rounds, "LEAST_BYTES", 64)
+    dense = {1: la.ddp(), 2: la.local_sgd(2)}[2 if isinstance(recipe[0], la.Round) else 1]
     runs = [
         la.simulate(lambda rank, r=r: train(rank, r, consensus=False), workers=3)  # type: ignore[misc]
         for r in (dense, recipe)
@@ -788,9 +790,9 @@ def test_a_tensor_larger_than_a_bucket(recipe: la.Recipe, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("total", [1, 2**18, 3 * 2**18, 865_280 * 4, 30 * 2**20, 10**9])
 def test_coded_gradients_leave_no_crumbs(total: int) -> None:
-    sizes = la.gradients.bucket_sizes(CodedMean(Int4(), relative=False), total)
+    sizes = gradient_rounds.bucket_sizes(CodedMean(Int4(), relative=False), total)
     assert sum(sizes) == total
-    assert len(sizes) == max(min(-(-total // 2**18), 3), -(-total // la.tensors.BUCKET_BYTES))
+    assert len(sizes) == max(min(-(-total // 2**18), 3), -(-total // la.buckets.BUCKET_BYTES))
     assert all(size % 2**18 == 0 for size in sizes[:-1])
 
 
@@ -993,7 +995,7 @@ def test_parameters_that_cannot_join_change_nothing(monkeypatch: pytest.MonkeyPa
         model.x[0].requires_grad_(False)
         sync = la.attach(model, optimizer, la.ddp(codec=SMALL))
         step_of(model, optimizer, rank, 1)
-        ((_, gradients),) = sync._gradient_rounds
+        (gradients,) = sync.driver.run.gradients
         hooks, owed = dict(gradients._hooks), gradients.left_over()
         model.x[0].requires_grad_(True)
         with monkeypatch.context() as patched:
@@ -1115,7 +1117,7 @@ def test_messages_of_several_models_are_not_coded() -> None:
 
 
 def test_exchanges_for_gradients_are_refused_on_parameters() -> None:
-    with pytest.raises(ValueError, match="LowRank is for rounds on gradients alone"):
+    with pytest.raises(ValueError, match="LowRank is for rounds on gradients: use GradientRound"):
         la.Round(la.every(1), la.updates.Average(), la.exchanges.LowRank(1))
 
 
@@ -1241,14 +1243,14 @@ def test_coding_part_by_part_changes_nothing(
 ) -> None:
     run = partial(train, recipe=ROWS[row].recipe, dtype=dtype)
     whole = la.simulate(run, workers=3)
-    monkeypatch.setattr(MODULE, "LEAST", 0)
+    monkeypatch.setattr(MODULE, "MIN_ROW_BYTES", 0)
     assert same(la.simulate(run, workers=3), whole)
 
 
 @pytest.mark.timeout(60)
 def test_ranks_may_cut_differently(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those with a card and those without do."""
-    monkeypatch.setattr(MODULE, "LEAST", 0)
+    monkeypatch.setattr(MODULE, "MIN_ROW_BYTES", 0)
     run = partial(train, recipe=ROWS["diloco"].recipe, dtype=torch.float32)
     alike = la.simulate(run, workers=3)
     parts = wayward(monkeypatch)
@@ -1258,7 +1260,7 @@ def test_ranks_may_cut_differently(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def wayward(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Has every third row cut in one part; returns in how many others were."""
-    of, parts = MODULE._Cut.of, []
+    of, parts = MODULE._Split.of, []
 
     def cut(*arguments: Any) -> Any:
         found = of(*arguments)
@@ -1266,7 +1268,7 @@ def wayward(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         parts.append(len(found.ends))
         return found
 
-    monkeypatch.setattr(MODULE._Cut, "of", cut)
+    monkeypatch.setattr(MODULE._Split, "of", cut)
     return parts
 
 
@@ -1277,14 +1279,14 @@ def test_what_goes_on_beside_the_training_is_cut_where_it_is_longer(
     relative: bool, delay: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of 16 grains, of 6 bytes each, and of 64."""
-    monkeypatch.setattr(MODULE, "LEAST", 96)
-    of, found = MODULE._Cut.of, []
+    monkeypatch.setattr(MODULE, "MIN_ROW_BYTES", 96)
+    of, found = MODULE._Split.of, []
 
     def told(*arguments: Any) -> Any:
         found.append(of(*arguments))
         return found[-1]
 
-    monkeypatch.setattr(MODULE._Cut, "of", told)
+    monkeypatch.setattr(MODULE._Split, "of", told)
     exchange = CodedMean(SMALL, relative, 0.0)
 
     def run(grains: int) -> None:
@@ -1306,7 +1308,7 @@ Told = tuple[list[str], bool]
 def spoilt(link: Link, exchange: CodedMean, dtype: torch.dtype, places: Sequence[int]) -> Told:
     """What this rank is told of rounds in which rank 1 has an infinity at one of the ``places``
     each, and whether it keeps what it had."""
-    MODULE.LEAST, least = 0, MODULE.LEAST
+    MODULE.MIN_ROW_BYTES, least = 0, MODULE.MIN_ROW_BYTES
     try:
         clock = Clock(1, math.nan, 0, 0, link.size, link.rank)
         state = exchange.init(torch.zeros(LENGTH, dtype=dtype), exchange.region(link, LENGTH))
@@ -1322,14 +1324,14 @@ def spoilt(link: Link, exchange: CodedMean, dtype: torch.dtype, places: Sequence
             texts.append(str(raised.value))
         return texts, all(torch.equal(t, state[name]) for name, t in before.items())
     finally:
-        MODULE.LEAST = least
+        MODULE.MIN_ROW_BYTES = least
 
 
 def check_told(found: Sequence[Told], places: Sequence[int]) -> None:
     assert all(kept for _, kept in found)
     late = 0
     for place, said, of_others in zip(places, found[1][0], found[0][0], strict=True):
-        told = re.search(r"element (\d+) is inf(?:, counted from (\d+))?", said)
+        told = re.search(r"element (\d+) is inf(?:, counting from element (\d+))?", said)
         assert told is not None
         index, start = told.groups()
         assert int(index) + int(start or 0) == place
@@ -1409,7 +1411,7 @@ class Unruly(Int8):
 def test_a_part_that_looks_refused_is_used_where_its_row_was_not(
     relative: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MODULE, "LEAST", 0)
+    monkeypatch.setattr(MODULE, "MIN_ROW_BYTES", 0)
     exchange, means = CodedMean(Unruly(block=8), relative, 0.0), []
 
     def combine(mean: Tensor) -> Tensor:
@@ -1430,11 +1432,11 @@ def test_a_part_that_looks_refused_is_used_where_its_row_was_not(
 
 
 def parts_over_gloo(rank: int, row: str) -> Trace:
-    MODULE.LEAST, least = 0, MODULE.LEAST
+    MODULE.MIN_ROW_BYTES, least = 0, MODULE.MIN_ROW_BYTES
     try:
         return train(rank, ROWS[row].recipe, gloo.link_of(3), torch.float32)
     finally:
-        MODULE.LEAST = least
+        MODULE.MIN_ROW_BYTES = least
 
 
 @pytest.mark.parametrize("row", IN_PARTS)

@@ -431,8 +431,8 @@ ALL = f"choose from {', '.join(RECIPES)}, auto"
 MISTAKES: dict[str, tuple[str, str]] = {
     "recipe": ("sgd(3)", ALL),
     "second recipe": ("ddp slowmo(sgd(3))", ALL),
-    "empty recipe": ("''", "write it as in Python, like 'local_sgd(12)'"),
-    "silence": ("'no communication'", "write it as in Python, like 'local_sgd(12)'"),
+    "empty recipe": ("''", "write it as in Python, such as 'local_sgd(12)'"),
+    "silence": ("'no communication'", "write it as in Python, such as 'local_sgd(12)'"),
     "option": ("local_sgd(12,perod=3)", "its options are period, delay, codec, optimizer_state"),
     "argument": (
         "local_sgd",

@@ -115,7 +115,7 @@ def test_nothing_that_changes_weights_is_done_inside(recipe: la.Recipe) -> None:
                 refused(lambda: optimizer.step(lambda: model(torch.ones(2)).sum())),
                 refused(sync.finish),
                 refused(lambda: sync.switch(la.local_sgd(4))),
-                refused(sync.advance),
+                refused(sync.driver.advance),
             ]
         return said, sync.step, torch.equal(before, model.weight)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import laconic as la
 from laconic.algorithms.topology import GRAPHS
-from laconic.engine.parameter_rounds import RunningRound
+from laconic.engine.parameter_rounds import ParameterRunner
 
 import training
 from training import Job, build
@@ -66,17 +66,17 @@ def watch(job: Job, rank: int) -> list[Seen]:
     for t, batch in enumerate(job.data()[rank], 1):
         training.step(job, model, optimizer, batch, t, sync)
         before, moved = moments["before"], moments["moved"]
-        found.append(Seen(before, moved, flat(optimizer), *inside(sync._rounds[0])))
+        found.append(Seen(before, moved, flat(optimizer), *inside(sync.driver.run.rounds[0])))
     return found
 
 
-def inside(running: RunningRound) -> tuple[list[float], list[float], Tensor, Tensor]:
+def inside(running: ParameterRunner) -> tuple[list[float], list[float], Tensor, Tensor]:
     """The part of `Seen` that only the round knows."""
     update, weights, arriving, masses, anchors = running.round.update, [], [], [], []
-    for i, (bucket, state) in enumerate(zip(running.buckets, running.states, strict=True)):
+    for i, (bucket, state) in enumerate((c.bucket, c.state) for c in running.channels):
         x = bucket.pack(bucket.empty())
         weights.append(float(state["w"]) if update.weight else 1.0)
-        arrivals = [f.messages[i].pending.wait() for f in running.flights if update.weight]
+        arrivals = [f.buckets[i].pending.wait() for f in running.in_flight if update.weight]
         arriving.append(sum(arrival.weight for arrival in arrivals))
         mass = sum((arrival.flat for arrival in arrivals), start=weights[-1] * x)
         masses.append(mass[: bucket.numel])

@@ -94,7 +94,7 @@ def test_auto_takes_streaming_diloco_as_it_is_by_default() -> None:
     facts = Facts(4, ((845, 1024),), 4, 0.15, 1e7, 1e-3)
     for candidate in candidates(facts):
         first = candidate.recipe[0]
-        if first.on == "params":
+        if isinstance(first, Round):
             period = first.when.period  # type: ignore[attr-defined]
             assert period in CHOSEN
             assert candidate.recipe == la.streaming_diloco(period, delay=first.delay)
@@ -112,7 +112,7 @@ def test_a_choice_that_was_saved_in_full_is_that_of_now() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         sync = la.attach(model, optimizer, la.auto())
         state = sync.state_dict()
-        chooser: Chooser = sync._chooser  # type: ignore[assignment]
+        chooser: Chooser = sync.driver.session.policy  # type: ignore[assignment]
         old = "streaming_diloco(8, 4, 2, codec='int4', lr=0.7, momentum=0.6)"
         chooser.load_state_dict({**state["auto"], "text": old})
         return chooser.now.text

@@ -14,7 +14,8 @@ from torch import Tensor
 
 import laconic as la
 from laconic.algorithms.exchanges import FastComponents, Mean
-from laconic.algorithms.round import Round, Update
+from laconic.algorithms.round import GradientRound, Round
+from laconic.algorithms.update import Update
 from laconic.algorithms.updates import Average, Sign
 from laconic.codecs.dct import Tiling, cosines, divisor
 from laconic.errors import NotFiniteError
@@ -35,7 +36,7 @@ def problem(workers: int = 3, **more: Any) -> Problem:
 
 
 def every_step(update: Update, exchange: Any) -> la.Recipe:
-    return (Round(la.every(1), update, exchange, on="gradients", over="world"),)
+    return (GradientRound(la.every(1), update, exchange, over="world"),)
 
 
 # -- the transform ----
@@ -306,5 +307,5 @@ def test_bad_arguments(make: Callable[[], object], said: str) -> None:
 
 
 def test_it_is_for_gradients_alone() -> None:
-    with pytest.raises(ValueError, match="for rounds on gradients alone"):
+    with pytest.raises(ValueError, match="for rounds on gradients: use GradientRound"):
         Round(la.every(2), Average(), FastComponents(0.9, 2, 4))

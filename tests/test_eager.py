@@ -186,9 +186,10 @@ def test_half_precision_subtracts_what_it_sent() -> None:
     def run(rank: int) -> tuple[Any, Any]:
         training = Training(given, rank)
         training.steps(1, 8)
-        running = training.sync._rounds[0]
-        (message,) = running.flights[0].messages
-        (state,) = running.states
+        running = training.sync.driver.run.rounds[0]
+        (message,) = running.in_flight[0].buckets
+        (channel,) = running.channels
+        state = channel.state
         assert state["late"].dtype == torch.float32
         training.steps(9, 11)
         training.sync.state_dict()  # waits for what is in flight
@@ -240,7 +241,7 @@ def test_resume_is_exact_with_messages_in_flight(delay: int) -> None:
         ),
         (
             lambda: la.diloco(4, delay=4, merge="eager", outer=torch.optim.Adam),
-            "merge='eager' takes Nesterov steps",
+            "merge='eager' supports only Nesterov SGD",
         ),
         (lambda: la.diloco(4, delay=4, merge="eagre"), "'loscar', 'eager', not 'eagre'"),  # type: ignore[arg-type]
         (lambda: la.diloco(4, lr=0.0, delay=4, merge="eager"), "lr must be"),

@@ -111,7 +111,7 @@ def raise_in_backward(sync: la.Synchronizer) -> None:
     def trouble(_: Tensor) -> None:
         raise BrokenLoopError("the user's own trouble")
 
-    model = sync._model
+    model = sync.driver.session.model
     model[0].weight.register_hook(trouble)  # type: ignore[operator, index, union-attr]
     model(torch.randn(5, 4)).square().mean().backward()
 

@@ -755,7 +755,7 @@ def test_an_outer_optimizer_that_keeps_numbers_is_refused(kind: Any, name: str) 
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         la.attach(model, optimizer, la.diloco(2, outer=lambda x: kind(x, lr=0.5)))
-        with pytest.raises(ValueError, match=f"outer= keeps .'{name}'. as numbers") as told:
+        with pytest.raises(ValueError, match=f"outer= stores .'{name}'. as Python numbers") as told:
             plain_loop(model, optimizer, data()[rank][:2])
         return str(told.value)
 

@@ -38,8 +38,8 @@ def pairs(workers: int, gossips: int = 20) -> list[list[int]]:
 
 
 def anchors(training: Training, name: str = "anchor") -> Tensor:
-    running = training.sync._rounds[0]
-    states = zip(running.buckets, running.states, strict=True)
+    running = training.sync.driver.run.rounds[0]
+    states = ((channel.bucket, channel.state) for channel in running.channels)
     return torch.cat([state[name][: bucket.numel] for bucket, state in states])
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import laconic as la
 from laconic.algorithms.exchanges import Mean
-from laconic.algorithms.round import Clock, Slot, State, Update
+from laconic.algorithms.update import Clock, Slot, State, Update
 from laconic.algorithms.updates import Average, OuterStep
 from laconic.buckets import parameters
 

@@ -157,10 +157,16 @@ def test_an_option_given_twice_is_refused() -> None:
         ("diloco(lr=-0.7)", "diloco: lr must be a finite number greater than 0, not -0.7"),
         ("diloco(lr=1e999)", "diloco: lr must be a finite number greater than 0, not inf"),
         ("diloco(momentum=1)", "diloco: momentum must be a finite number at least 0 and below 1"),
-        ("diloco(outer='adam')", "diloco: outer must make an optimiser from tensors"),
+        (
+            "diloco(outer='adam')",
+            "diloco: outer must be a function that makes an optimizer from tensors",
+        ),
         ("slowmo(ddp, period=0)", "slowmo: period must be an integer of at least 1, not 0"),
-        ("slowmo(3)", "slowmo: base must be a recipe, as laconic.local_sgd(12), or None, not 3"),
-        ("slowmo('ddp')", "slowmo: base must be a recipe, as laconic.local_sgd(12), or None"),
+        (
+            "slowmo(3)",
+            "slowmo: base must be a recipe, such as laconic.local_sgd(12), or None, not 3",
+        ),
+        ("slowmo('ddp')", "slowmo: base must be a recipe, such as laconic.local_sgd(12), or None"),
         ("post_local_sgd(-1, 4)", "post_local_sgd: "),
         ("hierarchical(0, 4)", "hierarchical: group_period must be an integer of at least 1"),
         ("sgp('circle')", "sgp: graph must be one of 'exponential', 'directed_exponential', "),
@@ -210,7 +216,7 @@ def test_a_bad_value_is_told_what_is_a_good_one(text: str, said: str) -> None:
 def test_code_in_place_of_a_value_is_refused(code: str) -> None:
     for text in (f"local_sgd({code})", f"slowmo(ddp, {code})"):
         said = refusal(text)
-        assert f"recipes ({NAMES}) can stand there" in said, said
+        assert f"one of the recipes {NAMES}" in said, said
         assert text in said
 
 

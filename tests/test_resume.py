@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import laconic as la
 from laconic.algorithms.exchanges import Mean
-from laconic.algorithms.round import Clock, Slot, State, Update
+from laconic.algorithms.update import Clock, Slot, State, Update
 from laconic.buckets import optimizer_state
 from test_exactness import GROUPED, ROWS
 

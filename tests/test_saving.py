@@ -362,7 +362,7 @@ def test_a_worker_cut_off_in_any_agreement_leaves_one_whole_checkpoint(
             if r == rank and next(heard, None) is None:
                 raise la.LinkError("no answer")
 
-        run.sync._world = Heard(run.sync._world, listen)  # type: ignore[assignment]
+        run.sync.driver.session.world = Heard(run.sync.driver.session.world, listen)  # type: ignore[assignment]
         run.save(folder_of(base, r, shared), value=2.0 + r)
 
     found = []
@@ -520,7 +520,7 @@ def test_rank_0_alone_is_refused_in_processes(context: Any, tmp_path: Path) -> N
 def save_at_the_end(rank: int, connection: Any, base: Path) -> None:
     with la.attach(model := nn.Linear(2, 2), sgd(model), la.local_sgd(4)) as sync:
         if rank == 0:
-            la.save(base, model, sync._optimizer)
+            la.save(base, model, sync.driver.session.optimizer)
 
 
 def sgd(model: nn.Module) -> torch.optim.SGD:
@@ -748,7 +748,9 @@ def test_files_are_on_disk_before_they_are_named(
 
     def run(rank: int) -> None:
         own = Run(la.ddp(), rank)
-        own.sync._world = Heard(own.sync._world, lambda: events.append(("told", "")))  # type: ignore[assignment]
+        own.sync.driver.session.world = Heard(
+            own.sync.driver.session.world, lambda: events.append(("told", ""))
+        )  # type: ignore[assignment]
         monkeypatch.setattr(os, "fsync", fsync)
         monkeypatch.setattr(os, "replace", replace)
         own.save(tmp_path / "new" / "folder")

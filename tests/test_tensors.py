@@ -385,17 +385,17 @@ def test_schedules_compare_by_value_and_print_what_they_are() -> None:
     assert repr(la.every(3, unless=la.every(6))).count("period=") == 2
 
 
-def due(recipe: la.Recipe, on: str, upto: int = 24) -> list[int]:
-    return [t for t in range(1, upto + 1) if any(r.when(t) for r in recipe if r.on == on)]
+def due(recipe: la.Recipe, kind: type, upto: int = 24) -> list[int]:
+    return [t for t in range(1, upto + 1) if any(r.when(t) for r in recipe if isinstance(r, kind))]
 
 
 def test_when_the_recipes_communicate() -> None:
-    assert due(la.ddp(), "gradients", 5) == [1, 2, 3, 4, 5]
-    assert due(la.local_sgd(6), "params") == [6, 12, 18, 24]
-    assert due(la.post_local_sgd(8, 4), "params") == [12, 16, 20, 24]
-    assert due(la.post_local_sgd(8, 4), "gradients") == list(range(1, 9))
-    assert due(la.diloco(10), "params") == [10, 20]
+    assert due(la.ddp(), la.GradientRound, 5) == [1, 2, 3, 4, 5]
+    assert due(la.local_sgd(6), la.Round) == [6, 12, 18, 24]
+    assert due(la.post_local_sgd(8, 4), la.Round) == [12, 16, 20, 24]
+    assert due(la.post_local_sgd(8, 4), la.GradientRound) == list(range(1, 9))
+    assert due(la.diloco(10), la.Round) == [10, 20]
     base, slow = la.slowmo(la.local_sgd(4), 6)
-    assert due((base,), "params") == [4, 8, 16, 20]
-    assert due((slow,), "params") == [6, 12, 18, 24]
-    assert due(la.slowmo(la.ddp(), 6), "gradients") == list(range(1, 25))
+    assert due((base,), la.Round) == [4, 8, 16, 20]
+    assert due((slow,), la.Round) == [6, 12, 18, 24]
+    assert due(la.slowmo(la.ddp(), 6), la.GradientRound) == list(range(1, 25))

@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from laconic import codecs, links
-from laconic.algorithms import recipes, topology
+from laconic.algorithms import exchanges, recipes, topology, updates
+from laconic.algorithms.exchange import Arrival, Exchange
 from laconic.algorithms.recipes import (
     d_psgd,
     ddp,
@@ -23,8 +24,9 @@ from laconic.algorithms.recipes import (
     sparse_loco,
     streaming_diloco,
 )
-from laconic.algorithms.round import Arrival, Clock, Exchange, Recipe, Round, Update
+from laconic.algorithms.round import GradientRound, Recipe, Round
 from laconic.algorithms.schedules import after, any_of, every, until
+from laconic.algorithms.update import Clock, Update
 from laconic.attach import attach, init
 from laconic.auto import auto
 from laconic.checkpoint import load, save
@@ -64,6 +66,7 @@ __all__ = [
     "DynamicDirectedExponentialGraph",
     "DynamicDirectedLinearGraph",
     "Exchange",
+    "GradientRound",
     "GraphManager",
     "JsonLines",
     "LinkError",
@@ -93,6 +96,7 @@ __all__ = [
     "eamsgd",
     "easgd",
     "every",
+    "exchanges",
     "hierarchical",
     "init",
     "links",
@@ -111,6 +115,7 @@ __all__ = [
     "streaming_diloco",
     "topology",
     "until",
+    "updates",
 ]
 
 

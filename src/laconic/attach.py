@@ -18,7 +18,9 @@ from laconic.algorithms.round import Recipe, is_recipe, renamed
 from laconic.auto import Auto, Chooser, start
 from laconic.buckets import is_sharded, reshard
 from laconic.device import common_device, select_own
+from laconic.engine.driver import Driver
 from laconic.engine.model_checks import check_devices, check_unwrapped
+from laconic.engine.session import Settings
 from laconic.engine.synchronizer import BUFFERS, Synchronizer
 from laconic.errors import TIMEOUT, check_choice, check_float, check_int, in_words
 from laconic.links import Link, rendezvous
@@ -154,19 +156,19 @@ def attach(
             whole = (*within_workers(recipe), *recipe) if len(ranks[0]) > 1 else recipe
             return renamed(recipe, whole)
 
-        chooser = Chooser(recipe, sets["workers"].size) if isinstance(recipe, Auto) else None
-        rounds = rounds if chooser is None else chooser.recipe
+        policy = Chooser(recipe, sets["workers"].size) if isinstance(recipe, Auto) else None
+        rounds = rounds if policy is None else policy.recipe
         # one that is switched off looks at nothing
         scale = scaler.get_scale if scaler is not None and scaler.is_enabled() else None
-        sync = Synchronizer(
-            model, optimizer, rounds, sets, device, buffers, seed, scale, chooser, arrange
-        )
+        settings = Settings(buffers == "average", arrange, seed, scale, policy)
+        driver = Driver(model, optimizer, rounds, sets, device, settings)
         made.pop_all()  # the synchroniser goes on with them
+    sync = Synchronizer(driver)
     sync.record(places)
     if scaler is not None:
         _watch(scaler)
         if scaler.is_enabled():
-            sync.scaler = scaler
+            driver.use_scaler(scaler)
             _scaled.setdefault(scaler, []).append(weakref.ref(sync))
     claim(optimizer, sync)
     if link is not None:
@@ -236,19 +238,18 @@ def _watch(scaler: torch.amp.GradScaler) -> None:
 
     def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         for other in _under(scaler):
-            other.scaling = True
+            other.driver.scaler_steps()
         sync = synchronizer_of(optimizer)
         before = None if sync is None else sync.step
         result = original(optimizer, *args, **kwargs)
-        if sync is not None and sync.attached and sync.hooked and sync.step == before:
-            sync.advance()
+        if sync is not None and sync.attached and sync.driver.hooked and sync.step == before:
+            sync.driver.advance()
         return result
 
     def update(*args: Any, **kwargs: Any) -> None:
         updated(*args, **kwargs)
         for sync in _under(scaler):
-            sync.scaling = False
-            sync.align_scaler()
+            sync.driver.scaler_updated()
 
     scaler.step = step  # type: ignore[method-assign]
     scaler.update = update  # type: ignore[method-assign]

@@ -26,12 +26,12 @@ from torch import Tensor
 
 from laconic.algorithms.named import checked
 from laconic.algorithms.recipes import ddp, streaming_diloco
-from laconic.algorithms.round import Recipe
+from laconic.algorithms.round import GradientRound, Recipe, Round
 from laconic.device import synchronize
+from laconic.engine.session import Session
 from laconic.errors import check_float
 from laconic.links import cost
-from laconic.links.comm_thread import CommThread, Pending
-from laconic.links.link import Link
+from laconic.links.comm_thread import Pending
 from laconic.predict import Facts, often, predict, travel
 from laconic.units import format_rate
 
@@ -71,7 +71,7 @@ class Candidate:
         """Of candidates of one kind, what is measured of one holds for the others, too. All with
         rounds on parameters are of one: what they take beyond what is predicted is mostly the pace
         of the machine while nobody waits, and a change among them costs models on the network."""
-        if self.recipe[0].on == "params":
+        if isinstance(self.recipe[0], Round):
             return "rounds"
         return "coded gradients" if self.recipe[0].exchange.slots else "gradients"
 
@@ -220,20 +220,20 @@ class Chooser:
         self._spans: list[tuple[float, float]] = []
         self._last = self._traffic = (0.0, 0.0)
 
-    def meet(
-        self,
-        link: Link,
-        world: Link,
-        lane: CommThread,
-        model: Callable[[], tuple[tuple[tuple[int, ...], ...], int]],
-        traffic: Callable[[], tuple[float, float]],
-        device: torch.device,
-    ) -> None:
-        """Measure ``link``, and agree over ``world``; all messages go by ``lane``, and are on
-        ``device``. ``model()``: the shapes of what a round is about, and the bytes of an element;
-        ``traffic()``: bytes sent so far, and the seconds."""
-        self._link, self._world, self._lane, self._device = link, world, lane, device
-        self._model, self._sent = model, traffic
+    def start(self, session: Session) -> None:
+        """Measure the link between ``session``'s workers, and choose with all its ranks."""
+        self._link, self._world, self._lane = session.workers, session.world, session.comm
+        self._device, self._model, self._sent = session.device, session.shapes, session.traffic
+
+    @property
+    def text(self) -> str:
+        """The call that made it, such as ``auto()``."""
+        return self.auto.text
+
+    @property
+    def description(self) -> str:
+        """All its options."""
+        return repr(self.auto)
 
     @property
     def recipe(self) -> Recipe:
@@ -396,7 +396,7 @@ def _respelled(text: str, recipe: Recipe) -> str:
     """How `streaming` spells ``recipe``, which a version that saved it may have spelled with all
     its arguments; else ``text``. Of one spelling, a choice that stays is told from a change."""
     first = recipe[0]
-    if first.on == "gradients":
+    if isinstance(first, GradientRound):
         return text
     same = streaming(round(1 / often(first)), first.delay, 1.0)
     return same.text if same.recipe == recipe else text

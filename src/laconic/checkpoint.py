@@ -99,7 +99,7 @@ class _Parts(NamedTuple):
 
     def bind(self) -> None:
         """Tell a wrapped module its optimiser, if it has not seen it yet; every rank does."""
-        if self.front is not None and self.front.synchronizer.bound is None:
+        if self.front is not None and self.front.synchronizer.driver.bound is None:
             self.front.bind(self.optimizer)
 
 
@@ -149,10 +149,10 @@ def _parts(
         if sync is not None and sync is not front.synchronizer:
             raise ValueError("sync is not what follows the wrapped module")
         sync = front.synchronizer
-    elif dist is None and (found := synchronizer_of(optimizer)) and not found.hooked:
+    elif dist is None and (found := synchronizer_of(optimizer)) and not found.driver.hooked:
         raise ValueError("a front end follows this optimizer: pass it, as it has state of its own")
     attached = synchronizer_of(optimizer)
-    if front is not None and front.synchronizer.bound is None:
+    if front is not None and front.synchronizer.driver.bound is None:
         check_free(optimizer)
         attached = front.synchronizer
     if attached is None:

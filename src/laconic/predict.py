@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import cast
 
@@ -33,9 +33,17 @@ import torch
 from torch import Tensor
 
 from laconic.algorithms.compile import within_workers
-from laconic.algorithms.round import Exchange, Recipe, Round, describe
-from laconic.algorithms.schedules import After, Every, Schedule, every
-from laconic.buckets import BUCKET_BYTES, Fragment
+from laconic.algorithms.exchange import Exchange, Gossip
+from laconic.algorithms.round import (
+    AnyRound,
+    GradientRound,
+    Recipe,
+    describe,
+    fragments_of,
+    typical,
+)
+from laconic.algorithms.schedules import After, Every, Schedule
+from laconic.buckets import BUCKET_BYTES
 from laconic.engine.gradient_rounds import bucket_sizes
 from laconic.links import cost
 from laconic.links.cost import Cost
@@ -125,11 +133,9 @@ def itemsize_of(tensors: Sequence[Tensor]) -> int:
     return round(sum(sizes) / max(sum(t.numel() for t in tensors), 1)) or 1
 
 
-def work_key(r: Round) -> str:
+def work_key(r: AnyRound) -> str:
     """What rounds have in common that keep processors busy for as long."""
-    part = Fragment(0, r.part.count, r.part.by) if isinstance(r.part, Fragment) else r.part
-    alike = replace(r, when=every(1), delay=0, part=part, over="workers")
-    return describe((alike,))
+    return describe((typical(r),))
 
 
 @dataclass(frozen=True)
@@ -152,14 +158,14 @@ def predict(recipe: Recipe, facts: Facts) -> Prediction:
         share = often(r)
         if r.over == "group" or not share or not r.exchange.communicates:
             continue
-        load = (_gradients if r.on == "gradients" else _parameters)(r, facts)
+        load = (_gradients if isinstance(r, GradientRound) else _parameters)(r, facts)
         exposed += share * (load.exposed + load.stretch)
         if r.over != "replica":
-            meetings += 0.0 if r.delay or r.exchange.gossips else share
+            meetings += 0.0 if r.delay or isinstance(r.exchange, Gossip) else share
             network += share * load.network
             waited += share * min(load.exposed, load.network)
             alone += share * (load.network + facts.work.get(work_key(r), 0.0))
-            joint = r.delay and not r.exchange.gossips
+            joint = r.delay and not isinstance(r.exchange, Gossip)
             least += share * load.network / (UTILISATION if joint else 1)
             sent += share * load.sent
     exposed += facts.skew * math.sqrt(min(meetings, 1.0))
@@ -170,12 +176,12 @@ def predict(recipe: Recipe, facts: Facts) -> Prediction:
     return Prediction(total, total - facts.compute, sent, network / total, hidden)
 
 
-def travel(r: Round, facts: Facts) -> float:
+def travel(r: AnyRound, facts: Facts) -> float:
     """Seconds that the messages of one round ``r`` take on the network."""
-    return (_gradients if r.on == "gradients" else _parameters)(r, facts).network
+    return (_gradients if isinstance(r, GradientRound) else _parameters)(r, facts).network
 
 
-def often(r: Round) -> float:
+def often(r: AnyRound) -> float:
     """How many rounds there are per step, in the long run."""
     return _share(r.when) if isinstance(r.when, Hashable) else _count(r.when) / HORIZON
 
@@ -193,13 +199,13 @@ def _count(when: Schedule) -> int:
     return sum(when(step) for step in range(LATER + 1, LATER + HORIZON + 1))
 
 
-def _parameters(r: Round, facts: Facts) -> _Load:
+def _parameters(r: AnyRound, facts: Facts) -> _Load:
     n, share = facts.workers, facts.ranks if r.over == "workers" else 1
     if r.over == "world":
         n *= facts.ranks
     length = _elements(r, facts, n, share) // share  # the ranks of a worker carry a part each
     amount = _shaped(r, facts).cost(length, facts.itemsize, n)
-    names = ("peers", "workers") if r.exchange.gossips else (r.over, "workers")
+    names = ("peers", "workers") if isinstance(r.exchange, Gossip) else (r.over, "workers")
     size = length * share * facts.itemsize
     buckets = -(-size // BUCKET_BYTES)  # one after the other
     seconds = facts.net(*names).seconds(amount, buckets)
@@ -213,7 +219,7 @@ def _parameters(r: Round, facts: Facts) -> _Load:
     return _Load(seconds, max(seconds + work - meanwhile, 0.0), stretch, amount.bytes)
 
 
-def _gradients(r: Round, facts: Facts) -> _Load:
+def _gradients(r: AnyRound, facts: Facts) -> _Load:
     n = {"replica": facts.ranks, "workers": facts.workers}.get(r.over, facts.workers * facts.ranks)
     amount = _shaped(r, facts).cost(_elements(r, facts, n), facts.itemsize, n)
     names = ("direct", r.over, "workers") if r.exchange.direct else (r.over, "workers")
@@ -235,7 +241,7 @@ def _gradients(r: Round, facts: Facts) -> _Load:
     return _Load(seconds, exposed, stretch, _leaving(r, facts) * amount.bytes)
 
 
-def _leaving(r: Round, facts: Facts) -> float:
+def _leaving(r: AnyRound, facts: Facts) -> float:
     """The share of what ranks send in a round over all ranks that leaves their worker: of what goes
     to every other rank, that for ranks elsewhere; of a mean, which passes from rank to rank in a
     ring, what one rank of each worker sends on."""
@@ -246,13 +252,13 @@ def _leaving(r: Round, facts: Facts) -> float:
     return (facts.workers - 1) * facts.ranks / (facts.workers * facts.ranks - 1)
 
 
-def _shaped(r: Round, facts: Facts) -> Exchange:
+def _shaped(r: AnyRound, facts: Facts) -> Exchange:
     return r.exchange.shaped([torch.Size(shape) for shape in facts.shapes])
 
 
-def _elements(r: Round, facts: Facts, n: int, carriers: int = 1) -> int:
+def _elements(r: AnyRound, facts: Facts, n: int, carriers: int = 1) -> int:
     """How many elements a message of ``r`` has, padded as its exchange needs them, and so that each
     of the ``carriers`` in a worker has a part as long as the others'."""
-    share = r.part.count if isinstance(r.part, Fragment) else 1
+    share = fragments_of(r)
     multiple = r.exchange.multiple(n) * carriers
     return -(-facts.elements * r.update.models // share // multiple) * multiple

@@ -17,10 +17,11 @@ import torch
 
 from laconic.advisor.choices import KNOWN, Choice, choices, steps_of
 from laconic.algorithms.compile import within_workers
+from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges import Mean
 from laconic.algorithms.parse import qualified
-from laconic.algorithms.round import Exchange, Recipe, Round
-from laconic.buckets import BUCKET_BYTES, Fragment
+from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round, fragments_of
+from laconic.buckets import BUCKET_BYTES
 from laconic.engine.gradient_rounds import bucket_sizes
 from laconic.links import cost
 from laconic.predict import Facts, often, predict
@@ -219,21 +220,21 @@ def memory(recipe: Recipe, facts: Facts) -> float:
     return sum(_kept(r, facts) for r in rounds if often(r))
 
 
-def _kept(r: Round, facts: Facts) -> float:
-    n = facts.workers * (facts.ranks if r.on == "gradients" else 1)
-    share = r.part.count if isinstance(r.part, Fragment) else 1
+def _kept(r: AnyRound, facts: Facts) -> float:
+    n = facts.workers * (facts.ranks if isinstance(r, GradientRound) else 1)
+    share = fragments_of(r)
     size = facts.elements * facts.itemsize / share
     each = max(facts.itemsize, 4)  # state is in float32 at least
-    carriers = facts.ranks if r.on == "params" else 1
+    carriers = facts.ranks if isinstance(r, Round) else 1
     exchange = r.exchange.shaped([torch.Size(s) for s in facts.shapes])
     kept = _update_share(r, n, carriers) * facts.elements / share * each
     kept += _exchange_elements(exchange, math.ceil(facts.elements / share), n) * each / carriers
-    if r.on == "gradients":
+    if isinstance(r, GradientRound):
         return kept + size
     return kept + (1 + r.update.keeps_sent) * size * r.delay * often(r)
 
 
-def _update_share(r: Round, n: int, carriers: int) -> float:
+def _update_share(r: AnyRound, n: int, carriers: int) -> float:
     """Of a message's elements, those that the update's state has on a rank; what owners have, the
     ``carriers`` of one worker share."""
     owners = r.exchange.owners(n) or 1

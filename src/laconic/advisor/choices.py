@@ -13,7 +13,7 @@ from laconic.algorithms.exchanges import CodedMean
 from laconic.algorithms.exchanges.low_rank import LowRank
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.recipes import local_sgd, power_sgd
-from laconic.algorithms.round import Recipe
+from laconic.algorithms.round import GradientRound, Recipe, Round
 from laconic.algorithms.updates import momentum_for
 from laconic.auto import GRADIENTS, Auto, candidates, streaming
 from laconic.auto import PERIODS as STEPS
@@ -85,7 +85,7 @@ def choices(facts: Facts, own: Sequence[str] = ()) -> list[Choice]:
     Raises ``ValueError`` for text that is no recipe."""
     gradients, streams = [], {}
     for candidate in candidates(facts):
-        if candidate.recipe[0].on == "gradients":
+        if isinstance(candidate.recipe[0], GradientRound):
             gradients.append(_choice(candidate.text, None, GRADIENT_QUALITY[candidate.text]))
         else:
             period = round(1 / often(candidate.recipe[0]))
@@ -160,7 +160,7 @@ def steps_of(recipe: Recipe) -> Steps:
     parameters end."""
     if not workers_differ(recipe):
         return _steps_of_gradients(recipe)
-    share = max((often(r) for r in recipe if r.on == "params"), default=0.0)
+    share = max((often(r) for r in recipe if isinstance(r, Round)), default=0.0)
     if not share:
         raise ValueError(
             "a recipe that advise compares has rounds again and again, not for a while"

@@ -8,15 +8,12 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import nn
 
-from laconic.algorithms.round import Recipe, Round
-from laconic.algorithms.schedules import every
+from laconic.algorithms.round import AnyRound, GradientRound, Recipe, typical
 from laconic.attach import attach
-from laconic.buckets import Fragment
 from laconic.device import synchronize
 from laconic.links.null import NullLink
 from laconic.predict import Facts, work_key
@@ -26,9 +23,9 @@ MOST_BYTES = 2**26
 WARMUP, REPEATS = 2, 4
 
 
-def rehearsals(recipes: Iterable[Recipe]) -> dict[str, Round]:
+def rehearsals(recipes: Iterable[Recipe]) -> dict[str, AnyRound]:
     """One of each kind of round that differ in what they do, by `work_key`."""
-    found: dict[str, Round] = {}
+    found: dict[str, AnyRound] = {}
     for r in (r for recipe in recipes for r in recipe):
         if r.over != "group" and r.exchange.communicates:
             found.setdefault(work_key(r), r)
@@ -36,19 +33,20 @@ def rehearsals(recipes: Iterable[Recipe]) -> dict[str, Round]:
 
 
 def rehearse(
-    r: Round, facts: Facts, dtype: torch.dtype, device: torch.device, begin: Callable[[], object]
+    r: AnyRound, facts: Facts, dtype: torch.dtype, device: torch.device, begin: Callable[[], object]
 ) -> float:
     """Seconds of processors for one round like ``r`` of a model of such ``facts``. ``begin()`` is
     called before each timed one, so that all ranks can work at once, as they will in training."""
     shapes = _some(facts)
     share = facts.elements / max(sum(map(math.prod, shapes)), 1)
-    part = Fragment(0, r.part.count, r.part.by) if isinstance(r.part, Fragment) else r.part
-    one = replace(r, when=every(1), delay=0, part=part, over="workers")
-    n = facts.workers * (facts.ranks if r.on == "gradients" else 1)
+    one = typical(r)
+    n = facts.workers * (facts.ranks if isinstance(r, GradientRound) else 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of workers with the same gradients, as all are here
         with_round = _seconds((one,), shapes, n, dtype, device, begin)
-        without = _seconds((), shapes, n, dtype, device, begin, gradients=r.on == "gradients")
+        without = _seconds(
+            (), shapes, n, dtype, device, begin, gradients=isinstance(r, GradientRound)
+        )
     return max(with_round - without, 0.0) * share
 
 
@@ -80,7 +78,7 @@ def _seconds(
     tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
     model = nn.ParameterList([nn.Parameter(x) for x in tensors])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    if gradients or any(r.on == "gradients" for r in recipe):
+    if gradients or any(isinstance(r, GradientRound) for r in recipe):
         for p in model.parameters():
             p.grad = torch.randn(p.shape, generator=generator).to(device, dtype)
     # a step whose gradients no backward pass has averaged averages them itself

@@ -1,4 +1,4 @@
-"""What a recipe amounts to: its rounds, those that they ask for, and what follows from them."""
+"""Compile a recipe: the rounds that it asks for implicitly, and what follows from its rounds."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
+from laconic.algorithms.exchange import Gossip, Scored
 from laconic.algorithms.exchanges import Mean
-from laconic.algorithms.round import Recipe, Round
+from laconic.algorithms.round import GradientRound, Recipe, Round
 from laconic.algorithms.schedules import Schedule, Unless, any_of, every
 from laconic.algorithms.updates import Average, Mix, Replace
 from laconic.buckets import module_buffers, optimizer_state
 
 
 def parameter_rounds(recipe: Recipe, *, buffers: bool) -> list[Round]:
-    """The recipe's parameter rounds, each followed by the averaging of optimiser state that it asks
-    for; and, if ``buffers``, the averaging of module buffers with all of them."""
+    """The recipe's parameter rounds, each followed by the average of optimizer state if it asks for
+    one. With ``buffers``, also the average of module buffers at all of them."""
     rounds: list[Round] = []
     for r in recipe:
-        if r.on == "params":
+        if isinstance(r, Round):
             rounds.append(r)
             if r.optimizer_state == "average":
                 rounds.append(Round(r.when, Average(), Mean(), optimizer_state, over=r.over))
@@ -26,12 +27,13 @@ def parameter_rounds(recipe: Recipe, *, buffers: bool) -> list[Round]:
 
 
 def _buffer_rounds(rounds: Sequence[Round]) -> list[Round]:
-    """Module buffers along with ``rounds``, as late as these: mixed with those of the peers where a
-    round gossips, which an average over all would make pointless; else averaged."""
+    """Rounds for module buffers at ``rounds``, with the same delays. Where a round gossips, buffers
+    are mixed with those of the same peers: an average over all workers would defeat the purpose.
+    Elsewhere they are averaged."""
     found: list[Round] = []
     for r in rounds:
         like = Round(r.when, Replace(), Mean(), module_buffers, over="world", delay=r.delay)
-        if r.exchange.gossips:
+        if isinstance(r.exchange, Gossip):
             like = replace(like, update=Mix(), exchange=r.exchange, over=r.over)
         same = [f for f in found if replace(f, when=r.when) == like]
         if same:
@@ -41,21 +43,23 @@ def _buffer_rounds(rounds: Sequence[Round]) -> list[Round]:
     return found
 
 
-def gradient_rounds(recipe: Recipe) -> list[Round]:
+def gradient_rounds(recipe: Recipe) -> list[GradientRound]:
     """The recipe's rounds on gradients."""
-    return [r for r in recipe if r.on == "gradients"]
+    return [r for r in recipe if isinstance(r, GradientRound)]
 
 
 def workers_differ(recipe: Recipe) -> bool:
-    """Whether workers can hold different x: always, unless gradients alone are averaged."""
-    kinds = {(r.on, r.over) for r in recipe}
-    averaged = kinds & {("gradients", "world"), ("gradients", "workers")}
-    return not averaged or any(on == "params" for on, _ in kinds)
+    """Whether workers can hold different x: always, unless only gradients are averaged."""
+    gradients = gradient_rounds(recipe)
+    averaged = any(r.over in ("world", "workers") for r in gradients)
+    return not averaged or len(gradients) < len(recipe)
 
 
 def score_window(recipe: Recipe) -> int:
     """Over how many losses its rounds want the workers' scores; 0: they want none."""
-    return max((r.exchange.scored for r in recipe), default=0)
+    return max(
+        (r.exchange.score_window for r in recipe if isinstance(r.exchange, Scored)), default=0
+    )
 
 
 def in_groups(recipe: Recipe) -> bool:
@@ -86,9 +90,9 @@ def check_groups(recipe: Recipe, grouped: bool) -> None:
 
 
 def within_workers(recipe: Recipe) -> Recipe:
-    """Gradients averaged inside a worker wherever the recipe does not average them over all."""
+    """Gradient rounds inside each worker, wherever the recipe does not average over all ranks."""
     when: Schedule = every(1)
-    over_all = [r.when for r in recipe if r.on == "gradients" and r.over == "world"]
+    over_all = [r.when for r in gradient_rounds(recipe) if r.over == "world"]
     if over_all:
         when = Unless(when, any_of(*over_all))
-    return (Round(when, Average(), Mean(), on="gradients", over="replica"),)
+    return (GradientRound(when, Average(), Mean(), over="replica"),)

@@ -1,4 +1,4 @@
-"""Calls of recipe functions: arguments checked by name, and recipes that print as their call."""
+"""Calls of recipe functions: named argument checks, and recipes that print as their call."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ R = TypeVar("R")
 def bind(
     name: str, function: Callable[..., Any], arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of the call ``name(*arguments, **options)``, by the parameters of ``function``.
+    """Return the arguments of the call ``name(*arguments, **options)`` by parameter name.
 
-    Raises ``ValueError``, in one line that names the options, where the call does not fit.
+    Raises ``ValueError``, in one line that lists the options, if the call does not fit
+    ``function``.
     """
     signature = inspect.signature(function)
     parameters = signature.parameters
@@ -34,14 +35,14 @@ def bind(
 
 
 def no_option(name: str, option: str, function: Callable[..., Any]) -> str:
-    """The error where ``function``, which users call ``name``, has no parameter ``option``."""
+    """Return the error text for a ``function``, called ``name``, that has no such ``option``."""
     choices = list(inspect.signature(function).parameters)
     meant = did_you_mean(option, choices)
     return f"{name} has no option {option!r}{meant}: its options are {', '.join(choices) or 'none'}"
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, whose calls raise the ``ValueError`` of `bind` in place of a ``TypeError``."""
+    """Make ``function`` raise the ``ValueError`` of `bind` in place of a ``TypeError``."""
 
     @functools.wraps(function)
     def call(*arguments: P.args, **options: P.kwargs) -> R:
@@ -52,8 +53,10 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def named(function: Callable[P, Recipe]) -> Callable[P, Recipe]:
-    """``function``, which makes a recipe, with `checked` arguments and a result that prints as the
-    call that made it."""
+    """Wrap a function that makes a recipe: check its arguments, and name its result.
+
+    The recipe prints as the call that made it.
+    """
     name = function.__name__
 
     @functools.wraps(function)
@@ -65,8 +68,11 @@ def named(function: Callable[P, Recipe]) -> Callable[P, Recipe]:
 
 
 def call_text(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> str:
-    """A call of ``function`` with the arguments ``given`` by name, as one writes it. Arguments that
-    equal their default are left out; the first, and those without a default, stand without name."""
+    """Return the source text of a call of ``function`` with the arguments ``given`` by name.
+
+    Arguments equal to their default are omitted. The first argument, and those without a default,
+    are positional.
+    """
     words, positional = [], True
     for index, (key, parameter) in enumerate(inspect.signature(function).parameters.items()):
         if key not in given or given[key] == parameter.default:
@@ -74,13 +80,13 @@ def call_text(name: str, function: Callable[..., Any], given: Mapping[str, Any])
             continue
         required = index == 0 or parameter.default is parameter.empty
         positional = positional and required and parameter.kind is not parameter.KEYWORD_ONLY
-        said = plain(given[key])
-        words.append(said if positional else f"{key}={said}")
+        value = plain(given[key])
+        words.append(value if positional else f"{key}={value}")
     return f"{name}({', '.join(words)})"
 
 
 def _plain(signature: inspect.Signature) -> str:
-    """The signature as a user types it, without annotations."""
+    """Return the signature as a user types it, without annotations."""
     empty = inspect.Parameter.empty
     bare = [p.replace(annotation=empty) for p in signature.parameters.values()]
     return str(inspect.Signature(bare))

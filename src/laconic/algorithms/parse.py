@@ -1,4 +1,4 @@
-"""Recipes from text: ``"slowmo(local_sgd(12), period=48)"`` as in Python, parsed, never run."""
+"""Recipes from text such as ``"slowmo(local_sgd(12), period=48)"``. Parsed, never executed."""
 
 from __future__ import annotations
 
@@ -19,35 +19,39 @@ Functions = Mapping[str, Callable[..., Any]]
 def parse_recipe(
     text: str, own: Mapping[str, Callable[..., Recipe]] | None = None
 ) -> Recipe | Auto:
-    """The recipe that ``text`` spells: a recipe's name (or ``auto``) with or without arguments,
-    which are numbers, words in quotes, True, False, None, or recipes. ``own``: a user's own recipes
-    by name, beside laconic's.
+    """Return the recipe that ``text`` describes in Python syntax.
 
-    Raises ``ValueError``, in one line that names the choices, for everything else.
+    ``text`` is the name of a recipe, or ``auto``, with or without arguments. Arguments are numbers,
+    quoted strings, True, False, None, or recipes. ``own``: a user's own recipe functions by name,
+    in addition to laconic's.
+
+    Raises ``ValueError``, in one line that lists the choices, for anything else.
     """
     functions: Functions = {**RECIPES, "auto": auto, **(own or {})}
     return cast("Recipe | Auto", parse_call(text, functions, "recipe"))
 
 
 def parse_call(text: str, functions: Functions, noun: str) -> Any:
-    """What a call of one of ``functions`` returns, spelled as for `parse_recipe`; ``noun`` is
-    what messages call it."""
+    """Return what the call in ``text`` of one of ``functions`` returns; see `parse_recipe`.
+
+    ``noun`` is what error messages call the result.
+    """
     try:
         return _call(ast.parse(text.strip(), mode="eval").body, text, functions, noun)
     except (SyntaxError, UnicodeError, RecursionError, MemoryError):
-        said = text if len(text) < 100 else text[:97] + "..."
+        shown = text if len(text) < 100 else text[:97] + "..."
         raise ValueError(
-            f"cannot read the {noun} {said!r}: write it as in Python, like 'local_sgd(12)'"
+            f"cannot read the {noun} {shown!r}: write it as in Python, such as 'local_sgd(12)'"
         ) from None
 
 
 def _call(node: ast.expr, text: str, functions: Functions, noun: str) -> Any:
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
     if not isinstance(call.func, ast.Name) or call.func.id not in functions:
-        said = ast.unparse(call.func)
-        meant = did_you_mean(said, functions)
+        called = ast.unparse(call.func)
+        meant = did_you_mean(called, functions)
         choices = ", ".join(functions)
-        raise ValueError(f"no {noun} {said!r} in {text!r}{meant}: choose from {choices}")
+        raise ValueError(f"no {noun} {called!r} in {text!r}{meant}: choose from {choices}")
     name, function = call.func.id, functions[call.func.id]
     arguments = [_value(a, text, functions, noun) for a in call.args]
     options: dict[str, Any] = {}
@@ -68,7 +72,7 @@ def _call(node: ast.expr, text: str, functions: Functions, noun: str) -> Any:
         made = function(*arguments, **options)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    if is_recipe(made) and not isinstance(made, NamedRecipe):  # a user's own function made it
+    if is_recipe(made) and not isinstance(made, NamedRecipe):  # made by a user's own function
         return NamedRecipe(made, call_text(name, function, given))
     return made
 
@@ -79,20 +83,19 @@ def _value(node: ast.expr, text: str, functions: Functions, noun: str) -> Any:
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError):
-        said = ast.unparse(node)
         raise ValueError(
-            f"cannot read {said!r} in {text!r}: numbers, words in quotes, True, False, None and "
-            f"{noun}s ({', '.join(functions)}) can stand there"
+            f"cannot read {ast.unparse(node)!r} in {text!r}: an argument must be a number, a "
+            f"quoted string, True, False, None, or one of the {noun}s {', '.join(functions)}"
         ) from None
 
 
 def qualified(text: str) -> str:
-    """A recipe's text as a program writes it that has imported laconic alone."""
+    """Return a recipe's text as a program that imports only ``laconic`` would write it."""
     return ast.unparse(_Qualify().visit(ast.parse(text.strip(), mode="eval")))
 
 
 class _Qualify(ast.NodeTransformer):
-    """A recipe's name alone stands for its call without arguments."""
+    """Replaces a recipe's name by a call without arguments, and prefixes ``laconic.``"""
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         arguments = [self.visit(a) for a in node.args]

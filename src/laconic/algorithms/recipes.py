@@ -1,7 +1,7 @@
-"""The table of algorithms: one function each, returning its rounds.
+"""The algorithms: one function each, which returns the algorithm's rounds.
 
-A period of H means rounds after steps H, 2H, 3H, ..., for every recipe. Recipes compose as
-Python does: ``slowmo(local_sgd(3), period=48)``.
+In every recipe, a period of H means rounds after steps H, 2H, 3H, and so on. Recipes compose by
+nesting calls: ``slowmo(local_sgd(3), period=48)``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, get_args
 
+from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges import (
     Alone,
     FastComponents,
@@ -23,7 +24,14 @@ from laconic.algorithms.exchanges import (
     coded,
 )
 from laconic.algorithms.named import named
-from laconic.algorithms.round import Exchange, OptimizerState, Recipe, Round, is_recipe
+from laconic.algorithms.round import (
+    AnyRound,
+    GradientRound,
+    OptimizerState,
+    Recipe,
+    Round,
+    is_recipe,
+)
 from laconic.algorithms.schedules import Schedule, Unless, after, every, until
 from laconic.algorithms.topology import Graph
 from laconic.algorithms.updates import (
@@ -45,20 +53,20 @@ from laconic.codecs import Codec, Int2, TopK, codec_of
 from laconic.errors import check_bool, check_choice, check_float, check_int
 
 CodecOption = Codec | str | None
-"""What messages travel in: a codec, or the name of one in `laconic.codecs.CODECS`; None: as they
-are. What a code leaves out is sent with the next message (error feedback)."""
+"""How messages are coded: a codec, the name of one in `laconic.codecs.CODECS`, or None for no
+coding. The next message sends what a code leaves out (error feedback)."""
 
 
 @named
 def ddp(*, codec: CodecOption = None) -> Recipe:
-    """Gradients averaged over all ranks during every backward pass.
+    """Average gradients over all ranks during every backward pass.
 
-    Li et al., VLDB 2020, arXiv 2006.15704. Use it where the network is fast: one step of n
-    workers is one step on the n times larger batch. ``codec``: what gradients travel in; with
-    ``"int4"`` in an eighth of the bytes, see `CodedMean`.
+    Li et al., VLDB 2020, arXiv 2006.15704. Use it on fast networks: one step of n workers equals
+    one step on an n times larger batch. ``codec``: how gradients are coded. ``"int4"`` takes an
+    eighth of the bytes; see `CodedMean`.
     """
     mean = _mean(codec, relative=False)
-    return (Round(every(1), Average(), mean, on="gradients", over="world"),)
+    return (GradientRound(every(1), Average(), mean, over="world"),)
 
 
 @named
@@ -69,13 +77,13 @@ def local_sgd(
     codec: CodecOption = None,
     optimizer_state: OptimizerState = "keep",
 ) -> Recipe:
-    """``every period steps: x <- mean(x)``. Stich 2018, arXiv 1805.09767.
+    """Average parameters: ``every period steps: x <- mean(x)``.
 
-    ``delay``: steps between sending and folding, the local progress in between being kept, so
-    that the message travels while training goes on; above ``period`` the same difference is taken
-    off twice before it is seen to be gone, and workers drift apart: warned of. ``codec``: what the
-    changes of x since the last round travel in. ``optimizer_state``: what becomes of the local
-    optimiser's own state at a round.
+    Stich 2018, arXiv 1805.09767. ``delay``: steps between sending and folding in. Communication
+    overlaps with training, and each worker keeps its local progress in between. A delay longer than
+    ``period`` raises a warning: the same difference is subtracted twice before the first correction
+    shows, and workers drift apart. ``codec``: how the changes of x since the last round are coded.
+    ``optimizer_state``: whether a round keeps, averages, or resets the local optimizer's own state.
     """
     _check_delay(delay, check_int("period", period, 1))
     mean = _mean(codec)
@@ -91,10 +99,10 @@ def post_local_sgd(
     codec: CodecOption = None,
     optimizer_state: OptimizerState = "keep",
 ) -> Recipe:
-    """`ddp` in the first ``start`` steps, `local_sgd` from then on.
+    """Use `ddp` for the first ``start`` steps and `local_sgd` after that.
 
     Lin et al. 2018, arXiv 1808.07217 (``period`` 16 or 32, ``start`` at the first lr decay).
-    ``codec``: of both.
+    ``codec`` applies to both.
     """
     gradients = (replace(r, when=until(start, r.when)) for r in ddp(codec=codec))
     averages = local_sgd(period, delay=delay, codec=codec, optimizer_state=optimizer_state)
@@ -103,11 +111,12 @@ def post_local_sgd(
 
 @named
 def hierarchical(group_period: int, period: int, *, codec: CodecOption = None) -> Recipe:
-    """``every group_period steps: x <- mean(x)`` inside each group, ``every period`` over all.
+    """Average inside each group every ``group_period`` steps and over all every ``period`` steps.
 
-    Lin et al. 2018, arXiv 1808.07217, section 5 (hierarchical local SGD). Where both fall due only
-    the larger runs. Groups are of ``attach(..., group_size=)`` workers. ``codec``: of the messages
-    over all; inside a group, where the network is fast, they travel as they are.
+    Lin et al. 2018, arXiv 1808.07217, section 5 (hierarchical local SGD). If both are due, only the
+    average over all workers runs. The group size is set by ``attach(..., group_size=)``. ``codec``
+    applies to the messages over all workers. Messages inside a group, where the network is fast,
+    are not coded.
     """
     over_all = every(period)
     inside = Unless(every(check_int("group_period", group_period, 1)), over_all)
@@ -119,22 +128,22 @@ def hierarchical(group_period: int, period: int, *, codec: CodecOption = None) -
 
 @named
 def sgp(graph: str = "exponential", peers: int = 1, *, delay: int = 0) -> Recipe:
-    """Stochastic gradient push: a gossip with ``peers`` out-peers after every step.
+    """Stochastic gradient push: gossip with ``peers`` out-peers after every step.
 
-    Assran et al., ICML 2019, arXiv 1811.10792; see `PushSum` and, for graphs,
-    `laconic.algorithms.topology`. Sends ``peers`` times the model in every step,
-    however many workers there are. With a ``delay`` (OSGP) messages are folded that many steps
-    later, and travel while training goes on.
+    Assran et al., ICML 2019, arXiv 1811.10792; see `PushSum`, and `laconic.algorithms.topology` for
+    the graphs. Sends ``peers`` times the model in every step, whatever the number of workers. With
+    a ``delay`` (OSGP), messages are folded in that many steps later, and communication overlaps
+    with training.
     """
     return (Round(every(1), PushSum(), Push(Graph(graph, peers)), delay=delay),)
 
 
 @named
 def d_psgd(graph: str = "ring", *, delay: int = 0) -> Recipe:
-    """Decentralised SGD: x mixed with the neighbours' after every step.
+    """Decentralized SGD: mix x with the neighbors' x after every step.
 
-    Lian et al., NeurIPS 2017, arXiv 1705.09056; see `Mix`. ``graph`` is used both ways: the ring
-    has two neighbours.
+    Lian et al., NeurIPS 2017, arXiv 1705.09056; see `Mix`. Each edge of ``graph`` is used in both
+    directions, so a worker in the ring has two neighbors.
     """
     _check_delay(delay, 1)
     return (Round(every(1), Mix(), Push(Graph(graph, both=True)), delay=delay),)
@@ -144,12 +153,13 @@ def d_psgd(graph: str = "ring", *, delay: int = 0) -> Recipe:
 def easgd(
     period: int, beta: float = 0.9, *, pull: float = 0.0, codec: CodecOption = None
 ) -> Recipe:
-    """Elastic averaging every ``period`` steps: workers and a centre attract each other.
+    """Elastic averaging: every ``period`` steps, workers and a center attract each other.
 
     Zhang et al., NeurIPS 2015, arXiv 1412.6651 (period 1 to 64); see `Elastic`. ``beta``, in
-    (0, 1]: the centre's share of the way to the workers' mean; each worker goes beta/n of its way
-    to the centre. ``pull``, in [0, 1): spread over the period, x goes so much of the way to the
-    centre at every step. ``codec``: what the changes of x since the last round travel in.
+    (0, 1]: the fraction of the distance to the workers' mean that the center moves. Each worker
+    moves beta/n of its distance to the center. ``pull``, in [0, 1): the fraction of the distance to
+    the center that x moves over one period, in equal parts at every step. ``codec``: how the
+    changes of x since the last round are coded.
     """
     when = every(period)
     check_float("beta", beta, 0.0, strict=True, most=1.0)
@@ -161,20 +171,20 @@ def easgd(
 def eamsgd(
     period: int, beta: float = 0.9, *, pull: float = 0.0, codec: CodecOption = None
 ) -> Recipe:
-    """`easgd` for a local optimiser with Nesterov momentum (EAMSGD: the same rounds).
+    """Elastic averaging for a local optimizer with Nesterov momentum: the same rounds as `easgd`.
 
-    Zhang et al. 2015, section 2.3: ``torch.optim.SGD(..., momentum=0.9, nesterov=True)``; the
-    paper's 0.99 is worse on small problems.
+    EAMSGD, Zhang et al. 2015, section 2.3. Use ``torch.optim.SGD(..., momentum=0.9,
+    nesterov=True)``; the paper's 0.99 is worse on small problems.
     """
     return easgd(period, beta, pull=pull, codec=codec)
 
 
 @named
 def downpour(period: int, *, codec: CodecOption = None) -> Recipe:
-    """``every period steps: a <- a + sum(x_i - a) ; x <- a``; see `Downpour`.
+    """Add up the workers' changes: ``every period steps: a <- a + sum(x_i - a) ; x <- a``.
 
-    Dean et al., NeurIPS 2012. A sum and not a mean, as if the workers' steps were one worker's: it
-    needs a learning rate n times smaller, and is here to be compared with.
+    Dean et al., NeurIPS 2012; see `Downpour`. It sums instead of averaging, as if one worker had
+    taken all steps, so it needs a learning rate n times smaller. It is included for comparison.
     """
     return (Round(every(period), Downpour(), _mean(codec, sharded=True)),)
 
@@ -190,14 +200,14 @@ def lsgd(
     local_drift: float = 0.1,
     window: int = 10,
 ) -> Recipe:
-    """Leader SGD: every ``period`` steps toward the best of all workers.
+    """Leader SGD: every ``period`` steps, move toward the best of all workers.
 
     Teng et al., NeurIPS 2019, arXiv 1905.10395 (period 4 to 64); see `LeaderPull`.
-    ``local_period``: every so many steps also toward the best of the own group (the paper's local
-    leaders), where groups are of ``attach(..., group_size=)`` workers; None or 0: no groups.
-    ``pull`` and ``local_pull`` are c2 and c1; ``drift`` and ``local_drift``, p2 and p1, are spread
-    over the period and pull at every step. The best has the lowest mean of its ``window`` last
-    losses, as told to `Synchronizer.report_loss`.
+    ``local_period``: every so many steps, also move toward the best worker of the own group (the
+    paper's local leaders). The group size is set by ``attach(..., group_size=)``. With None or 0
+    there are no groups. ``pull`` and ``local_pull`` are c2 and c1. ``drift`` and ``local_drift``
+    are p2 and p1: they are divided by the period and applied at every step. The best worker has the
+    lowest mean over its last ``window`` losses passed to `Synchronizer.report_loss`.
     """
     over_all = every(period)
     pulls = {"pull": pull, "local_pull": local_pull, "drift": drift, "local_drift": local_drift}
@@ -224,25 +234,28 @@ def slowmo(
     codec: CodecOption = None,
     optimizer_state: OptimizerState = "keep",
 ) -> Recipe:
-    """A slow momentum step every ``period`` steps over any base recipe (None: no other rounds).
+    """Take a slow momentum step every ``period`` steps over any base recipe.
 
-    Wang et al., ICLR 2020, arXiv 1910.00643, Algorithm 1; see `SlowMomentum`. A base's averaging
-    that falls on a slow step is skipped: the slow step averages exactly. ``momentum``, in [0, 1):
-    None takes it from the number of workers, as `momentum_for` has it: 0 below 4, 0.2 for 4 to 7,
-    0.5 for 8 to 15, 0.6 from 16. ``sharded``: each worker keeps 1/n of the outer state.
-    ``average=False``: the no-average variant, each worker's slow step from its own x. ``codec``:
-    what the changes of x since the last slow step travel in; a base has its own.
-    ``optimizer_state="reset"`` serves Nesterov SGD, ``"keep"`` Adam.
+    Wang et al., ICLR 2020, arXiv 1910.00643, Algorithm 1; see `SlowMomentum`. ``base``: a recipe,
+    or None for no other rounds. When a slow step is due, the base's averaging is skipped, because
+    the slow step averages exactly. ``momentum``, in [0, 1): None chooses it by the number of
+    workers, as `momentum_for` does: 0 below 4, 0.2 for 4 to 7, 0.5 for 8 to 15, 0.6 for 16 or more.
+    ``sharded``: each worker stores 1/n of the outer state. ``average=False``: the no-average
+    variant, in which each worker's slow step uses its own x. ``codec``: how the changes of x since
+    the last slow step are coded; a base has its own codec. Use ``optimizer_state="reset"`` for
+    Nesterov SGD and ``"keep"`` for Adam.
     """
     slow = every(period)
     if base is not None and not is_recipe(base):
-        raise ValueError(f"base must be a recipe, as laconic.local_sgd(12), or None, not {base!r}")
+        raise ValueError(
+            f"base must be a recipe, such as laconic.local_sgd(12), or None, not {base!r}"
+        )
     if momentum is not None:
         check_float("momentum", momentum, 0.0, 1.0)
     check_float("lr", lr, 0.0, strict=True)
     sharded, average = check_bool("sharded", sharded), check_bool("average", average)
     if not average and codec is not None:
-        raise ValueError("with average=False nothing is sent, and there is nothing to code")
+        raise ValueError("average=False sends nothing, so there is nothing to code: omit codec=")
     exchange = Alone() if not average else _mean(codec, sharded=sharded)
     update = SlowMomentum(momentum, lr)
     return (
@@ -264,17 +277,17 @@ def diloco(
     mix: float = 0.5,
     codec: CodecOption = None,
 ) -> Recipe:
-    """A local optimiser, and an outer Nesterov step every ``period`` steps.
+    """A local optimizer, with an outer Nesterov step every ``period`` steps.
 
-    Douillard et al. 2023, arXiv 2311.08105; see `OuterStep`. The defaults suit hundreds of
-    rounds: in a run of fewer than about 100 they overshoot, and ``momentum`` 0.3 to 0.6 serves
-    better. ``outer``: any elementwise torch optimiser in place of Nesterov SGD, as
-    ``lambda tensors: torch.optim.Adam(tensors, lr=1e-3)``; ``lr`` and ``momentum`` are then
-    unused. With a ``delay`` ``merge`` says what becomes of x, and ``mix``, in [0, 1], how much of
-    it stays: see `OuterStep`. ``merge="eager"``, for a delay of up to the period: the outer step
-    is taken at once, with what the others did a round before (Kale et al. 2025, arXiv 2502.12996):
-    see `Eager`; every worker then keeps all outer state. ``codec``: what pseudo-gradients and outer
-    steps travel in.
+    Douillard et al. 2023, arXiv 2311.08105; see `OuterStep`. The defaults suit hundreds of rounds.
+    In a run of fewer than about 100 rounds they overshoot; use a ``momentum`` of 0.3 to 0.6.
+    ``outer``: an elementwise torch optimizer to use instead of Nesterov SGD, such as
+    ``lambda tensors: torch.optim.Adam(tensors, lr=1e-3)``. ``lr`` and ``momentum`` then have no
+    effect. With a ``delay``, ``merge`` selects how x and the new anchor are combined, and ``mix``,
+    in [0, 1], is the fraction of x that remains: see `OuterStep`. ``merge="eager"`` takes the outer
+    step at once, using the other workers' pseudo-gradients of the previous round (Kale et al. 2025,
+    arXiv 2502.12996): see `Eager`. Its delay is at most the period, and every worker stores all
+    outer state. ``codec``: how pseudo-gradients and outer steps are coded.
     """
     check_bool("sharded", sharded)
     check_int("period", period, 1)
@@ -302,16 +315,18 @@ def streaming_diloco(
     merge: Merge = "mix",
     by: Literal["bytes", "layers"] = "bytes",
 ) -> Recipe:
-    """`diloco` fragment by fragment: each every ``period`` steps, one after the other, so that
-    little is under way at any time; folded ``delay`` steps after it was sent, training going on
-    meanwhile.
+    """`diloco` by fragments: each is sent every ``period`` steps, at its own offset.
 
-    Douillard et al. 2025, arXiv 2501.18512: Algorithm 2, ``mix`` its alpha. The defaults are what
-    `auto` chooses from, after measurements of this repository (``docs/coded.md``); the paper's,
-    for long runs: ``streaming_diloco(100, delay=1, codec="e3m0", lr=0.4, momentum=0.9)``.
-    Fragment k of K is sent after steps ``(k+1)*period/K, ... + period, ...`` (rounded down).
-    ``by``: fragments of about equal bytes, or of whole layers: see `Fragment`. The rest as for
-    `diloco`. One fragment, no delay and no codec are DiLoCo.
+    Little is therefore in flight at any time. Each fragment is folded in ``delay`` steps after it
+    was sent, while training continues.
+
+    Douillard et al. 2025, arXiv 2501.18512, Algorithm 2; ``mix`` is its alpha. The defaults are
+    those of `auto`, and follow measurements in this repository (``docs/coded.md``). The paper's
+    settings, for long runs, are
+    ``streaming_diloco(100, delay=1, codec="e3m0", lr=0.4, momentum=0.9)``. Fragment k of K is sent
+    after steps ``(k+1)*period/K, ... + period, ...`` (rounded down). ``by``: split into fragments
+    of about equal bytes, or of whole layers: see `Fragment`. The other arguments are those of
+    `diloco`. With one fragment, no delay, and no codec this is DiLoCo.
     """
     update = _outer_step(lr, momentum, outer, merge, mix)
     check_int("period", period, 1)
@@ -342,13 +357,13 @@ def sparse_loco(
     lr: float = 1.0,
     values: CodecOption = None,
 ) -> Recipe:
-    """`diloco` without outer momentum, of which the ``k`` largest elements of each ``chunk`` are
-    sent, and the rest is kept for the next round.
+    """`diloco` without outer momentum that sends only the ``k`` largest elements of each ``chunk``.
 
-    Sarfi et al. 2025, arXiv 2508.15706, Algorithm 1: ``e <- decay*e + (a - x) ; q = Q(e) ;
-    e <- e - q ; a <- a - lr*mean(q) ; x <- a``. ``values``: what the k values travel in; None: two
-    bits each, with one scale for all of a chunk's. Indices take 12 bits. Chunks are of consecutive
-    elements, across tensors. Every worker sends its message to every other.
+    The rest is kept for the next round. Sarfi et al. 2025, arXiv 2508.15706, Algorithm 1:
+    ``e <- decay*e + (a - x) ; q = Q(e) ; e <- e - q ; a <- a - lr*mean(q) ; x <- a``. ``values``:
+    how the k values are coded; None: two bits each, with one scale per chunk. Indices take 12 bits.
+    Chunks are consecutive elements and may span tensors. Every worker sends its message to every
+    other.
     """
     values = Int2(block=k) if values is None else codec_of(values)
     sparse = TopK(check_int("k", k, 1), check_int("chunk", chunk, 1), values)
@@ -360,17 +375,16 @@ def sparse_loco(
 
 @named
 def power_sgd(rank: int = 4, *, start: int = 0, codec: CodecOption = None) -> Recipe:
-    """`ddp` whose gradients travel as matrices of rank ``rank``, those of the first ``start`` steps
-    as they are.
+    """`ddp` with gradients sent as matrices of rank ``rank``.
 
     Vogels et al., NeurIPS 2019, arXiv 1905.13727 (``rank`` 1 to 4, no ``start``; the authors'
-    later code: 100 steps); see `LowRank`. A layer of m by k weights takes ``rank * (m + k)``
-    numbers; what they leave out is sent with the next gradients. ``codec``: what these numbers
-    travel in; with ``"int8"`` in a quarter of the bytes.
+    later code: 100 steps); see `LowRank`. The first ``start`` steps send full gradients. A layer of
+    m by k weights takes ``rank * (m + k)`` numbers. The next step sends what they leave out.
+    ``codec``: how these numbers are coded; ``"int8"`` takes a quarter of the bytes.
     """
     check_int("start", start, 0)
     exchange = LowRank(rank, None if codec is None else codec_of(codec))
-    low = Round(every(1), Average(), exchange, on="gradients", over="world")
+    low = GradientRound(every(1), Average(), exchange, over="world")
     if not start:
         return (low,)
     dense = (replace(r, when=until(start, r.when)) for r in ddp())
@@ -379,29 +393,28 @@ def power_sgd(rank: int = 4, *, start: int = 0, codec: CodecOption = None) -> Re
 
 @named
 def demo(decay: float = 0.999, k: int = 32, chunk: int = 64) -> Recipe:
-    """The sign of the ``k`` largest frequencies of every ``chunk x chunk`` tile of the momentum,
-    which is otherwise each worker's own.
+    """The sign of the ``k`` largest frequencies of every ``chunk x chunk`` tile of the momentum.
 
-    Peng, Quesnelle, Kingma 2024, arXiv 2411.19870, Algorithm 1 with sign; see `FastComponents`
-    and `Sign`. ``e <- decay*e + g ; q = topk(DCT(e)) ; e <- e - q ; g <- sign(mean(q))``, all in
-    the backward pass: gradients are 1, -1 or 0 after it, for ``torch.optim.SGD(params, lr)``
-    without momentum, which then moves every parameter by lr. Do not clip them, use no GradScaler,
-    which would divide them by its scale, and accumulate under ``no_sync()`` alone, as signs must
-    not be added to gradients.
+    The rest of the momentum remains private to each worker. Peng, Quesnelle, Kingma 2024, arXiv
+    2411.19870, Algorithm 1 with sign; see `FastComponents` and `Sign`. The backward pass computes
+    ``e <- decay*e + g ; q = topk(DCT(e)) ; e <- e - q ; g <- sign(mean(q))``. Afterwards gradients
+    are 1, -1, or 0. Use ``torch.optim.SGD(params, lr)`` without momentum, which then moves every
+    parameter by lr. Do not clip these gradients. Do not use a GradScaler, which would divide them
+    by its scale. Accumulate gradients only under ``no_sync()``, because signs must not be added to
+    gradients.
     """
     exchange = FastComponents(check_float("decay", decay, 0.0, 1.0), k, chunk)
-    return (Round(every(1), Sign(), exchange, on="gradients", over="world"),)
+    return (GradientRound(every(1), Sign(), exchange, over="world"),)
 
 
 @named
 def noloco(period: int = 50, lr: float = 0.7, momentum: float = 0.5, gamma: float = 0.7) -> Recipe:
-    """`diloco` without any all-reduce: every ``period`` steps an outer step together with one other
-    worker, drawn anew each time.
+    """`diloco` without any all-reduce: every ``period`` steps, an outer step with one other worker.
 
-    Kolehmainen et al. 2025, arXiv 2506.10911; see `NoLoCo`. ``gamma``, at least 0, is how strongly
-    the two anchors attract each other. Sends twice the model each time, whatever the number of
-    workers; of an odd number one steps alone. Workers never quite agree: the consensus is their
-    mean.
+    The pairs are drawn at random for each round. Kolehmainen et al. 2025, arXiv 2506.10911; see
+    `NoLoCo`. ``gamma``, at least 0, is how strongly the two anchors attract each other. Each round
+    sends twice the model, whatever the number of workers. If that number is odd, one worker steps
+    alone. Workers never agree exactly: the consensus is their mean.
     """
     check_float("lr", lr, 0.0, strict=True)
     check_float("momentum", momentum, 0.0, 1.0)
@@ -410,7 +423,7 @@ def noloco(period: int = 50, lr: float = 0.7, momentum: float = 0.5, gamma: floa
 
 
 def _mean(codec: CodecOption, *, relative: bool = True, sharded: bool = False) -> Exchange:
-    """The workers' mean, coded or not."""
+    """Return the mean over workers, coded or not."""
     if codec is not None:
         return coded(codec, relative=relative)
     return ShardedMean() if sharded else Mean()
@@ -425,8 +438,8 @@ def _outer_step(
     check_choice("merge", merge, get_args(Merge))
     if outer is not None and not callable(outer):
         raise ValueError(
-            "outer must make an optimiser from tensors, as lambda tensors: "
-            f"torch.optim.Adam(tensors, lr=1e-3), not {outer!r}"
+            "outer must be a function that makes an optimizer from tensors, such as "
+            f"lambda tensors: torch.optim.Adam(tensors, lr=1e-3), not {outer!r}"
         )
     return OuterStep(lr, momentum, outer, mix, merge)
 
@@ -443,9 +456,9 @@ def _eager(
     check_float("momentum", momentum, 0.0, 1.0)
     check_float("lr", lr, 0.0, strict=True)
     if not sharded:
-        raise ValueError("merge='eager' keeps its state on every worker: leave sharded= out")
+        raise ValueError("merge='eager' stores all state on every worker: omit sharded=")
     if outer is not None:
-        raise ValueError("merge='eager' takes Nesterov steps: it cannot be given an outer=")
+        raise ValueError("merge='eager' supports only Nesterov SGD as outer optimizer: omit outer=")
     if check_int("delay", delay, 1) > period:
         raise ValueError(f"delay must be at most the period, {period}, not {delay}")
     mean = _mean(codec, relative=False)
@@ -453,18 +466,19 @@ def _eager(
 
 
 def _check_delay(delay: int, period: int) -> None:
-    """Warn where a round is sent before the last one but one was folded."""
+    """Warn if a round is sent before the round before the last was folded in."""
     if isinstance(delay, int) and delay > period:
         warnings.warn(
-            f"delay={delay} is longer than the period of {period}: differences are taken off again "
-            "before the first message is folded, and workers drift apart",
+            f"delay={delay} is longer than the period of {period}, so workers drift apart: a "
+            f"difference is subtracted again before the first message is folded in. Use a delay of "
+            f"at most {period}",
             stacklevel=4,  # the caller of the recipe function, past `named`
         )
 
 
-def _skip(r: Round, skipped: Schedule) -> Round:
-    """``r`` without the steps of ``skipped``; gradients are always averaged."""
-    return r if r.on == "gradients" else replace(r, when=Unless(r.when, skipped))
+def _skip(r: AnyRound, skipped: Schedule) -> AnyRound:
+    """Return ``r`` without the steps of ``skipped``. Rounds on gradients never skip a step."""
+    return r if isinstance(r, GradientRound) else replace(r, when=Unless(r.when, skipped))
 
 
 RECIPES: dict[str, Callable[..., Recipe]] = {
@@ -489,4 +503,4 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
         noloco,
     )
 }
-"""Recipes by name: what the command line offers."""
+"""All recipes by name, for the command line."""

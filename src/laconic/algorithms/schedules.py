@@ -1,7 +1,7 @@
 """When to communicate: pure functions of the step, counted from 1.
 
-A schedule is a frozen value with ``schedule(step) -> bool``, so that it can be compared, printed,
-checked for equality between ranks and evaluated ahead of time.
+A schedule is a frozen value with ``schedule(step) -> bool``. It can be compared, printed, checked
+for equality between ranks, and evaluated ahead of time.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from laconic.errors import check_int
 
 
 class Schedule(Protocol):
-    """Says whether a round falls due after ``step`` (a gradient round: in ``step``)."""
+    """Return whether a round is due after ``step`` (a gradient round: during ``step``)."""
 
     def __call__(self, step: int) -> bool: ...
 
 
 @dataclass(frozen=True)
 class Every:
-    """After steps ``period, 2*period, 3*period, ...``, or ``offset, offset + period, ...``."""
+    """Due after steps ``period, 2*period, 3*period, ...``, or ``offset, offset + period, ...``."""
 
     period: int
     offset: int = 0
@@ -35,7 +35,7 @@ class Every:
 
 @dataclass(frozen=True)
 class Unless:
-    """``schedule``, but not where ``skipped`` falls due."""
+    """Due when ``schedule`` is due and ``skipped`` is not."""
 
     schedule: Schedule
     skipped: Schedule
@@ -46,7 +46,7 @@ class Unless:
 
 @dataclass(frozen=True)
 class After:
-    """``schedule``, at steps greater than ``start`` only."""
+    """Due when ``schedule`` is due, at steps greater than ``start`` only."""
 
     start: int
     schedule: Schedule
@@ -57,7 +57,7 @@ class After:
 
 @dataclass(frozen=True)
 class Until:
-    """``schedule``, at steps up to and including ``end`` only."""
+    """Due when ``schedule`` is due, at steps up to and including ``end`` only."""
 
     end: int
     schedule: Schedule
@@ -68,7 +68,7 @@ class Until:
 
 @dataclass(frozen=True)
 class AnyOf:
-    """Where at least one of ``schedules`` falls due."""
+    """Due when at least one of ``schedules`` is due."""
 
     schedules: tuple[Schedule, ...]
 
@@ -77,26 +77,25 @@ class AnyOf:
 
 
 def every(period: int, *, offset: int = 0, unless: Schedule | None = None) -> Schedule:
-    """Steps ``period, 2*period, ...`` (with an ``offset``: ``offset, offset + period, ...``), but
-    for those where ``unless`` falls due.
+    """Return a schedule of steps ``period, 2*period, ...`` without those of ``unless``.
 
-    Raises ``ValueError`` unless ``period`` is an integer of at least 1 and ``offset`` one of at
-    least 0.
+    With an ``offset``, the steps are ``offset, offset + period, ...``. Raises ``ValueError`` unless
+    ``period`` is an integer of at least 1 and ``offset`` is an integer of at least 0.
     """
     schedule = Every(check_int("period", period, 1), check_int("offset", offset, 0) % period)
     return schedule if unless is None else Unless(schedule, unless)
 
 
 def after(start: int, schedule: Schedule) -> Schedule:
-    """``schedule`` at the steps greater than ``start`` (an integer of at least 0)."""
+    """Return ``schedule`` at the steps greater than ``start`` (an integer of at least 0)."""
     return After(check_int("start", start, 0), schedule)
 
 
 def until(end: int, schedule: Schedule) -> Schedule:
-    """``schedule`` at the steps up to and including ``end`` (an integer of at least 0)."""
+    """Return ``schedule`` at the steps up to and including ``end`` (an integer of at least 0)."""
     return Until(check_int("end", end, 0), schedule)
 
 
 def any_of(*schedules: Schedule) -> Schedule:
-    """The steps at which at least one of ``schedules`` falls due."""
+    """Return a schedule of the steps at which at least one of ``schedules`` is due."""
     return schedules[0] if len(set(schedules)) == 1 else AnyOf(tuple(dict.fromkeys(schedules)))

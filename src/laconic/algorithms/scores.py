@@ -1,5 +1,7 @@
-"""How well a worker does, for recipes with a leader: the mean of its latest losses, or, where no
-loss is reported, how much its gradients promise.
+"""Scores of workers, for recipes with a leader.
+
+A score is the mean of a worker's latest losses. If no loss is reported, it is the decrease of the
+loss that the worker's gradients predict.
 """
 
 from __future__ import annotations
@@ -18,8 +20,11 @@ DECAY = 0.9
 
 
 class Score(NamedTuple):
-    """A worker's score; the lowest leads. ``kind``: 0 none, 1 of gradients, 2 of losses, -1 of
-    ranks that do not all have one of the same kind."""
+    """A worker's score. The lowest leads.
+
+    ``kind``: 0 for none, 1 for gradients, 2 for losses, and -1 if the worker's ranks do not all
+    have a score of the same kind.
+    """
 
     value: float = math.inf
     kind: float = 0.0
@@ -29,11 +34,12 @@ NO_SCORE = Score()
 
 
 class Scores:
-    """Keeps what the score of this worker is made of.
+    """Collects what this worker's score is computed from.
 
-    Losses: the mean of the last ``window`` reported (Teng et al. 2019, section 5). Else the
-    first-order decrease of the loss by gradients, ``s <- 0.9*s + 0.1*sum((x_prev - x)*g)``, a
-    heuristic of the Synchronous Distributed Training Library; it costs a copy of x at every step.
+    With losses: the mean of the last ``window`` reported (Teng et al. 2019, section 5). Without
+    losses: the first-order decrease of the loss predicted by gradients,
+    ``s <- 0.9*s + 0.1*sum((x_prev - x)*g)``, a heuristic of the Synchronous Distributed Training
+    Library. This costs a copy of x at every step.
     """
 
     def __init__(self, params: Callable[[], Sequence[Tensor]], window: int) -> None:
@@ -43,21 +49,21 @@ class Scores:
         self._before: list[Tensor] = []
 
     def report(self, loss: float) -> None:
-        """The loss of one batch."""
+        """Record the loss of one batch."""
         self._losses.append(loss)
         self._before = []
 
     def before_step(self) -> None:
-        """The optimiser is about to move x."""
+        """Copy x before the optimizer changes it, if no losses are reported."""
         if not self._losses:
             self._before = [local(p).clone() for p in self._params()]
 
     def skip_step(self) -> None:
-        """It does not: a GradScaler skips it, as gradients are infinite."""
+        """Discard the copy of x: a GradScaler skips this step because of infinite gradients."""
         self._before = []
 
     def after_step(self) -> None:
-        """The optimiser has moved x."""
+        """Update the gradient score, after the optimizer has changed x."""
         pairs = zip(self._params(), self._before, strict=False)
         moved = [
             float(torch.sum((before - local(p)) * local(p.grad), dtype=torch.float64))
@@ -69,7 +75,7 @@ class Scores:
         self._before = []
 
     def now(self, window: int) -> Score:
-        """The score over the last ``window`` losses."""
+        """Return the score over the last ``window`` losses."""
         if self._losses:
             latest = list(self._losses)[-window:]
             return Score(sum(latest) / len(latest), 2.0)
@@ -79,34 +85,38 @@ class Scores:
         return {"losses": list(self._losses), "decrease": self._decrease}
 
     def loader(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """What puts back what `state_dict` returned."""
+        """Return a function that restores what `state_dict` returned."""
         losses = [float(loss) for loss in state["losses"]]
         decrease = None if state["decrease"] is None else float(state["decrease"])
 
-        def put_back() -> None:
+        def restore() -> None:
             self._losses.clear()
             self._losses.extend(losses)
             self._decrease = decrease
 
-        return put_back
+        return restore
 
 
 def of_worker(scores: Tensor) -> Score:
-    """A worker's score from those of its ranks (one a row): their mean."""
+    """Return a worker's score: the mean over those of its ranks (one per row)."""
     values, kinds = scores.unbind(1)
-    alike = bool((kinds == kinds[0]).all())
-    return Score(float(values.mean()), float(kinds[0])) if alike else Score(kind=-1.0)
+    same_kind = bool((kinds == kinds[0]).all())
+    return Score(float(values.mean()), float(kinds[0])) if same_kind else Score(kind=-1.0)
 
 
 def elect(scores: Tensor) -> int:
-    """The leader's place among ``scores`` (one `Score` a row). NaN never leads. Raises
-    ``ValueError``, alike on every rank, where scores are missing or of different kinds."""
+    """Return the index of the leader among ``scores`` (one `Score` per row). NaN never leads.
+
+    Raises the same ``ValueError`` on every rank if scores are missing or of different kinds.
+    """
     values, kinds = scores.unbind(1)
     if bool((kinds == 0).any()):
         raise ValueError(
-            "no leader can be chosen: call sync.report_loss(loss) in every step, or let "
-            "optimizer.step() see gradients"
+            "no leader can be chosen without scores: call sync.report_loss(loss) in every step, or "
+            "give the parameters gradients before optimizer.step()"
         )
     if bool((kinds != kinds[0]).any()) or float(kinds[0]) < 0:
-        raise ValueError("some ranks report a loss and others do not: call it on every rank")
+        raise ValueError(
+            "some ranks report a loss and others do not: call sync.report_loss(loss) on every rank"
+        )
     return int(torch.argmin(values.nan_to_num(nan=math.inf)))

@@ -1,7 +1,7 @@
-"""Who gossips with whom: pure functions of (rank, n, k), k counting the gossips executed.
+"""Gossip graphs: pure functions of (rank, n, k), where k counts the gossips executed.
 
-The graphs of SGP (Assran et al., ICML 2019, arXiv 1811.10792, appendix A) and their relatives; p is
-the number of peers, and all peers are taken mod n:
+These are the graphs of SGP (Assran et al., ICML 2019, arXiv 1811.10792, appendix A) and their
+relatives. p is the number of peers. All peers are taken mod n:
 
 =========================  ======================================================================
 ``exponential``            +j*(p+1)^i, j = 1..p, with i = k mod (floor(log_{p+1}(n-1)) + 1)
@@ -11,13 +11,14 @@ the number of peers, and all peers are taken mod n:
 ``bipartite_linear``       the list +1, -1, +2, -2, ...: all distances below n
 ``ring``                   +1; with two peers +1 and -1
 ``complete``               all other ranks, whatever p
-``random``                 disjoint pairs, drawn anew for every k (an odd rank out sits still)
+``random``                 disjoint random pairs for every k (with n odd, one rank has no peer)
 =========================  ======================================================================
 
-From a list, gossip k takes the p entries that follow those of gossip k-1, going round. In bipartite
-graphs odd and even ranks talk to each other only: peers of one's own parity are left out. Oneself
-and repeats are dropped everywhere. But for bipartite graphs and random pairs with n odd, all ranks
-take alike hops: each gossip is then doubly stochastic, and all push weights are equal.
+Where the table gives a list, gossip k uses the p entries that follow those of gossip k-1, and
+starts over at the end of the list. In bipartite graphs, odd and even ranks communicate only with
+each other: peers of the same parity are left out. All graphs drop a rank's own entry and
+duplicates. Except in bipartite graphs, and in random pairs with n odd, all ranks use the same hops.
+Each gossip is then doubly stochastic, and all push weights are equal.
 """
 
 from __future__ import annotations
@@ -42,9 +43,12 @@ GRAPHS = (
 
 @dataclass(frozen=True)
 class Graph:
-    """A sequence of graphs by name; ``peers`` is p. ``both``: every edge is used both ways, so
-    that neighbours exchange (D-PSGD) and do not push (SGP). ``repeats``: entries of a list that
-    come again (with 4 ranks +3 is -1) keep their turn, as fairscale has it."""
+    """A sequence of graphs by name. ``peers`` is p.
+
+    ``both``: use every edge in both directions, so that neighbors exchange messages (D-PSGD)
+    instead of pushing them (SGP). ``repeats``: a list keeps its duplicate entries (with 4 ranks, +3
+    is -1), as in fairscale.
+    """
 
     name: str = "exponential"
     peers: int = 1
@@ -56,16 +60,19 @@ class Graph:
         check_int("peers", self.peers, 1)
 
     def out_peers(self, rank: int, n: int, k: int, seed: int = 0) -> tuple[int, ...]:
-        """The ranks to which ``rank`` of ``n`` sends in gossip ``k``, ascending."""
+        """Return the ranks to which ``rank`` of ``n`` sends in gossip ``k``, ascending."""
         return _edges(self, n, k, seed)[rank]
 
     def in_peers(self, rank: int, n: int, k: int, seed: int = 0) -> tuple[int, ...]:
-        """The ranks that send to ``rank`` in gossip ``k``, ascending."""
+        """Return the ranks that send to ``rank`` in gossip ``k``, ascending."""
         return tuple(r for r, out in enumerate(_edges(self, n, k, seed)) if rank in out)
 
     def share(self, rank: int, source: int, n: int, k: int, seed: int = 0) -> float:
-        """The Metropolis weight of ``source`` at ``rank``, ``1/(1 + max(degree of either))``: with
-        the rest for oneself symmetric and doubly stochastic where edges are used both ways."""
+        """Return the Metropolis weight of ``source`` at ``rank``: ``1/(1 + max(both degrees))``.
+
+        Each rank gives itself the rest. The weights are then symmetric and doubly stochastic if
+        edges are used in both directions.
+        """
         edges = _edges(self, n, k, seed)
         return 1.0 / (1 + max(len(edges[rank]), len(edges[source])))
 
@@ -82,14 +89,16 @@ class Graph:
             base = self.peers + 1
             scale = base ** (k % (_log(base, n - 1) + 1))
             return [(rank + j * scale) % n for j in range(1, base)]
-        book = _book(self.name, rank, n, self.repeats)
+        book = _listed_peers(self.name, rank, n, self.repeats)
         return [book[(k * self.peers + j) % len(book)] for j in range(self.peers)]
 
 
 @lru_cache(maxsize=256)
 def _edges(graph: Graph, n: int, k: int, seed: int) -> tuple[tuple[int, ...], ...]:
-    """The out-peers of every rank: a rank must know the others' to know who sends to it, and
-    workers of one process share them."""
+    """Return the out-peers of every rank.
+
+    A rank needs the others' to know who sends to it. The workers of one process share the result.
+    """
     out = [set(graph._targets(r, n, k, seed)) - {r} for r in range(n)]
     if graph.both:
         out = [own | {r for r in range(n) if rank in out[r]} for rank, own in enumerate(out)]
@@ -97,8 +106,8 @@ def _edges(graph: Graph, n: int, k: int, seed: int) -> tuple[tuple[int, ...], ..
 
 
 @lru_cache(maxsize=4096)
-def _book(name: str, rank: int, n: int, repeats: bool) -> tuple[int, ...]:
-    """The peers of ``rank`` in a graph given by a list."""
+def _listed_peers(name: str, rank: int, n: int, repeats: bool) -> tuple[int, ...]:
+    """Return the peers of ``rank`` in a graph that is given as a list."""
     hops = [sign * d for d in _distances(name, n) for sign in (1, -1)]
     listed = [(rank + hop) % n for hop in hops]
     if not repeats:
@@ -116,7 +125,7 @@ def _distances(name: str, n: int) -> list[int]:
 
 
 def _log(base: int, x: int) -> int:
-    """floor(log_base(x)), exactly."""
+    """Return floor(log_base(x)), exactly."""
     power = 0
     while base ** (power + 1) <= x:
         power += 1
@@ -125,7 +134,7 @@ def _log(base: int, x: int) -> int:
 
 @lru_cache(maxsize=16)
 def _partners(n: int, k: int, seed: int) -> tuple[int, ...]:
-    """The other rank of every rank's pair; itself where there is none."""
+    """Return the peer of every rank. A rank without a peer is its own."""
 
     def draw(r: int) -> bytes:
         return blake2b(f"{seed},{n},{k},{r}".encode(), digest_size=16).digest()

@@ -285,7 +285,7 @@ def _split(x: Tensor, payload: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     return zip(torch.split(x, rows), torch.split(payload, rows), strict=True)
 
 
-def check_told(codec: Codec) -> None:
+def check_repr(codec: Codec) -> None:
     """``ValueError`` where a codec of a user's own does not tell its settings."""
     if type(codec).__repr__ is object.__repr__:
         raise ValueError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from laconic.codecs.cast import Cast
-from laconic.codecs.codec import Codec, check_length, check_told
+from laconic.codecs.codec import Codec, check_length, check_repr
 from laconic.errors import check_int
 
 INDEX_BITS = 12
@@ -48,7 +48,7 @@ class TopK(Codec):
             raise ValueError(
                 f"values must be one of Cast, Int8, Int4, Int2, E3M0, not {self.values!r}"
             )
-        check_told(self.values)
+        check_repr(self.values)
 
     @property
     def unit(self) -> int:

@@ -14,11 +14,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from laconic.algorithms import recipes
-from laconic.algorithms.round import Recipe
+from laconic.algorithms.round import Recipe, Round, unchanged
 from laconic.algorithms.schedules import every
 from laconic.attach import check_free, claim
 from laconic.buckets import is_sharded, local, sums
+from laconic.engine.driver import Driver
 from laconic.engine.model_checks import check_devices, check_unwrapped
+from laconic.engine.session import Settings
 from laconic.engine.synchronizer import Stats, Synchronizer
 from laconic.errors import TIMEOUT, check_float, check_int
 from laconic.links import Link
@@ -100,7 +102,7 @@ class DistOptimizer:
         if self._detached:
             return
         self.join()
-        self._joined.count()
+        self._joined.driver.count()
         self._unfollowed = 0
         self.counter += 1
         self.dist_train_step()
@@ -108,20 +110,20 @@ class DistOptimizer:
         if self.counter >= self.comm_period:
             self.comm_train_step()
             self.counter = 0
-        self._joined.note()
+        self._joined.driver.note()
 
     def local_pulling_step(self) -> None:
         """Pull x toward the most recent centre; no communication."""
-        self._joined.pull()
+        self._joined.driver.pull()
 
     def dist_train_step(self) -> None:
         """Collect statistics of the local optimiser's step; moves no parameter."""
-        self._joined.observe()
+        self._joined.driver.observe()
 
     def comm_train_step(self) -> None:
         """Communicate: form the centre from all workers' x, and pull x toward the centre (EASGD:
         toward the one of before)."""
-        self._joined.communicate(now=True)
+        self._joined.driver.communicate(now=True)
 
     # -- the other ranks ----
 
@@ -177,9 +179,11 @@ class DistOptimizer:
         sets = sets_of(world, layout_of(world, 1, None, shards), None, bool(shards))
         tensors = [] if afresh else [*whole.parameters(), *whole.buffers()]
         kept = [(local(t), local(t).clone()) for t in tensors]
-        sync = Synchronizer(whole, None, recipe, sets, params[0].device, "average")
+        settings = Settings(True, unchanged, hooked=False)
+        driver = Driver(whole, None, recipe, sets, params[0].device, settings)
+        sync = Synchronizer(driver)
         try:
-            sync.bind(self.local_optimizer)
+            driver.bind(self.local_optimizer)
             for tensor, values in kept:
                 tensor.copy_(values)
             if not afresh:
@@ -332,7 +336,7 @@ def _check_rounds(recipe: Recipe, period: int) -> None:
     """What `DistOptimizer.comm_train_step` can run: rounds of one period, at once."""
     for r in recipe:
         plain = r.delay == 0 and r.over in ("world", "workers")
-        if r.on == "params" and not (plain and r.when == every(period)):
+        if isinstance(r, Round) and not (plain and r.when == every(period)):
             raise ValueError(
                 f"a DistOptimizer's rounds are all every comm_period={period} steps, over all "
                 f"workers and without a delay, not {r.name} at {r.when}, over {r.over!r}, delay "

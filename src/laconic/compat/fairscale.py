@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from laconic.algorithms import recipes
 from laconic.algorithms.compile import within_workers
 from laconic.algorithms.exchanges import Mean, Push, ShardedMean
-from laconic.algorithms.round import NamedRecipe, Recipe, Round
+from laconic.algorithms.round import NamedRecipe, Recipe, Round, unchanged
 from laconic.algorithms.schedules import every
 from laconic.algorithms.topology import Graph
 from laconic.algorithms.updates import Average, Mix, PushSum, Replace, RoundedAverage
@@ -31,8 +31,10 @@ from laconic.compat.gossip_graphs import (
     UniformMixing,
 )
 from laconic.compat.profile import LogLines, Profile
+from laconic.engine.driver import Driver
 from laconic.engine.model_checks import check_devices, check_unwrapped
 from laconic.engine.saved_state import WRAPPER
+from laconic.engine.session import Settings
 from laconic.engine.synchronizer import Stats, Synchronizer
 from laconic.errors import TIMEOUT, check_bool, check_float, check_int
 from laconic.links import Link
@@ -204,10 +206,11 @@ class SlowMoDistributedDataParallel(nn.Module):
             "graph, mixing (they are for SGP)": not sgp and (graph or mixing) is not None,
         }
         self._warn(nodes, [name for name, unused in idle.items() if unused])
-        buffers = "average" if broadcast_buffers else "keep"
         sets = sets_of(world, layout, None, False)
         rounds = NamedRecipe(rounds, self._text())
-        self._sync = Synchronizer(module, None, rounds, sets, device, buffers)
+        settings = Settings(broadcast_buffers, unchanged, hooked=False)
+        self._driver = Driver(module, None, rounds, sets, device, settings)
+        self._sync = Synchronizer(self._driver)
         weakref.finalize(self, self._sync.detach).atexit = False
         self._device = device
         self._agreed = self._detached = False
@@ -292,7 +295,7 @@ class SlowMoDistributedDataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own forward pass; no communication, in training or out of it."""
-        if self._sync.bound is None:
+        if self._driver.bound is None:
             self._seen = self._versions()
         if self._profile is None:
             return self.module(*inputs, **kwargs)
@@ -319,9 +322,9 @@ class SlowMoDistributedDataParallel(nn.Module):
         if not self._agreed:
             self._agree()
         if self._profile is None:
-            self._sync.advance()
+            self._driver.advance()
         else:
-            self._profile.call(self._sync.advance)
+            self._profile.call(self._driver.advance)
         _copy(self._masters)
 
     @torch.no_grad()
@@ -354,7 +357,7 @@ class SlowMoDistributedDataParallel(nn.Module):
                 "the optimizer holds none of the module's parameters: where it moves float32 "
                 "copies of them, pass these as fp32_params="
             )
-        bound = self._sync.bound
+        bound = self._driver.bound
         if bound is None:
             self._bind_moved(optimizer)
         elif optimizer is not bound and not _same_parameters(optimizer, bound):
@@ -380,26 +383,26 @@ class SlowMoDistributedDataParallel(nn.Module):
         if any(p.device != self._device for p in held):
             raise ValueError(f"the module was on {self._device} when it was wrapped: move it first")
         self._before_step.clear()
-        self._sync.bind(optimizer)
+        self._driver.bind(optimizer)
         claim(optimizer, self._sync)
         if self._loaded is not None:
-            self._problem, self._loaded = self._sync.load_here(self._loaded), None
+            self._problem, self._loaded = self._driver.load_here(self._loaded), None
         else:
             self._common_start = sums(held)
 
     def _follow(self, optimizer: Optimizer) -> None:
         """Another optimiser over the same parameters takes the bound one's place."""
         check_free(optimizer)
-        assert self._sync.bound is not None
-        release(self._sync.bound)
-        self._sync.follow(optimizer)
+        assert self._driver.bound is not None
+        release(self._driver.bound)
+        self._driver.follow(optimizer)
         claim(optimizer, self._sync)
 
     def _agree(self) -> None:
         """What had to wait until all ranks do the same."""
         self._agreed = True
-        self._sync.agree_on_binding(self._common_start, self._problem)
-        bound = self._sync.bound
+        self._driver.agree_on_binding(self._common_start, self._problem)
+        bound = self._driver.bound
         assert bound is not None, "binding comes first"
         held = [p for group in bound.param_groups for p in group["params"]]
         known = {id(p) for p in held}
@@ -434,18 +437,18 @@ class SlowMoDistributedDataParallel(nn.Module):
         self._bind(optimizer)
         if start is None:
             return
-        if self._sync.reweighted:
+        if self._driver.run.reweighted:
             raise ValueError(
                 "this run was resumed, and its push weights are not 1: call model.bind(optimizer, "
                 "fp32_params) after loading and before the first step"
             )
-        self._sync.begin_step(closure=True)
+        self._driver.begin_step(closure=True)
         for p, values in zip(held, moved, strict=True):
             p.copy_(values)
 
     def _about_to_step(self, optimizer: Optimizer) -> None:
         """``optimizer``, of whatever program, is about to take a step."""
-        bound = self._sync.bound
+        bound = self._driver.bound
         if optimizer is bound or optimizer in self._foreign:
             return
         if not self._holds(optimizer):
@@ -502,7 +505,7 @@ class SlowMoDistributedDataParallel(nn.Module):
     def get_extra_state(self) -> Mapping[str, Any]:
         """SlowMo's own state on this rank, which `state_dict` stores beside the module's, whose
         keys are as without the wrapper; starts no communication. Every rank saves its own."""
-        if self._sync.bound is None:
+        if self._driver.bound is None:
             return {"slowmo": self._loaded}
         return {"slowmo": self._sync.state_dict()}
 
@@ -511,7 +514,7 @@ class SlowMoDistributedDataParallel(nn.Module):
         if state is not None and "slowmo" not in state:
             raise ValueError(f"this is not what get_extra_state() returned: {list(state)}")
         self._loaded = None if state is None else state["slowmo"]
-        if self._loaded is None and self._sync.bound is not None:
+        if self._loaded is None and self._driver.bound is not None:
             raise ValueError(
                 "this state has no SlowMo state, and training goes on already: to start afresh "
                 "from other weights call detach() and wrap the module again"
@@ -526,7 +529,7 @@ class SlowMoDistributedDataParallel(nn.Module):
     def _put_back(self) -> None:
         """What was loaded into the synchroniser, once it knows its optimiser."""
         self._seen = self._versions()
-        if self._loaded is not None and self._sync.bound is not None:
+        if self._loaded is not None and self._driver.bound is not None:
             self._sync.load_state_dict(self._loaded)
             self._loaded = None
 

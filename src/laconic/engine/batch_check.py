@@ -1,6 +1,9 @@
-"""Are the workers reading the same batches? The most common mistake in a data-parallel loop, and
-one that nothing else shows: the loss falls, and the other workers are wasted. Gradients that are
-alike because DistributedDataParallel has averaged them already are an error."""
+"""Check that workers read different batches.
+
+Reading the same ones is the most common mistake in a data-parallel loop, and nothing else shows it:
+the loss falls, and the other workers are wasted. Gradients that are alike because
+DistributedDataParallel has averaged them already are an error.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,17 @@ import warnings
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from laconic.buckets import local
-from laconic.engine.model_checks import AVERAGED_BY_DDP, IDLE_DDP, NO_DDP, USED_DDP
+from laconic.engine.model_checks import (
+    AVERAGED_BY_DDP,
+    IDLE_DDP,
+    NO_DDP,
+    USED_DDP,
+    ddp_use,
+    wrappers_used,
+)
 
 CHUNK = 2**20
 """Elements summed at a time, so that no copy of a large gradient is made."""
@@ -29,12 +39,14 @@ def fingerprint(params: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def check_first_gradients(everyone: Sequence[Sequence[float]]) -> None:
-    """Look at all ranks' fingerprints of the first step, each followed by what
-    `ddp_use` said there. Raises ``ValueError``, on every rank alike, where
-    DistributedDataParallel averages the gradients, too. It does if one ran the forward pass; or if
-    there is one, and the gradients are identical. Warns where they are identical, and not zero,
-    without it. With recipes that average gradients, fingerprints are taken before any averaging, so
-    that identical ones mean identical batches."""
+    """Check all ranks' `BatchCheck.row`.
+
+    Raises ``ValueError``, on every rank alike, where DistributedDataParallel averages the
+    gradients, too. It does if one ran the forward pass; or if there is one, and the gradients
+    are identical. Warns where gradients are identical, and not zero, without it. With recipes
+    that average gradients, fingerprints are taken before any averaging, so identical ones mean
+    identical batches.
+    """
     if len(everyone) == 1:
         return
     total, squares, _ = everyone[0]
@@ -48,3 +60,23 @@ def check_first_gradients(everyone: Sequence[Sequence[float]]) -> None:
             "batches. Give each its share of the data (DistributedSampler, or seed by rank)",
             stacklevel=2,
         )
+
+
+class BatchCheck:
+    """Compares all ranks' gradients of the first step, before any averaging."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._wrappers_before = wrappers_used(list(model.parameters()))
+        self._fingerprint: Tensor | None = None
+
+    def note(self, params: Sequence[Tensor], device: torch.device) -> None:
+        """Record the fingerprint of ``params``' gradients, once."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(params, device)
+
+    def row(self, params: Sequence[Tensor]) -> Tensor:
+        """What the ranks compare: the fingerprint, and whether DistributedDataParallel is in use
+        on any of ``params``."""
+        assert self._fingerprint is not None, "recorded before or after the first step"
+        ddp = ddp_use(params, self._wrappers_before)
+        return torch.cat([self._fingerprint, self._fingerprint.new_tensor([ddp])])

@@ -19,10 +19,13 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from laconic.algorithms.exchange import Collect, Exchange
 from laconic.algorithms.exchanges.mean import Mean
-from laconic.algorithms.round import Clock, Exchange, Round, State
+from laconic.algorithms.round import GradientRound
+from laconic.algorithms.update import Clock, State
 from laconic.buckets import BUCKET_BYTES, Bucket, Segment, bucketize, is_sharded, local, state_dtype
-from laconic.engine.nonfinite import Refusals
+from laconic.engine.channel import Channel
+from laconic.engine.nonfinite import NonfiniteCheck
 from laconic.errors import LinkError, NotFiniteError
 from laconic.links.comm_thread import CommThread, Pending
 from laconic.links.link import Link
@@ -152,12 +155,12 @@ class Host:
     on one rank comes to all of them, where an error would end the run."""
 
     lane: CommThread
-    refusals: Refusals
+    nonfinite: NonfiniteCheck
     params: Callable[[], Iterable[Tensor]]
     scale: Callable[[], float] | None
 
 
-class GradientRound:
+class GradientRunner:
     """Averages the gradients by ``r.exchange``, and the `combine` of ``r.update``, over ``link`` in
     every backward pass for which ``active()``. ``announce()`` tells the other ranks of the pass,
     and returns what to call it; ``clock()`` is asked when it begins. ``left``: what a round before
@@ -165,7 +168,7 @@ class GradientRound:
 
     def __init__(
         self,
-        r: Round,
+        r: GradientRound,
         link: Link,
         host: Host,
         active: Callable[[], bool],
@@ -173,11 +176,10 @@ class GradientRound:
         clock: Callable[[], Clock],
         left: Mapping[tuple[str, int], Tensor],
     ) -> None:
-        self.buckets: list[Bucket] = []
-        self.carried: list[State] = []
-        """What the exchange keeps for each bucket."""
+        self.channels: list[Channel] = []
         self.scale = 1.0
         """That of the loss, by a GradScaler, in which gradients are that were not sent yet."""
+        self.round = r
         self.exchange = r.exchange
         self._update = r.update
         self._link = link
@@ -223,10 +225,10 @@ class GradientRound:
             first_bytes=first,
             whole=self.exchange.whole,
         )
-        carried = [self._init_carried(bucket, left) for bucket in buckets]
+        channels = [self._open(bucket, left) for bucket in buckets]
         places = [_places(bucket) for bucket in buckets]
         # nothing is changed before it is known that all can be
-        self._params, self.buckets, self.carried, self._left = params, buckets, carried, {}
+        self._params, self.channels, self._left = params, channels, {}
         self._places, self._flats = places, []
         members = [[id(s.tensor) for s in bucket.segments] for bucket in buckets]
         self._counts = [len(set(m)) for m in members]
@@ -246,21 +248,15 @@ class GradientRound:
                 hook = p.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
                 self._hooks[id(p)] = hook
 
-    def part(self, bucket: Bucket) -> slice:
-        """The stretch of ``bucket`` that this rank carries: all of it."""
-        return slice(0, bucket.length)
-
-    def region(self, bucket: Bucket) -> slice:
-        """The stretch of ``bucket`` whose ``owner`` state is kept here."""
-        return self.exchange.region(self._link, bucket.length)
-
     def left_over(self) -> dict[tuple[str, int], Tensor]:
         """What the exchange keeps for each parameter, by name and parameter, for whoever takes this
         one's place; as if no GradScaler had multiplied it."""
         found: dict[tuple[str, int], Tensor] = {}
-        for bucket, state in zip(self.buckets, self.carried, strict=True):
-            self.exchange.give_back(state, self.region(bucket), self._link.size)
-            for name, segment, values in _by_segment(bucket, state):
+        for channel in self.channels:
+            state = channel.exchange_state
+            if isinstance(self.exchange, Collect):
+                self.exchange.collect(state, channel.region, self._link.size)
+            for name, segment, values in _by_segment(channel.bucket, state):
                 key = name, id(segment.tensor)
                 if key not in found:
                     found[key] = values.new_zeros(local(segment.tensor).numel())
@@ -274,17 +270,22 @@ class GradientRound:
     def _is_gradient(self, name: str) -> bool:
         return self.exchange.slots[name] != "everywhere"
 
-    def _init_carried(self, bucket: Bucket, left: Mapping[tuple[str, int], Tensor]) -> State:
+    def _open(self, bucket: Bucket, left: Mapping[tuple[str, int], Tensor]) -> Channel:
         exchange = self.exchange.shaped(bucket.shapes)
+        region = exchange.region(self._link, bucket.length)
+        channel = Channel(bucket, exchange, slice(0, bucket.length), region)
         if not exchange.slots:
-            return {}
+            return channel
         zeros = torch.zeros(bucket.length, dtype=state_dtype(bucket.dtype), device=bucket.device)
-        state = exchange.init(zeros, self.region(bucket))
+        channel.exchange_state = state = exchange.init(zeros, channel.owned)
         for name, segment, values in _by_segment(bucket, state):
             if (name, id(segment.tensor)) in left:
                 whole = left[name, id(segment.tensor)]
                 values.copy_(whole[segment.start : segment.stop] * self._scale_of(name))
-        return state
+        return channel
+
+    def _buckets(self) -> list[Bucket]:
+        return [channel.bucket for channel in self.channels]
 
     def detach(self) -> None:
         """Take the hooks off."""
@@ -297,7 +298,7 @@ class GradientRound:
     @property
     def broken(self) -> bool:
         """Whether a backward pass ended with some of its buckets sent and others not."""
-        return 0 < len(self._pending) < len(self.buckets)
+        return 0 < len(self._pending) < len(self.channels)
 
     # -- during backward ----
 
@@ -315,7 +316,7 @@ class GradientRound:
         self._missing = list(self._counts)
         self._seen = set()
         if not self._flats:
-            self._flats = [_Flat(bucket) for bucket in self.buckets]
+            self._flats = [_Flat(bucket) for bucket in self._buckets()]
 
     def _discard(self) -> None:
         """Wait for what a backward pass has sent that raised after it had sent everything: the room
@@ -341,15 +342,15 @@ class GradientRound:
         self._seen.add(id(p))
         for index in self._homes[id(p)]:
             self._missing[index] -= 1
-        while len(self._pending) < len(self.buckets) and not self._missing[len(self._pending)]:
+        while len(self._pending) < len(self.channels) and not self._missing[len(self._pending)]:
             self._send()
 
     def _rescale(self) -> None:
         """What was not sent yet, to the scale of the gradients to come."""
         scale = 1.0 if self._host.scale is None else self._host.scale()
         if scale != self.scale:
-            for state in self.carried:
-                for name, values in state.items():
+            for channel in self.channels:
+                for name, values in channel.exchange_state.items():
                     if self._is_gradient(name):
                         values.mul_(scale / self.scale)
             self.scale = scale
@@ -357,14 +358,12 @@ class GradientRound:
     @torch.no_grad()
     def _send(self) -> None:
         """The next bucket, in order."""
-        bucket, flat = self.buckets[len(self._pending)], self._flats[len(self._pending)]
+        channel, flat = self.channels[len(self._pending)], self._flats[len(self._pending)]
         flat.gather()
         if not self._pending:
             self._label, self._now = self._announce(), self._clock()
-        state = self.carried[len(self._pending)]
-        exchange = self.exchange.shaped(bucket.shapes)
         now = replace(self._now, bucket=len(self._pending))
-        job = partial(self._carry, exchange, flat.whole, state, now)
+        job = partial(self._carry, channel.exchange, flat.whole, channel.exchange_state, now)
         self._pending.append(self._lane.submit(job, self._label))
 
     def _carry(self, exchange: Exchange, flat: Tensor, state: State, clock: Clock) -> None:
@@ -377,7 +376,7 @@ class GradientRound:
             mean = exchange.run(self._link, flat, combine, clock, state).flat
         except NotFiniteError as error:
             if self._host.scale is None:
-                self._host.refusals.keep(error)
+                self._host.nonfinite.keep(error)
             mean = flat.fill_(math.nan)
         if mean is not flat:
             flat.copy_(mean)
@@ -389,7 +388,7 @@ class GradientRound:
                 f"a backward pass ran within another, and cannot be averaged by itself: {REENTRANT}"
             )
         self._task = None
-        while len(self._pending) < len(self.buckets):
+        while len(self._pending) < len(self.channels):
             self._send()
         for pending in self._pending:
             pending.wait()
@@ -403,7 +402,7 @@ class GradientRound:
         before, params = {id(p) for p in self._params}, self._params
         # one frozen since its gradient came is averaged with the others
         joined = self.refresh(keep=self._active() and not self._averaged)
-        if not (self._active() and self.buckets) or (self._averaged and not joined):
+        if not (self._active() and self.channels) or (self._averaged and not joined):
             return
         if self._averaged and self.exchange.slots:
             self._average_dense([p for p in self._params if id(p) not in before], joined=True)
@@ -423,7 +422,7 @@ class GradientRound:
             return
         label, clock = self._announce(), self._clock()
         had = torch.tensor([float(p.grad is not None) for p in params])
-        had = had.to(self.buckets[0].device)
+        had = had.to(self.channels[0].bucket.device)
         self._lane.call(partial(self._link.mean, had), label)
         used = [p for p, share in zip(params, had.tolist(), strict=True) if share > 0]
         for bucket in bucketize([used], self._link.size):
@@ -453,7 +452,7 @@ class GradientRound:
         the same parameters with a mean of nothing but zeros; only for those do they ask each
         other, which is seldom, and for frozen ones, of which something may have been left over."""
         alive: set[int] = set()
-        for bucket, flat, places in zip(self.buckets, self._flats, self._places, strict=True):
+        for bucket, flat, places in zip(self._buckets(), self._flats, self._places, strict=True):
             seen = flat.whole[places].any(1).tolist()
             for segment, piece, some in zip(bucket.segments, flat.pieces, seen, strict=True):
                 if some or bool(piece.any()):

@@ -1,10 +1,9 @@
-"""A round at work on one model: its buckets, its state, its messages in flight. Belongs to the
-synchroniser, which says when."""
+"""Parameter rounds at work: their channels, and their messages in flight."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -13,89 +12,89 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from laconic.algorithms.round import Arrival, Clock, Exchange, Round, State
+from laconic.algorithms.exchange import Arrival, Exchange, Gossip, Rebase, Scored
+from laconic.algorithms.round import Round
 from laconic.algorithms.scores import Scores, of_worker
-from laconic.buckets import (
-    BUCKET_BYTES,
-    Bucket,
-    Fragment,
-    Scratch,
-    Segment,
-    bucketize,
-    parameters,
-    state_dtype,
+from laconic.algorithms.update import (
+    AfterSend,
+    AfterStep,
+    BeforeStep,
+    Clock,
+    Quiesce,
+    State,
 )
-from laconic.engine.nonfinite import Refusals
+from laconic.buckets import Bucket, Fragment, Scratch, Segment, parameters, state_dtype
+from laconic.engine.channel import Channel, is_owned, open_channels
+from laconic.engine.nonfinite import NonfiniteCheck
 from laconic.errors import NotFiniteError
 from laconic.links.comm_thread import CommThread, Pending
 from laconic.links.link import Link, held_by_all
 from laconic.links.simulated import single_link
 
 
-class Message(NamedTuple):
-    """One bucket's message in flight: ``sent`` is y where the update keeps it."""
+class InFlightBucket(NamedTuple):
+    """One bucket's message in flight. ``sent``: y, where the update needs it."""
 
-    bucket: Bucket
-    state: State
+    channel: Channel
     sent: Tensor | None
     pending: Pending[Arrival]
     message: Tensor | None = None
-    """Kept until it has arrived: the card may still be sending it."""
+    """Kept until it has arrived: the GPU may still be sending it."""
 
 
 @dataclass
-class Flight:
-    """One delayed round in flight, to be folded after step ``due``. ``copies``: what the messages'
-    buckets are made of where it is not the tensors themselves, by group and name."""
+class InFlightRound:
+    """One delayed round in flight, to be folded after step ``due``. ``copies``: what was sent of
+    tensors that come and go, by group and name. ``checked``: raises if a message was not finite."""
 
     due: int
-    sent: Pending[list[Message]]
+    sent: Pending[list[InFlightBucket]]
     copies: Sequence[dict[str, Tensor]] = ()
-    told: Pending[None] = field(default_factory=lambda: Pending.of(None))
-    """Raises where one was refused."""
+    checked: Pending[None] = field(default_factory=lambda: Pending.of(None))
 
     @property
-    def messages(self) -> list[Message]:
-        """One for each bucket; waits until it is known which there are."""
-        self.told.wait()
+    def buckets(self) -> list[InFlightBucket]:
+        """Wait until it is known which buckets there are, and return them."""
+        self.checked.wait()
         return self.sent.wait()
 
 
 @dataclass
-class Surroundings:
-    """What all rounds of one synchroniser share."""
+class RoundContext:
+    """What all rounds of one recipe run share. ``scratch``: memory for the message being sent;
+    ``beside``: for x next to it."""
 
     model: nn.Module
     optimizer: Optimizer
-    lane: CommThread
+    comm: CommThread
     scratch: Scratch
-    """Room for the message under way, and for x beside it."""
     beside: Scratch
     replica: Link
-    refusals: Refusals
+    nonfinite: NonfiniteCheck
     scores: Scores | None
     seed: int
 
 
-class RunningRound:
-    """``round`` at work over ``link``."""
+class ParameterRunner:
+    """Runs ``round`` over ``link``.
 
-    def __init__(self, round: Round, link: Link, shared: Surroundings) -> None:
+    The tensors that a round is about are fixed, or, where nothing keeps state for them (module
+    buffers, optimizer state), selected anew at each round: then they `vary`.
+    """
+
+    def __init__(self, round: Round, link: Link, context: RoundContext) -> None:
         self.round = round
         self.link = link
-        # a set that crosses workers is one of equal places in them: the ranks of a worker share
-        # what it has to carry. In any other set each rank speaks for itself.
+        # A set that crosses workers consists of the same rank of each: the ranks of a worker share
+        # what the worker sends. In any other set each rank sends its own.
         crosses = round.over in ("workers", "group")
-        self._replica = shared.replica if crosses else single_link()
-        self.buckets: list[Bucket] = []
-        self.states: list[State] = []
-        self.carried: list[State] = []
-        """What the exchange keeps for each bucket."""
+        self._replica = context.replica if crosses else single_link()
+        self.channels: list[Channel] = []
         self.executed = 0
-        self.flights: list[Flight] = []
+        self.in_flight: list[InFlightRound] = []
         self.joined: list[int] = []
-        """How many parameter groups came at a time: those are in the same buckets."""
-        self._shared = shared
+        """How many parameter groups were added each time: those share buckets."""
+        self._context = context
 
     @property
     def exchange(self) -> Exchange:
@@ -106,20 +105,34 @@ class RunningRound:
     def communicates(self) -> bool:
         """Whether its messages leave this rank."""
         across = self.link.size > 1 and self.round.exchange.communicates
-        empty = isinstance(self.round.part, Fragment) and not self.buckets
+        empty = isinstance(self.round.part, Fragment) and not self.channels
         return not empty and (across or self._replica.size > 1)
+
+    @property
+    def stateful(self) -> bool:
+        """Whether the update keeps state for the present tensors."""
+        return any(channel.state for channel in self.channels)
+
+    @property
+    def varies(self) -> bool:
+        """Whether its tensors may come and go: they are not parameters, and no state belongs to
+        them."""
+        fixed = self.round.part is parameters or isinstance(self.round.part, Fragment)
+        return not fixed and not self.stateful and not any(c.exchange_state for c in self.channels)
 
     def label(self, step: int) -> str:
         """What messages to the user call it."""
         return f"{self.round.name} after step {step}"
 
-    def grow(self) -> None:
-        """Take in the parameter groups added since the last call; called where x is x0."""
+    # -- channels ----
+
+    def add_groups(self) -> None:
+        """Open channels for the parameter groups added since the last call. x is x0 then."""
         self._add(self._selected()[sum(self.joined) :])
 
-    def like(self, joined: Sequence[int]) -> RunningRound:
-        """This one as it would be, had parameter groups come in these numbers."""
-        fresh = RunningRound(self.round, self.link, self._shared)
+    def like(self, joined: Sequence[int]) -> ParameterRunner:
+        """A new runner, as if parameter groups had been added in these numbers."""
+        fresh = ParameterRunner(self.round, self.link, self._context)
         groups = self._selected()
         if sum(joined) != len(groups):
             raise ValueError(f"the state was saved for {sum(joined)} groups, not {len(groups)}")
@@ -128,443 +141,430 @@ class RunningRound:
             fresh._add(groups[start : start + count])
         return fresh
 
-    def elsewhere(self, link: Link, replica: Link) -> RunningRound:
-        """This one as it would be on the rank of another run: over ``link``, in a worker whose
-        ranks are those of ``replica``."""
-        fresh = RunningRound(self.round, link, replace(self._shared, replica=replica))
-        fresh.grow()
+    def elsewhere(self, link: Link, replica: Link) -> ParameterRunner:
+        """A new runner, as if on the rank of another run: over ``link``, in a worker of the ranks
+        of ``replica``."""
+        fresh = ParameterRunner(self.round, link, replace(self._context, replica=replica))
+        fresh.add_groups()
         return fresh
 
-    def become(self, other: RunningRound) -> None:
-        """Go on as ``other``, which nobody else runs."""
-        vars(self).update(vars(other))
+    def become(self, other: ParameterRunner) -> None:
+        """Take over the channels of ``other``, made by `like`, and what it has in flight."""
+        self.channels, self.in_flight = other.channels, other.in_flight
+        self.executed, self.joined = other.executed, other.joined
 
     def _selected(self) -> Sequence[Sequence[Tensor | Segment]]:
-        part, model, optimizer = self.round.part, self._shared.model, self._shared.optimizer
+        part, model, optimizer = self.round.part, self._context.model, self._context.optimizer
         if isinstance(part, Fragment):
             return part.segments(model, optimizer)
         return [list(group.values()) for group in part(model, optimizer)]
 
     def _add(self, groups: Sequence[Sequence[Tensor | Segment]]) -> None:
-        new = self.cut(groups, sum(self.joined), len(self.buckets))
+        new = self.cut(groups, sum(self.joined), len(self.channels))
         self.joined += [len(groups)] if groups else []
-        self.buckets += new
-        self.states += [self._init(bucket) for bucket in new]
-        self.carried += [self._init_carried(bucket) for bucket in new]
+        self.channels += new
+        for channel in new:
+            channel.state = self._initial_state(channel)
+        for channel in new:
+            channel.exchange_state = self._initial_exchange_state(channel)
 
     def cut(
-        self, groups: Sequence[Sequence[Tensor | Segment]], first: int = 0, number: int = 0
-    ) -> list[Bucket]:
-        """Buckets over ``groups``, of which the first is the optimiser's of number ``first``; their
-        own numbers are from ``number`` on."""
-        workers = self.link.size
-        owners = self.round.exchange.owners(workers) or workers
-        pieces = self.round.exchange.multiple(workers) * self._replica.size
-        # each owner gets a slice from every other worker: with fewer owners buckets are smaller
-        most = BUCKET_BYTES * owners // workers if owners < workers else None
-        # buckets span groups, as a few biases on their own would take as many messages as the rest
-        apart = self.round.update.uses_lr
-        joined = groups if apart else [[t for group in groups for t in group]]
-        whole = self.round.exchange.whole
-        found = bucketize(joined, pieces, first_group=first, most_bytes=most, whole=whole)
-        for bucket in found:
-            bucket.number, number = number, number + 1
-        return found
+        self, groups: Sequence[Sequence[Tensor | Segment]], first_group: int = 0, number: int = 0
+    ) -> list[Channel]:
+        """See `open_channels`."""
+        at = self.round.update, self.exchange, self.link, self._replica
+        return open_channels(groups, *at, first_group, number)
 
-    def _select_again(self) -> None:
-        """Take those of the tensors that come and go that all ranks have."""
-        job = partial(held_by_all, self.link, self._varying())
-        held = self._shared.lane.call(job, self.label(0))
-        self.buckets, self.states, self.carried, self.joined = [], [], [], []
-        self._add(held)
-        if any(self.states) or any(self.carried):
-            raise ValueError(
-                f"{self.round.name}: its update or exchange keeps state, which begins with what "
-                "all workers start with, and its part= had nothing then: take ones that keep none"
-            )
-
-    def _init(self, bucket: Bucket) -> State:
-        """The update's state on its stretch of x0; each piece of state gets a copy of its own."""
-        update = self.round.update
+    def _initial_state(self, channel: Channel) -> State:
+        """The update's state on its part of x0. Each state tensor gets a copy of its own."""
+        update, bucket = self.round.update, channel.bucket
         x = bucket.pack(self._room(bucket))
         dtype = state_dtype(bucket.dtype)
-        owned = update.init(x[self.region(bucket)].to(dtype, copy=True))
-        if all(t.dim() == 0 or self.is_owned(name, t) for name, t in owned.items()):
+        owned = update.init(x[channel.region].to(dtype, copy=True))
+        if missing := sorted(owned.keys() - update.slots.keys()):
+            raise ValueError(
+                f"{type(update).__name__}.init makes state {missing} that its slots do not list: "
+                'say where each lives, "owner", "everywhere", "private" or "pooled"'
+            )
+        if all(t.dim() == 0 or is_owned(update, name, t) for name, t in owned.items()):
             return owned
         whole = update.init(x.to(dtype, copy=True))
-        return {name: owned[name] if self.is_owned(name, t) else t for name, t in whole.items()}
+        return {name: owned[name] if is_owned(update, name, t) else t for name, t in whole.items()}
 
-    def _init_carried(self, bucket: Bucket) -> State:
+    def _initial_exchange_state(self, channel: Channel) -> State:
         """The exchange's state on the part of x0 that this rank carries."""
-        exchange = self.round.exchange.shaped(bucket.shapes)
-        if not exchange.slots:
+        if not channel.exchange.slots:
             return {}
-        part, owned = self.part(bucket), self.region(bucket)
-        x = bucket.pack(self._room(bucket))[part].to(state_dtype(bucket.dtype), copy=True)
-        return exchange.init(x, slice(owned.start - part.start, owned.stop - part.start))
-
-    def is_owned(self, name: str, tensor: Tensor) -> bool:
-        """Whether a state tensor is kept for this rank's `region` of a bucket only."""
-        return tensor.dim() > 0 and self.round.update.slots.get(name, "owner") == "owner"
-
-    def region(self, bucket: Bucket) -> slice:
-        """The stretch of ``bucket`` whose ``owner`` state is kept here: within the part that this
-        rank carries for its worker, what the exchange leaves to it."""
-        part = self.part(bucket)
-        within = self.round.exchange.region(self.link, part.stop - part.start)
-        return slice(part.start + within.start, part.start + within.stop)
-
-    def part(self, bucket: Bucket) -> slice:
-        """The stretch of ``bucket`` that this rank carries for its worker."""
-        each = bucket.length // self._replica.size
-        return slice(self._replica.rank * each, (self._replica.rank + 1) * each)
+        bucket = channel.bucket
+        x = bucket.pack(self._room(bucket))[channel.part]
+        return channel.exchange.init(x.to(state_dtype(bucket.dtype), copy=True), channel.owned)
 
     def _room(self, bucket: Bucket) -> Tensor:
-        return self._shared.scratch.take(bucket.length, bucket.dtype, bucket.device)
+        return self._context.scratch.take(bucket.length, bucket.dtype, bucket.device)
 
     def _clock(self, bucket: Bucket, step: int, executed: int | None = None) -> Clock:
-        group = self._shared.optimizer.param_groups[bucket.group]
+        group = self._context.optimizer.param_groups[bucket.group]
         lr = float(group.get("lr", math.nan)) if self.round.update.uses_lr else math.nan
-        link, delay = self.link, self.round.delay
-        seed = self._shared.seed
-        at = link.size, link.rank
         number = self.executed if executed is None else executed
-        clock = Clock(step, lr, number, delay, *at, seed=seed, bucket=bucket.number)
-        degree = self.round.exchange.out_degree(clock)
-        return replace(clock, out_degree=degree) if degree else clock
+        at = self.link.size, self.link.rank
+        seed = self._context.seed
+        clock = Clock(step, lr, number, self.round.delay, *at, seed=seed, bucket=bucket.number)
+        exchange = self.exchange
+        return (
+            replace(clock, out_degree=exchange.out_degree(clock))
+            if isinstance(exchange, Gossip)
+            else clock
+        )
 
-    def _sent_with(self, state: State, clock: Clock) -> Clock:
-        """``clock`` as the message just made takes it along: with its weight, and the score."""
-        weight, window = self.round.update.weight, self.round.exchange.scored
+    def _with_message(self, clock: Clock, state: State) -> Clock:
+        """``clock`` with what travels with the message just made: its weight, and the score."""
+        weight = self.round.update.weight
         if weight is not None:
             clock = replace(clock, weight=float(state[weight]))
-        if window and self._shared.scores is not None:
-            clock = replace(clock, score=self._shared.scores.now(window))
+        if isinstance(self.exchange, Scored) and self._context.scores is not None:
+            score = self._context.scores.now(self.exchange.score_window)
+            clock = replace(clock, score=score)
         return clock
 
-    def _carry(
-        self, exchange: Exchange, message: Tensor, state: State, carried: State, clock: Clock
-    ) -> Arrival:
-        """The message to the other workers and back, with the outer step in between. The ranks
-        of one worker hold the same message: each carries its part across, then they share."""
+    # -- one round ----
+
+    def start(self, step: int) -> None:
+        """Send this round's messages after ``step``. Without a delay, also fold the answers."""
+        if self.varies and self.round.delay and self._can_select_later:
+            self.in_flight.append(self._launch_varying(step))
+        else:
+            if self.varies:
+                self._select_again()
+            self._start_channels(step)
+        self.executed += 1
+        if self.round.optimizer_state == "reset":
+            self._reset_optimizer()
+
+    @property
+    def _can_select_later(self) -> bool:
+        """Whether nothing done here depends on which tensors all ranks have, so that the ranks can
+        agree on them while training goes on."""
+        update, exchange = self.round.update, self.exchange
+        stateless = not exchange.slots and not update.slots
+        special = update.uses_lr or isinstance(exchange, Scored) or isinstance(update, AfterSend)
+        return stateless and not special
+
+    def _start_channels(self, step: int) -> None:
+        nonfinite, label = self._context.nonfinite, self.label(step)
+        if self.round.delay:
+            sent = [self._launch(channel, step) for channel in self.channels]
+            checked = nonfinite.check(self.exchange, label)
+            due = step + self.round.delay
+            self.in_flight.append(InFlightRound(due, Pending.of(sent), checked=checked))
+        else:
+            for channel in self.channels:
+                self._exchange_now(channel, step)
+            nonfinite.check(self.exchange, label).wait()
+
+    def _exchange_now(self, channel: Channel, step: int) -> None:
+        update, bucket, state = self.round.update, channel.bucket, channel.state
+        clock = self._clock(bucket, step)
+        message = update.send(bucket.pack(self._room(bucket)), state, clock)
+        clock = self._with_message(clock, state)
+        job = partial(self._carry, channel, message, clock)
+        received, weight, _ = self._context.comm.call(job, self.label(step))
+        if not update.replaces:
+            beside = self._context.beside
+            x = bucket.pack(beside.take(bucket.length, bucket.dtype, bucket.device))
+            received = update.fold(x, received, None, state, replace(clock, weight=weight))
+        bucket.unpack(received)
+
+    def _launch(self, channel: Channel, step: int) -> InFlightBucket:
+        update, bucket, state = self.round.update, channel.bucket, channel.state
+        clock = self._clock(bucket, step)
+        message, sent = self._message(channel, clock)
+        clock = self._with_message(clock, state)
+        job = partial(self._carry, channel, message, clock)
+        pending = self._context.comm.submit(job, self.label(step))
+        if isinstance(update, AfterSend):
+            x = bucket.pack(self._room(bucket))
+            update.after_send(x, state, clock)
+            bucket.unpack(x)
+        return InFlightBucket(channel, sent, pending, message)
+
+    def _message(self, channel: Channel, clock: Clock) -> tuple[Tensor, Tensor | None]:
+        """A delayed round's message, and y, if `fold` will need it."""
+        update = self.round.update
+        y = channel.bucket.pack(channel.bucket.empty())
+        message = update.send(y, channel.state, clock)
+        if update.keeps_sent and message is y:
+            message = y.clone()
+        return message, y if update.keeps_sent else None
+
+    def _carry(self, channel: Channel, message: Tensor, clock: Clock) -> Arrival:
+        """Exchange the message with the other workers, with the outer step in between. The ranks of
+        one worker hold the same message: each carries its part across, then they share."""
+        update, state = self.round.update, channel.state
 
         def combine(mean: Tensor) -> Tensor:
-            owned = {k: t for k, t in state.items() if not t.dim() or self.is_owned(k, t)}
-            result = self.round.update.combine(mean.to(state_dtype(mean.dtype)), owned, clock)
-            state.update(owned)  # an outer optimiser makes its state in its first step
+            owned = {k: t for k, t in state.items() if not t.dim() or is_owned(update, k, t)}
+            result = update.combine(mean.to(state_dtype(mean.dtype)), owned, clock)
+            state.update(owned)  # an outer optimizer makes its state in its first step
             return result
 
         replica = self._replica
         part = message.view(replica.size, -1)[replica.rank]
-        if self.round.exchange.scored and replica.size > 1:
+        if isinstance(channel.exchange, Scored) and replica.size > 1:
             ranks = replica.gather(torch.tensor(clock.score, dtype=torch.float64))
             clock = replace(clock, score=of_worker(ranks))
-        refusal: NotFiniteError | None = None
+        error: NotFiniteError | None = None
         try:
-            result = exchange.run(self.link, part, combine, clock, carried)
-        except NotFiniteError as error:
-            refusal = error
-        if replica.size > 1 and exchange.slots:  # the ranks of all places in the workers must know
-            told = replica.gather(torch.tensor([float(refusal is not None)]))
-            if bool(told.any()) and refusal is None:
-                refusal = NotFiniteError("what other ranks of this worker carry is not finite")
-        if refusal is not None:
-            self._shared.refusals.keep(refusal)
+            result = channel.exchange.run(self.link, part, combine, clock, channel.exchange_state)
+        except NotFiniteError as raised:
+            error = raised
+        if replica.size > 1 and channel.exchange.slots:  # the worker's other ranks must learn of it
+            failed = replica.gather(torch.tensor([float(error is not None)]))
+            if bool(failed.any()) and error is None:
+                error = NotFiniteError("what other ranks of this worker carry is not finite")
+        if error is not None:
+            self._context.nonfinite.report(error)
             return Arrival(message)
         if replica.size > 1:
             replica.all_gather(result.flat, message)
             return result._replace(flat=message, lent=False)
-        if result.lent and not self._reads_only:
+        reads_only = update.replaces and not self.round.delay
+        if result.lent and not reads_only:
             fits = message.dtype == result.flat.dtype
             own = message.copy_(result.flat) if fits else result.flat.clone()
             return result._replace(flat=own, lent=False)
         return result
 
-    # -- one step of the way ----
+    # -- tensors that come and go ----
 
-    def start(self, step: int) -> None:
-        """Send this round's messages after ``step``; without a delay, fold the answers too."""
-        if self.varies and self.round.delay and self._asks_beside:
-            self.flights.append(self._launch_varying(step))
-        else:
-            if self.varies:
-                self._select_again()
-            self._start_buckets(step)
-        self.executed += 1
-        if self.round.optimizer_state == "reset":
-            self._forget()
+    def _varying(self) -> Sequence[dict[str, Tensor]]:
+        """The tensors of now that a varying round is about."""
+        assert not isinstance(self.round.part, Fragment), "parameters do not vary"
+        return self.round.part(self._context.model, self._context.optimizer)
 
-    @property
-    def varies(self) -> bool:
-        """Whether its tensors may come and go: no state belongs to them."""
-        fixed = self.round.part is parameters or isinstance(self.round.part, Fragment)
-        return not fixed and not any(self.states) and not any(self.carried)
+    def copies(self) -> list[dict[str, Tensor]]:
+        """Copies of the tensors of now."""
+        return [{k: t.detach().clone() for k, t in group.items()} for group in self._varying()]
 
-    @property
-    def _asks_beside(self) -> bool:
-        """Whether which tensors all ranks have can be asked beside the training, as nothing that is
-        done here depends on it."""
-        update, exchange = self.round.update, self.exchange
-        stateless = not exchange.slots and not update.init(torch.zeros(1))
-        return stateless and not (update.uses_lr or exchange.scored or update.overrides("depart"))
+    def _select_again(self) -> None:
+        """Open channels for the tensors of now that all ranks have."""
+        job = partial(held_by_all, self.link, self._varying())
+        common = self._context.comm.call(job, self.label(0))
+        self.channels, self.joined = [], []
+        self._add(common)
+        if not self.varies:
+            raise ValueError(
+                f"{self.round.name}: its update or exchange keeps state, which begins with what "
+                "all workers start with, and its part= had nothing then: use ones without state"
+            )
 
-    def _start_buckets(self, step: int) -> None:
-        if self.round.delay:
-            messages = [self._launch(b, s, c, step) for b, s, c in self._kept()]
-            told = self._shared.refusals.tell(self.exchange, self.label(step))
-            flight = Flight(step + self.round.delay, Pending.of(messages), told=told)
-            self.flights.append(flight)
-        else:
-            for bucket, state, carried in self._kept():
-                self._exchange(bucket, state, carried, step)
-            self._shared.refusals.tell(self.exchange, self.label(step)).wait()
+    def _launch_varying(self, step: int) -> InFlightRound:
+        """Send copies of the tensors of now. Behind the messages under way the ranks agree on the
+        tensors that all of them have; nobody waits for that here."""
+        executed, copies = self.executed, self.copies()
 
-    def _pairs(self) -> Iterable[tuple[Bucket, State]]:
-        return zip(self.buckets, self.states, strict=True)
+        def send() -> list[InFlightBucket]:
+            found = []
+            for channel in self.cut(held_by_all(self.link, copies)):
+                clock = self._clock(channel.bucket, step, executed)
+                message, sent = self._message(channel, clock)
+                arrival = self._carry(channel, message, clock)
+                found.append(InFlightBucket(channel, sent, Pending.of(arrival), message))
+            return found
 
-    @property
-    def _reads_only(self) -> bool:
-        """Whether what arrives is copied into the parameters at once, and not changed before."""
-        return self.round.update.replaces and not self.round.delay
+        pending = self._context.comm.submit(send, self.label(step))
+        return InFlightRound(step + self.round.delay, pending, copies)
 
-    def _kept(self) -> Iterable[tuple[Bucket, State, State]]:
-        return zip(self.buckets, self.states, self.carried, strict=True)
-
-    def _exchange(self, bucket: Bucket, state: State, carried: State, step: int) -> None:
-        update, clock = self.round.update, self._clock(bucket, step)
-        message = update.send(bucket.pack(self._room(bucket)), state, clock)
-        clock = self._sent_with(state, clock)
-        exchange = self.round.exchange.shaped(bucket.shapes)
-        received, weight, _ = self._shared.lane.call(
-            partial(self._carry, exchange, message, state, carried, clock), self.label(step)
-        )
-        if not update.replaces:
-            x = bucket.pack(self._shared.beside.take(bucket.length, bucket.dtype, bucket.device))
-            received = update.fold(x, received, None, state, replace(clock, weight=weight))
-        bucket.unpack(received)
-
-    def _launch(self, bucket: Bucket, state: State, carried: State, step: int) -> Message:
-        update, clock = self.round.update, self._clock(bucket, step)
-        y = bucket.pack(bucket.empty())
-        message = update.send(y, state, clock)
-        if update.keeps_sent and message is y:
-            message = y.clone()
-        clock = self._sent_with(state, clock)
-        exchange = self.round.exchange.shaped(bucket.shapes)
-        pending = self._shared.lane.submit(
-            partial(self._carry, exchange, message, state, carried, clock), self.label(step)
-        )
-        if update.overrides("depart"):
-            x = bucket.pack(self._room(bucket))
-            update.depart(x, state, clock)
-            bucket.unpack(x)
-        return Message(bucket, state, y if update.keeps_sent else None, pending, message)
-
-    def _launch_varying(self, step: int) -> Flight:
-        """Send tensors that come and go. Which of them all ranks have is asked behind the messages
-        under way, which are not waited for here: what is sent are copies of what is there now."""
-        update, executed, copies = self.round.update, self.executed, self.copies()
-
-        def send() -> list[Message]:
-            messages = []
-            for bucket in self.cut(held_by_all(self.link, copies)):
-                clock = self._clock(bucket, step, executed)
-                y = bucket.pack(bucket.empty())
-                message = update.send(y, {}, clock)
-                if update.keeps_sent and message is y:
-                    message = y.clone()
-                exchange = self.exchange.shaped(bucket.shapes)
-                arrival = self._carry(exchange, message, {}, {}, clock)
-                kept = y if update.keeps_sent else None
-                messages.append(Message(bucket, {}, kept, Pending.of(arrival), message))
-            return messages
-
-        pending = self._shared.lane.submit(send, self.label(step))
-        return Flight(step + self.round.delay, pending, copies)
-
-    def fold_due(self, step: int, *, early: bool = False) -> None:
-        """Fold what is due after ``step``; ``early``: everything in flight."""
-        while self.flights and (early or self.flights[0].due <= step):
-            self._fold(self.flights.pop(0), step)
-
-    def _fold(
-        self,
-        flight: Flight,
-        step: int,
-        copies: Mapping[int, State] | None = None,
-        *,
-        write: bool = True,
-    ) -> None:
-        """Fold what ``flight`` brings. With ``copies`` of the buckets' states, by the state's id,
-        the states and the flight itself stay as they are; without ``write`` x does."""
-        messages, copied = flight.messages, self._copied(flight) if write else []
-        for tensor, copy in copied:
-            copy.copy_(tensor)
-        for message in messages:
-            bucket, state = message.bucket, message.state
-            received, weight, _ = message.pending.wait()
-            if copies is not None:
-                received, state = received.clone(), copies[id(state)]
-            clock = replace(self._clock(bucket, step), weight=weight)
-            x = bucket.pack(self._room(bucket))
-            x = self.round.update.fold(x, received, message.sent, state, clock)
-            if write:
-                bucket.unpack(x)
-        for tensor, copy in copied:
-            tensor.copy_(copy)
-
-    def _copied(self, flight: Flight) -> list[tuple[Tensor, Tensor]]:
-        """The tensors of which ``flight`` has copies, as far as they are still of that shape."""
+    def _copied(self, flight: InFlightRound) -> list[tuple[Tensor, Tensor]]:
+        """The present tensors of which ``flight`` has copies of the same shape."""
         if not flight.copies:
             return []
-        groups = self._varying()
         held = [
             (group[name].detach(), copy)
-            for group, copies in zip(groups, flight.copies, strict=False)  # others joined since
+            for group, copies in zip(self._varying(), flight.copies, strict=False)  # some are new
             for name, copy in copies.items()
             if name in group
         ]
         return [(t, copy) for t, copy in held if (t.shape, t.dtype) == (copy.shape, copy.dtype)]
 
-    def copies(self) -> list[dict[str, Tensor]]:
-        """Of the tensors that come and go, as they are now."""
-        return [{k: t.detach().clone() for k, t in group.items()} for group in self._varying()]
+    # -- folding ----
 
-    def _varying(self) -> Sequence[dict[str, Tensor]]:
-        """Tensors that come and go, as an optimiser's state: those of now."""
-        assert not isinstance(self.round.part, Fragment), "its parameters stay"
-        return self.round.part(self._shared.model, self._shared.optimizer)
+    def fold_due(self, step: int, *, early: bool = False) -> None:
+        """Fold what is due after ``step``; ``early``: everything in flight."""
+        while self.in_flight and (early or self.in_flight[0].due <= step):
+            self._fold(self.in_flight.pop(0), step)
 
-    def settle(self, step: int, averaged: bool) -> None:
-        """Come to rest, as an outer step above asks: nothing in flight, update settled."""
+    def _fold(
+        self,
+        flight: InFlightRound,
+        step: int,
+        copies: Mapping[int, State] | None = None,
+        *,
+        write: bool = True,
+    ) -> None:
+        """Fold what ``flight`` brings. With ``copies`` of the channels' states, by the channel's
+        id, those change in place of the states, and the flight can be folded again. Without
+        ``write`` x stays."""
+        buckets, copied = flight.buckets, self._copied(flight) if write else []
+        for tensor, copy in copied:
+            copy.copy_(tensor)
+        for channel, sent, pending, _ in buckets:
+            received, weight, _ = pending.wait()
+            bucket, state = channel.bucket, channel.state
+            if copies is not None:
+                received, state = received.clone(), copies[id(channel)]
+            clock = replace(self._clock(bucket, step), weight=weight)
+            x = bucket.pack(self._room(bucket))
+            x = self.round.update.fold(x, received, sent, state, clock)
+            if write:
+                bucket.unpack(x)
+        for tensor, copy in copied:
+            tensor.copy_(copy)
+
+    def quiesce(self, step: int, averaged: bool) -> None:
+        """Fold everything in flight, and have the update quiesce: an outer step of another round
+        follows."""
         self.fold_due(step, early=True)
-        self._settle(self.states, averaged)
+        self._quiesce([channel.state for channel in self.channels], averaged)
 
     def finish(self, step: int) -> None:
-        """Come to rest where the mean of x over workers is what counts next. With push weights a
-        part of x is in flight, and is folded. Other messages are copies of an x that has moved on:
-        only the update's state takes them in (an outer step did when they were sent)."""
+        """Quiesce where the mean of x over workers counts next. With push weights, a part of x is
+        in flight and is folded. Other messages are copies of an x that has moved on since: only
+        the state takes them in."""
         self._fold_at_end(step)
-        self._settle(self.states, averaged=True)
+        self._quiesce([channel.state for channel in self.channels], averaged=True)
 
     def finish_weighted(self, step: int) -> dict[int, float]:
-        """As `finish`, but leaves x de-biased and returns the push weight of each tensor, by its
-        id. The caller takes the weighted mean over the workers that are left."""
+        """As `finish`, but leave x de-biased, and return the push weight of each tensor by its id.
+        The caller takes the weighted mean over the workers that are left."""
         self._fold_at_end(step)
         name = self.round.update.weight
         weights = {
-            id(segment.tensor): float(state[name])
-            for bucket, state in self._pairs()
-            for segment in bucket.segments
+            id(segment.tensor): float(channel.state[name])
+            for channel in self.channels
+            for segment in channel.bucket.segments
             if name is not None
         }
-        self._settle(self.states, averaged=not weights)
+        self._quiesce([channel.state for channel in self.channels], averaged=not weights)
         return weights
 
     def _fold_at_end(self, step: int) -> None:
-        while self.flights:
-            self._fold(self.flights.pop(0), step, write=self._sends_itself)
+        while self.in_flight:
+            self._fold(self.in_flight.pop(0), step, write=self._sends_part_of_x)
 
     @property
-    def _sends_itself(self) -> bool:
+    def _sends_part_of_x(self) -> bool:
         """Whether what is in flight is missing from x."""
         return self.round.update.weight is not None
 
-    def _settle(self, states: Sequence[State], averaged: bool) -> None:
-        if self.round.update.overrides("settle"):
-            for bucket, state in zip(self.buckets, states, strict=True):
-                x = bucket.pack(self._room(bucket))
-                self.round.update.settle(x, state, averaged)
-                bucket.unpack(x)
+    def _quiesce(self, states: Sequence[State], averaged: bool) -> None:
+        update = self.round.update
+        if isinstance(update, Quiesce):
+            for channel, state in zip(self.channels, states, strict=True):
+                x = channel.bucket.pack(self._room(channel.bucket))
+                update.quiesce(x, state, averaged)
+                channel.bucket.unpack(x)
+
+    # -- every step ----
 
     def before_step(self, step: int) -> None:
-        """The update's `before_step` on every parameter; ``step`` is the one about to be taken."""
-        if self.round.update.overrides("before_step"):
-            for x, state, clock in self._stretches(step):
-                self.round.update.before_step(x, state, clock)
+        """The update's `before_step` on every parameter. ``step``: the one about to be taken."""
+        update = self.round.update
+        if isinstance(update, BeforeStep):
+            for x, state, clock in self._tensors(step):
+                update.before_step(x, state, clock)
 
     def after_step(self, step: int) -> None:
         """The update's `after_step` on every parameter."""
-        if self.round.update.pulls:
-            for x, state, clock in self._stretches(step):
-                self.round.update.after_step(x, state, clock)
+        update = self.round.update
+        if isinstance(update, AfterStep) and update.pulls:
+            for x, state, clock in self._tensors(step):
+                update.after_step(x, state, clock)
 
-    def _stretches(self, step: int) -> Iterable[tuple[Tensor, State, Clock]]:
-        """Every parameter with its stretch of the state that lives on all workers; what is done
-        to it in place is written back."""
-        for bucket, state in self._pairs():
+    def _tensors(self, step: int) -> Iterator[tuple[Tensor, State, Clock]]:
+        """Each parameter, with its part of the state that lives on all workers. Changes made in
+        place are written back."""
+        for channel in self.channels:
+            bucket = channel.bucket
             clock = self._clock(bucket, step)
-            cut = {
+            pieces = {
                 name: bucket.split(t)
-                for name, t in state.items()
-                if t.dim() and not self.is_owned(name, t)
+                for name, t in channel.state.items()
+                if t.dim() and not is_owned(self.round.update, name, t)
             }
-            here = {name: t for name, t in state.items() if name not in cut}
+            rest = {name: t for name, t in channel.state.items() if name not in pieces}
             views = bucket.views()
             for index, segment in enumerate(bucket.segments):
                 x = segment.view() if views is None else views[index]
-                yield x, here | {name: pieces[index] for name, pieces in cut.items()}, clock
+                own = {name: tensors[index] for name, tensors in pieces.items()}
+                yield x, rest | own, clock
                 if views is None:
                     segment.write(x)
 
-    def _forget(self) -> None:
-        """The optimiser's own state for this round's parameters, as before its first step."""
-        for bucket in self.buckets:
-            for segment in bucket.segments:
-                self._shared.optimizer.state.pop(segment.tensor, None)
+    def _reset_optimizer(self) -> None:
+        """Clear the optimizer's state of this round's parameters."""
+        for channel in self.channels:
+            for segment in channel.bucket.segments:
+                self._context.optimizer.state.pop(segment.tensor, None)
 
     # -- what the workers agree on ----
 
-    def write_at_rest(self, step: int) -> None:
-        """x <- what `finish` would make of it; the round itself goes on as it was."""
-        if not self.round.update.overrides("settle"):
+    def write_finished(self, step: int) -> None:
+        """Write into x what `finish` would leave there. The round itself does not change."""
+        if not isinstance(self.round.update, Quiesce):
             return
-        states = [{name: t.clone() for name, t in state.items()} for state in self.states]
-        copies = {id(state): copy for state, copy in zip(self.states, states, strict=True)}
-        for flight in self.flights:
-            self._fold(flight, step, copies, write=self._sends_itself)
-        self._settle(states, averaged=True)
+        states = [{k: t.clone() for k, t in c.state.items()} for c in self.channels]
+        copies = {id(c): state for c, state in zip(self.channels, states, strict=True)}
+        for flight in self.in_flight:
+            self._fold(flight, step, copies, write=self._sends_part_of_x)
+        self._quiesce(states, averaged=True)
 
     def write_anchor(self) -> None:
-        """x <- a, gathered from its owners where it is sharded."""
-        assert self.round.update.anchor is not None
+        """Write the anchor into x, gathered from its owners where it is sharded."""
         name = self.round.update.anchor
-        for bucket, state in self._pairs():
-            anchor = state[name]
-            if self.is_owned(name, anchor):
-                anchor = self._shared.lane.call(partial(self._whole, anchor, bucket), "consensus")
-            bucket.unpack(anchor)
+        assert name is not None
+        for channel in self.channels:
+            anchor = channel.state[name]
+            if is_owned(self.round.update, name, anchor):
+                job = partial(self._gather_owned, anchor, channel)
+                anchor = self._context.comm.call(job, "consensus")
+            channel.bucket.unpack(anchor)
 
-    @property
-    def begins_at_x(self) -> bool:
-        """Whether its messages are relative to x0, and it has not run yet."""
-        kept = {self.exchange.slots[name] for state in self.carried for name in state}
-        return self.exchange.agrees and "everywhere" in kept and not self.executed
-
-    def begin_here(self, step: int) -> None:
-        """Be relative to the x of now: the first worker's, as processors may differ."""
-        for bucket, _, carried in self._kept():
-            x = bucket.pack(self._room(bucket))[self.part(bucket)]
-            self._shared.lane.call(partial(self.link.broadcast, x), self.label(step))
-            self.exchange.shaped(bucket.shapes).rest(x, carried)
-
-    def rest(self) -> None:
-        """x is the anchor on all workers now."""
-        if self.round.update.anchor and self.exchange.agrees and self.exchange.slots:
-            for bucket, _, carried in self._kept():
-                x = bucket.pack(self._room(bucket))[self.part(bucket)]
-                self.exchange.shaped(bucket.shapes).rest(x, carried)
-
-    def _whole(self, owned: Tensor, bucket: Bucket) -> Tensor:
-        """A bucket's tensor from the slices of it that its owners keep."""
-        replica = self._replica
-        part = bucket.length // replica.size
-        owners = self.round.exchange.owners(self.link.size)
-        levels = ((self.link, part, owners), (replica, bucket.length, replica.size))
-        for link, length, slices in levels:
+    def _gather_owned(self, owned: Tensor, channel: Channel) -> Tensor:
+        """A bucket's tensor, from the slices of it that its owners keep."""
+        replica, length = self._replica, channel.bucket.length
+        owners = self.exchange.owners(self.link.size)
+        levels = (
+            (self.link, length // replica.size, owners),
+            (replica, length, replica.size),
+        )
+        for link, size, slices in levels:
             if slices is not None and link.size > 1:
-                gathered = owned.new_empty(length)
+                gathered = owned.new_empty(size)
                 link.all_gather(owned, gathered, slices)
                 owned = gathered
-        assert owned.numel() == bucket.length
+        assert owned.numel() == length
         return owned
+
+    @property
+    def starts_relative(self) -> bool:
+        """Whether its messages are relative to x0, and it has not run yet."""
+        slots = {self.exchange.slots[k] for c in self.channels for k in c.exchange_state}
+        return self.exchange.agrees and "everywhere" in slots and not self.executed
+
+    def start_here(self, step: int) -> None:
+        """Make messages relative to the x of now: the first worker's, since processors differ."""
+        for channel in self.channels:
+            x = channel.bucket.pack(self._room(channel.bucket))[channel.part]
+            self._context.comm.call(partial(self.link.broadcast, x), self.label(step))
+            _rebase(channel, x)
+
+    def rebase(self) -> None:
+        """x is the anchor on all workers now."""
+        if self.round.update.anchor and self.exchange.agrees:
+            for channel in self.channels:
+                _rebase(channel, channel.bucket.pack(self._room(channel.bucket))[channel.part])
+
+
+def _rebase(channel: Channel, x: Tensor) -> None:
+    if isinstance(channel.exchange, Rebase):
+        channel.exchange.rebase(x, channel.exchange_state)

@@ -1,7 +1,7 @@
 """Go on from what other workers saved: another number of workers, or some of them are lost.
 
 Every saved worker first comes to rest as in `Synchronizer.finish`, with what was in flight folded.
-What then goes on depends on where a state lives (`laconic.algorithms.round.Slot`):
+What then goes on depends on where a state lives (`laconic.algorithms.update.Slot`):
 
     x           the mean over the saved workers: their consensus
     owner       cut anew; a stretch that nobody has any more begins anew from this x
@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from laconic.algorithms.update import Quiesce
 from laconic.buckets import local
-from laconic.engine.parameter_rounds import RunningRound
+from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.saved_state import Saved, load_round, round_state
 from laconic.links.simulated import idle_link
 
@@ -60,7 +61,7 @@ class Former:
 
 @torch.no_grad()
 def come_to_rest(
-    rounds: Sequence[RunningRound],
+    rounds: Sequence[ParameterRunner],
     parts: Mapping[int, Saved],
     former: Former,
     params: Sequence[Tensor],
@@ -111,7 +112,7 @@ class _Mean:
 
 
 def _at_rest(
-    running: RunningRound, saved: Saved, step: int, places: Mapping[str, tuple[int, int]]
+    running: ParameterRunner, saved: Saved, step: int, places: Mapping[str, tuple[int, int]]
 ) -> tuple[Saved, dict[int, float]]:
     """What `checkpoint.round_state` would have returned of a rank after ``finish()``, from what it
     ``saved`` at ``step``; the parameters are that rank's, and are at rest afterwards, too. Also
@@ -120,7 +121,7 @@ def _at_rest(
     update = running.round.update
     if running.varies:  # tensors that come and go are averaged as they were at the save
         return {**saved, "flights": []}, {}
-    if not saved["flights"] and not update.overrides("settle"):
+    if not saved["flights"] and not isinstance(update, Quiesce):
         return saved, {}
     over, inner = (places[name] for name in (running.round.over, "replica"))
     before = running.elsewhere(idle_link(*over), idle_link(*inner))

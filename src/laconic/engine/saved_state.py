@@ -15,9 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from laconic.algorithms.round import Arrival, Exchange, State
+from laconic.algorithms.exchange import Arrival, Exchange
+from laconic.algorithms.update import State
 from laconic.buckets import Bucket, local
-from laconic.engine.parameter_rounds import Flight, Message, RunningRound
+from laconic.engine.channel import Channel, is_owned
+from laconic.engine.parameter_rounds import InFlightBucket, InFlightRound, ParameterRunner
 from laconic.links.comm_thread import Pending
 
 VERSION = 3
@@ -165,77 +167,75 @@ def _split(recipe: str) -> tuple[str, str]:
     return (rounds, f"buffers={options}") if found else (recipe, "other options")
 
 
-def round_state(running: RunningRound) -> Saved:
+def round_state(running: ParameterRunner) -> Saved:
     """What ``running`` needs to go on: waits for what is in flight, sends nothing."""
-    flights = [_flight_state(f) for f in running.flights]  # first: arriving may change the state
+    flights = [_flight_state(f) for f in running.in_flight]  # first: arriving may change the state
     return {
-        **carried_state(running),
+        **exchange_state(running),
         "joined": list(running.joined),
         "executed": running.executed,
-        "state": [{k: t.clone() for k, t in state.items()} for state in running.states],
+        "state": [{k: t.clone() for k, t in c.state.items()} for c in running.channels],
         "flights": flights,
     }
 
 
-class Carrier(Protocol):
-    """A round at work, whose exchange may keep state for each of its buckets."""
+class Runner(Protocol):
+    """A round at work, whose exchange may keep state."""
 
-    buckets: list[Bucket]
-    carried: list[State]
+    channels: list[Channel]
 
     @property
     def exchange(self) -> Exchange:
         """With whom messages are exchanged."""
 
-    def part(self, bucket: Bucket) -> slice:
-        """The stretch of ``bucket`` that this rank carries."""
 
-    def region(self, bucket: Bucket) -> slice:
-        """The stretch of ``bucket`` whose ``owner`` state is kept here."""
-
-
-def carried_state(carrier: Carrier) -> Saved:
+def exchange_state(runner: Runner) -> Saved:
     """What a round's exchange keeps, and where in its buckets."""
+    channels = runner.channels
     return {
-        "sizes": [bucket.numel for bucket in carrier.buckets],
-        "starts": [carrier.region(bucket).start for bucket in carrier.buckets],
-        "parts": [carrier.part(bucket).start for bucket in carrier.buckets],
-        "carried": [{k: t.clone() for k, t in state.items()} for state in carrier.carried],
+        "sizes": [c.bucket.numel for c in channels],
+        "starts": [c.region.start for c in channels],
+        "parts": [c.part.start for c in channels],
+        "carried": [{k: t.clone() for k, t in c.exchange_state.items()} for c in channels],
     }
 
 
-def load_carried(carrier: Carrier, parts: Sequence[Saved], mine: int | None) -> Callable[[], None]:
-    """What puts back the exchange's state that `carried_state` returned on every rank, or here, as
-    `load_round` does. What no rank kept stays as ``carrier`` has it."""
-    slots = carrier.exchange.slots
-    sizes = [bucket.numel for bucket in carrier.buckets]
+def load_exchange_state(
+    runner: Runner, parts: Sequence[Saved], mine: int | None
+) -> Callable[[], None]:
+    """Return what restores the exchange's state that `exchange_state` returned on every rank, or
+    here, as `load_round` does. What no rank kept stays as ``runner`` has it."""
+    slots = runner.exchange.slots
+    sizes = [channel.bucket.numel for channel in runner.channels]
     if slots and any(part["sizes"] != sizes for part in parts):
         raise ValueError("the state was saved for other parameters: their sizes differ")
     states: list[State] = []
-    for index, (bucket, state) in enumerate(zip(carrier.buckets, carrier.carried, strict=True)):
+    for index, channel in enumerate(runner.channels):
         loaded = {}
-        for name, now in state.items():
+        for name, now in channel.exchange_state.items():
             if mine is not None or now.dim() > 1:  # of its own size: alike on all ranks
                 value = parts[mine or 0]["carried"][index][name]
                 if value.shape != now.shape:
                     raise ValueError(f"{name!r} has {value.numel()} elements, not {now.numel()}")
             else:
                 owned = slots[name] == "owner"
-                place = carrier.region(bucket) if owned else carrier.part(bucket)
+                place = channel.region if owned else channel.part
                 starts = [part["starts" if owned else "parts"][index] for part in parts]
                 pieces = [part["carried"][index][name] for part in parts]
-                value = _mean_of_pieces(bucket, zip(starts, pieces, strict=True), place, now)
+                value = _mean_of_pieces(
+                    channel.bucket, zip(starts, pieces, strict=True), place, now
+                )
             if not bool(value.isfinite().all()):
                 raise ValueError(
                     f"{name!r} is not finite: the state was saved after a round that ended "
                     "half-way, and cannot be gone on with; load an earlier one"
                 )
-            loaded[name] = value.to(bucket.device, copy=True)
+            loaded[name] = value.to(channel.bucket.device, copy=True)
         states.append(loaded)
 
     def put_back() -> None:
-        for state, loaded in zip(carrier.carried, states, strict=True):
-            state.update(loaded)
+        for channel, loaded in zip(runner.channels, states, strict=True):
+            channel.exchange_state.update(loaded)
 
     return put_back
 
@@ -255,19 +255,19 @@ def _mean_of_pieces(
     return torch.where(count[place] > 0, mean[place].to(start.dtype), start.cpu())
 
 
-def _flight_state(flight: Flight) -> Saved:
-    arrivals = [m.pending.wait() for m in flight.messages]
+def _flight_state(flight: InFlightRound) -> Saved:
+    arrivals = [m.pending.wait() for m in flight.buckets]
     return {
         "due": flight.due,
-        "sizes": [m.bucket.numel for m in flight.messages],
-        "sent": [None if m.sent is None else m.sent.clone() for m in flight.messages],
+        "sizes": [m.channel.bucket.numel for m in flight.buckets],
+        "sent": [None if m.sent is None else m.sent.clone() for m in flight.buckets],
         "received": [arrival.flat.clone() for arrival in arrivals],
         "weights": [arrival.weight for arrival in arrivals],
     }
 
 
 def load_round(
-    running: RunningRound, parts: Sequence[Saved], mine: int | None
+    running: ParameterRunner, parts: Sequence[Saved], mine: int | None
 ) -> Callable[[], None]:
     """What puts back what `round_state` returned here, ``parts[mine]``; or, with None, on the ranks
     of another run, at rest (`regroup`), whose x is this rank's by now. Nothing changes
@@ -276,12 +276,12 @@ def load_round(
     Raises ``ValueError`` where the parts do not fit the model.
     """
     own = parts[mine] if mine is not None else parts[0]
-    keeps_state = any(running.states)
+    keeps_state = running.stateful
     in_flight = own["flights"] and not running.varies
     target, keeps = running, keeps_state or in_flight or running.exchange.slots
     if keeps and own["joined"] != running.joined:
         running = running.like(own["joined"])
-    sizes = [bucket.numel for bucket in running.buckets]
+    sizes = [channel.bucket.numel for channel in running.channels]
     if own["sizes"] != sizes and keeps:
         raise ValueError("the state was saved for other parameters: their sizes differ")
     if mine is None:
@@ -289,19 +289,19 @@ def load_round(
     if mine is None and keeps:
         running = running.like(own["joined"])  # begins at the x of now, where something is lost
     executed = int(own["executed"])
-    put_carried_back = load_carried(running, parts, mine)
+    put_exchange_state_back = load_exchange_state(running, parts, mine)
     states = [
         _load_state(running, index, parts, mine) if keeps_state else {}
-        for index in range(len(running.buckets))
+        for index in range(len(running.channels))
     ]
     flights = [_load_flight(running, flight) for flight in own["flights"]]
 
     def put_back() -> None:
-        put_carried_back()
-        running.executed, running.flights = executed, flights
-        for state, loaded in zip(running.states, states, strict=True):
-            state.clear()
-            state.update(loaded)
+        put_exchange_state_back()
+        running.executed, running.in_flight = executed, flights
+        for channel, loaded in zip(running.channels, states, strict=True):
+            channel.state.clear()
+            channel.state.update(loaded)
         if target is not running:
             target.become(running)
 
@@ -309,11 +309,10 @@ def load_round(
 
 
 def _load_state(
-    running: RunningRound, index: int, parts: Sequence[Saved], mine: int | None
+    running: ParameterRunner, index: int, parts: Sequence[Saved], mine: int | None
 ) -> State:
     """The state on the bucket of number ``index``."""
-    bucket = running.buckets[index]
-    region = running.region(bucket)
+    bucket, region = running.channels[index].bucket, running.channels[index].region
     lengths = {bucket.length, region.stop - region.start}
     state = {}
     for name in parts[mine or 0]["state"][index]:
@@ -329,16 +328,17 @@ def _load_state(
 
 
 def _cut_anew(
-    running: RunningRound, index: int, name: str, pieces: Sequence[tuple[int, Tensor]]
+    running: ParameterRunner, index: int, name: str, pieces: Sequence[tuple[int, Tensor]]
 ) -> Tensor:
     """This rank's piece of a state tensor, from the (start, piece) that other ranks kept of it."""
     first = pieces[0][1]
     if first.dim() == 0:
         everyones = torch.stack([piece.to(torch.float64) for _, piece in pieces])
         return first + (everyones - first).mean().to(first.dtype)
-    bucket, owned = running.buckets[index], running.is_owned(name, first)
-    place = running.region(bucket) if owned else slice(0, bucket.length)
-    start = running.states[index].get(name)
+    channel, owned = running.channels[index], is_owned(running.round.update, name, first)
+    bucket = channel.bucket
+    place = channel.region if owned else slice(0, bucket.length)
+    start = channel.state.get(name)
     if start is None:  # an outer optimizer makes its state in its first step
         start = first.new_zeros(place.stop - place.start)
     return _mean_of_pieces(
@@ -346,13 +346,12 @@ def _cut_anew(
     )
 
 
-def _load_flight(running: RunningRound, saved: Saved) -> Flight:
-    buckets, states, copies = running.buckets, running.states, []
+def _load_flight(running: ParameterRunner, saved: Saved) -> InFlightRound:
+    channels, copies = running.channels, []
     if running.varies:
         copies = running.copies()
-        buckets = running.cut([list(group.values()) for group in copies])
-        states = [{} for _ in buckets]
-    sizes = [bucket.numel for bucket in buckets]
+        channels = running.cut([list(group.values()) for group in copies])
+    sizes = [channel.bucket.numel for channel in channels]
     fewer = not running.varies and saved["sizes"] == sizes[: len(saved["sizes"])]
     if saved["sizes"] != sizes and not fewer:  # groups added since sent nothing
         raise ValueError(
@@ -360,10 +359,11 @@ def _load_flight(running: RunningRound, saved: Saved) -> Flight:
             "now: load the model and the optimiser first, or save after sync.finish()"
         )
     messages = []
-    for bucket, state, sent, flat, weight in zip(
-        buckets, states, saved["sent"], saved["received"], saved["weights"], strict=False
+    for channel, sent, flat, weight in zip(
+        channels, saved["sent"], saved["received"], saved["weights"], strict=False
     ):
-        arrived = Arrival(flat.to(bucket.device, copy=True), weight)
-        kept = None if sent is None else sent.to(bucket.device, copy=True)
-        messages.append(Message(bucket, state, kept, Pending.of(arrived)))
-    return Flight(saved["due"], Pending.of(messages), copies)
+        device = channel.bucket.device
+        arrived = Arrival(flat.to(device, copy=True), weight)
+        y = None if sent is None else sent.to(device, copy=True)
+        messages.append(InFlightBucket(channel, y, Pending.of(arrived)))
+    return InFlightRound(saved["due"], Pending.of(messages), copies)

@@ -1,4 +1,4 @@
-"""With whom a message is exchanged and how it is encoded."""
+"""With whom a message is exchanged, and how it is encoded."""
 
 from laconic.algorithms.exchanges.alone import Alone
 from laconic.algorithms.exchanges.coded import CodedMean, GatheredMean, coded

@@ -1,4 +1,4 @@
-"""No exchange: each worker's own message stands for the mean."""
+"""No exchange: each worker uses its own message in place of the mean."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from laconic.algorithms.round import Arrival, Clock, Combine, Exchange, State
+from laconic.algorithms.exchange import Arrival, Combine, Exchange
+from laconic.algorithms.update import Clock, State
 from laconic.links.link import Link
 
 
 @dataclass(frozen=True)
 class Alone(Exchange):
-    """Nothing is sent; each worker combines its own message, and they go on disagreeing."""
+    """Send nothing. Each worker combines its own message, so the workers remain different."""
 
     communicates = False
 

@@ -1,15 +1,16 @@
-"""Each worker keeps its momentum to itself, but for the largest frequencies of every tile.
+"""Workers keep their momentum private and share only the largest frequencies of every tile.
 
-With g_i the gradient on worker i, e_i the momentum there, DCT that of `laconic.codecs.dct`:
+g_i is the gradient on worker i, e_i its momentum, and DCT the transform of `laconic.codecs.dct`:
 
     e_i <- decay*e_i + g_i
     q_i  = the k largest coefficients of each tile of DCT(e_i)
     e_i <- e_i - inverse DCT(q_i)
-    result = inverse DCT(mean(q_i)) ,  of each coefficient over the workers that sent it
+    result = inverse DCT(mean(q_i)) ,  each coefficient averaged over the workers that sent it
 
-DeMo: Peng, Quesnelle, Kingma 2024, arXiv 2411.19870, Algorithm 1. The mean over senders is that of
-the authors' code; a coefficient that nobody sent is 0. There the gradient enters e times the
-learning rate, which for a constant one is the same: neither the choice nor the sign depends on it.
+DeMo: Peng, Quesnelle, Kingma 2024, arXiv 2411.19870, Algorithm 1. The mean over senders follows the
+authors' code. A coefficient that nobody sent is 0. The authors' code multiplies the gradient by the
+learning rate before adding it to e. With a constant rate this is equivalent, because it affects
+neither which coefficients are the largest nor their signs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from laconic.algorithms.round import Arrival, Clock, Combine, Exchange, Slot, State
+from laconic.algorithms.exchange import Arrival, Combine, Exchange
+from laconic.algorithms.update import Clock, Slot, State
 from laconic.buckets import state_dtype
 from laconic.codecs import TopK
 from laconic.codecs.dct import Tiling
@@ -32,32 +34,33 @@ from laconic.links.cost import Cost
 from laconic.links.link import Link
 
 BySize = dict[int, Tensor]
-"""Coefficients, (tiles, elements of a tile), by the latter: such tiles are coded together."""
+"""Coefficients, (tiles, elements of a tile), by tile size. Tiles of one size are coded together."""
 
 
 @dataclass(frozen=True)
 class FastComponents(Exchange):
-    """What of the momentum is sent (the paper's fast components), averaged. ``decay`` in [0, 1];
-    ``k`` coefficients of a tile, all of one that has fewer; ``chunk``: the most elements of a
-    tile's side, 64 at most.
+    """Average the part of the momentum that is sent, which the paper calls fast components.
 
-    A tile of h by w elements is sent as min(k, h*w) indices of 12 bits and as many float32: with
-    the defaults of `laconic.demo` 0.34 bits for each element of a matrix whose sides are multiples
-    of 64, and 22 bits where one of them is prime, as the tiles are then vectors: choose sizes with
-    large divisors. Every worker sends its message to every other, (n-1) times in all.
+    ``decay`` is in [0, 1]. ``k`` is the number of coefficients sent for each tile; a tile with
+    fewer elements sends all of them. ``chunk`` is the largest side of a tile, at most 64.
 
-    All workers compute the result from the same messages, and hold the same bits where their
-    machines compute alike. State: the momentum, as long as the message, this worker's own.
+    A tile of h by w elements is sent as min(k, h*w) indices of 12 bits and as many float32 values.
+    With the defaults of `laconic.demo` this is 0.34 bits per element of a matrix whose sides are
+    multiples of 64. It is 22 bits if a side is prime, because the tiles are then vectors, so choose
+    sizes with large divisors. Every worker sends its message to every other, (n-1) times in total.
 
-    Raises `NotFiniteError`, on every rank, where one of them has NaN or an infinity; the state is
-    then as it was.
+    All workers compute the result from the same messages. They hold the same bits if their
+    machines compute alike. State: each worker's own momentum, as long as the message.
+
+    Raises `NotFiniteError` on every rank if a rank has NaN or an infinity. The state then remains
+    as it was.
     """
 
     decay: float
     k: int
     chunk: int
     shapes: tuple[torch.Size, ...] = ()
-    """Of the tensors that a message consists of."""
+    """Shapes of the tensors in a message."""
 
     agrees = True
     whole = True
@@ -81,7 +84,7 @@ class FastComponents(Exchange):
         return replace(self, shapes=tuple(shapes))
 
     def init(self, x: Tensor, owned: slice) -> State:
-        assert len(x) >= sum(shape.numel() for shape in self.shapes), "a bucket of whole tensors"
+        assert len(x) >= sum(shape.numel() for shape in self.shapes), "the bucket lacks tensors"
         return {"momentum": torch.zeros_like(x)}
 
     def cost(self, length: int, itemsize: int, n: int) -> Cost:
@@ -103,9 +106,9 @@ class FastComponents(Exchange):
         counts = {size: len(c) for size, c in joined.items()}
         mean = self._mean(rows, counts, e.dtype)
         if not _finite(mean):
-            each = [self._mean(row[None], counts, e.dtype) for row in rows]
-            odd = [r for r, own in enumerate(each) if not _finite(own)]
-            raise NotFiniteError(f"ranks {odd} of its link had NaN or an infinity to send")
+            by_rank = [self._mean(row[None], counts, e.dtype) for row in rows]
+            ranks = [r for r, means in enumerate(by_rank) if not _finite(means)]
+            raise NotFiniteError(f"ranks {ranks} of its link had NaN or infinite values to send")
         sent = self._mean(payload[None], counts, e.dtype)
         torch.sub(e, _inverse(tilings, sent), out=state["momentum"])
         return Arrival(combine(_inverse(tilings, mean)))
@@ -114,8 +117,11 @@ class FastComponents(Exchange):
         return TopK(min(self.k, size), size)
 
     def _encode(self, coefficients: Tensor) -> Tensor:
-        """The code of each tile, one after the other. NaN and infinities count as the largest, and
-        are sent as they are: so all ranks learn of them."""
+        """Return the codes of all tiles, one after the other.
+
+        NaN and infinities count as the largest values and are sent unchanged, so all ranks learn of
+        them.
+        """
         count, size = coefficients.shape
         codec = self._codec(size)
         payload = coefficients.new_empty(count, codec.nbytes(size), dtype=torch.uint8)
@@ -123,8 +129,10 @@ class FastComponents(Exchange):
         return payload.view(-1)
 
     def _mean(self, rows: Tensor, counts: Mapping[int, int], dtype: torch.dtype) -> BySize:
-        """Of every coefficient the mean over those ``rows``, one rank's code each, that have it,
-        added in their order."""
+        """Average each coefficient over the ``rows`` that contain it, in row order.
+
+        Each row is one rank's code.
+        """
         means = {}
         start = 0
         for size, count in counts.items():
@@ -133,23 +141,24 @@ class FastComponents(Exchange):
             total = torch.zeros(count, size, dtype=dtype, device=rows.device)
             senders = torch.zeros_like(total)
             for row in rows[:, start:stop]:
-                kept, values = _decode(row.view(count, -1), codec.k)
-                total.scatter_add_(1, kept, values.to(dtype))
-                senders.scatter_add_(1, kept, torch.ones_like(values, dtype=dtype))
+                indices, values = _decode(row.view(count, -1), codec.k)
+                total.scatter_add_(1, indices, values.to(dtype))
+                senders.scatter_add_(1, indices, torch.ones_like(values, dtype=dtype))
             means[size] = total.div_(senders.clamp_(min=1))
             start = stop
         return means
 
 
 def _decode(codes: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The indices of tiles' coefficients, and these: (tiles, k) each."""
+    """Return the indices and the values of the tiles' coefficients, (tiles, k) each."""
     size = index_bytes(k)
-    values = codes[:, size:].clone(memory_format=torch.contiguous_format)  # aligned
+    # a contiguous copy is aligned, so it can be viewed as float32
+    values = codes[:, size:].clone(memory_format=torch.contiguous_format)
     return unpack_indices(codes[:, :size], k), values.view(torch.float32)
 
 
 def _inverse(tilings: Sequence[Tiling], by_size: BySize) -> Tensor:
-    """The tensors, one after the other, that have these coefficients."""
+    """Return the tensors with these coefficients, flat and one after the other."""
     counts = {size: [t.count for t in tilings if t.size == size] for size in by_size}
     own = {size: iter(torch.split(c, counts[size])) for size, c in by_size.items()}
     return torch.cat([t.inverse(next(own[t.size])) for t in tilings])

@@ -1,4 +1,4 @@
-"""The leader's message to everyone: the worker with the lowest score."""
+"""Broadcast of the leader's message. The leader is the worker with the lowest score."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laconic.algorithms.round import Arrival, Clock, Combine, Exchange, State
+from laconic.algorithms.exchange import Arrival, Combine, Exchange
 from laconic.algorithms.scores import elect
+from laconic.algorithms.update import Clock, State
 from laconic.links import cost
 from laconic.links.cost import Cost
 from laconic.links.link import Link
@@ -16,13 +17,16 @@ from laconic.links.link import Link
 
 @dataclass(frozen=True)
 class Leader(Exchange):
-    """Scores (16 bytes each) are gathered, and the message of the worker with the lowest goes to
-    all; equal scores: the lowest rank's. ``window``: losses that a score is the mean of."""
+    """Gather the scores (16 bytes each), then broadcast the message of the worker with the lowest.
+
+    If scores are equal, the lowest rank wins. ``window`` is the number of recent losses that a
+    score averages.
+    """
 
     window: int
 
     @property
-    def scored(self) -> int:
+    def score_window(self) -> int:
         return self.window
 
     def cost(self, length: int, itemsize: int, n: int) -> Cost:

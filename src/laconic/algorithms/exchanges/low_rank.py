@@ -1,18 +1,19 @@
-"""The mean over all workers of matrices of low rank, and of what these leave out nothing gets lost.
+"""The mean over all workers of low-rank gradient matrices, with error feedback.
 
-For each tensor of two or more dimensions, as a matrix of its first dimension by all others, with
-g_i its gradient on worker i and e_i the residual there:
+Each tensor of two or more dimensions is taken as a matrix: its first dimension by all others. g_i
+is its gradient on worker i, and e_i is the residual there:
 
     M_i = g_i + e_i
     P = mean(M_i Q) ;  P <- orthonormal(P) ;  Q_i = M_i^T P ;  Q = mean(Q_i)
-    result = P Q^T ;   e_i <- M_i - P Q_i^T ;  Q is where the next round starts
+    result = P Q^T ;   e_i <- M_i - P Q_i^T ;  the next round starts from Q
 
 PowerSGD: Vogels, Karimireddy, Jaggi, NeurIPS 2019, arXiv 1905.13727, Algorithms 1 and 2. The
-residuals' mean is what the mean of all M_i has and the result lacks: what was brought, and what is
-left, add up to all that went in. P and Q may travel coded; Q_i is then what this worker's code
-stands for, with what the owner's code of the mean lacks, and what is rounded off is left in e_i. To
-subtract the mean Q on every worker brings the same results, but leaves what workers differ by to
-add up in their residuals without end, and codes of these would be ever coarser.
+result plus the mean of the residuals equals the mean of M_i, so nothing is lost.
+
+P and Q may be sent coded. Q_i is then the decoded value of this worker's code, plus what the
+owner's code of the mean lacks, and e_i receives the rounding error. Subtracting the mean Q instead
+of Q_i would give the same results. But the workers' differences would then accumulate in their
+residuals without bound, and codes of these would become coarser and coarser.
 """
 
 from __future__ import annotations
@@ -24,55 +25,58 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from laconic.algorithms.exchange import Arrival, Collect, Combine, Exchange
 from laconic.algorithms.exchanges.coded import CodedMean
 from laconic.algorithms.exchanges.mean import Mean
-from laconic.algorithms.round import Arrival, Clock, Combine, Exchange, Slot, State
+from laconic.algorithms.update import Clock, Slot, State
 from laconic.buckets import state_dtype
 from laconic.codecs import Codec
-from laconic.codecs.codec import check_told
+from laconic.codecs.codec import check_repr
 from laconic.errors import NotFiniteError, check_int
 from laconic.links.cost import Cost
 from laconic.links.link import Link
 
 SEED = 1905_13727
-"""Of the first Q, which is alike on all workers."""
+"""Seed of the first Q, which is the same on all workers."""
 
 
-class _Stretch(NamedTuple):
-    """A tensor in its bucket: ``rows`` by ``columns`` from element ``start`` on."""
+class _Matrix(NamedTuple):
+    """The place of a tensor in its bucket: ``rows`` by ``columns``, from element ``start``."""
 
     start: int
     rows: int
     columns: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """Its matrix, a view of the bucket's ``flat``."""
+        """Return the matrix as a view of the bucket's ``flat``."""
         end = self.start + self.rows * self.columns
         return flat[self.start : end].view(self.rows, self.columns)
 
 
 @dataclass(frozen=True)
 class LowRank(Exchange):
-    """For gradients (or other messages that do not build on the ones before). ``rank``: r, at least
-    1. A tensor of m by k elements travels as r*(m + k), and as it is where that is not less: a
-    vector always, a matrix of r*(m + k) >= m*k. Everything in two all-reduces for each bucket: one
-    of all P and of what travels as it is, one of all Q. ``codec``: what both travel in; None: as
-    they are.
+    """PowerSGD's mean of gradients, or of other messages that do not depend on earlier ones.
 
-    Arithmetic and messages are of float32 at least. The first Q is Gaussian. Of M Q only the span
-    of Q's columns matters: they are made orthonormal before use, so that no product is larger than
-    M, and columns that came to nothing are replaced. All workers compute the result from the same
-    means, and hold the same bits where their machines compute alike. State: a residual as long as
-    the message, this worker's own; Q, r numbers for each of the matrices' columns, on every worker.
+    ``rank`` is r, at least 1. A matrix of m by k elements is sent as r*(m + k) numbers. If that is
+    not fewer than m*k, and for vectors, the tensor is sent in full. Each bucket takes two
+    all-reduces: one for all P and the tensors sent in full, and one for all Q. ``codec``: how both
+    are coded; None: not at all.
 
-    Raises `NotFiniteError`, on every rank, where a sum has NaN or an infinity; the state is then as
-    it was.
+    Arithmetic and messages use float32 or wider. The first Q is Gaussian. Only the span of Q's
+    columns matters for M Q. The columns are made orthonormal before use, so no product is larger
+    than M, and columns that have become zero are replaced. All workers compute the result from the
+    same means. They hold the same bits if their machines compute alike. State: on each worker its
+    own residual, as long as the message; and Q, with r numbers for each column of the matrices, on
+    every worker.
+
+    Raises `NotFiniteError` on every rank if a sum contains NaN or an infinity. The state then
+    remains as it was.
     """
 
     rank: int
     codec: Codec | None = None
     shapes: tuple[torch.Size, ...] = ()
-    """Of the tensors that a message consists of."""
+    """Shapes of the tensors in a message."""
 
     agrees = True
     whole = True
@@ -82,7 +86,7 @@ class LowRank(Exchange):
     def __post_init__(self) -> None:
         check_int("rank", self.rank, 1)
         if self.codec is not None:
-            check_told(self.codec)
+            check_repr(self.codec)
 
     @property
     def averages(self) -> bool:
@@ -93,11 +97,11 @@ class LowRank(Exchange):
 
     @property
     def _mean(self) -> Exchange:
-        """By which P and Q are averaged; state, if any, is made for each round."""
+        """Return the exchange that averages P and Q. Its state, if any, lasts for one round."""
         return Mean() if self.codec is None else CodedMean(self.codec, relative=False)
 
     def cost(self, length: int, itemsize: int, n: int) -> Cost:
-        low, dense = self._stretches()
+        low, dense = self._matrices()
         left = sum(self.rank * m.rows for m in low) + sum(m.columns for m in dense)
         right = sum(self.rank * m.columns for m in low)
         multiple = self._mean.multiple(n)
@@ -113,8 +117,8 @@ class LowRank(Exchange):
         return replace(self, shapes=tuple(shapes))
 
     def init(self, x: Tensor, owned: slice) -> State:
-        assert len(x) >= sum(shape.numel() for shape in self.shapes), "a bucket of whole tensors"
-        low, _ = self._stretches()
+        assert len(x) >= sum(shape.numel() for shape in self.shapes), "the bucket lacks tensors"
+        low, _ = self._matrices()
         columns = sum(m.columns for m in low)
         generator = torch.Generator().manual_seed(SEED)
         basis = torch.randn(columns, self.rank, generator=generator)
@@ -123,7 +127,7 @@ class LowRank(Exchange):
     def run(
         self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
     ) -> Arrival:
-        low, dense = self._stretches()
+        low, dense = self._matrices()
         total = message.to(state_dtype(message.dtype)).add_(state["residual"])
         starts = torch.split(state["basis"], [m.columns for m in low])
         with torch.autocast(total.device.type, enabled=False):
@@ -146,8 +150,11 @@ class LowRank(Exchange):
     def _average(
         self, link: Link, tensors: Sequence[Tensor], clock: Clock
     ) -> list[tuple[Tensor, Tensor]]:
-        """Their means over the ranks, in one all-reduce, and what this rank brought, of which they
-        are the mean; finite, else all ranks raise."""
+        """Average ``tensors`` over the ranks in one all-reduce.
+
+        Return for each tensor the mean, and this rank's contribution after coding. Raises on all
+        ranks if a mean is not finite.
+        """
         if not tensors:
             return []
         exchange, n = self._mean, link.size
@@ -157,9 +164,10 @@ class LowRank(Exchange):
         state = exchange.init(torch.zeros_like(padded), owned) if exchange.slots else {}
         mean = exchange.run(link, padded.clone(), lambda mean: mean, clock, state).flat
         if not bool(mean.isfinite().all()):
-            raise NotFiniteError("some ranks had NaN or an infinity to send, or numbers too large")
+            raise NotFiniteError("some ranks had NaN, infinite, or too large values to send")
         if state:
-            exchange.give_back(state, owned, n)
+            if isinstance(exchange, Collect):
+                exchange.collect(state, owned, n)
             padded -= state["residual"]
         sizes = [t.numel() for t in tensors]
         means, own = (torch.split(x[: len(flat)], sizes) for x in (mean, padded))
@@ -167,23 +175,26 @@ class LowRank(Exchange):
             (m.view(t.shape), o.view(t.shape)) for t, m, o in zip(tensors, means, own, strict=True)
         ]
 
-    def _stretches(self) -> tuple[list[_Stretch], list[_Stretch]]:
-        """The tensors that travel as P and Q, and those that travel as they are."""
-        low: list[_Stretch] = []
-        dense: list[_Stretch] = []
+    def _matrices(self) -> tuple[list[_Matrix], list[_Matrix]]:
+        """Return the tensors that are sent as P and Q, and those that are sent in full."""
+        low: list[_Matrix] = []
+        dense: list[_Matrix] = []
         start = 0
         for shape in self.shapes:
             rows = shape[0] if len(shape) > 1 else 1
             columns = shape.numel() // rows
             shorter = self.rank * (rows + columns) < rows * columns
-            (low if shorter else dense).append(_Stretch(start, rows, columns))
+            (low if shorter else dense).append(_Matrix(start, rows, columns))
             start += shape.numel()
         return low, dense
 
 
 def orthonormal(p: Tensor) -> Tensor:
-    """Orthonormal columns that span those of ``p``, (m, r) with m >= r, and, where these depend on
-    each other, more; the same for the same bits."""
-    largest = p.abs().amax().clamp(min=torch.finfo(p.dtype).tiny)  # so that no square overflows
+    """Return orthonormal columns that span at least the columns of ``p``, (m, r) with m >= r.
+
+    If the columns of ``p`` are linearly dependent, the result spans more. Deterministic: the same
+    bits give the same result.
+    """
+    largest = p.abs().amax().clamp(min=torch.finfo(p.dtype).tiny)  # scale so no square overflows
     q: Tensor = torch.linalg.qr(p / largest).Q
     return q

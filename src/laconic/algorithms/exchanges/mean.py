@@ -1,4 +1,4 @@
-"""The mean over all workers of the link: whole, or cut into one slice per worker."""
+"""The mean over all workers of the link: on whole messages, or on one slice per worker."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from laconic.algorithms.round import Arrival, Clock, Combine, Exchange, State
+from laconic.algorithms.exchange import Arrival, Combine, Exchange
+from laconic.algorithms.update import Clock, State
 from laconic.errors import check_int
 from laconic.links import cost
 from laconic.links.cost import Cost
@@ -15,7 +16,7 @@ from laconic.links.link import Link
 
 @dataclass(frozen=True)
 class Mean(Exchange):
-    """All-reduce; every worker then combines everything. Sends 2(n-1)/n of the message."""
+    """All-reduce, after which every worker combines everything. Sends 2(n-1)/n of the message."""
 
     agrees = True
 
@@ -36,11 +37,14 @@ class Mean(Exchange):
 
 @dataclass(frozen=True)
 class ShardedMean(Exchange):
-    """Reduce-scatter, combine on the owner's slice, all-gather: the bytes of one all-reduce, 1/n
-    of the outer step's arithmetic and state on each worker.
+    """Reduce-scatter, combine on the owner's slice, all-gather.
 
-    ``shards``: the first so many workers own a slice each, and no other keeps any outer state; they
-    then send (n-1)/shards of the message on top of what all send. None, or n and more: all do.
+    Sends the same bytes as one all-reduce. Each worker does 1/n of the outer step's arithmetic and
+    stores 1/n of its state.
+
+    ``shards``: only the first ``shards`` workers own a slice and store outer state. They send
+    (n-1)/shards of the message on top of what every worker sends. With None, or a value of n or
+    more, all workers own a slice.
     """
 
     shards: int | None = None
@@ -55,7 +59,7 @@ class ShardedMean(Exchange):
         return n if self.shards is None else min(self.shards, n)
 
     def cost(self, length: int, itemsize: int, n: int) -> Cost:
-        at = length * itemsize, n, self.owners(n), n - 1  # most are no owners where some are not
+        at = length * itemsize, n, self.owners(n), n - 1  # with shards set, most ranks own nothing
         return cost.reduce_scatter(*at) + cost.all_gather(*at)
 
     def run(

@@ -1,4 +1,4 @@
-"""Messages to peers alone: gossip."""
+"""Gossip: messages go to peers only."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laconic.algorithms.round import Arrival, Clock, Combine, Exchange, State
+from laconic.algorithms.exchange import Arrival, Combine, Exchange
 from laconic.algorithms.topology import Graph
+from laconic.algorithms.update import Clock, State
 from laconic.buckets import state_dtype
 from laconic.links import cost
 from laconic.links.cost import Cost
@@ -17,14 +18,14 @@ from laconic.links.link import Link
 
 @dataclass(frozen=True)
 class Push(Exchange):
-    """The message to each out-peer of ``graph``; what arrives is the sum of the in-peers', each
-    times its share, in the order of their ranks. Sends ``peers`` times the message, whatever the
-    number of workers; a message that has a push weight takes it along in 8 bytes more, and is
-    its sender's to scale: its share is 1."""
+    """Send the message to each out-peer of ``graph``, and sum what arrives from the in-peers.
+
+    Each received message is multiplied by its share, and the sum is taken in rank order. A message
+    with a push weight carries it in 8 extra bytes. Its sender has already scaled it, so its share
+    is 1. Sends ``peers`` times the message, whatever the number of workers.
+    """
 
     graph: Graph
-
-    gossips = True
 
     def out_degree(self, clock: Clock) -> int:
         at = clock.worker, clock.workers, clock.executed, clock.seed
@@ -52,10 +53,10 @@ class Push(Exchange):
 
 
 def _with_weight(message: Tensor, weight: float) -> Tensor:
-    """``message``, and behind it the 8 bytes of the weight as elements of its dtype."""
-    rider = torch.tensor([weight], dtype=torch.float64, device=message.device)
-    return torch.cat([message, rider.view(message.dtype)])
+    """Append the weight's 8 bytes to ``message``, as elements of its dtype."""
+    tail = torch.tensor([weight], dtype=torch.float64, device=message.device)
+    return torch.cat([message, tail.view(message.dtype)])
 
 
-def _weight(rider: Tensor) -> float:
-    return float(rider.clone().view(torch.float64))
+def _weight(tail: Tensor) -> float:
+    return float(tail.clone().view(torch.float64))

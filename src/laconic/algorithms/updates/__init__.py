@@ -1,4 +1,4 @@
-"""The mathematics of rounds: one file each, the formula on its first line."""
+"""The mathematics of rounds: one update per file, with the formula on the first line."""
 
 from laconic.algorithms.updates.average import Average, Replace, RoundedAverage
 from laconic.algorithms.updates.eager import Eager

@@ -1,7 +1,8 @@
 """x <- mean(y) + (x - y)    (without a delay y = x: x <- mean(x))
 
-Local SGD: Stich 2018, arXiv 1805.09767, Algorithm 1. With a delay the local progress made while
-the message travelled, x - y, is kept. On gradients: Li et al., VLDB 2020, arXiv 2006.15704.
+Local SGD: Stich 2018, arXiv 1805.09767, Algorithm 1. With a delay, each worker keeps the local
+progress ``x - y`` that it made while the message was in flight. For gradients: Li et al., VLDB
+2020, arXiv 2006.15704.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laconic.algorithms.round import Clock, State, Update
+from laconic.algorithms.update import Clock, State, Update
 
 
 @dataclass(frozen=True)
 class Average(Update):
-    """``x <- mean(y) + (x - y)``, with ``y`` the ``x`` that was sent ``delay`` steps ago.
+    """``x <- mean(y) + (x - y)``, where ``y`` is the ``x`` that was sent ``delay`` steps ago.
 
-    Local SGD (Stich 2018, Algorithm 1); the mean of x over workers never changes by a round.
-    Any shape; no state; x keeps its dtype.
+    Local SGD (Stich 2018, Algorithm 1). A round never changes the mean of x over workers. Works
+    for any shape, has no state, and keeps the dtype of x.
     """
 
     replaces = True
@@ -34,11 +35,11 @@ class Average(Update):
 
 @dataclass(frozen=True)
 class RoundedAverage(Update):
-    """``x <- mean(q(x)) + (x - q(x))``, q rounding to ``dtype``, in which messages travel.
+    """``x <- mean(q(x)) + (x - q(x))``, where q rounds to ``dtype``, the dtype of messages.
 
-    Local SGD for half-precision models with master weights in float32: half the bytes, and what
-    rounding cuts off stays with the worker (Seide et al., Interspeech 2014, error feedback), so
-    that the sum over workers of x never changes by a round. Any shape; no state; no delay.
+    Local SGD for half-precision models with float32 master weights: messages take half the bytes.
+    Each worker keeps its rounding error (error feedback, Seide et al., Interspeech 2014), so a
+    round never changes the sum of x over workers. Works for any shape; no state; no delay.
     """
 
     dtype: torch.dtype
@@ -49,13 +50,16 @@ class RoundedAverage(Update):
     def fold(
         self, x: Tensor, received: Tensor, sent: Tensor | None, state: State, clock: Clock
     ) -> Tensor:
-        assert sent is None, "there is no delay"
-        return (x - x.to(self.dtype)).add_(received)  # what was cut off, and the mean
+        assert sent is None, "RoundedAverage does not support a delay"
+        return (x - x.to(self.dtype)).add_(received)  # rounding error + mean
 
 
 @dataclass(frozen=True)
 class Replace(Update):
-    """``x <- mean(y)``, for running statistics, which are means themselves: what they took in while
-    the message travelled may be lost, but variances must not turn negative. Any shape; no state."""
+    """``x <- mean(y)``, for running statistics, which are themselves means.
+
+    With a delay, a worker's changes since ``y`` are lost. Adding them back could make a variance
+    negative. Works for any shape; no state.
+    """
 
     replaces = True

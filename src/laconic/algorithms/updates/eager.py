@@ -1,7 +1,7 @@
-"""D = Delta/n + late ;  a <- outer(a, D) ;  x <- a ;  once it has arrived: late <- mean - Delta/n
+"""D = Delta/n + late ;  a <- outer(a, D) ;  x <- a ;  on arrival: late <- mean - Delta/n
 
-Eager updates: Kale, Douillard, Donchev 2025, arXiv 2502.12996. Delta = a - x, mean = mean(Delta)
-over all workers.
+Eager updates: Kale, Douillard, Donchev 2025, arXiv 2502.12996. ``Delta = a - x``, and ``mean`` is
+the mean of Delta over all workers.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from laconic.algorithms.round import Clock, Slot, State, Update
+from laconic.algorithms.update import Clock, Slot, State, Update
 
 
 @dataclass(frozen=True)
 class Eager(Update):
-    """DiLoCo's outer step, taken at once (Kale et al. 2025): in round t, of worker i::
+    """DiLoCo's outer step, taken at once (Kale et al. 2025). In round t, worker i computes::
 
-        Delta_i(t) = a_i - x_i                                                      is sent
+        Delta_i(t) = a_i - x_i                                                      (sent)
         D   = Delta_i(t)/n + (mean(Delta(t-1)) - Delta_i(t-1)/n)                    Delta(0) = 0
         m_i <- mu*m_i + D ;  a_i <- a_i - eta*(D + mu*m_i) ;  x_i <- a_i
 
-    what the others did being a round late, what the worker did itself not. For a delay of at least
-    1 step and at most the period, on which nothing but the overlap depends. ``lr`` is eta (> 0),
-    ``momentum`` is mu (0 <= mu < 1). Any shape; ``a``, ``m`` and ``late``, each worker's own, have
-    x's unit. For one worker it is DiLoCo.
+    D contains the worker's own current pseudo-gradient and the other workers' pseudo-gradients of
+    the previous round. The delay must be at least 1 step and at most the period. Its length does
+    not change the result, only how much communication overlaps with training. ``lr`` is eta (> 0)
+    and ``momentum`` is mu (0 <= mu < 1). Works for any shape. ``a``, ``m``, and ``late`` are
+    private to each worker and have the unit of x. With one worker this is DiLoCo.
     """
 
     lr: float
@@ -40,14 +41,14 @@ class Eager(Update):
     def send(self, x: Tensor, state: State, clock: Clock) -> Tensor:
         a, m, late = state["anchor"], state["m"], state["late"]
         delta = x.copy_(a - x)
-        own = delta.to(a.dtype) / clock.workers  # Delta/n, as it is sent
+        own = delta.to(a.dtype) / clock.workers  # Delta/n, after rounding to the sent dtype
         late.add_(own)  # D
         m.mul_(self.momentum).add_(late)
         a.sub_(late.add_(m, alpha=self.momentum), alpha=self.lr)  # a <- a - eta*(D + mu*m)
         torch.neg(own, out=late)
         return delta
 
-    def depart(self, x: Tensor, state: State, clock: Clock) -> None:
+    def after_send(self, x: Tensor, state: State, clock: Clock) -> None:
         x.copy_(state["anchor"])
 
     def fold(
@@ -56,10 +57,12 @@ class Eager(Update):
         state["late"].add_(received)
         return x
 
-    def settle(self, x: Tensor, state: State, averaged: bool) -> None:
-        """Right after a round, when x is still a, what is late is taken in at once, without
-        momentum: a <- a - eta*late ; x <- a. Later the workers' own steps have made up for part of
-        it, and both together would overshoot: then it waits for the next round."""
+    def quiesce(self, x: Tensor, state: State, averaged: bool) -> None:
+        """Apply ``late`` without momentum, ``a <- a - eta*late ; x <- a``, if x still equals a.
+
+        This holds right after a round. Later, the workers' own steps have made up for part of
+        ``late``, and applying both would overshoot. ``late`` then stays for the next round.
+        """
         a, late = state["anchor"], state["late"]
         if torch.equal(x, a.to(x.dtype)):
             a.sub_(late, alpha=self.lr)

@@ -1,7 +1,7 @@
 """x <- x - (beta/n)*(x - a) ;  a <- (1-beta)*a + beta*mean(x before)
 
-EASGD: Zhang, Choromanska, LeCun, NeurIPS 2015, arXiv 1412.6651, equations 5 and 6; DOWNPOUR as
-its section 5 has it.
+EASGD: Zhang, Choromanska, LeCun, NeurIPS 2015, arXiv 1412.6651, equations 5 and 6. DOWNPOUR: as
+in section 5 of the same paper.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from laconic.algorithms.round import Clock, Slot, State, Update
+from laconic.algorithms.update import Clock, Slot, State, Update
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Elastic(Update):
 
         x <- x - (beta/n)*(x - a) ;  a <- (1-beta)*a + beta*mean(x before the pull)
 
-    What the workers lose the centre ``a`` gains: the sum of the changes of x is minus a's.
-    ``beta`` in (0, 1]. ``pull`` is the part of the way to the centre that x goes at every step,
-    before a round that falls due: ``x <- (1 - pull)*x + pull*a``; in [0, 1).
+    The center ``a`` gains what the workers lose: the changes of x sum to minus the change of a.
+    ``beta`` is in (0, 1]. ``pull``, in [0, 1), is the fraction of the distance to the center that
+    x moves at every step, before any round that is due: ``x <- (1 - pull)*x + pull*a``.
     """
 
     beta: float
@@ -52,9 +52,13 @@ class Elastic(Update):
 
 @dataclass(frozen=True)
 class Downpour(Update):
-    """``a <- a + sum(x_i - a) ;  x <- a``: a sum and not a mean, as in DOWNPOUR (Dean et al.,
-    NeurIPS 2012; Zhang et al. 2015, section 5). No parameters; ``a`` has x's shape and unit."""
+    """``a <- a + sum(x_i - a) ;  x <- a``: a sum rather than a mean, as in DOWNPOUR.
 
+    Dean et al., NeurIPS 2012; Zhang et al. 2015, section 5. Has no parameters. ``a`` has the shape
+    and unit of x.
+    """
+
+    slots: ClassVar[dict[str, Slot]] = {"anchor": "owner"}
     anchor = "anchor"
     replaces = True
 

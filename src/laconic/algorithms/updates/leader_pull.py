@@ -1,4 +1,4 @@
-"""x <- (1-c)*x + c*leader, the leader being the worker with the least loss
+"""x <- (1-c)*x + c*leader, where the leader is the worker with the lowest loss
 
 LSGD: Teng et al., NeurIPS 2019, arXiv 1905.10395, Algorithm 1.
 """
@@ -10,24 +10,25 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from laconic.algorithms.round import Clock, Slot, State, Update
+from laconic.algorithms.update import Clock, Slot, State, Update
 
 
 @dataclass(frozen=True)
 class LeaderPull(Update):
-    """The pulls of leader SGD toward one leader, local or global (Teng et al. 2019, Algorithm 1)::
+    """Pull x toward one leader, local or global, as in Leader SGD (Teng et al. 2019, Algorithm 1)::
 
-        every step:   x <- (1 - drift)*x + drift*leader      (drift = p/tau, the latest leader's x)
+        every step:   x <- (1 - drift)*x + drift*leader      (drift = p/tau, the last leader's x)
         every round:  x <- (1 - pull)*x + pull*leader        (pull = c)
 
-    ``pull`` and ``drift`` in [0, 1). ``leader`` is the x that the leader had at the last round; at
-    the beginning the common start.
+    ``pull`` and ``drift`` are in [0, 1). ``leader`` is the leader's x at the last round. It starts
+    as the common initial x.
     """
 
     pull: float
     drift: float
 
-    slots: ClassVar[dict[str, Slot]] = {"leader": "private"}  # one for each set of workers
+    # private rather than everywhere: each group of workers has its own leader
+    slots: ClassVar[dict[str, Slot]] = {"leader": "private"}
 
     def init(self, x: Tensor) -> State:
         return {"leader": x} if self.drift else {}

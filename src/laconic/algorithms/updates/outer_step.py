@@ -1,6 +1,6 @@
 """Delta = a - mean(y) ;  a <- outer(a, Delta) ;  x <- merge(x, a)    (without a delay: x <- a)
 
-DiLoCo: Douillard et al. 2023, arXiv 2311.08105, Algorithm 1; the delayed merge: Douillard et al.
+DiLoCo: Douillard et al. 2023, arXiv 2311.08105, Algorithm 1. The delayed merge: Douillard et al.
 2025, arXiv 2501.18512, Algorithm 2.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from laconic.algorithms.round import Clock, Slot, State, Update
+from laconic.algorithms.update import Clock, Slot, State, Update
 
 OuterFactory = Callable[[list[Tensor]], Optimizer]
 Merge = Literal["mix", "average", "loscar"]
@@ -22,23 +22,25 @@ Merge = Literal["mix", "average", "loscar"]
 
 @dataclass(frozen=True)
 class OuterStep(Update):
-    """The outer step of DiLoCo (Douillard et al. 2023, Algorithm 1): the pseudo-gradient
-    ``Delta = mean(a - x)`` handed to an outer optimiser, by default torch's Nesterov SGD::
+    """The outer step of DiLoCo (Douillard et al. 2023, Algorithm 1).
+
+    The outer optimizer receives the pseudo-gradient ``Delta = mean(a - x)``. By default it is
+    torch's Nesterov SGD::
 
         m <- mu*m + Delta ;  a <- a - eta*(Delta + mu*m) ;  x <- a
 
-    ``lr`` is eta (> 0), ``momentum`` is mu (0 <= mu < 1). ``outer`` makes any other torch
-    optimiser from a list of flat tensors; it must be elementwise (SGD, Adam, ...: not LAMB or
-    Muon), because it sees buckets, or slices of them.
+    ``lr`` is eta (> 0) and ``momentum`` is mu (0 <= mu < 1). ``outer`` makes any other torch
+    optimizer from a list of flat tensors. That optimizer must be elementwise (SGD, Adam, and so
+    on, but not LAMB or Muon), because it receives buckets or slices of them.
 
-    With a delay the step is computed from y, and ``merge`` says what becomes of x, which has moved
-    on since::
+    With a delay, the step is computed from y. Because x has moved on since, ``merge`` selects how
+    x and the new anchor are combined::
 
         "mix":      x <- mix*x + (1-mix)*a      (Streaming DiLoCo's alpha)
         "average":  x <- (x + a)/2
-        "loscar":   x <- a + (x - y)            (the local progress is kept)
+        "loscar":   x <- a + (x - y)            (keeps the local progress)
 
-    The last is LOSCAR's own (arXiv 2605.20866) at lr=1 and momentum=0, where a is the mean of y.
+    With lr=1 and momentum=0, a is the mean of y and "loscar" is LOSCAR itself (arXiv 2605.20866).
     """
 
     lr: float
@@ -63,7 +65,7 @@ class OuterStep(Update):
 
     def combine(self, mean: Tensor, state: State, clock: Clock) -> Tensor:
         a = state["anchor"]
-        delta = torch.sub(a, mean, out=mean)  # Delta = a - mean(x), in the room of the mean
+        delta = torch.sub(a, mean, out=mean)  # Delta = a - mean(x), reusing the memory of mean
         if self.outer is not None:
             self._step_with(self.outer, delta, state)
         elif not self.momentum:
@@ -74,23 +76,26 @@ class OuterStep(Update):
         return a
 
     def _step_with(self, outer: OuterFactory, delta: Tensor, state: State) -> None:
-        """One step of a torch optimiser whose state lives in ``state``, so that it is sharded,
-        saved and restored like any other."""
+        """Take one step of a torch optimizer whose state lives in ``state``.
+
+        The state is therefore sharded, saved, and restored like that of any update.
+        """
         a = state["anchor"]
         optimizer = outer([a])
-        kept = {name.removeprefix("outer."): v for name, v in state.items() if name != "anchor"}
-        if kept:
-            optimizer.state[a].update(kept)
+        saved = {name.removeprefix("outer."): v for name, v in state.items() if name != "anchor"}
+        if saved:
+            optimizer.state[a].update(saved)
         a.grad = delta
-        settings = _numbers(optimizer.param_groups[0])
+        settings = _number_entries(optimizer.param_groups[0])
         optimizer.step()
         a.grad = None
-        lost = settings.items() ^ _numbers(optimizer.param_groups[0]).items()
-        if lost or _numbers(optimizer.state[a]):
-            names = sorted({name for name, _ in lost} | set(_numbers(optimizer.state[a])))
+        changed = settings.items() ^ _number_entries(optimizer.param_groups[0]).items()
+        if changed or _number_entries(optimizer.state[a]):
+            names = sorted({name for name, _ in changed} | set(_number_entries(optimizer.state[a])))
             raise ValueError(
-                f"outer= keeps {names} as numbers, and only its tensors are kept from one round to "
-                "the next: take an optimiser that keeps nothing else, as those of torch.optim"
+                f"the optimizer from outer= stores {names} as Python numbers, but only tensors are "
+                "carried over between rounds: use an optimizer whose state is all tensors, such as "
+                "those in torch.optim"
             )
         for name, value in optimizer.state[a].items():
             if isinstance(value, Tensor):
@@ -100,12 +105,12 @@ class OuterStep(Update):
         self, x: Tensor, received: Tensor, sent: Tensor | None, state: State, clock: Clock
     ) -> Tensor:
         if self.merge == "loscar":
-            assert sent is not None, "a delayed round whose update keeps y"
+            assert sent is not None, 'merge="loscar" needs y in a delayed round'
             return x.sub_(sent).add_(received)
         mix = 0.5 if self.merge == "average" else self.mix
         return x.mul_(mix).add_(received, alpha=1 - mix)
 
 
-def _numbers(kept: Mapping[Any, object]) -> dict[str, float]:
-    """What an optimiser keeps, or is set to, that is a number."""
-    return {str(name): value for name, value in kept.items() if isinstance(value, (int, float))}
+def _number_entries(entries: Mapping[Any, object]) -> dict[str, float]:
+    """Return the entries of an optimizer's state or settings that are Python numbers."""
+    return {str(name): value for name, value in entries.items() if isinstance(value, (int, float))}

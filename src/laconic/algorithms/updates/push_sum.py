@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from laconic.algorithms.round import Clock, Slot, State, Update
+from laconic.algorithms.update import Clock, Slot, State, Update
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class PushSum(Update):
                    lo = 1/(out_degree + 1) ; send lo*x, lo*w to each out-peer
                    x <- lo*x + sum of received x ; w likewise ; z = x/w
 
-    The model holds z between steps, and x while the user's optimiser moves it. With a delay
-    (overlap SGP) what is sent leaves x and w at once, and is folded when it is due: x and w add up
-    to n times their means over workers and messages at any time. ``w`` has no unit.
+    Between steps the model holds z. It holds x while the user's optimizer runs. With a delay
+    (overlap SGP), what is sent leaves x and w at once and is folded in when due. A gossip never
+    changes the sums of x and w over workers and in-flight messages. ``w`` has no unit.
     """
 
     slots: ClassVar[dict[str, Slot]] = {"w": "private"}
@@ -43,17 +43,17 @@ class PushSum(Update):
             x.div_(w)  # z = x/w
 
     def send(self, x: Tensor, state: State, clock: Clock) -> Tensor:
-        w = state["w"].div_(clock.out_degree + 1)  # lo*w: as much stays as goes to each
+        w = state["w"].div_(clock.out_degree + 1)  # lo*w: each peer gets as much as stays here
         return x.mul_(float(w))  # lo*x
 
     def fold(
         self, x: Tensor, received: Tensor, sent: Tensor | None, state: State, clock: Clock
     ) -> Tensor:
-        assert clock.weight is not None, "weights ride with the messages"
-        total = received.add_(x, alpha=float(state["w"]))  # what stayed, and what came
+        assert clock.weight is not None, "a push-sum message carries its weight"
+        total = received.add_(x, alpha=float(state["w"]))  # lo*x + sum of received x
         return total.div_(float(state["w"].add_(clock.weight)))  # z = x/w
 
-    def settle(self, x: Tensor, state: State, averaged: bool) -> None:
+    def quiesce(self, x: Tensor, state: State, averaged: bool) -> None:
         if averaged:
             x.mul_(float(state["w"]))  # the mean of x over workers is sum(x)/sum(w)
         state["w"].fill_(1.0)

@@ -1,7 +1,7 @@
 """g <- sign(mean(g))
 
-signSGD: Bernstein et al., ICML 2018, arXiv 1802.04434; of what
-`laconic.algorithms.exchanges.demo` brings: DeMo, Peng, Quesnelle, Kingma 2024, arXiv 2411.19870.
+signSGD: Bernstein et al., ICML 2018, arXiv 1802.04434. With the exchange of
+`laconic.algorithms.exchanges.demo`: DeMo, Peng, Quesnelle, Kingma 2024, arXiv 2411.19870.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from laconic.algorithms.round import Clock, State, Update
+from laconic.algorithms.update import Clock, State, Update
 
 
 @dataclass(frozen=True)
 class Sign(Update):
-    """For rounds on gradients: every element of the mean becomes 1, -1, or 0 where it is 0. SGD
-    then moves each parameter by its learning rate. Any shape; no state; no unit."""
+    """Replace every element of the mean gradient by its sign: 1, -1, or 0.
+
+    For rounds on gradients. SGD then moves each parameter by its learning rate. Works for any
+    shape; no state; no unit.
+    """
 
     replaces = True
 

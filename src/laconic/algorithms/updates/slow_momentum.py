@@ -13,20 +13,21 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from laconic.algorithms.round import Clock, Slot, State, Update
+from laconic.algorithms.update import Clock, Slot, State, Update
 
 RESTART = 10.0
-"""An lr this many times the one that u was built with is taken for a restarted schedule."""
+"""If lr grows by more than this factor after u was built, the schedule is assumed to have
+restarted."""
 
 
 def momentum_for(workers: int) -> float:
-    """The slow momentum that fairscale's guide recommends for so many ``workers``::
+    """Return the slow momentum that fairscale's guide recommends for ``workers`` workers::
 
-        workers     below 4    4 to 7    8 to 15    from 16
-        momentum       0         0.2       0.5        0.6
+        workers     below 4    4 to 7    8 to 15    16 or more
+        momentum       0         0.2       0.5         0.6
 
-    The mean over more workers has less noise, so more of it can be carried on. The guide found
-    these values for translation; for another task, tune them.
+    A mean over more workers has less noise, so momentum can carry more of it over. The guide found
+    these values for translation. Tune them for other tasks.
     """
     return next((m for n, m in ((16, 0.6), (8, 0.5), (4, 0.2)) if workers >= n), 0.0)
 
@@ -39,10 +40,10 @@ class SlowMomentum(Update):
         a <- a - alpha*lr*u ;  x <- a
         at lr = 0:  a <- a - alpha*(a - xbar) ;  u unchanged ;  x <- a
 
-    ``momentum`` is beta (0 <= beta < 1; None: `momentum_for` the workers that take part in the
-    slow step), ``lr`` is alpha (> 0, without unit); the formula's lr is the parameter group's
-    current learning rate. ``u`` has the unit of a gradient. Warns where lr has grown tenfold since
-    u was last built: u is then too large for it.
+    ``momentum`` is beta (0 <= beta < 1). None takes `momentum_for` the number of workers that take
+    part in the slow step. ``lr`` is alpha (> 0, no unit). The lr in the formula is the current
+    learning rate of the parameter group. ``u`` has the unit of a gradient. Warns if lr has grown
+    tenfold since u was last updated, because u is then too large.
     """
 
     momentum: float | None
@@ -52,16 +53,18 @@ class SlowMomentum(Update):
     anchor = "anchor"
     replaces = True
     uses_lr = True
-    settles = True
+    quiesces_others = True
 
     def init(self, x: Tensor) -> State:
         return {"anchor": x, "u": torch.zeros_like(x), "lr": torch.tensor(0.0)}
 
     def combine(self, mean: Tensor, state: State, clock: Clock) -> Tensor:
         a, u, lr = state["anchor"], state["u"], clock.lr
-        d = torch.sub(a, mean, out=mean)  # d = a - mean(x), in the room of the mean
+        d = torch.sub(a, mean, out=mean)  # d = a - mean(x), reusing the memory of mean
         if math.isnan(lr):
-            raise ValueError("SlowMo needs an optimiser whose parameter groups have an lr")
+            raise ValueError(
+                "SlowMo needs a learning rate: use an optimizer whose parameter groups have an 'lr'"
+            )
         if lr == 0:
             return a.sub_(d, alpha=self.lr)  # a <- a - alpha*d
         beta = momentum_for(clock.workers) if self.momentum is None else self.momentum
@@ -74,9 +77,9 @@ def _check_restart(last: Tensor, lr: float, beta: float) -> None:
     before = float(last)
     if beta and 0 < before * RESTART < lr:
         warnings.warn(
-            f"the learning rate rose from {before:g} to {lr:g} since the last slow step: slow "
-            "momentum was built at the low rate and is too large now. Restart schedules "
-            "with a fresh laconic.attach",
+            f"the learning rate rose from {before:g} to {lr:g} since the last slow step. The slow "
+            "momentum was built at the lower rate and is now too large. To restart a learning rate "
+            "schedule, call laconic.attach again",
             stacklevel=3,
         )
     last.fill_(lr)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from laconic.algorithms.round import Recipe
+from laconic.algorithms.round import GradientRound, Recipe, Round
 
 Kind = tuple[bool, ...]
 """Which of a recipe's rounds fall due at a step."""
@@ -36,13 +36,13 @@ def outermost(recipe: Recipe, step: int) -> bool:
     """Whether a race may look at the consensus after ``step``: the recipe's last parameter round
     was folded (its messages were not sent for nothing then), there is none to wait for, or
     gradients were averaged and there is no outer step."""
-    last = [r for r in recipe if r.on == "params"][-1:]
+    last = [r for r in recipe if isinstance(r, Round)][-1:]
     if not last:
         return True
     sent = step - last[0].delay
     if sent > 0 and last[0].when(sent):
         return True
-    agreed = any(r.on == "gradients" and r.when(step) for r in recipe)
+    agreed = any(isinstance(r, GradientRound) and r.when(step) for r in recipe)
     return agreed and last[0].update.anchor is None
 
 

@@ -17,7 +17,7 @@ import torch
 
 from laconic.algorithms.compile import in_groups
 from laconic.algorithms.parse import parse_recipe
-from laconic.algorithms.round import Recipe
+from laconic.algorithms.round import Recipe, Round
 from laconic.algorithms.updates import OuterStep
 from laconic.auto import Auto
 from laconic.errors import check_float, check_int
@@ -368,7 +368,7 @@ def _reason(outcome: Outcome | None) -> str:
 
 def _advice(recipe: Recipe, steps: int) -> tuple[str, ...]:
     """What a reader must know of a recipe in a run this short."""
-    last = [r for r in recipe if r.on == "params"][-1:]
+    last = [r for r in recipe if isinstance(r, Round)][-1:]
     if last and not any(last[0].when(step) for step in range(1, steps + 1)):
         return ("the run ended before its first round: give it more time",)
     for r in recipe:

@@ -1,0 +1,133 @@
+"""With whom a round's messages are exchanged, and how they are encoded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from laconic.algorithms.update import Clock, Slot, State
+from laconic.links.cost import Cost
+from laconic.links.link import Link
+
+Combine = Callable[[Tensor], Tensor]
+"""The outer step on a mean, or on a slice of it: `Update.combine` with its state."""
+
+
+class Arrival(NamedTuple):
+    """What an exchange brings: a tensor as long as the message, and the sum of its weights.
+    ``lent``: the tensor is state of the exchange; it may be read until its next round, but not
+    changed."""
+
+    flat: Tensor
+    weight: float = 1.0
+    lent: bool = False
+
+
+class Exchange:
+    """With whom a message is exchanged, and how it is encoded.
+
+    An exchange may also have the methods of `Gossip`, `Scored`, `Rebase` and `Collect`; the engine
+    calls those that are there.
+    """
+
+    slots: ClassVar[Mapping[str, Slot]] = {}
+    """Every tensor of its own state, and where it lives. Empty: it keeps no state."""
+    communicates: ClassVar[bool] = True
+    """Whether it sends anything."""
+    agrees: ClassVar[bool] = False
+    """Whether all workers hold the same result afterwards."""
+    whole: ClassVar[bool] = False
+    """Whether a bucket must hold whole tensors, which `shaped` then describes."""
+    for_gradients: ClassVar[bool] = False
+    """Whether it is for gradients only: its messages do not build on earlier ones."""
+
+    @property
+    def direct(self) -> bool:
+        """Whether every rank sends to every other rank, rather than partial sums traveling. Coded
+        messages do, and those exchanges keep state."""
+        return bool(self.slots)
+
+    @property
+    def averages(self) -> bool:
+        """Whether it brings the mean of the messages, whatever the earlier rounds were."""
+        return False
+
+    def owners(self, n: int) -> int | None:
+        """How many of ``n`` ranks, the first ones, share the ``owner`` state, each combining one
+        slice. None: every rank combines, and keeps, everything."""
+        return None
+
+    def region(self, link: Link, length: int) -> slice:
+        """The part of a bucket that this rank combines, and keeps ``owner`` state for."""
+        owners = self.owners(link.size)
+        if owners is None:
+            return slice(0, length)
+        each = length // owners
+        return slice(min(link.rank, owners) * each, min(link.rank + 1, owners) * each)
+
+    def multiple(self, n: int) -> int:
+        """The number that a message's length must be a multiple of, between ``n`` ranks."""
+        return math.lcm(n, self.owners(n) or n)
+
+    def shaped(self, shapes: Sequence[torch.Size]) -> Exchange:
+        """The exchange for a bucket that holds tensors of these shapes, one after the other, and
+        then padding. If not `whole`, a tensor may be cut; then it counts as several."""
+        return self
+
+    def init(self, x: Tensor, owned: slice) -> State:
+        """Make the state for the common start ``x`` of what this rank carries (zeros for
+        gradients), a copy that the state may keep. State tensors have x's size; ``owner`` state,
+        that of the slice ``owned``. A tensor of two dimensions has a size of its own, and is the
+        same on all workers."""
+        return {}
+
+    def cost(self, length: int, itemsize: int, n: int) -> Cost:
+        """What one of ``n`` ranks sends for a message of ``length`` elements of ``itemsize`` bytes:
+        what the link counts in `run`, as the mean over the ranks."""
+        return Cost(0, 0)
+
+    def run(
+        self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
+    ) -> Arrival:
+        """Carry ``message`` (which may be overwritten) over ``link``, call ``combine`` where a mean
+        arrives, and return the result. ``state`` is what `init` made for these tensors."""
+        raise NotImplementedError
+
+
+@runtime_checkable
+class Gossip(Protocol):
+    """An exchange that sends to some peers only. Module buffers then travel the same way."""
+
+    def out_degree(self, clock: Clock) -> int:
+        """How many peers a message goes to."""
+
+
+@runtime_checkable
+class Scored(Protocol):
+    """An exchange that needs the workers' scores, to choose a leader."""
+
+    @property
+    def score_window(self) -> int:
+        """How many losses a score is the mean of."""
+
+
+@runtime_checkable
+class Rebase(Protocol):
+    """An exchange whose messages are relative to an x that all workers know."""
+
+    def rebase(self, x: Tensor, state: State) -> None:
+        """All workers hold ``x`` now, received otherwise: messages are relative to it from now on,
+        and nothing of what they agreed on before is still to be sent."""
+
+
+@runtime_checkable
+class Collect(Protocol):
+    """An exchange with state that lives with an owner but must survive a new cut into buckets."""
+
+    def collect(self, state: State, owned: slice, n: int) -> None:
+        """Move what this rank keeps as the owner of the slice ``owned``, one of ``n`` ranks, into
+        state as long as the message, which alone is copied into other buckets."""

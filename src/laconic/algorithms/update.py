@@ -1,0 +1,163 @@
+"""The mathematics of a round.
+
+Symbols are those of the papers:
+
+======  =====================================================================================
+``x``   this worker's parameters (a flat tensor: one bucket, or any stretch of one)
+``a``   the anchor: the last parameters the workers agreed on; starts as the common ``x0``
+``d``   the pseudo-gradient ``a - x``
+``u``   outer (slow) momentum
+``lr``  the *current* learning rate of the parameter group the tensor belongs to
+``n``   number of workers
+``H``   period: local steps between two rounds
+``y``   ``x`` as it was when a delayed message was sent
+======  =====================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from laconic.algorithms.scores import NO_SCORE, Score
+
+State = dict[str, Tensor]
+"""The state of one update on one bucket: named tensors, with the same names on every rank."""
+
+Slot = Literal["owner", "everywhere", "private", "pooled"]
+"""Where a state tensor lives.
+
+``owner``: the same value on every worker, needed only where a message is combined; a sharded
+exchange keeps one slice per worker. ``everywhere``: the same value, needed on every worker.
+``private``: this worker's own. ``pooled``: this worker's own, but only the mean over workers
+counts; when the number of workers changes, each gets that mean."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What updates and exchanges know besides tensors.
+
+    ``step``: optimizer steps, from 1. ``lr``: the group's current learning rate; NaN unless the
+    update uses it and the optimizer has one. ``executed``: rounds of this kind before this one.
+    ``delay``: the round's, in steps. ``workers``: how many take part; ``worker``: which this is.
+    ``weight``: of the message sent, None if the update gives it none; in `Update.fold`, of what
+    arrived. ``out_degree``: how many peers the message goes to. ``score``: this worker's, if the
+    exchange asks for one. ``seed``: the run's. ``bucket``: the bucket's number.
+    """
+
+    step: int
+    lr: float
+    executed: int
+    delay: int
+    workers: int
+    worker: int = 0
+    weight: float | None = None
+    out_degree: int = 0
+    score: Score = NO_SCORE
+    seed: int = 0
+    bucket: int = 0
+
+
+class Update:
+    """The mathematics of a round, for one flat tensor ``x``.
+
+    All methods are elementwise in ``x`` and its state, so the same lines run on a bucket, on the
+    slice that a worker owns, or on one parameter. An update may also have the methods of
+    `BeforeStep`, `AfterStep`, `AfterSend` and `Quiesce`; the engine calls those that are there.
+    """
+
+    slots: ClassVar[Mapping[str, Slot]] = {}
+    """Every state tensor, and where it lives. Empty: the update keeps no state."""
+    anchor: ClassVar[str | None] = None
+    """The state tensor that holds the result of the last outer step or elastic round, if any."""
+    uses_lr: ClassVar[bool] = False
+    """Whether the formula contains ``clock.lr``. Each bucket then holds one parameter group."""
+    replaces: ClassVar[bool] = False
+    """Whether, without a delay, what arrives replaces x. `fold` is then called for delayed rounds
+    only, and no second copy of x is made."""
+    weight: ClassVar[str | None] = None
+    """The state tensor, a number, that travels with every message; None if there is none."""
+    models: ClassVar[int] = 1
+    """How many times as long as x the message is."""
+    quiesces_others: ClassVar[bool] = False
+    """Whether every other round must fold what it has in flight first, as an outer step asks."""
+
+    def init(self, x: Tensor) -> State:
+        """Make the state for the common start ``x``, a copy that the state may keep. State tensors
+        have x's size, or no dimension."""
+        return {}
+
+    def send(self, x: Tensor, state: State, clock: Clock) -> Tensor:
+        """Return the message, made from a copy of x that may be overwritten. It must not be a
+        tensor of the state, because the exchange overwrites it."""
+        return x
+
+    def combine(self, mean: Tensor, state: State, clock: Clock) -> Tensor:
+        """Take the outer step: from the workers' mean, return what all of them receive.
+
+        It runs where the mean arrives, which may be a slice of the bucket (a sharded exchange, a
+        worker of several ranks), and perhaps while training goes on. So it gets only numbers and
+        the state that lives with the ``owner``. Mathematics with other state belongs in `fold`. May
+        overwrite ``mean``, but not keep it."""
+        return mean
+
+    def fold(
+        self, x: Tensor, received: Tensor, sent: Tensor | None, state: State, clock: Clock
+    ) -> Tensor:
+        """Return the new ``x``. May overwrite ``x`` and ``received``. ``sent`` is ``y`` where
+        `keeps_sent` and the round has a delay, else None."""
+        return received
+
+    @property
+    def keeps_sent(self) -> bool:
+        """Whether a delayed `fold` needs ``y``."""
+        return False
+
+    @property
+    def pulls(self) -> bool:
+        """Whether `AfterStep.after_step`, if there is one, changes x: a setting may switch it
+        off."""
+        return True
+
+
+@runtime_checkable
+class BeforeStep(Protocol):
+    """An update that changes x before the user's optimizer does."""
+
+    def before_step(self, x: Tensor, state: State, clock: Clock) -> None:
+        """Change ``x`` in place."""
+
+
+@runtime_checkable
+class AfterStep(Protocol):
+    """An update that changes x after every step of the user's optimizer."""
+
+    def after_step(self, x: Tensor, state: State, clock: Clock) -> None:
+        """Change ``x`` in place, before any round. The rounds of a recipe come last to first, so
+        that the innermost has the last word."""
+
+
+@runtime_checkable
+class AfterSend(Protocol):
+    """An update that changes x right after a delayed message was sent."""
+
+    def after_send(self, x: Tensor, state: State, clock: Clock) -> None:
+        """Change ``x`` in place: a whole bucket. Rounds without a delay do not call it."""
+
+
+@runtime_checkable
+class Quiesce(Protocol):
+    """An update with work to do before x counts as the model: at an outer step above, at a switch,
+    at the end."""
+
+    def quiesce(self, x: Tensor, state: State, averaged: bool) -> None:
+        """Reset push weights to 1, or the like; what was in flight has been folded. ``x`` is a
+        whole bucket, changed in place. ``averaged``: the mean of x over workers counts next."""
+
+
+def abilities(update: Update) -> bool:
+    """Whether ``update`` has any of the optional methods."""
+    return isinstance(update, (BeforeStep, AfterStep, AfterSend, Quiesce))

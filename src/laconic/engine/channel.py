@@ -1,0 +1,76 @@
+"""A channel: one bucket, the exchange for it, and the state that both keep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from laconic.algorithms.exchange import Exchange
+from laconic.algorithms.update import State, Update
+from laconic.buckets import BUCKET_BYTES, Bucket, Segment, bucketize
+from laconic.links.link import Link
+
+
+@dataclass
+class Channel:
+    """``bucket`` over ``exchange``, which is the round's for the shapes in the bucket.
+
+    ``part``: the slice of the bucket that this rank carries for its worker: the ranks of one worker
+    share its messages. ``region``: the slice within it whose ``owner`` state is kept here.
+    ``state``: the update's; ``exchange_state``: the exchange's, for the ``part``.
+    """
+
+    bucket: Bucket
+    exchange: Exchange
+    part: slice
+    region: slice
+    state: State = field(default_factory=dict)
+    exchange_state: State = field(default_factory=dict)
+
+    @property
+    def owned(self) -> slice:
+        """`region` within `part`, as exchanges count."""
+        start = self.part.start
+        return slice(self.region.start - start, self.region.stop - start)
+
+
+def open_channels(
+    groups: Sequence[Sequence[Tensor | Segment]],
+    update: Update,
+    exchange: Exchange,
+    link: Link,
+    replica: Link,
+    first_group: int = 0,
+    number: int = 0,
+) -> list[Channel]:
+    """Cut ``groups`` of tensors into buckets, and give each a channel without state.
+
+    ``link``: to the other workers; ``replica``: to the other ranks of this worker, which share its
+    messages. ``first_group``: the optimizer's number of the first group; ``number``: of the first
+    bucket.
+    """
+    workers = link.size
+    owners = exchange.owners(workers) or workers
+    multiple = exchange.multiple(workers) * replica.size
+    # each owner gets a slice from every other worker: with fewer owners buckets are smaller
+    most_bytes = BUCKET_BYTES * owners // workers if owners < workers else None
+    # buckets span groups, since a few biases by themselves would need as many messages as the rest
+    spans = groups if update.uses_lr else [[t for group in groups for t in group]]
+    found = []
+    for bucket in bucketize(
+        spans, multiple, first_group=first_group, most_bytes=most_bytes, whole=exchange.whole
+    ):
+        bucket.number, number = number, number + 1
+        each = bucket.length // replica.size
+        part = slice(replica.rank * each, (replica.rank + 1) * each)
+        within = exchange.region(link, each)
+        region = slice(part.start + within.start, part.start + within.stop)
+        found.append(Channel(bucket, exchange.shaped(bucket.shapes), part, region))
+    return found
+
+
+def is_owned(update: Update, name: str, tensor: Tensor) -> bool:
+    """Whether state tensor ``name`` of ``update`` is kept for this rank's `Channel.region` only."""
+    return tensor.dim() > 0 and update.slots.get(name, "owner") == "owner"

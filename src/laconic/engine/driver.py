@@ -1,0 +1,321 @@
+"""Drives a recipe run: binds it to an optimizer, and runs what follows each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from laconic.algorithms.round import Recipe
+from laconic.buckets import module_buffers
+from laconic.engine import consensus, loading
+from laconic.engine.loading import Loading, LoadModel
+from laconic.engine.recipe_run import RecipeRun
+from laconic.engine.saved_state import Saved
+from laconic.engine.session import Session, Settings
+from laconic.engine.switching import Switcher
+from laconic.links.agreement import agree
+from laconic.links.calls import FINISH
+from laconic.links.link import Link
+
+if TYPE_CHECKING:
+    from laconic.auto import Choice
+
+
+class Driver:
+    """Runs the rounds of a recipe for one model and optimizer.
+
+    In each step ``backward()`` runs the gradient rounds, ``optimizer.step()`` moves x, and the
+    optimizer's post-step hook counts the step and then, round by round in recipe order, folds what
+    is due and sends what is due.
+
+    Every front end builds one in the same way, from a model, a recipe, the links by set of ranks,
+    and `Settings`. One that knows its optimizer later calls `bind`, and one whose ``settings`` are
+    not ``hooked`` calls `advance` after every step, or its parts.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        recipe: Recipe,
+        sets: Mapping[str, Link],
+        device: torch.device,
+        settings: Settings,
+    ) -> None:
+        self.session = session = Session(model, dict(sets), device, settings)
+        self.facade: object = None
+        """The `Synchronizer`, which the optimizer's hooks keep alive by this reference."""
+        self._switcher = Switcher(session)
+        self._handles: list[RemovableHandle] = []
+        self.rounds_done = 0
+        self._in_step = False
+        self._closure = False
+        """Whether a closure computes this step's gradients."""
+        self._past_choices: list[Choice] = []
+        self.had_buffers = bool(module_buffers(model)[0])
+        """When it was attached, and then on all ranks."""
+        session.optimizer = optimizer
+        self.run = RecipeRun(session, settings.arrange(recipe))
+        self.run.check_alike()
+        if session.policy is not None:
+            session.policy.start(session)
+        session.broadcast([*model.parameters(), *model.buffers(), *session.params()])
+        session.note_order()
+        self.run.start_gradient_rounds({})
+        if optimizer is not None:
+            self.run.start(optimizer)
+            self._listen(optimizer)
+        session.status("computing")
+
+    # -- the optimizer ----
+
+    def bind(self, optimizer: Optimizer) -> None:
+        """Run the parameter rounds from now on, on ``optimizer``'s parameters, which still hold the
+        common start. No communication: `agree_on_binding` must follow before any round."""
+        assert self.session.optimizer is None, "an optimizer is bound once"
+        self.session.optimizer = optimizer
+        self.run.start(optimizer)
+        self._listen(optimizer)
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Let ``optimizer``, which moves the same parameters, replace the bound one."""
+        self.session.optimizer = optimizer
+        self.run.follow(optimizer)
+        for handle in self._handles:
+            handle.remove()
+        self._listen(optimizer)
+
+    def _listen(self, optimizer: Optimizer) -> None:
+        self._handles = [optimizer.register_step_pre_hook(self._before_optimizer)]
+        if self.session.settings.hooked:
+            after = optimizer.register_step_post_hook(lambda *_: self._after_step())
+            self._handles.append(after)
+
+    def agree_on_binding(self, start: Tensor | None, problem: str | None) -> None:
+        """Compare what the ranks have bound: the shapes, and ``start``, which sums up the common
+        start (None: the run was resumed, and workers differ). Every rank must call it. Raises
+        ``ValueError`` on all ranks if any has a ``problem``."""
+        self.session.call("binding the optimizer", 0)  # some ranks may have loaded a state
+        self.run.check_alike(module=False)
+        start = torch.zeros(2, dtype=torch.float64) if start is None else start
+        row = torch.tensor([float(problem is not None), *start.tolist()], dtype=torch.float64)
+        everyone = self.session.gather(row)
+        agree(self.session.gather, problem, everyone[:, 0])
+        rows = everyone.tolist()
+        other = [rank for rank, own in enumerate(rows) if own != rows[0]]
+        if other:
+            raise ValueError(
+                f"the optimizer's parameters differ from rank 0's on ranks {other}, before its "
+                "first step: load the same weights, or a saved state, on every rank, make float32 "
+                "masters from the wrapped module's parameters, and put parameters of your own into "
+                "the module"
+            )
+
+    @property
+    def bound(self) -> Optimizer | None:
+        """The optimizer that moves the parameters, once it is known."""
+        return self.session.optimizer
+
+    @property
+    def hooked(self) -> bool:
+        """Whether the optimizer's hooks run what follows a step; otherwise `advance` does."""
+        return self.session.settings.hooked
+
+    # -- one step ----
+
+    def _before_optimizer(
+        self, _: Optimizer, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
+        given = [*args, options.get("closure")]
+        closures = [g for g in given if callable(g) and not isinstance(g, Optimizer)]
+        self.begin_step(closure=bool(closures))
+
+    @torch.no_grad()
+    def begin_step(self, closure: bool) -> None:
+        """Prepare a step of the optimizer. With a ``closure`` its gradients are still to come."""
+        session, run = self.session, self.run
+        session.refuse_in_consensus("optimizer.step()")
+        run.add_new_groups()
+        self._closure = closure
+        if closure:
+            run.refresh(keep=True)
+        else:
+            if session.step == 0:
+                session.batch_check.note(session.params(), session.device)
+            run.average_gradients()
+            run.check_gradients()
+        if self._in_step:  # it raised, or takes several steps that count as one
+            return
+        self._in_step = True
+        run.before_step(session.step + 1)
+
+    @torch.no_grad()
+    def _after_step(self, *, skipped: bool = False) -> None:
+        self.count()
+        self.observe()
+        self.pull()
+        self.communicate()
+        self.note(skipped=skipped)
+        policy = self.session.policy
+        if policy is not None and policy.after_step(self.session.step):
+            self._switch(policy.recipe)
+
+    def advance(self) -> None:
+        """Run what follows a step of the optimizer, where no hook does. A step that it did not take
+        counts, too: after an overflow a GradScaler skips one, perhaps on this rank alone, and ranks
+        that disagree on the step would wait in vain."""
+        self._after_step(skipped=not self._in_step)
+
+    @torch.no_grad()
+    def count(self) -> None:
+        """Count the optimizer's step, taken or skipped: the first part of `advance`."""
+        session, run = self.session, self.run
+        session.refuse_in_consensus("optimizer.step()")
+        if not self._in_step:
+            self.begin_step(closure=False)
+            if run.scores is not None:
+                run.scores.skip_step()
+        if self._closure:
+            run.check_gradients()
+            run.refresh()
+        session.step += 1
+        self._in_step = False
+        session.status("computing")
+        session.world.check_peers()
+        if session.step == 1:
+            session.check_first_step()
+        run.after_step()
+
+    @torch.no_grad()
+    def observe(self) -> None:
+        """Record this step's loss for the worker's score. Does not change parameters."""
+        if self.run.scores is not None:
+            self.run.scores.after_step()
+
+    @torch.no_grad()
+    def pull(self) -> None:
+        """Run every update's `Update.after_step`; no communication."""
+        self.run.pull()
+
+    @torch.no_grad()
+    def communicate(self, *, now: bool = False) -> None:
+        """Run the rounds that are due after this step; ``now``: all of the recipe's."""
+        self.rounds_done += self.run.communicate(now=now)
+
+    def note(self, *, skipped: bool = False) -> None:
+        """Report the step to the metrics: the last part of `advance`."""
+        self.session.recorder.after_step(skipped=skipped)
+
+    # -- the recipe ----
+
+    @torch.no_grad()
+    def finish(self, *, mean: bool) -> None:
+        """See `Synchronizer.finish`."""
+        session, run = self.session, self.run
+        session.refuse_in_consensus("sync.finish()")
+        session.call(FINISH)
+        for running in run.rounds:
+            running.finish(session.step)
+        consensus.write_consensus(run, self.had_buffers, mean=mean)
+        for running in () if mean else run.rounds:
+            running.rebase()
+        session.recorder.event("finish")
+        session.status("finished")
+
+    @torch.no_grad()
+    def switch(self, recipe: Recipe) -> None:
+        """See `Synchronizer.switch`."""
+        self._switch(recipe)
+        if not self._switcher.scaling:
+            self._switcher.align_scaler()
+        self._past_choices, self.session.policy = self.choices, None
+
+    def _switch(self, recipe: Recipe) -> None:
+        self.run = self._switcher.switch(self.run, recipe, self.had_buffers)
+        session = self.session
+        session.recorder.event("switch", recipe=self.run.text(chosen=True))
+        session.status("computing")
+
+    @property
+    def choices(self) -> list[Choice]:
+        """See `Synchronizer.choices`."""
+        policy = self.session.policy
+        return list(self._past_choices if policy is None else policy.choices)
+
+    # -- a GradScaler ----
+
+    def use_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Keep ``scaler`` alike on all ranks where a switch asks for it."""
+        self._switcher.scaler = scaler
+
+    def scaler_steps(self) -> None:
+        """The scaler is about to step: its scale is in use until `scaler_updated`."""
+        self._switcher.scaling = True
+
+    def scaler_updated(self) -> None:
+        """The scaler was updated, between two steps."""
+        self._switcher.scaling = False
+        self._switcher.align_scaler()
+
+    # -- ending ----
+
+    def detach(self) -> None:
+        """See `Synchronizer.detach`."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.run.detach()
+        self.session.comm.close()
+        self.session.recorder.close()
+        self.session.status("detached")
+
+    @property
+    def attached(self) -> bool:
+        """Whether the optimizer's steps still run the rounds."""
+        return bool(self._handles)
+
+    def failed(self, error: BaseException) -> None:
+        """The training raised ``error``: send nothing more, and tell the other ranks."""
+        self.session.recorder.failed(error)
+        broken = self.session.comm.abandon() or self.run.broken
+        self.session.world.leave(broken)
+
+    # -- saving ----
+
+    def state_dict(self) -> Saved:
+        """See `Synchronizer.state_dict`."""
+        return loading.state_dict(self.run, self._in_step)
+
+    @torch.no_grad()
+    def load_on_all(
+        self, parts: Callable[[], dict[int, Saved]], load_model: LoadModel | None
+    ) -> None:
+        """Load ``parts()`` on every rank, or raise on every rank; see `Loading.prepare`."""
+        session = self.session
+        session.call("load_state_dict()", 0)  # the ranks' present steps may differ
+        loaded = Loading.prepare(self.run, parts, load_model)
+        loaded.agree(session)
+        self._take(loaded)
+
+    @torch.no_grad()
+    def load_here(
+        self, state: Mapping[str, Any] | Sequence[Mapping[str, Any] | None]
+    ) -> str | None:
+        """As `load_state_dict`, without communication. Returns what is wrong, if anything is; then
+        nothing has changed."""
+        loaded = Loading.prepare(self.run, lambda: loading.parts_of(state, self.run), None)
+        if loaded.problem is None:
+            self._take(loaded)
+        else:
+            loaded.cancel()
+        return loaded.problem
+
+    def _take(self, loaded: Loading) -> None:
+        loaded.complete()
+        self.run = loaded.run
+        self.session.step, self._in_step = loaded.step, loaded.in_step

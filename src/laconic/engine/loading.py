@@ -1,0 +1,196 @@
+"""Saving and loading a synchronizer's state: this rank's own, or other ranks'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic.buckets import local, module_buffers
+from laconic.engine import regroup, saved_state
+from laconic.engine.gradient_rounds import GradientRunner
+from laconic.engine.recipe_run import RecipeRun
+from laconic.engine.saved_state import Saved
+from laconic.engine.session import Session
+from laconic.engine.switching import successor
+from laconic.links.agreement import agree
+
+State = Mapping[str, Any]
+LoadModel = Callable[[int | None], None]
+_DIFFERENT_WEIGHTS = (
+    "this state comes from other ranks, so every rank must load the same weights before it, such "
+    "as those of consensus_state_dict(): here they differ"
+)
+
+
+def _stateful(run: RecipeRun) -> list[GradientRunner]:
+    """The gradient rounds with state. Averages inside a worker have none; another layout of ranks
+    need not have them."""
+    return [gradients for gradients in run.gradients if gradients.exchange.slots]
+
+
+def header(run: RecipeRun) -> Saved:
+    """What tells whether a saved state belongs to this run and rank."""
+    session = run.session
+    return saved_state.header(
+        run.describe(),
+        run.text(),
+        session.world.size,
+        session.workers.size,
+        session.world.rank,
+        session.params(),
+    )
+
+
+@torch.no_grad()
+def state_dict(run: RecipeRun, in_step: bool) -> Saved:
+    """See `Synchronizer.state_dict`."""
+    policy = run.session.policy
+    return {
+        **header(run),
+        "step": run.session.step,
+        "in_step": in_step,
+        "rounds": [saved_state.round_state(running) for running in run.rounds],
+        "gradients": [{**saved_state.exchange_state(g), "scale": g.scale} for g in _stateful(run)],
+        "auto": None if policy is None else policy.state_dict(),
+        "scores": None if run.scores is None else run.scores.state_dict(),
+    }
+
+
+def parts_of(state: State | Sequence[State | None], run: RecipeRun) -> dict[int, Saved]:
+    """The ``state`` that a user passes, by the rank that saved it."""
+    return saved_state.parts_of(state, header(run))
+
+
+@dataclass
+class Loading:
+    """One load on one rank. Until `complete` nothing has changed that `cancel` does not restore.
+
+    ``problem``: what is wrong, None if nothing is; it is not raised, since the other ranks must
+    learn of it. ``mark``: numbers on which the ranks must agree: whether they regroup, from which
+    states, and from which model. ``run``, ``step``, ``in_step``: what to go on with.
+    """
+
+    run: RecipeRun
+    problem: str | None = None
+    mark: tuple[int, int, int] = (0, 0, 0)
+    step: int = 0
+    in_step: bool = False
+    _load: list[Callable[[], None]] = field(default_factory=list)
+    _undo: list[Callable[[], None]] = field(default_factory=list)
+
+    @classmethod
+    def prepare(
+        cls, run: RecipeRun, parts: Callable[[], dict[int, Saved]], load_model: LoadModel | None
+    ) -> Loading:
+        """Read ``parts()``, saved states by rank. ``load_model(rank)`` loads that rank's model
+        into this one, and ``load_model(None)`` the one that this rank goes on with."""
+        loading = cls(run)
+        try:
+            loading._read(parts(), load_model)
+        except ValueError as error:
+            loading.problem = str(error)
+        except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+            kind = type(error).__name__
+            loading.problem = f"this is not what sync.state_dict() returned: {kind}: {error}"
+        return loading
+
+    def _read(self, parts: dict[int, Saved], load_model: LoadModel | None) -> None:
+        policy = self.run.session.policy
+        if policy is not None:
+            self._undo.append(policy.undo())
+        mine = saved_state.own_part(parts, header(self.run), regroup=load_model is not None)
+        saved = [parts[rank] for rank in sorted(parts)] if mine is None else [parts[mine]]
+        first, index_of_mine = saved[0], None if mine is None else 0
+        self.run.refresh()
+        if policy is not None:
+            policy.load_state_dict(first["auto"])
+            self.run, undo = successor(self.run, policy.recipe, {})
+            self._undo.append(undo)
+        run = self.run
+        rounds = [[part["rounds"][i] for part in saved] for i in range(len(run.rounds))]
+        if mine is None:
+            rounds = _consensus_of(run, parts, load_model)
+            params = run.session.params()
+            self.mark = (1, saved_state.digest(parts), saved_state.checksum(params))
+        for running, states in zip(run.rounds, rounds, strict=True):
+            self._load.append(saved_state.load_round(running, states, index_of_mine))
+        for index, gradients in enumerate(_stateful(run)):
+            states = [part["gradients"][index] for part in saved]
+            self._load.append(saved_state.load_exchange_state(gradients, states, index_of_mine))
+            self._load.append(partial(setattr, gradients, "scale", float(states[0]["scale"])))
+        if run.scores is not None and mine is not None:
+            self._load.append(run.scores.loader(first["scores"]))
+        self.step, self.in_step = int(first["step"]), bool(first["in_step"])
+
+    def agree(self, session: Session) -> None:
+        """Raise ``ValueError`` on every rank, with nothing changed, if any rank has a problem or
+        they load different states."""
+        everyone = session.gather(torch.tensor([int(self.problem is not None), *self.mark]))
+        problem = self.problem
+        if not bool(everyone[:, 0].any()):
+            problem = _disagreement(session, everyone[:, 1:])
+            everyone[:, 0] = int(problem is not None)
+        failed = everyone[:, 0]
+        if bool(failed.any()):
+            self.cancel()
+        agree(session.gather, problem, failed)
+
+    def cancel(self) -> None:
+        """Restore what `prepare` has changed."""
+        for undo in self._undo:
+            undo()
+
+    def complete(self) -> None:
+        """Put the loaded state in place."""
+        for load in self._load:
+            load()
+
+
+def _disagreement(session: Session, marks: Tensor) -> str | None:
+    """What is wrong if not all ranks go on from the same: from all ranks' `Loading.mark`."""
+    shards = session.world.size // session.workers.size if session.sharded else 1
+    of_each = marks.view(-1, shards, 3)  # ranks with the same shard have the same
+    apart = (of_each != of_each[0]).flatten(0, 1).any(0)
+    if bool(apart[:2].any()) or bool((marks[:, 0] != marks[0, 0]).any()):
+        return (
+            "the ranks were given different states: pass each rank's own on every rank, or the "
+            "same list of all ranks' states, with None for the same ranks"
+        )
+    return _DIFFERENT_WEIGHTS if bool(apart[2]) else None
+
+
+def _consensus_of(
+    run: RecipeRun, parts: Mapping[int, Saved], load_model: LoadModel | None
+) -> list[list[Saved]]:
+    """What other ranks' rounds keep at rest, by round and rank. With ``load_model`` their consensus
+    is written into the model, which otherwise stays as it is."""
+    session = run.session
+    first = parts[min(parts)]
+    former = regroup.Former(
+        first["ranks"],
+        first["workers"],
+        saved_state.group_size_of(first["recipe"]),
+        session.sharded,
+    )
+    params = {id(p): p for p in session.params()}
+    tensors = {id(t): t for t in (*session.model.parameters(), *session.model.buffers())} | params
+    before = [] if load_model else [(t, local(t).clone()) for t in tensors.values()]
+    averaged = module_buffers(session.model)[0] if session.settings.average_buffers else {}
+    buffers = {id(b): b for b in averaged.values()}
+    try:
+        found, mean = regroup.come_to_rest(
+            run.rounds, parts, former, list(params.values()), list(buffers.values()), load_model
+        )
+    finally:
+        for tensor, values in before:
+            local(tensor).copy_(values)
+    if load_model is not None:
+        load_model(None)
+        for tensor, values in zip((*params.values(), *buffers.values()), mean, strict=True):
+            local(tensor).copy_(values)
+    return found

@@ -1,0 +1,282 @@
+"""A recipe at work: everything that changes when the recipe is switched."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from laconic.algorithms.compile import (
+    gradient_rounds,
+    parameter_rounds,
+    score_window,
+)
+from laconic.algorithms.round import GradientRound, Recipe, Round, describe, recipe_text
+from laconic.algorithms.scores import Scores
+from laconic.algorithms.update import Clock
+from laconic.buckets import Scratch, module_buffers
+from laconic.engine.gradient_rounds import GradientRunner, Host
+from laconic.engine.parameter_rounds import ParameterRunner, RoundContext
+from laconic.engine.session import Session
+from laconic.links.calls import GRADIENTS, Call
+
+
+class RecipeRun:
+    """The rounds of ``recipe`` with their state, for one `Session`.
+
+    Making one sends nothing. `start_gradient_rounds` puts hooks on the parameters, and `start`
+    makes the state of the parameter rounds from the x that all workers share then.
+    """
+
+    def __init__(self, session: Session, recipe: Recipe) -> None:
+        self.session = session
+        self.recipe = recipe
+        buffers = session.settings.average_buffers and bool(module_buffers(session.model)[0])
+        self._planned = parameter_rounds(recipe, buffers=buffers)
+        window = score_window(recipe)
+        self.scores = Scores(session.params, window) if window else None
+        self.rounds: list[ParameterRunner] = []
+        self.gradients: list[GradientRunner] = []
+        self.groups = 0
+        """Parameter groups that the rounds know."""
+
+    # -- starting ----
+
+    def start(self, optimizer: Optimizer) -> None:
+        """Make the parameter rounds, and their state, from the present x."""
+        session = self.session
+        self._context = RoundContext(
+            session.model,
+            optimizer,
+            session.comm,
+            Scratch(),
+            Scratch(),
+            session.links["replica"],
+            session.nonfinite,
+            self.scores,
+            session.settings.seed,
+        )
+        self.rounds = [
+            ParameterRunner(r, session.links[r.over], self._context) for r in self._planned
+        ]
+        for running in self.rounds:
+            running.add_groups()
+        self.groups = len(optimizer.param_groups)
+
+    def start_gradient_rounds(self, left: Mapping[tuple[str, int], Tensor]) -> None:
+        """Make the gradient rounds, and have the parameters' hooks call them. ``left``: gradients
+        that the rounds before these have not sent."""
+        self.gradients = [self._gradient_round(r, left) for r in gradient_rounds(self.recipe)]
+
+    def _gradient_round(
+        self, r: GradientRound, left: Mapping[tuple[str, int], Tensor]
+    ) -> GradientRunner:
+        session = self.session
+        link = session.links[r.over]
+
+        def active() -> bool:
+            return session.sync_gradients and r.when(session.step + 1)
+
+        def announce() -> str:
+            if session.step == 0:
+                session.batch_check.note(session.params(), session.device)
+            label = f"{r.name} of step {session.step + 1}"
+            session.status(label)
+            call = Call(session.step, GRADIENTS)
+            session.comm.before_next(partial(link.begin_call, call, wait=False))
+            return label
+
+        def clock() -> Clock:
+            step = session.step + 1
+            seed = session.settings.seed
+            return Clock(step, math.nan, step - 1, 0, link.size, link.rank, seed=seed)
+
+        host = Host(session.comm, session.nonfinite, session.differentiated, session.settings.scale)
+        return GradientRunner(r, link, host, active, announce, clock, left)
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Use ``optimizer``, which moves the same parameters, from now on."""
+        self._context.optimizer = optimizer
+
+    def add_new_groups(self) -> None:
+        """Take in parameter groups that were added to the optimizer, with rank 0's values. Every
+        rank must have added them."""
+        session = self.session
+        new = session.groups()[self.groups :]
+        if not new:
+            return
+        session.call("groups added")
+        self.check_alike()
+        session.broadcast([p for group in new for p in group])
+        for running in self.rounds:
+            running.add_groups()
+        self.groups = len(session.groups())
+        session.note_order()
+
+    def average_optimizer_state(self, r: Round) -> None:
+        """Run ``r``, a round on the optimizer's state that this recipe does not have, once."""
+        ParameterRunner(r, self.session.links[r.over], self._context).start(self.session.step)
+
+    def listen(self) -> None:
+        """Put the gradient rounds' hooks on the parameters."""
+        for gradients in self.gradients:
+            gradients.listen()
+
+    def detach(self) -> None:
+        """Remove the gradient rounds' hooks."""
+        for gradients in self.gradients:
+            gradients.detach()
+
+    # -- what it is ----
+
+    def describe(self, *, chosen: bool = False) -> str:
+        """What decides which rounds there are, except the number of ranks. ``chosen``: the recipe
+        in force even where a policy changes it."""
+        settings = self.session.settings
+        own = tuple(r for r in self.recipe if r.over != "replica")
+        policy = None if chosen else self.session.policy
+        recipe = describe(own) if policy is None else policy.description
+        buffers = "average" if settings.average_buffers else "keep"
+        links = self.session.links
+        groups = f", group_size={links['group'].size}" if "group" in links else ""
+        return f"{recipe}, buffers={buffers}, seed={settings.seed}{groups}"
+
+    def text(self, *, chosen: bool = False) -> str:
+        """The recipe as a user wrote it; ``chosen`` as for `describe`."""
+        policy = None if chosen else self.session.policy
+        return recipe_text(self.recipe) if policy is None else policy.text
+
+    def check_alike(self, *, module: bool = True, chosen: bool = False) -> None:
+        """Raise ``ValueError`` on every rank unless all ranks run the same recipe on the same
+        parameters. ``module``: compare the module's tensors, too."""
+        session = self.session
+        groups = [
+            [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in group]
+            for group in session.groups()
+        ]
+        rest = [*session.model.parameters(), *session.model.buffers()] if module else []
+        shapes = [(tuple(t.shape), str(t.dtype)) for t in rest]
+        text = repr((self.describe(chosen=chosen), groups, shapes, session.workers.size))
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        everyone = session.gather(torch.tensor([digest], dtype=torch.int64)).flatten().tolist()
+        other = [rank for rank, value in enumerate(everyone) if value != everyone[0]]
+        if other:
+            raise ValueError(
+                f"ranks {other} attach something else than rank 0: recipe, buffers=, the model's "
+                "parameters and buffers (shapes, dtypes) and the optimizer's groups (also "
+                "requires_grad) must be alike"
+            )
+
+    @property
+    def reweighted(self) -> bool:
+        """Whether a push weight differs from 1, so that x is not the model."""
+        weights = [
+            float(channel.state[running.round.update.weight])
+            for running in self.rounds
+            if running.round.update.weight is not None
+            for channel in running.channels
+        ]
+        return any(weight != 1.0 for weight in weights)
+
+    @property
+    def broken(self) -> bool:
+        """Whether a backward pass sent only some of its buckets."""
+        return any(gradients.broken for gradients in self.gradients)
+
+    def unsent(self) -> dict[tuple[str, int], Tensor]:
+        """Gradients that a codec has not sent yet, for the rounds of another recipe."""
+        found: dict[tuple[str, int], Tensor] = {}
+        for gradients in self.gradients:
+            found.update(gradients.left_over())
+        return found
+
+    # -- one step ----
+
+    def before_step(self, step: int) -> None:
+        """The updates' `before_step`; ``step`` is the one about to be taken."""
+        for running in self.rounds:
+            running.before_step(step)
+        if self.scores is not None:
+            self.scores.before_step()
+
+    def average_gradients(self) -> None:
+        """Average the gradients that are due and that no backward pass has averaged."""
+        for gradients in self.gradients:
+            gradients.before_step()
+
+    def check_gradients(self) -> None:
+        """Where a model is sharded, raise if another shard's gradients were not finite. All ranks
+        call it at the same place, whatever parameters they have."""
+        step = self.session.step + 1
+        for gradients in self._due(step):
+            label = f"{gradients.round.name} of step {step}"
+            self.session.nonfinite.check(gradients.exchange, label).wait()
+
+    def _due(self, step: int) -> Iterator[GradientRunner]:
+        return (g for g in self.gradients if g.round.when(step))
+
+    def refresh(self, *, keep: bool = False) -> None:
+        """Follow parameters that were added, frozen or thawed; see `GradientRunner.refresh`."""
+        for gradients in self.gradients:
+            gradients.refresh(keep=keep)
+
+    def after_step(self) -> None:
+        """A step was counted: the gradient rounds forget its averaging."""
+        for gradients in self.gradients:
+            gradients.after_step(gradients.round.when(self.session.step + 1))
+
+    def pull(self) -> None:
+        """The updates' `after_step`; no communication. The recipe's last round comes first."""
+        for running in reversed(self.rounds):
+            running.after_step(self.session.step)
+
+    def communicate(self, *, now: bool = False) -> int:
+        """Run the rounds that are due after this step, or, ``now``, all of them. Returns how many
+        ran."""
+        step, ran = self.session.step, 0
+        for running in self.rounds:
+            running.fold_due(step)
+            if now or running.round.when(step):
+                self._run(running)
+                ran += 1
+        if self._averaging_ends():
+            for running in self.rounds:
+                if running.starts_relative:
+                    self._announce(running)
+                    running.start_here(step)
+        return ran
+
+    def _run(self, running: ParameterRunner) -> None:
+        step = self.session.step
+        if running.round.update.quiesces_others:
+            for other in self.rounds:
+                if other is not running:
+                    other.quiesce(step, averaged=running.round.exchange.agrees)
+        self.session.status(running.label(step))
+        self._announce(running)
+        running.start(step)
+        self.session.status("computing")
+
+    def _announce(self, running: ParameterRunner) -> None:
+        """Tell the other ranks which round the next message belongs to."""
+        if running.communicates:
+            call = Call(self.session.step, running.round.name)
+            self.session.comm.before_next(partial(running.link.begin_call, call, wait=False))
+
+    def _averaging_ends(self) -> bool:
+        """Whether gradients were averaged over all workers in every step so far, and are not in the
+        next one: workers differ from then on."""
+
+        def averaged(step: int) -> bool:
+            over_all = ("world", "workers")
+            return any(g.round.over in over_all and g.round.when(step) for g in self.gradients)
+
+        step = self.session.step
+        if averaged(step + 1) or not averaged(step):
+            return False
+        return all(averaged(s) for s in range(1, step))

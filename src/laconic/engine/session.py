@@ -1,0 +1,233 @@
+"""What the parts of one synchronizer share: the model, the links, the communication thread, and
+the calls that all ranks make together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from laconic.algorithms.round import Recipe
+from laconic.buckets import bucketize, is_sharded, local, reshard
+from laconic.engine.batch_check import BatchCheck, check_first_gradients
+from laconic.engine.nonfinite import NonfiniteCheck
+from laconic.links.calls import Call
+from laconic.links.comm_thread import CommThread
+from laconic.links.link import Link
+from laconic.links.metered import Ledger, Metered
+from laconic.links.texts import exchange_texts
+from laconic.metrics import Recorder
+
+
+class Policy(Protocol):
+    """Changes the recipe while a run goes on, such as `laconic.auto`."""
+
+    @property
+    def text(self) -> str:
+        """How messages name it, such as ``auto()``."""
+
+    @property
+    def description(self) -> str:
+        """All its options, which must be alike on all ranks and when a run is resumed."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe in force."""
+
+    @property
+    def choices(self) -> list[Any]:
+        """The choices so far, for `Synchronizer.choices`."""
+
+    def start(self, session: Session) -> None:
+        """Called once, when the ranks have met."""
+
+    def after_step(self, step: int) -> bool:
+        """Return whether `recipe` has changed. Every rank calls it after the same steps."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The policy's state as plain data."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore what `state_dict` returned."""
+
+    def undo(self) -> Callable[[], None]:
+        """Return a function that restores the present state after a `load_state_dict`."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a front end decides, for every recipe of the run.
+
+    ``average_buffers``: average the module's floating-point buffers with the rounds. ``scale()``:
+    the GradScaler's scale, None without one. ``arrange``: adapts a recipe to the layout of ranks.
+    ``policy``: what changes the recipe, if anything does. ``hooked``: the optimizer's hooks run the
+    rounds; otherwise the front end calls `Synchronizer.advance`.
+    """
+
+    average_buffers: bool
+    arrange: Callable[[Recipe], Recipe]
+    seed: int = 0
+    scale: Callable[[], float] | None = None
+    policy: Policy | None = None
+    hooked: bool = True
+
+
+class Session:
+    """The model, its optimizer and the ranks that train it.
+
+    ``sets``: the links by name of their set of ranks. ``step``: optimizer steps taken so far.
+    """
+
+    def __init__(
+        self, model: nn.Module, sets: dict[str, Link], device: torch.device, settings: Settings
+    ) -> None:
+        self.model = model
+        self.optimizer: Optimizer | None = None
+        self.device = device
+        self.settings = settings
+        self.policy = settings.policy
+        """What changes the recipe; None once the user has switched."""
+        self.ledger = Ledger()
+        self.links = {name: Metered(link, self.ledger, name) for name, link in sets.items()}
+        self.world, self.workers = self.links["world"], self.links["workers"]
+        threaded = self.world.threaded and self.world.size > 1
+        self.comm = CommThread(threaded, device, self.world.check)
+        self.nonfinite = NonfiniteCheck(self.links["shards"], self.comm)
+        self.recorder = Recorder()
+        self.batch_check = BatchCheck(model)
+        self.step = 0
+        self.sync_gradients = True
+        """Whether backward passes average gradients; `Synchronizer.no_sync` clears it."""
+        self.holds_consensus: bool | None = None
+        """The ``mean`` of the consensus that the model holds; None: it holds the worker's x."""
+        self._order: list[Tensor] = []
+
+    # -- parameters ----
+
+    def groups(self) -> list[list[Tensor]]:
+        """The papers' x, by parameter group."""
+        if self.optimizer is None:
+            return [list(self.model.parameters())]
+        return [group["params"] for group in self.optimizer.param_groups]
+
+    def params(self) -> list[Tensor]:
+        """The papers' x."""
+        return [p for group in self.groups() for p in group]
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank of a worker has only a part of the model."""
+        return any(is_sharded(p) for p in self.params())
+
+    def note_order(self) -> None:
+        """Record the module's parameters: during backward FSDP replaces them."""
+        reshard(self.model)
+        own: list[Tensor] = list(self.model.parameters())
+        self._order = own if any(is_sharded(p) for p in own) else []
+
+    def differentiated(self) -> list[Tensor]:
+        """The parameters that receive gradients, in the module's order.
+
+        Backward passes reach them in roughly the reverse order. The optimizer's order would not
+        do: with weight decay for some parameters only, the first gradients would wait for the last.
+        A front end's optimizer may move copies in another precision, so there all of the module's
+        parameters count.
+        """
+        params, own = self.params(), self._order or list(self.model.parameters())
+        wanted, known = {id(p) for p in params}, {id(p) for p in own}
+        hooked = self.settings.hooked
+        first = [p for p in own if not hooked or id(p) in wanted]
+        rest = [p for p in params if id(p) not in known and (hooked or p.grad_fn is None)]
+        return first + rest
+
+    # -- calls that all ranks make together ----
+
+    def status(self, text: str) -> None:
+        """Set what this rank is doing, for other ranks' error messages."""
+        self.world.status(f"{text} ({self.step} steps done)")
+
+    def call(self, name: str, step: int | None = None) -> None:
+        """Tell the other ranks which call comes next; raise on all if they make different ones.
+        ``step``: None for the present one."""
+        label = f"{name} after step {self.step}"
+        self.status(label)
+        call = Call(self.step if step is None else step, name)
+        self.comm.call(partial(self.world.begin_call, call, wait=True), label)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All ranks' ``x``, stacked."""
+        return self.comm.call(partial(self.world.gather, x.to(self.device)), "comparing the ranks")
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """What each rank passes (anything that JSON can hold), by rank."""
+        return [json.loads(text) for text in exchange_texts(self.gather, json.dumps(value))]
+
+    def from_rank_0(self, numbers: Sequence[float]) -> list[float]:
+        """Rank 0's numbers, as many on every rank."""
+        flat = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        self.comm.call(partial(self.world.broadcast, flat), "sharing rank 0's optimizer state")
+        received: list[float] = flat.tolist()
+        return received
+
+    def share_bytes(self, data: Tensor, root: int) -> None:
+        """Copy rank ``root``'s ``data`` (uint8, of one length on all ranks) into ``data``."""
+        own = data.to(self.device)
+        self.comm.call(partial(self.world.broadcast, own, root), "sharing a checkpoint's files")
+        data.copy_(own)
+
+    def mean(self, value: float) -> float:
+        """The mean of a number over all ranks."""
+        own = torch.tensor([value], dtype=torch.float64, device=self.device)
+        self.comm.call(partial(self.world.mean, own), "mean()")
+        return float(own)
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Copy rank 0's ``tensors`` to all ranks; a shard, to the ranks with the same shard."""
+        unique = list({id(t): t for t in tensors}.values())
+        shards = [t for t in unique if is_sharded(t)]
+        whole = [t for t in unique if not is_sharded(t)]
+        for link, those in ((self.world, whole), (self.workers, shards)):
+            for bucket in bucketize([those], 1):
+                flat = bucket.pack(bucket.empty())
+                self.comm.call(partial(link.broadcast, flat), "sharing rank 0's parameters")
+                bucket.unpack(flat)
+
+    def write_mean(self, groups: Sequence[Sequence[Tensor]], link: Link) -> None:
+        """Replace the tensors of ``groups`` by their mean over the ranks of ``link``."""
+        for bucket in bucketize(groups, link.size):
+            flat = bucket.pack(bucket.empty())
+            self.comm.call(partial(link.mean, flat), "consensus")
+            bucket.unpack(flat)
+
+    def check_first_step(self) -> None:
+        """Compare the ranks' first gradients: see `check_first_gradients`."""
+        self.batch_check.note(self.params(), self.device)
+        self.call("first step")
+        row = self.batch_check.row([*self.params(), *self.model.parameters()])
+        check_first_gradients(self.gather(row).tolist())
+
+    def refuse_in_consensus(self, call: str) -> None:
+        """Raise where a call would change weights that leaving `consensus` puts back."""
+        if self.holds_consensus is not None:
+            raise ValueError(
+                f"{call} inside sync.consensus(): its result would be discarded when the worker's "
+                "own weights come back. Call it after the `with` block"
+            )
+
+    # -- for policies ----
+
+    def shapes(self) -> tuple[tuple[tuple[int, ...], ...], int]:
+        """The shapes of x, and the bytes of one element."""
+        params = self.params()
+        return tuple(tuple(local(p).shape) for p in params), params[0].element_size()
+
+    def traffic(self) -> tuple[float, float]:
+        """Bytes sent so far, and the seconds spent in collectives."""
+        calls = list(self.ledger.by_call.values())
+        return float(sum(c.bytes for c in calls)), sum(c.seconds for c in calls)

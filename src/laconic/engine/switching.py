@@ -1,0 +1,126 @@
+"""Switching to another recipe in the middle of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic.algorithms.compile import check_groups, workers_differ
+from laconic.algorithms.exchanges import Mean
+from laconic.algorithms.round import Recipe, Round
+from laconic.algorithms.schedules import every
+from laconic.algorithms.updates import Average
+from laconic.buckets import optimizer_state
+from laconic.engine.consensus import write_consensus
+from laconic.engine.recipe_run import RecipeRun
+from laconic.engine.session import Session
+
+
+def successor(
+    run: RecipeRun, recipe: Recipe, unsent: Mapping[tuple[str, int], Tensor]
+) -> tuple[RecipeRun, Callable[[], None]]:
+    """Start a run of ``recipe`` on workers that hold the same x. Its gradient rounds send what
+    ``run`` left ``unsent``. Also returns a function that makes ``run`` the one at work again."""
+    session = run.session
+    assert session.optimizer is not None, "the optimizer is bound"
+    new = None
+
+    def undo() -> None:
+        if new is not None:
+            new.detach()
+        run.listen()
+
+    run.detach()
+    try:
+        new = RecipeRun(session, session.settings.arrange(recipe))
+        new.start_gradient_rounds(unsent)
+        new.start(session.optimizer)
+    except BaseException:  # out of memory, for instance
+        undo()
+        raise
+    return new, undo
+
+
+class Switcher:
+    """Moves one synchronizer from recipe to recipe.
+
+    ``scaler``: the GradScaler, None without one. ``scaling``: whether the scaler has stepped and
+    was not updated yet, so that its scale is in use.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._scalers_differ = False
+        self.scaler: torch.amp.GradScaler | None = None
+        self.scaling = False
+
+    def switch(self, run: RecipeRun, recipe: Recipe, had_buffers: bool) -> RecipeRun:
+        """Return a run of ``recipe`` that goes on from ``run``'s consensus; see
+        `Synchronizer.switch`."""
+        session = self._session
+        session.refuse_in_consensus("sync.switch()")
+        check_groups(recipe, "group" in session.links)  # while the present rounds still work
+        run.add_new_groups()
+        session.call("switch()")
+        for running in run.rounds:
+            running.finish(session.step)
+        write_consensus(run, had_buffers)
+        if workers_differ(run.recipe):
+            run.average_optimizer_state(Round(every(1), Average(), Mean(), optimizer_state))
+            self._align_optimizer_state()
+            self._scalers_differ = True
+        for running in run.rounds:  # they go on if the ranks do not agree
+            running.rebase()
+        new, undo = successor(run, recipe, run.unsent())
+        try:
+            new.check_alike(module=False, chosen=True)
+        except ValueError:
+            undo()
+            raise
+        return new
+
+    def _align_optimizer_state(self) -> None:
+        """Complete the mean of the workers' optimizer states. Its numbers become rank 0's: ranks
+        that skipped steps did not count them. State that some ranks lack, because a parameter had
+        no gradient there, is dropped on all."""
+        session = self._session
+        assert session.optimizer is not None
+        states, params = session.optimizer.state, session.params()
+        present = session.gather(torch.tensor([float(bool(states.get(p))) for p in params]))
+        numbers: list[tuple[dict[str, Any], str]] = []
+        for p, everywhere in zip(params, present.amin(0).tolist(), strict=True):
+            if not everywhere:
+                states.pop(p, None)
+                continue
+            state = states[p]
+            numbers += [(state, name) for name in sorted(state) if _is_number(state[name])]
+        if not numbers:
+            return
+        values = session.from_rank_0([float(state[name]) for state, name in numbers])
+        for (state, name), value in zip(numbers, values, strict=True):
+            if isinstance(state[name], Tensor):
+                state[name].fill_(value)
+            else:
+                state[name] = type(state[name])(value)
+
+    def align_scaler(self) -> None:
+        """Give all ranks rank 0's GradScaler after a switch from workers that differed, each with
+        overflows of its own: gradients that are averaged must be scaled alike. Called between two
+        steps, when the scaler has been updated."""
+        session, scaler = self._session, self.scaler
+        if scaler is None or not self._scalers_differ:
+            return
+        self._scalers_differ = False
+        session.call("switch()")
+        state = scaler.state_dict()
+        scale, tracker = session.from_rank_0([state["scale"], float(state["_growth_tracker"])])
+        scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": int(tracker)})
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() == 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,1194 @@
+"""Golden digests: what every recipe does, bit for bit, recorded so that changes can be compared.
+
+    python tests/golden.py record|compare [--only NAME ...] [--file FILE] [--simulated]
+
+A case is a small training run. It runs over simulated workers and again over gloo processes (but
+for ``--simulated``), and both must give the same digests. Every kind of digest is one hash per step
+over all ranks:
+
+- ``params``, ``buffers``, ``optimizer``: after every step, step 0 being the attached start.
+  ``optimizer`` has its state, the learning rates and the scale of a GradScaler.
+- ``ledger``: what each step added to `Synchronizer.stats`, without times. Over processes the bytes
+  of a delayed round are booked while training goes on, so there only the sum is compared.
+- ``consensus``, ``anchor``: inside ``consensus()`` and ``consensus(mean=False)``, at three steps.
+- ``state``: the tensors in ``sync.state_dict()``, whatever their names and order, at three steps.
+- ``finish``: the model after ``finish()``. ``total``: all of the ledger, and the counts and bytes
+  of `Synchronizer.calls`.
+
+Each case is also saved at a step where delayed messages are in flight, with `laconic.save` and as
+state dicts, loaded into fresh objects, and trained on. These runs must equal the one that was not
+interrupted; a difference is reported as the kind ``resumed params`` and so on.
+
+Only public names of laconic are used here, so that its inside may change.
+
+What the digests depend on, as far as that could be tried on one machine with AVX-512:
+
+- Gradients are elementwise products of uniform numbers that NumPy draws by integer arithmetic.
+- torch's vector instructions: AVX2 and AVX-512, with one thread and two, give the same digests.
+  Without fused multiply-add (``ATEN_CPU_CAPABILITY=default``) torch's optimizers round otherwise,
+  and nearly all digests differ. The script sets ``avx2``.
+- power_sgd and demo multiply matrices, and torch's square root (Adam, AdamW, `Norm`) is MKL's.
+  There MKL's choice of instructions matters. The script sets ``MKL_CBWR=COMPATIBLE``, with which
+  these cases give the same digests under each of MKL's instruction sets that were tried (SSE4.2,
+  AVX2, AVX-512).
+- A BatchNorm1d is left out: its sums depend on the vector length. `Norm` has the same buffers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+if __name__ == "__main__":  # before torch is imported, and for the processes of a pool
+    os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
+    os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import laconic as la
+from laconic.links import Link
+
+import gloo
+from all_recipes import ROWS
+
+FILE = Path(__file__).with_suffix(".json")
+SLOPE = 0.25
+STEPS, SAVE, FIRST_CHECK = 14, 8, 4
+SHAPES: tuple[tuple[int, ...], ...] = ((20, 30), (20,), (5, 20), (5,), ())
+BATCH = 5
+Trace = dict[str, dict[int, str]]
+"""By kind and step: one rank's digest, or that of all ranks."""
+CONTINUED = ("params", "buffers", "optimizer", "ledger", "consensus", "anchor", "state", "finish")
+"""The kinds that a resumed run repeats."""
+
+
+# -- the training ----
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run. ``options`` are those of `laconic.attach`, or of the front end. ``save``: the step
+    after which it is saved; right after the steps ``switch_at`` and ``finish_at`` it calls
+    ``switch(to)`` and ``finish()``."""
+
+    recipe: la.Recipe = ()
+    ranks: int = 3
+    options: Mapping[str, Any] = field(default_factory=dict)
+    front: str = "attach"
+    optimizer: str = "momentum"
+    dtype: torch.dtype = torch.float32
+    shapes: tuple[tuple[int, ...], ...] = SHAPES
+    steps: int = STEPS
+    save: int = SAVE
+    norm: bool = False
+    """Whether the model has a `Norm`."""
+    groups: bool = False
+    """Two parameter groups of different learning rates, and a third from step ``JOIN`` on."""
+    accumulate: bool = False
+    """Two backward passes for each step, the first in ``no_sync()``."""
+    overflow: tuple[int, ...] = ()
+    """With a GradScaler: the steps at which rank 1's gradients overflow."""
+    absent: bool = False
+    """Weight decay; no gradient for the first bias on some ranks, for the scalar on none."""
+    schedule: bool = False
+    """The learning rate decays every three steps."""
+    closure: bool = False
+    reports: bool = True
+    masters: bool = False
+    """The optimizer moves one flat float32 tensor in place of a bfloat16 module's parameters."""
+    mixed: bool = False
+    """Every other parameter is bfloat16."""
+    sharded: bool = False
+    """Each worker's model is sharded over its two ranks (FSDP); over processes only."""
+    processes: bool = True
+    """False: over simulated workers only."""
+    switch_at: int = 0
+    to: la.Recipe = ()
+    finish_at: int = 0
+
+    @property
+    def checks(self) -> tuple[int, ...]:
+        return (min(FIRST_CHECK, self.save - 1), self.save, self.steps - 1)
+
+    @property
+    def delayed(self) -> bool:
+        """Whether bytes are booked beside the training."""
+        late = any(r.delay for r in (*self.recipe, *self.to) if isinstance(r, la.Round))
+        return late or bool(self.options.get("overlap"))
+
+
+JOIN = 6
+
+
+def numbers(shape: Sequence[int], *seed: int) -> Tensor:
+    """Uniform in (-1, 1), float64, from integers and exact operations alone."""
+    size = int(np.prod(shape))
+    drawn = 2.0 * np.random.default_rng(seed).random(min(size, 2**16)) - 1.0
+    return torch.from_numpy(np.resize(drawn, size).reshape(shape))
+
+
+class Layer(nn.Module):
+    """Parameters with the names of a linear layer."""
+
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(weight), nn.Parameter(bias)
+
+
+class Norm(nn.Module):
+    """A batch norm over batches of one row, so that its statistics need no sum of many numbers."""
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(size, dtype=dtype))
+        self.register_buffer("running_mean", torch.zeros(size, dtype=dtype))
+        self.register_buffer("running_var", torch.ones(size, dtype=dtype))
+        self.register_buffer("num_batches_tracked", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_batches_tracked += 1
+        self.running_mean.mul_(0.9).add_(x, alpha=0.1)
+        centered = x - self.running_mean
+        self.running_var.mul_(0.9).add_(centered * centered, alpha=0.1)
+        return centered / self.running_var.sqrt() * self.weight + self.bias
+
+
+class Model(nn.Module):
+    """The loss is ``sum(c*p) + slope/2*sum(p*p)`` over all parameters p, c being the batch."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        super().__init__()
+        dtypes = [case.dtype for _ in case.shapes]
+        if case.mixed:
+            dtypes = [(torch.bfloat16, case.dtype)[i % 2] for i in range(len(dtypes))]
+        values = [
+            numbers(shape, 1, rank, index).to(dtype)
+            for index, (shape, dtype) in enumerate(zip(case.shapes, dtypes, strict=True))
+        ]
+        pairs = range(0, len(values) - 1, 2)
+        self.layers = nn.ModuleList(Layer(values[i], values[i + 1]) for i in pairs)
+        rest = values[2 * len(pairs) :]
+        self.scalar = nn.Parameter(rest[0]) if rest else None
+        self.norm = Norm(BATCH, case.dtype) if case.norm else None
+
+    def forward(self, case: Case, rank: int, step: int, part: int) -> Tensor:
+        terms = []
+        for index, (name, p) in enumerate(self.named_parameters()):
+            if case.absent and (p is self.scalar or (index == 1 and (rank + step) % 3)):
+                continue
+            if name.startswith("norm"):
+                continue
+            c = numbers(p.shape, 2, rank, step, part, index).to(p.dtype)
+            if case.overflow and step in case.overflow and rank == 1:
+                c = c * torch.inf
+            terms.append((c * p).sum() + SLOPE / 2 * (p * p).sum())
+        if self.norm is not None:
+            x, c = (numbers((BATCH,), i, rank, step, part).to(case.dtype) for i in (3, 4))
+            terms.append((c * self.norm(x)).sum())
+        found: Tensor = torch.stack([term.float() for term in terms]).sum()
+        return found
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "nesterov": partial(torch.optim.SGD, momentum=0.9, nesterov=True),
+    "adamw": torch.optim.AdamW,
+}
+
+
+class Training:
+    """One rank's loop under `laconic.attach`, built as it is after ``begun`` steps."""
+
+    def __init__(self, case: Case, rank: int, link: Link | None, begun: int = 0) -> None:
+        self.case, self.rank, self.link, self.begun = case, rank, link, begun
+        start = rank - rank % 2 if case.sharded else rank  # shards of a worker start alike
+        self.module = Model(case, start)
+        self.model: Any = self.module
+        if case.sharded:
+            self._shard()
+        self.wrap()
+        self.params: list[Tensor] = list(self.module.parameters())
+        self.masters: Tensor | None = None
+        if case.masters:
+            self.masters = torch.cat([p.detach().float().reshape(-1) for p in self.params])
+        self.inner = self._optimizer(begun)
+        self.optimizer: Any = self.inner
+        self.scaler: torch.amp.GradScaler | None = None
+        if case.overflow:
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6, growth_interval=4)
+        self.others: dict[str, Any] = {}
+        if case.schedule:
+            self.others["scheduler"] = torch.optim.lr_scheduler.StepLR(self.inner, 3, 0.7)
+        if self.scaler is not None:
+            self.others["scaler"] = self.scaler
+        self.begin()
+
+    def wrap(self) -> None:
+        """What precedes the optimizer."""
+
+    def _shard(self) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("workers", "shards"))
+        fully_shard(self.module, mesh=self.mesh["shards"])
+
+    def _optimizer(self, begun: int) -> torch.optim.Optimizer:
+        case = self.case
+        make = OPTIMIZERS[case.optimizer]
+        decay = {"weight_decay": 0.1} if case.absent else {}
+        if self.masters is not None:
+            return make([self.masters], lr=0.05, **decay)
+        if not case.groups:
+            return make(self.params, lr=0.05, **decay)
+        groups = [
+            {"params": self.params[:2], "lr": 0.05},
+            {"params": self.params[2:3], "lr": 0.02},
+        ]
+        return make([*groups, self.joining] if begun >= JOIN else groups, lr=1.0, **decay)
+
+    @property
+    def joining(self) -> dict[str, Any]:
+        return {"params": self.params[3:], "lr": 0.03}
+
+    def begin(self) -> None:
+        """Attach."""
+        case = self.case
+        recipe = case.to if case.switch_at and self.begun >= case.switch_at else case.recipe
+        options: dict[str, Any] = {"link": self.link, "scaler": self.scaler, **case.options}
+        if case.sharded:
+            options["mesh"] = self.mesh
+        self.own_sync = la.attach(self.model, self.optimizer, recipe, **options)
+
+    @property
+    def sync(self) -> la.Synchronizer:
+        return self.own_sync
+
+    # -- one step ----
+
+    def step(self, t: int) -> None:
+        case = self.case
+        if case.groups and t == JOIN:
+            self.optimizer.add_param_group(self.joining)
+        self.optimizer.zero_grad()
+        self.model.zero_grad(set_to_none=True)
+        if case.closure:
+            self.optimizer.step(partial(self._closure, t))
+        else:
+            with self.no_sync() if case.accumulate else nullcontext():
+                if case.accumulate:
+                    self._backward(t, 1)
+            self._backward(t, 0)
+            if case.reports:
+                self.report(float(numbers((1,), 5, self.rank, t)))
+            self.move()
+        if case.schedule:
+            self.others["scheduler"].step()
+        self.after_step(t)
+        if t == case.switch_at:
+            self.sync.switch(case.to)
+        if t == case.finish_at:
+            self.front.finish()
+
+    def _backward(self, t: int, part: int) -> Tensor:
+        loss: Tensor = self.model(self.case, self.rank, t, part)
+        if self.scaler is not None:
+            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        else:
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    def _closure(self, t: int) -> Tensor:
+        self.optimizer.zero_grad()
+        return self._backward(t, 0)
+
+    def move(self) -> None:
+        if self.masters is not None:
+            grads = [p.grad.float().reshape(-1) for p in self.params if p.grad is not None]
+            self.masters.grad = torch.cat(grads)
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+
+    def after_step(self, t: int) -> None:
+        """What a front end has to be told."""
+
+    def no_sync(self) -> Any:
+        return self.sync.no_sync()
+
+    def report(self, loss: float) -> None:
+        self.sync.report_loss(loss)
+
+    @property
+    def front(self) -> Any:
+        """What has ``consensus()`` and ``finish()``."""
+        return self.sync
+
+    def detach(self) -> None:
+        self.front.detach()
+
+    # -- saving ----
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What a user saves with ``state_dict()``, in the order in which it is loaded."""
+        return {"model": self.model, "optimizer": self.optimizer, "sync": self.sync}
+
+    def states(self) -> bytes:
+        found = {k: part.state_dict() for k, part in {**self.parts, **self.others}.items()}
+        if self.masters is not None:
+            found["masters"] = self.masters
+        file = io.BytesIO()
+        torch.save(found, file)
+        return file.getvalue()
+
+    def load_states(self, data: bytes) -> None:
+        found = torch.load(io.BytesIO(data), weights_only=True)
+        if self.masters is not None:
+            self.masters.copy_(found["masters"])
+        for name, part in {**self.parts, **self.others}.items():
+            part.load_state_dict(found[name])
+
+    def save(self, path: Path) -> None:
+        la.save(path, self.model, self.optimizer, others=self.others)
+
+    def load(self, path: Path) -> None:
+        la.load(path, self.model, self.optimizer, others=self.others)
+
+    # -- digests ----
+
+    def weights(self) -> list[Tensor]:
+        masters = [] if self.masters is None else [self.masters]
+        return [*self.params, *masters]
+
+    def moments(self) -> list[Any]:
+        """The optimizer's state and learning rates, and the scale."""
+        found: list[Any] = [] if self.scaler is None else [self.scaler.get_scale()]
+        for group in self.inner.param_groups:
+            found.append(group["lr"])
+            for p in group["params"]:
+                state = self.inner.state.get(p, {})
+                found += [item for name in sorted(state) for item in (name, state[name])]
+        return found
+
+    def ledger(self) -> dict[str, int]:
+        """Counts of steps, rounds and bytes so far."""
+        stats = self.front.stats()
+        found = {"steps": stats.steps, "rounds": stats.rounds}
+        found |= {"sent": stats.bytes_sent, "received": stats.bytes_received}
+        found |= {f"by {name}": value for name, value in stats.bytes_by_collective.items()}
+        return found | {f"among {name}": value for name, value in stats.bytes_by_set.items()}
+
+
+class Comm(Training):
+    """With a `CommOptimizer`."""
+
+    def begin(self) -> None:
+        name, *rest = self.case.options["arguments"]
+        given = (name, self.case.ranks, *rest)
+        kept = {"model": self.model, "link": self.link}
+        self.optimizer = la.CommOptimizer(self.inner, *given, **kept)
+
+    @property
+    def sync(self) -> la.Synchronizer:
+        assert self.optimizer.sync is not None
+        found: la.Synchronizer = self.optimizer.sync
+        return found
+
+    @property
+    def front(self) -> Any:
+        return self.optimizer
+
+    def report(self, loss: float) -> None:
+        self.optimizer.report_loss(loss)
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+
+class ByHand(Training):
+    """With a `DistOptimizer` of the user's own loop."""
+
+    def begin(self) -> None:
+        name, *rest = self.case.options["arguments"]
+        kept = {"model": self.model, "link": self.link}
+        self.dist: Any = getattr(la, name)(self.inner, self.case.ranks, *rest, **kept)
+
+    @property
+    def sync(self) -> la.Synchronizer:
+        assert self.dist.sync is not None
+        found: la.Synchronizer = self.dist.sync
+        return found
+
+    @property
+    def front(self) -> Any:
+        return self.dist
+
+    def report(self, loss: float) -> None:
+        self.dist.report_loss(loss)
+
+    def after_step(self, t: int) -> None:
+        self.dist.step()
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "sync": self.dist}
+
+    def save(self, path: Path) -> None:
+        la.save(path, self.model, self.optimizer, self.dist, others=self.others)
+
+    def load(self, path: Path) -> None:
+        la.load(path, self.model, self.optimizer, self.dist, others=self.others)
+
+
+class SlowMo(Training):
+    """With a `SlowMoDistributedDataParallel`; over processes it takes the default group."""
+
+    def wrap(self) -> None:
+        options = dict(self.case.options)
+        nprocs = options.pop("nprocs_per_node", 1)
+        if "graph" in options:
+            at = self.rank // nprocs, self.case.ranks // nprocs
+            options["graph"] = options["graph"](*at, nprocs, self.rank % nprocs)
+        self.model = la.SlowMoDistributedDataParallel(self.module, nprocs, **options)
+
+    def begin(self) -> None:
+        if self.begun:
+            self.model.bind(self.inner, self.masters)
+
+    @property
+    def sync(self) -> la.Synchronizer:
+        found: la.Synchronizer = self.model.synchronizer
+        return found
+
+    @property
+    def front(self) -> Any:
+        return self.model
+
+    def no_sync(self) -> Any:
+        return self.model.no_sync()
+
+    def report(self, loss: float) -> None:
+        """It has no leader."""
+
+    def after_step(self, t: int) -> None:
+        self.model.perform_slowmo(self.inner, self.masters)
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer}
+
+
+FRONTS: dict[str, type[Training]] = {
+    "attach": Training,
+    "comm": Comm,
+    "by hand": ByHand,
+    "slowmo": SlowMo,
+}
+
+
+# -- digests ----
+
+
+def digest(*values: Any) -> str:
+    """Of tensors (dtype, shape, bytes) and plain data, in this order: 16 hexadecimal digits."""
+    whole = hashlib.blake2b(digest_size=8)
+    for value in values:
+        if isinstance(value, Tensor):
+            own = value.detach()
+            own = own.to_local() if hasattr(own, "to_local") else own  # a shard
+            whole.update(f"{own.dtype} {tuple(own.shape)}".encode())
+            whole.update(own.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            whole.update(repr(value).encode())
+    return whole.hexdigest()
+
+
+def tensors_in(state: Any) -> Iterator[Tensor]:
+    """All tensors in dicts, lists and tuples."""
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from tensors_in(value)
+    elif isinstance(state, (list, tuple)):
+        for value in state:
+            yield from tensors_in(value)
+
+
+def combined(traces: Sequence[Trace]) -> Trace:
+    """One digest over all ranks for each kind and step."""
+    first = traces[0]
+    return {
+        kind: {t: digest(*(trace[kind][t] for trace in traces)) for t in first[kind]}
+        for kind in first
+    }
+
+
+class Recorder:
+    """Takes the digests of one rank's run."""
+
+    def __init__(self, training: Training) -> None:
+        self.training, self.case = training, training.case
+        self.trace: Trace = {}
+        self.before: dict[str, int] = {}
+
+    def put(self, kind: str, step: int, *values: Any) -> None:
+        self.trace.setdefault(kind, {})[step] = digest(*values)
+
+    def state(self, step: int) -> None:
+        found = sorted(map(digest, tensors_in(self.training.sync.state_dict())))
+        self.put("state", step, *found)
+
+    def take(self, step: int) -> None:
+        """Everything, after this step."""
+        training = self.training
+        buffers = list(training.module.buffers())
+        self.put("params", step, *training.weights())
+        if buffers:
+            self.put("buffers", step, *buffers)
+        self.put("optimizer", step, *training.moments())
+        if step in self.case.checks:
+            with training.front.consensus():
+                self.put("consensus", step, *training.weights(), *buffers)
+            with training.sync.consensus(mean=False):
+                self.put("anchor", step, *training.weights(), *buffers)
+            self.state(step)
+        ledger = training.ledger()
+        added = {k: v - self.before.get(k, 0) for k, v in ledger.items()}
+        self.put("ledger", step, sorted((k, v) for k, v in added.items() if v))
+
+    def go(self, first: int, last: int) -> None:
+        for t in range(first, last + 1):
+            self.before = self.training.ledger()
+            self.training.step(t)
+            self.take(t)
+
+    def end(self) -> None:
+        training, step = self.training, self.case.steps
+        training.front.finish()
+        self.put("finish", step, *training.weights(), *training.module.buffers())
+        calls = sorted((c.count, c.bytes) for c in training.sync.calls().values())
+        self.put("total", step, sorted(training.ledger().items()), calls)
+        training.detach()
+
+
+def train(rank: int, case: Case, folder: Path, link: Link | None = None) -> tuple[Trace, Trace]:
+    """One rank's digests, and those in which a resumed run was another."""
+    make = FRONTS[case.front]
+    straight = Recorder(make(case, rank, link))
+    straight.take(0)
+    straight.go(1, case.save)
+    states = straight.training.states()
+    straight.training.save(folder)
+    straight.go(case.save + 1, case.steps)
+    straight.end()
+    wrong: Trace = {}
+    for way in ("states", "folder"):
+        resumed = Recorder(make(case, rank, link, case.save))
+        if way == "states":
+            resumed.training.load_states(states)
+        else:
+            resumed.training.load(folder)
+        resumed.state(case.save)
+        resumed.go(case.save + 1, case.steps)
+        resumed.end()
+        for kind in CONTINUED:
+            for t, own in resumed.trace.get(kind, {}).items():
+                late = kind == "ledger" and link is not None and case.delayed
+                if own != straight.trace[kind][t] and not late:
+                    wrong.setdefault(f"resumed {kind}", {}).setdefault(t, way)
+    return straight.trace, wrong
+
+
+def over_processes(rank: int, name: str, folder: Path) -> tuple[Trace, Trace]:
+    """`train` in a process of `gloo.Pool`."""
+    case = CASES[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return train(rank, case, folder, gloo.link_of(case.ranks))
+
+
+def simulated(case: Case) -> tuple[Trace, list[Trace]]:
+    """The digests of a case over simulated workers, and what differed after resuming."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        place = Path(folder)
+        runs = la.simulate(lambda rank: train(rank, case, place), workers=case.ranks)
+    return combined([trace for trace, _ in runs]), [wrong for _, wrong in runs]
+
+
+def in_processes(name: str, pools: Mapping[int, gloo.Pool] | Pools) -> tuple[Trace, list[Trace]]:
+    """The same over processes; without the ledger of single steps where it depends on time."""
+    case = CASES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        given = (over_processes, name, Path(folder))
+        runs = pools[case.ranks].run(*given, ranks=case.ranks, timeout=100)
+    trace = combined([trace for trace, _ in runs])
+    if case.delayed:
+        del trace["ledger"]
+    return trace, [wrong for _, wrong in runs]
+
+
+# -- the cases ----
+
+
+@dataclass(frozen=True)
+class Homemade(la.Update):
+    """An update of a user's own, with state on every worker and the count of rounds."""
+
+    slots: ClassVar[dict[str, Any]] = {"sum": "private", "last": "private"}
+
+    def init(self, x: Tensor) -> dict[str, Tensor]:
+        return {"sum": torch.zeros_like(x), "last": torch.tensor(0.0)}
+
+    def send(self, x: Tensor, state: dict[str, Tensor], clock: la.Clock) -> Tensor:
+        state["sum"] += x
+        state["last"].fill_(clock.step)
+        return x + 0.0625 * state["sum"]
+
+    def combine(self, mean: Tensor, state: dict[str, Tensor], clock: la.Clock) -> Tensor:
+        return mean * (1.0 - 0.0625 * clock.executed)
+
+
+def own(period: int, **changes: Any) -> la.Recipe:
+    return (replace(la.local_sgd(period)[0], update=Homemade(), **changes),)
+
+
+def adam(tensors: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(tensors, lr=0.01)
+
+
+MATRIX = ((24, 7), (9,), (4, 3), (3,))
+"""For low rank: the first basis has so few numbers that torch draws them one by one."""
+LARGE = ((2**16 * 52,), (3,))
+"""In float64 more than a bucket's 25 MiB."""
+
+
+def _rows() -> Iterator[tuple[str, Case]]:
+    """Every row of the shared table, with three workers and with four."""
+    few = ("ddp", "local_sgd", "slowmo", "sgp", "easgd", "lsgd", "diloco, late", "noloco")
+    for name, row in ROWS.items():
+        shapes = MATRIX if name == "power_sgd" else SHAPES
+        for ranks in (2, 3, 4):
+            if ranks == 2 and name not in few:
+                continue
+            if ranks == 3 and row.group_size(4) is not None:
+                continue  # groups of one
+            size = row.group_size(ranks)
+            options = {} if size is None else {"group_size": size}
+            yield f"{name}, {ranks} workers", Case(row.recipe, ranks, options, shapes=shapes)
+
+
+def _coded() -> Iterator[tuple[str, Case]]:
+    top = la.codecs.TopK(8, 64)
+    names: list[Any] = ["bfloat16", "float16", "int8", "int4", "int2", "e3m0", "top64", top]
+    for codec in names:
+        name = codec if isinstance(codec, str) else "top 8 of 64"
+        yield f"ddp, codec {name}", Case(la.ddp(codec=codec))
+        yield f"local_sgd, codec {name}", Case(la.local_sgd(3, codec=codec), 4)
+        yield f"diloco, codec {name}", Case(la.diloco(4, momentum=0.5, codec=codec))
+    late = la.local_sgd(6, delay=4, codec="int4")
+    yield "local_sgd, late, int4", Case(late)
+    yield (
+        "local_sgd, adamw, average, int8",
+        Case(la.local_sgd(3, codec="int8", optimizer_state="average"), optimizer="adamw"),
+    )
+    yield "post_local_sgd, int8", Case(la.post_local_sgd(5, 4, codec="int8"))
+    yield "hierarchical, int4", Case(la.hierarchical(2, 6, codec="int4"), 4, {"group_size": 2})
+    yield "easgd, int8", Case(la.easgd(3, pull=0.1, codec="int8"))
+    yield "downpour, int8", Case(la.downpour(4, codec="int8"), optimizer="sgd")
+    yield "slowmo, int8", Case(la.slowmo(la.local_sgd(2), 5, 0.4, codec="int8"), 4)
+    yield "slowmo, coded base", Case(la.slowmo(la.local_sgd(2, codec="int4"), 5, 0.4))
+    yield "diloco, late, int4", Case(la.diloco(5, momentum=0.5, delay=4, codec="int4"))
+    yield "diloco, eager, int8", Case(la.diloco(5, delay=4, merge="eager", codec="int8"))
+    yield "diloco, Adam, int8", Case(la.diloco(3, outer=adam, codec="int8"))
+    for codec in (None, "e3m0", "bfloat16"):
+        recipe = la.streaming_diloco(6, 3, 3, codec=codec, momentum=0.5)
+        yield f"streaming_diloco, {codec}", Case(recipe, 4)
+    yield "streaming_diloco, by layers", Case(la.streaming_diloco(6, 2, 2, by="layers"), save=7)
+    yield "streaming_diloco, Adam", Case(la.streaming_diloco(6, 3, 6, outer=adam, codec="int8"))
+    yield "sparse_loco, int8", Case(la.sparse_loco(3, 8, 64, decay=0.9, values="int8"), 4)
+    low = la.power_sgd(2, codec="int8")
+    yield "power_sgd, int8", Case(low, 4, shapes=MATRIX)
+    yield "power_sgd, start", Case(la.power_sgd(1, start=5), shapes=MATRIX)
+    yield "power_sgd, adamw", Case(la.power_sgd(1), shapes=MATRIX, optimizer="adamw")
+    yield "demo, 4 tiles", Case(la.demo(0.9, k=4, chunk=16), 4, optimizer="sgd")
+
+
+def _delayed() -> Iterator[tuple[str, Case]]:
+    yield "local_sgd, delay = period", Case(la.local_sgd(4, delay=4), save=9)
+    yield "local_sgd, 1, delay 1", Case(la.local_sgd(1, delay=1))
+    yield "local_sgd, late, average", Case(la.local_sgd(6, delay=4, optimizer_state="average"))
+    yield "local_sgd, late, reset", Case(la.local_sgd(6, delay=4, optimizer_state="reset"))
+    yield "post_local_sgd, late", Case(la.post_local_sgd(5, 4, delay=3), save=9)
+    yield "sgp, delay 1", Case(la.sgp(delay=1), 4)
+    yield "sgp, ring of 2, delay 3", Case(la.sgp("ring", 2, delay=3), 4)
+    yield "sgp, bipartite, late", Case(la.sgp("bipartite_exponential", delay=2))
+    yield "diloco, delay = period", Case(la.diloco(4, momentum=0.5, delay=4), 4, save=9)
+    yield "diloco, late, mix 0.2", Case(la.diloco(5, momentum=0.5, delay=4, mix=0.2))
+    yield "diloco, late, Adam", Case(la.diloco(5, outer=adam, delay=4))
+    yield "diloco, late, unsharded", Case(la.diloco(5, delay=4, sharded=False))
+    yield "diloco, eager, delay 1", Case(la.diloco(5, delay=1, merge="eager"), save=10)
+    yield "diloco, eager, delay = period", Case(la.diloco(4, delay=4, merge="eager"), save=9)
+    yield (
+        "diloco, loscar, int4",
+        Case(la.diloco(5, 1.0, 0.0, delay=4, merge="loscar", codec="int4")),
+    )
+    yield "own update", Case(own(3))
+    yield "own update, late", Case(own(4, delay=3), save=9)
+
+
+def _outer() -> Iterator[tuple[str, Case]]:
+    bases: dict[str, la.Recipe] = {
+        "ddp": la.ddp(),
+        "late local_sgd": la.local_sgd(3, delay=2),
+        "post_local_sgd": la.post_local_sgd(5, 2),
+        "d_psgd": la.d_psgd(delay=1),
+        "easgd": la.easgd(2, pull=0.2),
+        "downpour": la.downpour(2),
+        "lsgd": la.lsgd(2, local_period=0),
+        "late bipartite sgp": la.sgp("bipartite_linear", delay=2),
+    }
+    for name, base in bases.items():
+        yield f"slowmo over {name}", Case(la.slowmo(base, 5, 0.5, 0.8), save=7)
+    late = bases["late bipartite sgp"]
+    yield "slowmo over late bipartite sgp, no average", Case(la.slowmo(late, 5, 0.5, average=False))
+    grouped = {"group_size": 2}
+    yield "slowmo over hierarchical", Case(la.slowmo(la.hierarchical(2, 3), 6, 0.5), 4, grouped)
+    yield (
+        "slowmo over lsgd in groups",
+        Case(la.slowmo(la.lsgd(3, local_period=1), 6, 0.5), 4, grouped),
+    )
+    yield "slowmo, momentum by workers", Case(la.slowmo(la.local_sgd(2), 6), 4)
+    for state in ("average", "reset"):
+        inner = la.local_sgd(2, optimizer_state=state)
+        yield f"slowmo, {state}", Case(la.slowmo(inner, 6, 0.5, optimizer_state=state))
+        yield (
+            f"local_sgd, adamw, {state}",
+            Case(la.local_sgd(4, optimizer_state=state), optimizer="adamw"),
+        )
+    yield "local_sgd, adamw, keep", Case(la.local_sgd(4), 4, optimizer="adamw")
+    yield "diloco, unsharded", Case(la.diloco(4, sharded=False))
+    yield "diloco, Adam, unsharded", Case(la.diloco(4, outer=adam, sharded=False), 4)
+    yield "noloco, seed", Case(la.noloco(2, gamma=0.3), 4, {"seed": 5})
+    yield "eamsgd, nesterov", Case(la.eamsgd(4, 0.5, pull=0.1), 4, optimizer="nesterov")
+    yield "lsgd, by gradients", Case(la.lsgd(4, local_period=0, drift=0.3), reports=False)
+    yield (
+        "lsgd in groups, by gradients",
+        Case(la.lsgd(4, local_period=2, local_drift=0.4, window=2), 4, grouped, reports=False),
+    )
+    yield "hierarchical, one group", Case(la.hierarchical(2, 6), 3, {"group_size": 3})
+
+
+def _graphs() -> Iterator[tuple[str, Case]]:
+    names = ("exponential", "directed_exponential", "bipartite_exponential", "directed_linear")
+    for graph in (*names, "bipartite_linear", "ring", "complete", "random"):
+        for ranks in (3, 4):
+            yield f"sgp, {graph}, {ranks} workers", Case(la.sgp(graph), ranks)
+        yield f"d_psgd, {graph}", Case(la.d_psgd(graph), 4)
+    yield "sgp, 2 peers", Case(la.sgp(peers=2), 4)
+    yield "sgp, random, seed, late", Case(la.sgp("random", delay=1), 3, {"seed": 7})
+
+
+def _replicas() -> Iterator[tuple[str, Case]]:
+    """Workers of two ranks."""
+    recipes: dict[str, la.Recipe] = {
+        "ddp": la.ddp(),
+        "ddp, int4": la.ddp(codec="int4"),
+        "local_sgd, late": la.local_sgd(6, delay=4),
+        "local_sgd, average": la.local_sgd(3, optimizer_state="average"),
+        "local_sgd, int8": la.local_sgd(3, codec="int8"),
+        "slowmo": la.slowmo(la.local_sgd(2), 5, 0.4),
+        "sgp, late": la.sgp(delay=2),
+        "easgd": la.easgd(3, pull=0.1),
+        "lsgd": la.lsgd(4, local_period=0),
+        "diloco, late, int4": la.diloco(5, momentum=0.5, delay=4, codec="int4"),
+        "streaming_diloco": la.streaming_diloco(6, 3, 3, codec="int4"),
+        "noloco": la.noloco(3),
+    }
+    for name, recipe in recipes.items():
+        yield f"{name}, 2 ranks a worker", Case(recipe, 4, {"nprocs_per_node": 2})
+    both = {"nprocs_per_node": 2, "group_size": 2}
+    # over processes `laconic.attach` hangs here: torch's new_group wants every rank of the world to
+    # make the same groups, and each of a worker's ranks makes those among its own peers alone
+    yield "hierarchical, 2 ranks a worker", Case(la.hierarchical(2, 6), 4, both, processes=False)
+
+
+def _loops() -> Iterator[tuple[str, Case]]:
+    """Recipes under what a training loop may do."""
+    recipes: dict[str, la.Recipe] = {
+        "ddp": la.ddp(),
+        "ddp, int8": la.ddp(codec="int8"),
+        "local_sgd": la.local_sgd(3),
+        "slowmo": la.slowmo(la.local_sgd(2), 5, 0.4),
+        "slowmo over sgp": la.slowmo(la.sgp(), 5, 0.4),
+        "sgp": la.sgp("bipartite_linear"),
+        "sgp, late": la.sgp(delay=2),
+        "easgd": la.easgd(3, pull=0.1),
+        "lsgd": la.lsgd(4, local_period=0),
+        "diloco, late": la.diloco(5, momentum=0.5, delay=4),
+        "streaming_diloco": la.streaming_diloco(6, 3, 3, codec="int4"),
+        "local_sgd, int8": la.local_sgd(3, codec="int8"),
+        "local_sgd, late": la.local_sgd(6, delay=4),
+        "local_sgd, average": la.local_sgd(3, optimizer_state="average"),
+        "noloco": la.noloco(3),
+        "power_sgd": la.power_sgd(2),
+    }
+    loops: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+        "buffers": (
+            {"norm": True},
+            ("ddp", "local_sgd", "local_sgd, late", "sgp", "sgp, late", "slowmo", "diloco, late"),
+        ),
+        "buffers kept": (
+            {"norm": True, "options": {"buffers": "keep"}},
+            ("local_sgd", "sgp, late", "ddp"),
+        ),
+        "buffers, 2 ranks a worker": (
+            {"norm": True, "options": {"nprocs_per_node": 2}, "ranks": 4},
+            ("local_sgd", "local_sgd, late"),
+        ),
+        "float64": (
+            {"dtype": torch.float64},
+            ("ddp", "local_sgd, int8", "slowmo", "sgp", "easgd", "lsgd", "diloco, late", "noloco"),
+        ),
+        "bfloat16": (
+            {"dtype": torch.bfloat16},
+            (
+                "ddp",
+                "ddp, int8",
+                "local_sgd",
+                "local_sgd, int8",
+                "local_sgd, late",
+                "slowmo",
+                "sgp",
+                "sgp, late",
+                "easgd",
+                "diloco, late",
+            ),
+        ),
+        "two dtypes": ({"mixed": True}, ("ddp", "local_sgd", "slowmo", "sgp")),
+        "overflow": (
+            {"overflow": (3, 7, 10)},
+            ("ddp", "local_sgd", "local_sgd, late", "slowmo", "lsgd"),
+        ),
+        "accumulated": (
+            {"accumulate": True},
+            ("ddp", "ddp, int8", "local_sgd"),
+        ),
+        "groups": (
+            {"groups": True},
+            (
+                "ddp",
+                "ddp, int8",
+                "local_sgd, int8",
+                "local_sgd, late",
+                "slowmo",
+                "sgp, late",
+                "easgd",
+                "diloco, late",
+                "streaming_diloco",
+            ),
+        ),
+        "absent gradients": (
+            {"absent": True},
+            ("ddp", "ddp, int8", "local_sgd, average", "sgp", "slowmo", "lsgd"),
+        ),
+        "schedule": ({"schedule": True}, ("local_sgd", "slowmo", "slowmo over sgp", "easgd")),
+        "closure": ({"closure": True}, ("ddp", "local_sgd, late", "slowmo")),
+        "finish": (
+            {"finish_at": 7},
+            ("local_sgd, late", "diloco, late", "sgp, late", "slowmo", "streaming_diloco", "easgd"),
+        ),
+    }
+    for loop, (changes, names) in loops.items():
+        for name in names:
+            yield f"{name}, {loop}", Case(recipes[name], **changes)
+    for start, end in (
+        ("local_sgd, late", "ddp"),
+        ("ddp, int8", "local_sgd, int8"),
+        ("ddp, int8", "ddp"),
+        ("sgp, late", "slowmo"),
+        ("diloco, late", "ddp, int8"),
+        ("slowmo", "streaming_diloco"),
+    ):
+        yield (
+            f"switch from {start} to {end}",
+            Case(recipes[start], 3, optimizer="adamw", switch_at=6, to=recipes[end], save=10),
+        )
+    mixed: dict[str, Any] = {"switch_at": 7, "to": la.ddp(), "overflow": (3, 9), "save": 10}
+    yield "switch with a scaler", Case(recipes["local_sgd"], **mixed)
+    yield "nothing", Case((), 2)
+    large: dict[str, Any] = {"dtype": torch.float64, "optimizer": "sgd", "steps": 4, "save": 3}
+    yield "ddp, large", Case(la.ddp(), 2, shapes=((2**17 + 99,), (3,)), **large)
+    yield "diloco, large", Case(la.diloco(2, delay=2), 2, shapes=LARGE, **large)
+
+
+def _front_ends() -> Iterator[tuple[str, Case]]:
+    numbers_of: dict[str, tuple[float, ...]] = {"comm": (4, 0.3, 0.1), "by hand": (0.1, 0.3, 4)}
+    for front, names in (("comm", ("EASGD", "LSGD", "DDP")), ("by hand", ("EASGD", "LSGD"))):
+        for name in names:
+            options: dict[str, Any] = {"arguments": (name, *numbers_of[front])}
+            case = Case((), 3, options, front)
+            yield f"{front} {name}", case
+            yield f"{front} {name}, buffers", replace(case, norm=True, ranks=4)
+            if front == "comm":
+                yield f"{front} {name}, overflow", replace(case, overflow=(3, 7, 10))
+                yield f"{front} {name}, groups", replace(case, groups=True)
+                yield f"{front} {name}, closure", replace(case, closure=True, reports=False)
+            if name == "LSGD":
+                yield f"{front} {name}, by gradients", replace(case, reports=False)
+    sgp: dict[str, Any] = {
+        "slowmo_base_algorithm": la.SlowMoBaseAlgorithm.SGP,
+        "slowmo_memory_efficient": False,
+    }
+    settings: dict[str, dict[str, Any]] = {
+        "local SGD": {},
+        "local SGD, 2 shards": {"slowmo_num_shards": 2},
+        "local SGD, not memory efficient": {"slowmo_memory_efficient": False},
+        "local SGD, 2 ranks a node": {"nprocs_per_node": 2},
+        "local SGD, one node": {"nprocs_per_node": 4},
+        "local SGD, no slow step": {"slowmo_momentum": 0.0, "slowmo_lr": 1.0},
+        "local SGD, slow lr 0.7": {"slowmo_lr": 0.7, "slowmo_momentum": 0.2},
+        "SGP": sgp,
+        "SGP, memory efficient": {**sgp, "slowmo_memory_efficient": True},
+        "SGP, average": {**sgp, "slowmo_sgp_average_params": True},
+        "SGP, 2 ranks a node": {**sgp, "nprocs_per_node": 2},
+        "SGP, no push-sum": {**sgp, "push_sum": False},
+        "SGP, overlap": {**sgp, "overlap": True, "synch_freq": 2},
+        "SGP, ring": {**sgp, "graph": la.RingGraph},
+        "SGP, linear": {**sgp, "graph": la.DynamicDirectedLinearGraph},
+        "SGP, bipartite": {**sgp, "graph": la.DynamicBipartiteExponentialGraph},
+    }
+    for name, options in settings.items():
+        given = {"slowmo_frequency": 6, **options}
+        yield f"SlowMo, {name}", Case((), 4, given, "slowmo", "nesterov")
+    slow: dict[str, Any] = {"slowmo_frequency": 6}
+    overlap = {**slow, **settings["SGP, overlap"]}
+    uneven = {**overlap, "graph": la.DynamicBipartiteLinearGraph}
+    base = Case((), 4, slow, "slowmo")
+    yield "SlowMo, SGP, 3 nodes, uneven", replace(base, ranks=3, options=uneven)
+    yield "SlowMo, local SGD, 2 nodes", replace(base, ranks=2)
+    yield "SlowMo, buffers", replace(base, norm=True)
+    yield (
+        "SlowMo, buffers kept",
+        replace(base, norm=True, options={**slow, "broadcast_buffers": False}),
+    )
+    yield "SlowMo, adamw, schedule", replace(base, optimizer="adamw", schedule=True)
+    yield "SlowMo, overflow", replace(base, overflow=(3, 7, 10))
+    yield (
+        "SlowMo, accumulated",
+        replace(base, accumulate=True, options={**slow, "nprocs_per_node": 2}),
+    )
+    yield "SlowMo, absent gradients", replace(base, absent=True)
+    half: dict[str, Any] = {"dtype": torch.bfloat16, "masters": True}
+    yield "SlowMo, masters", replace(base, **half)
+    yield "SlowMo, masters, overlap", replace(base, options=overlap, **half)
+    yield "SlowMo, bfloat16", replace(base, dtype=torch.bfloat16)
+
+
+def _sharded() -> Iterator[tuple[str, Case]]:
+    """Workers whose models are sharded over two ranks each."""
+    recipes: dict[str, la.Recipe] = {
+        "ddp": la.ddp(),
+        "ddp, int8": la.ddp(codec="int8"),
+        "local_sgd, late": la.local_sgd(6, delay=4),
+        "slowmo": la.slowmo(la.local_sgd(2), 5, 0.4),
+        "sgp, late": la.sgp(delay=2),
+        "diloco, int4": la.diloco(4, codec="int4"),
+    }
+    for name, recipe in recipes.items():
+        yield f"{name}, FSDP", Case(recipe, 4, sharded=True, shapes=SHAPES[:4])
+
+
+def _all() -> Iterator[tuple[str, Case]]:
+    for part in (_rows, _coded, _delayed, _outer, _graphs, _replicas, _loops, _front_ends):
+        yield from part()
+    yield from _sharded()
+
+
+def _table() -> dict[str, Case]:
+    found: dict[str, Case] = {}
+    for name, case in _all():
+        assert name not in found, f"two cases are called {name}"
+        found[name] = case
+    return found
+
+
+CASES = _table()
+
+
+# -- recorded ----
+
+
+Recorded = dict[str, dict[str, str]]
+"""By case and kind: the digests of its steps, ascending; see `written`."""
+
+
+def written(trace: Trace) -> dict[str, str]:
+    """As it is recorded: "=" for a digest that is the one before; "consensus" for all anchors,
+    where there is no other model."""
+    found = {}
+    for kind, steps in trace.items():
+        digests = [steps[t] for t in sorted(steps)]
+        before = ["", *digests[:-1]]
+        found[kind] = " ".join(
+            "=" if own == last else own for own, last in zip(digests, before, strict=True)
+        )
+    if "anchor" in found and found["anchor"] == found["consensus"]:
+        found["anchor"] = "consensus"
+    return found
+
+
+def as_written(text: str) -> list[str]:
+    """The digests of which `written` made ``text``."""
+    found: list[str] = []
+    for word in text.split():
+        found.append(found[-1] if word == "=" else word)
+    return found
+
+
+def read(path: Path) -> Recorded:
+    if not path.exists():
+        return {}
+    found: Recorded = json.loads(path.read_text())
+    return found
+
+
+def write(path: Path, recorded: Recorded) -> None:
+    """One case a line, in the order of `CASES`."""
+    names = [name for name in CASES if name in recorded]
+    lines = [f"{json.dumps(name)}: {json.dumps(recorded[name])}" for name in names]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def differences(
+    name: str, trace: Trace, wrong: Sequence[Trace], recorded: Mapping[str, str]
+) -> list[str]:
+    """One text for each kind that differs from what is recorded, or after resuming."""
+    found = []
+    for kind, steps in trace.items():
+        text = recorded.get(kind, "")
+        wanted = as_written(recorded.get(text, text))
+        if not wanted:
+            found.append(f"{name}: {kind}: not recorded")
+            continue
+        pairs = zip(sorted(steps), wanted, strict=False)
+        first = next((t for t, want in pairs if steps[t] != want), None)
+        if first is None and len(steps) != len(wanted):
+            found.append(f"{name}: {kind}: {len(steps)} digests, {len(wanted)} recorded")
+        elif first is not None:
+            found.append(f"{name}: {kind}: first at step {first}")
+    for kind in sorted({kind for trace in wrong for kind in trace}):
+        first, way = min(min(trace[kind].items()) for trace in wrong if kind in trace)
+        found.append(f"{name}: {kind}: first at step {first} (from {way})")
+    return found
+
+
+class Pools:
+    """Pools of processes by the number of ranks, started when they are needed: the front ends take
+    the default process group."""
+
+    def __init__(self) -> None:
+        self.started: dict[int, gloo.Pool] = {}
+
+    def __getitem__(self, ranks: int) -> gloo.Pool:
+        if ranks not in self.started:
+            self.started[ranks] = gloo.Pool(ranks)
+        return self.started[ranks]
+
+    def drop(self, ranks: int) -> None:
+        """After an error, in which connections may be lost, others take their place."""
+        if ranks in self.started:
+            self.started.pop(ranks).close()
+
+    def close(self) -> None:
+        for pool in self.started.values():
+            pool.close()
+
+
+def chosen(names: Sequence[str] | None) -> list[str]:
+    """The cases of these names; all of them for none. Raises ``ValueError`` for an unknown one."""
+    unknown = [name for name in names or () if name not in CASES]
+    if unknown:
+        raise ValueError(f"unknown case {unknown[0]!r}; the cases are:\n  " + "\n  ".join(CASES))
+    return list(names or CASES)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Record or compare golden digests.")
+    parser.add_argument("command", choices=("record", "compare"))
+    parser.add_argument("--only", nargs="+", metavar="NAME")
+    parser.add_argument("--file", type=Path, default=FILE)
+    parser.add_argument("--simulated", action="store_true", help="leave the processes out")
+    given = parser.parse_args(arguments)
+    try:
+        names = chosen(given.only)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"laconic in {Path(la.__file__).parent}", file=sys.stderr)
+    torch.set_num_threads(1)
+    recorded = read(given.file)
+    pools = Pools()
+    found: list[str] = []
+    digests = 0
+    try:
+        for name in names:
+            case = CASES[name]
+            runs: dict[str, Callable[[], tuple[Trace, list[Trace]]]] = {}
+            if not case.sharded:
+                runs[name] = partial(simulated, case)
+            if case.sharded or (case.processes and not given.simulated):
+                runs[f"{name} (processes)"] = partial(in_processes, name, pools)
+            for number, (title, run) in enumerate(runs.items()):
+                try:
+                    trace, wrong = run()
+                except Exception as error:
+                    last = str(error).strip().splitlines()[-1:]
+                    news = [f"{title}: raised {type(error).__name__}: {''.join(last)}"]
+                    pools.drop(case.ranks)
+                else:
+                    if given.command == "record" and not number:
+                        recorded[name] = written(trace)
+                    digests += sum(map(len, trace.values()))
+                    news = differences(title, trace, wrong, recorded.get(name, {}))
+                found += news
+                for line in news:
+                    print(line, flush=True)
+    finally:
+        pools.close()
+    if given.command == "record":
+        write(given.file, recorded)
+    verdict = f"{len(found)} differences" if found else "all equal"
+    print(f"{len(names)} cases, {digests} digests, {verdict}")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    import golden  # processes find the functions there by name
+
+    sys.exit(golden.main())
