@@ -308,7 +308,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("algorithms/exchanges/coded.py", "        for part, elements in suspects:\n            self.codec", "        for part, elements in ():\n            self.codec", CODED),
     ("algorithms/exchanges/coded.py", "_raise_if_nonfinite(rows[:, split.end], failure)\n        for part", "_raise_if_nonfinite(rows[:, split.last], failure)\n        for part", CODED),
     ("algorithms/exchanges/coded.py", "                out.fill_(NOT_FINITE)\n            else", "                pass\n            else", CODED),
-    ("links/torch_link.py", "own[part].copy_(mine[part])", "pass", CODED_LINKS),
+    ("links/tcp.py", "own[part].copy_(mine[part])", "pass", CODED_LINKS),
     ("engine/saved_state.py", "if not bool(value.isfinite().all()):", "if False:", CODED),
     ("engine/saved_state.py", ".mean().to(first.dtype)", "[0].to(first.dtype)", POOLED),
     ("links/comm_thread.py", "pending.error if isinstance(pending.error, Exception) else None", "None", LANE),
