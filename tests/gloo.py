@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from laconic.links import Link, TorchLink
+from laconic.links.nccl import NcclLink
 
 TIMEOUT = timedelta(seconds=20)
 Task = Callable[..., Any]
@@ -44,6 +45,11 @@ _groups: dict[int, dist.ProcessGroup] = {}
 def link_of(ranks: int) -> Link:
     """A link over the first ``ranks`` processes; for those alone."""
     return TorchLink(_groups[ranks], torch.device("cpu"), TIMEOUT)
+
+
+def nccl_link_of(ranks: int) -> Link:
+    """The same by the calls of torch's that NCCL takes, which gloo takes as well."""
+    return NcclLink.over(_groups[ranks], torch.device("cpu"), TIMEOUT)
 
 
 def _serve(rank: int, size: int, port: int, connection: Connection) -> None:

@@ -27,9 +27,10 @@ from laconic.advisor.rehearse import rehearsals, rehearse
 from laconic.algorithms.parse import parse_recipe, qualified
 from laconic.auto import candidates
 from laconic.cli import main
-from laconic.links import Throttled, TorchLink
+from laconic.links import Throttled
 from laconic.links.cost import Cost
-from laconic.links.null import Silent
+from laconic.links.null import NullLink
+from laconic.links.tcp import TcpLink
 from laconic.predict import BACKWARD, Facts, predict, work_key
 
 import gloo
@@ -99,7 +100,7 @@ def test_a_round_over_silence_keeps_processors_busy(text: str) -> None:
 
 
 def test_silence_brings_what_one_has_sent() -> None:
-    link, x = Silent(3), torch.arange(6.0)
+    link, x = NullLink(3), torch.arange(6.0)
     assert torch.equal(link.gather(x), torch.stack([x] * 3))
     assert torch.equal(link.reduce_scatter(x.clone()), x[:2])
     assert all(torch.equal(y, x) for y in link.swap(x, [1], [2]))
@@ -356,9 +357,9 @@ def failing(rank: int, where: str) -> tuple[str, int]:
         if rank == 1:
             at: dict[str, tuple[Any, str]] = {
                 "a step": (nn.Linear, "forward"),
-                "a rehearsal": (Silent, "reduce_scatter"),  # between two of its meetings
+                "a rehearsal": (NullLink, "reduce_scatter"),  # between two of its meetings
                 "preparing": (measure, "_peak"),
-                "a collective": (TorchLink, "swap"),
+                "a collective": (TcpLink, "swap"),
             }
             patched.setattr(*at[where], exhausted)
         with pytest.raises((ValueError, la.LinkError)) as raised:

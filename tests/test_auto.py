@@ -369,7 +369,7 @@ def test_a_load_that_fails_changes_nothing() -> None:
         if load:
             own = {name: value.clone() for name, value in model.state_dict().items()}
             model.load_state_dict(saved[rank][0])
-            with pytest.raises(ValueError, match=r"could not load their state|not what sync"):
+            with pytest.raises(ValueError, match="not what sync"):
                 sync.load_state_dict(saved[rank][1])
             model.load_state_dict(own)
         assert sync.recipe == la.ddp(codec="int4") and sync.choices == []

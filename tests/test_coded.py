@@ -26,6 +26,7 @@ from laconic.algorithms.exchanges import CodedMean, GatheredMean
 from laconic.algorithms.update import Clock, State
 from laconic.buckets import optimizer_state
 from laconic.codecs import CODECS, Cast, Codec, Int4, Int8, TopK, codec_of
+from laconic.engine import channel, gradient_rounds
 from laconic.errors import NotFiniteError
 from laconic.links import Link, Metered, Parts
 from laconic.links.cost import Cost
@@ -411,7 +412,7 @@ def test_fragments_hold_everything_once() -> None:
     biases = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.SGD([{"params": weights}, {"params": biases}], lr=0.1)
     for count in (1, 2, 3, 5, 8, 40):
-        parts = [la.tensors.Fragment(k, count).segments(model, optimizer) for k in range(count)]
+        parts = [la.buckets.Fragment(k, count).segments(model, optimizer) for k in range(count)]
         for group, held in enumerate((weights, biases)):
             seen = [s for part in parts for s in part[group]]
             assert sum(s.stop - s.start for s in seen) == sum(p.numel() for p in held)
@@ -427,7 +428,7 @@ def test_layers_stay_whole() -> None:
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(6)))
     optimizer = torch.optim.SGD(blocks.parameters(), lr=0.1)
     for k in range(3):
-        (held,) = la.tensors.Fragment(k, 3, "layers").segments(blocks, optimizer)
+        (held,) = la.buckets.Fragment(k, 3, "layers").segments(blocks, optimizer)
         wanted = [id(p) for block in blocks[2 * k : 2 * k + 2] for p in block.parameters()]
         assert [id(s.tensor) for s in held] == wanted
 
@@ -766,7 +767,7 @@ def test_wrong_options_are_named() -> None:
     with pytest.raises(ValueError, match="feedback"):
         CodedMean(Int8(), relative=True, feedback=1.5)
     with pytest.raises(ValueError, match="not relative"):
-        la.Round(la.every(1), la.updates.Average(), CodedMean(Int8(), True), on="gradients")
+        la.GradientRound(la.every(1), la.updates.Average(), CodedMean(Int8(), True))
     assert codec_of(Int8()) == codec_of("int8")
 
 
@@ -775,10 +776,10 @@ def test_wrong_options_are_named() -> None:
 
 @pytest.mark.parametrize("recipe", [la.ddp(codec="int8"), la.local_sgd(2, codec="int8")])
 def test_a_tensor_larger_than_a_bucket(recipe: la.Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (la.gradients, la.running, la.tensors):
+    for module in (gradient_rounds, channel, la.buckets):
         monkeypatch.setattr(module, "BUCKET_BYTES", 256)
-    monkeypatch.setattr(la.gradients, "LEAST_BYTES", 64)
-    dense = {1: la.ddp(), 2: la.local_sgd(2)}[2 if recipe[0].on == "params" else 1]
+    monkeypatch.setattr(gradient_rounds, "LEAST_BYTES", 64)
+    dense = {1: la.ddp(), 2: la.local_sgd(2)}[2 if isinstance(recipe[0], la.Round) else 1]
     runs = [
         la.simulate(lambda rank, r=r: train(rank, r, consensus=False), workers=3)  # type: ignore[misc]
         for r in (dense, recipe)
@@ -789,9 +790,9 @@ def test_a_tensor_larger_than_a_bucket(recipe: la.Recipe, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("total", [1, 2**18, 3 * 2**18, 865_280 * 4, 30 * 2**20, 10**9])
 def test_coded_gradients_leave_no_crumbs(total: int) -> None:
-    sizes = la.gradients.bucket_sizes(CodedMean(Int4(), relative=False), total)
+    sizes = gradient_rounds.bucket_sizes(CodedMean(Int4(), relative=False), total)
     assert sum(sizes) == total
-    assert len(sizes) == max(min(-(-total // 2**18), 3), -(-total // la.tensors.BUCKET_BYTES))
+    assert len(sizes) == max(min(-(-total // 2**18), 3), -(-total // la.buckets.BUCKET_BYTES))
     assert all(size % 2**18 == 0 for size in sizes[:-1])
 
 
@@ -1116,7 +1117,7 @@ def test_messages_of_several_models_are_not_coded() -> None:
 
 
 def test_exchanges_for_gradients_are_refused_on_parameters() -> None:
-    with pytest.raises(ValueError, match="LowRank is for rounds on gradients alone"):
+    with pytest.raises(ValueError, match="LowRank is for rounds on gradients: use GradientRound"):
         la.Round(la.every(1), la.updates.Average(), la.exchanges.LowRank(1))
 
 

@@ -307,5 +307,5 @@ def test_bad_arguments(make: Callable[[], object], said: str) -> None:
 
 
 def test_it_is_for_gradients_alone() -> None:
-    with pytest.raises(ValueError, match="for rounds on gradients alone"):
+    with pytest.raises(ValueError, match="for rounds on gradients: use GradientRound"):
         Round(la.every(2), Average(), FastComponents(0.9, 2, 4))

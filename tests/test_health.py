@@ -19,11 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laconic.errors import LinkError
-from laconic.links import forks, handshake, health, torch_link
+from laconic.links import call_guard, forks, handshake, health
+from laconic.links.addresses import Address
 from laconic.links.calls import Call, CallPosition
 from laconic.links.comm_thread import _labelled
 from laconic.links.handshake import RefusedError
-from laconic.links.health import Address, Request, Verdict
+from laconic.links.health import Request, Verdict
+from laconic.links.tcp import TcpLink
+from laconic.links.texts import clean
 from laconic.links.wire import Connections, Wire
 
 import gloo
@@ -93,7 +96,7 @@ def test_a_request_survives_the_way(verdict: Verdict | None, left: int | None) -
     there = Request.unpack(Request(verdict, left).pack())
     assert there.left == left and (verdict is None) == (there.verdict is None)
     if verdict is not None and there.verdict is not None:
-        assert there.verdict == verdict._replace(text=health.clean(verdict.text))
+        assert there.verdict == verdict._replace(text=clean(verdict.text))
 
 
 @given(status=TEXTS, position=POSITIONS)
@@ -101,7 +104,7 @@ def test_a_request_survives_the_way(verdict: Verdict | None, left: int | None) -
 def test_an_answer_survives_the_way(status: str, position: CallPosition) -> None:
     there = health.unpack_answer(health.pack_answer(status, position, VERDICT))
     shown = position.call and health.shown(position.call)
-    assert (there.status, there.position) == (health.clean(status), position._replace(call=shown))
+    assert (there.status, there.position) == (clean(status), position._replace(call=shown))
     assert there.verdict == VERDICT
 
 
@@ -446,14 +449,14 @@ def looks(rank: int, missing: str, heard: float) -> str:
     something came from its host so many seconds ago; 0.3 s is what it allows."""
     answers = {"silent": health.SILENT, "unreachable": health.UNREACHABLE}
     link = gloo.link_of(2)
-    assert isinstance(link, torch_link.TorchLink)
+    assert isinstance(link, TcpLink)
     said = ""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(
             health, "ask_all", lambda addresses, *_: [answers[missing]] * len(addresses)
         )
-        patched.setattr(torch_link, "UNREACHABLE_SECONDS", 0.3)
-        patched.setattr(torch_link, "FIRST_LOOK", 0.0)
+        patched.setattr(call_guard, "UNREACHABLE_SECONDS", 0.3)
+        patched.setattr(call_guard, "FIRST_ASK_SECONDS", 0.0)
         patched.setattr(link._wire, "heard", lambda rank: heard)
         end = time.monotonic() + 0.6
         while time.monotonic() < end and not said:
@@ -479,7 +482,7 @@ def test_a_host_from_which_nothing_comes_is_lost(pool: gloo.Pool) -> None:
 def hears(rank: int) -> tuple[list[float], dict[int, bool], dict[int, bool]]:
     """What a connection tells of the other rank, before and after that one has closed it."""
     link = gloo.link_of(2)
-    assert isinstance(link, torch_link.TorchLink)
+    assert isinstance(link, TcpLink)
     link.gather(torch.ones(1))
     open_, times = link._wire.closed(), [link._wire.heard(r) for r in range(2)]
     link.gather(torch.ones(1))

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from laconic.links.comm_thread import Lane, Pending
+from laconic.links.comm_thread import CommThread, Pending
 
 
 @pytest.mark.timeout(30)
 def test_a_job_that_is_done_keeps_no_tensor() -> None:
     """Its thread waits for the next one meanwhile, perhaps for long."""
-    lane = Lane(True, torch.device("cpu"), lambda: None)
+    lane = CommThread(True, torch.device("cpu"), lambda: None)
     flat = torch.ones(4)
     seen = weakref.ref(flat)
     pending = lane.submit(partial(torch.sum, flat), "a sum")
@@ -35,7 +35,7 @@ def test_a_job_that_is_done_keeps_no_tensor() -> None:
 
 def test_no_job_runs_after_one_that_failed() -> None:
     """Without a thread, too: as the ranks would no longer be in step."""
-    lane = Lane(False, torch.device("cpu"), lambda: None)
+    lane = CommThread(False, torch.device("cpu"), lambda: None)
     ran: list[int] = []
 
     def fail() -> None:
@@ -50,7 +50,7 @@ def test_no_job_runs_after_one_that_failed() -> None:
 
 def test_a_lane_that_was_closed_goes_on_after_what_it_still_had() -> None:
     """One thread at a time, or two would mix up their messages."""
-    lane = Lane(True, torch.device("cpu"), lambda: None)
+    lane = CommThread(True, torch.device("cpu"), lambda: None)
     ran: list[int] = []
 
     def slow() -> None:
@@ -68,7 +68,7 @@ def test_a_lane_that_was_closed_goes_on_after_what_it_still_had() -> None:
 
 
 def test_an_error_of_the_card_before_a_job_reaches_who_waits() -> None:
-    lane = Lane(True, torch.device("cuda"), lambda: None)
+    lane = CommThread(True, torch.device("cuda"), lambda: None)
 
     class Broken:
         def wait(self, stream: object) -> None:
@@ -123,7 +123,7 @@ def stream_of(device: torch.device) -> str:
 
 def test_who_waits_for_a_job_waits_on_the_stream_of_the_models_gpu() -> None:
     """Which need not be the current one: tensors would be read before they are there."""
-    lane, stream = Lane(True, torch.device("cuda", 1), lambda: None), FakeStream()
+    lane, stream = CommThread(True, torch.device("cuda", 1), lambda: None), FakeStream()
     pending: Pending[torch.Tensor] = Pending(lane, "a job")
     made = torch.ones(2).as_subclass(OnGpu)
     pending.run(lambda: made, stream)  # type: ignore[arg-type]
@@ -136,7 +136,7 @@ def test_who_waits_for_a_job_waits_on_the_stream_of_the_models_gpu() -> None:
 
 def test_a_buffer_on_the_cpu_may_come_from_a_stream() -> None:
     """As buffers do that are not on the parameters' GPU: there is no memory to be kept for it."""
-    lane, stream = Lane(True, torch.device("cuda", 0), lambda: None), FakeStream()
+    lane, stream = CommThread(True, torch.device("cuda", 0), lambda: None), FakeStream()
     pending: Pending[torch.Tensor] = Pending(lane, "a job")
     buffer = torch.ones(2)
     pending.run(lambda: buffer, stream)  # type: ignore[arg-type]
@@ -148,7 +148,7 @@ def test_a_buffer_on_the_cpu_may_come_from_a_stream() -> None:
 
 def test_a_job_beside_the_training_runs_on_a_stream_of_the_models_gpu() -> None:
     """After what the caller's stream of that GPU has to do."""
-    lane = Lane(True, torch.device("cuda", 1), lambda: None)
+    lane = CommThread(True, torch.device("cuda", 1), lambda: None)
     before, made, entered = FakeEvent(), [], []
 
     class Made(FakeStream):
@@ -183,9 +183,9 @@ def test_a_job_beside_the_training_runs_on_a_stream_of_the_models_gpu() -> None:
 
 ENDS_WITH_A_JOB_UNDER_WAY = """
 import torch
-from laconic.links.comm_thread import Lane
+from laconic.links.comm_thread import CommThread
 
-lane = Lane(True, torch.device("cpu"), lambda: None)
+lane = CommThread(True, torch.device("cpu"), lambda: None)
 x = torch.randn(300, 300)
 
 def job():

@@ -12,6 +12,7 @@ import pytest
 
 import laconic as la
 from laconic.links import health
+from laconic.links.addresses import Address
 from test_exactness import IN_PROCESSES, ROWS
 
 import gloo
@@ -75,12 +76,12 @@ def nonsense(rank: int) -> bool:
     beacon = health.beacon()
     secret = bytes(32)
     address = beacon.enroll(secret)
-    host, port, key = health.Address.parse(address)
+    host, port, key = Address.parse(address)
     for said in (b"5", b"{", b"[1]", b"[[], 1]", b"\xff" * 100, b""):
         with socket.create_connection((host, port), timeout=5) as connection:
             connection.sendall(said)
     verdict = health.Request(health.Verdict("on calls that are not ours", (), 0))
-    health.ask(str(health.Address(host, port, "00" * 8)), secret, 1, verdict)
+    health.ask(str(Address(host, port, "00" * 8)), secret, 1, verdict)
     health.ask(address, bytes(31) + b"1", 1, verdict)
     return health.ask(address, secret).lost or beacon.links[key].verdict is not None
 

@@ -385,7 +385,7 @@ def test_bad_arguments() -> None:
 
 
 def test_it_is_for_gradients_alone() -> None:
-    with pytest.raises(ValueError, match="for rounds on gradients alone"):
+    with pytest.raises(ValueError, match="for rounds on gradients: use GradientRound"):
         Round(la.every(2), Average(), LowRank(1))
 
 

@@ -488,7 +488,7 @@ SPEC = worker.Spec(
 
 
 def test_a_throttled_link_has_the_rate_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker.TorchLink, "world", lambda *_: single_link())
+    monkeypatch.setattr(worker, "world_link", lambda *_: single_link())
     run = worker.Run.__new__(worker.Run)
     run.spec, run.host = replace(SPEC, bandwidths=[1e6, 3e6]), 1
     assert run._link().bandwidth == 3e6  # type: ignore[attr-defined]

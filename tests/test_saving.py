@@ -222,14 +222,14 @@ UNHARMFUL = {
 
 @contextmanager
 def killed_at(rank: int, line: int) -> Iterator[list[int]]:
-    """End simulated worker ``rank`` at the ``line``-th line of the checkpoints' code that it runs inside
+    """End simulated worker ``rank`` at the ``line``-th line of laconic.checkpoints that it runs in
     `laconic.save`; yields the lines that it ran."""
     lines: list[int] = []
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         code = frame.f_code
-        saves = code.co_filename == checkpoint.__file__ or code.co_filename.startswith(PACKAGE)
-        if not saves or code.co_name in UNHARMFUL:
+        ours = code.co_filename == checkpoint.__file__ or code.co_filename.startswith(PACKAGE)
+        if not ours or code.co_name in UNHARMFUL:
             return None
         if event == "line" and getattr(threading.current_thread(), "laconic_rank", None) == rank:
             lines.append(frame.f_lineno)
@@ -930,7 +930,7 @@ REFUSED = {
         "rank 1: laconic.json has format and version", rewrite(lambda d: d.update(format="x"))
     ),
     "another width": Refused(
-        "the model differs from the saved one: 'first.weight' is (6, 3) float32 in the checkpoint and (7, 3)",
+        "the model differs: 'first.weight' is (6, 3) float32 in the checkpoint and (7, 3)",
         hidden=7,
     ),
     "another dtype": Refused("(6, 3) float32 in the checkpoint and (6, 3) float64", change=doubled),
@@ -938,7 +938,7 @@ REFUSED = {
         "alone has 'more'", change=lambda run: run.model.register_buffer("more", torch.ones(1))
     ),
     "another optimiser": Refused("AdamW was saved, this is SGD", change=other_class),
-    "another order": Refused("the optimizer differs from the saved one", change=other_order),
+    "another order": Refused("the optimizer differs", change=other_order),
     "another recipe": Refused("this run follows ddp(): attach the saved recipe", recipe="ddp"),
     "an object is missing": Refused("others lacks 'own'", others=lambda rank: {}),
     "an object on rank 1": Refused(

@@ -201,11 +201,11 @@ import json, os, torch
 from datetime import timedelta
 from laconic import init
 from laconic.lab.race.timeline import Recorder, Watched
-from laconic.links import TorchLink, cost
+from laconic.links import cost, world_link
 
 init()
 recorder = Recorder("eth0")
-link = Watched(TorchLink.world(torch.device("cpu"), timedelta(seconds=60)), recorder)
+link = Watched(world_link(torch.device("cpu"), timedelta(seconds=60)), recorder)
 x = torch.ones(600_000)
 link.mean(x)
 recorder.resume()

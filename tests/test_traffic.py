@@ -260,8 +260,7 @@ def test_processes_make_one_group_for_all_of_gossip(pool: gloo.Pool) -> None:
 
 def swapped_in_a_batch(rank: int) -> list[list[float]]:
     """As over NCCL, which must be given an exchange as a whole; gloo takes it, too."""
-    link = gloo.link_of(4)
-    link._native = True  # type: ignore[attr-defined]
+    link = gloo.nccl_link_of(4)
     graph = Graph("bipartite_linear", 2)
     found = []
     for k in range(4):

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from laconic.errors import LinkError
-from laconic.links import handshake, health, wire
+from laconic.links import addresses, connect, handshake, wire
+from laconic.links.addresses import Address
 from laconic.links.talks import Talks
 from laconic.links.wire import Connections, LostError, OtherCallError, Transfer, Wire
 
@@ -183,7 +184,7 @@ def test_a_message_of_another_call(
     transfer(theirs, random(numel), place=place).wait()
     with pytest.raises(OtherCallError, match=f"rank 5 has sent {numel} bytes where 8") as raised:
         transfer(ours, room=torch.zeros(8, dtype=torch.uint8)).wait()
-    assert (raised.value.rank, raised.value.place) == (5, place)
+    assert (raised.value.rank, raised.value.header) == (5, place)
 
 
 @pytest.mark.timeout(30)
@@ -353,7 +354,7 @@ def test_ranks_call_each_other() -> None:
 def test_a_stranger_is_turned_away_and_nobody_waits_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(wire, "HELLO_SECONDS", 0.1)
+    monkeypatch.setattr(connect, "HELLO_SECONDS", 0.1)
     wires = [Wire(rank, "127.0.0.1", 10, range(4)) for rank in range(2)]
     port = int(wires[0].address.split("|")[1])
     wrong = struct.pack("<16sQ", b"0" * 16, 1)
@@ -375,9 +376,9 @@ def test_a_stranger_is_turned_away_and_nobody_waits_for_it(
 def test_a_rank_that_has_no_business_here_is_refused() -> None:
     """Though it knows the secret: rank 0 calls nobody."""
     called = Wire(1, "127.0.0.1", 0.5, range(4))
-    host, port, key = health.Address.parse(called.address)
+    host, port, key = Address.parse(called.address)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        nobody = str(health.Address("127.0.0.1", silent.getsockname()[1], key))
+        nobody = str(Address("127.0.0.1", silent.getsockname()[1], key))
         check_refused(called, nobody, (host, port, key))
 
 
@@ -385,7 +386,7 @@ def check_refused(called: Wire, nobody: str, at: tuple[str, int, str]) -> None:
     host, port, key = at
     refused: list[Exception | None] = []
     talks = Talks()
-    exchange = handshake.call(SECRET, wire.PURPOSE, bytes.fromhex(key), 0, b"", most=0)
+    exchange = handshake.call(SECRET, connect.PURPOSE, bytes.fromhex(key), 0, b"", most=0)
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(called.connect, [nobody, called.address, nobody], SECRET, fine)
         talks.call(host, port, exchange, time.monotonic() + 5, lambda _, e: refused.append(e))
@@ -424,7 +425,7 @@ def test_it_refuses_to_be_compiled_differently() -> None:
 
 
 def test_the_interface_is_the_one_that_gloo_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "address_towards", lambda host: f"towards {host}")
+    monkeypatch.setattr(addresses, "address_towards", lambda host: f"towards {host}")
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     for named, address in [
         ("", "towards 10.0.0.1"),
@@ -433,7 +434,7 @@ def test_the_interface_is_the_one_that_gloo_is_told(monkeypatch: pytest.MonkeyPa
         ("none-such", "towards 10.0.0.1"),
     ]:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)
-        assert health.own_address() == address
+        assert addresses.own_address() == address
 
 
 @pytest.mark.parametrize(
@@ -456,6 +457,6 @@ def test_the_address_without_an_interface(
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(health, "address_towards", towards)
+    monkeypatch.setattr(addresses, "address_towards", towards)
     monkeypatch.setattr(socket, "gethostbyname", lambda _: "name")
-    assert health.own_address() == address
+    assert addresses.own_address() == address

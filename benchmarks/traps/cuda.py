@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import laconic as la
 from benchmarks.traps import Trapped, trap
-from laconic.links.comm_thread import Lane, Pending
+from laconic.links.comm_thread import CommThread, Pending
 
 
 class _Event:
@@ -41,7 +41,7 @@ def _current(device: torch.device | None = None) -> str:
 
 def _wait(device: str, result: Any) -> list[object]:
     """The streams that wait, after a job beside the training of a model on ``device``."""
-    lane, stream = Lane(True, torch.device(device), lambda: None), _Stream()
+    lane, stream = CommThread(True, torch.device(device), lambda: None), _Stream()
     pending: Pending[Any] = Pending(lane, "a job")
     pending.run(lambda: result, stream)  # type: ignore[arg-type]
     with mock.patch.object(torch.cuda, "current_stream", _current):

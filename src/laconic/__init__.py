@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from laconic import codecs, links
-from laconic.algorithms import recipes, topology
+from laconic.algorithms import exchanges, recipes, topology, updates
 from laconic.algorithms.exchange import Arrival, Exchange
 from laconic.algorithms.recipes import (
     d_psgd,
@@ -96,6 +96,7 @@ __all__ = [
     "eamsgd",
     "easgd",
     "every",
+    "exchanges",
     "hierarchical",
     "init",
     "links",
@@ -114,6 +115,7 @@ __all__ = [
     "streaming_diloco",
     "topology",
     "until",
+    "updates",
 ]
 
 

@@ -13,18 +13,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from laconic.algorithms.compile import check_groups, warn_of_groups
+from laconic.algorithms.compile import check_groups, warn_of_groups, within_workers
 from laconic.algorithms.round import Recipe, is_recipe, renamed
 from laconic.auto import Auto, Chooser, start
 from laconic.buckets import is_sharded, reshard
+from laconic.device import common_device, select_own
 from laconic.engine.driver import Driver
 from laconic.engine.model_checks import check_devices, check_unwrapped
 from laconic.engine.session import Settings
 from laconic.engine.synchronizer import BUFFERS, Synchronizer
-from laconic.errors import check_choice, check_float, check_int, in_words
+from laconic.errors import TIMEOUT, check_choice, check_float, check_int, in_words
 from laconic.links import Link, rendezvous
 from laconic.links.attempts import open_store
-from laconic.links.rank_sets import agreed_link, common_device, layout_of, sets_of, within_workers
+from laconic.links.rank_sets import agreed_link, layout_of, sets_of
 from laconic.metrics import Metrics, MetricsArgument, agree_on_metrics, check_metrics
 
 if TYPE_CHECKING:
@@ -38,8 +39,6 @@ _carried: weakref.WeakKeyDictionary[Link, weakref.ref[Synchronizer]] = weakref.W
 _scaled: weakref.WeakKeyDictionary[torch.amp.GradScaler, list[weakref.ref[Synchronizer]]] = (
     weakref.WeakKeyDictionary()
 )
-TIMEOUT = 600.0
-"""Seconds after which a rank that does not answer is an error on all others."""
 _watched: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
 
 
@@ -56,31 +55,13 @@ def init() -> None:
     """
     if dist.is_initialized():
         return
-    cuda = torch.cuda.is_available() and dist.is_nccl_available()
-    if cuda:
-        torch.cuda.set_device(_own_gpu())
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    backend = select_own()
     if "RANK" in os.environ:
         store, rank, size = open_store()
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     else:
         dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
     rendezvous.publish()
-
-
-def _own_gpu() -> int:
-    """Which of the GPUs that this process sees is its own."""
-    visible, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
-    if visible == 1:
-        return 0
-    ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), local + 1)
-    if ranks > visible:
-        raise ValueError(
-            f"{visible} GPUs are visible to LOCAL_RANK {local} of {ranks} on this host: start at "
-            "most one process for each GPU, give each process its own by CUDA_VISIBLE_DEVICES, or "
-            "call torch.cuda.set_device and torch.distributed.init_process_group yourself"
-        )
-    return local
 
 
 def attach(
@@ -156,7 +137,7 @@ def attach(
         carried.drain()
     device = params[0].device if params else common_device()
     with ExitStack() as made:
-        world = agreed_link(problem, link, device, patience, "attach")
+        world = agreed_link(problem, link, device, patience)
         if link is None:
             made.callback(world.close)
         sharded = any(is_sharded(p) for p in params)

@@ -6,6 +6,9 @@ import math
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+TIMEOUT = 600.0
+"""Seconds after which a rank that does not answer is an error on all other ranks, by default."""
+
 
 class LinkError(RuntimeError):
     """A round could not be completed: a rank died, hung, or is doing something else.

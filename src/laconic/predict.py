@@ -32,6 +32,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from laconic.algorithms.compile import within_workers
 from laconic.algorithms.exchange import Exchange, Gossip
 from laconic.algorithms.round import (
     AnyRound,
@@ -46,7 +47,6 @@ from laconic.buckets import BUCKET_BYTES
 from laconic.engine.gradient_rounds import bucket_sizes
 from laconic.links import cost
 from laconic.links.cost import Cost
-from laconic.links.rank_sets import within_workers
 
 BACKWARD = 0.6
 """B where it was not measured: the share of a step's computing in which gradients appear."""

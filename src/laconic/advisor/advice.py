@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from laconic.advisor.choices import KNOWN, Choice, choices, steps_of
+from laconic.algorithms.compile import within_workers
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges import Mean
 from laconic.algorithms.parse import qualified
@@ -23,7 +24,6 @@ from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round, fra
 from laconic.buckets import BUCKET_BYTES
 from laconic.engine.gradient_rounds import bucket_sizes
 from laconic.links import cost
-from laconic.links.rank_sets import within_workers
 from laconic.predict import Facts, often, predict
 from laconic.units import three_digits
 

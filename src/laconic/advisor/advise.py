@@ -17,11 +17,12 @@ from laconic.advisor.bench import Bench
 from laconic.advisor.choices import PLAIN, rehearsed
 from laconic.advisor.measure import Measured, measure, trained
 from laconic.algorithms.round import Recipe, describe
-from laconic.attach import TIMEOUT, check_free
+from laconic.attach import check_free
 from laconic.buckets import is_sharded
-from laconic.errors import check_float, check_int, in_words
+from laconic.device import common_device
+from laconic.errors import TIMEOUT, check_float, check_int, in_words
 from laconic.links.link import Link
-from laconic.links.rank_sets import agreed_link, common_device, layout_of, sets_of
+from laconic.links.rank_sets import agreed_link, layout_of, sets_of
 
 
 def advise(
@@ -87,7 +88,7 @@ def measured(
         problem = in_words(error)
     device = params[0].device if params else common_device()
     with ExitStack() as made:
-        world = agreed_link(problem, link, device, patience, "begin to measure")
+        world = agreed_link(problem, link, device, patience)
         if link is None:
             made.callback(world.close)
         layout = layout_of(world, nprocs_per_node, None, [])

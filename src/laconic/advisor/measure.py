@@ -25,6 +25,7 @@ from laconic.advisor.bench import Bench, named
 from laconic.advisor.fit import Sample, fit
 from laconic.advisor.rehearse import now, rehearsals, rehearse
 from laconic.algorithms.round import Recipe
+from laconic.device import accelerator, seconds_between, time_mark
 from laconic.errors import LinkError
 from laconic.links import cost
 from laconic.links.cost import Cost
@@ -115,7 +116,7 @@ class _Arrivals:
     passes are sent with the last one."""
 
     def __init__(self, params: Sequence[Tensor], device: torch.device) -> None:
-        self._params, self._cuda = params, device.type == "cuda"
+        self._params, self._device = params, device
         self._seen: dict[int, Any] = {}
         self._hooks: list[RemovableHandle] = []
 
@@ -136,12 +137,7 @@ class _Arrivals:
 
     def _arrived(self, p: Tensor) -> None:
         self._seen.pop(id(p), None)  # the last to come stands last
-        if self._cuda:  # a hook runs when the work is queued, not when it is done
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
-            self._seen[id(p)] = event
-        else:
-            self._seen[id(p)] = time.perf_counter()
+        self._seen[id(p)] = time_mark(self._device)  # a GPU's, as hooks run when work is queued
 
     def window(self) -> list[float]:
         """Seconds from the first to the last of them, once the step is done; none where none
@@ -149,9 +145,7 @@ class _Arrivals:
         marks = list(self._seen.values())
         if not marks:
             return []
-        if self._cuda:
-            return [marks[0].elapsed_time(marks[-1]) / 1000]
-        return [marks[-1] - marks[0]]
+        return [seconds_between(marks[0], marks[-1])]
 
 
 class _Steps:
@@ -378,7 +372,8 @@ def _state_bytes(optimizer: Optimizer | None) -> int:
 
 def _peak(device: torch.device) -> int:
     """Most bytes in use so far: on the card, or by the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    kind = accelerator(device)
+    if kind is not None:
+        return kind.peak_bytes(device)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return used if sys.platform == "darwin" else used * 1024

@@ -14,7 +14,8 @@ from torch import nn
 
 from laconic.algorithms.round import AnyRound, GradientRound, Recipe, typical
 from laconic.attach import attach
-from laconic.links.null import Silent
+from laconic.device import synchronize
+from laconic.links.null import NullLink
 from laconic.predict import Facts, work_key
 
 MOST_BYTES = 2**26
@@ -81,7 +82,7 @@ def _seconds(
         for p in model.parameters():
             p.grad = torch.randn(p.shape, generator=generator).to(device, dtype)
     # a step whose gradients no backward pass has averaged averages them itself
-    sync = attach(model, optimizer, recipe, link=Silent(n))
+    sync = attach(model, optimizer, recipe, link=NullLink(n))
     spans = []
     for _ in range(WARMUP + REPEATS):
         begin()
@@ -94,6 +95,5 @@ def _seconds(
 
 def now(device: torch.device) -> float:
     """Seconds, when all that was asked of the card is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter()

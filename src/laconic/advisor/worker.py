@@ -23,7 +23,7 @@ from laconic.attach import init
 from laconic.lab.race import user_files, workloads
 from laconic.lab.race.worker import run
 from laconic.lab.race.workloads import Workload
-from laconic.links import Link, Throttled, TorchLink
+from laconic.links import Link, Throttled, world_link
 from laconic.predict import Facts, Net
 
 
@@ -69,7 +69,7 @@ class Training:
 
 def link_of(spec: Spec) -> Link:
     """To all ranks."""
-    link = TorchLink.world(torch.device("cpu"), timedelta(seconds=spec.timeout))
+    link = world_link(torch.device("cpu"), timedelta(seconds=spec.timeout))
     if spec.bandwidth is None and not spec.latency:
         return link
     return Throttled(link, spec.bandwidth, spec.latency)

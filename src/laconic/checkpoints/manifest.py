@@ -76,8 +76,8 @@ def newest(manifests: Sequence[Manifest | None], all_ranks: AllRanks) -> Manifes
     differ = [rank for rank, manifest in latest.items() if manifest != latest[first]]
     if differ:
         raise all_ranks.error(
-            f"{rank_list(differ)} see a checkpoint of another run than rank {first}: pass directories "
-            "of one run"
+            f"{rank_list(differ)} see a checkpoint of another run than rank {first}: pass the "
+            "directories of one run"
         )
     return latest[first]
 

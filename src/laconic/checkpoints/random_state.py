@@ -1,4 +1,4 @@
-"""The state of the random generators: Python's, torch's and NumPy's."""
+"""The state of the random generators of Python, torch, NumPy and accelerators."""
 
 from __future__ import annotations
 
@@ -11,21 +11,18 @@ from typing import Any
 import torch
 
 from laconic.checkpoints.rank_file import plain
+from laconic.device import ACCELERATORS
 
 
 def random_state() -> dict[str, Any]:
-    """The generators' state as plain data; None for NumPy and CUDA if they are not in use."""
+    """The generators' state as plain data; None for those not in use."""
     numpy = sys.modules.get("numpy")
     return {
         "python": random.getstate(),
         "torch": torch.get_rng_state(),
         "numpy": None if numpy is None else _numpy_state(numpy.random.get_state(legacy=False)),
-        "cuda": torch.cuda.get_rng_state() if _cuda_in_use() else None,
+        **{name: a.random_state() if a.in_use() else None for name, a in ACCELERATORS.items()},
     }
-
-
-def _cuda_in_use() -> bool:
-    return torch.cuda.is_initialized()  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _numpy_state(state: dict[str, Any]) -> Any:
@@ -39,22 +36,24 @@ def check_random_state(saved: Mapping[str, Any]) -> None:
     torch.Generator().set_state(saved["torch"])
     if saved["numpy"] is not None and (numpy := _numpy()) is not None:
         numpy.random.RandomState().set_state(saved["numpy"])
-    cuda = saved["cuda"] if torch.cuda.is_available() else None
-    if cuda is not None and cuda.shape != torch.cuda.get_rng_state().shape:
-        raise ValueError(
-            f"the CUDA generator's state has shape {tuple(cuda.shape)}, which is not that of this "
-            "version of torch"
-        )
+    for name, accelerator in ACCELERATORS.items():
+        state = saved.get(name) if accelerator.count() else None
+        if state is not None and state.shape != accelerator.random_state().shape:
+            raise ValueError(
+                f"the {name.upper()} generator's state has shape {tuple(state.shape)}: another "
+                "version of torch saved it"
+            )
 
 
 def load_random_state(saved: Mapping[str, Any]) -> None:
-    """Load ``saved``; skip NumPy and CUDA if this process does not have them."""
+    """Load ``saved``; skip generators that this process does not have."""
     random.setstate(saved["python"])
     torch.set_rng_state(saved["torch"])
     if saved["numpy"] is not None and (numpy := _numpy()) is not None:
         numpy.random.set_state(saved["numpy"])
-    if saved["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(saved["cuda"])
+    for name, accelerator in ACCELERATORS.items():
+        if saved.get(name) is not None and accelerator.count():
+            accelerator.set_random_state(saved[name])
 
 
 def _numpy() -> Any:

@@ -175,8 +175,8 @@ class TrainingState:
         _check_model(self.model, saved["model"])
         if saved["optimizer of"] != self._optimizer_of(objects):
             raise ValueError(
-                "the optimizer differs from the saved one in its class, its groups or the "
-                f"parameters in them ({saved['optimizer of'][0]} was saved, this is "
+                "the optimizer differs in its class, its groups or the parameters in them "
+                f"({saved['optimizer of'][0]} was saved, this is "
                 f"{type(self.optimizer).__name__}): make the same one"
             )
 
@@ -205,13 +205,13 @@ def _check_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
     only_saved, only_here = sorted(saved.keys() - here.keys()), sorted(here.keys() - saved.keys())
     if only_saved or only_here:
         raise ValueError(
-            f"the model differs from the saved one: the checkpoint alone has {_names(only_saved)}, "
+            f"the model differs: the checkpoint alone has {_names(only_saved)}, "
             f"this model alone has {_names(only_here)}"
         )
     for key, value in here.items():
         if isinstance(value, Tensor) and _kind(value) != _kind(saved[key]):
             raise ValueError(
-                f"the model differs from the saved one: {key!r} is {_kind(saved[key])} in the "
+                f"the model differs: {key!r} is {_kind(saved[key])} in the "
                 f"checkpoint and {_kind(value)} here"
             )
 

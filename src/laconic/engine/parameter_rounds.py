@@ -25,9 +25,9 @@ from laconic.algorithms.update import (
 )
 from laconic.buckets import Bucket, Fragment, Scratch, Segment, parameters, state_dtype
 from laconic.engine.channel import Channel, is_owned, open_channels
-from laconic.engine.nonfinite import Refusals
+from laconic.engine.nonfinite import NonfiniteCheck
 from laconic.errors import NotFiniteError
-from laconic.links.comm_thread import Lane, Pending
+from laconic.links.comm_thread import CommThread, Pending
 from laconic.links.link import Link, held_by_all
 from laconic.links.simulated import single_link
 
@@ -66,11 +66,11 @@ class RoundContext:
 
     model: nn.Module
     optimizer: Optimizer
-    comm: Lane
+    comm: CommThread
     scratch: Scratch
     beside: Scratch
     replica: Link
-    nonfinite: Refusals
+    nonfinite: NonfiniteCheck
     scores: Scores | None
     seed: int
 
@@ -253,13 +253,13 @@ class ParameterRunner:
         nonfinite, label = self._context.nonfinite, self.label(step)
         if self.round.delay:
             sent = [self._launch(channel, step) for channel in self.channels]
-            checked = nonfinite.tell(self.exchange, label)
+            checked = nonfinite.check(self.exchange, label)
             due = step + self.round.delay
             self.in_flight.append(InFlightRound(due, Pending.of(sent), checked=checked))
         else:
             for channel in self.channels:
                 self._exchange_now(channel, step)
-            nonfinite.tell(self.exchange, label).wait()
+            nonfinite.check(self.exchange, label).wait()
 
     def _exchange_now(self, channel: Channel, step: int) -> None:
         update, bucket, state = self.round.update, channel.bucket, channel.state
@@ -322,7 +322,7 @@ class ParameterRunner:
             if bool(failed.any()) and error is None:
                 error = NotFiniteError("what other ranks of this worker carry is not finite")
         if error is not None:
-            self._context.nonfinite.keep(error)
+            self._context.nonfinite.report(error)
             return Arrival(message)
         if replica.size > 1:
             replica.all_gather(result.flat, message)

@@ -88,7 +88,7 @@ class RecipeRun:
             label = f"{r.name} of step {session.step + 1}"
             session.status(label)
             call = Call(session.step, GRADIENTS)
-            session.comm.announce(partial(link.begin_call, call, wait=False))
+            session.comm.before_next(partial(link.begin_call, call, wait=False))
             return label
 
         def clock() -> Clock:
@@ -215,7 +215,7 @@ class RecipeRun:
         step = self.session.step + 1
         for gradients in self._due(step):
             label = f"{gradients.round.name} of step {step}"
-            self.session.nonfinite.tell(gradients.exchange, label).wait()
+            self.session.nonfinite.check(gradients.exchange, label).wait()
 
     def _due(self, step: int) -> Iterator[GradientRunner]:
         return (g for g in self.gradients if g.round.when(step))
@@ -266,7 +266,7 @@ class RecipeRun:
         """Tell the other ranks which round the next message belongs to."""
         if running.communicates:
             call = Call(self.session.step, running.round.name)
-            self.session.comm.announce(partial(running.link.begin_call, call, wait=False))
+            self.session.comm.before_next(partial(running.link.begin_call, call, wait=False))
 
     def _averaging_ends(self) -> bool:
         """Whether gradients were averaged over all workers in every step so far, and are not in the

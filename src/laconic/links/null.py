@@ -1,7 +1,7 @@
-"""A link over which nothing is sent: what rounds keep the processors busy with can then be timed.
+"""A link that sends nothing, to time the computation of rounds without a network.
 
-Every other rank is taken to say what this one says, so that all that is decoded, checked and summed
-is well-formed.
+It acts as if every other rank sent what this one sends, so that everything that is decoded, checked
+and summed is well-formed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from laconic.links.calls import Call
 from laconic.links.link import Parts, arrivals, hops
 
 
-class Silent:
-    """The link of rank 0 among ``size`` ranks that all bring the same. `mean` leaves its message
-    as it is: what a real one sums is timed with the network."""
+class NullLink:
+    """The link of rank 0 among ``size`` ranks that all have the same tensors. `mean` does nothing:
+    a real link's sum is timed with the network."""
 
     rank = 0
     threaded = True
@@ -80,8 +80,8 @@ class Silent:
     def gather(self, x: Tensor) -> Tensor:
         return torch.stack([x] * self.size)
 
-    def split(self, sets: Sequence[Sequence[int]]) -> Silent:
-        return Silent(next(len(ranks) for ranks in sets if self.rank in ranks))
+    def split(self, sets: Sequence[Sequence[int]]) -> NullLink:
+        return NullLink(next(len(ranks) for ranks in sets if self.rank in ranks))
 
     def status(self, text: str) -> None:
         """Nobody asks."""

@@ -20,6 +20,7 @@ from laconic.errors import LinkError
 from laconic.links import health
 from laconic.links.handshake import SECRET_BYTES
 from laconic.links.health import Verdict
+from laconic.links.texts import clean
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -115,7 +116,7 @@ class Meeting:
         try:
             yield
         except RuntimeError as error:
-            reason = health.clean(str(error).splitlines()[0])
+            reason = clean(str(error).splitlines()[0])
             others = [r for r in range(self._size) if r != self._rank]
             with self._failing():
                 addresses = [self._text(self._store.get(f"beacon/{r}")) for r in others]
@@ -171,7 +172,7 @@ class Meeting:
         except LinkError:
             raise
         except RuntimeError as error:
-            reason = health.clean(str(error).splitlines()[0])
+            reason = clean(str(error).splitlines()[0])
             store = self._raw
             while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
                 store = store.underlying_store

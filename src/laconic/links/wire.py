@@ -9,7 +9,6 @@ wakes the one that waits. With 4 ranks on 2 cores that was half of what a round 
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import secrets
 import select
@@ -26,17 +25,13 @@ from torch import Tensor
 from laconic import native
 from laconic.errors import LinkError
 from laconic.links import forks, handshake
-from laconic.links.health import Address
-from laconic.links.talks import Talk, Talks
+from laconic.links.addresses import Address
+from laconic.links.connect import Connecting
 
 VERSION = 4
 """What ``wire.c`` must be."""
 
 _HEADER = struct.Struct("=QQQ")  # the sender's call (serial, id), and how many bytes follow
-PURPOSE = b"wire"
-HELLO_SECONDS = 5.0
-"""How long a caller may take in all to prove who it is."""
-LOOK_SECONDS, RETRY_SECONDS = 1.0, 0.05
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 5}
 """A connection over which nothing comes ends after 30 s in which the other host acknowledged none
 of 5 probes, be they lost for a while on a saturated network. A stopped process's kernel answers."""
@@ -48,15 +43,15 @@ _ALL, _AT_ONCE = -1, -2
 
 
 class OtherCallError(LinkError):
-    """What comes from ``rank``, called ``name``, is of another call than this rank is in, at
-    ``place``, or of another length."""
+    """A message from ``rank``, called ``name``, is of another call than this rank is in, according
+    to its ``header``, or of another length."""
 
     def __init__(
-        self, rank: int, name: int, place: tuple[int, int], size: int, expected: int
+        self, rank: int, name: int, header: tuple[int, int], size: int, expected: int
     ) -> None:
         super().__init__(f"rank {name} has sent {size} bytes where {expected} are due")
         self.rank = rank
-        self.place = place
+        self.header = header
 
 
 class LostError(RuntimeError):
@@ -130,7 +125,7 @@ class Transfer:
         connections: Connections,
         sends: Mapping[int, Tensor],
         receives: Mapping[int, Tensor],
-        place: tuple[int, int],
+        header: tuple[int, int],
         timeout: float,
         names: Sequence[int],
         *,
@@ -154,7 +149,7 @@ class Transfer:
                 )
             size, comes = x.numel() * x.element_size(), index < len(receives)
             end = _HEADER.size + size
-            begun = (*place, size, x.data_ptr(), end, end if ready or comes else 0, 0)
+            begun = (*header, size, x.data_ptr(), end, end if ready or comes else 0, 0)
             _BEGUN.pack_into(self._messages, index * _BEGUN.size, *begun, connections[r], comes)
         connections.busy = True
         self._move(_AT_ONCE)
@@ -193,9 +188,9 @@ class Transfer:
             raise LostError(f"nothing was sent or received for {self._timeout:g} s")
         rank, message = self._ranks[index], self._messages[index]
         if outcome == _OTHER:
-            *place, size = _HEADER.unpack(message.got)
+            serial, call_id, size = _HEADER.unpack(message.got)
             expected = message.end - _HEADER.size
-            raise OtherCallError(rank, self._names[rank], (place[0], place[1]), size, expected)
+            raise OtherCallError(rank, self._names[rank], (serial, call_id), size, expected)
         why = "closed by it" if outcome == _CLOSED else os.strerror(error)
         raise LostError(f"connection to rank {self._names[rank]}: {why}")
 
@@ -293,7 +288,7 @@ class Wire:
             self._server = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
             forks.close_in_child(self._server)
         self._rank = rank
-        self._timeout = timeout
+        self.timeout = timeout
         self._names = names
         self._key = secrets.token_bytes(handshake.KEY_BYTES)
         self._connections = Connections()
@@ -303,56 +298,13 @@ class Wire:
         """Call the ranks before this one, at their ``addresses``, and be called by those behind it;
         with no addresses, none. All of them know the ``secret``, and prove it to each other.
         ``check()``, every second of waiting, raises if it is in vain."""
+        at = self._rank, self._names, self._key, secret, self.timeout, self._keep
         try:
             with self._server:
-                self._connect(addresses, secret, check)
+                Connecting(*at).run(self._server, addresses, check)
         except BaseException:
             self._connections.close()  # or the others would wait as long as the error is kept
             raise
-
-    def _connect(self, addresses: Sequence[str], secret: bytes, check: Callable[[], None]) -> None:
-        start = time.monotonic()
-        deadline, look = start + self._timeout, start + LOOK_SECONDS
-        talks, calls = Talks(), _Calls(self._rank, self._names, secret, deadline, self._keep)
-        calls.to = {r: Address.parse(a) for r, a in enumerate(addresses[: self._rank])}
-        callers = set(range(self._rank + 1, len(addresses)))
-        talks.serve(
-            self._server,
-            lambda: handshake.answer(
-                PURPOSE,
-                lambda key: secret if key == self._key else None,
-                lambda hello, _: self._welcome(hello.number, callers),
-                most=0,
-            ),
-            HELLO_SECONDS,
-            self._greeted,
-        )
-        try:
-            while missing := {*calls.to, *callers} - {*self._connections}:
-                now = time.monotonic()
-                if now >= deadline:
-                    who = sorted(self._names[r] for r in missing)
-                    raise LinkError(
-                        f"ranks {who} have not called within {self._timeout:g} s", ranks=who
-                    )
-                if now >= look:
-                    check()
-                    look = now + LOOK_SECONDS
-                again = calls.begin(talks, now)
-                talks.turn(max(min(deadline, look, again) - now, 0))
-        finally:
-            talks.close()
-
-    def _welcome(self, rank: int, callers: set[int]) -> bytes:
-        if rank not in callers:
-            raise handshake.RefusedError(f"rank {rank} has no business here")
-        return b""
-
-    def _greeted(self, talk: Talk, error: Exception | None) -> None:
-        """A caller was greeted, or was none of ours."""
-        if error is None:
-            rank = handshake.Hello.unpack(talk.result[: handshake.HELLO_BYTES]).number
-            self._keep(rank, talk.connection)
 
     def _keep(self, rank: int, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -409,68 +361,18 @@ class Wire:
         self,
         sends: Mapping[int, Tensor],
         receives: Mapping[int, Tensor],
-        place: tuple[int, int],
+        header: tuple[int, int],
         *,
         ready: bool = True,
     ) -> Transfer:
         """Begin to send ``sends[r]`` to rank r, and to take what comes from it into
-        ``receives[r]``; rank r must do so at the same ``place``, with as many bytes. What is not
+        ``receives[r]``; rank r must do so with the same ``header`` (the call's serial
+        number and id), and as many bytes. What is not
         ``ready`` is sent one by one (`Transfer.send`)."""
-        at = self._timeout, self._names
-        return Transfer(self._connections, sends, receives, place, *at, ready=ready)
+        at = self.timeout, self._names
+        return Transfer(self._connections, sends, receives, header, *at, ready=ready)
 
     def close(self) -> None:
         """Let go of the connections; they end when no message on them is under way."""
         self._connections = Connections()
         self._server.close()
-
-
-class _Calls:
-    """The ranks that rank ``rank`` has yet to call, ``to`` their addresses; ``keep`` gets the
-    connections."""
-
-    def __init__(
-        self,
-        rank: int,
-        names: Sequence[int],
-        secret: bytes,
-        deadline: float,
-        keep: Callable[[int, socket.socket], None],
-    ) -> None:
-        self.to: dict[int, Address] = {}
-        self._rank, self._names, self._secret = rank, names, secret
-        self._deadline, self._keep = deadline, keep
-        self._again: dict[int, float] = {}
-
-    def begin(self, talks: Talks, now: float) -> float:
-        """Call those whose turn it is; returns when the next one's is."""
-        for rank, (host, port, key) in self.to.items():
-            if self._again.get(rank, 0) > now:
-                continue
-            self._again[rank] = math.inf
-            exchange = handshake.call(
-                self._secret, PURPOSE, bytes.fromhex(key), self._rank, b"", most=0
-            )
-
-            def ended(talk: Talk, error: Exception | None, rank: int = rank) -> None:
-                if error is None:
-                    self._keep(rank, talk.connection)
-                elif talk.connecting:
-                    self._unreachable(rank, error)
-                else:  # it was flooded by strangers, perhaps
-                    self._again[rank] = time.monotonic() + RETRY_SECONDS
-
-            try:
-                talks.call(host, port, exchange, self._deadline, ended)
-            except OSError as error:
-                self._unreachable(rank, error)
-        return min(self._again.values(), default=math.inf)
-
-    def _unreachable(self, rank: int, error: Exception) -> None:
-        host, port, _ = self.to[rank]
-        name = self._names[rank]
-        raise LinkError(
-            f"rank {name} can't be reached at {host}, port {port}: {error}; where a host has "
-            "several networks GLOO_SOCKET_IFNAME names the interface to use",
-            ranks=[name],
-        ) from error

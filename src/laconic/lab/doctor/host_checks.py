@@ -21,10 +21,11 @@ import torch.distributed as dist
 
 from laconic import __version__
 from laconic.codecs import kernels
+from laconic.device import ACCELERATORS
 from laconic.errors import install
 from laconic.lab.emulation.cluster import Cluster, NamespacesUnavailable
 from laconic.links import wire
-from laconic.links.health import address_of, address_towards
+from laconic.links.addresses import address_of, address_towards
 
 Level = Literal["ok", "warning", "problem"]
 Environment = Mapping[str, str]
@@ -102,7 +103,8 @@ def software(environ: Environment) -> list[Finding]:
         remedy = "install a torch that is built with it, as those from pytorch.org are"
         found.append(Finding("problem", group, "this torch has no gloo back end", remedy))
     found.append(_kernels())
-    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    cuda = ACCELERATORS["cuda"]
+    cards = cuda.count()
     wanted = number(environ, "LOCAL_WORLD_SIZE", 1)
     if not cards and Path("/dev/nvidia0").exists():
         found.append(
@@ -115,7 +117,7 @@ def software(environ: Environment) -> list[Finding]:
         )
     elif not cards:
         found.append(Finding("ok", group, "no CUDA device: training runs on CPUs, with gloo"))
-    elif not dist.is_nccl_available():
+    elif not cuda.can_communicate():
         remedy = "install a torch that is built with it, as those from pytorch.org are"
         found.append(Finding("problem", group, f"{cards} CUDA devices but no NCCL", remedy))
     elif wanted > cards:
@@ -128,7 +130,7 @@ def software(environ: Environment) -> list[Finding]:
             )
         )
     else:
-        names = sorted({torch.cuda.get_device_name(card) for card in range(cards)})
+        names = sorted({cuda.model_name(card) for card in range(cards)})
         found.append(Finding("ok", group, f"NCCL, {cards} CUDA devices ({', '.join(names)})"))
     return found
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from laconic.lab.doctor.host_checks import Environment, Finding, number, versions
-from laconic.links.health import address_towards
+from laconic.links.addresses import address_towards
 from laconic.units import format_rate
 
 GROUP = "between hosts"

@@ -29,7 +29,7 @@ from laconic.lab.race.entrant import Contender, Laconic, Other
 from laconic.lab.race.rivals import Peer
 from laconic.lab.race.timeline import interface_counts
 from laconic.lab.race.workloads import Batch, Workload, lr_factor
-from laconic.links import Link, Throttled, TorchLink
+from laconic.links import Link, Throttled, world_link
 
 NOT_FINITE = 3
 """The exit code of a rank that ends with a `NotFiniteError`: the training diverged."""
@@ -172,7 +172,7 @@ class Run:
 
     def _link(self) -> Link:
         timeout = timedelta(seconds=self.spec.timeout)
-        link = TorchLink.world(torch.device("cpu"), timeout)
+        link = world_link(torch.device("cpu"), timeout)
         if self.spec.bandwidths is None and not self.spec.latency:
             return link
         bandwidth = None if self.spec.bandwidths is None else self.spec.bandwidths[self.host]
