@@ -54,6 +54,7 @@ from typing import Any, ClassVar
 if __name__ == "__main__":  # before torch is imported, and for the processes of a pool
     os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
     os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
+    sys.path.append(str(Path(__file__).parent / "support"))
 
 import numpy as np
 import torch
