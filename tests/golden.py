@@ -834,9 +834,7 @@ def _replicas() -> Iterator[tuple[str, Case]]:
     for name, recipe in recipes.items():
         yield f"{name}, 2 ranks a worker", Case(recipe, 4, {"nprocs_per_node": 2})
     both = {"nprocs_per_node": 2, "group_size": 2}
-    # over processes `laconic.attach` hangs here: torch's new_group wants every rank of the world to
-    # make the same groups, and each of a worker's ranks makes those among its own peers alone
-    yield "hierarchical, 2 ranks a worker", Case(la.hierarchical(2, 6), 4, both, processes=False)
+    yield "hierarchical, 2 ranks a worker", Case(la.hierarchical(2, 6), 4, both)
 
 
 def _loops() -> Iterator[tuple[str, Case]]:
