@@ -342,8 +342,8 @@ for rate in rates:
 #    for five. Which period wins each time, and why not the same one?
 # 3. Double the hosts (`--hosts 4`). By how much do the bytes per step grow? And with eight? What
 #    happens to seconds per step, when all hosts share one processor?
-# 4. Add a latency of 50 ms (`--latency 50ms`) at 100 Mbit/s. Which recipes slow down, and which do not
-#    change?
+# 4. Add a latency of 50 ms (`--latency 50ms`) at 100 Mbit/s. Which recipes slow down, and which do
+#    not change?
 # 5. Give one host a tenth of the bandwidth (`--bandwidth-host 1=10mbit`). Who waits for whom?
 #
 # ## Where to go next
