@@ -428,8 +428,8 @@ if FULL:  # learning takes its steps
 #   that go equally far.
 # - **Gossip** does what gradient averaging does, for two thirds of the bytes among 4 workers. With
 #   more workers it still sends one model per step.
-# - **EASGD and LSGD** are behind local SGD with the same period on both kinds of shards. They couple
-#   workers loosely to explore, which does not pay off on this small task.
+# - **EASGD and LSGD** are behind local SGD with the same period on both kinds of shards. They
+#   couple workers loosely to explore, which does not pay off on this small task.
 #
 # ## A leader with the wrong samples
 #

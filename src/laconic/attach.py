@@ -1,4 +1,4 @@
-"""The front door: one line added to a training loop."""
+"""`init` and `attach`: the lines that a user adds to a training loop."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from laconic.algorithms.compile import check_groups, warn_of_groups
+from laconic.algorithms.compile import check_groups, warn_of_groups, within_workers
 from laconic.algorithms.round import Recipe, is_recipe, renamed
 from laconic.auto import Auto, Chooser, start
 from laconic.buckets import is_sharded, reshard
+from laconic.device import common_device, select_own
 from laconic.engine.driver import Driver
 from laconic.engine.model_checks import check_devices, check_unwrapped
 from laconic.engine.session import Settings
 from laconic.engine.synchronizer import BUFFERS, Synchronizer
-from laconic.errors import check_choice, check_float, check_int, in_words
+from laconic.errors import TIMEOUT, check_choice, check_float, check_int, in_words
 from laconic.links import Link, rendezvous
 from laconic.links.attempts import open_store
-from laconic.links.rank_sets import agreed_link, common_device, layout_of, sets_of, within_workers
+from laconic.links.rank_sets import agreed_link, layout_of, sets_of
 from laconic.metrics import Metrics, MetricsArgument, agree_on_metrics, check_metrics
 
 if TYPE_CHECKING:
@@ -33,14 +34,12 @@ if TYPE_CHECKING:
 _attached: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Synchronizer]] = (
     weakref.WeakKeyDictionary()
 )
-"""Weak on both sides: an attached optimiser's hooks keep its synchroniser alive."""
-_carried: weakref.WeakKeyDictionary[Link, weakref.ref[Synchronizer]] = weakref.WeakKeyDictionary()
-_scaled: weakref.WeakKeyDictionary[torch.amp.GradScaler, list[weakref.ref[Synchronizer]]] = (
+"""Weak on both sides: an attached optimizer's hooks keep its synchronizer alive."""
+_on_link: weakref.WeakKeyDictionary[Link, weakref.ref[Synchronizer]] = weakref.WeakKeyDictionary()
+_by_scaler: weakref.WeakKeyDictionary[torch.amp.GradScaler, list[weakref.ref[Synchronizer]]] = (
     weakref.WeakKeyDictionary()
 )
-TIMEOUT = 600.0
-"""Seconds after which a rank that does not answer is an error on all others."""
-_watched: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
+"""Its keys are the scalers whose methods `_watch` has replaced."""
 
 
 def init() -> None:
@@ -50,37 +49,19 @@ def init() -> None:
     elsewhere. Selects GPU LOCAL_RANK, or GPU 0 if the process sees only one
     (CUDA_VISIBLE_DEVICES). When torchrun restarts the ranks after a failure (``--max-restarts``),
     they rendezvous again: keys left in the store by an earlier attempt are ignored. From then on
-    the other ranks notice when this process ends, and `attach` names it there.
+    the other ranks notice when this process ends, and their `attach` names it.
 
-    Raises ``ValueError`` where there are fewer GPUs than ranks on this host.
+    Raises ``ValueError`` if there are fewer GPUs than ranks on this host.
     """
     if dist.is_initialized():
         return
-    cuda = torch.cuda.is_available() and dist.is_nccl_available()
-    if cuda:
-        torch.cuda.set_device(_own_gpu())
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    backend = select_own()
     if "RANK" in os.environ:
         store, rank, size = open_store()
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     else:
         dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
     rendezvous.publish()
-
-
-def _own_gpu() -> int:
-    """Which of the GPUs that this process sees is its own."""
-    visible, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
-    if visible == 1:
-        return 0
-    ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), local + 1)
-    if ranks > visible:
-        raise ValueError(
-            f"{visible} GPUs are visible to LOCAL_RANK {local} of {ranks} on this host: start at "
-            "most one process for each GPU, give each process its own by CUDA_VISIBLE_DEVICES, or "
-            "call torch.cuda.set_device and torch.distributed.init_process_group yourself"
-        )
-    return local
 
 
 def attach(
@@ -98,45 +79,44 @@ def attach(
     seed: int = 0,
     metrics: MetricsArgument = None,
 ) -> Synchronizer:
-    """Have ``recipe`` keep this rank's ``model`` in step with the other ranks'.
+    """Train ``model`` together with the other ranks by ``recipe``.
 
-    All ranks start from rank 0's parameters and buffers. From then on the optimiser's own
+    All ranks start from rank 0's parameters and buffers. From then on the optimizer's own
     ``step()`` runs the rounds; the training loop stays as it is. At its end call
-    ``sync.finish()``, or use the synchroniser in a ``with``.
+    ``sync.finish()``, or use the synchronizer in a ``with``.
 
-    ``model`` is the plain module, on one device: one in torch's DistributedDataParallel, which
-    averages all gradients at every step, is refused. Buffers may be on the CPU beside parameters on
+    ``model`` is the plain module, on one device. A model in torch's DistributedDataParallel, which
+    averages all gradients at every step, is an error. Buffers may be on the CPU and parameters on
     a GPU if the process group takes CPU tensors, as that of `laconic.init` does.
 
-    ``nprocs_per_node``: ranks that make up one worker (``"env"``: torchrun's LOCAL_WORLD_SIZE);
-    their gradients are averaged in every backward pass, and each carries its part of the rounds.
-    ``mesh``: the same by a DeviceMesh of (workers) or (workers, ranks of a worker), ranks in
-    ascending order; needed where a worker's parameters are sharded over its ranks (FSDP's
-    ``fully_shard``, over the one-dimensional mesh of these ranks): each then carries its shard, and
-    gradients inside the worker are FSDP's business.
-    ``group_size``: neighbouring workers that make up one group, for recipes with rounds inside
-    groups.
+    ``nprocs_per_node``: ranks in one worker (``"env"``: torchrun's LOCAL_WORLD_SIZE). Their
+    gradients are averaged in every backward pass, and each communicates its part of the rounds.
+    ``mesh``: the same as a DeviceMesh of (workers) or (workers, ranks of a worker), ranks in
+    ascending order. It is required if a worker's parameters are sharded over its ranks (FSDP's
+    ``fully_shard``, over the one-dimensional mesh of these ranks). Each rank then communicates its
+    shard, and FSDP averages gradients inside the worker.
+    ``group_size``: neighboring workers in one group, for recipes with rounds inside groups.
     ``buffers``: average the module's floating-point buffers with the rounds, or keep each
     worker's. ``scaler``: the GradScaler, so that steps it skips are counted. ``link``: the
     network to use in place of torch's process group. ``timeout``: seconds after which, on that
-    process group, a rank that does not answer is an error on all others. ``seed``: of what a
-    recipe draws at random (pairs), alike on all ranks. ``metrics``: a file for lines of JSON about
-    the run, a directory for one file from each rank, `laconic.TensorBoard`, or a list of such;
+    process group, a rank that does not answer is an error on all others. ``seed``: for a recipe's
+    random choices (pairs), the same on all ranks. ``metrics``: a file for the run's metrics as
+    lines of JSON, a directory for one file per rank, `laconic.TensorBoard`, or a list of these;
     ``laconic watch`` shows them.
 
-    Raises ``ValueError`` for what cannot work, on every rank, and `laconic.LinkError` later where
-    a rank is lost.
+    Raises ``ValueError`` on every rank for arguments that cannot work, and `laconic.LinkError`
+    later if a rank is lost.
     """
     rounds = start(2).recipe if isinstance(recipe, Auto) else recipe
     params: list[Tensor] = []
     places: list[Metrics] = []
-    problem, patience = None, TIMEOUT
+    problem, seconds = None, TIMEOUT
     try:
-        patience = check_float("timeout", timeout, 0.0, strict=True)
+        seconds = check_float("timeout", timeout, 0.0, strict=True)
         reshard(model)
         _check(model, optimizer, rounds)
-        check_devices(model, _held(optimizer), cpu_buffers=True if link is not None else None)
-        params = _held(optimizer)
+        check_devices(model, _params(optimizer), cpu_buffers=True if link is not None else None)
+        params = _params(optimizer)
         check_groups(rounds, group_size is not None)
         warn_of_groups(rounds, group_size)
         check_choice("buffers", buffers, BUFFERS)
@@ -144,28 +124,28 @@ def attach(
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise ValueError(f"scaler must be a torch.amp.GradScaler, not {scaler!r}")
         places = check_metrics(metrics)
-    except Exception as error:  # the other ranks are to hear of it
+    except Exception as error:  # every rank raises it
         problem = in_words(error)
-    carried = _alive(_carried.get(link)) if link is not None else None
-    if carried is not None and carried.attached and link is not None and link.threaded:
-        raise ValueError(
-            "this link carries another synchroniser's rounds, and two would mix up their messages: "
-            "make a link for each, or call sync.detach() first"
-        )
-    if carried is not None:
-        carried.drain()
+    previous = _alive(_on_link.get(link)) if link is not None else None
+    if previous is not None and link is not None:
+        if previous.attached and link.threaded:
+            raise ValueError(
+                "this link has another synchronizer attached, and their messages would mix: make a "
+                "link for each, or call sync.detach() first"
+            )
+        previous.drain()
     device = params[0].device if params else common_device()
-    with ExitStack() as made:
-        world = agreed_link(problem, link, device, patience, "attach")
+    with ExitStack() as on_error:
+        world = agreed_link(problem, link, device, seconds)
         if link is None:
-            made.callback(world.close)
+            on_error.callback(world.close)
         sharded = any(is_sharded(p) for p in params)
         shards = [p for p in (*params, *model.parameters()) if is_sharded(p)]
         ranks = layout_of(world, nprocs_per_node, mesh, shards)
         sets = sets_of(world, ranks, group_size, sharded)
         for other in sets.values():
             if other is not world:
-                made.callback(other.close)
+                on_error.callback(other.close)
         places = agree_on_metrics(places, world)
 
         def arrange(recipe: Recipe) -> Recipe:
@@ -177,99 +157,100 @@ def attach(
 
         policy = Chooser(recipe, sets["workers"].size) if isinstance(recipe, Auto) else None
         rounds = rounds if policy is None else policy.recipe
-        # one that is switched off looks at nothing
+        # a disabled scaler does not check for overflow
         scale = scaler.get_scale if scaler is not None and scaler.is_enabled() else None
         settings = Settings(buffers == "average", arrange, seed, scale, policy)
         driver = Driver(model, optimizer, rounds, sets, device, settings)
-        made.pop_all()  # the synchroniser goes on with them
+        on_error.pop_all()  # the synchronizer keeps the links open
     sync = Synchronizer(driver)
     sync.record(places)
     if scaler is not None:
         _watch(scaler)
         if scaler.is_enabled():
             driver.use_scaler(scaler)
-            _scaled.setdefault(scaler, []).append(weakref.ref(sync))
+            _by_scaler[scaler].append(weakref.ref(sync))
     claim(optimizer, sync)
     if link is not None:
-        _carried[link] = weakref.ref(sync)
+        _on_link[link] = weakref.ref(sync)
     return sync
 
 
 def claim(optimizer: Optimizer, sync: Synchronizer) -> None:
-    """``sync`` follows ``optimizer`` from now on."""
+    """Record that ``sync`` follows ``optimizer``."""
     _attached[optimizer] = weakref.ref(sync)
 
 
 def synchronizer_of(optimizer: Optimizer) -> Synchronizer | None:
-    """The one that was attached to ``optimizer`` last, if it still exists."""
+    """The synchronizer attached to ``optimizer`` last, if it still exists."""
     return _alive(_attached.get(optimizer))
 
 
 def release(optimizer: Optimizer) -> None:
-    """Nothing follows ``optimizer`` any more."""
+    """Record that no synchronizer follows ``optimizer``."""
     _attached.pop(optimizer, None)
 
 
 def check_free(optimizer: Optimizer) -> None:
-    """Raise if a synchroniser follows ``optimizer``."""
-    before = synchronizer_of(optimizer)
-    if before is not None and before.attached:
+    """Raise if a synchronizer follows ``optimizer``."""
+    sync = synchronizer_of(optimizer)
+    if sync is not None and sync.attached:
         raise ValueError("this optimizer is attached already: call sync.detach() first")
 
 
-def _alive(held: weakref.ref[Synchronizer] | None) -> Synchronizer | None:
-    return None if held is None else held()
+def _alive(reference: weakref.ref[Synchronizer] | None) -> Synchronizer | None:
+    return None if reference is None else reference()
 
 
-def _held(optimizer: Optimizer) -> list[Tensor]:
+def _params(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _check(model: nn.Module, optimizer: Optimizer, recipe: Recipe) -> None:
     if not is_recipe(recipe):
         raise ValueError(
-            f"recipe must be what a recipe function returns, as laconic.local_sgd(12), not "
+            "recipe must be what a recipe function returns, such as laconic.local_sgd(12), not "
             f"{recipe!r}"
         )
     check_unwrapped(model)
     known = {id(p) for p in model.parameters()}
-    params = _held(optimizer)
+    params = _params(optimizer)
     if not params or not any(id(p) in known for p in params):
-        raise ValueError("the optimizer holds no parameter of the model")
+        raise ValueError(
+            "the optimizer has no parameter of the model: make it from model.parameters()"
+        )
     if any(p.device.type == "meta" for p in params):
-        raise ValueError("the model's parameters are on the meta device: materialise them first")
+        raise ValueError("the model's parameters are on the meta device: materialize them first")
     check_free(optimizer)
 
 
-def _under(scaler: torch.amp.GradScaler) -> list[Synchronizer]:
-    """The attached ones, in the order in which they were."""
-    held = [reference() for reference in _scaled.get(scaler, ())]
-    return [sync for sync in held if sync is not None and sync.attached]
+def _synchronizers_of(scaler: torch.amp.GradScaler) -> list[Synchronizer]:
+    """The attached synchronizers with ``scaler``, in the order of `attach`."""
+    found = [_alive(reference) for reference in _by_scaler[scaler]]
+    return [sync for sync in found if sync is not None and sync.attached]
 
 
 def _watch(scaler: torch.amp.GradScaler) -> None:
-    """Have the synchroniser of an optimiser hear of the steps that ``scaler`` skips, which the
-    optimiser's own hooks do not see, and of its updates. One scaler may serve several
-    optimisers."""
-    if scaler in _watched:
+    """Wrap the methods of ``scaler`` so that synchronizers count the steps that it skips, which the
+    optimizer's hooks do not see, and see its updates. One scaler may serve several optimizers."""
+    if scaler in _by_scaler:
         return
-    original, updated = scaler.step, scaler.update
+    _by_scaler[scaler] = []
+    scaler_step, scaler_update = scaler.step, scaler.update
 
     def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        for other in _under(scaler):
+        for other in _synchronizers_of(scaler):
             other.driver.scaler_steps()
         sync = synchronizer_of(optimizer)
         before = None if sync is None else sync.step
-        result = original(optimizer, *args, **kwargs)
+        result = scaler_step(optimizer, *args, **kwargs)
         if sync is not None and sync.attached and sync.driver.hooked and sync.step == before:
             sync.driver.advance()
         return result
 
     def update(*args: Any, **kwargs: Any) -> None:
-        updated(*args, **kwargs)
-        for sync in _under(scaler):
+        scaler_update(*args, **kwargs)
+        for sync in _synchronizers_of(scaler):
             sync.driver.scaler_updated()
 
     scaler.step = step  # type: ignore[method-assign]
     scaler.update = update  # type: ignore[method-assign]
-    _watched.add(scaler)

@@ -27,6 +27,7 @@ from torch import Tensor
 from laconic.algorithms.named import checked
 from laconic.algorithms.recipes import ddp, streaming_diloco
 from laconic.algorithms.round import GradientRound, Recipe, Round
+from laconic.device import synchronize
 from laconic.engine.session import Session
 from laconic.errors import check_float
 from laconic.links import cost
@@ -357,8 +358,7 @@ class Chooser:
 
     def _clock(self) -> float:
         """Seconds, when all that was asked of the card is done."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         return time.perf_counter()
 
     # -- saving ----

@@ -1,7 +1,7 @@
-"""Tensors as the rounds see them: which ones (selectors), cut into flat buckets.
+"""The tensors of a round: selectors choose them, and flat buckets cover them.
 
-The only code that knows sharded tensors (`torch.distributed.tensor.DTensor`): a round averages
-each rank's local shard.
+Only this file handles sharded tensors (`torch.distributed.tensor.DTensor`): a round averages each
+rank's local shard.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 BUCKET_BYTES = 25 * 2**20
-"""Most bytes a bucket holds: large enough that bytes, not messages, take the time."""
+"""Most bytes in a bucket: enough that a round's time depends on its bytes, not its messages."""
 
 
 @dataclass(frozen=True)
@@ -32,23 +32,23 @@ class Segment:
         return local(self.tensor).reshape(-1)[self.start : self.stop]
 
     def write(self, values: Tensor) -> None:
-        """``values`` into the elements."""
-        own = local(self.tensor)
-        if own.is_contiguous():
-            own.view(-1)[self.start : self.stop].copy_(values)
+        """Write ``values`` to the elements."""
+        shard = local(self.tensor)
+        if shard.is_contiguous():
+            shard.view(-1)[self.start : self.stop].copy_(values)
         else:
-            assert (self.start, self.stop) == (0, own.numel()), "a strided tensor is never cut"
-            own.copy_(values.view(own.shape))
+            assert (self.start, self.stop) == (0, shard.numel()), "a strided tensor is never cut"
+            shard.copy_(values.view(shard.shape))
 
 
 Selector = Callable[[nn.Module, Optimizer], list[dict[str, Tensor]]]
-"""Which tensors a round is about: named tensors by parameter group. Asked once by updates that
-keep state and for `parameters`; before every round by the others, which then take the names that
+"""Returns a round's tensors by name, one dict per parameter group. It is called once if it is
+`parameters` or the update has state; otherwise before every round, which then uses the names that
 all ranks have."""
 
 
 def parameters(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Tensor]]:
-    """All parameters of the optimiser, in group order: the papers' ``x``."""
+    """All parameters of the optimizer, in group order: the papers' ``x``."""
     return [
         {str(index): p for index, p in enumerate(group["params"])}
         for group in optimizer.param_groups
@@ -57,15 +57,15 @@ def parameters(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Fragment:
-    """The fragment of number ``index``, from 0, of ``count``: the optimiser's parameters in runs of
-    about equal bytes, in the order of their parameter group, which for most models is that of the
-    forward pass. Each group is cut on its own, so that one added later moves nothing.
+    """Fragment ``index``, from 0, of ``count``: consecutive parameters of the optimizer with about
+    equal bytes, in the order of their group (for most models that of the forward pass). Each group
+    is divided on its own, so that a group added later changes no other fragment.
 
-    ``by`` ``"bytes"``: runs of tensors; one larger than a fragment's share of its group is cut into
-    equal stretches that are not, unless it is strided. A fragment may stay empty.
-    ``"layers"``: runs of whole layers, which are the tensors whose names are alike up to the first
-    number (``blocks.3.``), or, where there is none, up to the first dot. What has s bytes and
-    begins at byte b of a group of B is in fragment ``floor(count * (b + s/2) / B)``.
+    ``by="bytes"`` divides between tensors. A tensor larger than a fragment's share of its group is
+    first cut into equal segments that are not, unless it is strided. A fragment may be empty.
+    ``by="layers"`` divides between layers: the tensors whose names are equal up to the first number
+    (``blocks.3.``), or, without a number, up to the first dot. A unit of s bytes that begins at
+    byte b of a group of B bytes is in fragment ``floor(count * (b + s/2) / B)``.
     """
 
     index: int
@@ -73,7 +73,7 @@ class Fragment:
     by: str = "bytes"
 
     def segments(self, model: nn.Module, optimizer: Optimizer) -> list[list[Segment]]:
-        """Its stretches of the parameters, by parameter group."""
+        """Its segments of the parameters, by parameter group."""
         names = {id(p): name for name, p in model.named_parameters()}
         return [
             self._of([(names.get(id(p), str(index)), p) for index, p in enumerate(group["params"])])
@@ -87,18 +87,18 @@ class Fragment:
         for name, p in group:
             if not local(p).numel():
                 continue
-            before, layer = layer, _layer(name) if self.by == "layers" else None
-            if layer is not None and layer == before:
+            previous, layer = layer, _layer(name) if self.by == "layers" else None
+            if layer is not None and layer == previous:
                 units[-1] += self._pieces(p, total)
             else:
                 units += [[piece] for piece in self._pieces(p, total)]
-        found, start = [], 0
+        segments, start = [], 0
         for unit in units:
             size = sum((s.stop - s.start) * s.tensor.element_size() for s in unit)
             if self.count * (2 * start + size) // (2 * total) == self.index:
-                found += unit
+                segments += unit
             start += size
-        return found
+        return segments
 
     def _pieces(self, p: Tensor, total: int) -> list[Segment]:
         size = local(p).numel()
@@ -118,8 +118,8 @@ def _layer(name: str) -> str:
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Tensor]]:
-    """The floating-point state that the optimiser keeps for its parameters (momenta); counters,
-    which are alike on all workers, are left alone."""
+    """The optimizer's floating-point state of its parameters, such as momenta; not its counters,
+    which are equal on all workers."""
     return [
         {
             f"{index}.{name}": value
@@ -132,23 +132,24 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Te
 
 
 def module_buffers(model: nn.Module, optimizer: Optimizer | None = None) -> list[dict[str, Tensor]]:
-    """The model's floating-point buffers (running statistics; integer counters are left alone)."""
+    """The model's floating-point buffers, such as running statistics; not its integer counters."""
     return [{name: b for name, b in model.named_buffers() if b.is_floating_point()}]
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether each rank holds a shard of ``tensor`` (a DTensor, as FSDP makes of parameters)."""
+    """Whether each rank has a shard of ``tensor`` (a DTensor, which FSDP makes of parameters)."""
     if type(tensor) in (Tensor, nn.Parameter):
         return False
-    from torch.distributed.tensor import DTensor  # slow to import, and seldom needed
+    from torch.distributed.tensor import DTensor  # slow to import, seldom needed
 
     return isinstance(tensor, DTensor)
 
 
 def reshard(model: nn.Module) -> None:
-    """Have FSDP let go of parameters that it holds whole, as it does of the outermost module's from
-    a forward pass until the backward pass: the next one then gathers the shards as they are."""
-    if "torch.distributed.fsdp" in sys.modules:  # slow to import, and seldom needed
+    """Have FSDP free the parameters that it has gathered, so that the next forward pass gathers the
+    shards anew. FSDP keeps those of the outermost module from a forward pass to its backward pass.
+    """
+    if "torch.distributed.fsdp" in sys.modules:  # slow to import, seldom needed
         from torch.distributed.fsdp import FSDPModule
 
         for module in model.modules():
@@ -157,17 +158,17 @@ def reshard(model: nn.Module) -> None:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of ``tensor``, without its history: itself, or a DTensor's local shard."""
-    part = tensor.detach()
-    return part.to_local() if is_sharded(tensor) else part  # type: ignore[attr-defined]
+    """This rank's elements of ``tensor``, detached: a DTensor's local shard, else all of them."""
+    detached = tensor.detach()
+    return detached.to_local() if is_sharded(tensor) else detached  # type: ignore[attr-defined]
 
 
 def on_mesh_of(value: Any, like: Tensor) -> Any:
-    """``value``, plain data in dicts, lists and tuples, with its shards on the mesh of ``like``: a
-    saved mesh names the ranks of its own run, which torch takes for another mesh."""
+    """Return ``value`` (dicts, lists and tuples) with its DTensors on the mesh of ``like``. A saved
+    mesh names the ranks of its own run, and torch treats it as another mesh."""
     from torch.distributed.tensor import DTensor
 
-    assert isinstance(like, DTensor), "asked of sharded models alone"
+    assert isinstance(like, DTensor), "only sharded models have a mesh"
     if isinstance(value, DTensor):
         shape, stride = value.shape, value.stride()
         mesh, placements = like.device_mesh, value.placements
@@ -180,13 +181,13 @@ def on_mesh_of(value: Any, like: Tensor) -> Any:
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums and outer state: float32 at least."""
+    """The dtype of sums and outer state: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def sums(tensors: Sequence[Tensor]) -> Tensor:
-    """Two sums over all elements, by which one compares what tensors hold, in float64; a piece at a
-    time, so that no copy of a large one is made."""
+    """The sums of all elements and of their absolute values, in float64, to compare tensors. Adds
+    up a piece at a time, so that no large tensor is copied."""
     total = torch.zeros(2, dtype=torch.float64)
     for t in tensors:
         real = torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
@@ -199,8 +200,8 @@ def sums(tensors: Sequence[Tensor]) -> Tensor:
 def mean_in_rank_order(
     tensors: Iterable[Tensor], *, reuse: bool = False, out: Tensor | None = None
 ) -> Tensor:
-    """``(x_0 + x_1 + ... ) / n``, added in this order, each as it comes, in float32 at least; with
-    ``reuse`` the sum is in the room of ``x_0``, and the mean in ``out``, where dtypes allow."""
+    """``(x_0 + x_1 + ... ) / n``, added in this order as the tensors arrive, in at least float32.
+    With ``reuse`` the sum overwrites ``x_0``; the mean is in ``out``. Both only if dtypes match."""
     rest = iter(tensors)
     first = next(rest)
     total = first.to(state_dtype(first.dtype), copy=not reuse)
@@ -213,25 +214,25 @@ def mean_in_rank_order(
 
 
 def _empty(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # kept and used again, whatever mode the caller is in
+    with torch.inference_mode(False):  # it is used again outside the caller's inference mode
         return torch.empty(length, dtype=dtype, device=device)
 
 
 def whole_of(tensor: Tensor) -> Segment:
-    """All of ``tensor``."""
+    """The segment that is all of ``tensor``."""
     return Segment(tensor, 0, local(tensor).numel())
 
 
 class Bucket:
-    """Stretches of tensors of one dtype and device (and of one parameter group, ``group``, where
-    it matters), taken as one flat tensor of ``length`` elements; the last ``length - numel`` of
-    them are padding, always zero."""
+    """Segments of tensors with one dtype and device (and one parameter group, ``group``, if it
+    matters) as one flat tensor of ``length`` elements. The last ``length - numel`` elements are
+    padding, always zero."""
 
     def __init__(self, segments: Sequence[Segment], group: int, multiple: int) -> None:
         self.segments = tuple(segments)
         self.group = group
         self.number = 0
-        """Among those of its round."""
+        """The index in its round."""
         self.dtype = local(segments[0].tensor).dtype
         self.device = local(segments[0].tensor).device
         self.shapes = [local(s.tensor).shape for s in segments]
@@ -243,13 +244,12 @@ class Bucket:
         self._pointers: list[int] = []
 
     def empty(self) -> Tensor:
-        """A flat tensor of the bucket's length, not filled."""
+        """An uninitialized flat tensor of the bucket's length."""
         return _empty(self.length, self.dtype, self.device)
 
     def views(self) -> list[Tensor] | None:
-        """The stretches as flat views of the tensors' own storage; None if one is strided.
-
-        Made once, and again after a user rebinds ``p.data``."""
+        """The segments as flat views of the tensors' storage; None if one tensor is strided. Made
+        again after a user rebinds ``p.data``."""
         pointers = [s.tensor.data_ptr() for s in self.segments]
         if self._views is None or pointers != self._pointers:
             contiguous = all(local(s.tensor).is_contiguous() for s in self.segments)
@@ -258,13 +258,13 @@ class Bucket:
         return self._views
 
     def pack(self, out: Tensor) -> Tensor:
-        """The tensors' values, one after the other, into ``out``; returns it."""
+        """Copy the segments' values, one after the other, to ``out``, and return it."""
         torch.cat(self.views() or [s.view() for s in self.segments], out=out[: self.numel])
         out[self.numel :].zero_()
         return out
 
     def unpack(self, flat: Tensor) -> None:
-        """``flat`` back into the tensors."""
+        """Copy ``flat`` to the segments."""
         views = self.views()
         if views is not None:
             torch._foreach_copy_(views, list(self.split(flat)))
@@ -273,30 +273,31 @@ class Bucket:
                 segment.write(values)
 
     def split(self, flat: Tensor) -> Sequence[Tensor]:
-        """``flat`` as one view for each segment."""
+        """``flat`` as one view per segment."""
         return torch.split(flat[: self.numel], self.sizes)
 
 
 def _segments(
     tensors: Iterable[Tensor | Segment], first: int, most: int, whole: bool
 ) -> Iterable[list[Segment]]:
-    """Tensors in order, cut into lists of segments of at most ``most`` elements each, the first
-    of at most ``first``; ``whole`` ones are not cut, and the last of a list may go beyond."""
+    """Cut the tensors, in order, into lists of segments with at most ``most`` elements each; the
+    first has at most ``first``. With ``whole`` no tensor is cut, and a list may exceed its limit by
+    a part of its last tensor."""
     segments: list[Segment] = []
-    room = first
+    space = first
     for tensor in tensors:
         piece = tensor if isinstance(tensor, Segment) else whole_of(tensor)
-        own, start, size = local(piece.tensor), piece.start, piece.stop
-        while start < size:
-            # a strided tensor has no flat view to write to, so it is never cut
-            cut = own.is_contiguous() and not whole
-            take = min(room, size - start) if cut else size
-            segments.append(Segment(piece.tensor, start, start + take))
-            start += take
-            room -= take
-            if room <= 0:
+        start, stop = piece.start, piece.stop
+        # a strided tensor has no flat view to write to
+        cut = local(piece.tensor).is_contiguous() and not whole
+        while start < stop:
+            end = min(start + space, stop) if cut else stop
+            segments.append(Segment(piece.tensor, start, end))
+            space -= end - start
+            start = end
+            if space <= 0:
                 yield segments
-                segments, room = [], most
+                segments, space = [], most
     if segments:
         yield segments
 
@@ -310,18 +311,18 @@ def bucketize(
     first_bytes: int | None = None,
     whole: bool = False,
 ) -> list[Bucket]:
-    """Buckets over ``groups`` of tensors, or of stretches of them: each of one group, dtype and
-    device, at most ``most_bytes`` long (first of a kind: ``first_bytes``), padded to a multiple of
-    ``multiple`` elements. A tensor larger than a bucket is cut. The same tensors give the same
-    buckets on every rank. ``first_group`` is the number of the first group. ``whole``: no tensor is
-    cut."""
+    """Make buckets of ``groups`` of tensors or segments. Each has one group, dtype and device, and
+    at most ``most_bytes`` (the first of each dtype and device: ``first_bytes``). It is padded to a
+    multiple of ``multiple`` elements. A tensor larger than a bucket is cut, unless ``whole``. The
+    same tensors give the same buckets on every rank. ``first_group``: the index of the first group.
+    """
     buckets = []
     most_bytes = most_bytes or BUCKET_BYTES
     for index, group in enumerate(groups, first_group):
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor | Segment]] = {}
         for tensor in group:
-            held = tensor.tensor if isinstance(tensor, Segment) else tensor
-            kinds.setdefault((held.dtype, held.device), []).append(tensor)
+            whole_tensor = tensor.tensor if isinstance(tensor, Segment) else tensor
+            kinds.setdefault((whole_tensor.dtype, whole_tensor.device), []).append(tensor)
         for (dtype, _), tensors in kinds.items():
             most = max(most_bytes // dtype.itemsize, 1)
             first = max((first_bytes or most_bytes) // dtype.itemsize, 1)
@@ -331,15 +332,14 @@ def bucketize(
 
 
 class Scratch:
-    """Reused room for one bucket at a time: a round holds one bucket, and the link a slice."""
+    """Reused memory for one tensor at a time: a round's bucket, or a link's slice."""
 
     def __init__(self) -> None:
-        self._room: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._memory: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def take(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """``length`` elements; what was taken before is overwritten."""
-        room = self._room.get((dtype, device))
-        if room is None or room.numel() < length:
-            room = _empty(length, dtype, device)
-            self._room[dtype, device] = room
-        return room[:length]
+        """A tensor of ``length`` elements in the memory of the one before."""
+        memory = self._memory.get((dtype, device))
+        if memory is None or memory.numel() < length:
+            memory = self._memory[dtype, device] = _empty(length, dtype, device)
+        return memory[:length]

@@ -1,4 +1,4 @@
-"""Checks of what a user passes, and the errors they raise: one line that names the choices."""
+"""Exceptions, and checks of arguments whose messages list the choices."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import math
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+TIMEOUT = 600.0
+"""Seconds after which a rank that does not answer is an error on all other ranks, by default."""
+
 
 class LinkError(RuntimeError):
-    """A round could not be completed: a rank died, hung, or is doing something else.
+    """A round cannot be completed: a rank died, hung, or is in another call.
 
-    Raised on every rank that still runs; the message names the rank, the round and the remedy.
+    Every rank that still runs raises it. The message names the rank, the round and the remedy.
 
-    ``ranks``: the world ranks that are to blame, ascending, alike on every rank that raises it;
-    empty where that is unknown. A rank that does not answer is blamed before one that has ended,
-    and a rank that only stopped because of another one is not blamed.
+    ``ranks``: the world ranks that caused it, ascending, the same on every rank; empty if unknown.
+    A rank that does not answer comes before one that has ended, and a rank that only stopped
+    because of another one is not named.
     """
 
     def __init__(self, *args: object, ranks: Iterable[int] = ()) -> None:
@@ -23,18 +26,18 @@ class LinkError(RuntimeError):
 
 
 class NotFiniteError(ValueError):
-    """NaN, an infinity, or a number too large for a codec; of a coded round on every rank, which is
-    half done then: a checkpoint is to be loaded."""
+    """NaN, an infinity, or a number too large for a codec. In a coded round every rank raises it;
+    the round is then half done, so load a checkpoint."""
 
 
 def in_words(error: Exception) -> str:
-    """What ``error`` says, and its kind where it is another than one of ours."""
+    """The message of ``error``, after its type unless it is a RuntimeError or ValueError."""
     plain = isinstance(error, (RuntimeError, ValueError))
     return str(error) if plain else f"{type(error).__name__}: {error}"
 
 
 def install(extra: str) -> str:
-    """What to type where a package of one of laconic's extras is missing."""
+    """The command that installs one of laconic's extras, for messages."""
     return f"pip install -e '.[{extra}]' in laconic's repository"
 
 
@@ -55,12 +58,11 @@ def check_float(
     most: float = math.inf,
 ) -> float:
     """Return ``value`` as a float if ``least <= value < below`` and ``value <= most``, else raise
-    ``ValueError``. With ``strict``, ``value`` must exceed ``least``.
-    """
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    number = float(value) if isinstance(value, (int, float)) else math.nan
-    within = least <= number < below and number <= most
-    if not ok or not within or (strict and number == least):
+    ``ValueError``. With ``strict``, ``value`` must exceed ``least``."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    number = float(value) if is_number else math.nan  # type: ignore[arg-type]
+    within = math.isfinite(number) and least <= number < below and number <= most
+    if not within or (strict and number == least):
         bound = f"greater than {least:g}" if strict else f"at least {least:g}"
         upper = "" if below == math.inf else f" and below {below:g}"
         upper += "" if most == math.inf else f" and at most {most:g}"
@@ -69,8 +71,8 @@ def check_float(
 
 
 def did_you_mean(word: object, choices: Iterable[str]) -> str:
-    """``" (did you mean 'this'?)"`` with the choice that is most like ``word``; the empty string
-    where none is. Upper and lower case count as alike."""
+    """``" (did you mean 'this'?)"`` with the choice most similar to ``word``, ignoring case; the
+    empty string if none is similar."""
     if not isinstance(word, str):
         return ""
     by_lower = {choice.lower(): choice for choice in choices}
@@ -82,10 +84,8 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
     """Return ``value`` if it is one of ``choices``, else raise ``ValueError`` naming them."""
     names = list(choices)
     if not isinstance(value, str) or value not in names:
-        meant = did_you_mean(value, names)
-        raise ValueError(
-            f"{name} must be one of {', '.join(map(repr, names))}, not {value!r}{meant}"
-        )
+        choices, meant = ", ".join(map(repr, names)), did_you_mean(value, names)
+        raise ValueError(f"{name} must be one of {choices}, not {value!r}{meant}")
     return value
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from laconic.algorithms.exchange import Gossip, Scored
 from laconic.algorithms.exchanges import Mean
 from laconic.algorithms.round import GradientRound, Recipe, Round
-from laconic.algorithms.schedules import any_of
+from laconic.algorithms.schedules import Schedule, Unless, any_of, every
 from laconic.algorithms.updates import Average, Mix, Replace
 from laconic.buckets import module_buffers, optimizer_state
 
@@ -87,3 +87,12 @@ def check_groups(recipe: Recipe, grouped: bool) -> None:
             "the recipe has rounds inside groups of workers: say how many make up one, as "
             "attach(..., group_size=4)"
         )
+
+
+def within_workers(recipe: Recipe) -> Recipe:
+    """Gradient rounds inside each worker, wherever the recipe does not average over all ranks."""
+    when: Schedule = every(1)
+    over_all = [r.when for r in gradient_rounds(recipe) if r.over == "world"]
+    if over_all:
+        when = Unless(when, any_of(*over_all))
+    return (GradientRound(when, Average(), Mean(), over="replica"),)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from laconic.attach import claim
 from laconic.compat.dist_optimizer import EASGD, LSGD, NO_STATS, DistOptimizer, Gradients
 from laconic.engine.synchronizer import Stats, Synchronizer
-from laconic.errors import check_choice, check_int
+from laconic.errors import TIMEOUT, check_choice, check_int
 from laconic.links import Link
 
 KEY = "communication"
@@ -51,7 +51,7 @@ class CommOptimizer(Optimizer):
         *,
         model: nn.Module | None = None,
         link: Link | None = None,
-        timeout: float = 600.0,
+        timeout: float = TIMEOUT,
     ) -> None:
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, CommOptimizer):
             raise ValueError(

@@ -24,7 +24,7 @@ from laconic.engine.driver import Driver
 from laconic.engine.model_checks import check_devices, check_unwrapped
 from laconic.engine.session import Settings
 from laconic.engine.synchronizer import Stats, Synchronizer
-from laconic.errors import check_float, check_int
+from laconic.errors import TIMEOUT, check_float, check_int
 from laconic.links import Link
 from laconic.links.rank_sets import agreed_link, layout_of, sets_of
 
@@ -67,7 +67,7 @@ class DistOptimizer:
         *,
         model: nn.Module | None = None,
         link: Link | None = None,
-        timeout: float = 600.0,
+        timeout: float = TIMEOUT,
     ) -> None:
         if not isinstance(local_optimizer, Optimizer):
             raise ValueError(
@@ -181,7 +181,7 @@ class DistOptimizer:
         except ValueError as error:
             problem = str(error)
         at = params[0].device
-        world = agreed_link(problem, self._link, at, self._timeout, "wrap the optimizer")
+        world = agreed_link(problem, self._link, at, self._timeout)
         self._link = world
         fresh = start["sync"] is None
         gathered = world.gather(torch.tensor([self.world_size, int(fresh)]))

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from laconic.algorithms import recipes
+from laconic.algorithms.compile import within_workers
 from laconic.algorithms.exchanges import Mean, Push, ShardedMean
 from laconic.algorithms.round import NamedRecipe, Recipe, Round, unchanged
 from laconic.algorithms.schedules import every
@@ -35,11 +36,11 @@ from laconic.engine.model_checks import check_devices, check_unwrapped
 from laconic.engine.saved_state import WRAPPER
 from laconic.engine.session import Settings
 from laconic.engine.synchronizer import Stats, Synchronizer
-from laconic.errors import check_bool, check_float, check_int
+from laconic.errors import TIMEOUT, check_bool, check_float, check_int
 from laconic.links import Link
-from laconic.links.rank_sets import layout_of, own_link, raise_on_all, sets_of, within_workers
+from laconic.links.agreement import agree
+from laconic.links.rank_sets import layout_of, own_link, sets_of
 
-TIMEOUT = 600.0
 EXTRA = "_extra_state"
 HALF = (torch.float16, torch.bfloat16)
 SETTINGS = (
@@ -684,8 +685,7 @@ def _on_all_ranks(world: Link, check: Callable[[], T]) -> T:
         result = check()
     except ValueError as error:
         problem = str(error)
-    gathered = world.gather(torch.tensor([float(problem is not None)]))
-    raise_on_all(problem, gathered, "were given arguments that do not fit")
+    agree(world.gather, problem)
     return result  # type: ignore[return-value]
 
 

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
+from laconic.device import profiler_activities
 from laconic.engine.synchronizer import Synchronizer
 from laconic.links.metered import CallTotals
 from laconic.metrics import Metrics, Record
@@ -114,10 +115,7 @@ class Profile:
         if _tracing or torch._C._autograd._profiler_enabled():
             return  # torch has one profiler per process, and it is in use
         _tracing = True
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        self._profiler = profile(activities=activities)
+        self._profiler = profile(activities=profiler_activities())
         self._profiler.start()
 
     def _end_trace(self) -> None:

@@ -18,9 +18,9 @@ from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.saved_state import Saved
 from laconic.engine.session import Session, Settings
 from laconic.engine.switching import Switcher
+from laconic.links.agreement import agree
 from laconic.links.calls import FINISH
 from laconic.links.link import Link
-from laconic.links.rank_sets import raise_on_all
 
 if TYPE_CHECKING:
     from laconic.auto import Choice
@@ -105,7 +105,7 @@ class Driver:
         start = torch.zeros(2, dtype=torch.float64) if start is None else start
         row = torch.tensor([float(problem is not None), *start.tolist()], dtype=torch.float64)
         everyone = self.session.gather(row)
-        raise_on_all(problem, everyone[:, 0], "could not load their state")
+        agree(self.session.gather, problem, everyone[:, 0])
         rows = everyone.tolist()
         other = [rank for rank, own in enumerate(rows) if own != rows[0]]
         if other:

@@ -25,9 +25,9 @@ from laconic.algorithms.round import GradientRound
 from laconic.algorithms.update import Clock, State
 from laconic.buckets import BUCKET_BYTES, Bucket, Segment, bucketize, is_sharded, local, state_dtype
 from laconic.engine.channel import Channel
-from laconic.engine.nonfinite import Refusals
+from laconic.engine.nonfinite import NonfiniteCheck
 from laconic.errors import LinkError, NotFiniteError
-from laconic.links.comm_thread import Lane, Pending
+from laconic.links.comm_thread import CommThread, Pending
 from laconic.links.link import Link
 
 FIRST_BYTES = 2**20
@@ -154,8 +154,8 @@ class Host:
     the loss is multiplied with, where a GradScaler looks at the result, so that what is not finite
     on one rank comes to all of them, where an error would end the run."""
 
-    lane: Lane
-    refusals: Refusals
+    lane: CommThread
+    nonfinite: NonfiniteCheck
     params: Callable[[], Iterable[Tensor]]
     scale: Callable[[], float] | None
 
@@ -322,7 +322,7 @@ class GradientRunner:
         """Wait for what a backward pass has sent that raised after it had sent everything: the room
         it is in is used again."""
         for pending in self._pending:
-            pending.settle()
+            pending.wait_quietly()
         self._pending = []
 
     def _arrived(self, p: Tensor) -> None:
@@ -376,7 +376,7 @@ class GradientRunner:
             mean = exchange.run(self._link, flat, combine, clock, state).flat
         except NotFiniteError as error:
             if self._host.scale is None:
-                self._host.refusals.keep(error)
+                self._host.nonfinite.report(error)
             mean = flat.fill_(math.nan)
         if mean is not flat:
             flat.copy_(mean)

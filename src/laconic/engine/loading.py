@@ -17,7 +17,7 @@ from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.saved_state import Saved
 from laconic.engine.session import Session
 from laconic.engine.switching import successor
-from laconic.links.rank_sets import raise_on_all
+from laconic.links.agreement import agree
 
 State = Mapping[str, Any]
 LoadModel = Callable[[int | None], None]
@@ -138,7 +138,7 @@ class Loading:
         failed = everyone[:, 0]
         if bool(failed.any()):
             self.cancel()
-        raise_on_all(problem, failed, "could not load their state")
+        agree(session.gather, problem, failed)
 
     def cancel(self) -> None:
         """Restore what `prepare` has changed."""

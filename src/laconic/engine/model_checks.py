@@ -1,4 +1,4 @@
-"""What a model must be for laconic to keep it in step with the other ranks'."""
+"""Checks that laconic can train a model: it has no data-parallel wrapper and is on one device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 NO_DDP, IDLE_DDP, USED_DDP = 0.0, 1.0, 2.0
-"""What `ddp_use` returns."""
+"""Results of `ddp_use`: no DDP wrapper, one that training does not use, one that it does."""
 AVERAGED_BY_DDP = (
     "the model is trained through a DistributedDataParallel wrapper, which averages all gradients "
     "at every step beside laconic: call the plain module (model.module) in the training loop, and "
@@ -21,14 +21,14 @@ AVERAGED_BY_DDP = (
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raise ``ValueError`` where the model is, or holds, one of torch's data-parallel wrappers."""
+    """Raise ``ValueError`` if the model is, or contains, one of torch's data-parallel wrappers."""
     for name, module in model.named_modules():
         where = f"the model's {name!r} is" if name else "the model is"
         if isinstance(module, DistributedDataParallel):
             raise ValueError(
                 f"{where} wrapped in DistributedDataParallel, which averages all gradients at "
-                "every step: pass the plain module (model.module), as laconic averages by itself; "
-                "for several ranks per worker pass nprocs_per_node="
+                "every step beside laconic: pass the plain module (model.module); for several "
+                "ranks per worker pass nprocs_per_node="
             )
         if isinstance(module, nn.DataParallel):
             raise ValueError(
@@ -53,20 +53,20 @@ def _is_fsdp1(module: nn.Module) -> bool:
 def check_devices(
     model: nn.Module, params: Iterable[Tensor], *, cpu_buffers: bool | None = None
 ) -> None:
-    """Raise ``ValueError`` where the model's parameters and ``params`` are on several devices, or
-    its buffers on another one. ``cpu_buffers``: whether the link takes CPU tensors from ranks with
+    """Raise ``ValueError`` if the model's parameters and ``params`` are on several devices, or a
+    buffer is on another one. ``cpu_buffers``: whether the link takes CPU tensors from ranks with
     CUDA parameters (None: as torch's process group does)."""
     names = {id(p): name for name, p in model.named_parameters()}
-    found: dict[str, str] = {}
+    devices: dict[str, str] = {}
     for p in (*params, *model.parameters()):
-        found.setdefault(str(p.device), names.get(id(p), "one that only the optimizer holds"))
-    if len(found) > 1:
-        held = ", ".join(f"{device} ({name})" for device, name in found.items())
+        devices.setdefault(str(p.device), names.get(id(p), "one that only the optimizer has"))
+    if len(devices) > 1:
+        places = ", ".join(f"{device} ({name})" for device, name in devices.items())
         raise ValueError(
-            f"the parameters are on several devices: {held}. Move the whole model to one of them "
+            f"the parameters are on several devices: {places}. Move the whole model to one of them "
             "with model.to(device) before making the optimizer"
         )
-    for device in found:
+    for device in devices:
         for name, buffer in model.named_buffers():
             if str(buffer.device) == device:
                 continue
@@ -78,48 +78,49 @@ def check_devices(
             if not (_takes_cpu_tensors() if cpu_buffers is None else cpu_buffers):
                 raise ValueError(
                     f"the parameters are on {device}, the buffer {name!r} is on the CPU, and the "
-                    f"process group is for CUDA tensors alone: move it with model.to({device!r}), "
+                    f"process group takes only CUDA tensors: move it with model.to({device!r}), "
                     "or set up the process group with laconic.init()"
                 )
 
 
 def _takes_cpu_tensors() -> bool:
-    """Whether torch's process group has a back end for CPU tensors."""
+    """Whether torch's process group has a backend for CPU tensors."""
     return dist.is_initialized() and "cpu" in str(dist.get_backend_config())
 
 
 def wrappers_used(params: Sequence[Tensor]) -> weakref.WeakSet[DistributedDataParallel]:
-    """Those around any of ``params`` that training has run through before now."""
+    """The wrappers around any of ``params`` that training has run through until now."""
     return weakref.WeakSet(wrapper for wrapper in _wrappers(params) if _averages(wrapper))
 
 
 def ddp_use(params: Sequence[Tensor], before: Collection[DistributedDataParallel] = ()) -> float:
-    """Whether there is a DistributedDataParallel around any of ``params`` (`IDLE_DDP`), and
-    training runs through it (`USED_DDP`), which is not known of those that were used ``before``
-    laconic was attached."""
+    """Whether a DistributedDataParallel is around any of ``params`` (`IDLE_DDP`), and training runs
+    through it (`USED_DDP`). That is unknown of wrappers that were used ``before`` `attach`; they
+    count as idle."""
     if not _wrappers(params):
         return NO_DDP
-    gc.collect()  # those that nobody holds any more are in cycles, and stay until then
+    gc.collect()  # deletes unreferenced wrappers, which are in reference cycles
     uses = [_averages(w) and w not in before for w in _wrappers(params)]
     return (USED_DDP if any(uses) else IDLE_DDP) if uses else NO_DDP
 
 
 def _wrappers(params: Sequence[Tensor]) -> list[DistributedDataParallel]:
-    """Looks at every object of this process, which takes some hundredths of a second."""
-    if not dist.is_initialized():  # or none could have been made
+    """The wrappers around any of ``params``. Searches all objects of this process, which takes some
+    hundredths of a second."""
+    if not dist.is_initialized():  # no wrapper can exist
         return []
     own = {id(p) for p in params}
-    kinds = _with_subclasses(DistributedDataParallel)  # half the time of issubclass
-    every = [o for o in gc.get_objects() if type(o) in kinds]
-    return [wrapper for wrapper in every if any(id(p) in own for p in wrapper.parameters())]
+    kinds = _with_subclasses(DistributedDataParallel)  # takes half the time of issubclass
+    wrappers = [o for o in gc.get_objects() if type(o) in kinds]
+    return [wrapper for wrapper in wrappers if any(id(p) in own for p in wrapper.parameters())]
 
 
 def _with_subclasses(kind: type) -> set[type]:
-    below: list[type] = kind.__subclasses__()
-    return {kind}.union(*map(_with_subclasses, below))
+    subclasses: list[type] = kind.__subclasses__()
+    return {kind}.union(*map(_with_subclasses, subclasses))
 
 
 def _averages(wrapper: DistributedDataParallel) -> bool:
-    """Whether its latest forward pass was one whose gradients it averages: one with gradients, and
-    not under its ``no_sync()``."""
+    """Whether ``wrapper`` averages the gradients of its latest forward pass: one with gradients,
+    outside its ``no_sync()``."""
     return bool(wrapper._lazy_init_ran and wrapper.require_forward_param_sync)

@@ -1,5 +1,8 @@
-"""Refusals of codecs, where a worker's model is sharded: its ranks each send their shard to other
-ranks than the rest of them do, and so learn of other refusals."""
+"""NaN and infinity in encoded messages, where a worker's model is sharded.
+
+The ranks of such a worker each exchange their shard with other ranks, and so learn of different
+errors. A rank that knows of none would go on, and wait for the others in FSDP's next collective.
+"""
 
 from __future__ import annotations
 
@@ -7,32 +10,33 @@ import torch
 
 from laconic.algorithms.exchange import Exchange
 from laconic.errors import NotFiniteError
-from laconic.links.comm_thread import Lane, Pending
+from laconic.links.comm_thread import CommThread, Pending
 from laconic.links.link import Link
 
 
-class Refusals:
-    """Has a `NotFiniteError` raised on all ranks of a worker, the ``shards``: those that know of
-    none would go on, and wait for the others in FSDP's next call."""
+class NonfiniteCheck:
+    """Raises a `NotFiniteError` on all ranks of a worker, its ``shards``, if any had one."""
 
-    def __init__(self, shards: Link, lane: Lane) -> None:
+    def __init__(self, shards: Link, comm: CommThread) -> None:
         self._shards = shards
-        self._lane = lane
-        self._kept: NotFiniteError | None = None
+        self._comm = comm
+        self._error: NotFiniteError | None = None
 
-    def keep(self, error: NotFiniteError) -> None:
-        """Raise ``error``, or keep it until it is told, if there is anyone to tell; in the lane."""
+    def report(self, error: NotFiniteError) -> None:
+        """Raise ``error``, or keep it for `check` if there are other shards. Runs in the
+        communication thread."""
         if self._shards.size == 1:
             raise error
-        self._kept = self._kept or error
+        self._error = self._error or error
 
-    def tell(self, exchange: Exchange, label: str) -> Pending[None]:
-        """Behind all messages of a round: raises where one was kept on any of the ranks."""
-        asked = self._shards.size > 1 and exchange.slots
-        return self._lane.submit(self._tell, label) if asked else Pending.of(None)
+    def check(self, exchange: Exchange, label: str) -> Pending[None]:
+        """Behind all messages of a round, compare the shards. The result raises if any shard had an
+        error."""
+        needed = self._shards.size > 1 and exchange.slots
+        return self._comm.submit(self._compare, label) if needed else Pending.of(None)
 
-    def _tell(self) -> None:
-        told = self._shards.gather(torch.tensor([float(self._kept is not None)]))
-        kept, self._kept = self._kept, None
-        if bool(told.any()):
-            raise kept or NotFiniteError("another shard of this worker's model was refused")
+    def _compare(self) -> None:
+        failed = self._shards.gather(torch.tensor([float(self._error is not None)]))
+        error, self._error = self._error, None
+        if bool(failed.any()):
+            raise error or NotFiniteError("another shard of this worker's model was not finite")

@@ -21,7 +21,8 @@ from laconic.algorithms.scores import Scores
 from laconic.algorithms.update import Clock
 from laconic.buckets import Scratch, module_buffers
 from laconic.engine.gradient_rounds import GradientRunner, Host
-from laconic.engine.parameter_rounds import ParameterRunner, RoundContext
+from laconic.engine.in_flight import RoundContext
+from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.session import Session
 from laconic.links.calls import GRADIENTS, Call
 
@@ -65,7 +66,7 @@ class RecipeRun:
             ParameterRunner(r, session.links[r.over], self._context) for r in self._planned
         ]
         for running in self.rounds:
-            running.add_groups()
+            running.set.add_groups()
         self.groups = len(optimizer.param_groups)
 
     def start_gradient_rounds(self, left: Mapping[tuple[str, int], Tensor]) -> None:
@@ -88,7 +89,7 @@ class RecipeRun:
             label = f"{r.name} of step {session.step + 1}"
             session.status(label)
             call = Call(session.step, GRADIENTS)
-            session.comm.announce(partial(link.begin_call, call, wait=False))
+            session.comm.before_next(partial(link.begin_call, call, wait=False))
             return label
 
         def clock() -> Clock:
@@ -114,7 +115,7 @@ class RecipeRun:
         self.check_alike()
         session.broadcast([p for group in new for p in group])
         for running in self.rounds:
-            running.add_groups()
+            running.set.add_groups()
         self.groups = len(session.groups())
         session.note_order()
 
@@ -215,7 +216,7 @@ class RecipeRun:
         step = self.session.step + 1
         for gradients in self._due(step):
             label = f"{gradients.round.name} of step {step}"
-            self.session.nonfinite.tell(gradients.exchange, label).wait()
+            self.session.nonfinite.check(gradients.exchange, label).wait()
 
     def _due(self, step: int) -> Iterator[GradientRunner]:
         return (g for g in self.gradients if g.round.when(step))
@@ -266,7 +267,7 @@ class RecipeRun:
         """Tell the other ranks which round the next message belongs to."""
         if running.communicates:
             call = Call(self.session.step, running.round.name)
-            self.session.comm.announce(partial(running.link.begin_call, call, wait=False))
+            self.session.comm.before_next(partial(running.link.begin_call, call, wait=False))
 
     def _averaging_ends(self) -> bool:
         """Whether gradients were averaged over all workers in every step so far, and are not in the

@@ -1,8 +1,8 @@
-"""State of a synchroniser as plain data, and back.
+"""A synchronizer's state as plain data, and back.
 
-Three kinds of state: what all workers share, what is cut into one slice per owner, and what is
-this worker's own. Each rank saves its own part; a run with another number of workers is given
-the parts of all ranks and cuts them anew.
+State is shared by all workers, divided into one slice per owner, or private to a worker. Each rank
+saves its own part. A run with another number of workers loads the parts of all ranks, and divides
+them again.
 """
 
 from __future__ import annotations
@@ -19,34 +19,33 @@ from laconic.algorithms.exchange import Arrival, Exchange
 from laconic.algorithms.update import State
 from laconic.buckets import Bucket, local
 from laconic.engine.channel import Channel, is_owned
-from laconic.engine.parameter_rounds import InFlightBucket, InFlightRound, ParameterRunner
+from laconic.engine.in_flight import InFlightBucket, InFlightRound
+from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.links.comm_thread import Pending
 
 VERSION = 3
 WRAPPER = "SlowMoDistributedDataParallel("
-"""How the text of a recipe begins that belongs to a module which cannot change it."""
+"""Begins the text of a recipe that a wrapped module has, and cannot switch."""
 Saved = dict[str, Any]
-
-
 _CHUNK = 2**20
 
 
 def checksum(tensors: Sequence[Tensor]) -> int:
-    """A number that tells apart parameters that differ in any bit (but for rare accidents)."""
+    """A number that differs if any bit of ``tensors`` differs (except for rare collisions)."""
     total = 0
     for index, tensor in enumerate(tensors, 1):
         data = local(tensor).contiguous().reshape(-1).view(torch.uint8)
-        for place, chunk in enumerate(torch.split(data, _CHUNK), 1):
+        for number, chunk in enumerate(torch.split(data, _CHUNK), 1):
             weights = torch.arange(1, len(chunk) + 1, device=chunk.device) % 65521
-            total += index * place * int((chunk * weights).sum())
+            total += index * number * int((chunk * weights).sum())
     return total % 2**61
 
 
 def header(
     recipe: str, text: str, ranks: int, workers: int, rank: int, params: Sequence[Tensor]
 ) -> Saved:
-    """What tells whether a saved state belongs to this recipe, this rank and these parameters.
-    ``recipe`` is compared, rounds and options in full; ``text`` is what messages call it."""
+    """Identify the recipe, rank and parameters of a state. ``recipe`` has all rounds and options,
+    and is compared; ``text`` names it in messages."""
     return {
         "version": VERSION,
         "recipe": recipe,
@@ -59,35 +58,38 @@ def header(
 
 
 def own_part(parts: Mapping[int, Saved], here: Saved, *, regroup: bool) -> int | None:
-    """Which of ``parts``, by the rank that saved it, this rank, whose `header` is ``here``, takes
-    as it is. None where it goes on from all of them (`regroup`): there are other ranks or
-    workers now, some parts are lost, or the ranks have decided to ``regroup``. Raises
-    ``ValueError`` where the parts do not belong here."""
+    """Return the key (the saved rank) of the part that this rank, with `header` ``here``, loads
+    unchanged. None if it combines all ``parts`` (`laconic.engine.regroup`): the number of ranks or
+    workers has changed, parts are lost, or the ranks have decided to ``regroup``. Raises
+    ``ValueError`` if the parts do not fit this run."""
     first = parts[min(parts)]
     if first["version"] != VERSION:
-        raise ValueError(f"the state has version {first['version']}, not {VERSION}")
+        raise ValueError(
+            f"the state has version {first['version']}, not {VERSION}: load it with the version of "
+            "laconic that saved it"
+        )
     same = all(first[key] == here[key] for key in ("ranks", "workers"))
     saved, now = first["recipe"], here["recipe"]
     if not same:
         saved, now = without_group_size(saved), without_group_size(now)
     if saved != now:
-        raise ValueError(_of_another_recipe(first, here))
+        raise ValueError(_another_recipe(first, here))
     for rank, part in parts.items():
         if part["rank"] != rank or any(
             part[key] != first[key] for key in ("version", "recipe", "ranks", "workers", "step")
         ):
             raise ValueError(
-                f"the states are not those of all {first['ranks']} ranks of one run at one step, "
+                f"the states must be those of all {first['ranks']} ranks of one run at one step, "
                 f"by rank: number {rank} is of rank {part['rank']} after {part['step']} steps"
             )
     mine = int(here["rank"])
-    alone = same and len(parts) == 1 and mine in parts
-    if regroup or (not alone and not (same and len(parts) == first["ranks"])):
+    only_mine = len(parts) == 1 and mine in parts
+    if regroup or not same or not (only_mine or len(parts) == first["ranks"]):
         return None
     if parts[mine]["parameters"] != here["parameters"]:
         raise ValueError(
-            "the model's parameters are not those that were saved with this state: load the "
-            "model saved by this rank, after laconic.attach and before sync.load_state_dict"
+            "the model's parameters are not those that were saved with this state: load the model "
+            "that this rank saved, after laconic.attach and before sync.load_state_dict"
         )
     return mine
 
@@ -95,32 +97,34 @@ def own_part(parts: Mapping[int, Saved], here: Saved, *, regroup: bool) -> int |
 def parts_of(
     state: Mapping[str, Any] | Sequence[Mapping[str, Any] | None], here: Saved
 ) -> dict[int, Saved]:
-    """What a user passes as a state, by the rank that saved it: one rank's own, or a list of all
-    ranks', with None for those that are lost."""
-    parts = [state] if isinstance(state, Mapping) else list(state)
-    given = {rank: dict(part) for rank, part in enumerate(parts) if part is not None}
-    if not given:
-        raise ValueError("there is no state in the list")
-    first = given[min(given)]
-    if len(parts) == first["ranks"]:
-        return given
+    """The user's ``state`` by the rank that saved it: one rank's own state, or a list of all ranks'
+    states, with None for lost ones."""
+    states = [state] if isinstance(state, Mapping) else list(state)
+    parts = {rank: dict(part) for rank, part in enumerate(states) if part is not None}
+    if not parts:
+        raise ValueError(
+            "there is no state in the list: pass all ranks' states, None for lost ones"
+        )
+    first = parts[min(parts)]
+    if len(states) == first["ranks"]:
+        return parts
     ranks, workers = first["ranks"], first["workers"]
-    if len(parts) != 1 or (ranks, workers) != (here["ranks"], here["workers"]):
+    if len(states) != 1 or (ranks, workers) != (here["ranks"], here["workers"]):
         raise ValueError(
             f"the state was saved by {ranks} ranks in {workers} workers, and there are "
             f"{here['ranks']} in {here['workers']} now: pass the list of all ranks' states, by "
-            "rank, with None for those that are lost"
+            "rank, with None for lost ones"
         )
     if first["rank"] != here["rank"]:
         raise ValueError(
-            f"this is rank {here['rank']}, and the state is rank {first['rank']}'s: each rank "
-            "saves and loads its own"
+            f"this is rank {here['rank']}, and the state is rank {first['rank']}'s: save and load "
+            "each rank's own"
         )
     return {int(first["rank"]): first}
 
 
 def digest(parts: Mapping[int, Saved]) -> int:
-    """A number that tells apart sets of saved states."""
+    """A number that differs for different sets of saved states."""
     text = repr([(rank, part["step"], part["parameters"]) for rank, part in sorted(parts.items())])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
@@ -129,31 +133,31 @@ _GROUP_SIZE = re.compile(r", group_size=(\d+)$")
 
 
 def without_group_size(recipe: str) -> str:
-    """The text of a recipe but for the size of groups, which another number of workers changes."""
+    """Remove the group size, which depends on the number of workers, from a recipe's text."""
     return _GROUP_SIZE.sub("", recipe)
 
 
 def group_size_of(recipe: str) -> int:
-    """The size of groups in the text of a recipe; 0: there are none."""
-    found = _GROUP_SIZE.search(recipe)
-    return int(found[1]) if found else 0
+    """The group size in a recipe's text; 0 without groups."""
+    match = _GROUP_SIZE.search(recipe)
+    return int(match[1]) if match else 0
 
 
-def _of_another_recipe(saved: Mapping[str, Any], here: Saved) -> str:
-    """What tells a user who resumes under another recipe, or other options, what to do."""
+def _another_recipe(saved: Mapping[str, Any], here: Saved) -> str:
+    """The error message for a state with another recipe or other options."""
     rounds, options = _split(saved["recipe"])
     rounds_now, options_now = _split(here["recipe"])
-    # a state of a version that saved no text has its rounds alone
+    # older versions saved no text
     name, name_now = saved.get("text", rounds), here["text"]
     if rounds == rounds_now:
         return (
-            f"the state was saved by a run with {options}, and this run has {options_now}: take "
+            f"the state was saved by a run with {options}, and this run has {options_now}: use "
             "the same options, and load again"
         )
     if name == name_now:
         return (
-            f"the state was saved under another recipe that was written {name}, too: its rounds "
-            f"were {rounds}, and in this run they are {rounds_now}"
+            f"the state was saved by another recipe with the same text, {name}: its rounds were "
+            f"{rounds}, and in this run they are {rounds_now}"
         )
     remedy = "attach the saved recipe, load, then call sync.switch(...)"
     if name_now.startswith(WRAPPER):
@@ -162,17 +166,17 @@ def _of_another_recipe(saved: Mapping[str, Any], here: Saved) -> str:
 
 
 def _split(recipe: str) -> tuple[str, str]:
-    """Of a header's ``recipe``, the rounds, and the options of `laconic.attach` at its end."""
-    rounds, found, options = recipe.rpartition(", buffers=")
-    return (rounds, f"buffers={options}") if found else (recipe, "other options")
+    """Split a header's ``recipe`` into its rounds and the options of `laconic.attach`."""
+    rounds, separator, options = recipe.rpartition(", buffers=")
+    return (rounds, f"buffers={options}") if separator else (recipe, "other options")
 
 
 def round_state(running: ParameterRunner) -> Saved:
-    """What ``running`` needs to go on: waits for what is in flight, sends nothing."""
-    flights = [_flight_state(f) for f in running.in_flight]  # first: arriving may change the state
+    """The state of ``running``. Waits for its rounds in flight; sends nothing."""
+    flights = [_flight_state(f) for f in running.in_flight]  # first: arrivals may change the state
     return {
         **exchange_state(running),
-        "joined": list(running.joined),
+        "joined": list(running.set.joined),
         "executed": running.executed,
         "state": [{k: t.clone() for k, t in c.state.items()} for c in running.channels],
         "flights": flights,
@@ -180,17 +184,19 @@ def round_state(running: ParameterRunner) -> Saved:
 
 
 class Runner(Protocol):
-    """A round at work, whose exchange may keep state."""
+    """A running round, whose exchange may have state."""
 
-    channels: list[Channel]
+    @property
+    def channels(self) -> Sequence[Channel]:
+        """One for each bucket."""
 
     @property
     def exchange(self) -> Exchange:
-        """With whom messages are exchanged."""
+        """The round's exchange."""
 
 
 def exchange_state(runner: Runner) -> Saved:
-    """What a round's exchange keeps, and where in its buckets."""
+    """The state of a round's exchange, and its position in the buckets."""
     channels = runner.channels
     return {
         "sizes": [c.bucket.numel for c in channels],
@@ -203,8 +209,8 @@ def exchange_state(runner: Runner) -> Saved:
 def load_exchange_state(
     runner: Runner, parts: Sequence[Saved], mine: int | None
 ) -> Callable[[], None]:
-    """Return what restores the exchange's state that `exchange_state` returned on every rank, or
-    here, as `load_round` does. What no rank kept stays as ``runner`` has it."""
+    """Return a function that loads results of `exchange_state`: ``parts[mine]``, or with None those
+    of all ranks, combined. Elements that no rank has saved stay as they are."""
     slots = runner.exchange.slots
     sizes = [channel.bucket.numel for channel in runner.channels]
     if slots and any(part["sizes"] != sizes for part in parts):
@@ -213,54 +219,52 @@ def load_exchange_state(
     for index, channel in enumerate(runner.channels):
         loaded = {}
         for name, now in channel.exchange_state.items():
-            if mine is not None or now.dim() > 1:  # of its own size: alike on all ranks
+            if mine is not None or now.dim() > 1:  # more dimensions: the same on all ranks
                 value = parts[mine or 0]["carried"][index][name]
                 if value.shape != now.shape:
                     raise ValueError(f"{name!r} has {value.numel()} elements, not {now.numel()}")
             else:
                 owned = slots[name] == "owner"
-                place = channel.region if owned else channel.part
+                where = channel.region if owned else channel.part
                 starts = [part["starts" if owned else "parts"][index] for part in parts]
-                pieces = [part["carried"][index][name] for part in parts]
-                value = _mean_of_pieces(
-                    channel.bucket, zip(starts, pieces, strict=True), place, now
-                )
+                values = [part["carried"][index][name] for part in parts]
+                pieces = zip(starts, values, strict=True)
+                value = _mean_of_pieces(channel.bucket, pieces, where, now)
             if not bool(value.isfinite().all()):
                 raise ValueError(
-                    f"{name!r} is not finite: the state was saved after a round that ended "
-                    "half-way, and cannot be gone on with; load an earlier one"
+                    f"{name!r} is not finite: the state was saved after a round that failed "
+                    "halfway, and cannot be used; load an earlier one"
                 )
             loaded[name] = value.to(channel.bucket.device, copy=True)
         states.append(loaded)
 
-    def put_back() -> None:
+    def load() -> None:
         for channel, loaded in zip(runner.channels, states, strict=True):
             channel.exchange_state.update(loaded)
 
-    return put_back
+    return load
 
 
 def _mean_of_pieces(
-    bucket: Bucket, pieces: Iterable[tuple[int, Tensor]], place: slice, start: Tensor
+    bucket: Bucket, pieces: Iterable[tuple[int, Tensor]], where: slice, default: Tensor
 ) -> Tensor:
-    """Stretch ``place`` of a bucket's tensor from the (start, piece) that ranks kept of it; where
-    several kept the same stretch their mean, which is exact where they agree; where none did,
-    what is in ``start``."""
+    """Elements ``where`` of a bucket, from the (start, piece) of each rank: the mean of the pieces
+    that have them, exact if these are equal; ``default`` for those in no piece."""
     mean = torch.zeros(bucket.length, dtype=torch.float64)
     count = torch.zeros(bucket.length)
-    for begin, piece in pieces:
-        at = slice(begin, max(min(begin + piece.numel(), bucket.numel), begin))
+    for start, piece in pieces:
+        at = slice(start, max(min(start + piece.numel(), bucket.numel), start))
         count[at] += 1
-        mean[at] += (piece[: at.stop - begin].cpu() - mean[at]) / count[at]
-    return torch.where(count[place] > 0, mean[place].to(start.dtype), start.cpu())
+        mean[at] += (piece[: at.stop - start].cpu() - mean[at]) / count[at]
+    return torch.where(count[where] > 0, mean[where].to(default.dtype), default.cpu())
 
 
 def _flight_state(flight: InFlightRound) -> Saved:
-    arrivals = [m.pending.wait() for m in flight.buckets]
+    arrivals = [b.pending.wait() for b in flight.buckets]
     return {
         "due": flight.due,
-        "sizes": [m.channel.bucket.numel for m in flight.buckets],
-        "sent": [None if m.sent is None else m.sent.clone() for m in flight.buckets],
+        "sizes": [b.channel.bucket.numel for b in flight.buckets],
+        "sent": [None if b.sent is None else b.sent.clone() for b in flight.buckets],
         "received": [arrival.flat.clone() for arrival in arrivals],
         "weights": [arrival.weight for arrival in arrivals],
     }
@@ -269,35 +273,35 @@ def _flight_state(flight: InFlightRound) -> Saved:
 def load_round(
     running: ParameterRunner, parts: Sequence[Saved], mine: int | None
 ) -> Callable[[], None]:
-    """What puts back what `round_state` returned here, ``parts[mine]``; or, with None, on the ranks
-    of another run, at rest (`regroup`), whose x is this rank's by now. Nothing changes
-    before it is called.
+    """Return a function that loads results of `round_state`: ``parts[mine]``, or with None those of
+    all ranks of another run, at rest (`laconic.engine.regroup`), whose x this rank already has.
+    Nothing changes before it is called.
 
-    Raises ``ValueError`` where the parts do not fit the model.
+    Raises ``ValueError`` if the parts do not fit the model.
     """
     own = parts[mine] if mine is not None else parts[0]
-    keeps_state = running.stateful
-    in_flight = own["flights"] and not running.varies
+    keeps_state = running.set.stateful
+    in_flight = own["flights"] and not running.set.vary
     target, keeps = running, keeps_state or in_flight or running.exchange.slots
-    if keeps and own["joined"] != running.joined:
+    if keeps and own["joined"] != running.set.joined:
         running = running.like(own["joined"])
     sizes = [channel.bucket.numel for channel in running.channels]
     if own["sizes"] != sizes and keeps:
         raise ValueError("the state was saved for other parameters: their sizes differ")
     if mine is None:
-        assert not any(part["flights"] for part in parts), "they came to rest"
+        assert not any(part["flights"] for part in parts), "at rest nothing is in flight"
     if mine is None and keeps:
-        running = running.like(own["joined"])  # begins at the x of now, where something is lost
+        running = running.like(own["joined"])  # begins at this x: lost state starts from it
     executed = int(own["executed"])
-    put_exchange_state_back = load_exchange_state(running, parts, mine)
+    load_exchange = load_exchange_state(running, parts, mine)
     states = [
         _load_state(running, index, parts, mine) if keeps_state else {}
         for index in range(len(running.channels))
     ]
     flights = [_load_flight(running, flight) for flight in own["flights"]]
 
-    def put_back() -> None:
-        put_exchange_state_back()
+    def load() -> None:
+        load_exchange()
         running.executed, running.in_flight = executed, flights
         for channel, loaded in zip(running.channels, states, strict=True):
             channel.state.clear()
@@ -305,13 +309,13 @@ def load_round(
         if target is not running:
             target.become(running)
 
-    return put_back
+    return load
 
 
 def _load_state(
     running: ParameterRunner, index: int, parts: Sequence[Saved], mine: int | None
 ) -> State:
-    """The state on the bucket of number ``index``."""
+    """The update's state on bucket ``index``."""
     bucket, region = running.channels[index].bucket, running.channels[index].region
     lengths = {bucket.length, region.stop - region.start}
     state = {}
@@ -320,50 +324,50 @@ def _load_state(
             value = parts[mine]["state"][index][name]
         else:
             pieces = [(part["starts"][index], part["state"][index][name]) for part in parts]
-            value = _cut_anew(running, index, name, pieces)
+            value = _combine(running, index, name, pieces)
         if value.dim() and value.numel() not in lengths:
-            raise ValueError(f"{name!r} has {value.numel()} elements where {lengths} were expected")
+            expected = " or ".join(map(str, sorted(lengths)))
+            raise ValueError(f"{name!r} has {value.numel()} elements, not {expected}")
         state[name] = value.to(bucket.device if value.dim() else "cpu", copy=True)
     return state
 
 
-def _cut_anew(
+def _combine(
     running: ParameterRunner, index: int, name: str, pieces: Sequence[tuple[int, Tensor]]
 ) -> Tensor:
-    """This rank's piece of a state tensor, from the (start, piece) that other ranks kept of it."""
+    """This rank's piece of a state tensor, from the (start, piece) of each saved rank."""
     first = pieces[0][1]
     if first.dim() == 0:
-        everyones = torch.stack([piece.to(torch.float64) for _, piece in pieces])
-        return first + (everyones - first).mean().to(first.dtype)
+        values = torch.stack([piece.to(torch.float64) for _, piece in pieces])
+        return first + (values - first).mean().to(first.dtype)
     channel, owned = running.channels[index], is_owned(running.round.update, name, first)
-    bucket = channel.bucket
-    place = channel.region if owned else slice(0, bucket.length)
-    start = channel.state.get(name)
-    if start is None:  # an outer optimizer makes its state in its first step
-        start = first.new_zeros(place.stop - place.start)
-    return _mean_of_pieces(
-        bucket, pieces if owned else [(0, piece) for _, piece in pieces], place, start
-    )
+    where = channel.region if owned else slice(0, channel.bucket.length)
+    if not owned:
+        pieces = [(0, piece) for _, piece in pieces]
+    default = channel.state.get(name)
+    if default is None:  # an outer optimizer makes its state in its first step
+        default = first.new_zeros(where.stop - where.start)
+    return _mean_of_pieces(channel.bucket, pieces, where, default)
 
 
 def _load_flight(running: ParameterRunner, saved: Saved) -> InFlightRound:
     channels, copies = running.channels, []
-    if running.varies:
-        copies = running.copies()
-        channels = running.cut([list(group.values()) for group in copies])
+    if running.set.vary:
+        copies = running.set.copies()
+        channels = running.set.cut([list(group.values()) for group in copies])
     sizes = [channel.bucket.numel for channel in channels]
-    fewer = not running.varies and saved["sizes"] == sizes[: len(saved["sizes"])]
+    fewer = not running.set.vary and saved["sizes"] == sizes[: len(saved["sizes"])]
     if saved["sizes"] != sizes and not fewer:  # groups added since sent nothing
         raise ValueError(
-            "a message was in flight when the state was saved, of other tensors than there are "
-            "now: load the model and the optimiser first, or save after sync.finish()"
+            "the state was saved with a round in flight, and its tensors are not those of this "
+            "run: load the model and the optimizer first, or save after sync.finish()"
         )
-    messages = []
+    buckets = []
     for channel, sent, flat, weight in zip(
         channels, saved["sent"], saved["received"], saved["weights"], strict=False
     ):
         device = channel.bucket.device
         arrived = Arrival(flat.to(device, copy=True), weight)
         y = None if sent is None else sent.to(device, copy=True)
-        messages.append(InFlightBucket(channel, y, Pending.of(arrived)))
-    return InFlightRound(saved["due"], Pending.of(messages), copies)
+        buckets.append(InFlightBucket(channel, y, Pending.of(arrived)))
+    return InFlightRound(saved["due"], Pending.of(buckets), copies)

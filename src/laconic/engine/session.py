@@ -16,11 +16,12 @@ from torch.optim import Optimizer
 from laconic.algorithms.round import Recipe
 from laconic.buckets import bucketize, is_sharded, local, reshard
 from laconic.engine.batch_check import BatchCheck, check_first_gradients
-from laconic.engine.nonfinite import Refusals
+from laconic.engine.nonfinite import NonfiniteCheck
 from laconic.links.calls import Call
-from laconic.links.comm_thread import Lane
+from laconic.links.comm_thread import CommThread
 from laconic.links.link import Link
 from laconic.links.metered import Ledger, Metered
+from laconic.links.texts import exchange_texts
 from laconic.metrics import Recorder
 
 
@@ -95,8 +96,9 @@ class Session:
         self.ledger = Ledger()
         self.links = {name: Metered(link, self.ledger, name) for name, link in sets.items()}
         self.world, self.workers = self.links["world"], self.links["workers"]
-        self.comm = Lane(self.world.threaded and self.world.size > 1, device, self.world.check)
-        self.nonfinite = Refusals(self.links["shards"], self.comm)
+        threaded = self.world.threaded and self.world.size > 1
+        self.comm = CommThread(threaded, device, self.world.check)
+        self.nonfinite = NonfiniteCheck(self.links["shards"], self.comm)
         self.recorder = Recorder()
         self.batch_check = BatchCheck(model)
         self.step = 0
@@ -164,12 +166,7 @@ class Session:
 
     def gather_json(self, value: Any) -> list[Any]:
         """What each rank passes (anything that JSON can hold), by rank."""
-        own = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = self.gather(torch.tensor([len(own)])).flatten().tolist()
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(own)] = own
-        rows = self.gather(padded).tolist()
-        return [json.loads(bytes(row[:n])) for row, n in zip(rows, lengths, strict=True)]
+        return [json.loads(text) for text in exchange_texts(self.gather, json.dumps(value))]
 
     def from_rank_0(self, numbers: Sequence[float]) -> list[float]:
         """Rank 0's numbers, as many on every rank."""

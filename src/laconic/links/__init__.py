@@ -4,6 +4,6 @@ from laconic.links.link import Link, Parts
 from laconic.links.metered import Ledger, Metered
 from laconic.links.simulated import simulate
 from laconic.links.throttled import Throttled
-from laconic.links.torch_link import TorchLink
+from laconic.links.torch_link import TorchLink, world_link
 
-__all__ = ["Ledger", "Link", "Metered", "Parts", "Throttled", "TorchLink", "simulate"]
+__all__ = ["Ledger", "Link", "Metered", "Parts", "Throttled", "TorchLink", "simulate", "world_link"]

@@ -1,7 +1,7 @@
-"""A link over which nothing is sent: what rounds keep the processors busy with can then be timed.
+"""A link that sends nothing, to time the computation of rounds without a network.
 
-Every other rank is taken to say what this one says, so that all that is decoded, checked and summed
-is well-formed.
+It acts as if every other rank sent what this one sends, so that everything that is decoded, checked
+and summed is well-formed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from laconic.links.calls import Call
 from laconic.links.link import Parts, arrivals, hops
 
 
-class Silent:
-    """The link of rank 0 among ``size`` ranks that all bring the same. `mean` leaves its message
-    as it is: what a real one sums is timed with the network."""
+class NullLink:
+    """The link of rank 0 among ``size`` ranks that all have the same tensors. `mean` does nothing:
+    a real link's sum is timed with the network."""
 
     rank = 0
     threaded = True
@@ -34,16 +34,16 @@ class Silent:
         return False
 
     def check(self) -> None:
-        """Nobody is missing."""
+        """Does nothing: no rank can be lost."""
 
     def check_peers(self) -> None:
-        """Nobody is missing."""
+        """Does nothing: no rank can be lost."""
 
     def leave(self, broken: bool) -> None:
-        """Nobody waits."""
+        """Does nothing."""
 
     def mean(self, x: Tensor) -> None:
-        """All have the same."""
+        """Does nothing: all ranks have the same."""
 
     def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
         return x.view(owners or self.size, -1)[0]
@@ -72,7 +72,7 @@ class Silent:
             parts.use_all(arrivals(self.rank, self.size))
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
-        """All have the same."""
+        """Does nothing: all ranks have the same."""
 
     def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor]:
         return [x] * len(source)
@@ -80,11 +80,11 @@ class Silent:
     def gather(self, x: Tensor) -> Tensor:
         return torch.stack([x] * self.size)
 
-    def split(self, sets: Sequence[Sequence[int]]) -> Silent:
-        return Silent(next(len(ranks) for ranks in sets if self.rank in ranks))
+    def split(self, sets: Sequence[Sequence[int]]) -> NullLink:
+        return NullLink(next(len(ranks) for ranks in sets if self.rank in ranks))
 
     def status(self, text: str) -> None:
-        """Nobody asks."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Nothing was made."""
+        """Does nothing."""

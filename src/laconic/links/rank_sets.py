@@ -1,4 +1,4 @@
-"""Which ranks there are, which of them make up one worker, and the links between them."""
+"""The sets of ranks: all of them, those of one worker, groups of workers; and their links."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.algorithms.exchanges import Mean
-from laconic.algorithms.round import GradientRound, Recipe
-from laconic.algorithms.schedules import Schedule, Unless, any_of, every
-from laconic.algorithms.updates import Average
 from laconic.errors import check_int, in_words
-from laconic.links import Link, Throttled, TorchLink
+from laconic.links.agreement import agree
+from laconic.links.link import Link
 from laconic.links.simulated import current_link, single_link
+from laconic.links.throttled import Throttled
+from laconic.links.torch_link import world_link
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 BANDWIDTH_VARIABLE = "LACONIC_BANDWIDTH"
 LATENCY_VARIABLE = "LACONIC_LATENCY"
-"""Set by ``laconic lab`` where the system cannot slow down each host's card, or delay packets: the
-link over torch's process group then takes as long as that rate (of each rank) and latency say."""
+"""Set by ``laconic lab`` where the system cannot slow down a host's network interface, or delay
+packets: the link over torch's process group is then throttled to that rate per rank and latency."""
 
 
 def own_link(device: torch.device, timeout: float) -> Link:
-    """This process's link to all ranks: the simulated worker's, or over torch's process group."""
+    """This process's link to all ranks: the simulated worker's, or one for torch's process
+    group."""
     simulated = current_link.get()
     if simulated is not None:
         return simulated
@@ -38,46 +38,29 @@ def own_link(device: torch.device, timeout: float) -> Link:
             "no process group: call laconic.init() (under torchrun, or for one process) or "
             "torch.distributed.init_process_group(), run inside laconic.simulate, or pass link="
         )
-    link = TorchLink.world(device, timedelta(seconds=timeout))
+    link = world_link(device, timedelta(seconds=timeout))
     bandwidth, latency = os.environ.get(BANDWIDTH_VARIABLE), os.environ.get(LATENCY_VARIABLE)
     if bandwidth is None and latency is None:
         return link
     return Throttled(link, bandwidth, latency or 0.0)
 
 
-def raise_on_all(problem: str | None, everyone: Tensor, what: str) -> None:
-    """``ValueError`` on every rank where any has a ``problem``: ``everyone`` holds by rank whether
-    it has, and ``what`` says which they then have in common."""
-    failed = [rank for rank, value in enumerate(everyone.flatten().tolist()) if value]
-    if failed:
-        raise ValueError(problem or f"ranks {failed} {what}: see there")
-
-
 def agreed_link(
-    problem: str | None, link: Link | None, device: torch.device, timeout: float, what: str
+    problem: str | None, link: Link | None, device: torch.device, timeout: float
 ) -> Link:
-    """``link``, or this process's to all ranks, once they have told each other that none has a
-    ``problem``: else ``ValueError`` on every rank, which says ``what`` those ranks could not do,
-    instead of one that has left and others that wait for it."""
+    """``link``, or else this process's link to all ranks, if no rank has a ``problem``. Otherwise
+    raises ``ValueError`` on every rank."""
     world = None
     try:
         world = link or own_link(device, timeout)
-        everyone = world.gather(torch.tensor([float(problem is not None)]))
-        raise_on_all(problem, everyone, f"could not {what}")
+        agree(world.gather, problem)
     except BaseException as error:
         if link is None and world is not None:
             world.close()
         if problem is None or not isinstance(error, Exception):
             raise
-        raise ValueError(problem) from None  # whether there was anyone to tell or not
+        raise ValueError(problem) from None  # also where the other ranks cannot be reached
     return world
-
-
-def common_device() -> torch.device:
-    """Where ranks meet that have no parameter to say so: on the card if all others do."""
-    cards = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
-    # by its number, as another thread may have another current device
-    return torch.device("cuda", torch.cuda.current_device()) if cards else torch.device("cpu")
 
 
 def layout_of(
@@ -86,8 +69,8 @@ def layout_of(
     mesh: DeviceMesh | None,
     sharded: Sequence[Tensor],
 ) -> list[list[int]]:
-    """The ranks of each worker, alike on every rank. ``sharded``: the model's sharded parameters,
-    each of which must be over the ranks of its worker."""
+    """The ranks of each worker, the same on every rank. ``sharded``: the model's sharded
+    parameters, each of which must be sharded over the ranks of its worker."""
     problem, layout, launched = None, [[0]], 0
     try:
         launched = 0 if current_link.get() else int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
@@ -99,7 +82,7 @@ def layout_of(
     inner = len(layout[0])
     said = world.gather(torch.tensor([problem is not None, inner, launched], dtype=torch.int64))
     failed, everyone, on_host = said.unbind(1)
-    raise_on_all(problem, failed, "have no such workers")
+    agree(world.gather, problem, failed)
     if world.size % inner or bool((everyone != inner).any()):
         raise ValueError(
             "nprocs_per_node (or the mesh's second axis) must be alike on all ranks and divide "
@@ -114,7 +97,7 @@ def layout_of(
 
 
 def _check_dimensions(sharded: Sequence[Tensor]) -> None:
-    """A mesh of two dimensions is FSDP's that shards over one and replicates over the other."""
+    """Refuse a mesh of two dimensions: FSDP shards over one and replicates over the other."""
     for p in sharded:
         over = p.device_mesh  # type: ignore[attr-defined]
         if over.ndim != 1:
@@ -128,7 +111,7 @@ def _check_dimensions(sharded: Sequence[Tensor]) -> None:
 
 
 def _check_shards(sharded: Sequence[Tensor], worker: list[int]) -> None:
-    """The parameters are sharded over the ranks of this rank's ``worker``, and no others."""
+    """Refuse parameters that are not sharded over exactly the ranks of ``worker``."""
     for p in sharded:
         over: list[int] = p.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
         if over != worker:
@@ -144,7 +127,7 @@ def _check_shards(sharded: Sequence[Tensor], worker: list[int]) -> None:
 def _layout(
     world: Link, nprocs_per_node: int | Literal["env"], mesh: DeviceMesh | None, sharded: bool
 ) -> list[list[int]]:
-    """What this rank takes for the ranks of each worker."""
+    """The ranks of each worker, according to this rank's arguments."""
     if sharded and mesh is None:
         raise ValueError(
             "the parameters are sharded (FSDP): pass the mesh of (workers, ranks of a worker), as "
@@ -170,15 +153,16 @@ def _layout(
 def sets_of(
     world: Link, layout: list[list[int]], group_size: int | None, sharded: bool
 ) -> dict[str, Link]:
-    """The named sets of ranks. Those of one worker are its ``replica`` where each holds the whole
-    model, and its ``shards`` where each holds a part of it; the other is of this rank alone."""
+    """The links of the named sets of ranks. The ranks of one worker are its ``replica`` if each has
+    the whole model, and its ``shards`` if each has a part of it; the other set is this rank
+    alone."""
     problem, grouped = None, 0
     try:
         grouped = 0 if group_size is None else check_int("group_size", group_size, 1)
     except ValueError as error:
         problem = str(error)
     said = world.gather(torch.tensor([problem is not None, grouped], dtype=torch.int64))
-    raise_on_all(problem, said[:, 0], "have no such groups")
+    agree(world.gather, problem, said[:, 0])
     everyone = said[:, 1].tolist()
     if any(said != grouped for said in everyone):
         raise ValueError(f"group_size must be alike on all ranks: they say {everyone}")
@@ -196,12 +180,3 @@ def sets_of(
             [workers[i : i + grouped] for i in workers[::grouped]]
         )
     return sets
-
-
-def within_workers(recipe: Recipe) -> Recipe:
-    """Gradients averaged inside a worker wherever the recipe does not average them over all."""
-    when: Schedule = every(1)
-    over_all = [r.when for r in recipe if isinstance(r, GradientRound) and r.over == "world"]
-    if over_all:
-        when = Unless(when, any_of(*over_all))
-    return (GradientRound(when, Average(), Mean(), over="replica"),)

@@ -1,15 +1,14 @@
-"""Messages between the ranks of a link: one TCP connection for each pair of them, and no thread.
+"""Messages between the ranks of a link: one TCP connection for each pair of ranks, and no thread.
 
-The thread that makes a link's calls moves their bytes itself, between tensors and the kernel's
-buffers, and sleeps while there are none to move. gloo has a thread for that, which is woken for
-each message's announcement, for the answer that there is room for it, for the message, and then
-wakes the one that waits. With 4 ranks on 2 cores that was half of what a round costs the processor.
+The thread that makes a link's calls copies the bytes itself, between tensors and the kernel's
+buffers, and sleeps while there is nothing to copy. gloo has a thread for this, which wakes up
+several times for each message and then wakes the caller. With 4 ranks on 2 cores that was half of
+the processor time of a round.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import secrets
 import select
@@ -26,21 +25,17 @@ from torch import Tensor
 from laconic import native
 from laconic.errors import LinkError
 from laconic.links import forks, handshake
-from laconic.links.health import Address
-from laconic.links.talks import Talk, Talks
+from laconic.links.addresses import Address
+from laconic.links.connect import Connecting
 
 VERSION = 4
-"""What ``wire.c`` must be."""
+"""The version that ``wire.c`` must have."""
 
 _HEADER = struct.Struct("=QQQ")  # the sender's call (serial, id), and how many bytes follow
-PURPOSE = b"wire"
-HELLO_SECONDS = 5.0
-"""How long a caller may take in all to prove who it is."""
-LOOK_SECONDS, RETRY_SECONDS = 1.0, 0.05
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 5}
-"""A connection over which nothing comes ends after 30 s in which the other host acknowledged none
-of 5 probes, be they lost for a while on a saturated network. A stopped process's kernel answers."""
-_HANG_UP = getattr(select, "POLLRDHUP", 0)  # only Linux tells before everything was read
+"""A connection ends after 30 s in which the other host acknowledged none of 5 probes. That is long
+enough for a saturated network. The kernel of a stopped process still acknowledges them."""
+_HANG_UP = getattr(select, "POLLRDHUP", 0)  # only Linux reports it before everything was read
 _INFO = struct.Struct("=52x2I")  # struct tcp_info up to tcpi_last_data_recv, tcpi_last_ack_recv
 
 _FINE, _SILENT, _CLOSED, _OTHER, _FAILED, _INTERRUPTED = range(6)
@@ -48,24 +43,24 @@ _ALL, _AT_ONCE = -1, -2
 
 
 class OtherCallError(LinkError):
-    """What comes from ``rank``, called ``name``, is of another call than this rank is in, at
-    ``place``, or of another length."""
+    """A message from ``rank``, called ``name``, is of another call than this rank is in, according
+    to its ``header``, or of another length."""
 
     def __init__(
-        self, rank: int, name: int, place: tuple[int, int], size: int, expected: int
+        self, rank: int, name: int, header: tuple[int, int], size: int, expected: int
     ) -> None:
         super().__init__(f"rank {name} has sent {size} bytes where {expected} are due")
         self.rank = rank
-        self.place = place
+        self.header = header
 
 
 class LostError(RuntimeError):
-    """A connection is gone, or nothing came over it for too long. No ``OSError``, as a signal's
-    handler, which runs while one waits, may raise such for reasons of its own."""
+    """A connection is closed, or nothing came over it for too long. Not an ``OSError``: a signal
+    handler that runs during the wait may raise one for reasons of its own."""
 
 
 class _Message(ctypes.Structure):
-    """One message, and how far it has come; as ``struct message`` in ``wire.c``."""
+    """One message, and how many of its bytes have moved; ``struct message`` in ``wire.c``."""
 
     _fields_: ClassVar = [
         ("header", ctypes.c_ubyte * _HEADER.size),
@@ -80,15 +75,15 @@ class _Message(ctypes.Structure):
 
 
 _BEGUN = struct.Struct(f"@QQQ{_HEADER.size}xPqqqii")
-"""All of a `_Message` at once, which takes a tenth of the time."""
+"""Writes all fields of a `_Message` at once, in a tenth of the time."""
 assert _BEGUN.size == ctypes.sizeof(_Message), "laid out as the compiler does"
 
 
 class Connections(dict[int, int]):
-    """Connected sockets' file descriptors by rank; closed when nobody uses them any more."""
+    """The file descriptors of connected sockets, by rank. Closed when this object is freed."""
 
     busy = False
-    """Whether a message was begun and not ended: none can come after it."""
+    """Whether a message has begun and not ended: no other can follow."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,11 +92,11 @@ class Connections(dict[int, int]):
 
     @property
     def forked(self) -> bool:
-        """Whether this is a child's copy, which was closed."""
+        """Whether this is a forked child's copy, which was closed."""
         return os.getpid() != self._process
 
     def keep(self, rank: int, connection: socket.socket) -> None:
-        """Take over the connection to ``rank``, in place of one that it has called by before."""
+        """Take over the connection to ``rank``, in place of an earlier one."""
         connection.setblocking(False)
         before = self.get(rank)
         with forks.guard:
@@ -110,7 +105,7 @@ class Connections(dict[int, int]):
             os.close(before)
 
     def close(self) -> None:
-        """End them all."""
+        """Close all connections."""
         while self:
             os.close(self.popitem()[1])
 
@@ -119,18 +114,20 @@ class Connections(dict[int, int]):
 
 
 class Transfer:
-    """Messages under way: ``sends[r]`` to rank r, and what comes from rank r into ``receives[r]``,
-    contiguous tensors in a CPU's memory that nobody touches meanwhile. Where they are not ``ready``
-    each is sent as far as `send` says. Bytes move within `wait`, but for those that the kernel
-    takes at once; the last `wait` is for all. Raises `LinkError` where a message before it was left
-    half-way."""
+    """Messages under way: ``sends[r]`` to rank r, and from rank r into ``receives[r]``. The tensors
+    are contiguous and on the CPU, and must not be used meanwhile.
+
+    If not ``ready``, `send` says how much of each can be sent. Bytes move inside `wait`, except
+    those that the kernel accepts at once. The last `wait` must be for all messages. Raises
+    `LinkError` if an earlier message was not completed.
+    """
 
     def __init__(
         self,
         connections: Connections,
         sends: Mapping[int, Tensor],
         receives: Mapping[int, Tensor],
-        place: tuple[int, int],
+        header: tuple[int, int],
         timeout: float,
         names: Sequence[int],
         *,
@@ -154,7 +151,7 @@ class Transfer:
                 )
             size, comes = x.numel() * x.element_size(), index < len(receives)
             end = _HEADER.size + size
-            begun = (*place, size, x.data_ptr(), end, end if ready or comes else 0, 0)
+            begun = (*header, size, x.data_ptr(), end, end if ready or comes else 0, 0)
             _BEGUN.pack_into(self._messages, index * _BEGUN.size, *begun, connections[r], comes)
         connections.busy = True
         self._move(_AT_ONCE)
@@ -166,9 +163,9 @@ class Transfer:
         self._move(_AT_ONCE)
 
     def wait(self, rank: int | None = None, size: int | None = None) -> None:
-        """Until the first ``size`` bytes from ``rank`` are here, or None: all of them; without a
-        rank until all messages are, and all are sent. Raises `LostError` where a connection is
-        lost, or no byte moves for ``timeout`` seconds, and `OtherCallError`."""
+        """Wait for the first ``size`` bytes (None: all) from ``rank``; without a rank, until all
+        messages have come and are sent. Raises `LostError` if a connection is lost, or no byte
+        moves for ``timeout`` seconds, and `OtherCallError`."""
         if rank is None:
             assert all(m.ready == m.end for m in self._messages), "a message is not ready"
             self._move(_ALL)
@@ -193,9 +190,9 @@ class Transfer:
             raise LostError(f"nothing was sent or received for {self._timeout:g} s")
         rank, message = self._ranks[index], self._messages[index]
         if outcome == _OTHER:
-            *place, size = _HEADER.unpack(message.got)
+            serial, call_id, size = _HEADER.unpack(message.got)
             expected = message.end - _HEADER.size
-            raise OtherCallError(rank, self._names[rank], (place[0], place[1]), size, expected)
+            raise OtherCallError(rank, self._names[rank], (serial, call_id), size, expected)
         why = "closed by it" if outcome == _CLOSED else os.strerror(error)
         raise LostError(f"connection to rank {self._names[rank]}: {why}")
 
@@ -203,10 +200,10 @@ class Transfer:
 def _move(
     messages: ctypes.Array[_Message], until: int, enough: int, timeout: int
 ) -> tuple[int, int, int]:
-    """Move bytes until ``enough`` of message ``until`` were moved (`_ALL` messages, or `_AT_ONCE`:
-    what can be moved without waiting), at most ``timeout`` ms after the last one. Returns the
-    outcome, which message it is about (`_INTERRUPTED`: 1 if bytes were moved, else 0), and the
-    system's number of the error."""
+    """Move bytes until ``enough`` of message ``until`` have moved; `_ALL`: all messages;
+    `_AT_ONCE`: what can move without waiting. Gives up ``timeout`` ms after the last byte. Returns
+    the outcome, the index of the message that it is about (`_INTERRUPTED`: 1 if bytes moved, else
+    0), and the system's error number."""
     compiled = library()
     if compiled is None:
         return _move_interpreted(messages, until, enough, timeout)
@@ -220,7 +217,7 @@ def _move(
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """``wire.c``, if it was compiled and can be used."""
+    """The compiled ``wire.c``, if there is one that can be used."""
     found = native.load("laconic.links._wire", VERSION)
     if found is not None:
         found.laconic_move.argtypes = [
@@ -233,7 +230,7 @@ def library() -> ctypes.CDLL | None:
 def _move_interpreted(
     messages: ctypes.Array[_Message], until: int, enough: int, timeout: int
 ) -> tuple[int, int, int]:
-    """What ``laconic_move`` does, where it was not compiled."""
+    """As ``laconic_move``, where it was not compiled."""
     while True:
         waiting = [i for i, message in enumerate(messages) if message.done < message.ready]
         if not waiting or (until >= 0 and messages[until].done >= enough):
@@ -256,7 +253,7 @@ def _move_interpreted(
 
 
 def _step(message: _Message) -> tuple[int, int]:
-    """Move what can be moved at once."""
+    """Move what can move without waiting."""
     size = message.ready - _HEADER.size
     payload = (ctypes.c_ubyte * size).from_address(message.payload) if size else bytearray()
     parts = (memoryview(message.got if message.comes else message.header), memoryview(payload))
@@ -283,9 +280,9 @@ def _step(message: _Message) -> tuple[int, int]:
 
 
 class Wire:
-    """The connections of rank ``rank`` of a link to all others, from ``host``, its own address.
-    Every rank tells the others its `address` before it calls `connect`. ``names``: what ranks are
-    called in errors."""
+    """The connections of rank ``rank`` of a link to all other ranks. ``host``: its own address;
+    ``names``: what ranks are called in errors. Every rank sends the others its `address` before it
+    calls `connect`."""
 
     def __init__(self, rank: int, host: str, timeout: float, names: Sequence[int]) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -293,66 +290,23 @@ class Wire:
             self._server = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
             forks.close_in_child(self._server)
         self._rank = rank
-        self._timeout = timeout
+        self.timeout = timeout
         self._names = names
         self._key = secrets.token_bytes(handshake.KEY_BYTES)
         self._connections = Connections()
         self.address = str(Address(host, self._server.getsockname()[1], self._key.hex()))
 
     def connect(self, addresses: Sequence[str], secret: bytes, check: Callable[[], None]) -> None:
-        """Call the ranks before this one, at their ``addresses``, and be called by those behind it;
-        with no addresses, none. All of them know the ``secret``, and prove it to each other.
-        ``check()``, every second of waiting, raises if it is in vain."""
+        """Connect to all ranks, at their ``addresses``. All of them know the ``secret``, and prove
+        it to each other. ``check()`` is called every second, and raises where waiting is in
+        vain."""
+        at = self._rank, self._names, self._key, secret, self.timeout, self._keep
         try:
             with self._server:
-                self._connect(addresses, secret, check)
+                Connecting(*at).run(self._server, addresses, check)
         except BaseException:
-            self._connections.close()  # or the others would wait as long as the error is kept
+            self._connections.close()  # else other ranks wait as long as the error lives
             raise
-
-    def _connect(self, addresses: Sequence[str], secret: bytes, check: Callable[[], None]) -> None:
-        start = time.monotonic()
-        deadline, look = start + self._timeout, start + LOOK_SECONDS
-        talks, calls = Talks(), _Calls(self._rank, self._names, secret, deadline, self._keep)
-        calls.to = {r: Address.parse(a) for r, a in enumerate(addresses[: self._rank])}
-        callers = set(range(self._rank + 1, len(addresses)))
-        talks.serve(
-            self._server,
-            lambda: handshake.answer(
-                PURPOSE,
-                lambda key: secret if key == self._key else None,
-                lambda hello, _: self._welcome(hello.number, callers),
-                most=0,
-            ),
-            HELLO_SECONDS,
-            self._greeted,
-        )
-        try:
-            while missing := {*calls.to, *callers} - {*self._connections}:
-                now = time.monotonic()
-                if now >= deadline:
-                    who = sorted(self._names[r] for r in missing)
-                    raise LinkError(
-                        f"ranks {who} have not called within {self._timeout:g} s", ranks=who
-                    )
-                if now >= look:
-                    check()
-                    look = now + LOOK_SECONDS
-                again = calls.begin(talks, now)
-                talks.turn(max(min(deadline, look, again) - now, 0))
-        finally:
-            talks.close()
-
-    def _welcome(self, rank: int, callers: set[int]) -> bytes:
-        if rank not in callers:
-            raise handshake.RefusedError(f"rank {rank} has no business here")
-        return b""
-
-    def _greeted(self, talk: Talk, error: Exception | None) -> None:
-        """A caller was greeted, or was none of ours."""
-        if error is None:
-            rank = handshake.Hello.unpack(talk.result[: handshake.HELLO_BYTES]).number
-            self._keep(rank, talk.connection)
 
     def _keep(self, rank: int, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -368,8 +322,8 @@ class Wire:
         return self._connections.forked
 
     def closed(self) -> dict[int, bool]:
-        """The ranks whose connections have ended, without waiting; whether by an error, and not in
-        order. Nothing is read, so messages under way do not mind."""
+        """The ranks whose connections have ended, and whether by an error. Does not wait, and does
+        not read, so messages under way are not disturbed."""
         poll, ranks = select.poll(), {}
         for rank, fd in self._connections.items():
             poll.register(fd, _HANG_UP)
@@ -382,8 +336,8 @@ class Wire:
         }
 
     def heard(self, rank: int) -> float:
-        """Seconds since anything came from the host of ``rank``, an acknowledgement included; 0
-        where the system does not tell."""
+        """Seconds since anything came from the host of ``rank``, acknowledgements included; 0 where
+        the system does not report it."""
         fd = self._connections.get(rank)
         if fd is None or not sys.platform.startswith("linux"):
             return 0.0
@@ -395,7 +349,7 @@ class Wire:
         return min(_INFO.unpack(info)) / 1000 if len(info) == _INFO.size else 0.0
 
     def shutdown(self) -> None:
-        """End all connections, here and at the other ranks, for whoever waits for messages."""
+        """End all connections, here and at the other ranks, so that threads that wait return."""
         for fd in self._connections.values():
             borrowed = socket.socket(fileno=fd)
             try:
@@ -409,68 +363,18 @@ class Wire:
         self,
         sends: Mapping[int, Tensor],
         receives: Mapping[int, Tensor],
-        place: tuple[int, int],
+        header: tuple[int, int],
         *,
         ready: bool = True,
     ) -> Transfer:
-        """Begin to send ``sends[r]`` to rank r, and to take what comes from it into
-        ``receives[r]``; rank r must do so at the same ``place``, with as many bytes. What is not
+        """Begin to send ``sends[r]`` to rank r, and to receive from it into ``receives[r]``; rank r
+        must do so with the same ``header`` (the call's serial
+        number and id), and as many bytes. What is not
         ``ready`` is sent one by one (`Transfer.send`)."""
-        at = self._timeout, self._names
-        return Transfer(self._connections, sends, receives, place, *at, ready=ready)
+        at = self.timeout, self._names
+        return Transfer(self._connections, sends, receives, header, *at, ready=ready)
 
     def close(self) -> None:
-        """Let go of the connections; they end when no message on them is under way."""
+        """Close the connections once no message is under way on them."""
         self._connections = Connections()
         self._server.close()
-
-
-class _Calls:
-    """The ranks that rank ``rank`` has yet to call, ``to`` their addresses; ``keep`` gets the
-    connections."""
-
-    def __init__(
-        self,
-        rank: int,
-        names: Sequence[int],
-        secret: bytes,
-        deadline: float,
-        keep: Callable[[int, socket.socket], None],
-    ) -> None:
-        self.to: dict[int, Address] = {}
-        self._rank, self._names, self._secret = rank, names, secret
-        self._deadline, self._keep = deadline, keep
-        self._again: dict[int, float] = {}
-
-    def begin(self, talks: Talks, now: float) -> float:
-        """Call those whose turn it is; returns when the next one's is."""
-        for rank, (host, port, key) in self.to.items():
-            if self._again.get(rank, 0) > now:
-                continue
-            self._again[rank] = math.inf
-            exchange = handshake.call(
-                self._secret, PURPOSE, bytes.fromhex(key), self._rank, b"", most=0
-            )
-
-            def ended(talk: Talk, error: Exception | None, rank: int = rank) -> None:
-                if error is None:
-                    self._keep(rank, talk.connection)
-                elif talk.connecting:
-                    self._unreachable(rank, error)
-                else:  # it was flooded by strangers, perhaps
-                    self._again[rank] = time.monotonic() + RETRY_SECONDS
-
-            try:
-                talks.call(host, port, exchange, self._deadline, ended)
-            except OSError as error:
-                self._unreachable(rank, error)
-        return min(self._again.values(), default=math.inf)
-
-    def _unreachable(self, rank: int, error: Exception) -> None:
-        host, port, _ = self.to[rank]
-        name = self._names[rank]
-        raise LinkError(
-            f"rank {name} can't be reached at {host}, port {port}: {error}; where a host has "
-            "several networks GLOO_SOCKET_IFNAME names the interface to use",
-            ranks=[name],
-        ) from error

@@ -1,0 +1,122 @@
+"""Load a checkpoint: plan, receive files, check them, then load; undo it if any rank fails."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from laconic.buckets import is_sharded, on_mesh_of
+from laconic.checkpoints.all_ranks import AllRanks
+from laconic.checkpoints.manifest import Manifest, newest, read_manifest
+from laconic.checkpoints.plan import Plan, make_plan
+from laconic.checkpoints.random_state import check_random_state, load_random_state
+from laconic.checkpoints.rank_file import read_rank_file
+from laconic.checkpoints.training_state import Stateful, TrainingState, parameters
+from laconic.checkpoints.transfer import received_files
+
+log = logging.getLogger("laconic")
+
+
+def load(
+    folder: Path, training: TrainingState, all_ranks: AllRanks, missing_ok: bool
+) -> dict[str, Any]:
+    """Load the checkpoint in ``folder`` into ``training``; every rank calls it. Returns the user's
+    plain data and the step."""
+    manifests = all_ranks.share(lambda: _as_json(read_manifest(folder)))
+    if missing_ok and not any(manifests):
+        return {}
+    manifest = newest([None if m is None else Manifest(**m) for m in manifests], all_ranks)
+    sync = training.sync
+    plan = make_plan(folder, manifest, sync, all_ranks)
+    with received_files(folder, manifest, plan, sync, all_ranks) as path:
+        checked = all_ranks.do(lambda: _read(path, manifest, plan, training))
+        training.bind()
+        undo: list[Callable[[], Any]] = []
+
+        def load_objects() -> None:
+            before = [copy.deepcopy(target.state_dict()) for target, _ in checked.states]
+            for (target, state), previous in zip(checked.states, before, strict=True):
+                undo.append(partial(target.load_state_dict, previous))
+                target.load_state_dict(state)
+
+        try:
+            all_ranks.do(load_objects)
+            # last, since it compares the parameters with those that it was saved with
+            if checked.averaged is None:
+                sync.load_state_dict(checked.saved["sync"])
+            else:
+                _load_consensus(training, checked.saved, checked.averaged)
+        except (OSError, ValueError):
+            for restore in undo:
+                with suppress(Exception):  # the first error is the one to raise
+                    restore()
+            raise
+    if checked.random is not None:
+        load_random_state(checked.random)
+    if plan.note and sync.rank == 0:
+        log.warning("%s", plan.note)
+    return {**checked.saved["plain"], "step": sync.step}
+
+
+def _as_json(manifest: Manifest | None) -> dict[str, Any] | None:
+    return None if manifest is None else asdict(manifest)
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """What a rank has read and checked. ``states``: each object's state. ``saved``: the file that
+    they are from. ``averaged``: by rank, the files whose consensus the run goes on from, or None.
+    ``random``: the random state, or None."""
+
+    states: Sequence[tuple[Stateful, Any]]
+    saved: dict[str, Any]
+    averaged: dict[int, dict[str, Any]] | None
+    random: Mapping[str, Any] | None
+
+
+def _read(
+    path: Callable[[int], Path], manifest: Manifest, plan: Plan, training: TrainingState
+) -> _Checked:
+    """Read the files that this rank needs, and check them against the run's objects."""
+    rank, workers = training.sync.rank, training.sync.workers
+    source = plan.source(rank)
+    saved = read_rank_file(path(source), manifest, source)
+    same = (manifest.ranks, manifest.workers) == (len(plan.visible), workers)
+    random = saved["random"] if same and source == rank else None
+    if random is not None:
+        check_random_state(random)
+    averaged = None
+    if plan.regroup:
+        averaged = {r: read_rank_file(path(r), manifest, r, mapped=True) for r in plan.models(rank)}
+    sharded = [p for p in parameters(training.model) if is_sharded(p)]
+    for file in (saved, *(averaged or {}).values()):
+        for key in ("model", "optimizer", "objects") if plan.regroup and sharded else ():
+            file[key] = on_mesh_of(file[key], sharded[0])
+        training.check(file)
+    states: list[tuple[Stateful, Any]] = [
+        (value, saved["objects"][name]) for name, value in training.objects().items()
+    ]
+    states += [(training.model, saved["model"]), (training.optimizer, saved["optimizer"])]
+    return _Checked(states, saved, averaged, random)
+
+
+def _load_consensus(
+    training: TrainingState, saved: Mapping[str, Any], averaged: Mapping[int, Mapping[str, Any]]
+) -> None:
+    """Go on from the consensus of the ranks in ``averaged``; all other state is ``saved``."""
+    modules = training.modules()
+
+    def load_model(rank: int | None) -> None:
+        state = saved if rank is None else averaged[rank]
+        for name, module in modules.items():
+            module.load_state_dict(state["objects"][name] if name else state["model"])
+
+    training.sync.load_parts({rank: file["sync"] for rank, file in averaged.items()}, load_model)
+    if training.front is not None:
+        training.front.copy_masters()

@@ -1,0 +1,227 @@
+"""The objects of a run whose state is saved, and checks of what was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from laconic.attach import check_free, synchronizer_of
+from laconic.checkpoints.random_state import random_state
+from laconic.checkpoints.rank_file import plain
+from laconic.compat.comm_optimizer import CommOptimizer
+from laconic.compat.dist_optimizer import DistOptimizer
+from laconic.compat.fairscale import SlowMoDistributedDataParallel
+from laconic.engine.synchronizer import Synchronizer
+
+_PREFIX = "laconic: "
+"""Begins the names of objects that are laconic's and not the user's."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object with state to save: a scheduler, a GradScaler, a sampler, another module."""
+
+    def state_dict(self) -> Any:
+        """Return the state as plain data."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Load the state."""
+        ...
+
+
+class _Counter:
+    """Local steps since the last round, which a `DistOptimizer` counts itself."""
+
+    def __init__(self, front: DistOptimizer) -> None:
+        self._front = front
+
+    def state_dict(self) -> dict[str, int]:
+        return {"counter": self._front.counter}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        self._front.counter = int(state_dict["counter"])
+
+
+class _OutsideParameters:
+    """The optimizer's parameters that are in no saved module, such as float32 masters."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params = params
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {str(index): p.detach().clone() for index, p in enumerate(self._params)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        for index, p in enumerate(self._params):
+            p.copy_(state_dict[str(index)])
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """The objects whose state is saved. ``others``: the user's, by name. ``front``: the wrapper of
+    ``model``, if there is one. ``front_objects``: other state of front ends, by name."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    sync: Synchronizer
+    others: Mapping[str, Any]
+    front: SlowMoDistributedDataParallel | None = None
+    front_objects: dict[str, Stateful] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        optimizer: Optimizer,
+        sync: Synchronizer | DistOptimizer | None,
+        others: Mapping[str, Any] | None,
+    ) -> TrainingState:
+        """Collect the objects. A front end that saves its synchronizer in its own ``state_dict()``
+        is replaced by the plain module or optimizer in it and that synchronizer, so that no state
+        is saved twice. Only this method knows front ends."""
+        dist = sync if isinstance(sync, DistOptimizer) else None
+        front: SlowMoDistributedDataParallel | None = None
+        if isinstance(optimizer, CommOptimizer) and optimizer.dist_optimizer is not None:
+            dist, optimizer = optimizer.dist_optimizer, optimizer.optimizer
+        if dist is not None:
+            dist.join()
+            sync = dist.sync
+        attached = synchronizer_of(optimizer)
+        if isinstance(model, SlowMoDistributedDataParallel):
+            front, model = model, model.module
+            if sync is not None and sync is not front.synchronizer:
+                raise ValueError("sync is not the synchronizer of the wrapped module: leave it out")
+            sync = front.synchronizer
+            if sync.driver.bound is None:
+                check_free(optimizer)
+                attached = sync
+        elif dist is None and attached is not None and not attached.driver.hooked:
+            raise ValueError(
+                "a front end follows this optimizer: pass it, as it has state of its own"
+            )
+        if attached is None:
+            raise ValueError(
+                "no synchronizer belongs to this optimizer: call laconic.attach first, or use "
+                "torch.save where nothing is communicated"
+            )
+        if sync is not None and sync is not attached:
+            raise ValueError(
+                "sync (or the wrapped module) is not what follows this optimizer: pass what "
+                "belongs together"
+            )
+        own: dict[str, Stateful] = {} if dist is None else {f"{_PREFIX}counter": _Counter(dist)}
+        return cls(model, optimizer, attached, dict(others or {}), front, own)
+
+    def bind(self) -> None:
+        """Bind a wrapped module to its optimizer if it is not yet; every rank calls it."""
+        if self.front is not None and self.front.synchronizer.driver.bound is None:
+            self.front.bind(self.optimizer)
+
+    def check_names(self) -> None:
+        """Raise unless names in ``others`` can be saved."""
+        for name in self.others:
+            if not isinstance(name, str) or name == "step" or name.startswith(_PREFIX):
+                raise ValueError(f"others: names must be strings other than 'step', not {name!r}")
+
+    def objects(self) -> dict[str, Stateful]:
+        """All that has state beside the model, the optimizer and the synchronizer, by name."""
+        objects = {k: value for k, value in self.others.items() if isinstance(value, Stateful)}
+        inside = {id(p) for module in (self.model, *objects.values()) for p in parameters(module)}
+        outside = [p for group in self._groups() for p in group if id(p) not in inside]
+        if outside:
+            objects[f"{_PREFIX}parameters outside the model"] = _OutsideParameters(outside)
+        return {**objects, **self.front_objects}
+
+    def modules(self) -> dict[str, Stateful]:
+        """The objects with the optimizer's parameters, by name; the model's name is empty."""
+        moved = {id(p) for group in self._groups() for p in group}
+        found = {
+            name: value
+            for name, value in self.objects().items()
+            if isinstance(value, _OutsideParameters)
+            or any(id(p) in moved for p in parameters(value))
+        }
+        return {"": self.model, **found}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All state of this rank, as plain data."""
+        objects = self.objects()
+        return {
+            "random": random_state(),
+            "sync": self.sync.state_dict(),
+            "model": self.model.state_dict(),
+            "optimizer": plain(self.optimizer.state_dict()),
+            "optimizer of": self._optimizer_of(objects),
+            "objects": {name: plain(value.state_dict()) for name, value in objects.items()},
+            "plain": {name: plain(v) for name, v in self.others.items() if name not in objects},
+        }
+
+    def check(self, saved: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` unless ``saved``, a rank's `state_dict`, fits these objects."""
+        objects, states = self.objects(), saved["objects"]
+        for name in sorted(objects.keys() ^ states.keys()):
+            if name in states:
+                raise ValueError(f"others lacks {name!r}, an object whose state was saved")
+            raise ValueError(
+                f"no state of others[{name!r}] was saved; objects with state: {sorted(states)}"
+            )
+        _check_model(self.model, saved["model"])
+        if saved["optimizer of"] != self._optimizer_of(objects):
+            raise ValueError(
+                "the optimizer differs in its class, its groups or the parameters in them "
+                f"({saved['optimizer of'][0]} was saved, this is "
+                f"{type(self.optimizer).__name__}): make the same one"
+            )
+
+    def _groups(self) -> list[list[Tensor]]:
+        return [group["params"] for group in self.optimizer.param_groups]
+
+    def _optimizer_of(self, objects: Mapping[str, Stateful]) -> list[Any]:
+        """The optimizer's class and, by group, its parameters' names (None outside all modules)."""
+        modules = {"": self.model, **{k: m for k, m in objects.items() if isinstance(m, nn.Module)}}
+        names = {
+            id(p): f"{prefix}.{name}" if prefix else name
+            for prefix, module in modules.items()
+            for name, p in reversed(list(module.named_parameters()))
+        }
+        groups = [[names.get(id(p)) for p in group] for group in self._groups()]
+        return [type(self.optimizer).__name__, groups]
+
+
+def parameters(value: object) -> list[nn.Parameter]:
+    """The parameters of ``value`` if it is a module."""
+    return list(value.parameters()) if isinstance(value, nn.Module) else []
+
+
+def _check_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
+    here = model.state_dict()
+    only_saved, only_here = sorted(saved.keys() - here.keys()), sorted(here.keys() - saved.keys())
+    if only_saved or only_here:
+        raise ValueError(
+            f"the model differs: the checkpoint alone has {_names(only_saved)}, "
+            f"this model alone has {_names(only_here)}"
+        )
+    for key, value in here.items():
+        if isinstance(value, Tensor) and _kind(value) != _kind(saved[key]):
+            raise ValueError(
+                f"the model differs: {key!r} is {_kind(saved[key])} in the "
+                f"checkpoint and {_kind(value)} here"
+            )
+
+
+def _names(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:3])) or "nothing"
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"

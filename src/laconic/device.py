@@ -1,0 +1,237 @@
+"""Accelerators: the only module, beside their links, that calls `torch.cuda` or the like.
+
+Each kind is one `Accelerator`, in `ACCELERATORS` by its device type. To add a kind, write such a
+class, with a link (`laconic.links.torch_link.LINKS`), and add both rows. A function given a device
+without an accelerator, such as the CPU, does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def wait(self, stream: Any) -> None:
+        """Have ``stream`` wait for it, and not this thread."""
+        ...
+
+
+class Stream(Protocol):
+    """A queue of work on an accelerator."""
+
+    def record_event(self) -> Event:
+        """The point after all work so far."""
+        ...
+
+
+class Accelerator(Protocol):
+    """What laconic needs of one kind of accelerator. ``backend``: torch's process group for it."""
+
+    backend: str
+    activity: ProfilerActivity
+
+    def count(self) -> int:
+        """How many of them this process sees; 0 where torch cannot use them."""
+        ...
+
+    def can_communicate(self) -> bool:
+        """Whether this torch has the ``backend``."""
+        ...
+
+    def select(self, index: int) -> None:
+        """Make one of them the current one."""
+        ...
+
+    def current(self) -> int:
+        """The index of the current one."""
+        ...
+
+    def model_name(self, index: int) -> str:
+        """What the manufacturer calls it."""
+        ...
+
+    def current_stream(self, device: torch.device) -> Stream:
+        """The stream that this thread's work on ``device`` goes to."""
+        ...
+
+    def new_stream(self, device: torch.device) -> Stream:
+        """Another one."""
+        ...
+
+    def on_stream(self, stream: Stream) -> AbstractContextManager[Any]:
+        """A context in which this thread's work goes to ``stream``."""
+        ...
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait until all work on ``device`` is done."""
+        ...
+
+    def timing_event(self) -> Any:
+        """A point in the current stream, with ``elapsed_time(later)`` in milliseconds."""
+        ...
+
+    def peak_bytes(self, device: torch.device) -> int:
+        """Most bytes of tensors so far."""
+        ...
+
+    def in_use(self) -> bool:
+        """Whether this process has used one of them."""
+        ...
+
+    def random_state(self) -> Tensor:
+        """The state of the current one's random generator."""
+        ...
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Put it back."""
+        ...
+
+
+class Cuda:
+    """NVIDIA GPUs."""
+
+    backend = "nccl"
+    activity = ProfilerActivity.CUDA
+
+    def count(self) -> int:
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+    def can_communicate(self) -> bool:
+        return dist.is_nccl_available()
+
+    def select(self, index: int) -> None:
+        torch.cuda.set_device(index)
+
+    def current(self) -> int:
+        return torch.cuda.current_device()
+
+    def model_name(self, index: int) -> str:
+        return torch.cuda.get_device_name(index)
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return torch.cuda.current_stream(device)
+
+    def new_stream(self, device: torch.device) -> Stream:
+        return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def synchronize(self, device: torch.device) -> None:
+        torch.cuda.synchronize(device)
+
+    def timing_event(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def peak_bytes(self, device: torch.device) -> int:
+        return torch.cuda.max_memory_allocated(device)
+
+    def in_use(self) -> bool:
+        return torch.cuda.is_initialized()  # type: ignore[no-untyped-call, no-any-return]
+
+    def random_state(self) -> Tensor:
+        return torch.cuda.get_rng_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        torch.cuda.set_rng_state(state)
+
+
+ACCELERATORS: dict[str, Accelerator] = {"cuda": Cuda()}
+"""By the type of `torch.device`."""
+
+
+def accelerator(device: torch.device) -> Accelerator | None:
+    """The kind that ``device`` is of; None for the CPU."""
+    return ACCELERATORS.get(device.type)
+
+
+# -- which device is this process's ----
+
+
+def select_own() -> str:
+    """Make this process's own accelerator the current one, where there are some, and return the
+    name of the process group's back ends. Raises ``ValueError`` where there are fewer of them than
+    ranks on this host."""
+    for name, kind in ACCELERATORS.items():
+        if kind.count() and kind.can_communicate():
+            kind.select(own_index(kind.count()))
+            return f"cpu:gloo,{name}:{kind.backend}"
+    return "gloo"
+
+
+def own_index(visible: int) -> int:
+    """Which of the ``visible`` GPUs is this process's: LOCAL_RANK, or the only one."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if visible == 1:
+        return 0
+    ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), local + 1)
+    if ranks > visible:
+        raise ValueError(
+            f"{visible} GPUs are visible to LOCAL_RANK {local} of {ranks} on this host: start at "
+            "most one process for each GPU, give each process its own by CUDA_VISIBLE_DEVICES, or "
+            "call torch.cuda.set_device and torch.distributed.init_process_group yourself"
+        )
+    return local
+
+
+def common_device() -> torch.device:
+    """Where a rank without parameters communicates: on its accelerator if the process group uses
+    one, as the other ranks then do; else on the CPU."""
+    backends = str(dist.get_backend_config()) if dist.is_initialized() else ""
+    for name, kind in ACCELERATORS.items():
+        if kind.backend in backends:
+            # by its number, as another thread may have another current device
+            return torch.device(name, kind.current())
+    return torch.device("cpu")
+
+
+# -- time and memory ----
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until all work on ``device`` is done."""
+    kind = accelerator(device)
+    if kind is not None:
+        kind.synchronize(device)
+
+
+def time_mark(device: torch.device) -> Any:
+    """This moment in the work on ``device``, for `seconds_between`."""
+    kind = accelerator(device)
+    return time.perf_counter() if kind is None else kind.timing_event()
+
+
+def seconds_between(start: Any, end: Any) -> float:
+    """From one `time_mark` to a later one, once the work is done."""
+    if isinstance(start, float):
+        return float(end - start)
+    return float(start.elapsed_time(end)) / 1000
+
+
+def profiler_activities() -> list[ProfilerActivity]:
+    """What torch's profiler can record here."""
+    kinds = [kind.activity for kind in ACCELERATORS.values() if kind.count()]
+    return [ProfilerActivity.CPU, *kinds]
+
+
+# -- streams ----
+
+
+def use_on_current_stream(tensor: Tensor) -> None:
+    """Keep the memory of ``tensor``, made on another stream, until the current stream's work so far
+    is done. Does nothing for a tensor on the CPU."""
+    kind = accelerator(tensor.device)
+    if kind is not None:
+        tensor.record_stream(kind.current_stream(tensor.device))  # type: ignore[arg-type]

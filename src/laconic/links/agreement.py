@@ -1,0 +1,45 @@
+"""An error on one rank is an error on all ranks, in the same words.
+
+A rank that raises alone leaves the others waiting for it. So before ranks go on together, each says
+whether it has a problem; if any has, all of them raise.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from laconic.links.texts import Gather, clean, exchange_texts
+
+MOST_CHARACTERS = 4000
+"""Of a problem's text, as other ranks show it."""
+
+
+def agree(gather: Gather, problem: str | None, flags: Tensor | None = None) -> None:
+    """Raise ``ValueError`` on every rank if any rank has a ``problem``. All ranks must call it.
+
+    A rank with a problem of its own raises that text; the others raise the texts of all ranks that
+    have one, as "rank 2: ...". ``gather``: a link's. ``flags``: by rank, whether it has a problem,
+    where the ranks have gathered this along with something else; None: one small gather. The texts
+    are exchanged only where there is a problem.
+    """
+    if flags is None:
+        flags = gather(torch.tensor([float(problem is not None)]))
+    flagged = [bool(flag) for flag in flags.flatten().tolist()]
+    if not any(flagged):
+        return
+    texts = [""] * len(flagged)
+    if not all(flagged):  # else no rank needs another one's text
+        own = clean(problem or "")[:MOST_CHARACTERS]
+        texts = [clean(text)[:MOST_CHARACTERS] for text in exchange_texts(gather, own)]
+    raise ValueError(problem if problem is not None else _in_words(flagged, texts))
+
+
+def _in_words(flagged: list[bool], texts: list[str]) -> str:
+    """The problems, each once, with the ranks that have it; as many as fit."""
+    ranks: dict[str, list[str]] = {}
+    for rank, text in enumerate(texts):
+        if flagged[rank]:
+            ranks.setdefault(text, []).append(str(rank))
+    parts = [f"rank{'s' * (len(who) > 1)} {', '.join(who)}: {text}" for text, who in ranks.items()]
+    return "; ".join(parts)[: 2 * MOST_CHARACTERS]

@@ -1,0 +1,139 @@
+"""How the ranks of a link connect to each other: every rank calls the ranks before it.
+
+Both sides of a connection prove that they know the link's secret (`laconic.links.handshake`). All
+conversations run at once in one thread, so strangers that call delay no rank.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import Callable, Sequence
+
+from laconic.errors import LinkError
+from laconic.links import handshake
+from laconic.links.addresses import Address
+from laconic.links.talks import Talk, Talks
+
+PURPOSE = b"wire"
+HELLO_SECONDS = 5.0
+"""How long a caller may take in all to prove who it is."""
+CHECK_SECONDS, RETRY_SECONDS = 1.0, 0.05
+
+
+class Connecting:
+    """Connects rank ``rank`` to the other ranks of its link.
+
+    ``names``: what ranks are called in errors; ``key``: what callers of this rank must name;
+    ``secret``: what all ranks of the link know; ``keep``: receives each rank's connection.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        names: Sequence[int],
+        key: bytes,
+        secret: bytes,
+        timeout: float,
+        keep: Callable[[int, socket.socket], None],
+    ) -> None:
+        self._rank, self._names = rank, names
+        self._key, self._secret = key, secret
+        self._timeout, self._deadline = timeout, time.monotonic() + timeout
+        self._keep_connection = keep
+        self._connected: set[int] = set()
+        self._addresses: dict[int, Address] = {}
+        """Of the ranks to call."""
+        self._callers: set[int] = set()
+        """The ranks that call this one."""
+        self._next: dict[int, float] = {}
+        """When to call a rank again; infinity while a call is under way."""
+
+    def run(
+        self, server: socket.socket, addresses: Sequence[str], check: Callable[[], None]
+    ) -> None:
+        """Connect to all ranks. ``addresses``: where each of them listens, by rank. ``check()`` is
+        called every second, and raises where waiting is in vain."""
+        self._addresses = {r: Address.parse(a) for r, a in enumerate(addresses[: self._rank])}
+        self._callers = set(range(self._rank + 1, len(addresses)))
+        check_at = time.monotonic() + CHECK_SECONDS
+        talks = Talks()
+        talks.serve(server, self._answer, HELLO_SECONDS, self._answered)
+        try:
+            while missing := {*self._addresses, *self._callers} - self._connected:
+                now = time.monotonic()
+                if now >= self._deadline:
+                    who = sorted(self._names[r] for r in missing)
+                    raise LinkError(
+                        f"ranks {who} have not called within {self._timeout:g} s", ranks=who
+                    )
+                if now >= check_at:
+                    check()
+                    check_at = now + CHECK_SECONDS
+                call_at = self._call_all(talks, now)
+                talks.turn(max(min(self._deadline, check_at, call_at) - now, 0))
+        finally:
+            talks.close()
+
+    def _keep(self, rank: int, connection: socket.socket) -> None:
+        self._keep_connection(rank, connection)
+        self._connected.add(rank)
+
+    # -- the ranks behind this one call it ----
+
+    def _answer(self) -> handshake.Exchange:
+        return handshake.answer(
+            PURPOSE,
+            lambda key: self._secret if key == self._key else None,
+            lambda hello, _: self._welcome(hello.number),
+            most=0,
+        )
+
+    def _welcome(self, rank: int) -> bytes:
+        if rank not in self._callers:
+            raise handshake.RefusedError(f"rank {rank} does not call this one")
+        return b""
+
+    def _answered(self, talk: Talk, error: Exception | None) -> None:
+        if error is None:  # else it was no rank of this link
+            rank = handshake.Hello.unpack(talk.result[: handshake.HELLO_BYTES]).number
+            self._keep(rank, talk.connection)
+
+    # -- this rank calls those before it ----
+
+    def _call_all(self, talks: Talks, now: float) -> float:
+        """Call the ranks whose time has come; returns when the next one's comes."""
+        for rank in self._addresses:
+            if self._next.get(rank, 0) <= now:
+                self._next[rank] = math.inf
+                self._call(talks, rank)
+        return min(self._next.values(), default=math.inf)
+
+    def _call(self, talks: Talks, rank: int) -> None:
+        host, port, key = self._addresses[rank]
+        exchange = handshake.call(
+            self._secret, PURPOSE, bytes.fromhex(key), self._rank, b"", most=0
+        )
+
+        def ended(talk: Talk, error: Exception | None) -> None:
+            if error is None:
+                self._keep(rank, talk.connection)
+            elif talk.connecting:
+                self._fail(rank, error)
+            else:  # strangers may have flooded it
+                self._next[rank] = time.monotonic() + RETRY_SECONDS
+
+        try:
+            talks.call(host, port, exchange, self._deadline, ended)
+        except OSError as error:
+            self._fail(rank, error)
+
+    def _fail(self, rank: int, error: Exception) -> None:
+        host, port, _ = self._addresses[rank]
+        name = self._names[rank]
+        raise LinkError(
+            f"rank {name} can't be reached at {host}, port {port}: {error}; where a host has "
+            "several networks GLOO_SOCKET_IFNAME names the interface to use",
+            ranks=[name],
+        ) from error

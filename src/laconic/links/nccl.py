@@ -1,0 +1,193 @@
+"""The link between processes on NVIDIA GPUs: NCCL's collectives, over torch's process groups.
+
+NCCL sums in an order of its own, and reports lost ranks by its own watchdog. Its messages carry no
+call: the ranks compare their calls by a gather before each of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from laconic.buckets import Scratch
+from laconic.links.call_guard import CallGuard
+from laconic.links.calls import Call
+from laconic.links.link import Link, Parts, arrivals, hops
+from laconic.links.tcp import gather_over
+
+
+class NcclLink:
+    """Collectives on CUDA tensors over a process ``group``, and on CPU tensors where it takes them,
+    as that of `laconic.init` does. Made by `over`; ``owned``: `close` destroys the group."""
+
+    threaded = True
+
+    def __init__(
+        self,
+        guard: CallGuard,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout: timedelta,
+        owned: bool,
+    ) -> None:
+        self._guard, self._device, self._timeout = guard, device, timeout
+        self._group, self._owned = group, owned
+        self.rank, self.size = guard.rank, guard.size
+        self._scratch = Scratch()
+        self.joined = time.perf_counter()
+
+    @classmethod
+    def over(
+        cls,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout: timedelta,
+        *,
+        owned: bool = False,
+    ) -> NcclLink:
+        """A link over the ranks of ``group``. Every rank must call it."""
+        guard = CallGuard(group.rank(), range(group.size()), None)
+        guard.meet(partial(gather_over, group, device), "")
+        return cls(guard, group, device, timeout, owned)
+
+    def split(self, sets: Sequence[Sequence[int]]) -> Link:
+        mine: tuple[dist.ProcessGroup, Sequence[int]] | None = None
+        for ranks in sets:  # torch has every rank make every group, its own or not
+            everywhere = [dist.get_global_rank(self._group, r) for r in ranks]
+            group = dist.new_group(everywhere, timeout=self._timeout)
+            if self.rank in ranks:
+                mine = group, ranks
+        assert mine is not None, "every rank belongs to one of the sets"
+        guard = self._guard.split(mine[1], None)
+        return NcclLink(guard, mine[0], self._device, self._timeout, owned=True)
+
+    # -- calls ----
+
+    def begin_call(self, call: Call, *, wait: bool) -> bool:
+        self._guard.begin(call)
+        self._guard.compare(call, self.gather)
+        return True
+
+    def check(self) -> None:
+        self._guard.check()
+
+    def check_peers(self) -> None:
+        self._guard.check_peers(self.joined)
+
+    def leave(self, broken: bool) -> None:
+        self._guard.leave(broken)
+
+    def status(self, text: str) -> None:
+        self._guard.status(text)
+
+    def close(self) -> None:
+        if self._owned:
+            self._owned = False
+            dist.destroy_process_group(self._group)
+            del self._group  # torch closes its connections once nobody holds it
+
+    @contextmanager
+    def _blaming(self) -> Iterator[None]:
+        """A context for collectives: an error of torch's inside names the ranks to blame."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._guard.lost(error)
+        self.joined = time.perf_counter()
+
+    def _run(
+        self, collective: Callable[..., dist.Work | None], *tensors: Any, **options: Any
+    ) -> None:
+        """Run a collective of torch's over the group, and wait for it: on CUDA, the current stream
+        does."""
+        with self._blaming():
+            work = collective(*tensors, group=self._group, async_op=True, **options)
+            assert work is not None, "this process is a member of its own process group"
+            work.wait()
+
+    # -- collectives ----
+
+    def mean(self, x: Tensor) -> None:
+        if self.size == 1:
+            return
+        if x.is_cuda:
+            self._run(dist.all_reduce, x, op=dist.ReduceOp.AVG)
+        else:  # a buffer on the CPU, by gloo, whose older versions have no AVG
+            self._run(dist.all_reduce, x)
+            x.div_(self.size)
+
+    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
+        op, slices = dist.ReduceOp.AVG, x.view(owners or self.size, -1).unbind()
+        if len(slices) < self.size:  # NCCL reduces to one rank, or cuts for all of them
+            for r, piece in enumerate(slices):
+                self._run(dist.reduce, piece, dist.get_global_rank(self._group, r), op=op)
+            return slices[self.rank] if self.rank < len(slices) else x[:0]
+        own = torch.empty_like(slices[0])
+        reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        self._run(reduce_scatter, own, x, op=op)
+        return own
+
+    def all_gather(
+        self,
+        mine: Tensor,
+        out: Tensor,
+        owners: int | None = None,
+        parts: Parts | None = None,
+    ) -> None:
+        slices = list(out.view(owners or self.size, -1).unbind())
+        order = [r for r in arrivals(self.rank, self.size) if r < len(slices)]
+        if parts is not None:
+            parts.fill_all([r for r in order if r == self.rank])
+        if len(slices) < self.size:
+            for r, piece in enumerate(slices):
+                if r == self.rank:
+                    piece.copy_(mine)
+                self.broadcast(piece, r)
+        else:
+            all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+            self._run(all_gather, out, mine.to(out.dtype))
+        if parts is not None:
+            parts.use_all(order)
+
+    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
+        if parts is not None:
+            parts.fill_all(hops(self.rank, self.size))
+        self._run(dist.all_to_all_single, out, x)
+        if parts is not None:
+            parts.use_all(arrivals(self.rank, self.size))
+
+    def broadcast(self, x: Tensor, root: int = 0) -> None:
+        self._run(dist.broadcast, x, dist.get_global_rank(self._group, root))
+
+    def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor]:
+        room = self._scratch.take(x.numel() * len(source), x.dtype, x.device)
+        pieces = list(room.view(-1, x.numel()).unbind())
+        assert len({*to}) == len(to) and len({*source}) == len(source), "one message each"
+        self._run_batch(dict(zip(source, pieces, strict=True)), dict.fromkeys(to, x))
+        return pieces
+
+    def _run_batch(self, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor]) -> None:
+        """All messages at once, by rank: NCCL ends a receive before it begins a send that was not
+        grouped with it, and two ranks that exchange would each wait for the other."""
+        ops = [
+            dist.P2POp(op, x, dist.get_global_rank(self._group, r), self._group)
+            for op, messages in ((dist.irecv, receives), (dist.isend, sends))
+            for r, x in messages.items()
+        ]
+        with self._blaming():
+            for work in dist.batch_isend_irecv(ops) if ops else []:
+                work.wait()
+
+    def gather(self, x: Tensor) -> Tensor:
+        x = x.to(self._device)
+        rows = [torch.empty_like(x) for _ in range(self.size)]
+        self._run(dist.all_gather, rows, x)
+        return torch.stack(rows)

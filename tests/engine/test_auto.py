@@ -1,0 +1,762 @@
+"""The recipe that chooses: what it chooses from which facts, alike on every rank, when it looks
+again, and that a change of recipe in mid-training loses nothing."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import laconic as la
+from laconic.algorithms.parse import parse_recipe
+from laconic.algorithms.round import Round
+from laconic.engine.gradient_rounds import bucket_sizes
+from laconic.engine.synchronizer import Synchronizer
+from laconic.links import Link, Throttled
+from laconic.links.cost import Cost
+from laconic.predict import Facts, predict
+
+import gloo
+
+auto_module = __import__("laconic.auto", fromlist=["choose"])
+
+TEXT = Facts(workers=4, shapes=((845, 1024),), itemsize=4, compute=0.15, rate=100e6, latency=1e-3)
+
+
+def chosen(facts: Facts, target: float | None = None) -> str:
+    text, reason = auto_module.choose(la.auto(target), facts, None, {})
+    assert text in reason
+    return str(text)
+
+
+def _candidate(text: str) -> Any:
+    return auto_module.Candidate(text, parse_recipe(text), 1.0)
+
+
+# -- the cost model ----
+
+
+def test_predictions_by_hand() -> None:
+    """4 workers, 8,000,000 elements of 4 bytes, 0.5 s of computing, 80 Mbit/s, no latency."""
+    facts = Facts(4, ((8_000_000,),), 4, 0.5, 80e6, 0.0)
+    whole = 2 * 3 / 4 * 32e6 * 8 / 80e6  # 4.8 s
+    assert predict((), facts).seconds == 0.5
+    assert predict(la.local_sgd(10), facts).seconds == pytest.approx(0.5 + whole / 10)
+    assert predict(la.local_sgd(10, delay=4), facts).seconds == pytest.approx(0.5 + 2.8 / 10)
+    hidden = predict(la.local_sgd(20, delay=10), facts)
+    assert hidden.seconds == 0.5 and hidden.exposed == 0
+    assert hidden.busy == pytest.approx(whole / 20 / 0.5)
+    assert hidden.bytes == pytest.approx(1.5 * 32e6 / 20)
+    slow = replace(facts, compute=1.0)
+    crowded = predict(la.local_sgd(4, delay=4), slow)
+    assert crowded.seconds == pytest.approx(whole / 4 / 0.7), "the network is not always busy"
+    waiting = predict(la.local_sgd(4, delay=4), facts)
+    assert waiting.seconds == pytest.approx(0.5 + whole / 4), "no longer than without a delay"
+    dense = predict(la.ddp(), facts)
+    first = (2**20 + 25 * 2**20) / 32e6  # of the gradients: the first bucket leaves meanwhile
+    late = 0.3 * first + whole * (1 - 2**20 / 32e6) - 0.3
+    assert dense.seconds == pytest.approx(0.5 + late), "hides behind backward alone"
+    assert predict(la.ddp(codec="int4"), facts).bytes == pytest.approx(dense.bytes / 7.88, rel=0.01)
+    inside = la.hierarchical(2, 8)
+    assert predict(inside, facts).bytes == pytest.approx(1.5 * 32e6 / 8)
+
+
+def test_fragments_share_what_a_period_sends() -> None:
+    whole = predict(la.diloco(12, codec="int4"), TEXT)
+    parts = predict(la.streaming_diloco(12, 4, 0, codec="int4"), TEXT)
+    assert parts.bytes == pytest.approx(whole.bytes, rel=0.01)
+
+
+# -- the choice ----
+
+
+def test_the_slower_the_network_the_less_is_said() -> None:
+    """From dense gradients over ever shorter codes to ever longer periods."""
+    rates = (1e11, 1e9, 3e8, 1e8, 3e7, 1e7, 3e6, 1e6, 1e5)
+    found = [chosen(replace(TEXT, rate=rate)) for rate in rates]
+    assert found[0] == "ddp()"
+    assert found[3] == "ddp(codec='int4')"
+    assert all(text.startswith("streaming_diloco(") for text in found[-4:])
+    bytes_of = [predict(parse_recipe(t), TEXT).bytes for t in found]
+    assert bytes_of == sorted(bytes_of, reverse=True)
+
+
+def test_parameters_are_not_sent_in_every_step() -> None:
+    """Where no message would be waited for, it still takes processor time."""
+    for rate in (1e10, 1e7, 1e4):
+        for candidate in auto_module.candidates(replace(TEXT, rate=rate)):
+            if isinstance(candidate.recipe[0], Round):
+                due = [any(r.when(step) for r in candidate.recipe) for step in range(1, 17)]
+                assert sum(due) <= 8
+
+
+def test_a_target_is_reached_or_the_fastest_taken() -> None:
+    slow = replace(TEXT, rate=3e7)
+    for target in (0.5, 0.9, 1.0):
+        best = predict(parse_recipe(chosen(slow, target)), slow)
+        assert slow.compute >= target * best.seconds
+    hopeless = replace(TEXT, rate=100.0)
+    found = chosen(hopeless, 1.0)
+    seconds = [predict(c.recipe, hopeless).seconds for c in auto_module.candidates(hopeless)]
+    assert predict(parse_recipe(found), hopeless).seconds == min(seconds)
+
+
+def test_the_one_in_force_stays_unless_another_is_clearly_better() -> None:
+    close = replace(TEXT, rate=1e9)
+    best = chosen(close)
+    other = {"ddp(codec='int8')", "ddp(codec='int4')"} - {best}
+    text, _ = auto_module.choose(la.auto(), close, _candidate(other.pop()), {})
+    assert text != best
+    far, _ = auto_module.choose(la.auto(), close, _candidate("streaming_diloco(512)"), {})
+    assert far == best
+
+
+def test_messages_one_after_the_other_take_their_latencies() -> None:
+    """3 buckets of 2 messages each, the first of which leaves after a third of backward."""
+    facts = Facts(4, ((3 * 2**21,),), 4, 0.5, 1e15, 0.05)
+    first = 0.3 / 3
+    assert predict(la.ddp(codec="int4"), facts).seconds == pytest.approx(0.2 + first + 3 * 0.1)
+    quick = replace(facts, latency=0.01)  # each has arrived when the next one leaves
+    assert predict(la.ddp(codec="int4"), quick).seconds == pytest.approx(0.5 + 0.02)
+
+
+def test_what_is_measured_counts_more_than_what_is_predicted() -> None:
+    facts = replace(TEXT, rate=1e8)
+    assert auto_module.choose(la.auto(), facts, None, {})[0] == "ddp(codec='int4')"
+    worse, reason = auto_module.choose(
+        la.auto(), facts, None, {"coded gradients": 5.0, "gradients": 5.0}
+    )
+    assert worse.startswith("streaming") and "speed without communication" in reason
+
+
+@pytest.mark.parametrize("target", [0.0, -1.0, 1.5, "fast"])
+def test_a_wrong_target_is_refused(target: Any) -> None:
+    with pytest.raises(ValueError, match="target"):
+        la.auto(target)
+
+
+def test_it_stands_for_a_recipe_in_attach_alone() -> None:
+    with pytest.raises(ValueError, match="base must be a recipe"):
+        la.slowmo(la.auto())  # type: ignore[arg-type]
+    assert parse_recipe("auto(0.9)") == la.auto(0.9)
+
+
+# -- in training ----
+
+
+def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 30))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, t: int) -> None:
+    x = torch.randn(8, 40, generator=torch.Generator().manual_seed(1000 * rank + t))
+    optimizer.zero_grad()
+    nn.functional.mse_loss(model(x), torch.sin(x[:, :30])).backward()
+    optimizer.step()
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+class Changing(Throttled):
+    """A network whose rate follows the step, as told by its first worker."""
+
+    rates: Iterator[float]
+
+    def set(self, rate: float) -> None:
+        self._rate = rate
+
+    def like(self, link: Link) -> Link:
+        inner = Changing(link, self.bandwidth, self.latency)
+        LINKS.append(inner)
+        return inner
+
+
+LINKS: list[Changing] = []
+
+
+def changing(link: Link) -> Link:
+    outer = Changing(link, "1gbit")
+    LINKS.append(outer)
+    return outer
+
+
+def run(rank: int, steps: int, recipe: Any, rates: dict[int, float]) -> Any:
+    model, optimizer = build(rank)
+    sync = la.attach(model, optimizer, recipe)
+    for t in range(1, steps + 1):
+        if t in rates:
+            for link in LINKS:
+                link.set(rates[t])
+        step(model, optimizer, rank, t)
+    sync.finish()
+    return sync.choices, weights(model)
+
+
+def test_the_later_look_counts_what_a_step_computes_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first steps are slow: what was chosen with 0.6 s of computing is not with 0.1."""
+    facts = replace(TEXT, rate=3e7, compute=0.6)
+    monkeypatch.setattr(auto_module.Chooser, "_measure", lambda self: (facts, 0.6))
+    monkeypatch.setattr(auto_module.Chooser, "_pace", lambda self: [0.3, 0.0, 0.1])
+    for choices, _ in la.simulate(lambda rank: run(rank, 30, la.auto(), {}), workers=3):
+        assert [c.facts.compute for c in choices] == [0.6, 0.1]
+        assert choices[0].text.startswith("ddp(") and choices[1].text.startswith("streaming")
+
+
+def test_every_rank_makes_the_same_choice_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    LINKS.clear()
+    with caplog.at_level(logging.INFO, logger="laconic"):
+        found = la.simulate(
+            lambda rank: run(rank, 40, la.auto(), {1: 1e6}), workers=3, link=changing
+        )
+    (choices, x), *others = found
+    assert choices and all(other == choices for other, _ in others)
+    assert all(torch.equal(x, y) for _, y in others)
+    assert choices[0].step == 4
+    assert choices[0].facts.rate == pytest.approx(1e6, rel=0.1)
+    assert choices[0].text.startswith("streaming_diloco(")
+    told = [record.message for record in caplog.records]
+    assert len(told) == len(choices) and choices[0].reason in told[0]
+
+
+def test_it_looks_again_when_the_network_gets_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 1 Gbit/s to 1 Mbit/s, though it may have chosen to send little by then, as under other
+    load, and what it sends be hidden. Had it just settled on a choice, as it may where steps take
+    uneven time, the next review is `REVIEW` steps after that, and its outcome known `LATER` later.
+    """
+    monkeypatch.setattr(auto_module, "LEAST_PROBE", 2**10)
+    LINKS.clear()
+    steps = 50 + auto_module.REVIEW + auto_module.LATER + 1
+    found = la.simulate(
+        lambda rank: run(rank, steps, la.auto(), {1: 1e9, 50: 1e6}), workers=3, link=changing
+    )
+    choices = found[0][0]
+    early, late = ([c for c in choices if (c.step > 50) == side] for side in (False, True))
+    assert early and late and late[-1].facts.rate < early[-1].facts.rate / 5
+    assert all(other == choices for other, _ in found)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1e12, 1e6), (1e6, 1e12)])
+def test_it_chooses_again_when_a_byte_takes_another_time(
+    monkeypatch: pytest.MonkeyPatch, before: float, after: float
+) -> None:
+    """By what it is told to have measured: steps take the same time, bytes another."""
+    fast, slow = "ddp()", "streaming_diloco("
+
+    def rate(chooser: Any) -> float:
+        return before if chooser.steps <= 100 else after
+
+    def look(self: Any, step: int) -> None:
+        self.steps = step
+        original(self, step)
+
+    original = auto_module.Chooser._look
+    monkeypatch.setattr(auto_module.Chooser, "_look", look)
+    monkeypatch.setattr(auto_module.Chooser, "_pace", lambda self: [0.15, 8 / rate(self), 0.15])
+    monkeypatch.setattr(
+        auto_module.Chooser,
+        "_measure",
+        lambda self: (replace(TEXT, rate=rate(self), latency=0.0), 0.15),
+    )
+    for choices, _ in la.simulate(lambda rank: run(rank, 170, la.auto(), {}), workers=3):
+        texts = [c.text for c in choices]
+        assert texts[0].startswith(fast if before > after else slow)
+        assert texts[-1].startswith(slow if before > after else fast)
+        recipe = parse_recipe(texts[0])
+        assert isinstance(recipe, tuple)
+        answer = max(auto_module.LATER, recipe[0].delay)  # it travels behind the messages
+        assert [c.step for c in choices] == [4, 4 + 128 + answer]
+
+
+def test_a_network_that_changes_right_after_a_choice_is_not_taken_for_a_slow_recipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first steps under a choice are what later ones are held against."""
+
+    def measure(self: Any) -> tuple[Facts, float]:
+        return replace(TEXT, rate=1e6 if self.choices else 1e12, latency=0.0), 0.15
+
+    monkeypatch.setattr(auto_module.Chooser, "_pace", lambda self: [40.0, 8 / 1e6, 0.15])
+    monkeypatch.setattr(auto_module.Chooser, "_measure", measure)
+    for choices, _ in la.simulate(lambda rank: run(rank, 60, la.auto(), {}), workers=3):
+        assert choices[0].text.startswith("ddp(")
+        assert choices[1].text.startswith("streaming_diloco(") and choices[1].facts.rate == 1e6
+
+
+def test_a_choice_is_part_of_what_is_saved() -> None:
+    """Loaded into a fresh run, the recipe that was in force goes on, with its state."""
+    LINKS.clear()
+
+    def first(rank: int) -> Any:
+        model, optimizer = build(rank)
+        sync = la.attach(model, optimizer, la.auto())
+        for t in range(1, 31):
+            step(model, optimizer, rank, t)
+        file = io.BytesIO()
+        torch.save([model.state_dict(), optimizer.state_dict(), sync.state_dict()], file)
+        tail = []
+        for t in range(31, 36):
+            step(model, optimizer, rank, t)
+            tail.append(weights(model))
+        return file.getvalue(), sync.recipe, sync.choices, tail
+
+    for link in LINKS:
+        link.set(1e6)
+
+    def slow(link: Link) -> Link:
+        outer = changing(link)
+        assert isinstance(outer, Changing)
+        outer.set(1e6)
+        return outer
+
+    saved = la.simulate(first, workers=2, link=slow)
+
+    def second(rank: int) -> Any:
+        model, optimizer = build(rank)
+        sync = la.attach(model, optimizer, la.auto())
+        states = torch.load(io.BytesIO(saved[rank][0]), weights_only=True)
+        for part, state in zip((model, optimizer, sync), states, strict=True):
+            part.load_state_dict(state)
+        tail = []
+        for t in range(31, 36):
+            step(model, optimizer, rank, t)
+            tail.append(weights(model))
+        return sync.recipe, sync.choices, tail
+
+    for (_, recipe, choices, tail), (theirs, again, late) in zip(
+        saved, la.simulate(second, workers=2), strict=True
+    ):
+        assert recipe == theirs and choices == again
+        assert all(torch.equal(a, b) for a, b in zip(tail, late, strict=True))
+
+
+def test_a_load_that_fails_changes_nothing() -> None:
+    """Rank 1 gets a state that is cut short, and the other one a good one, of another recipe."""
+    LINKS.clear()
+
+    def slow(link: Link) -> Link:
+        outer = changing(link)
+        assert isinstance(outer, Changing)
+        outer.set(1e6)
+        return outer
+
+    def save(rank: int) -> Any:
+        model, optimizer = build(rank)
+        sync = la.attach(model, optimizer, la.auto())
+        for t in range(1, 15):
+            step(model, optimizer, rank, t)
+        assert sync.recipe != la.ddp(codec="int4")
+        return model.state_dict(), sync.state_dict()
+
+    saved = la.simulate(save, workers=2, link=slow)
+    saved[1][1]["rounds"] = []
+
+    def train(rank: int, load: bool) -> Any:
+        model, optimizer = build(rank)
+        sync = la.attach(model, optimizer, la.auto())
+        for t in range(1, 3):
+            step(model, optimizer, rank, t)
+        if load:
+            own = {name: value.clone() for name, value in model.state_dict().items()}
+            model.load_state_dict(saved[rank][0])
+            with pytest.raises(ValueError, match="not what sync"):
+                sync.load_state_dict(saved[rank][1])
+            model.load_state_dict(own)
+        assert sync.recipe == la.ddp(codec="int4") and sync.choices == []
+        for t in range(3, 4):
+            step(model, optimizer, rank, t)
+        return weights(model)
+
+    without = la.simulate(lambda rank: train(rank, False), workers=2)
+    with_load = la.simulate(lambda rank: train(rank, True), workers=2)
+    assert all(torch.equal(x, y) for x, y in zip(without, with_load, strict=True))
+
+
+def test_small_traffic_is_added_up_until_it_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """40,000 bytes a look in 0.1 s: too few to tell for one look, enough for two."""
+    chooser = auto_module.Chooser(la.auto(), 2)
+    looks = iter([(4e4, 0.1), (8e4, 0.2), (12e4, 0.3), (16e4, 0.4)])
+    monkeypatch.setattr(chooser, "_sent", lambda: next(looks), raising=False)
+    found = []
+    for _ in range(4):
+        chooser._spans = [(0.1, 0.0)]
+        found.append(chooser._pace()[1])
+    assert found == [0.0, pytest.approx(2.5e-6), 0.0, pytest.approx(2.5e-6)]
+
+
+def test_a_fast_network_gets_gradients_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it begins with has no advantage in the first choice."""
+    fast = replace(TEXT, rate=1e12, latency=0.0)
+    monkeypatch.setattr(auto_module.Chooser, "_measure", lambda self: (fast, fast.compute))
+    for choices, _ in la.simulate(lambda rank: run(rank, 20, la.auto(), {}), workers=3):
+        assert [c.text for c in choices] == ["ddp()"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 2), (2, 1)])
+def test_what_is_saved_before_a_choice_is_loaded_by_any_number(before: int, after: int) -> None:
+    def save(rank: int) -> Any:
+        model, optimizer = build(0)
+        sync = la.attach(model, optimizer, la.auto())
+        for t in range(1, 4):
+            step(model, optimizer, rank, t)
+        return copy.deepcopy((model.state_dict(), optimizer.state_dict(), sync.state_dict()))
+
+    saved = la.simulate(save, workers=before)
+
+    def load(rank: int) -> Tensor:
+        model, optimizer = build(0)
+        sync = la.attach(model, optimizer, la.auto())
+        model.load_state_dict(saved[0][0])
+        optimizer.load_state_dict(copy.deepcopy(saved[0][1]))  # which keeps the tensors
+        sync.load_state_dict(saved[rank][2] if before == after else [s[2] for s in saved])
+        for t in range(4, 8):
+            step(model, optimizer, rank, t)
+        assert after > 1 or sync.recipe == la.ddp()
+        return weights(model)
+
+    found = la.simulate(load, workers=after)
+    assert all(torch.equal(x, found[0]) for x in found)
+
+
+def test_what_was_chosen_is_told_after_a_switch_by_hand() -> None:
+    def one(rank: int) -> Any:
+        model, optimizer = build(rank)
+        sync = la.attach(model, optimizer, la.auto())
+        for t in range(1, 13):
+            step(model, optimizer, rank, t)
+        before = sync.choices
+        sync.switch(la.local_sgd(3))
+        return before, sync.choices
+
+    for before, after in la.simulate(one, workers=2):
+        assert before and before == after
+
+
+def test_over_processes(pool: gloo.Pool) -> None:
+    found = pool.run(over_gloo, ranks=2)
+    (choices, x), (others, y) = found
+    assert choices == others and choices and torch.equal(x, y)
+
+
+def over_gloo(rank: int) -> Any:
+    model, optimizer = build(rank)
+    sync = la.attach(model, optimizer, la.auto(), link=gloo.link_of(2))
+    for t in range(1, 40):
+        step(model, optimizer, rank, t)
+    sync.finish()
+    sync.detach()
+    told = [(c.step, c.text) for c in sync.choices]
+    return told, weights(model)
+
+
+def test_one_worker_has_nothing_to_choose() -> None:
+    assert la.simulate(lambda rank: run(rank, 20, la.auto(), {}), workers=1)[0][0] == []
+
+
+def test_a_run_that_goes_on_elsewhere_measures_the_network_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though its steps take what was predicted, as nothing is waited for here or there."""
+    rate = {"now": 1e6}
+    monkeypatch.setattr(
+        auto_module.Chooser,
+        "_measure",
+        lambda self: (replace(TEXT, workers=self._link.size, rate=rate["now"], latency=0.0), 0.15),
+    )
+    monkeypatch.setattr(auto_module.Chooser, "_pace", lambda self: [0.15, 0.0, 0.15])
+
+    def train(rank: int, first: int, last: int, state: Any = None) -> Any:
+        model, optimizer = build(rank)
+        sync = la.attach(model, optimizer, la.auto())
+        if state is not None:
+            for part, own in zip((model, optimizer, sync), state, strict=True):
+                part.load_state_dict(own)
+        for t in range(first, last):
+            step(model, optimizer, rank, t)
+        parts = model, optimizer, sync
+        return copy.deepcopy([part.state_dict() for part in parts]), sync.choices
+
+    saved = la.simulate(lambda rank: train(rank, 1, 8), workers=2)
+    assert all(choices[-1].text.startswith("streaming_diloco(") for _, choices in saved)
+    rate["now"] = 1e12
+    found = la.simulate(lambda rank: train(rank, 8, 30, saved[rank][0]), workers=2)
+    assert all(choices[-1].text == "ddp()" for _, choices in found)
+
+
+def test_a_comparison_behind_long_messages_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow = replace(TEXT, rate=2e5, latency=0.0)
+    monkeypatch.setattr(auto_module.Chooser, "_measure", lambda self: (slow, slow.compute))
+    asked: list[tuple[int, int]] = []
+
+    def compare(self: Any, step: int, *_: Any) -> None:
+        asked.append((step, self.now.recipe[0].delay))
+
+    monkeypatch.setattr(auto_module.Chooser, "_compare", compare)
+    la.simulate(lambda rank: run(rank, 80, la.auto(), {}), workers=2)
+    delay = asked[0][1]
+    assert delay > auto_module.LATER
+    first = 4 + auto_module.WARMUP + auto_module.WINDOW + delay
+    assert {step for step, _ in asked} == {first}
+
+
+def test_the_first_choice_takes_the_step_that_was_not_held_up() -> None:
+    def one(rank: int) -> Any:
+        model, optimizer = build(rank)
+        sync = la.attach(model, optimizer, la.auto())
+        step(model, optimizer, rank, 1)
+        chooser = sync.driver.session.policy
+        assert chooser is not None
+        chooser._spans = [(3.0, 0.1), (0.4, 0.15)] if rank else [(0.4, 0.2), (0.5, 0.3)]
+        return chooser._measure()
+
+    for facts, wall in la.simulate(one, workers=2):
+        assert facts.compute == 0.25 and wall == 0.4
+
+
+# -- changing the recipe ----
+
+RECIPES = {
+    "ddp": la.ddp(),
+    "int4": la.ddp(codec="int4"),
+    "local": la.local_sgd(3, delay=2),
+    "diloco": la.diloco(4, momentum=0.5),
+    "sgp": la.sgp(),
+    "streaming": la.streaming_diloco(4, 2, 1),
+}
+
+
+@pytest.mark.parametrize("after", RECIPES)
+@pytest.mark.parametrize("before", RECIPES)
+def test_switching_starts_all_workers_from_the_consensus(before: str, after: str) -> None:
+    """Alike in x and in the optimiser's state; and what the recipe before would have ended with."""
+
+    def one(rank: int, switch: bool) -> Any:
+        model, optimizer = build(rank)
+        sync = la.attach(model, optimizer, RECIPES[before])
+        for t in range(1, 6):
+            step(model, optimizer, rank, t)
+        if not switch:
+            sync.finish()
+            return weights(model)
+        sync.switch(RECIPES[after])
+        x = weights(model)
+        moments = torch.cat([s["exp_avg"].reshape(-1) for s in optimizer.state.values()])
+        for t in range(6, 12):
+            step(model, optimizer, rank, t)
+        sync.finish()
+        assert sync.recipe == RECIPES[after] and sync.step == 11
+        return x, moments, weights(model)
+
+    finished = la.simulate(lambda rank: one(rank, False), workers=2)
+    (x, moments, end), (y, others, last) = la.simulate(lambda rank: one(rank, True), workers=2)
+    assert torch.equal(x, y) and torch.equal(moments, others) and torch.equal(end, last)
+    assert torch.equal(x, finished[0])
+
+
+def test_gradients_not_sent_yet_are_sent_after_a_switch() -> None:
+    def one(rank: int) -> tuple[Tensor, Tensor]:
+        model, optimizer = build(rank)
+        sync = la.attach(model, optimizer, la.ddp(codec="int4"))
+        for t in range(1, 5):
+            step(model, optimizer, rank, t)
+        before = owed(sync)
+        sync.switch(la.ddp(codec="int8"))
+        return before, owed(sync)
+
+    found = la.simulate(one, workers=2)
+    before, after = (torch.stack([f[i] for f in found]).mean(0) for i in range(2))
+    assert torch.allclose(before, after, atol=1e-9) and float(before.abs().max()) > 0
+
+
+def owed(sync: Synchronizer) -> Tensor:
+    """What a worker has not sent, its share as an owner included, n = 2 times."""
+    (state,) = sync.state_dict()["gradients"]
+    found = []
+    for kept, start, size in zip(state["carried"], state["starts"], state["sizes"], strict=True):
+        total = kept["residual"].clone()
+        total[start : start + len(kept["lag"])] += 2 * kept["lag"]
+        found.append(total[:size])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("first", [la.ddp(codec="int4"), la.auto()], ids=["ddp", "auto"])
+def test_ranks_that_switch_to_different_recipes_all_learn_of_it(first: Any) -> None:
+    """And go on under the one before."""
+
+    def one(rank: int) -> Tensor:
+        model, optimizer = build(rank)
+        sync = la.attach(model, optimizer, first)
+        step(model, optimizer, rank, 1)
+        with pytest.raises(ValueError, match="attach something else than rank 0"):
+            sync.switch(la.diloco(4, lr=0.5 + 0.1 * rank))
+        for t in range(2, 4):
+            step(model, optimizer, rank, t)
+        assert sync.recipe == la.ddp(codec="int4")
+        return weights(model)
+
+    x, y = la.simulate(one, workers=2)
+    assert torch.equal(x, y)
+
+
+def test_a_refused_switch_leaves_nothing_owed_twice() -> None:
+    """All start from the consensus, which is what the rounds are about from then on."""
+
+    def one(rank: int) -> tuple[float, float]:
+        model, optimizer = build(rank)
+        sync = la.attach(model, optimizer, la.diloco(2, codec="int4"))
+        for t in range(1, 5):
+            step(model, optimizer, rank, t)
+        before = float(carried(sync)["lag"].abs().max())
+        with pytest.raises(ValueError, match="attach something else"):
+            sync.switch(la.local_sgd(3 + rank))
+        state = carried(sync)
+        x = weights(model)
+        assert torch.equal(state["reference"][: len(x)], x.to(state["reference"].dtype))
+        return before, float(state["lag"].abs().max())
+
+    for before, after in la.simulate(one, workers=2):
+        assert before > 0 and after == 0
+
+
+def carried(sync: Synchronizer) -> dict[str, Tensor]:
+    """What the exchange of the only round keeps for its only bucket."""
+    (running,) = sync.driver.run.rounds
+    (state,) = (channel.exchange_state for channel in running.channels)
+    return state
+
+
+def test_what_is_no_recipe_is_not_switched_to() -> None:
+    with pytest.raises(ValueError, match="recipe must be what a recipe function returns"):
+        la.simulate(lambda rank: la.attach(*build(rank), la.ddp()).switch("ddp()"), workers=2)  # type: ignore[arg-type]
+
+
+def test_costs_add_up() -> None:
+    assert Cost(3, 1) + Cost(4, 2) == Cost(7, 3)
+
+
+def test_switching_keeps_the_layout() -> None:
+    """The ranks of a worker go on averaging their gradients."""
+
+    def one(rank: int) -> Tensor:
+        model, optimizer = build(0)
+        sync = la.attach(model, optimizer, la.ddp(), nprocs_per_node=2)
+        step(model, optimizer, rank, 1)
+        sync.switch(la.local_sgd(100))
+        for t in range(2, 5):
+            step(model, optimizer, rank, t)
+        return weights(model)
+
+    a, b, c, d = la.simulate(one, workers=4)
+    assert torch.equal(a, b) and torch.equal(c, d) and not torch.equal(a, c)
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["before the update", "after it"])
+@pytest.mark.parametrize("when", [2, 5], ids=["before", "in the last step"])
+def test_a_switch_aligns_what_overflows_and_missing_gradients_left_apart(
+    when: int, inside: bool
+) -> None:
+    """AdamW's steps, the scale, and moments of a parameter that one rank did not use: or gradients
+    that are alike would move the workers differently, unseen."""
+
+    def one(rank: int) -> tuple[Tensor, float, list[float]]:
+        model, optimizer = build(0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+        sync = la.attach(model, optimizer, la.local_sgd(2), scaler=scaler)
+
+        def run(t: int) -> None:
+            x = torch.randn(8, 40, generator=torch.Generator().manual_seed(1000 * rank + t))
+            optimizer.zero_grad()
+            unused = rank == 0 and t < 6
+            hidden = (
+                torch.tanh(nn.functional.linear(x, model[0].weight)) if unused else model[:2](x)
+            )
+            loss = nn.functional.mse_loss(model[2](hidden), torch.sin(x[:, :30]))
+            scaler.scale(loss * (float("inf") if (rank, t) == (1, when) else 1)).backward()
+            scaler.step(optimizer)
+            if t == 5 and inside:
+                sync.switch(la.ddp())
+            scaler.update()
+            if t == 5 and not inside:
+                sync.switch(la.ddp())
+
+        for t in range(1, 15):
+            run(t)
+        counts = [float(s["step"]) for s in optimizer.state.values()]
+        return weights(model), scaler.get_scale(), counts
+
+    first, *others = la.simulate(one, workers=3)
+    for x, scale, counts in others:
+        assert torch.equal(x, first[0]) and (scale, counts) == first[1:]
+
+
+def test_groups_added_right_before_a_switch_start_from_rank_0() -> None:
+    def one(rank: int) -> Tensor:
+        model, optimizer = build(0)
+        sync = la.attach(model, optimizer, la.ddp())
+        step(model, optimizer, rank, 1)
+        head = nn.Parameter(torch.full((5,), float(rank)))
+        optimizer.add_param_group({"params": [head]})
+        sync.switch(la.ddp(codec="int4"))
+        head.grad = torch.ones(5)
+        step(model, optimizer, rank, 2)
+        return head.detach().clone()
+
+    a, b = la.simulate(one, workers=2)
+    assert torch.equal(a, b)
+
+
+def test_a_model_without_elements_has_nothing_to_choose_by() -> None:
+    assert sum(bucket_sizes(la.ddp(codec="int4")[0].exchange, 0)) == 0
+
+
+def test_a_switch_that_cannot_be_leaves_the_rounds_at_work() -> None:
+    def one(rank: int) -> Tensor:
+        model, optimizer = build(0)
+        sync = la.attach(model, optimizer, la.ddp(codec="int4"))
+        step(model, optimizer, rank, 1)
+        for wrong, word in ((la.hierarchical(1, 2), "group_size"), (MANY, "at most 240")):
+            with pytest.raises(ValueError, match=word):
+                sync.switch(wrong)
+        for t in range(2, 5):
+            step(model, optimizer, rank, t)
+        return weights(model)
+
+    a, b = la.simulate(one, workers=2)
+    assert torch.equal(a, b)
+
+
+MANY = la.streaming_diloco(300, 250, 1)
+
+
+def test_rounds_that_take_longer_than_predicted_are_not_left_for_rarer_ones() -> None:
+    """Which would take as much longer, as it is computing that does, and cost a change each."""
+    slow = replace(TEXT, rate=1e7)
+    now = next(c for c in auto_module.candidates(slow) if c.text == chosen(slow))
+    assert now.text.startswith("streaming_diloco(")
+    text, _ = auto_module.choose(la.auto(), slow, now, {now.kind: 0.12 * slow.compute})
+    assert text == now.text
+
+
+def test_the_delay_in_force_stays_while_it_hides() -> None:
+    slow = replace(TEXT, rate=3e6)
+    first = next(c for c in auto_module.candidates(slow) if "(8, " in c.text)
+    assert first.recipe[0].delay > 1
+    slower = replace(slow, rate=0.8 * slow.rate)
+    again = next(c for c in auto_module.candidates(slower, first) if "(8, " in c.text)
+    other = next(c for c in auto_module.candidates(slower) if "(8, " in c.text)
+    assert again == first and other != first
+    barely = replace(slow, rate=0.6 * slow.rate)  # just before the step in which it is due
+    last = next(c for c in auto_module.candidates(barely, first) if "(8, " in c.text)
+    assert last.recipe[0].delay > first.recipe[0].delay

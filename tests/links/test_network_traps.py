@@ -1,0 +1,24 @@
+"""Lost ranks and strangers in whole runs, which benchmarks/traps reproduces on earlier versions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from benchmarks.traps import network, strangers
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "trap",
+    [
+        network.killed_with_data_loader,
+        network.hung_rank,
+        network.absent_from_attach,
+        strangers.stranger_with_a_verdict,
+        strangers.idle_strangers,
+        network.ended_in_order,
+    ],
+)
+def test_a_trap_that_is_closed(trap: Callable[[], str]) -> None:
+    trap()
