@@ -1,4 +1,4 @@
-"""Plain torch: DistributedDataParallel on a model of 3.5 MB, and what a step of it costs.
+"""Plain torch DistributedDataParallel on a model of 3.5 MB: prints the seconds of a step.
 
 laconic lab --bandwidth 100mbit -- python examples/ddp.py
 laconic lab --bandwidth 1gbit -- torchrun examples/ddp.py
@@ -17,7 +17,7 @@ STEPS, BATCH = int(sys.argv[1]) if len(sys.argv) > 1 else 20, 32
 
 
 def seconds_per_step(model, optimizer, data, steps):
-    """Mean over `steps` steps, from a common start."""
+    """Return the mean over `steps` steps. All ranks start together."""
     dist.barrier()
     start = time.perf_counter()
     for _ in range(steps):
@@ -43,9 +43,9 @@ def main():
     model = DistributedDataParallel(nn.Sequential(*layers))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
-    seconds_per_step(model, optimizer, data, 2)  # buckets are laid out anew after the first
+    seconds_per_step(model, optimizer, data, 2)  # DDP rebuilds its buckets after the first step
     together = seconds_per_step(model, optimizer, data, STEPS)
-    with model.no_sync():  # last, since each rank's model now goes its own way
+    with model.no_sync():  # last, because the ranks' models differ from here on
         alone = seconds_per_step(model, optimizer, data, STEPS)
     if rank == 0:
         size = sum(p.numel() * p.element_size() for p in model.parameters())

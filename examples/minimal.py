@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/minimal.py
 
-or alone, without torchrun. The lines that laconic adds are marked.
+or as a single process, without torchrun. The lines that laconic adds are marked.
 """
 
 import os
@@ -16,7 +16,7 @@ STEPS, BATCH = 240, 32
 
 
 def batches(rank: int):
-    """This rank's own endless data: noisy sums of squares, another stream on every rank."""
+    """Yield this rank's endless data: sums of squares of random points, different on every rank."""
     generator = torch.Generator().manual_seed(rank)
     while True:
         x = torch.randn(BATCH, 16, generator=generator)
@@ -28,9 +28,9 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    laconic.init()  # added: or torch.distributed.init_process_group, where you have it
+    laconic.init()  # added; or your own torch.distributed.init_process_group
     recipe = laconic.slowmo(laconic.local_sgd(3), period=48, momentum=0.2)
-    with laconic.attach(model, optimizer, recipe) as sync:  # added: the one line
+    with laconic.attach(model, optimizer, recipe) as sync:  # added
         for step, (x, y) in zip(range(1, STEPS + 1), batches(rank), strict=False):
             loss = nn.functional.mse_loss(model(x), y)
             optimizer.zero_grad()
@@ -40,7 +40,7 @@ def main() -> None:
                 mean = sync.mean(loss)  # over all ranks
                 if rank == 0:
                     print(f"step {step}: loss {mean:.4f}")
-    # left the `with`: every rank now holds the consensus model
+    # after the `with` block, every rank holds the consensus model
 
     if rank == 0:
         stats = sync.stats()

@@ -1,4 +1,4 @@
-"""Recipes of your own for `laconic compare`: every public function of this file is one.
+"""Your own recipes for `laconic compare`: every public function of this file is a recipe.
 
     laconic compare "sign_pull(8, 0.01)" "slowmo(random_half(4), period=16)" \
         --rules examples/my_rules.py
@@ -14,10 +14,10 @@ from laconic.algorithms.exchanges import Mean
 
 @dataclass(frozen=True)
 class SignPull(Update):
-    """x <- x - size * sign(x - mean(x)): as far for every coordinate, however far it is off."""
+    """x <- x - size * sign(x - mean(x)): every coordinate moves equally far."""
 
     size: float
-    replaces = False  # what arrives does not become x: `fold` says what does
+    replaces = False  # x is not replaced by what arrives; `fold` computes it
 
     def fold(self, x, received, sent, state, clock):
         return x - self.size * torch.sign(x - received)
@@ -25,7 +25,7 @@ class SignPull(Update):
 
 @dataclass(frozen=True)
 class RandomHalf(Update):
-    """x <- mean(x) in a random half of the coordinates, the same half on all workers."""
+    """x <- mean(x) for a random half of the coordinates, the same half on all workers."""
 
     replaces = False
 

@@ -1,4 +1,4 @@
-"""A workload of your own for `laconic compare`: fit sums of squares with a small network.
+"""Your own workload for `laconic compare`: fit sums of squares with a small network.
 
 laconic compare "ddp()" "local_sgd(8)" --workload examples/my_workload.py:make --seconds 5
 """
@@ -18,7 +18,7 @@ def make():
 
 
 def stream(seed):
-    """Endless batches: random points, and the mean of their squared coordinates."""
+    """Yield endless batches: random points, and the mean of their squared coordinates."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         x = torch.randn(32, 16, generator=generator)

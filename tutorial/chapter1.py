@@ -14,13 +14,13 @@
 # # 1. One CPU process
 #
 # Before several machines train one network, one process does. This chapter trains a tiny network
-# on made-up data, measures what it costs, and finds out what that cost is made of. Everything
-# later is compared with the numbers that you get here.
+# on generated data, measures what it costs, and finds out where that cost comes from. All later
+# chapters compare with the numbers that you get here.
 #
-# You need Python, PyTorch and a few minutes. Every number below was printed by the code above it;
-# run it on your machine and you get your own. `scaled(n)` is n, or as much of it as
-# `TUTORIAL_SCALE` says (0.1: a tenth of the work), and the chapter then says so; `FULL` is whether
-# it is all of it, as what is claimed about times needs.
+# You need Python, PyTorch, and a few minutes. The code above each number printed it; run it on
+# your machine to get your own. `scaled(n)` is n, or the fraction of it that `TUTORIAL_SCALE` sets
+# (0.1: a tenth of the work), and the chapter then says so. `FULL` is whether the chapter does all
+# the work, which is needed for claims about times.
 
 # %%
 import torch
@@ -46,17 +46,17 @@ print(machine())
 # %% [markdown]
 # ## A network and its data
 #
-# `FFNet` is a stack of fully connected layers. A layer from m numbers to k has k weights for each
-# of its m inputs and k biases, m·k + k parameters in all.
+# `FFNet` is a stack of fully connected layers. A layer with m inputs and k outputs has m·k weights
+# and k biases, m·k + k parameters in total.
 #
-# `ToyDataset` is random inputs and a target that is a fixed function of them, so there is something
-# to learn, and everyone gets the same data from the same seed.
+# `ToyDataset` has random inputs and a target that is a fixed function of them, so there is
+# something to learn. The same seed gives everyone the same data.
 
 # %% tags=["source"]
 show(FFNet, ToyDataset)
 
 # %% [markdown]
-# Two sizes of network will do. The small one has 100 inputs, one hidden layer of 10 and one
+# This chapter uses two sizes. The small network has 100 inputs, one hidden layer of 10, and one
 # output: 100·10 + 10 + 10·1 + 1 = 1,021 parameters. The medium one has four hidden layers of 100.
 
 # %%
@@ -69,9 +69,9 @@ assert count_parameters(medium) == 40_501
 # %% [markdown]
 # ## Ten epochs
 #
-# A step takes a batch of samples, computes the loss (forward pass), its gradient with regard to
-# every parameter (backward pass), and moves the parameters a little against the gradient
-# (optimiser). An epoch is as many steps as it takes to see every sample once.
+# A step takes a batch of samples, computes the loss (forward pass) and its gradient with respect
+# to every parameter (backward pass), and moves the parameters slightly against the gradient
+# (optimizer). An epoch is the number of steps that it takes to see every sample once.
 
 # %% tags=["source"]
 show(train_epoch, sgd)
@@ -98,14 +98,15 @@ assert losses == train(SEED, verbose=False)  # and the same seed gives the same 
 assert losses != train(SEED + 1, verbose=False)
 
 # %% [markdown]
-# **What to notice.** The loss falls fast, then slowly. Each line is the mean over the epoch, of
-# losses from before the parameters had seen that sample in that epoch. And a run can be repeated
-# bit for bit, which is what lets chapter 3 show that two processes compute the same as one.
+# **What to notice.** The loss falls fast at first, then slowly. Each line is the mean over the
+# epoch of losses that were computed before the parameters had seen that sample in that epoch. A
+# run can be repeated bit for bit. Chapter 3 uses this to show that two processes compute the same
+# as one.
 #
 # ## What it costs
 #
-# `benchmark_training` times epochs, several times over, since one measurement is none: other
-# programs, the processor's clock and its caches all have a part in it. It returns nanoseconds.
+# `benchmark_training` times epochs, several times, because one measurement is not enough: other
+# programs, the processor's clock, and its caches affect it. It returns nanoseconds.
 
 # %% tags=["source"]
 show(benchmark_training)
@@ -117,12 +118,12 @@ taken = benchmark_training(
 print([f"{nanoseconds:,}" for nanoseconds in taken])
 
 # %% [markdown]
-# Repeats differ though the work is the same, and what disturbs them only ever makes them slower. So
-# from here on the best of several counts.
+# Repeats differ although the work is the same. Disturbances only ever make them slower, so from
+# here on the fastest of several runs counts.
 #
-# Now two networks and two sets of data, a small and a large one of 16,384 and 131,072 samples,
-# eight times as many. Each is measured in turn and several times over, so that a disturbance does
-# not hit one of them alone.
+# Now measure two networks and two data sets, a small one of 16,384 samples and a large one of
+# 131,072, eight times as many. They are measured in turn and several times, so that a disturbance
+# does not affect only one of them.
 
 # %%
 sizes = {"small": 16_384, "large": 131_072}
@@ -143,9 +144,9 @@ for m in networks:
     print(f"{m:12}{row[0]:12.3f}{row[1]:12.3f}{row[1] / row[0]:8.2f}")
 
 # %% [markdown]
-# Costs multiply. Eight times the data are eight times the steps, whichever network takes them; a
-# larger network makes every step dearer, on whichever data. So what both together cost can be told
-# from each alone:
+# Costs multiply. Eight times the data are eight times the steps, with either network. A larger
+# network makes every step more expensive, with either data set. The cost of both together
+# therefore follows from the cost of each:
 
 # %%
 base = seconds["small", "small"]
@@ -158,8 +159,8 @@ if FULL:  # times count at full size only
     assert 0.6 < by_both / (by_data * by_model) < 1.6
 
 # %% [markdown]
-# **What to notice.** The medium network has 40 times the parameters and so 40 times the arithmetic,
-# but nowhere near 40 times the cost:
+# **What to notice.** The medium network has 40 times the parameters and therefore 40 times the
+# arithmetic, but far less than 40 times the cost:
 
 # %%
 ratio = count_parameters(medium) / count_parameters(small)
@@ -168,12 +169,13 @@ if FULL:
     assert by_model < ratio / 2
 
 # %% [markdown]
-# A step of the small network is not arithmetic at all but overhead: Python, and the dispatch of
-# some dozens of tiny operations, which cost about the same whatever their size. It takes a network
-# large enough to keep the processor busy before parameters are what you pay for. Remember it in
-# chapter 3, where a message between processes is one more thing that costs time whatever its size.
+# A step of the small network is mostly overhead, not arithmetic: Python, and the dispatch of a few
+# dozen tiny operations, which cost about the same whatever their size. Only a network large enough
+# to keep the processor busy has a cost that grows with its parameters. Remember this in chapter 3,
+# where a message between processes also costs time whatever its size.
 #
-# Networks of use are larger than the medium one, and so are their data. Say, a thousand times each:
+# Networks in practice are larger than the medium one, and so are their data. Suppose that both are
+# a thousand times larger:
 
 # %%
 days = seconds["medium", "large"] * 1000 * 1000 / 86_400
@@ -182,8 +184,8 @@ if FULL:
     assert days > 7
 
 # %% [markdown]
-# and that is reckoned kindly, as if a step grew no faster than its parameters. One process is not
-# enough, and that is why the following chapters exist.
+# This estimate is optimistic: it assumes that a step's time grows no faster than its parameters.
+# One process is not enough, which is why the following chapters exist.
 #
 # ## Exercises
 #

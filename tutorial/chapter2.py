@@ -13,9 +13,9 @@
 # %% [markdown]
 # # 2. Growing
 #
-# Chapter 1 ended with a bill in days for a network that is small by today's measure. This chapter
-# is about the ways to pay it: processors made for the purpose, and many of them. It meets two
-# walls, a batch that is too small and a model that is too large, and says what is done about each.
+# Chapter 1 ended with a cost of days for a network that is small by today's standards. This
+# chapter covers two ways to reduce it: processors built for the purpose, and many of them. Two
+# problems appear, a batch that is too small and a model that is too large, each with its solution.
 
 # %%
 import math
@@ -36,9 +36,9 @@ print(machine())
 # %% [markdown]
 # ## What processors are good at
 #
-# Training is multiplication of matrices, nearly all of it. A product of two n × n matrices takes
-# 2n³ operations on 3n² numbers: the larger the matrices, the more is done with each number that
-# was fetched from memory, and the less the overhead of a call counts. Even one core shows it:
+# Almost all of training is matrix multiplication. A product of two n × n matrices takes 2n³
+# operations on 3n² numbers. With larger matrices, more work is done with each number fetched from
+# memory, and the overhead of a call matters less. Even one core shows this:
 
 # %%
 print(f"product of two n x n matrices on one core, {machine()}\n")
@@ -57,11 +57,12 @@ if FULL:  # times count at full size only
     assert rates[512] > 10 * rates[8]
 
 # %% [markdown]
-# **GPUs** take that further: thousands of simple cores that all do the same on different numbers,
-# units that multiply whole tiles of matrices, and memory that is some ten times as fast as a CPU's.
-# **TPUs** are little else than one such unit, a grid through which numbers flow. Both are good at
-# large products of regular shape, in 16 bits or fewer, and bad at everything else: small tensors,
-# branches, one operation after the other. The network of chapter 1 would be slower on a GPU.
+# **GPUs** take this further. They have thousands of simple cores that all do the same on different
+# numbers, units that multiply whole tiles of matrices, and memory that is about ten times as fast
+# as a CPU's. **TPUs** consist of little more than one such unit, a grid through which numbers
+# flow. Both are good at large products of regular shape, in 16 bits or fewer, and bad at
+# everything else: small tensors, branches, and sequences of single operations. The network of
+# chapter 1 would be slower on a GPU.
 #
 # | processor | year | operations per second, 16 bits, dense | memory |
 # |---|---|---|---|
@@ -70,11 +71,11 @@ if FULL:  # times count at full size only
 # | TPU v4 | 2020 | 275·10¹² | 32 GB |
 # | H100 (SXM) | 2022 | 989·10¹² | 80 GB |
 #
-# Published peaks, from the sources below; what training reaches is often half of it or less.
+# These are published peaks, from the sources below. Training often reaches half of them or less.
 #
-# ## What there is to train
+# ## How large models are
 #
-# Parameters of language models, from the papers that describe them:
+# The number of parameters of language models, from the papers that describe them:
 
 # %% alt="Parameters of language models by year"
 models = [  # name, year, parameters, arXiv number of the source
@@ -108,14 +109,14 @@ print(f"V100 to H100:       {989 / 125:,.0f} times in 5 years")
 assert size["PaLM"] / size["BERT-Large"] > 1000 > 989 / 125
 
 # %% [markdown]
-# **What to notice.** Models grew a thousandfold while processors became some eight times as fast.
-# The rest was made up by using many. Since 2022 data grow more than
-# parameters, and some models use a part of these at a time (DeepSeek-V3: 37 of 671 thousand million
-# for a token); the bill is still a product.
+# **What to notice.** Models grew a thousandfold while processors became about eight times as fast.
+# Using many processors made up the difference. Since 2022, data has grown more than parameters,
+# and some models use only a part of their parameters for each token (DeepSeek-V3: 37 of 671
+# billion). The cost is still a product.
 #
-# ## The first wall: a batch that is too small
+# ## The first problem: a batch that is too small
 #
-# The gradient of a batch is a sample of the true one, and its noise falls with the square root of
+# The gradient of a batch is a sample of the true gradient. Its noise falls with the square root of
 # the batch: four times the batch, half the noise.
 
 # %%
@@ -144,8 +145,9 @@ for small, large in ((8, 32), (32, 128)):
     assert 1.6 < noise[small] / noise[large] < 2.5
 
 # %% [markdown]
-# Where memory holds only a small batch, *gradient accumulation* makes a large one of several: add
-# up gradients, each with its share, and step once. It is the same gradient, not an approximation:
+# If memory holds only a small batch, *gradient accumulation* combines several into a large one:
+# add up the gradients, each with its share, and step once. This gives the same gradient, not an
+# approximation:
 
 # %%
 x, y = data.x[:128], data.y[:128]
@@ -156,14 +158,14 @@ print(f"largest difference: {float((added - at_once).abs().max()):.1e}")
 torch.testing.assert_close(added, at_once, rtol=1e-4, atol=1e-6)
 
 # %% [markdown]
-# It takes eight passes, one after the other. If eight processors took one each and added up what
-# they got, it would take the time of one pass and of a message. That is **data parallelism**, and
-# all there is to it; chapter 3 builds it.
+# This takes eight passes, one after the other. If eight processors each took one pass and added up
+# their gradients, it would take the time of one pass and one message. That is **data
+# parallelism**. Chapter 3 builds it.
 #
-# ## The second wall: a model that is too large
+# ## The second problem: a model that is too large
 #
-# Trained with Adam in mixed precision, a parameter takes 16 bytes: weight and gradient in 16 bits;
-# weight, momentum and variance in 32 (Rajbhandari et al., below). A network of 175 thousand million
+# With Adam in mixed precision, training takes 16 bytes per parameter: weight and gradient in 16
+# bits; weight, momentum, and variance in 32 (Rajbhandari et al., below). A network of 175 billion
 # parameters does not fit, whatever the batch:
 
 # %%
@@ -173,9 +175,9 @@ for name in ("BERT-Large", "GPT-3", "DeepSeek-V3"):
 assert 16 * size["BERT-Large"] < 80e9 < 16 * size["GPT-3"]
 
 # %% [markdown]
-# **Model parallelism** cuts the network up. *Between* layers: each processor holds some layers and
-# hands its outputs on (a pipeline). *Inside* a layer: each processor holds some columns of a matrix
-# and computes some of the outputs. Both compute what the whole computes:
+# **Model parallelism** splits the network. *Between* layers, each processor holds some layers and
+# passes its outputs on (a pipeline). *Inside* a layer, each processor holds some columns of a
+# matrix and computes some of the outputs. Both compute what the whole network computes:
 
 # %%
 network = FFNet(input_size=100, num_hl=1, hl_size=64)
@@ -191,22 +193,23 @@ torch.testing.assert_close(torch.cat(halves, dim=1), layer(x))  # inside a layer
 # %% [markdown]
 # | | data parallelism | model parallelism |
 # |---|---|---|
-# | what is cut up | the batch | the network |
+# | what is split | the batch | the network |
 # | each processor holds | all parameters (FSDP: fetched as needed) | its part of them |
 # | what is sent | gradients, once per step | activations, at every cut, forward and backward |
-# | what it takes to work | a batch worth cutting | a fast link at every cut |
-# | who waits | everyone, for the last one's gradients | the next stage, for the one before it |
+# | what it needs | a batch large enough to split | a fast link at every cut |
+# | who waits | all processors, for the last one's gradients | each stage, for the previous one |
 #
 # Large runs use both: model parallelism inside a host, where links are fast, and data parallelism
-# between hosts. What travels between hosts is then the gradients, over the slowest link of all, and
-# that is laconic's subject.
+# between hosts. Between hosts, gradients are sent over the slowest link of all. That is laconic's
+# subject.
 #
 # ## Threads or processes
 #
-# PyTorch has two ways to data parallelism. `DataParallel` is one process with a thread for each
-# device; at every step it copies the network to all, deals out the batch, and gathers the outputs.
-# `DistributedDataParallel` is one process for each, and they exchange gradients. The first needs
-# GPUs; on a CPU it finds no devices, and only calls the network:
+# PyTorch has two implementations of data parallelism. `DataParallel` is one process with a thread
+# for each device. At every step it copies the network to all devices, distributes the batch, and
+# gathers the outputs. `DistributedDataParallel` has one process for each device, and these
+# exchange gradients. The first needs GPUs. On a CPU it finds no devices, and only calls the
+# network:
 
 # %%
 if not torch.cuda.is_available():
@@ -214,11 +217,12 @@ if not torch.cuda.is_available():
     assert torch.equal(nn.DataParallel(network)(x), network(x))
 
 # %% [markdown]
-# So what is measured here is what the two are made of, threads and processes, without their
-# messages. Those of the second are in chapter 4.
+# This section therefore measures what the two consist of, threads and processes, without their
+# messages. Chapter 4 covers the messages of the second.
 #
-# Python has a lock that lets one thread at a time run Python code (the GIL). So threads take turns
-# where the work is Python, and processes do not. Two workers, each with as many steps as one:
+# Python has a lock that lets only one thread at a time run Python code (the GIL). Threads
+# therefore take turns if the work is Python code, and processes do not. Compare two workers, each
+# with as many steps as one:
 
 # %% tags=["source"]
 show(steps_of_one, time_threads)
@@ -242,12 +246,11 @@ if FULL and (os.cpu_count() or 1) >= 2:
     assert seconds["two threads"] > seconds["two processes"]
 
 # %% [markdown]
-# **What to notice.** Twice the work by two threads takes about twice as long or longer: the
-# second thread gains nothing. Two processes take less, on cores that are free little longer than
-# one. Inside large operations PyTorch lets go of the lock, so with large networks threads fare
-# better than here; but `DataParallel` also copies the network at every step, and it cannot leave
-# its machine. PyTorch's own documentation recommends `DistributedDataParallel` even on one
-# machine.
+# **What to notice.** Two threads take about twice as long or longer for twice the work: the second
+# thread gains nothing. Two processes take less; on free cores they take little longer than one.
+# Inside large operations PyTorch releases the lock, so threads do better with large networks than
+# here. But `DataParallel` also copies the network at every step, and cannot use more than one
+# machine. PyTorch's own documentation recommends `DistributedDataParallel` even on one machine.
 #
 # ## Exercises
 #

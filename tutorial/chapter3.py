@@ -13,13 +13,13 @@
 # %% [markdown]
 # # 3. Data-parallel training by hand
 #
-# Data parallelism in one sentence: every process holds the whole network and a share of the data,
-# computes a gradient on its share, and all average their gradients before they take the same step.
-# This chapter builds that from nothing but processes and one collective operation, shows that it
-# computes *the same* as one process, and then measures why it is slow.
+# In data parallelism, every process holds the whole network and a share of the data and computes a
+# gradient on its share. All processes average their gradients before they take the same step. This
+# chapter builds that from processes and a single collective operation, shows that it computes *the
+# same* as one process, and then measures why it is slow.
 #
-# The code is in `tutorial/naive_ddp.py`, a module and not the notebook, because the processes that
-# it starts have to import it.
+# The code is in the module `tutorial/naive_ddp.py` instead of the notebook, because the processes
+# that it starts must be able to import it.
 
 # %%
 import os
@@ -47,11 +47,11 @@ torch.set_num_threads(1)
 print(machine())
 
 # %% [markdown]
-# ## Can processes talk here?
+# ## Can processes communicate here?
 #
-# `torch.distributed` is a part of PyTorch that a build may lack, and messages travel through a
-# *back end*: gloo between CPUs, NCCL between Nvidia's GPUs, MPI where PyTorch was built with it.
-# Asking first turns a crash in every process into one line in yours.
+# `torch.distributed` is a part of PyTorch that a build may lack. Messages are sent through a
+# *back end*: gloo between CPUs, NCCL between Nvidia GPUs, or MPI if PyTorch was built with it.
+# Checking first turns a crash in every process into one error message in yours.
 
 # %% tags=["source"]
 show(check_backend)
@@ -69,22 +69,22 @@ assert refused
 # %% [markdown]
 # ## Starting and ending processes
 #
-# A process is known to the others by its *rank*, 0 to world size - 1. They find each other through
-# an address at which rank 0 listens; once all have called `init_process_group`, they are a group.
+# Each process has a *rank*, from 0 to world size - 1. Processes find each other through an address
+# at which rank 0 listens. Once all have called `init_process_group`, they are a group.
 
 # %% tags=["source"]
 show(init_process)
 
 # %% [markdown]
-# Someone has to start them, and to see how they end. A process that crashes leaves the others
-# waiting for its message, so the one that started them looks at each one's exit code, ends those
-# that are left, and says who failed.
+# One process must start the others and see how they end. If a process crashes, the others wait for
+# its message. The starting process therefore checks every exit code, ends the processes that
+# remain, and reports which one failed.
 
 # %% tags=["source"]
 show(spawn_and_join)
 
 # %% [markdown]
-# Any function of a module will do in place of a training function. Here each process says its
+# Any function of a module can take the place of a training function. Here each process returns its
 # process number, and then one of them dies:
 
 # %%
@@ -100,19 +100,19 @@ print(told)
 assert "rank 1: exit code 3" in told
 
 # %% [markdown]
-# ## Dealing out the data
+# ## Distributing the data
 #
-# Each rank needs samples of its own: if all read the same, all compute the same gradient, and the
-# average of equal gradients is worth no more than one of them. Three things are easily got wrong:
+# Each rank needs its own samples. If all read the same, all compute the same gradient, and the
+# average of equal gradients is worth no more than one of them. There are three common mistakes:
 #
-# - **Samples get lost** when the number of samples is no multiple of the number of ranks and the
+# - **Samples get lost** if the number of samples is not a multiple of the number of ranks and the
 #   rest is dropped.
-# - **Ranks get unequal numbers of batches** when it isn't dropped. The one with a batch more then
-#   waits for the others for ever.
-# - **The order is the same in every epoch** when data are shuffled once and not per epoch.
+# - **Ranks get different numbers of batches** if the rest is not dropped. The rank with one batch
+#   more then waits for the others forever.
+# - **The order is the same in every epoch** if data is shuffled once instead of per epoch.
 #
-# So: shuffle by a seed that all ranks know and by the epoch, deal samples out like cards, and let a
-# rank whose cards have run out take part in the last step with nothing in its hand.
+# The solution: shuffle by the epoch and a seed that all ranks know, and distribute samples in
+# turn. A rank that has run out of samples takes part in the last step without any.
 
 # %% tags=["source"]
 show(DatasetPartition, DataPartitioner, partition_dataset)
@@ -142,8 +142,8 @@ assert len(set(batches)) == 1
 #
 #     g = sum over ranks i of (samples of i / samples of all) * g_i
 #
-# `all_reduce` leaves the sum of every rank's tensor in every rank's tensor. That is all there is to
-# it:
+# `all_reduce` replaces every rank's tensor by the sum of all ranks' tensors. Nothing else is
+# needed:
 
 # %% tags=["source"]
 show(reduce_gradients)
@@ -151,8 +151,8 @@ show(reduce_gradients)
 # %% [markdown]
 # ## The same start
 #
-# Equal gradients keep replicas equal only if they start equal. Two ways to get there: all ranks
-# draw their first parameters from the same seed, or rank 0 sends its own to all.
+# Equal gradients keep replicas equal only if they start equal. There are two ways to achieve this:
+# all ranks draw their initial parameters from the same seed, or rank 0 sends its own to all.
 
 # %% tags=["source"]
 show(broadcast_parameters)
@@ -174,16 +174,17 @@ for start in ("seed", "broadcast", "different"):
 
 # %% [markdown]
 # **What to notice.** With different starts nothing fails. Every replica takes the same steps from
-# another place, each is trained on gradients that were computed elsewhere, and no error says so.
-# The seed works as long as no rank draws a random number more than another before the network is
-# made; a broadcast works always. That is why PyTorch's `DistributedDataParallel` broadcasts.
+# a different start, trained on gradients that were computed elsewhere, and there is no error. The
+# seed works only while no rank draws an additional random number before the network is created. A
+# broadcast always works. That is why PyTorch's `DistributedDataParallel` broadcasts.
 #
 # ## The same as one process
 #
-# Now the claim of the whole exercise: n processes with batches of b/n take the same steps as one
-# process with batches of b. Up to rounding: a sum in another order has other last digits. So this
-# is looked at twice, in float32 (about 7 digits) and in float64 (about 16). If the difference is
-# rounding, it shrinks by nine orders of magnitude; if the algorithm is another, it stays.
+# The claim to check is that n processes with batches of b/n take the same steps as one process
+# with batches of b. They agree only up to rounding, because a sum in another order has different
+# last digits. The check therefore runs twice, in float32 (about 7 digits) and in float64 (about
+# 16). If the difference is rounding, it shrinks by nine orders of magnitude. If the algorithm
+# differs, it remains.
 
 # %%
 tolerance = {torch.float32: 1e-5, torch.float64: 1e-13}
@@ -198,8 +199,8 @@ for dtype in tolerance:
         assert differ < tolerance[dtype]
 
 # %% [markdown]
-# `1003` samples in batches of 24 leave 19 for the last step of an epoch, 10 and 9 for two ranks: if
-# those were averaged without weights the equality would be gone:
+# `1003` samples in batches of 24 leave 19 for the last step of an epoch, 10 and 9 for two ranks.
+# Averaging these without weights would break the equality:
 
 # %%
 result = spawn_and_join(2, naive_ddp.train, **options, weighted=False)[0]
@@ -208,7 +209,7 @@ print(f"without weights: parameters differ by at most {differ:.1e}")
 assert differ > 1000 * tolerance[dtype]
 
 # %% [markdown]
-# For which numbers of samples would it not be gone (exercise 1)?
+# For which numbers of samples would it not break (exercise 1)?
 #
 # ## What it costs
 #
@@ -217,7 +218,7 @@ assert differ > 1000 * tolerance[dtype]
 #
 #     python -m tutorial.naive_ddp -s 2 -i 100 -n 1024 -d 0 -z 100 -e 10 -v 1
 #
-# Here for one process and for several. *Waiting* is the time spent in `reduce_gradients`.
+# This is the result for one process and for several. *Waiting* is the time in `reduce_gradients`.
 
 # %%
 print(f"10 epochs of 1,024 samples, batches of 24, on {machine()}\n")
@@ -235,9 +236,9 @@ if FULL:  # times count at full size only
     assert naive[2]["waiting"] > naive[2]["seconds"] / 2
 
 # %% [markdown]
-# More processes, and slower. Where does the time go? This network has four tensors, two matrices
-# and two vectors of biases, and each is a message of its own at every step. What does a message
-# cost, and does that come from its size?
+# More processes are slower. Where does the time go? This network has four tensors, two matrices
+# and two vectors of biases, and each is a separate message at every step. What does a message
+# cost, and does the cost depend on its size?
 
 # %%
 numbers = [10, 1_000, 100_000, 1_000_000]
@@ -258,14 +259,14 @@ if FULL:
     assert 4 * seconds[0] > computing / 2  # messages, against half the work that they save
 
 # %% [markdown]
-# **What to notice.** A message of 1,000 numbers takes about as long as one of 10: up to some size
-# what is paid for is that there *is* a message (waking another process, the way through the network
-# stack), not what is in it. A second process saves half of the computing of a step, and costs four
-# messages. As long as those take longer than what is saved, the second process slows training down.
+# **What to notice.** A message of 1,000 numbers takes about as long as one of 10. Up to some size,
+# the cost is that of sending *a message* (waking another process, passing the network stack), and
+# not that of its content. A second process saves half of a step's computing and costs four
+# messages. While those take longer than what is saved, the second process slows training down.
 #
-# Three ways out, and they are the rest of this tutorial: fewer and larger messages, sent while the
-# backward pass still computes (chapter 4); a network whose computing is worth the messages; and
-# talking less often, or saying less, which is what laconic is for.
+# There are three solutions, and they are the rest of this tutorial: fewer and larger messages,
+# sent while the backward pass still computes (chapter 4); a network whose computing is worth the
+# messages; and sending less often, or less, which is what laconic is for.
 #
 # ## Exercises
 #

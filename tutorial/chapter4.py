@@ -14,9 +14,9 @@
 # # 4. Why it is slow
 #
 # Chapter 3 ended with processes that spend most of their time waiting. This chapter looks at what
-# a message costs, and walks in small steps to what PyTorch's `DistributedDataParallel` does: one
-# message for each tensor, one for all, one for each of several buckets, and buckets that leave
-# while the backward pass still computes. Each step is a few lines of `tutorial/buckets.py` that you
+# a message costs. It then builds PyTorch's `DistributedDataParallel` in small steps: one message
+# for each tensor, one for all, one for each of several buckets, and buckets that are sent while
+# the backward pass still computes. Each step is a few lines of `tutorial/buckets.py`, which you
 # can change.
 
 # %%
@@ -32,8 +32,7 @@ print(machine())
 # %% [markdown]
 # ## What a message costs
 #
-# A good first model of a message is a line: so much for its being there at all, and so much for
-# each byte.
+# A good first model of the time of a message is a line: a constant, plus a time per byte.
 #
 #     seconds = latency + bytes / rate
 
@@ -53,15 +52,16 @@ if FULL:  # times count at full size only
 
 # %% [markdown]
 # **What to notice.** A thousand times the bytes of the first row take a few times as long, and not
-# a thousand times: latency is most of it. Beyond some 100 kB bytes count. A message should
-# therefore be large. This is the loopback of one machine; on a real network the rate is ten to a
-# thousand times lower.
+# a thousand times, because most of the time is latency. Above about 100 kB the bytes matter. A
+# message should therefore be large. This is the loopback of one machine. On a real network the
+# rate is ten to a thousand times lower.
 #
 # ## A network to send over
 #
-# Two processes on one machine have no network between them, only memory. So messages go through a
-# thread that first sleeps for as long as their bytes would travel: a slow network can be played on
-# a fast machine, and as sleeping takes no processor, training really goes on meanwhile.
+# Two processes on one machine have no network between them, only memory. Messages therefore go
+# through a thread that first sleeps for as long as their bytes would take. This emulates a slow
+# network on a fast machine. Sleeping takes no processor time, so training really continues in the
+# meantime.
 
 # %% tags=["source"]
 show(buckets.Network)
@@ -70,21 +70,21 @@ show(buckets.Network)
 # ## Four ways
 #
 # **One message for each tensor**, as in chapter 3. **One message for all**: copy the gradients
-# together, send, copy back.
+# together, send them, and copy them back.
 
 # %% tags=["source"]
 show(buckets.one_by_one, buckets.flat, buckets.pack, buckets.unpack)
 
 # %% [markdown]
-# One large message has a fault: it can't leave before the last gradient is there. **Buckets** are
-# between the two.
+# One large message has a disadvantage: it cannot be sent before the last gradient is complete.
+# **Buckets** are a compromise.
 
 # %% tags=["source"]
 show(buckets.cut, buckets.in_buckets)
 
 # %% [markdown]
-# And they make the last step possible. The backward pass begins at the output: the last layer's
-# gradient is there long before the first one's. A bucket that is complete can **leave while the
+# Buckets make the last step possible. The backward pass begins at the output, so the last layer's
+# gradient is complete long before the first one's. A complete bucket can **be sent while the
 # backward pass computes** the others. Autograd calls a hook for each gradient that is complete:
 
 # %% tags=["source"]
@@ -93,8 +93,8 @@ show(buckets.Overlapped)
 # %% [markdown]
 # ## Bucket order
 #
-# Two things about the order matter. It should be that in which gradients appear, the *reverse* of
-# the forward pass, or nothing can leave early:
+# The order matters in two ways. It should be the order in which gradients are completed, the
+# *reverse* of the forward pass. Otherwise nothing can be sent early:
 
 # %%
 half = {}
@@ -106,9 +106,9 @@ for reverse in (True, False):
 assert half[True] > 0 == half[False]
 
 # %% [markdown]
-# And it must be *the same on every rank*. An all-reduce has no name: the first of one rank is added
-# to the first of the others. Here rank 0 sends a = 1 and then b = 100, rank 1 sends b and then a.
-# The sums should be 2 and 200:
+# And it must be *the same on every rank*. An all-reduce has no name: the first one of a rank is
+# added to the first one of the others. Here rank 0 sends a = 1 and then b = 100, and rank 1 sends
+# b and then a. The sums should be 2 and 200:
 
 # %%
 sums = spawn_and_join(2, buckets.other_order)
@@ -116,14 +116,15 @@ print(sums)
 assert sums == [[101, 101], [101, 101]]
 
 # %% [markdown]
-# No error, just wrong numbers; with tensors of different sizes a crash or a hang. That is why
-# `Overlapped` does not send what is complete first, but waits until it is the next in line.
+# There is no error, only wrong numbers. With tensors of different sizes there would be a crash or
+# a hang. That is why `Overlapped` does not send a bucket as soon as it is complete, but only when
+# it is the next in the order.
 #
 # ## The race
 #
-# A network of 22 layers, batches of 1,024, two processes: without any network between them, and
-# over one of 200 Mbit/s. *Alone* sends nothing. The last line is torch's own, over the same
-# `Network`:
+# The next measurement uses a network of 22 layers, batches of 1,024, and two processes, first
+# without any network between them, and then over one of 200 Mbit/s. *Alone* sends nothing. The
+# last line is torch's own DDP, over the same `Network`:
 
 # %% tags=["source"]
 show(buckets.torch_ddp)
@@ -153,19 +154,19 @@ if FULL:
     assert 0.6 < gap < 1.6
 
 # %% [markdown]
-# **What to notice.** All ways give the same gradient to the last bit; they differ in time alone.
-# One message for each tensor pays the latency 44 times. Buckets that leave early take less time
-# than the same buckets sent at the end: a part of the travel is hidden behind the backward pass.
-# Not all of it: the last bucket leaves when everything is computed, and only the backward pass can
-# hide anything. Whether it also beats one flat message depends: every further message costs a
-# latency, and on a machine with few cores the thread that sends takes them from the backward pass.
-# Compare the two above, and with the buckets below. A network on which gradients travel for ten
-# times as long as a step computes makes a step ten times as long, and no order of messages helps
-# against it.
+# **What to notice.** All variants give the same gradient to the last bit and differ only in time.
+# One message for each tensor pays the latency 44 times. Buckets that are sent early take less time
+# than the same buckets sent at the end, because the backward pass hides a part of the transfer. It
+# cannot hide all of it: the last bucket is sent when everything is computed, and only the backward
+# pass can hide anything. Whether early buckets also beat one flat message depends on the machine.
+# Every further message costs a latency, and with few cores the sending thread takes processor time
+# from the backward pass. Compare the two above, and with the buckets below. If sending the
+# gradients takes ten times as long as computing a step, a step takes ten times as long, and no
+# order of messages helps.
 #
 # ## How large a bucket
 #
-# Small buckets leave early and pay the latency often; large ones the other way round.
+# Small buckets are sent early and pay the latency often. Large buckets do the opposite.
 
 # %%
 sizes = [2**14, 2**17, 2**18, 2**19, 2**25]
@@ -179,15 +180,16 @@ if FULL:
     assert min(taken) < taken[0]  # a bucket for each tensor is not the best
 
 # %% [markdown]
-# torch's default is 25 MiB (the first bucket 1 MiB, so that something leaves early), which suits
-# large models on fast networks. This model would be two buckets, the second of a few layers.
+# torch's default is 25 MiB (1 MiB for the first bucket, so that something is sent early), which
+# suits large models on fast networks. This model would be two buckets, the second with a few
+# layers.
 #
 # ## What is left
 #
-# Everything here sends all gradients at every step, and can hide at most a backward pass. On a slow
-# network that is not enough. Then there is only to send *less*: fewer bits
+# Everything in this chapter sends all gradients at every step, and can hide at most a backward
+# pass. On a slow network that is not enough. The only option is then to send *less*: fewer bits
 # ([codecs](../coded.md)), or less often ([local SGD](../algorithms/local_sgd.md) and its
-# relatives), and that is what laconic is about.
+# relatives). That is what laconic is about.
 #
 # ## Exercises
 #

@@ -13,11 +13,11 @@
 # %% [markdown]
 # # 5. Full DDP that works
 #
-# Chapter 4 arrived at torch's `DistributedDataParallel`, DDP for short. A program that trains with
-# it for days on many machines needs more than that class: processes that are started and ended,
-# data that are dealt out, checkpoints, mixed precision, errors that say what they are. This chapter
-# walks through such a program, `tutorial/full_ddp.py`, shows that it computes the same as one
-# process, and ends with the mistakes that are commonly made, each one made on purpose.
+# Chapter 4 arrived at torch's `DistributedDataParallel`, or DDP. A program that trains with it for
+# days on many machines needs more than that class: it must start and end processes, distribute
+# data, save checkpoints, use mixed precision, and raise clear errors. This chapter explains such a
+# program, `tutorial/full_ddp.py`, and shows that it computes the same as one process. It ends with
+# common mistakes, each one made on purpose.
 
 # %%
 import os
@@ -45,8 +45,8 @@ print(machine())
 # %% [markdown]
 # ## Starting it
 #
-# The options first. `-s` is a batch of all processes together, so that the same options mean the
-# same training however many processes there are.
+# These are the options. `-s` is the batch of all processes together, so the same options mean the
+# same training with any number of processes.
 
 # %%
 os.environ["COLUMNS"] = "100"
@@ -77,22 +77,22 @@ shape = f"--device cpu -nb {samples} -e 2"
 assert len(plainly) == 2
 
 # %% [markdown]
-# One command, two processes. It is a process itself that starts the others and waits for them:
-# `spawn` is a part of PyTorch, and ends the others if one of them fails. They meet at a port. With
-# one node nobody else has to know it, so a free one is taken; with several, all are told the same
-# by `MASTER_ADDR` and `MASTER_PORT`.
+# One command starts two processes. It is itself a process that starts the others and waits for
+# them. `spawn` is a part of PyTorch, and ends the others if one of them fails. The processes meet
+# at a port. With one node, nobody else has to know the port, so the program takes a free one. With
+# several nodes, `MASTER_ADDR` and `MASTER_PORT` tell all of them the same.
 
 # %% tags=["source"]
 show(full_ddp.launch, full_ddp.work)
 
 # %% [markdown]
-# Each process has a *rank* among all, and a *local rank* on its machine, which is also the number
-# of its GPU. `init_process` is chapter 3's: it joins the process group, trains, and leaves it by
-# `destroy_process_group`, also if training raises an error.
+# Each process has a *rank* among all processes, and a *local rank* on its machine, which is also
+# the number of its GPU. `init_process` is chapter 3's. It joins the process group, trains, and
+# leaves the group with `destroy_process_group`, even if training raises an error.
 #
-# **torchrun** is PyTorch's own starter. It does the first half, for any program, and says by
-# variables in the environment which process one is. So a program that is to work with it starts
-# nothing:
+# **torchrun** is PyTorch's own launcher. It starts the processes of any program, and sets
+# environment variables that tell each process its rank. A program for torchrun therefore starts no
+# processes itself:
 
 # %% tags=["source"]
 show(full_ddp.under_torchrun)
@@ -104,9 +104,9 @@ if FULL:  # this and the next two take some seconds
     assert by_torchrun == plainly
 
 # %% [markdown]
-# The same losses, to the last digit printed. **Two nodes**: the same command on each machine, that
-# differs in `-nr` alone. Here both are this machine; between two real ones `MASTER_ADDR` is the
-# first one's address, and everything else stays.
+# The losses are the same, to the last digit printed. For **two nodes**, run the same command on
+# each machine, with only `-nr` changed. Here both nodes are this machine. For two real ones,
+# `MASTER_ADDR` is the first one's address, and everything else stays the same.
 
 # %%
 if FULL:
@@ -119,8 +119,8 @@ if FULL:
     assert nodes == [plainly, []]  # rank 0 alone prints
 
 # %% [markdown]
-# Two machines that are not the same, with addresses, names and network cards of their own, can be
-# had by `laconic lab` ([how](../lab.md)). It starts torchrun on each of its hosts:
+# `laconic lab` ([how](../lab.md)) provides two hosts that differ, with their own addresses, names,
+# and network interfaces. It starts torchrun on each of its hosts:
 
 # %%
 if FULL:
@@ -128,18 +128,18 @@ if FULL:
     assert [line[line.index("epoch") :] for line in in_lab] == plainly
 
 # %% [markdown]
-# On a cluster that **Slurm** divides among its users, `sbatch tutorial/full_ddp.slurm` asks for two
-# nodes and starts the command on each:
+# On a cluster that uses **Slurm**, `sbatch tutorial/full_ddp.slurm` requests two nodes and starts
+# the command on each:
 
 # %%
 print(Path(full_ddp.__file__).with_suffix(".slurm").read_text())
 
 # %% [markdown]
-# ## Dealing out the data
+# ## Distributing the data
 #
 # `DistributedSampler` does what `DataPartitioner` did in chapter 3: it shuffles by a seed and the
-# epoch, and deals samples out in turn. In one point it differs. Where samples can't be dealt out
-# evenly, it repeats the first ones, so that all ranks have equally many.
+# epoch, and distributes samples in turn. There is one difference. If samples cannot be distributed
+# evenly, it repeats the first ones, so that all ranks have the same number.
 
 # %% tags=["source"]
 show(full_ddp.share_of)
@@ -156,11 +156,11 @@ for number in (1002, 1003):
 # %% [markdown]
 # ## Training
 #
-# The loop is that of one process, and few lines are new. `DistributedDataParallel(model)` sends
-# rank 0's parameters to all and averages gradients while the backward pass computes them.
-# `set_epoch` makes the sampler shuffle anew. The checkpoint and the scaler are for below. And a
-# loss is a *mean over all ranks*, weighted by their samples, or it would be that of rank 0's data:
-# one all-reduce an epoch.
+# The loop is that of one process with a few new lines. `DistributedDataParallel(model)` broadcasts
+# rank 0's parameters and averages gradients during the backward pass. `set_epoch` makes the
+# sampler shuffle again. The checkpoint and the scaler are explained below. The loss is a *mean
+# over all ranks*, weighted by their samples, because otherwise it would be that of rank 0's data.
+# This takes one all-reduce per epoch.
 
 # %% tags=["source"]
 show(full_ddp.train, full_ddp.train_epoch)
@@ -168,9 +168,9 @@ show(full_ddp.train, full_ddp.train_epoch)
 # %% [markdown]
 # ## The same as one process
 #
-# Is it the training of one process, and that of chapter 3? The sampler is given a seed with which
-# it shuffles as chapter 3 did, so all see the same samples in the same global batches, and what is
-# left is rounding. In float64 there is little of it:
+# Does this equal the training of one process, and that of chapter 3? The sampler gets a seed with
+# which it shuffles as chapter 3 did, so all see the same samples in the same global batches. Only
+# rounding remains, and in float64 there is little of it:
 
 
 # %%
@@ -207,31 +207,31 @@ for world_size in (2, 4):
 assert apart(by_hand[0], alone[0]) < 1e-13  # chapter 3's
 
 # %% [markdown]
-# **What to notice.** As long as samples can be dealt out evenly it is the same training, to the
-# last digits. Where they can't, a sample or two count twice in the last step of an epoch, and the
-# result is another. Chapter 3 weighted each rank by its samples instead; DDP
-# takes the plain mean over ranks, which is right only because the sampler has made them equal. And
-# all of it rests on an order of samples that follows from the seed and the epoch alone, and not
-# from what a rank has for itself.
+# **What to notice.** If samples can be distributed evenly, the training is the same to the last
+# digits. Otherwise one or two samples count twice in the last step of an epoch, and the result
+# differs. Chapter 3 weighted each rank by its samples instead. DDP takes the plain mean over
+# ranks, which is right only because the sampler has made them equal. All of this requires that the
+# order of samples follows from the seed and the epoch alone, and not from any state of a single
+# rank.
 #
 # ## Checkpoints
 #
-# Three things make a checkpoint one that can be relied on:
+# A reliable checkpoint needs three things:
 #
-# - **All is in it**: the model's state and the optimiser's (its momentum), the scaler's, and how
-#   many epochs are done, from which the sampler's order follows. This network draws no random
-#   numbers; one with dropout needs each rank's random state as well.
-# - **A file is whole or not there.** It is written beside the old one, brought to the disk, and
-#   only then given its name, which is a single step.
-# - **All ranks do the same.** Rank 0 writes and reads, and tells the others how that went. If each
-#   looked for a file by itself, on a machine that has none it would begin anew while the others go
-#   on.
+# - **It is complete.** It has the state of the model, of the optimizer (its momentum), and of the
+#   scaler, and the number of completed epochs, which determines the sampler's order. This network
+#   draws no random numbers; one with dropout also needs each rank's random state.
+# - **A file is either whole or absent.** It is written next to the old one, flushed to the disk,
+#   and only then renamed, which is a single step.
+# - **All ranks do the same.** Rank 0 reads and writes, and tells the others the result. If each
+#   rank looked for a file by itself, a rank on a machine without the file would start again while
+#   the others continue.
 
 # %% tags=["source"]
 show(full_ddp.save, full_ddp.load, full_ddp.on_first_rank)
 
 # %% [markdown]
-# The test: four epochs, against two, an end, new processes, and two more.
+# The test compares four epochs with two epochs, an end, new processes, and two more epochs.
 
 # %%
 options = {"num_samples": samples, "checkpoint": str(here / "training.pt")}
@@ -244,7 +244,8 @@ assert [result["losses"] for result in rest] == [result["losses"] for result in 
 assert [result["parameters"] for result in rest] == [result["parameters"] for result in whole]
 
 # %% [markdown]
-# Equal bit for bit, on both ranks. A checkpoint of another training is refused, in one line:
+# They are equal bit for bit, on both ranks. A checkpoint of another training is rejected with a
+# one-line error:
 
 # %%
 command = f"-g 1 --device cpu -nb {samples} -z 50 -c {here / 'training.pt'}"
@@ -258,13 +259,13 @@ assert told == "python -m tutorial.full_ddp: training.pt is of a run with hl_siz
 # %% [markdown]
 # ## Mixed precision
 #
-# GPUs multiply matrices several times as fast in 16 bits as in 32. With
-# `torch.autocast` the parameters, the optimiser and sums stay in float32, and products of matrices
-# are taken in 16 bits: in *bfloat16* on a CPU, a float32 with 16 bits cut off, or in *float16* on a
-# GPU here. float16 has more digits and a small range, in which small gradients become zero.
-# `GradScaler` multiplies the loss by a large number before the backward pass, divides gradients by
-# it afterwards, and leaves out a step in which something became infinite. As DDP has averaged the
-# gradients by then, all ranks leave out the same steps.
+# GPUs multiply matrices several times as fast in 16 bits as in 32. With `torch.autocast`, the
+# parameters, the optimizer, and sums stay in float32, and matrix products are computed in 16 bits:
+# here in *bfloat16* on a CPU, which is a float32 with 16 bits cut off, or in *float16* on a GPU.
+# float16 has more digits but a small range, in which small gradients become zero. `GradScaler`
+# multiplies the loss by a large number before the backward pass, divides gradients by it
+# afterwards, and skips a step in which a value became infinite. DDP has averaged the gradients by
+# then, so all ranks skip the same steps.
 
 # %%
 print(f"{epochs} epochs in 2 processes, on {machine()}\n")
@@ -288,17 +289,17 @@ print(f"\nthe loss in mixed precision is off by {off:+.3%}")
 assert abs(off) < 0.02
 
 # %% [markdown]
-# **What to notice.** Parameters differ by thousands of times more than float32's do, and the loss
-# hardly at all: training went to another place that is as good. Look at the times, too. 16 bits pay
-# where a processor has units for them and matrices are large; these are small.
+# **What to notice.** Parameters differ by thousands of times more than float32's do, but the loss
+# hardly differs: training reached a different point that is as good. Look at the times, too. 16
+# bits pay off if a processor has units for them and matrices are large; these are small.
 #
 # ## Common mistakes
 #
-# Most of these raise no error. Each is made here, and the assertion says how it shows.
+# Most of these mistakes raise no error. Each is made here, and the assertion shows its effect.
 #
-# **Training the model and not the wrapper.** `DistributedDataParallel(model)` gives back another
-# module. Gradients are averaged when the forward pass goes through *that*; through `model` every
-# rank trains alone, and replicas drift apart.
+# **Training the model instead of the wrapper.** `DistributedDataParallel(model)` returns another
+# module. Gradients are averaged only if the forward pass goes through *that* module. Through
+# `model` every rank trains alone, and replicas drift apart.
 
 # %% tags=["source"]
 show(mistakes.train_through)
@@ -313,9 +314,9 @@ for way, (one, other) in zip(ways, runs(2, mistakes.train_through, *ways), stric
     assert (differ == 0) == way["wrapper"]
 
 # %% [markdown]
-# **Dropping what `.to()` or `.cuda()` returns.** For a module both work in place; for a tensor they
-# return a new one, and the old one stays where it was. With a GPU the error would name two devices,
-# here it names two dtypes.
+# **Discarding the result of `.to()` or `.cuda()`.** For a module both work in place. For a tensor
+# they return a new one, and the old one stays where it was. With a GPU the error would name two
+# devices; here it names two dtypes.
 
 # %%
 model, x = FFNet(4, 0, 4), torch.randn(2, 4)
@@ -333,9 +334,9 @@ x = x.to(torch.float64)
 assert model(x).dtype == torch.float64
 
 # %% [markdown]
-# **`shuffle=True` beside a sampler.** The sampler decides the order, so a loader refuses to do so,
-# too. Without `shuffle=True` and without `set_epoch` there is no error, and the same order in every
-# epoch.
+# **`shuffle=True` together with a sampler.** The sampler decides the order, so a loader raises an
+# error. Without `shuffle=True` and without `set_epoch` there is no error, and every epoch has the
+# same order.
 
 # %%
 data = ToyDataset(4, 16)
@@ -353,8 +354,8 @@ print("two epochs without set_epoch:", first, second, "and with it:", list(sampl
 assert first == second != list(sampler)
 
 # %% [markdown]
-# **A fixed port.** The port 29500 is in many examples. The second job on a machine finds it taken.
-# Here the first one takes a port, and another wants the same:
+# **A fixed port.** Many examples use the port 29500. The second job on a machine finds it in use.
+# Here the first job takes a port, and another job requests the same one:
 
 # %%
 job = dist.TCPStore("127.0.0.1", 0, is_master=True)  # port 0: one that is free
@@ -367,13 +368,13 @@ assert "EADDRINUSE" in told
 del job
 
 # %% [markdown]
-# That is why `launch` takes a free port where it can, the Slurm script one that depends on the
-# job's number, and why torchrun has `--standalone`.
+# That is why `launch` takes a free port where it can, the Slurm script takes one that depends on
+# the job's number, and torchrun has `--standalone`.
 #
 # **A loss divided by a constant.** DDP divides the sum of gradients by the number of ranks, and
-# that is all it does. The loss has to be the mean over the *samples that are there*. Divided by the
-# batch size as it was asked for, the smaller batch at an epoch's end weighs less; divided by the
-# number of ranks once more, every step is too short.
+# does nothing else. The loss must be the mean over the *samples that are present*. If it is
+# divided by the requested batch size, the smaller batch at an epoch's end weighs less. If it is
+# divided by the number of ranks again, every step is too short.
 
 # %% tags=["source"]
 show(mistakes.last_gradient)
@@ -392,9 +393,9 @@ for way, (got, _) in zip(ways, runs(2, mistakes.last_gradient, *ways), strict=Tr
     torch.testing.assert_close(got, share * one_process, rtol=0, atol=1e-13)
 
 # %% [markdown]
-# **The same data on every rank.** A seed that is the same everywhere is right for the model and
-# wrong for the data: all ranks compute the same gradient, and the mean of equal gradients is that
-# of one rank's batch. The time of two processes is paid and the batch is no larger.
+# **The same data on every rank.** The same seed everywhere is right for the model and wrong for
+# the data: all ranks compute the same gradient, and the mean of equal gradients is that of one
+# rank's batch. Two processes take the time, and the batch is no larger.
 
 # %% tags=["source"]
 show(mistakes.own_and_mean)
@@ -411,8 +412,8 @@ for way, results in zip(ways, runs(2, mistakes.own_and_mean, *ways), strict=True
 # %% [markdown]
 # ## Where laconic takes over
 #
-# All of this program sends every gradient at every step. Its loop with laconic, where **one line**
-# takes the wrapper's place, so that there is no wrapper to pass by:
+# This program sends every gradient at every step. Here is its loop with laconic, where **one
+# line** replaces the wrapper, so there is no wrapper to bypass:
 
 # %% tags=["source"]
 show(mistakes.with_laconic)
@@ -438,11 +439,10 @@ assert "identical on all workers" in careless["warnings"][0]
 folder.cleanup()
 
 # %% [markdown]
-# `laconic.ddp()` is the same training as DDP's. Another recipe in its place, here `local_sgd(12)`,
-# sends about a twelfth of the bytes and is another training; what that costs and gains is the rest
-# of this tutorial. `laconic.save` and `laconic.load` do what this chapter's checkpoints do, at any
-# step, with random state and with what is still on its way. And laconic tells you if ranks read the
-# same data.
+# `laconic.ddp()` trains the same as DDP. Another recipe instead, here `local_sgd(12)`, sends about
+# a twelfth of the bytes and trains differently. The rest of this tutorial is about what that costs
+# and gains. `laconic.save` and `laconic.load` do what this chapter's checkpoints do, at any step,
+# with the random state and in-flight messages. laconic also warns if ranks read the same data.
 #
 # ## Exercises
 #

@@ -13,13 +13,14 @@
 # %% [markdown]
 # # 6. Parameter averaging
 #
-# Chapter 4 ended with a network on which every step waits for its gradients. So don't send at every
-# step: let each worker train by itself for a while, and average the *parameters* now and then. This
-# chapter looks at what that breaks and what it gains, writes six algorithms of this kind from their
-# papers' formulas, about ten lines each, and holds each against laconic's one line.
+# Chapter 4 ended with a network on which every step waits for its gradients. The alternative is
+# not to send at every step: let each worker train by itself for a while, and average the
+# *parameters* from time to time. This chapter shows what that breaks and what it gains. It writes
+# six such algorithms from their papers' formulas, in about ten lines each, and compares each with
+# its one line of laconic.
 #
-# Bytes and losses are all that counts here, no times. So the workers live in one process: by hand
-# as rows of a matrix, with laconic as `laconic.simulate` runs them.
+# This chapter measures only bytes and losses, not times. The workers can therefore live in one
+# process: by hand as rows of a matrix, and with laconic through `laconic.simulate`.
 
 # %%
 from dataclasses import replace
@@ -37,16 +38,16 @@ print(machine())
 # %% [markdown]
 # ## Four workers
 #
-# A worker has a network, an optimiser, and samples that no other worker has. The task is the toy
-# data's, made harder: samples are ordered by their target before they are dealt out, so that worker
-# 0 sees small targets only and worker 3 large ones.
+# A worker has a network, an optimizer, and samples that no other worker has. The task is the toy
+# data's, made harder: samples are ordered by their target before they are distributed, so worker 0
+# sees only small targets and worker 3 only large ones.
 
 # %% tags=["source"]
 show(averaging.Worker)
 
 # %% [markdown]
-# A `Team` is all of them. `team.x` is a matrix with a row of parameters for each worker, `team.g`
-# the same of gradients. What is written to them is a row for each, or one for all.
+# A `Team` is all workers together. `team.x` is a matrix with a row of parameters for each worker,
+# and `team.g` has their gradients. Assign either a row for each worker, or one for all.
 
 # %% tags=["source"]
 show(Team.train, averaging.gradient_averaging, averaging.local_sgd)
@@ -56,12 +57,12 @@ show(Team.train, averaging.gradient_averaging, averaging.local_sgd)
 #
 # ## At every step: the same, or not
 #
-# With a period of 1, is averaging parameters the same as averaging gradients? All start alike, so
-# with plain SGD
+# With a period of 1, is averaging parameters the same as averaging gradients? All workers start
+# equal, so with plain SGD
 #
 #     mean(x - lr*g_i) = x - lr*mean(g_i)
 #
-# and it is. With an optimiser that remembers something, each worker now remembers *its own*:
+# and they are the same. With an optimizer that has state, each worker now has *its own* state:
 
 
 # %%
@@ -110,15 +111,16 @@ torch.testing.assert_close(of_parameters.mean(0), of_gradients[0], rtol=0, atol=
 # **What to notice.**
 #
 # - SGD: the same to the last digits.
-# - Momentum: the same parameters, though the workers' momenta are far apart. Momentum is a sum of
-#   gradients, and the mean of sums is the sum of means: on average they remember what they should.
-#   With a longer period that no longer holds, as gradients are then taken in different places.
+# - Momentum: the same parameters, although the workers' momenta differ widely. Momentum is a sum of
+#   gradients, and the mean of sums is the sum of means, so the average momentum is right. With a
+#   longer period this no longer holds, because gradients are then computed at different points.
 # - AdamW divides by the root of a mean of squares, and the mean of quotients is not the quotient of
-#   means. It is another algorithm from the first steps on.
-# - Averaging gradients has none of this. All see the same gradient, so all remember the same.
+#   means. It is a different algorithm from the first steps on.
+# - Averaging gradients has none of these effects. All workers see the same gradient, so all have
+#   the same state.
 #
-# What should become of such state when parameters are averaged? It can be kept, averaged too (more
-# bytes), or forgotten; laconic's `optimizer_state=` says which. For AdamW none of the three is
+# What should happen to this state when parameters are averaged? It can be kept, averaged too (more
+# bytes), or reset; laconic's `optimizer_state=` selects which. For AdamW none of the three equals
 # gradient averaging:
 
 # %%
@@ -137,11 +139,11 @@ for choice in ("keep", "average", "reset"):
 assert sent["average"] > 2 * sent["keep"]
 
 # %% [markdown]
-# ## Normalisation
+# ## Normalization
 #
-# A BatchNorm layer keeps a running mean and variance of what passes through it, to be used when the
-# network is used. They are no parameters: no gradient reaches them, and averaging parameters leaves
-# them alone. After a round of local SGD all workers hold the same parameters, and yet:
+# A BatchNorm layer keeps a running mean and variance of its inputs, to be used at evaluation. They
+# are not parameters: they have no gradient, and averaging parameters does not change them. After a
+# round of local SGD all workers hold the same parameters, and yet:
 
 # %%
 task = Task(norm=True)
@@ -160,14 +162,14 @@ for buffers in ("keep", "average"):
     assert len(set(losses)) == (4 if buffers == "keep" else 1)
 
 # %% [markdown]
-# Each worker has the statistics of its own samples. laconic averages them with every round unless
-# told to keep them. Gradient averaging has this one too: torch's `DistributedDataParallel` takes
-# rank 0's statistics for all.
+# Each worker has the statistics of its own samples. laconic averages them with every round, unless
+# you choose to keep them. Gradient averaging has the same problem: torch's
+# `DistributedDataParallel` uses rank 0's statistics for all.
 #
 # ## What it gains
 #
-# An all-reduce of a model between n workers sends 2(n-1)/n models (chapter 4 did it with n = 2),
-# and with a period of H there is one every H steps. Measured, as models per step:
+# An all-reduce of a model between n workers sends 2(n-1)/n models (chapter 4 did this with n = 2).
+# With a period of H there is one every H steps. Measured, in models per step:
 
 # %%
 task, steps = Task(), 32
@@ -183,17 +185,17 @@ for name, period, recipe in [
     assert abs(sent * period / law - 1) < 0.02  # padded to a multiple of n, and some bytes once
 
 # %% [markdown]
-# A factor that one chooses. What a long period costs is the question of the rest of this chapter;
-# first, what can be done about it.
+# You choose this factor. The rest of this chapter is about what a long period costs, and first
+# about what can be done to reduce that cost.
 #
 # ## Six algorithms
 #
-# Each comes as a loop written from its paper, and as laconic's recipe. They are compared for every
-# worker after 45 steps, five beyond the last round, when the workers are apart: if any round had
-# gone otherwise, one of them would show it. And they are compared in what they take for *the
-# model*: what one would validate and ship while workers differ.
+# Each algorithm comes as a loop written from its paper, and as laconic's recipe. They are compared
+# for every worker after 45 steps. This is five steps beyond the last round, when the workers
+# differ: an error in any round would show. The comparison includes *the model*: what you would
+# validate and ship while workers differ.
 #
-# The laconic side is always this, and the recipe is all that changes:
+# The laconic side is always this; only the recipe changes:
 
 # %% tags=["source"]
 show(averaging.by_laconic)
@@ -220,9 +222,9 @@ the_same(lambda team: averaging.local_sgd(team, STEPS, 8), laconic.local_sgd(8),
 # %% [markdown]
 # ### SlowMo: momentum for the average
 #
-# Where the average went since the last slow step, `a - mean(x)`, is taken for a gradient, and the
-# *anchor* a makes a step with momentum along it. Between slow steps any other algorithm may run,
-# here local SGD.
+# SlowMo treats the average's change since the last slow step, `a - mean(x)`, as a gradient, and
+# moves the *anchor* a along it by a step with momentum. Between slow steps any other algorithm may
+# run, here local SGD.
 
 # %% tags=["source"]
 show(averaging.slowmo)
@@ -237,8 +239,8 @@ the_same(
 # %% [markdown]
 # ### EASGD: elastic averaging
 #
-# Workers never become equal. Each is drawn a part of the way to a *centre* a, and the centre to
-# them, as if by springs.
+# Workers never become equal. Each moves a part of the distance to a *center* a, and the center
+# moves toward them, as if connected by springs.
 
 # %% tags=["source"]
 show(averaging.easgd)
@@ -249,9 +251,9 @@ the_same(lambda team: averaging.easgd(team, STEPS, period=8), laconic.easgd(8), 
 # %% [markdown]
 # ### LSGD: follow the leader
 #
-# An average of workers in different valleys can lie on the ridge between them. So go toward the
-# *best* worker instead: the best of the own group often, the best of all seldom, and a little
-# toward both at every step. The best has the least mean of its last ten losses.
+# An average of workers in different valleys can lie on the ridge between them. LSGD moves toward
+# the *best* worker instead: often toward the best of the own group, rarely toward the best of all,
+# and slightly toward both at every step. The best has the lowest mean of its last ten losses.
 
 # %% tags=["source"]
 show(averaging.lsgd)
@@ -267,11 +269,12 @@ the_same(
 # %% [markdown]
 # ### SGP: gossip
 #
-# All so far wait for the slowest worker. In a gossip each worker sends to one other and waits for
-# one. If x_i becomes a mixture of what worker i kept and what it was sent, and everybody sends as
-# much as everybody gets, all come to the mean of all. If some get more, they come to something
-# else. *Push-sum* puts that right: a weight w travels with x and is mixed like it, and x/w comes to
-# the mean. Three workers in a row, with the numbers 0, 3 and 9:
+# All algorithms so far wait for the slowest worker. In a gossip each worker sends to one other and
+# waits for one. Suppose that x_i becomes a mixture of what worker i kept and what it received. If
+# every worker sends as much as it receives, all converge to the mean of all. If some receive more,
+# they converge to something else. *Push-sum* corrects this: a weight w is sent with x and mixed in
+# the same way, and x/w converges to the mean. Here are three workers in a row, with the numbers 0,
+# 3, and 9:
 
 # %% tags=["source"]
 show(averaging.exponential, averaging.row_of_three)
@@ -289,8 +292,8 @@ assert float((x - 4).abs().max()) > 1  # not the mean of 0, 3 and 9
 assert float((x / w - 4).abs().max()) < 1e-6  # the mean
 
 # %% [markdown]
-# In SGP x moves by a step of the optimiser too, and what the network holds, where gradients are
-# taken, is z = x/w:
+# In SGP, x also moves by a step of the optimizer. The network holds z = x/w, and gradients are
+# computed there:
 
 # %% tags=["source"]
 show(averaging.sgp)
@@ -304,12 +307,13 @@ the_same(
 )
 
 # %% [markdown]
-# Among n = 4 workers each gets as much as it sends: w stays 1. In the row of three it does not.
+# Among n = 4 workers each receives as much as it sends, so w stays 1. In the row of three it does
+# not.
 #
-# ### DiLoCo: an outer optimiser
+# ### DiLoCo: an outer optimizer
 #
-# SlowMo's idea with other choices: AdamW inside, hundreds of steps to a period, and outside
-# Nesterov's momentum with a learning rate of its own.
+# DiLoCo is SlowMo's idea with other choices: AdamW as the inner optimizer, periods of hundreds of
+# steps, and Nesterov momentum with its own learning rate as the outer optimizer.
 
 # %% tags=["source"]
 show(averaging.diloco)
@@ -324,10 +328,11 @@ the_same(
 # %% [markdown]
 # ## What it costs
 #
-# All of them, and gradient averaging, with the same SGD for the same number of steps (DiLoCo with
-# SGD inside, too): the loss, on all samples, of what each takes for the model. Three seeds, each
-# with other samples, another start and other batches. Twice: samples *ordered* by target before
-# they are dealt out, as above, and *shuffled*, so that shards are alike but for chance.
+# This section compares all of them and gradient averaging, with the same SGD for the same number
+# of steps (DiLoCo also with SGD inside). The figure is the loss, on all samples, of each
+# algorithm's model. There are three seeds, each with other samples, another start, and other
+# batches. Samples are distributed in two ways: *ordered* by target, as above, and *shuffled*, so
+# that shards differ only by chance.
 
 # %%
 steps, seeds = scaled(480, least=16), range(SEED, SEED + scaled(3))
@@ -405,31 +410,31 @@ if FULL:  # learning takes its steps
 # %% [markdown]
 # **What to notice.**
 #
-# - **What a longer period costs** depends on how different the workers' samples are. On shuffled
-#   shards a period of 64 is next to free: a sixty-fourth of the bytes for nearly the same loss. On
-#   ordered ones a period of 4 costs a little, 16 means more than ten times the loss, and 64 more
-#   than thirty times: in 64 steps each worker goes a long way toward a network of its own, and
-#   their mean is no good network.
-# - **Slow momentum** sends what local SGD sends. On ordered shards it takes back most of what the
-#   period of 16 cost. A momentum of 0.5 goes twice as far, 1/(1 - 0.5), in a direction that lasts,
-#   so hold it against local SGD with twice the learning rate. On shuffled shards it is worth about
-#   as much as that. On ordered ones clearly more: a larger learning rate also drives workers
-#   further apart within a period, slow momentum only lengthens the stride that all agreed on.
-# - **Too much of it** hurts: 0.9 goes ten times as far, and on shuffled shards it ends behind no
+# - **The cost of a longer period** depends on how much the workers' samples differ. On shuffled
+#   shards a period of 64 costs almost nothing: a sixty-fourth of the bytes for nearly the same
+#   loss. On ordered shards a period of 4 costs a little, 16 means more than ten times the loss, and
+#   64 more than thirty times: in 64 steps each worker moves far toward its own network, and their
+#   mean is not a good network.
+# - **Slow momentum** sends what local SGD sends. On ordered shards it recovers most of what the
+#   period of 16 cost. A momentum of 0.5 goes twice as far, 1/(1 - 0.5), in a constant direction, so
+#   compare it with local SGD at twice the learning rate. On shuffled shards both are about equally
+#   good. On ordered shards slow momentum is clearly better: a larger learning rate also drives
+#   workers further apart within a period, while slow momentum only lengthens the common step.
+# - **Too much momentum** hurts: 0.9 goes ten times as far, and on shuffled shards it ends behind no
 #   slow momentum at all. There are only 30 slow steps here, and it remembers the last ten of them.
-# - **DiLoCo**'s usual settings, 0.7 and 0.9, go up to seven times as far. That it is
-#   ahead of `ddp()` on shuffled shards is no sign that talking less is better: `ddp()` with twice
-#   the learning rate is ahead of `ddp()`, too. Nothing was tuned here; compare what goes equally
-#   far.
-# - **Gossip** does what gradient averaging does, for two thirds of the bytes among 4 workers, and
-#   with more workers it still sends one model per step.
-# - **EASGD and LSGD** are behind local SGD with the same period on both kinds of shards. They hold
-#   workers loosely, for the sake of search, which does not pay on this small task.
+# - **DiLoCo**'s usual settings, 0.7 and 0.9, go up to seven times as far. DiLoCo is ahead of
+#   `ddp()` on shuffled shards, but this does not show that less communication is better: `ddp()`
+#   with twice the learning rate is ahead of `ddp()`, too. Nothing was tuned here; compare settings
+#   that go equally far.
+# - **Gossip** does what gradient averaging does, for two thirds of the bytes among 4 workers. With
+#   more workers it still sends one model per step.
+# - **EASGD and LSGD** are behind local SGD with the same period on both kinds of shards. They
+#   couple workers loosely to explore, which does not pay off on this small task.
 #
 # ## A leader with the wrong samples
 #
-# LSGD has a trouble of its own on ordered shards. A worker's loss is that of its own samples, and
-# small targets are easy:
+# LSGD has a problem of its own with ordered shards. A worker's loss is that of its own samples,
+# and small targets are easy:
 
 # %%
 task = Task()
@@ -444,18 +449,18 @@ if FULL:
     assert everywhere[leader] == max(everywhere)
 
 # %% [markdown]
-# All are drawn to the worker that is the best at home and the worst abroad. Where shards differ,
-# a leader should be chosen by its loss on samples that all share (exercise 3): `sync.report_loss`
-# takes whatever loss it is told.
+# All workers are pulled toward the one that is the best on its own samples and the worst on all
+# others. If shards differ, choose a leader by its loss on samples that all workers share (exercise
+# 3): `sync.report_loss` accepts any loss.
 #
-# One task, one network, four workers: `laconic compare` (see [comparing](../compare.md)) and
-# `laconic tune` ([good settings](../tune.md)) ask the same about yours, and
-# [science](../science.md) has a larger table in which each algorithm was tuned for itself. All
-# losses here are per step. What bytes are worth in *time* depends on the network.
+# This was one task with one network and four workers. `laconic compare` (see
+# [comparing](../compare.md)) and `laconic tune` ([tuning](../tune.md)) answer the same questions
+# for yours. [Science](../science.md) has a larger table, in which each algorithm was tuned by
+# itself. All losses here are per step. What bytes cost in *time* depends on the network.
 #
 # ## Exercises
 #
-# 1. In `easgd`, let the centre use x as it is *after* the pull. Which of the assertions notices?
+# 1. In `easgd`, let the center use x as it is *after* the pull. Which of the assertions fails?
 #    What is now lost: print `team.x.sum(0) + a` before and after a round.
 # 2. Write post-local SGD: gradient averaging for the first 100 steps, local SGD from then on
 #    (`laconic.post_local_sgd(100, 16)`). How much of the cost of the period does it take back on

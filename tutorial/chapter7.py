@@ -13,13 +13,13 @@
 # %% [markdown]
 # # 7. A slow network
 #
-# Hosts in one rack have 10 Gbit/s and more between them. Hosts in one office have 1 Gbit/s, hosts
-# in two cities 100 Mbit/s if all goes well, and a host at home may send 10. This chapter trains one
-# model on hosts that send 1000, 100 and 10 Mbit/s: first on paper, from the bytes that a step must
-# send, then on an emulated network. It looks for the bandwidth at which each way of talking less
-# begins to pay.
+# Hosts in one rack have 10 Gbit/s or more between them. Hosts in one office have 1 Gbit/s, hosts
+# in two cities 100 Mbit/s if all goes well, and a host at home may send 10. This chapter trains
+# one model on hosts that send 1000, 100, and 10 Mbit/s. It first predicts the time of a step from
+# the bytes that it must send, and then measures it on an emulated network. The goal is to find the
+# bandwidth at which each recipe begins to pay off.
 #
-# It takes about five minutes. Nothing else should run meanwhile: hosts share your processor.
+# It takes about five minutes. Run nothing else in the meantime: the hosts share your processor.
 
 # %%
 from statistics import mean
@@ -41,20 +41,20 @@ print(machine())
 # %% [markdown]
 # ## A network to train on
 #
-# Chapter 4 played a network by sleeping. laconic's lab has a better one: each host is a *network
-# namespace* of the kernel, with its own address and its own network card, and the card is shaped to
-# send no faster than it is told. Processes on two such hosts reach each other through these cards
-# alone. It takes Linux, and root or user namespaces; `laconic doctor` says whether they can be
-# had. Where they cannot, laconic's own link stands in and takes the time that bytes and rate say.
-# This chapter runs on either, and says on which.
+# Chapter 4 emulated a network by sleeping. laconic's lab has a better emulation. Each host is a
+# *network namespace* of the kernel, with its own address and its own network interface, which is
+# shaped to send no faster than a given rate. Processes on two such hosts reach each other only
+# through these interfaces. This needs Linux, and root or user namespaces; `laconic doctor` says
+# whether they are available. If they are not, laconic's own link takes the time that bytes and
+# rate imply. This chapter runs with either, and says which.
 
 # %% tags=["source"]
 show(train)
 
 # %% [markdown]
-# The model is the lab's: a transformer that learns to predict the next byte of the Python standard
-# library's source. Hosts that never talk come first. What a step takes them is the
-# computing alone, the least that any step can take, and all else is measured against it:
+# The model is the lab's: a transformer that learns to predict the next byte of the source of
+# Python's standard library. Hosts that never communicate come first. Their step is only the
+# computing, the least time that any step can take. Everything else is compared with it:
 
 # %%
 length = {"seconds": 12} if FULL else {"steps": 1}
@@ -69,10 +69,10 @@ assert silent.rows[0].rounds == ()  # nothing is sent
 # %% [markdown]
 # ## What a step must send
 #
-# To average n gradients of B bytes, every host has to send at least 2(n-1)/n · B of them: it passes
-# on what it adds up of the others' parts, and then what became of its own. For two hosts that is B,
-# for many nearly 2B. So before anything is measured it is known how long a step's gradients travel,
-# on whichever network, and how that compares with the computing:
+# To average n gradients of B bytes, every host must send at least 2(n-1)/n · B of them: it sends
+# on what it adds up of the others' parts, and then the result of its own part. For two hosts this
+# is B, for many nearly 2B. Before any measurement, you therefore know how long sending a step's
+# gradients takes on any network, and how that compares with the computing:
 
 # %%
 size = silent.settings["parameters"] * 4
@@ -90,10 +90,10 @@ assert cost.mean(size, HOSTS).bytes == law
 # %% [markdown]
 # ## On paper
 #
-# That ratio is most of what decides. Where it is small, the backward pass hides the travel
-# (chapter 4). Where it is near 1, fewer *bits* bring it down: gradients in 4 bits are an eighth.
-# Where it is 10 and more, only fewer *rounds* do: parameters averaged once in a period (chapter 6),
-# or piece by piece, in 4 bits, while training goes on. Four ways:
+# That ratio largely decides which recipe is best. If it is small, the backward pass hides the
+# transfer (chapter 4). If it is near 1, fewer *bits* reduce it: gradients in 4 bits are an eighth.
+# If it is 10 or more, only fewer *rounds* do: parameters averaged once per period (chapter 6), or
+# sent in fragments, in 4 bits, while training continues. The candidates are:
 
 # %%
 recipes = {
@@ -109,9 +109,9 @@ def predicted(name, rate):
 
 
 # %% [markdown]
-# `laconic.predict` puts numbers to that: the bytes of each round by the law above, a latency and a
-# rate as in chapter 4, and what of it all training hides. From numbers alone it does not know what
-# coding costs the processor; `laconic advise --workload text` measures that, too.
+# `laconic.predict` computes numbers for this: the bytes of each round by the law above, a latency
+# and a rate as in chapter 4, and how much of it training hides. From numbers alone it does not
+# know the processor time of coding. `laconic advise --workload text` measures that, too.
 
 # %% tags=["source"]
 show(on_paper)
@@ -132,9 +132,9 @@ assert on_10[0] == max(on_10) and on_10[-1] == min(on_10)  # the most bytes, and
 # %% [markdown]
 # ## Measured
 #
-# Now the same with hosts that do send. Each way gets the same seconds of training, from the same
-# start, with the same batches, and with a learning rate that rises and falls within what it can do
-# in that time. Validation does not count. The fastest network first:
+# Now the same with hosts that actually send. Each recipe gets the same seconds of training, from
+# the same start, with the same batches, and with a learning rate that rises and falls within the
+# steps that fit into that time. Validation does not count. The fastest network comes first:
 
 # %%
 rows = {}
@@ -156,14 +156,14 @@ print("Each trains for", *(f"{number} {unit}," for unit, number in length.items(
 measure(1e9)
 
 # %% [markdown]
-# *Speed* is the share of the speed without communication, *waiting* the share of the time in which
-# a host waits for the network, *loss* the validation loss, in nats per byte, of what the hosts
-# agree on in the end. (Above 100%: the machine was busier when the hosts trained alone. 0 MB: the
-# time was over before the first round.)
+# *Speed* is the share of the speed without communication. *Waiting* is the share of the time in
+# which a host waits for the network. *Loss* is the validation loss, in nats per byte, of the
+# hosts' consensus model at the end. (Above 100%: the machine was busier when the hosts trained
+# alone. 0 MB: the time was over before the first round.)
 #
-# Two things can be checked to the byte. What `ddp` sends is the law, no more and no less. And where
-# hosts have cards of their own, the cards' counters agree with laconic's ledger, but for a percent
-# or two of headers:
+# Two things can be checked to the byte. `ddp` sends exactly what the law says. And if hosts have
+# their own network interfaces, the interfaces' counters agree with laconic's ledger, except for
+# one or two percent of headers:
 
 # %%
 row = rows[1e9, "ddp"]
@@ -174,7 +174,7 @@ if emulated:
     assert 1 < row.interface_bytes_per_step / row.ledger_bytes_per_step < 1.1
 
 # %% [markdown]
-# Then a tenth of the bandwidth:
+# Next, a tenth of the bandwidth:
 
 # %%
 if FULL:
@@ -188,9 +188,9 @@ if FULL:
     measure(1e7)
 
 # %% [markdown]
-# The bytes are the same on every network, and those that were predicted. A round of `local_sgd`
-# sends what a step of `ddp` does, once in 24 steps. And no step takes less time than its bytes
-# travel:
+# The bytes are the same on every network, and equal to the prediction. A round of `local_sgd`
+# sends what a step of `ddp` sends, once in 24 steps. And no step takes less time than sending its
+# bytes takes:
 
 # %%
 for (rate, name), row in rows.items():
@@ -206,9 +206,9 @@ if FULL:  # times count at full size only
     assert 2 / 3 < rows[1e7, "ddp"].seconds_per_step / predicted("ddp", 1e7).seconds < 3 / 2
 
 # %% [markdown]
-# **What to notice.** The prediction is best where the network is slow, because there bytes are all
-# that counts, and they are known exactly. On the fast network it is the processor that counts: all
-# hosts share yours, and copying, coding and summing take it from the training.
+# **What to notice.** The prediction is best if the network is slow, because then only the bytes
+# matter, and they are known exactly. On the fast network the processor matters: all hosts share
+# yours, and copying, coding, and summing take processor time from the training.
 #
 # ## Loss against seconds
 
@@ -235,19 +235,19 @@ if FULL:
     assert spread[1e9] < spread[1e7] / 2
 
 # %% [markdown]
-# **What to notice.** On the fastest network the curves end close together. On the slowest `ddp` has
-# made a handful of steps in all, and has hardly begun to learn, though each of its steps is as good
-# as any.
+# **What to notice.** On the fastest network the curves end close together. On the slowest, `ddp`
+# has made only a handful of steps and has hardly begun to learn, although each of its steps is as
+# good as any other.
 #
 # ## Which one wins
 #
-# Twelve seconds are the very beginning of a training. There a step is worth about the same
-# whichever way hosts talk, and whoever makes more steps is ahead. Later agreement counts: averaging
-# now and then takes *more steps* to the same loss. laconic has measured how many, on this task and
-# in runs of 480 steps: 2% more with gradients in 4 bits, 50% more with streaming DiLoCo in this
-# period. Local SGD is taken for streaming DiLoCo in the nearest period that was measured. So
-# seconds per step are multiplied by steps needed. That is the rule by which `laconic advise` and
-# `laconic.auto` choose:
+# Twelve seconds are the very beginning of a training. At that point a step is worth about the same
+# with every recipe, and the recipe with the most steps is ahead. Later, agreement matters: with
+# infrequent averaging it takes *more steps* to reach the same loss. laconic has measured how many,
+# on this task in runs of 480 steps: 2% more with gradients in 4 bits, and 50% more with streaming
+# DiLoCo at this period. Local SGD is treated like streaming DiLoCo at the nearest measured period.
+# Seconds per step are then multiplied by steps needed. `laconic advise` and `laconic.auto` choose
+# by this rule:
 
 # %%
 needed = {name: steps_of(parse_recipe(recipe)).factor for name, recipe in recipes.items()}
@@ -269,8 +269,8 @@ if FULL:
     assert min(average, key=average.get) == "ddp"
 
 # %% [markdown]
-# How fast your processor is, and how busy, has a part in that. So the same rule on paper, for hosts
-# that compute a step in 100 ms:
+# The result also depends on how fast and how busy your processor is. Here is the same rule on
+# paper, for hosts that compute a step in 100 ms:
 
 # %%
 winner = {}
@@ -289,23 +289,23 @@ assert winner[1e9][1] < 1.25
 assert winner[1e8][0] == "ddp int4" and winner[1e7][0] == "streaming DiLoCo"
 
 # %% [markdown]
-# **What to notice.** Each network has its own answer, and what decides is the ratio of
-# communication to computing that was there before anything was measured.
+# **What to notice.** Each network has its own answer. It depends on the ratio of communication to
+# computing, which was known before any measurement.
 #
-# - **Below 1**, as at 1000 Mbit/s: gradients travel in less time than a step computes. What
-#   is left to gain is small, and coding takes processor time to gain it. Where the measured gain is
-#   a few percent, keep `ddp`: it is what everybody knows, and it gives up nothing.
-# - **From 1 to about 10**, as at 100 Mbit/s with steps of 100 ms: `ddp` waits for much of the time.
-#   An eighth of the bytes brings the ratio below 1 again, and gives up next to nothing: gradients
-#   in 4 bits.
-# - **Above 10**, as at 10 Mbit/s with steps of 100 ms: an eighth is not enough. Now it pays to take
-#   more steps for the same loss: average with a period, or stream pieces while training goes on,
-#   which is nearly as fast as if there were no network at all.
+# - **Below 1**, as at 1000 Mbit/s: sending the gradients takes less time than computing a step.
+#   There is little to gain, and coding takes processor time. If the measured gain is a few
+#   percent, keep `ddp`: it is well known, and gives up nothing.
+# - **From 1 to about 10**, as at 100 Mbit/s with steps of 100 ms: `ddp` waits for much of the
+#   time. Gradients in 4 bits, an eighth of the bytes, bring the ratio below 1 again and give up
+#   almost nothing.
+# - **Above 10**, as at 10 Mbit/s with steps of 100 ms: an eighth is not enough. Now it pays to
+#   take more steps for the same loss: average with a period, or stream fragments while training
+#   continues, which is nearly as fast as without a network.
 #
-# So bandwidth alone decides nothing. With a GPU that computes a step ten times as fast, each line
-# moves to a network ten times as fast; with a larger batch, to a slower one.
-# [The race](../race.md) has the loss itself, after 280 s with four hosts: at 100 Mbit/s gradients
-# in 4 bits are ahead of averaging, at 1 Gbit/s all that share gradients are level.
+# Bandwidth alone therefore decides nothing. With a GPU that computes a step ten times as fast,
+# each line moves to a network ten times as fast. With a larger batch, it moves to a slower one.
+# [The race](../race.md) has the loss itself, after 280 s with four hosts: at 100 Mbit/s, gradients
+# in 4 bits are ahead of averaging; at 1 Gbit/s, all recipes that share gradients are level.
 #
 # ## Let it choose
 #
@@ -314,9 +314,9 @@ assert winner[1e8][0] == "ddp int4" and winner[1e7][0] == "streaming DiLoCo"
 #     laconic advise --params 865280 --step-time 100ms --bandwidth 10mbit --latency 1ms --nodes 2
 #     laconic advise --workload my.py:make --hosts 4 --bandwidth 100mbit
 #
-# What the first says about these hosts, on each network, from the computing measured above. It
-# compares more ways than these four, and numbers alone do not tell it what coding takes of your
-# processor:
+# This is the output of the first command for these hosts, on each network, from the computing
+# measured above. It compares more recipes than these four. From numbers alone it does not know the
+# processor time of coding:
 
 # %%
 for rate in rates:
@@ -325,12 +325,12 @@ for rate in rates:
     assert advice.row.seconds <= predicted("ddp", rate).seconds
 
 # %% [markdown]
-# In a training, `auto` measures the first steps and the network, chooses among `ddp` with and
+# During training, `auto` measures the first steps and the network, chooses among `ddp` with and
 # without codecs and streaming DiLoCo, and chooses again when the network has changed:
 #
 #     sync = laconic.attach(model, optimizer, laconic.auto())
 #
-# And on your own task, with your own candidates:
+# For your own task and your own candidates:
 #
 #     laconic compare "ddp()" "ddp(codec='int4')" "local_sgd(24)" "auto()" --bandwidth 100mbit
 #
@@ -342,26 +342,26 @@ for rate in rates:
 #    for five. Which period wins each time, and why not the same one?
 # 3. Double the hosts (`--hosts 4`). By how much do the bytes per step grow? And with eight? What
 #    happens to seconds per step, when all hosts share one processor?
-# 4. Add a latency of 50 ms (`--latency 50ms`) at 100 Mbit/s. Which recipes suffer, and which do not
-#    notice?
+# 4. Add a latency of 50 ms (`--latency 50ms`) at 100 Mbit/s. Which recipes slow down, and which do
+#    not change?
 # 5. Give one host a tenth of the bandwidth (`--bandwidth-host 1=10mbit`). Who waits for whom?
 #
 # ## Where to go next
 #
 # - **Your own training on slow hosts**: [quick start](../quickstart.md), then
 #   [compare on your own terms](../compare.md) and [the lab](../lab.md), which runs any program.
-# - **More of talking less**: [the algorithms](../algorithms/index.md), [codecs and
-#   overlap](../coded.md), and [an algorithm of your own](../own_algorithm.md).
+# - **More on communicating less**: [the algorithms](../algorithms/index.md), [codecs and
+#   overlap](../coded.md), and [your own algorithm](../own_algorithm.md).
 # - **Fewer bits in computing**: automatic mixed precision,
 #   [torch.amp](https://docs.pytorch.org/docs/stable/amp.html). Parameters and gradients stay in 32
 #   bits, so that what is sent stays the same, and the ratio above becomes worse.
-# - **A model that does not fit** (chapter 2's second wall):
+# - **A model that does not fit** (chapter 2's second problem):
 #   [FSDP](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html), fully sharded
 #   data parallelism. It sends parameters as well, and wants a fast network; laconic averages
 #   between groups that are sharded inside.
 # - **Less to write**: [Lightning](https://lightning.ai/docs/pytorch/stable/) has the loop, devices
 #   and checkpoints, with DDP and FSDP as options.
-# - **Programs that are no data parallelism**: parameter servers, actors and learners, pipelines of
+# - **Programs other than data parallelism**: parameter servers, actors and learners, pipelines of
 #   your own: [torch.distributed.rpc](https://docs.pytorch.org/docs/stable/rpc.html).
 #
 # ## Sources
