@@ -26,7 +26,7 @@ RATES = (20e6, 100e6, 500e6)
 
 @dataclass(frozen=True, order=True)
 class Network:
-    """``hosts`` with ``per_host`` processes each, joined at ``rate`` bit/s."""
+    """``hosts`` with ``per_host`` processes each, connected at ``rate`` bit/s."""
 
     per_host: int
     hosts: int
@@ -34,7 +34,7 @@ class Network:
 
 
 def networks(per_host: int = 1) -> list[Network]:
-    """All of them."""
+    """Return all networks."""
     return [Network(per_host, hosts, rate) for hosts in HOSTS for rate in RATES]
 
 

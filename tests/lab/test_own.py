@@ -180,7 +180,7 @@ def test_fragments_are_all_parameters_in_their_order_and_of_about_a_size(fragmen
     assert all(p is q for p, q in zip(together, model.parameters(), strict=True))
     if fragments == 4:
         assert {sum(p.numel() for p in part.parameters()) for part in parts} == {144}
-    with pytest.raises(ValueError, match="make no 40 fragments"):
+    with pytest.raises(ValueError, match="cannot form 40 fragments"):
         adapter("torchft").cut(model, 40)
 
 
@@ -291,11 +291,11 @@ MISTAKES = {
         "--workload lacks.py:make",
         "lacks.py:make returned nothing called optimizer (a function (model) that builds its torch "
         "optimizer, at the peak learning rate), batches (a function (worker, workers, seed) that "
-        "gives endless batches, each worker's own), validation (a list of batches of equal size)",
+        "returns each worker's endless batches), validation (a list of batches of equal size)",
     ),
     "no data": ("--workload needs.py", "needs.py: make needs --data FILE"),
     "data": ("--workload raises.py --data x", "make takes no argument, but --data was given"),
-    "ends": ("--workload ends.py", "endless batches, each worker's own; those of worker 0 end af"),
+    "ends": ("--workload ends.py", "each worker's endless batches; those of worker 0 end af"),
     "no stream": ("--workload no_stream.py", "it returned [1, 2], which is not an iterator"),
     "empty": (
         "--workload empty.py",
@@ -337,13 +337,16 @@ MISTAKES = {
     "host's rate": ("--bandwidth-host 1=fast", "not a rate: 'fast'"),
     "host's slow rate": ("--bandwidth-host 1=1bit", "bandwidth must be"),
     "no host": ("--bandwidth-host 1mbit", "--bandwidth-host must be HOST=VALUE, such as 2=10mbit"),
-    "host twice": ("--slow-host 1=2 --slow-host 1=3", "--slow-host is given twice for host 1"),
-    "factor": ("--slow-host 1=half", "not a factor: 'half'; give a number from 1 up, such as 1.5"),
+    "host twice": ("--slow-host 1=2 --slow-host 1=3", "--slow-host has two values for host 1"),
+    "factor": (
+        "--slow-host 1=half",
+        "not a factor: 'half'; give a number of at least 1, such as 1.5",
+    ),
     "fast": ("--slow-host 1=0.5", "must be a finite number at least 1, not 0.5"),
     "no repeat": ("--repeat 0", "repeat must be an integer of at least 1, not 0"),
     "repeat": (
         "--repeat often",
-        "a number of runs or a list of seeds, as 3 or 3,7,11, not 'often'",
+        "a number of runs or a list of seeds, such as 3 or 3,7,11, not 'often'",
     ),
     "seeds alike": ("--repeat 3,3", "seeds must differ from each other: (3, 3)"),
     "seeds and seed": ("--repeat 3,4 --seed 1", "already sets the seeds"),
@@ -388,7 +391,7 @@ def test_a_mistake_is_one_line_and_starts_nothing(
 
 def test_peers_without_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(rivals, "ADAPTERS", tmp_path / "none")
-    with pytest.raises(ValueError, match=r"^no peer 'torch-ddp' here: .*give a file, --peer"):
+    with pytest.raises(ValueError, match=r"^no peer 'torch-ddp': .*give a file, such as --peer"):
         rivals.find("torch-ddp")
     assert rivals.find(f"{EXAMPLES.parent}/benchmarks/peers/torch_ddp.py").package == "torch"
 

@@ -31,8 +31,8 @@ def add(commands: Any) -> None:
         "of a workload on emulated hosts (--workload). On your own machines, call "
         "laconic.advise().",
     )
-    parser.add_argument("--bandwidth", metavar="RATE", help="of each node, such as 1gbit")
-    parser.add_argument("--latency", metavar="TIME", help="of each message, such as 30ms")
+    parser.add_argument("--bandwidth", metavar="RATE", help="bandwidth of each node, such as 1gbit")
+    parser.add_argument("--latency", metavar="TIME", help="latency of each message, such as 30ms")
     numbers = parser.add_argument_group("from numbers")
     numbers.add_argument(
         "--params", metavar="COUNT", help="number of parameters of the model, such as 1.3B"
@@ -56,7 +56,7 @@ def add(commands: Any) -> None:
     numbers.add_argument(
         "--local-bandwidth",
         metavar="RATE",
-        help="between the ranks of a node (default: unlimited)",
+        help="bandwidth between the ranks of a node (default: unlimited)",
     )
     measured = parser.add_argument_group("measured on emulated hosts")
     measured.add_argument("--workload", help="digits, text, or your own, such as my.py:make")

@@ -37,7 +37,9 @@ def add(commands: Any) -> None:
         epilog=f"Recipes: {', '.join(RECIPES)}. Write them as in Python, such as "
         "'slowmo(local_sgd(12), period=48)'.",
     )
-    parser.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"default: {DEFAULT}")
+    parser.add_argument(
+        "recipes", nargs="*", metavar="RECIPE", help=f"default: {', '.join(DEFAULT)}"
+    )
     parser.add_argument(
         "--hosts", type=int, default=4, help="number of hosts (default: %(default)s)"
     )
@@ -54,7 +56,9 @@ def add(commands: Any) -> None:
         help="workers per group, for recipes such as hierarchical",
     )
     parser.add_argument(
-        "--bandwidth", default="100mbit", help="of each host, such as 20mbit (default: %(default)s)"
+        "--bandwidth",
+        default="100mbit",
+        help="bandwidth per host, such as 20mbit (default: %(default)s)",
     )
     parser.add_argument(
         "--bandwidth-host",

@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--bandwidth",
         metavar="RATE",
-        help="of each host, such as 20mbit, or unlimited (default: 100mbit)",
+        help="bandwidth of each host, such as 20mbit, or unlimited (default: 100mbit)",
     )
     parser.add_argument(
         "--bandwidth-host",

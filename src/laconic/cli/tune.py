@@ -68,9 +68,11 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--bandwidth",
         default="100mbit",
-        help="of each worker, such as 20mbit (default: %(default)s)",
+        help="bandwidth of each worker, such as 20mbit (default: %(default)s)",
     )
-    parser.add_argument("--latency", default="0", help="of each message, such as 20ms (default: 0)")
+    parser.add_argument(
+        "--latency", default="0", help="latency of each message, such as 20ms (default: 0)"
+    )
     parser.add_argument(
         "--compute",
         metavar="TIME",
