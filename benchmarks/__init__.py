@@ -1,1 +1,1 @@
-"""What laconic costs, as ratios measured side by side: ``make bench``."""
+"""Benchmarks of laconic's overhead, as ratios measured side by side: ``make bench``."""

@@ -1,4 +1,4 @@
-"""Run every benchmark and print its figures beside the bounds that the project sets itself.
+"""Run the benchmarks and print their results next to the bounds that the project sets itself.
 
 python -m benchmarks [NAME ...]
 """
@@ -16,32 +16,32 @@ from laconic.lab.emulation.cluster import Cluster, Loopback, NamespacesUnavailab
 
 STREAMING = "streaming_diloco(16, 4, 2, codec='int4', lr=0.4, momentum=0.6)"
 ALL = {
-    # name: (processes, whether they need a 100 Mbit/s network, arguments, what it measures)
+    # name: (processes, whether they need a 100 Mbit/s network, arguments, description)
     "step": (1, False, ["step"], "a step without a round, attached / bare, text model"),
-    "metrics": (1, False, ["step", "0"], "the same, with a record of metrics after every step"),
+    "metrics": (1, False, ["step", "0"], "the same, with a metrics record after every step"),
     "round": (4, False, ["round"], "a local_sgd round / a bare flat all-reduce of the same bytes"),
     "round2": (2, False, ["round"], "the same with two processes"),
     "ddp": (4, False, ["ddp"], "a step under ddp() / under torch's DistributedDataParallel"),
-    "processor": (4, False, ["processor"], "processor time of the same, by the codec"),
+    "processor": (4, False, ["processor"], "processor time of the same, by codec"),
     "share": (4, True, ["share", STREAMING], "a step at 100 Mbit/s / without communication"),
     "slow": (4, True, ["slow"], "a round at 100 Mbit/s / its bytes over the rate"),
-    "coded": (4, True, ["coded"], "a coded round at 100 Mbit/s / its bytes over the rate"),
-    "coded_large": (2, True, ["coded_large"], "the same of a bucket of 25 MiB, two processes"),
+    "coded": (4, True, ["coded"], "an encoded round at 100 Mbit/s / its bytes over the rate"),
+    "coded_large": (2, True, ["coded_large"], "the same with a bucket of 25 MiB, two processes"),
     "memory": (4, False, ["memory", "slowmo"], "extra memory / (8/n bytes each + two buckets)"),
     "memory2": (4, False, ["memory", "diloco"], "extra memory / (8/n bytes each + two buckets)"),
     "shards": (4, False, ["shards"], "slow state on 2 shards / (8/2 bytes each, or 0, + buckets)"),
-    "calls": (1, False, ["calls"], "a front end's call without a round / 50 us"),
+    "calls": (1, False, ["calls"], "a drop-in's call without a round / 50 us"),
 }
 TIMEOUT = 600.0
 
 
 def run(name: str) -> list[Figure]:
-    """The figures of one benchmark, from processes of its own."""
+    """Run one benchmark in processes of its own and return its figures."""
     processes, slow, arguments, _ = ALL[name]
     cluster = Cluster(processes, bandwidth=100e6) if slow else Loopback(processes)
     with cluster:
         argv = [sys.executable, "-m", "benchmarks.measure", *arguments]
-        # memory that is free is to be given back, where it is memory that is measured
+        # For memory benchmarks, make malloc return freed memory to the system.
         memory = arguments[0] in ("memory", "shards")
         env = {"MALLOC_MMAP_THRESHOLD_": "1048576"} if memory else {}
         job = launch(cluster, argv, env=env)
@@ -58,21 +58,21 @@ def main() -> None:
     unknown = [name for name in names if name not in ALL]
     if unknown:
         raise SystemExit(f"no benchmark {unknown[0]!r}: choose from {', '.join(ALL)}")
-    table = Table(title="What laconic costs: medians of interleaved pairs")
-    for column in ("what", "median", "quartiles", "pairs", "bound", ""):
+    table = Table(title="Overhead of laconic: medians of interleaved pairs")
+    for column in ("benchmark", "median", "quartiles", "pairs", "bound", ""):
         table.add_column(column)
     for name in names:
-        what = ALL[name][3]
+        description = ALL[name][3]
         try:
             figures = run(name)
         except NamespacesUnavailable as error:
-            table.add_row(what, "-", "-", "-", "-", str(error))
+            table.add_row(description, "-", "-", "-", "-", str(error))
             continue
         for f in figures:
             quartiles = "" if f.low is None else f"{f.low:.3f} - {f.high:.3f}"
             within = "within" if f.median <= f.bound else "beyond"
             table.add_row(
-                f"{what}{': ' if f.detail else ''}{f.detail}",
+                f"{description}{': ' if f.detail else ''}{f.detail}",
                 f"{f.median:.3f}",
                 quartiles,
                 str(f.pairs),

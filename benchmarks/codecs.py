@@ -1,7 +1,9 @@
-"""How fast the codecs are: ``python -m benchmarks.codecs``, one thread, GB/s of float32 elements.
+"""Measure the speed of the codecs, in GB/s of float32 elements on one thread.
 
-Times are of this thread's CPU, the best of several, so that other programs take no part in them
-but for the caches. The first line is the copy of as many bytes, to compare with.
+    python -m benchmarks.codecs
+
+Times are this thread's CPU time, the best of several, so that other programs affect only the
+caches. The first line of the output is a copy of the same number of bytes, for comparison.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ CODECS: tuple[Codec, ...] = (
 
 
 def speed(job: Callable[[], object], length: int, repeats: int) -> float:
-    """GB/s of ``length`` float32 elements, at best."""
+    """Return the best GB/s of ``length`` float32 elements."""
     job()
     times = []
     for _ in range(repeats):
@@ -44,7 +46,7 @@ def speed(job: Callable[[], object], length: int, repeats: int) -> float:
 
 
 def rates(codec: Codec, x: torch.Tensor, repeats: int) -> tuple[float, float]:
-    """Of encode and decode."""
+    """Return the GB/s of encode and decode."""
     generator = torch.Generator().manual_seed(0)
     payload, out = codec.encode(x, generator), torch.empty_like(x)
     encode = speed(lambda: codec.encode(x, generator), x.numel(), repeats)

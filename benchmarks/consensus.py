@@ -1,14 +1,14 @@
-"""Which weights are the model between two outer steps? Three candidates, after random steps:
+"""Compare three candidates for the model between two outer steps, at random steps:
 
-    mean    the mean of the workers' x, which is what laconic takes
-    last    what the last outer step or elastic round left (anchor, center)
-    outer   the outer step taken early, on the steps since the last one
+    mean    the mean of the workers' x, which laconic uses
+    last    the result of the last outer step or elastic round (anchor, center)
+    outer   an early outer step, on the steps since the last one
 
 python -m benchmarks.consensus [WORKERS]
 
-Prints their losses on all pictures of scikit-learn's digits, over that of the mean: the geometric
-mean and the largest. A network of 64-128-10, batches of 8, 240 steps, two seeds of data, 12 random
-steps each.
+Prints the losses of "last" and "outer" on all images of scikit-learn's digits, divided by the loss
+of "mean": the geometric mean and the maximum. The network is 64-128-10, with batches of 8, 240
+steps, two seeds of data and 12 random steps each.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Early:
-    """``when``, and after step ``extra``."""
+    """The schedule ``when``, and also step ``extra``."""
 
     when: Callable[[int], bool]
     extra: int
@@ -62,7 +62,7 @@ class Early:
 def losses(
     recipe: la.Recipe, workers: int, optimizer: str, seed: int, stop: int
 ) -> tuple[float, float]:
-    """Of the mean, and of the last anchor, of a run stopped after so many steps."""
+    """Return the losses of the mean and of the last anchor after ``stop`` steps."""
     images, labels = digits()
 
     def run(rank: int) -> tuple[float, float]:
@@ -87,7 +87,7 @@ def losses(
 
 
 def main() -> None:
-    table = Table(title="Loss over that of the mean: geometric mean, largest")
+    table = Table(title="Loss relative to the mean: geometric mean, maximum")
     for column in ("workers", "optimizer", "recipe", "last", "outer"):
         table.add_column(column)
     for workers in map(int, sys.argv[1:] or ["4"]):

@@ -1,12 +1,15 @@
-"""How many steps a recipe takes for one of ddp()'s: ``python -m benchmarks.factors [SEED ...]``.
+"""Measure how many steps a recipe needs per step of ddp().
 
-Every recipe trains the text model for `STEPS` steps with 4 simulated workers, `ddp` for fewer, too;
-each run has its own learning-rate schedule over its steps. With L the loss that a recipe ends at,
-and s the steps in which `ddp` would end there, by interpolation of its losses over log(steps),
+    python -m benchmarks.factors [SEED ...]
+
+Every recipe trains the text model for `STEPS` steps with 4 simulated workers. `ddp` also trains for
+fewer steps. Each run has its own learning-rate schedule over its steps. Let L be the final loss of
+a recipe and s the number of steps with which `ddp` would reach L, interpolated over log(steps).
+Then
 
     factor = STEPS / s
 
-These are the factors of `laconic.auto`. They hold for this model, this many steps and AdamW.
+`laconic.auto` uses these factors. They hold for this model, this number of steps and AdamW.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ ROWS = (
 
 
 def train(text: str, steps: int, seed: int) -> float:
-    """The consensus model's validation loss after ``steps``."""
+    """Return the consensus model's validation loss after ``steps``."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     workload = workloads.load("text")
@@ -63,16 +66,18 @@ def train(text: str, steps: int, seed: int) -> float:
         sync.finish()
         model.eval()
         with torch.no_grad():
-            own = [float(workload.loss(model, b)) for b in workload.validation[rank::WORKERS]]
-        return sum(own) / len(own)
+            part = [float(workload.loss(model, b)) for b in workload.validation[rank::WORKERS]]
+        return sum(part) / len(part)
 
     losses = laconic.simulate(worker, workers=WORKERS)
     return sum(losses) / WORKERS
 
 
 def factor(loss: float, ddp: dict[int, float]) -> float:
-    """STEPS over the steps in which ``ddp``, losses by steps, ends at ``loss``; beyond its ends the
-    nearest."""
+    """Return STEPS over the steps with which ``ddp`` (losses by steps) reaches ``loss``.
+
+    Outside the range of ``ddp``'s losses, the nearest number of steps is used.
+    """
     points = sorted(ddp.items())
     for (a, high), (b, low) in pairwise(points):
         if high >= loss >= low:

@@ -1,11 +1,11 @@
-"""Does an emulated network take the time that physics says? Plain DDP, which knows nothing of it.
+"""Check that an emulated network takes as long as physics requires, with plain DDP.
 
     python -m benchmarks.lab [RATE ...]
 
-DDP sends while it computes, so a step lies between the longer of the two and their sum: at least
-max(c, b / r), at most c + b / r, for c seconds of processors' work, b bytes sent and a rate of r.
-The work of a step is measured twice: without communication (the lower bound's c) and with an
-unlimited network, where the hosts' processors also copy what is sent (the upper bound's c).
+DDP sends while it computes, so a step takes between the longer of the two and their sum: at least
+max(c, b / r) and at most c + b / r, for c seconds of processor work, b bytes sent and a rate of r.
+The work of a step is measured twice: without communication, for the lower bound's c, and with an
+unlimited network, on which the processors also copy what is sent, for the upper bound's c.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOLERANCE = 0.1
 
 
 def measure(bandwidth: str) -> tuple[float, float, float]:
-    """Bytes that a rank sends in a step, seconds of a step, and those without communication."""
+    """Return a rank's bytes per step, and seconds per step with and without communication."""
     program = [sys.executable, "examples/ddp.py", str(STEPS)]
     lab = [sys.executable, "-m", "laconic", "lab", "--bandwidth", bandwidth, "--", *program]
     ended = subprocess.run(lab, capture_output=True, text=True)
@@ -37,7 +37,7 @@ def measure(bandwidth: str) -> tuple[float, float, float]:
 
 def main() -> int:
     table = Table(title=f"A step of DDP under laconic lab, in ms, within {TOLERANCE:.0%}")
-    for column in ("rate", "bytes / rate", "alone", "unlimited", "at least", "at most", "is", ""):
+    for column in ("rate", "bytes / rate", "alone", "unlimited", "min", "max", "measured", ""):
         table.add_column(column, justify="right")
     _, unlimited, _ = measure("unlimited")
     outside = 0

@@ -1,4 +1,4 @@
-"""The benchmarks themselves: one process of one of them. Started by ``python -m benchmarks``."""
+"""Run one benchmark in one process. ``python -m benchmarks`` starts this module."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from laconic.lab.race import workloads
 PAIRS = 40
 PARAMETERS = 865_280
 SHARE_STEPS = 48
-"""Of each turn of `share`, whole periods."""
+"""Steps in each turn of `share`, a multiple of the period."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A ratio: its median over ``pairs``, quartiles where there are pairs, and its bound."""
+    """A ratio: its median over ``pairs``, its quartiles if there are pairs, and its bound."""
 
     detail: str
     median: float
@@ -40,35 +40,35 @@ class Figure:
     bound: float
 
 
-def say(figure: Figure) -> None:
+def emit(figure: Figure) -> None:
     if int(os.environ["RANK"]) == 0:
         print(json.dumps(asdict(figure)), flush=True)
 
 
 def ratio(detail: str, ones: list[float], others: list[float], bound: float) -> Figure:
-    """Of pairs of times, pair by pair."""
+    """Return the figure of ``ones`` over ``others``, pair by pair."""
     ratios = [one / other for one, other in zip(ones, others, strict=True)]
     low, median, high = statistics.quantiles(ratios, n=4)
     return Figure(detail, median, low, high, len(ratios), bound)
 
 
 def slowest(seconds: float) -> float:
-    """The time of the rank that took longest."""
+    """Return the time of the slowest rank."""
     mine = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(mine, dist.ReduceOp.MAX)
     return float(mine)
 
 
 def timed(job: Callable[[], object]) -> float:
-    """Seconds of ``job``, all ranks starting together, until the last has finished."""
+    """Return the seconds of ``job``, from a common start until the last rank has finished."""
     dist.barrier()
     start = time.perf_counter()
     job()
     return slowest(time.perf_counter() - start)
 
 
-def worked(job: Callable[[], object]) -> float:
-    """Seconds of a processor that ``job`` takes in all threads, the mean over the ranks."""
+def processor_time(job: Callable[[], object]) -> float:
+    """Return the processor seconds of ``job`` in all threads, as the mean over the ranks."""
     dist.barrier()
     start = time.process_time()
     job()
@@ -76,7 +76,7 @@ def worked(job: Callable[[], object]) -> float:
 
 
 def mean(mine: float) -> float:
-    """Over the ranks."""
+    """Return the mean over the ranks."""
     figure = torch.tensor([mine], dtype=torch.float64)
     dist.all_reduce(figure)
     return float(figure) / dist.get_world_size()
@@ -88,7 +88,7 @@ def pairs(
     count: int = PAIRS,
     timed: Callable[[Callable[[], object]], float] = timed,
 ) -> tuple[list[float], list[float]]:
-    """Times of both, in turn, after a warm-up; each goes first in half of the pairs."""
+    """Time both jobs alternately after a warmup. Each runs first in half of the pairs."""
     times: tuple[list[float], list[float]] = ([], [])
     for index in range(count + 4):
         order = (0, 1) if index % 2 else (1, 0)
@@ -100,7 +100,7 @@ def pairs(
 
 
 class Training:
-    """The text model and its optimiser, and one training step of it."""
+    """The text model and its optimizer."""
 
     def __init__(self, wrap: bool = False) -> None:
         rank = int(os.environ["RANK"])
@@ -119,20 +119,20 @@ class Training:
 
 
 def step(every: str = "") -> None:
-    """``every``: seconds between the records of metrics; none are written without it."""
+    """Measure a step. ``every`` is the interval of metrics records in seconds; "" writes none."""
     bare, attached = Training(), Training()
     with tempfile.TemporaryDirectory() as directory:
         metrics = laconic.JsonLines(directory, float(every)) if every else None
         recipe = laconic.local_sgd(10**9)
         sync = laconic.attach(attached.model, attached.optimizer, recipe, metrics=metrics)
-        say(ratio("", *pairs(attached.step, bare.step), bound=1.02))
+        emit(ratio("", *pairs(attached.step, bare.step), bound=1.02))
         sync.detach()
 
 
 def round() -> None:
     training, bare = Training(), Training()
-    # a step in which no parameter has a gradient moves nothing: what is left of it, the optimiser's
-    # own bookkeeping, is on both sides
+    # Without gradients, a step changes nothing. The optimizer's remaining overhead is on both
+    # sides.
     laconic.attach(training.model, training.optimizer, laconic.local_sgd(1))
     flat = torch.randn(PARAMETERS)
 
@@ -142,56 +142,59 @@ def round() -> None:
 
     ours, theirs = pairs(training.optimizer.step, all_reduce, count=6 * PAIRS)
     milliseconds = statistics.median(theirs) * 1e3
-    say(ratio(f"n = {dist.get_world_size()}, {milliseconds:.1f} ms bare", ours, theirs, bound=1.10))
+    detail = f"n = {dist.get_world_size()}, {milliseconds:.1f} ms bare"
+    emit(ratio(detail, ours, theirs, bound=1.10))
 
 
 def ddp() -> None:
     theirs, ours = Training(wrap=True), Training()
     laconic.attach(ours.model, ours.optimizer, laconic.ddp())
-    say(ratio("", *pairs(ours.step, theirs.step), bound=1.05))
+    emit(ratio("", *pairs(ours.step, theirs.step), bound=1.05))
 
 
 def processor() -> None:
-    """Where ranks share processors, that is what a step lacks."""
+    """Measure processor time, which limits a step if ranks share processors."""
     for codec in (None, "bfloat16", "int8", "int4"):
         theirs, ours = Training(wrap=True), Training()
         sync = laconic.attach(ours.model, ours.optimizer, laconic.ddp(codec=codec))
-        times = pairs(ours.step, theirs.step, timed=worked)
+        times = pairs(ours.step, theirs.step, timed=processor_time)
         sync.detach()
-        say(ratio(repr(codec), *times, bound=1.05))
+        emit(ratio(repr(codec), *times, bound=1.05))
 
 
 def share(text: str, count: str = "6") -> None:
-    """A step under the recipe over one without communication, in turns of some seconds each; and
-    over its processor time. Without communication each rank goes on for as long as the others, and
-    their rates are averaged: one that had done its steps before the others would leave them its
-    share of a processor."""
+    """Measure a step under the recipe relative to one without communication, and processor times.
+
+    The two alternate in turns of some seconds. Without communication, each rank continues for the
+    same time and the rates are averaged. Otherwise a rank that finished its steps early would leave
+    its share of a processor to the others.
+    """
     bare, attached = Training(), Training()
     recipe = parse_recipe(text)
-    assert isinstance(recipe, tuple), "auto is no choice here"
+    assert isinstance(recipe, tuple), "auto is not supported here"
     laconic.attach(attached.model, attached.optimizer, recipe)
     times: tuple[list[float], list[float]] = ([], [])
     work: tuple[list[float], list[float]] = ([], [])
     for turn in range(int(count) + 1):
         dist.barrier()
-        start, began = time.perf_counter(), time.process_time()
+        start, cpu = time.perf_counter(), time.process_time()
         for _ in range(SHARE_STEPS):
             attached.step()
         span = mean(time.perf_counter() - start)
-        ours = span / SHARE_STEPS, mean(time.process_time() - began) / SHARE_STEPS
+        ours = span / SHARE_STEPS, mean(time.process_time() - cpu) / SHARE_STEPS
         dist.barrier()
-        start, began, steps = time.perf_counter(), time.process_time(), 0
+        start, cpu, steps = time.perf_counter(), time.process_time(), 0
         while time.perf_counter() - start < span:
             bare.step()
             steps += 1
         rate = mean(steps / (time.perf_counter() - start))
-        theirs = 1 / rate, 1 / mean(steps / (time.process_time() - began))
-        if turn:  # the first one warms up
-            for which, (seconds, worked) in enumerate((ours, theirs)):
+        theirs = 1 / rate, 1 / mean(steps / (time.process_time() - cpu))
+        if turn:  # the first turn is a warmup
+            for which, (seconds, processor) in enumerate((ours, theirs)):
                 times[which].append(seconds)
-                work[which].append(worked)
-    say(ratio(text, *times, bound=1 / 0.97))
-    say(ratio(f"{text}, processor time", *work, bound=1 / 0.97))
+                work[which].append(processor)
+    emit(ratio(text, *times, bound=1 / 0.97))
+    emit(ratio(f"{text}, processor time", *work, bound=1 / 0.97))
 
 
 def slow() -> None:
@@ -207,11 +210,11 @@ def slow() -> None:
         sync = laconic.attach(training.model, training.optimizer, recipe)
         times = [timed(training.optimizer.step) for _ in range(33)][3:]
         sync.detach()
-        say(ratio(f"{name}, {ideal:.3f} s", times, [ideal] * len(times), bound=1.10))
+        emit(ratio(f"{name}, {ideal:.3f} s", times, [ideal] * len(times), bound=1.10))
 
 
 def coded() -> None:
-    """Rounds whose messages travel coded, beside their bytes, scales and all, over the rate."""
+    """Measure encoded rounds relative to their bytes, including scales, over the rate."""
     n = dist.get_world_size()
     for codec, bound in (("int4", 1.15), ("int8", 1.15)):
         for name, recipe in {
@@ -223,11 +226,12 @@ def coded() -> None:
             sync = laconic.attach(training.model, training.optimizer, recipe)
             times = [timed(training.optimizer.step) for _ in range(33)][3:]
             sync.detach()
-            say(ratio(f"{name}, {codec}, {ideal:.3f} s", times, [ideal] * len(times), bound=bound))
+            detail = f"{name}, {codec}, {ideal:.3f} s"
+            emit(ratio(detail, times, [ideal] * len(times), bound=bound))
 
 
 def coded_large() -> None:
-    """The same of one bucket that is as large as they get."""
+    """Measure the same with one bucket of the maximum size."""
     n, count = dist.get_world_size(), BUCKET_BYTES // 4
     for codec in ("int4", "int8"):
         weights = nn.ParameterList([nn.Parameter(torch.randn(count // 16)) for _ in range(16)])
@@ -240,11 +244,11 @@ def coded_large() -> None:
             dist.barrier()
             times.append(timed(optimizer.step))
         sync.detach()
-        say(ratio(f"local_sgd, {codec}, {ideal:.3f} s", times[3:], [ideal] * 30, bound=1.15))
+        emit(ratio(f"local_sgd, {codec}, {ideal:.3f} s", times[3:], [ideal] * 30, bound=1.15))
 
 
 def peak() -> int:
-    """Most bytes of memory resident since the last `reset_peak`."""
+    """Return the maximum resident memory in bytes since the last `reset_peak`."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
@@ -257,7 +261,7 @@ def memory(name: str) -> None:
     count = 48 * 2**20
     n = dist.get_world_size()
     recipe = {"slowmo": laconic.slowmo(None, 1), "diloco": laconic.diloco(1)}[name]
-    # what a first use of any size costs, and the back end's own buffers, are not the recipe's
+    # Exclude the cost of the first use and the backend's own buffers.
     small = nn.Linear(4, 4)
     warm = torch.optim.SGD(small.parameters(), lr=0.1)
     laconic.attach(small, warm, recipe)
@@ -273,14 +277,14 @@ def memory(name: str) -> None:
     extra = peak() - before
     allowed = 8 / n * count + 2 * BUCKET_BYTES
     detail = f"{name}, {count / 2**20:.0f} Mi parameters, n = {n}, {extra / 2**20:.0f} MiB"
-    say(Figure(detail, extra / allowed, None, None, 1, 1.0))
+    emit(Figure(detail, extra / allowed, None, None, 1, 1.0))
 
 
 def shards() -> None:
-    """The slow state of SlowMoDistributedDataParallel on two owners, and what the others have."""
+    """Measure the slow state of SlowMoDistributedDataParallel on two owners and on other ranks."""
     count, owners = 48 * 2**20, 2
-    made = []
-    # what a first use of any size costs, and the back end's own buffers, are not the wrapper's
+    models = []
+    # Exclude the cost of the first use and the backend's own buffers.
     dist.all_reduce(torch.ones(BUCKET_BYTES // 4))
     for size in (16, count):
         weights = [nn.Parameter(torch.ones(size // 16)) for _ in range(16)]
@@ -297,20 +301,20 @@ def shards() -> None:
         for _ in range(4):
             optimizer.step()
             model.perform_slowmo(optimizer)
-        made.append(model)  # a lane and a link of its own each
+        models.append(model)  # keep its communication thread and link alive
     extra = torch.zeros(dist.get_world_size(), dtype=torch.float64)
     extra[dist.get_rank()] = peak() - before
     dist.all_reduce(extra)
     kinds = {"owner": (extra[:owners], 8 / owners), "other rank": (extra[owners:], 0)}
-    for name, (found, each) in kinds.items():
+    for name, (found, per_element) in kinds.items():
         most = float(found.max())
-        allowed = each * count + 2 * BUCKET_BYTES + 2**20  # and Python's own objects
+        allowed = per_element * count + 2 * BUCKET_BYTES + 2**20  # 1 MiB for Python objects
         detail = f"{name}, {count / 2**20:.0f} Mi parameters, {most / 2**20:.0f} MiB"
-        say(Figure(detail, most / allowed, None, None, 1, 1.0))
+        emit(Figure(detail, most / allowed, None, None, 1, 1.0))
 
 
 def calls() -> None:
-    """What a call of each front end costs in which no round falls due, in microseconds over 50."""
+    """Measure a call of each drop-in without a round, in microseconds divided by 50."""
     wrapped, plain = Training(), Training()
     model = laconic.SlowMoDistributedDataParallel(
         wrapped.model, 1, localsgd_frequency=10**9, slowmo_frequency=10**9
@@ -318,7 +322,7 @@ def calls() -> None:
     wrapped.optimizer.step()
     model.perform_slowmo(wrapped.optimizer)
     seconds = [timed(lambda: model.perform_slowmo(wrapped.optimizer)) for _ in range(PAIRS)]
-    say(microseconds("perform_slowmo", seconds))
+    emit(microseconds("perform_slowmo", seconds))
     world = dist.get_world_size()
     comm = laconic.CommOptimizer(plain.optimizer, "EASGD", world, 10**9, 0.9)
     comm.step()
@@ -326,7 +330,7 @@ def calls() -> None:
     bare.step()
     with_comm, without = pairs(comm.step, bare.step)
     extra = [one - other for one, other in zip(with_comm, without, strict=True)]
-    say(microseconds("CommOptimizer.step, beyond the inner one's", extra))
+    emit(microseconds("CommOptimizer.step, beyond the inner one's", extra))
 
 
 def microseconds(detail: str, seconds: list[float]) -> Figure:

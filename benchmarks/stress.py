@@ -1,8 +1,8 @@
-"""Start labs and end them in every way there is, and see that nothing is left of any.
+"""Start labs, end them in every possible way, and check that nothing is left.
 
     python -m benchmarks.stress [COUNT]
 
-Exit code 1 if a process, a network namespace or a file is left, or an exit code is not as it must.
+The exit code is 1 if a process, a network namespace or a file is left, or if an exit code is wrong.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import psutil
 from laconic.lab.emulation import orphans
 
 LAB = [sys.executable, "-m", "laconic", "lab"]
-# With a child that leaves its session, which no signal to the group reaches.
+# The child leaves its session, so no signal to the process group reaches it.
 STAYS = "setsid sleep 1000 & echo ready; wait"
 WAYS = {
     # way: (program, signal to the command, exit code)
-    "ends well": ("echo ready", None, 0),
+    "ends normally": ("echo ready", None, 0),
     "a rank crashes": (f'test "$RANK" = 1 && exit 3; {STAYS}', None, 3),
     "Ctrl-C": (STAYS, signal.SIGINT, 130),
     "SIGTERM": (STAYS, signal.SIGTERM, 143),
@@ -37,26 +37,26 @@ SECONDS = 60.0
 
 
 def namespaces(pid: int) -> Iterator[str]:
-    """The network namespaces that a process is in, or holds."""
+    """Yield the network namespaces that a process is in or has open."""
     try:
         for link in (Path(f"/proc/{pid}/ns/net"), *Path(f"/proc/{pid}/fd").iterdir()):
             if (name := os.readlink(link)).startswith("net:["):
                 yield name
     except OSError:
-        pass  # it ended
+        pass  # the process ended
 
 
 def holders(names: set[str]) -> list[psutil.Process]:
-    """The processes that are in one of these network namespaces, or hold it."""
+    """Return the processes that are in one of these network namespaces or have it open."""
     return [process for process in psutil.process_iter() if names & {*namespaces(process.pid)}]
 
 
-def of_lab(launcher: int) -> list[orphans.Member]:
+def lab_members(launcher: int) -> list[orphans.Member]:
     return [member for member in orphans.members() if member.launcher == launcher]
 
 
 def alive(processes: list[psutil.Process]) -> list[str]:
-    """Those that still are, in words."""
+    """Return the processes that are still alive, as text."""
     found = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -66,7 +66,7 @@ def alive(processes: list[psutil.Process]) -> list[str]:
 
 
 def start_and_end(way: str, directory: str) -> list[str]:
-    """One lab; what went wrong."""
+    """Start and end one lab. Return what went wrong."""
     program, number, code = WAYS[way]
     lab = subprocess.Popen(
         [*LAB, "--hosts", "2", "--", "sh", "-c", program],
@@ -77,11 +77,12 @@ def start_and_end(way: str, directory: str) -> list[str]:
     assert lab.stdout is not None
     for _ in range(1 if "crashes" in way else 2):
         lab.stdout.readline()
-    own = {name for pid in (lab.pid, *(m.pid for m in of_lab(lab.pid))) for name in namespaces(pid)}
-    own.discard(os.readlink("/proc/self/ns/net"))
-    # Now, since a namespace's number is given away again as soon as it is gone.
-    inside = holders(own)
-    keepers = [m.pid for m in of_lab(lab.pid) if "namespaces.py keep " in m.command]
+    pids = [lab.pid, *(member.pid for member in lab_members(lab.pid))]
+    networks = {name for pid in pids for name in namespaces(pid)}
+    networks.discard(os.readlink("/proc/self/ns/net"))
+    # Look now: a namespace's number may be reused as soon as the namespace is gone.
+    inside = holders(networks)
+    keepers = [m.pid for m in lab_members(lab.pid) if "namespaces.py keep " in m.command]
     if "keeper" in way:
         for keeper in keepers:
             os.kill(keeper, signal.SIGKILL)
@@ -92,7 +93,11 @@ def start_and_end(way: str, directory: str) -> list[str]:
     if number == signal.SIGKILL and ("keeper" in way or not keepers):
         subprocess.run([*LAB, "clean"], stdout=subprocess.DEVNULL, check=True)
     deadline = time.monotonic() + SECONDS
-    while left := [*(m.command for m in of_lab(lab.pid)), *alive(inside), *os.listdir(directory)]:
+    while True:
+        members = [member.command for member in lab_members(lab.pid)]
+        left = [*members, *alive(inside), *os.listdir(directory)]
+        if not left:
+            break
         if time.monotonic() > deadline:
             return wrong + left
         time.sleep(0.02)
@@ -109,7 +114,7 @@ def main() -> int:
             bad += bool(wrong)
             for what in wrong:
                 print(f"lab {number + 1}, {way}: {what}", flush=True)
-    print(f"{count} labs started and ended: {count - bad} left nothing")
+    print(f"{count} labs started and ended, {count - bad} of them without leaving anything")
     return 1 if bad else 0
 
 

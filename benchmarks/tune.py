@@ -1,14 +1,14 @@
-"""What the tuner finds of what the full grid has, at a third of the grid's cost.
+"""Compare the tuner with a full grid search at a third of the grid's cost.
 
 python -m benchmarks.tune [--first N] [--seeds N] [--tuners N] [--out DIR]
 
-The workload is the lab's digits on 8 simulated workers, the recipe SlowMo over local SGD. For every
-seed of the workload all settings of the grid are trained to their end; then tuners of other seeds
-each have a third of the steps, those of stopped runs counted. The same is done with the mean of
-three seeds, as --repeat 3 tunes it. A simulated run is the same every
-time, so what a tuner trains is looked up among the grid's runs. Beside it stands what random
-settings, all trained to their end, find at the same cost. Grids are kept in DIR, so that a
-benchmark that was interrupted goes on.
+The workload is the lab's digits on 8 simulated workers, and the recipe SlowMo over local SGD. For
+each seed of the workload, every setting of the grid is trained to the end. Then tuners with
+different seeds each get a third of the grid's steps, including those of stopped runs. The same is
+done with the mean of three seeds, as --repeat 3 tunes it. Simulated runs are deterministic, so the
+tuners look up their runs in the grid. For comparison, the table also shows what random settings,
+trained to the end, find at the same cost. The grids are stored in DIR, so an interrupted benchmark
+can resume.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from laconic.advisor.tune import tuning
-from laconic.advisor.tune.journal import opened
-from laconic.advisor.tune.runs import LOOKS, Length, Run, Task, Told
+from laconic.advisor.tune.journal import open_journal
+from laconic.advisor.tune.runs import VALIDATIONS, Length, Report, Run, Task
 from laconic.advisor.tune.space import Setting, Space, space_of
 from laconic.advisor.tune.tuning import Evaluate, Trial
 from laconic.lab.race import runner
@@ -36,15 +36,15 @@ from laconic.lab.race.plan import Schedule
 RECIPE = "slowmo(local_sgd(period), period=period, momentum=momentum)"
 WORKERS, STEPS = 8, 240
 REPEAT = 3
-"""Seeds whose mean is tuned as well."""
+"""Number of seeds whose mean is also tuned."""
 SHARE = 3
-"""The grid's cost over the tuner's."""
+"""The grid's cost divided by the tuner's."""
 NEAR = 1.05
 """A loss at most this many times the grid's lowest counts as found."""
 
 
 def task(seed: int) -> Task:
-    """Digits, as in docs/science.md: 8 workers, 240 steps."""
+    """Return the task: digits, as in docs/science.md, with 8 workers and 240 steps."""
     settings = runner.Settings(
         recipes=(), hosts=1, per_host=WORKERS, workload="digits", seconds=None, steps=STEPS,
         seeds=(seed,),
@@ -53,13 +53,13 @@ def task(seed: int) -> Task:
 
 
 def grid(space: Space, seed: int, out: Path, progress: Callable[[int], None]) -> list[Trial]:
-    """All settings, each trained to its end."""
+    """Train every setting to the end and return the trials."""
     here = task(seed)
     settings = {"recipe": space.recipe, "grids": dict(space.grids), "seed": seed, "steps": STEPS}
-    with opened(out / f"grid-{seed}.jsonl", settings) as study:
+    with open_journal(out / f"grid-{seed}.jsonl", settings) as study:
 
-        def train(setting: Setting, told: Told) -> Run:
-            return here.run(space.text(setting), float(setting["lr"] or 1), told)
+        def train(setting: Setting, report: Report) -> Run:
+            return here.run(space.text(setting), float(setting["lr"] or 1), report)
 
         for _ in tuning.tune(study, space, train, prune=False):
             progress(len(tuning.ended(study, space)))
@@ -67,31 +67,31 @@ def grid(space: Space, seed: int, out: Path, progress: Callable[[int], None]) ->
 
 
 def mean(grids: list[list[Trial]]) -> list[Trial]:
-    """The grid that --repeat trains: losses as means over the runs of several seeds."""
+    """Return the grid that --repeat trains, with losses averaged over several seeds."""
     found = []
     for runs in zip(*map(in_order, grids), strict=True):
-        curve = {look: statistics.fmean(t.curve[look] for t in runs) for look in runs[0].curve}
+        curve = {check: statistics.fmean(t.curve[check] for t in runs) for check in runs[0].curve}
         loss = statistics.fmean(t.run.loss for t in runs)
         found.append(replace(runs[0], run=replace(runs[0].run, loss=loss), curve=curve))
     return found
 
 
 def in_order(trials: list[Trial]) -> list[Trial]:
-    """By setting."""
+    """Sort the trials by setting."""
     return sorted(trials, key=lambda trial: str(trial.setting))
 
 
 def replay(space: Space, runs: list[Trial]) -> Evaluate:
-    """Trains by looking up the grid's run."""
+    """Return a function that looks up runs in the grid instead of training."""
     known = {tuple(trial.setting.items()): trial for trial in runs}
     here = task(0)
 
-    def train(setting: Setting, told: Told) -> Run:
+    def train(setting: Setting, report: Report) -> Run:
         trial = known[tuple((name, setting[name]) for name in space.grids)]
-        planned = Schedule(here.recipe(space.text(setting)), None, STEPS, LOOKS, {})
+        planned = Schedule(here.recipe(space.text(setting)), None, STEPS, VALIDATIONS, {})
         for step in range(1, STEPS + 1):
-            if planned.is_look(step) and planned.look(step, 0.0):
-                told(step, STEPS, trial.curve[LOOKS * step // STEPS])
+            if planned.is_check(step) and planned.check(step, 0.0):
+                report(step, STEPS, trial.curve[VALIDATIONS * step // STEPS])
         return trial.run
 
     return train
@@ -99,7 +99,7 @@ def replay(space: Space, runs: list[Trial]) -> Evaluate:
 
 @dataclass(frozen=True)
 class Found:
-    """The lowest loss a tuner found over the grid's, its cost over the grid's, and its trials."""
+    """The tuner's lowest loss and its cost, both divided by the grid's, and its trials."""
 
     ratio: float
     cost: float
@@ -108,11 +108,11 @@ class Found:
 
 
 def search(space: Space, runs: list[Trial], seed: int) -> Found:
-    """Tune until another trial might go beyond a share of the grid's cost."""
+    """Tune until another trial might exceed the tuner's share of the grid's cost."""
     whole = sum(trial.run.steps for trial in runs)
     found: list[Trial] = []
     with tempfile.TemporaryDirectory() as folder:  # noqa: SIM117
-        with opened(Path(folder, "journal.jsonl"), {}) as study:
+        with open_journal(Path(folder, "journal.jsonl"), {}) as study:
             for trial in tuning.tune(study, space, replay(space, runs), seed=seed):
                 found.append(trial)
                 if sum(t.run.steps for t in found) + STEPS > whole / SHARE:
@@ -124,16 +124,16 @@ def search(space: Space, runs: list[Trial], seed: int) -> Found:
 
 
 def at_random(runs: list[Trial], seed: int) -> float:
-    """The same ratio, of settings drawn at random and trained to their end."""
+    """Return the same ratio for random settings trained to the end."""
     drawn = random.Random(seed).sample(runs, len(runs) // SHARE)
     return tuning.best(drawn).run.loss / tuning.best(runs).run.loss
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune")
-    parser.add_argument("--seeds", type=int, default=6, help="of the workload (%(default)s)")
-    parser.add_argument("--first", type=int, default=0, help="of these seeds (%(default)s)")
-    parser.add_argument("--tuners", type=int, default=10, help="for each of them (%(default)s)")
+    parser.add_argument("--seeds", type=int, default=6, help="seeds of the workload (%(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="first of these seeds (%(default)s)")
+    parser.add_argument("--tuners", type=int, default=10, help="tuners per seed (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("laconic-tune-benchmark"), metavar="DIR")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -145,8 +145,8 @@ def main() -> None:
     seeds = range(options.first, options.first + options.seeds)
     for seed in seeds:
         with console.status("") as status:
-            told = f"seed {seed}: of {space.size} settings "
-            runs = grid(space, seed, options.out, lambda n, t=told: status.update(f"{t}{n}"))  # type: ignore[misc]
+            prefix = f"seed {seed}: of {space.size} settings "
+            runs = grid(space, seed, options.out, lambda n, t=prefix: status.update(f"{t}{n}"))  # type: ignore[misc]
         grids.append(runs)
     named = {str(seed): runs for seed, runs in zip(seeds, grids, strict=True)}
     for first in range(0, len(grids) - REPEAT + 1, REPEAT):
@@ -158,7 +158,7 @@ def main() -> None:
 
 
 def figures(space: Space, runs: list[Trial], tuners: int) -> list[str]:
-    """Of so many tuners on one grid."""
+    """Return the table cells for several tuners on one grid."""
     found = [search(space, runs, tuner) for tuner in range(tuners)]
     ratios = [f.ratio for f in found]
     chance = [at_random(runs, i) for i in range(1000)]

@@ -1,13 +1,25 @@
+"""Fixtures and the order of tests.
+
+This process may only distribute tests to others (pytest-xdist), so nothing heavy is imported at the
+top of this file.
+"""
+
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-import gloo
+import programs
+
+if TYPE_CHECKING:
+    import gloo
+
+# pytest keeps the test modules that it has rewritten: half of the time of collecting the tests
+sys.dont_write_bytecode = False
 
 HOSTS = {
     "advise_hosts",
@@ -23,7 +35,17 @@ HOSTS = {
     "tutorial_chapter7",
 }
 """Tests that emulate hosts: they look for namespaces left behind, and must not see each other's."""
-LONG = ["hosts", "tutorial", "resume", "exactness", "codecs", "tune", "science", "saving"]
+LONG = [
+    "hosts",
+    "tutorial",
+    "network_traps",
+    "resume",
+    "exactness",
+    "codecs",
+    "tune",
+    "science",
+    "saving",
+]
 """What takes longest, and is begun first."""
 
 
@@ -54,9 +76,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """One preloaded process for the whole run: started where the run begins, used by all."""
+    programs.serve_programs(config)
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[gloo.Pool]:
     """Four gloo processes, shared by the tests that need some."""
+    import gloo
+
     pool = gloo.Pool(4)
     yield pool
     pool.close()
@@ -65,9 +94,25 @@ def pool() -> Iterator[gloo.Pool]:
 @pytest.fixture(scope="session")
 def context() -> Any:
     """Makes processes that may be killed."""
+    import gloo
+
     return gloo.forking()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _tracked() -> None:
+    import synchronizers
+
+    synchronizers.track_synchronizers()
+
+
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
+def _as_it_was(_tracked: None) -> Iterator[None]:
+    """One thread for torch; afterwards, no synchronizer is left attached."""
+    import torch
+
+    import synchronizers
+
     torch.set_num_threads(1)
+    yield
+    synchronizers.detach_synchronizers()

@@ -29,7 +29,7 @@ import matplotlib.pyplot as plt
 from laconic.advisor import advice_on
 from laconic.advisor.choices import steps_of
 from laconic.algorithms.parse import parse_recipe
-from laconic.lab.race.result import network
+from laconic.lab.race.wording import network
 from laconic.links import cost
 from laconic.predict import predict
 from laconic.units import format_rate

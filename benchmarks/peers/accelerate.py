@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate's LocalSGD: parameters averaged every ``period`` steps."""
+"""Hugging Face Accelerate's LocalSGD, which averages parameters every ``period`` steps."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 import laconic
-from laconic.lab.race.rivals import Attached, Peer
+from laconic.lab.race.rivals import Attached, Rival
 
 
-def peer(period: int = 12) -> Peer:
+def peer(period: int = 12) -> Rival:
     def attach(model: nn.Module, optimizer: Optimizer) -> Attached:
         from accelerate import Accelerator
         from accelerate.local_sgd import LocalSGD
@@ -30,4 +30,4 @@ def peer(period: int = 12) -> Peer:
 
         return Attached(wrapped, step, seek)
 
-    return Peer("accelerate==1.15.0", laconic.local_sgd(period), attach)
+    return Rival("accelerate==1.15.0", laconic.local_sgd(period), attach)

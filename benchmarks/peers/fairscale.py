@@ -1,8 +1,8 @@
 """fairscale's SlowMoDistributedDataParallel over its local SGD.
 
-It was written for CUDA. On a machine without, the one call of its local SGD that needs a card,
-``torch.cuda.synchronize()`` after a round, is replaced by one that does nothing; nothing else is
-changed: there is no other stream to wait for on a CPU.
+It was written for CUDA. Without a GPU, this adapter replaces the only call of its local SGD that
+requires one, ``torch.cuda.synchronize()`` after a round, by a function that does nothing. A CPU has
+no other stream to wait for. Nothing else is changed.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 import laconic
-from laconic.lab.race.rivals import Attached, Peer
+from laconic.lab.race.rivals import Attached, Rival
 
 
 def peer(
     period: int = 24, momentum: float = 0.2, lr: float = 1.0, localsgd_period: int = 12
-) -> Peer:
+) -> Rival:
     rounds = laconic.slowmo(laconic.local_sgd(localsgd_period), period, momentum, lr)
 
     def attach(model: nn.Module, optimizer: Optimizer) -> Attached:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # old names of torch's, as it is loaded
+            warnings.simplefilter("ignore", FutureWarning)  # it imports deprecated names of torch
             from fairscale.experimental.nn.data_parallel import SlowMoDistributedDataParallel
 
         if not torch.cuda.is_available():
@@ -47,4 +47,4 @@ def peer(
 
         return Attached(wrapped, step, seek)
 
-    return Peer("fairscale==0.4.13", rounds, attach)
+    return Rival("fairscale==0.4.13", rounds, attach)

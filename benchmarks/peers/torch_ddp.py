@@ -1,14 +1,14 @@
-"""torch's own DistributedDataParallel: gradients averaged during every backward pass, and with one
-of torch's communication hooks fewer bytes of them.
+"""torch's DistributedDataParallel, optionally with a communication hook that sends fewer bytes.
 
-``hook``: "none"; "fp16", gradients divided by n, rounded to float16 and summed as such; "powersgd",
-matrices of gradients as products of rank ``rank`` with error feedback, from step ``start + 1`` on
-(Vogels et al. 2019, arXiv 1905.13727). torch advises to let ``start`` be a tenth of the steps.
+``hook``: "none"; "fp16", which divides gradients by n, rounds them to float16 and sums them; or
+"powersgd", which sends matrices of gradients as products of rank ``rank`` with error feedback, from
+step ``start + 1`` on (Vogels et al. 2019, arXiv 1905.13727). torch recommends a tenth of the steps
+as ``start``.
 
-PowerSGD has all gradients in one bucket. With several, as is DDP's default from 1 MiB of gradients
-on, its hook sends from the callbacks of gloo's threads, which come in another order on each rank:
-messages of different buckets then meet ("Received data size doesn't match expected size", torch
-2.13). The price is that nothing is sent before the backward pass has ended.
+With PowerSGD, all gradients are in one bucket. With several, DDP's default from 1 MiB of gradients
+on, its hook sends from callbacks in gloo's threads, whose order differs between ranks, so messages
+of different buckets are mixed up ("Received data size doesn't match expected size", torch 2.13).
+The price is that nothing is sent before the end of the backward pass.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from torch.optim import Optimizer
 import laconic
 from laconic.algorithms.schedules import after, until
 from laconic.errors import check_choice, check_int
-from laconic.lab.race.rivals import Attached, Peer
+from laconic.lab.race.rivals import Attached, Rival
 
 HOOKS = ("none", "fp16", "powersgd")
 
 
-def peer(hook: str = "none", *, rank: int = 1, start: int = 10) -> Peer:
+def peer(hook: str = "none", *, rank: int = 1, start: int = 10) -> Rival:
     check_choice("hook", hook, HOOKS)
     check_int("rank", rank, 1)
-    # DDP lays out its buckets anew after the first step, and the hook keeps tensors of their size
+    # DDP rebuilds its buckets after the first step, and the hook stores tensors of their size.
     check_int("start", start, 2)
     rounds = laconic.ddp()
-    if hook == "powersgd":  # two kinds of steps, and one of them is dearer
+    if hook == "powersgd":  # there are two kinds of steps, with different costs
         (always,) = rounds
         schedules = until(start, always.when), after(start, always.when)
         rounds = tuple(replace(always, when=schedule) for schedule in schedules)
@@ -60,4 +60,4 @@ def peer(hook: str = "none", *, rank: int = 1, start: int = 10) -> Peer:
             wrapped.register_comm_hook(None, fp16_compress_hook)
         return Attached(wrapped, optimizer.step, seek=lambda step: None)
 
-    return Peer("torch", rounds, attach)
+    return Rival("torch", rounds, attach)

@@ -1,8 +1,8 @@
-"""torch's PostLocalSGDOptimizer: gradients averaged in the first ``start`` steps, from then on
-parameters every ``period`` steps, the first time at once.
+"""torch's PostLocalSGDOptimizer: averages gradients in the first ``start`` steps, then parameters
+every ``period`` steps, beginning immediately.
 
-As its documentation sets it up: a PeriodicModelAverager, and DistributedDataParallel with the
-hook that goes with it, without the averaging of gradients inside a node that the hook offers.
+The setup follows its documentation: a PeriodicModelAverager, and DistributedDataParallel with the
+matching hook, without the hook's optional averaging of gradients inside a node.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 import laconic
 from laconic.algorithms.exchanges import Mean
 from laconic.algorithms.updates import Average
-from laconic.lab.race.rivals import Attached, Peer
+from laconic.lab.race.rivals import Attached, Rival
 
 
 @dataclass(frozen=True)
 class FromStart:
-    """Steps ``start + 1, start + 1 + period, ...``, which is where the averager averages."""
+    """The steps ``start + 1, start + 1 + period, ...``, at which the averager averages."""
 
     start: int
     period: int
@@ -30,7 +30,7 @@ class FromStart:
         return step > self.start and (step - 1 - self.start) % self.period == 0
 
 
-def peer(start: int = 0, period: int = 12) -> Peer:
+def peer(start: int = 0, period: int = 12) -> Rival:
     gradients = laconic.post_local_sgd(start, period)[0]
     averages = laconic.Round(FromStart(start, period), Average(), Mean())
 
@@ -52,4 +52,4 @@ def peer(start: int = 0, period: int = 12) -> Peer:
 
         return Attached(wrapped, PostLocalSGDOptimizer(optimizer, averager).step, seek)
 
-    return Peer("torch", (gradients, averages), attach)
+    return Rival("torch", (gradients, averages), attach)

@@ -1,14 +1,14 @@
 """torchft's LocalSGD, and with ``outer=True`` its DiLoCo, streaming or not, over gloo.
 
-Every rank is a replica of its own, with a Manager and a store; rank 0 also runs the lighthouse,
-where replicas find each other. All of them start from the same model, so none has to be healed.
+Every rank is a replica with its own Manager and store. Rank 0 also runs the lighthouse, through
+which replicas find each other. All replicas start from the same model, so none has to be healed.
 
-Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512): the parameters are cut into
-``fragments``, stretches of whole tensors of about the same size, each with an outer optimizer of
-its own; one of them is sent every ``period / fragments`` steps, so each once in ``period``. What is
-sent is applied ``delay`` steps later (torchft's fragment_sync_delay), when x becomes ``alpha`` of
-itself and 1 - ``alpha`` of the new global parameters (fragment_update_alpha). ``bucketed``: one
-message for each fragment in place of one for each tensor.
+Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512) splits the parameters into ``fragments``,
+ranges of whole tensors of about the same size, each with its own outer optimizer. Every ``period /
+fragments`` steps it sends one of them, so each is sent once per ``period``. The result is applied
+``delay`` steps later (torchft's fragment_sync_delay): x becomes ``alpha`` times itself plus 1 -
+``alpha`` times the new global parameters (fragment_update_alpha). ``bucketed`` sends one message
+per fragment instead of one per tensor.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch.optim import Optimizer
 
 import laconic
 from laconic.errors import check_bool, check_float, check_int
-from laconic.lab.race.rivals import Attached, Peer
+from laconic.lab.race.rivals import Attached, Rival
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """``delay`` steps before the steps ``period, 2*period, ...``, which is where it sends."""
+    """``delay`` steps before the steps ``period, 2*period, ...``, at which torchft sends."""
 
     delay: int
     period: int
@@ -49,7 +49,7 @@ def peer(
     delay: int = 0,
     alpha: float = 0.0,
     bucketed: bool = False,
-) -> Peer:
+) -> Rival:
     check_int("period", period, 1)
     check_bool("outer", outer)
     check_bool("bucketed", bucketed)
@@ -62,7 +62,7 @@ def peer(
     if check_int("delay", delay, 0) >= turn:
         raise ValueError(
             f"delay must be less than period / fragments, which is {turn}, not {delay}: a fragment "
-            "is applied before the next is sent"
+            "must be applied before the next one is sent"
         )
     rounds = laconic.diloco(turn, lr, momentum) if outer else laconic.local_sgd(turn)
     rounds = tuple(replace(r, when=Ahead(delay, turn), delay=delay) for r in rounds)
@@ -74,12 +74,12 @@ def peer(
         consensus = running.consensus if outer else lambda: None
         return Attached(model, running.step, running.seek, consensus, running.close)
 
-    return Peer("torchft==0.2.0", rounds, attach)
+    return Rival("torchft==0.2.0", rounds, attach)
 
 
 @dataclass(frozen=True)
 class Options:
-    """Those of `peer`, and the ``turn``: steps from one fragment to the next."""
+    """The options of `peer`, and ``turn``, the number of steps from one fragment to the next."""
 
     period: int
     turn: int
@@ -93,7 +93,7 @@ class Options:
 
 
 class Running:
-    """torchft at work on ``model``, whose ``optimizer`` it hooks."""
+    """torchft running on ``model``, with hooks on its ``optimizer``."""
 
     def __init__(self, options: Options, model: nn.Module, optimizer: Optimizer) -> None:
         self._options = options
@@ -113,8 +113,8 @@ class Running:
         self._lighthouse = (
             LighthouseServer(bind="[::]:0", min_replicas=self._size) if serves else None
         )
-        told = [self._lighthouse.address() if self._lighthouse else None]
-        dist.broadcast_object_list(told, src=0)
+        address = [self._lighthouse.address() if self._lighthouse else None]
+        dist.broadcast_object_list(address, src=0)
         self._store: dist.TCPStore | None = dist.TCPStore(
             "0.0.0.0", 0, is_master=True, wait_for_workers=False
         )
@@ -130,7 +130,7 @@ class Running:
             world_size=1,
             store_addr=host,
             store_port=self._store.port,
-            lighthouse_addr=told[0],
+            lighthouse_addr=address[0],
             replica_id=f"replica_{rank}",
             hostname=host,
             init_sync=False,
@@ -148,7 +148,7 @@ class Running:
             self._manager,
             parts,
             self._optimizer,
-            # one for each: a step of a common one would also move the parameters of the others
+            # One per fragment: a step of a shared one would also move the parameters of the others.
             [torch.optim.SGD(p.parameters(), **outer) for p in parts],
             sync_every=options.period,
             use_bucketization=options.bucketed,
@@ -173,23 +173,26 @@ class Running:
         if not delay:
             return
         fragment = self._algorithm._fragments[self._algorithm._current_fragment()]
-        if fragment._allreduce_work:  # sent by the seek before this one
+        if fragment._allreduce_work:  # sent by the previous seek
             fragment.perform_sync()
         if self._algorithm._local_step >= turn - delay:
             self._manager.start_quorum()
             self._algorithm._fragments[self._algorithm._current_fragment()].prepare_sync()
 
     def close(self) -> None:
-        dist.barrier()  # nobody leaves while others still ask
+        dist.barrier()  # no rank leaves while others still use its store
         self._manager.shutdown(wait=False)
-        self._store = None  # which has been there for the others to ask
+        self._store = None
         if self._lighthouse is not None:
             self._lighthouse.shutdown()
 
 
 def cut(model: nn.Module, fragments: int) -> list[nn.Module]:
-    """The parameters in so many stretches of whole tensors, each tensor in the stretch that its
-    middle lies in. Raises ``ValueError`` where a stretch would be empty."""
+    """Split the parameters into ranges of whole tensors.
+
+    Each tensor goes to the range that contains its middle. Raises ``ValueError`` if a range would
+    be empty.
+    """
     parameters = list(model.parameters())
     total, begin = sum(p.numel() for p in parameters), 0
     parts: list[list[nn.Parameter]] = [[] for _ in range(fragments)]
@@ -197,5 +200,7 @@ def cut(model: nn.Module, fragments: int) -> list[nn.Module]:
         parts[min(int((begin + p.numel() / 2) * fragments / total), fragments - 1)].append(p)
         begin += p.numel()
     if not all(parts):
-        raise ValueError(f"{len(parameters)} tensors of these sizes make no {fragments} fragments")
+        raise ValueError(
+            f"{len(parameters)} tensors of these sizes cannot form {fragments} fragments"
+        )
     return [nn.ParameterList(part) for part in parts]

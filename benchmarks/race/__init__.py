@@ -1,1 +1,1 @@
-"""laconic's recipes and other libraries at equal wall clock on three networks: ``make race``."""
+"""Race laconic and other libraries at equal wall time on three networks: ``make race``."""

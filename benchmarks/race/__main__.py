@@ -3,10 +3,10 @@
     python -m benchmarks.race [--rows ROW ...] [--networks RATE ...] [--seeds SEED ...] ...
     python -m benchmarks.race table
 
-The first runs every row on every network with every seed and appends each run to the journal once
-it is finished; runs that are in it are not run again, so a race that was killed, or interrupted,
-goes on with the same command. Several commands with a part of the rows each may add to one journal.
-The second writes the tables and the picture from it, and runs nothing.
+The first form runs every row on every network with every seed, and appends each run to the journal
+when it has finished. Runs in the journal are not repeated, so an interrupted race resumes with the
+same command. Several commands with a part of the rows each may add to one journal. The second form
+writes the tables and the plot from the journal and runs nothing.
 """
 
 from __future__ import annotations
@@ -29,38 +29,43 @@ from benchmarks.race.rows import NETWORKS, NONE, SEEDS, chosen, is_peer
 from laconic.lab.emulation.cluster import Cluster
 from laconic.lab.emulation.jobs import terminate_as_exit
 from laconic.lab.race import runner, workloads
-from laconic.lab.race.result import Result, Row, reason
+from laconic.lab.race.result import Result, Row
+from laconic.lab.race.wording import reason
 from laconic.units import format_rate, parse_rate
 
 HERE = Path(__file__).resolve().parents[2]
 JOURNAL = Path("laconic-race", "journal.jsonl")
 VALIDATIONS = 12
-"""Of each run, spread evenly over its time; the clock stands meanwhile."""
+"""Validations per run, spread evenly over its time. The clock is stopped during a validation."""
 
 
 class Parser(argparse.ArgumentParser):
-    """One whose complaints are one line."""
+    """A parser with one-line error messages."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
 
 def parser() -> Parser:
-    described = (__doc__ or "").partition("\n")[0]
-    top = Parser(prog="benchmarks.race", description=described)
+    description = (__doc__ or "").partition("\n")[0]
+    top = Parser(prog="benchmarks.race", description=description)
     commands = top.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    run = commands.add_parser("run", help="run what the journal lacks (the default)")
+    run = commands.add_parser("run", help="run what is missing in the journal (the default)")
     run.add_argument(
         "--rows", nargs="+", metavar="ROW", help="rows, or patterns such as 'torchft*'"
     )
     run.add_argument("--networks", nargs="+", metavar="RATE", default=list(NETWORKS))
     run.add_argument("--seeds", nargs="+", metavar="SEED", type=int, default=list(SEEDS))
-    run.add_argument("--seconds", type=float, default=280.0, help="of training, each (%(default)g)")
+    run.add_argument(
+        "--seconds", type=float, default=280.0, help="training time per run (%(default)g)"
+    )
     run.add_argument("--hosts", type=int, default=4, help="default: %(default)s")
-    run.add_argument("--data", type=Path, metavar="FILE", help="text to learn; Python's library")
-    run.add_argument("--again", action="store_true", help="also what the journal has")
-    table = commands.add_parser("table", help="write the tables and the picture from the journal")
-    table.add_argument("--key", help="which settings, where the journal has several")
+    run.add_argument(
+        "--data", type=Path, metavar="FILE", help="training text (Python's standard library)"
+    )
+    run.add_argument("--again", action="store_true", help="repeat runs in the journal")
+    table = commands.add_parser("table", help="write the tables and the plot from the journal")
+    table.add_argument("--key", help="the settings to use, if the journal has several")
     table.add_argument(
         "--page", type=Path, metavar="FILE", default=HERE / "docs" / "race.md", help="%(default)s"
     )
@@ -70,7 +75,7 @@ def parser() -> Parser:
 
 
 def shared(hosts: int, seconds: float, data: Path | None) -> dict[str, object]:
-    """What two runs must have in common to be compared, the machine included."""
+    """Return the settings, including the machine, that comparable runs must share."""
     text = workloads.standard_library() if data is None else data.read_bytes()
     machine = runner.machine()
     return {
@@ -87,7 +92,7 @@ def shared(hosts: int, seconds: float, data: Path | None) -> dict[str, object]:
 
 
 def commit() -> str:
-    """Of the repository; "unknown" where there is none."""
+    """Return the repository's commit, or "unknown"."""
     argv = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         ended = subprocess.run(argv, capture_output=True, text=True, check=True)
@@ -97,7 +102,7 @@ def commit() -> str:
 
 
 def jobs(rows: Sequence[str], bandwidths: Sequence[float], seeds: Sequence[int]) -> list[Job]:
-    """Seed by seed, so that a machine that slows down does so for all rows alike."""
+    """Return the jobs seed by seed, so that a machine that slows down affects all rows equally."""
     return [
         Job(row, bandwidth, seed)
         for seed in seeds
@@ -107,11 +112,13 @@ def jobs(rows: Sequence[str], bandwidths: Sequence[float], seeds: Sequence[int])
     ]
 
 
-def asked(options: Any, rows: Sequence[str], bandwidths: Sequence[float]) -> runner.Settings:
-    """All of it, for the lab. Raises ``ValueError`` for anything that would fail later."""
+def settings_from(
+    options: Any, rows: Sequence[str], bandwidths: Sequence[float]
+) -> runner.Settings:
+    """Return the lab's settings for all jobs. Raises ``ValueError`` before anything is started."""
     everything = runner.Settings(
         recipes=tuple(row for row in rows if row != NONE and not is_peer(row)),
-        peers=tuple(row for row in rows if is_peer(row)),
+        rivals=tuple(row for row in rows if is_peer(row)),
         baseline=NONE in rows,
         hosts=options.hosts,
         data=None if options.data is None else str(options.data.resolve()),
@@ -125,12 +132,12 @@ def asked(options: Any, rows: Sequence[str], bandwidths: Sequence[float]) -> run
 
 
 def part(everything: runner.Settings, job: Job) -> runner.Settings:
-    """The settings of one job."""
+    """Return the settings of one job."""
     none, peer = job.row == NONE, is_peer(job.row)
     one = replace(
         everything,
         recipes=() if none or peer else (job.row,),
-        peers=(job.row,) if peer else (),
+        rivals=(job.row,) if peer else (),
         baseline=none,
         seeds=(job.seed,),
     )
@@ -138,23 +145,23 @@ def part(everything: runner.Settings, job: Job) -> runner.Settings:
 
 
 def run(options: Any) -> int:
-    """0 when all that was asked for is in the journal; 1 when a run failed or diverged."""
+    """Return 0 if all runs are in the journal, 1 if a run failed or diverged."""
     rows = chosen(options.rows)
     bandwidths = list(dict.fromkeys(map(parse_rate, options.networks)))
-    everything = asked(options, rows, bandwidths)
+    everything = settings_from(options, rows, bandwidths)
     with Cluster(options.hosts):
-        pass  # raises where there are no emulated hosts, without which other libraries cannot race
+        pass  # raises without emulated hosts, which other libraries need
     common = shared(options.hosts, options.seconds, options.data)
     todo = jobs(rows, bandwidths, options.seeds)
     lost = 0
     with terminate_as_exit(), journal.opened(options.journal) as file:
-        kept = journal.by_key(journal.load(options.journal)).get(journal.key(common), [])
-        done = {entry.job for entry in kept if entry.run.status != "failed" and not options.again}
+        recorded = journal.by_key(journal.load(options.journal)).get(journal.key(common), [])
+        done = {e.job for e in recorded if e.run.status != "failed" and not options.again}
         missing = [job for job in todo if job not in done]
         hours = len(missing) * options.seconds / 3600
-        print(f"{len(todo)} runs, {len(missing)} to do: more than {hours:.1f} h", flush=True)
+        print(f"{len(todo)} runs, {len(missing)} to run: more than {hours:.1f} h", flush=True)
         for number, job in enumerate(missing, 1):
-            print(f"{number}/{len(missing)} {told(job)}: ", end="", flush=True)
+            print(f"{number}/{len(missing)} {job_text(job)}: ", end="", flush=True)
             entry = Entry(common, job, single(part(everything, job)))
             journal.append(file, entry)
             lost += entry.run.status != "ok"
@@ -163,8 +170,8 @@ def run(options: Any) -> int:
 
 
 def single(one: runner.Settings) -> Result:
-    """The lab's result of a single run, without what tables and picture do not need."""
-    # a journal can be handed on: what was run is in its lines, without this machine's paths
+    """Return the lab's result of a single run, without data that tables and plot do not need."""
+    # Journals may be shared, so they must not contain paths of this machine.
     (result,) = runner.run(one, "python -m benchmarks.race", lambda name, event: None)
     if result.settings["reason"] is not None:
         raise OSError(f"the network namespaces were lost: {result.settings['reason']}")
@@ -178,7 +185,7 @@ def single(one: runner.Settings) -> Result:
     )
 
 
-def told(job: Job) -> str:
+def job_text(job: Job) -> str:
     where = "" if job.bandwidth is None else f"{format_rate(job.bandwidth)}, "
     return f"{where}seed {job.seed}, {job.row}"
 
@@ -190,15 +197,17 @@ def outcome(row: Row) -> str:
 
 
 def table(options: Any) -> int:
-    """Write the page."""
+    """Write the page and return 0."""
     groups = journal.by_key(journal.load(options.journal))
     if not groups:
-        raise ValueError(f"there are no runs in {options.journal}")
+        raise ValueError(f"no runs in {options.journal}")
     if (options.key is None and len(groups) > 1) or options.key not in (None, *groups):
         choices = "; ".join(
             f"{key} ({page.task(entries)}: {len(entries)} runs)" for key, entries in groups.items()
         )
-        raise ValueError(f"runs of which settings? --key must be one of {choices}")
+        raise ValueError(
+            f"the journal has runs of several settings: --key must be one of {choices}"
+        )
     entries = groups[options.key] if options.key else next(iter(groups.values()))
     paths = page.write(options.page, entries)
     print("written: " + ", ".join(map(str, paths)))
@@ -206,17 +215,17 @@ def table(options: Any) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if argv is None else argv)
-    if given[:1] not in (["run"], ["table"], ["-h"], ["--help"]):
-        given.insert(0, "run")
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] not in (["run"], ["table"], ["-h"], ["--help"]):
+        arguments.insert(0, "run")
     try:
-        options = parser().parse_args(given)
+        options = parser().parse_args(arguments)
         return {"run": run, "table": table}[options.command](options)
     except (ValueError, ImportError, OSError) as error:
         print(f"benchmarks.race: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nbenchmarks.race: interrupted; the same command goes on from here", file=sys.stderr)
+        print("\nbenchmarks.race: interrupted; run the same command to resume", file=sys.stderr)
         return 130
 
 

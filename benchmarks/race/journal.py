@@ -1,7 +1,7 @@
-"""The runs that were finished, one line of JSON each, so that a race that was killed goes on.
+"""The journal of finished runs, one line of JSON each, so that a race can resume.
 
-A line has the settings that all figures of a table must share (of task, length and machine), a key
-made of them, which run it is, and the lab's own result: rows, settings, machine, versions, command.
+A line has the settings that all runs of a table share (task, length and machine), a key derived
+from them, the job, and the lab's result: rows, settings, machine, versions, command.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ Shared = Mapping[str, object]
 
 
 def key(shared: Shared) -> str:
-    """Eight digits for the settings."""
+    """Return a key of eight hexadecimal digits for the settings."""
     text = json.dumps(shared, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A row on a network (``bandwidth`` of each host in bit/s; None for the row without
-    communication, whose network does not matter) with a seed."""
+    """A row with a seed on a network.
+
+    ``bandwidth`` is in bit/s per host. It is None for the row without communication, for which the
+    network does not matter.
+    """
 
     row: str
     bandwidth: float | None
@@ -41,7 +44,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Entry:
-    """A job that was finished, and the race of a single row that came of it."""
+    """A finished job and its result, a race with a single row."""
 
     shared: Shared
     job: Job
@@ -49,18 +52,18 @@ class Entry:
 
     @property
     def run(self) -> Row:
-        """The row of the lab."""
+        """The row of the result."""
         return self.result.rows[0]
 
     def to_line(self) -> str:
-        """For the journal."""
+        """Return the line for the journal."""
         job = {"row": self.job.row, "bandwidth": self.job.bandwidth, "seed": self.job.seed}
         result = json.loads(self.result.to_json())
         return json.dumps({"key": key(self.shared), "shared": self.shared, **job, "result": result})
 
     @classmethod
     def from_fields(cls, fields: dict[str, object]) -> Entry:
-        """From what `to_line` wrote. Raises ``ValueError`` for anything else."""
+        """Parse what `to_line` wrote. Raises ``ValueError`` for anything else."""
         try:
             job = Job(*(fields[name] for name in ("row", "bandwidth", "seed")))  # type: ignore[arg-type]
             shared, result = fields["shared"], Result.from_json(json.dumps(fields["result"]))
@@ -71,14 +74,16 @@ class Entry:
             or len(result.rows) != 1
             or fields.get("key") != key(shared)
         ):
-            raise ValueError("not a run of this benchmark: its settings and its key do not agree")
+            raise ValueError("not a run of this benchmark: its settings and key disagree")
         return cls(shared, job, result)
 
 
 def load(path: Path) -> list[Entry]:
-    """The journal's entries, the last one of each job under its settings; none where there is no
-    file. A line that was cut off does not count. Raises ``ValueError`` for a line of another kind
-    and ``OSError`` for a file that cannot be read."""
+    """Return the journal's entries, the last one per job and settings.
+
+    Returns none if there is no file, and ignores incomplete lines. Raises ``ValueError`` for any
+    other line and ``OSError`` if the file cannot be read.
+    """
     found: dict[tuple[str, Job], Entry] = {}
     for entry in read(path, Entry.from_fields):
         found.pop((key(entry.shared), entry.job), None)
@@ -87,14 +92,16 @@ def load(path: Path) -> list[Entry]:
 
 
 def read(path: Path, parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
-    """What ``parse`` makes of each line of a journal; nothing where there is no file. A line that
-    was cut off does not count; a ``ValueError`` of ``parse`` is told with the line's number."""
+    """Yield the result of ``parse`` for each complete line of a journal, if the file exists.
+
+    A ``ValueError`` of ``parse`` is raised with the line number.
+    """
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
             fields = json.loads(line)
         except json.JSONDecodeError:
-            continue  # the machine was switched off, or the disk full, while it was written
+            continue  # incomplete, after a power failure or on a full disk
         try:
             yield parse(fields if isinstance(fields, dict) else {})
         except ValueError as error:
@@ -102,7 +109,7 @@ def read(path: Path, parse: Callable[[dict[str, Any]], T]) -> Iterator[T]:
 
 
 def by_key(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
-    """The entries that may be compared with each other, by the key of their settings."""
+    """Group the entries by the key of their settings. Entries of one group are comparable."""
     groups: dict[str, list[Entry]] = {}
     for entry in entries:
         groups.setdefault(key(entry.shared), []).append(entry)
@@ -111,21 +118,24 @@ def by_key(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[str]]:
-    """The journal, to append to. Raises ``ValueError`` while another process has it: two races at
-    once would take each other's processors."""
+    """Open the journal to append to it.
+
+    Raises ``ValueError`` if another process uses it: two races at once would compete for
+    processors.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"another race is writing to {path}: wait for its end") from None
+            raise ValueError(f"another race is writing to {path}: wait until it ends") from None
         yield file
 
 
 def append(file: IO[str], entry: Entry) -> None:
-    """Add a line, and see that it is on the disk."""
-    written = Path(file.name)
-    cut = written.stat().st_size and written.read_bytes()[-1:] != b"\n"
-    file.write("\n" * bool(cut) + entry.to_line() + "\n")
+    """Append a line and make sure that it is on the disk."""
+    path = Path(file.name)
+    incomplete = path.stat().st_size and path.read_bytes()[-1:] != b"\n"
+    file.write("\n" * bool(incomplete) + entry.to_line() + "\n")
     file.flush()
     os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""The tables and the picture of docs/race.md."""
+"""Write the tables and the plot of docs/race.md."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 from benchmarks.race.journal import Entry, key
 from benchmarks.race.rows import NONE, ROWS
 from laconic.lab.emulation.seeds import groups
-from laconic.lab.race.plots import COLOURS, GREY, limit_loss
-from laconic.lab.race.result import SECONDS, Result, Row, compared, line, reason, three_digits
+from laconic.lab.race.comparison import compared
+from laconic.lab.race.plots import COLORS, GRAY, limit_loss
+from laconic.lab.race.result import SECONDS, Result, Row, line
+from laconic.lab.race.wording import reason, three_digits
 from laconic.units import format_rate
 
 if TYPE_CHECKING:
@@ -29,37 +31,37 @@ DASHES: dict[bool, tuple[Dashes, ...]] = {
     False: ("-", "-.", ":"),
     True: ("--", (0.0, (1.0, 1.0))),
 }
-"""Of recipes, the last for the one without communication, and of other libraries: the second where
-colours begin anew."""
+"""Line styles of recipes (the last one is for the row without communication) and of other
+libraries. The second of each is used when the colors repeat."""
 LINE_INCHES = 0.17
-"""A line of the rows' names."""
+"""Height of a line in the rows' names."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A row on a network: its runs, one for each seed."""
+    """A row on a network, with its runs, one per seed."""
 
     text: str
     entries: tuple[Entry, ...]
 
     @property
     def peer(self) -> bool:
-        """Whether it is another library's."""
+        """Whether the row is another library."""
         return self.entries[0].run.peer
 
     @property
     def finished(self) -> list[Row]:
-        """The runs that came to the end without going astray."""
+        """The runs that finished without diverging."""
         return [entry.run for entry in self.entries if entry.run.status == "ok"]
 
     @property
     def seeds(self) -> set[int]:
-        """Those of the runs that finished."""
+        """The seeds of the runs that finished."""
         return {entry.job.seed for entry in self.entries if entry.run.status == "ok"}
 
     @property
     def losses(self) -> list[float]:
-        """Of the runs that finished, when the time was up."""
+        """The losses of the runs that finished, at the end of the given time."""
         found = [
             compared(entry.result, entry.run, SECONDS)
             for entry in self.entries
@@ -69,12 +71,12 @@ class Line:
 
     @property
     def pace(self) -> float:
-        """Seconds per step, the mean over the runs that finished; NaN where there are none."""
+        """Mean seconds per step over the runs that finished; NaN if there are none."""
         return _mean(row.seconds_per_step for row in self.finished)
 
     @property
     def loss(self) -> float:
-        """The mean; NaN where there is none."""
+        """Mean loss; NaN if there is none."""
         return _mean(self.losses)
 
 
@@ -84,8 +86,10 @@ def _mean(values: Iterable[float | None]) -> float:
 
 
 def networks(entries: Sequence[Entry]) -> dict[float, list[Line]]:
-    """The rows on each network (bit/s), in the table's order and then in that of their runs. The
-    row without communication, whose network does not matter, is on each."""
+    """Return the rows on each network (bit/s), in the order of the table, then of their runs.
+
+    The row without communication is on each network.
+    """
     found = sorted({e.job.bandwidth for e in entries if e.job.bandwidth is not None})
     texts = dict.fromkeys((*ROWS, *(entry.job.row for entry in entries)))
     lines: dict[float, list[Line]] = {}
@@ -97,16 +101,19 @@ def networks(entries: Sequence[Entry]) -> dict[float, list[Line]]:
 
 
 def best(lines: Sequence[Line]) -> Line | None:
-    """The row with the lowest mean loss among those that finished with every seed that any row was
-    run with; None unless there are two of them. The row without communication does not compete."""
-    rivals = [one for one in lines if one.text != NONE]
-    seeds = {entry.job.seed for one in rivals for entry in one.entries}
-    rivals = [one for one in rivals if one.seeds == seeds and not math.isnan(one.loss)]
-    return min(rivals, key=lambda one: one.loss) if len(rivals) > 1 else None
+    """Return the row with the lowest mean loss.
+
+    Only rows that finished with every seed in use compete, and there must be at least two. The row
+    without communication does not compete.
+    """
+    competitors = [one for one in lines if one.text != NONE]
+    seeds = {entry.job.seed for one in competitors for entry in one.entries}
+    competitors = [one for one in competitors if one.seeds == seeds and not math.isnan(one.loss)]
+    return min(competitors, key=lambda one: one.loss) if len(competitors) > 1 else None
 
 
 def task(entries: Sequence[Entry]) -> str:
-    """What the runs have in common, in words."""
+    """Describe what the runs have in common."""
     s = entries[0].shared
     return (
         f"{s['workload']} workload on {s['data']}, {s['hosts']} hosts, {s['seconds']:g} s of "
@@ -118,7 +125,7 @@ def task(entries: Sequence[Entry]) -> str:
 
 
 def markdown(entries: Sequence[Entry], picture: str) -> str:
-    """All that stands between the marks of the page; ``picture``: its name."""
+    """Return everything between the markers of the page. ``picture`` is the name of the plot."""
     seeds = ", ".join(map(str, sorted({entry.job.seed for entry in entries})))
     parameters = max(int(str(entry.result.settings["parameters"])) for entry in entries)
     parts = [
@@ -133,34 +140,34 @@ def markdown(entries: Sequence[Entry], picture: str) -> str:
 
 
 def _versions(entries: Sequence[Entry]) -> str:
-    """What was installed."""
+    """List the installed versions."""
     names = dict.fromkeys(name for entry in entries for name in entry.result.versions)
-    told = []
+    texts = []
     for name in sorted(names.keys() - {"torch", "commit"}):
         versions = {e.result.versions[name] for e in entries if name in e.result.versions}
-        told.append(f"{name} {' and '.join(sorted(versions))}")
-    return f"With {', '.join(told)}."
+        texts.append(f"{name} {' and '.join(sorted(versions))}")
+    return f"With {', '.join(texts)}."
 
 
 def _table(lines: Sequence[Line]) -> str:
     winner = best(lines)
-    silent = next((one.pace for one in lines if one.text == NONE), math.nan)
+    baseline = next((one.pace for one in lines if one.text == NONE), math.nan)
     rows = [HEAD, ("---", *["---:"] * (len(HEAD) - 1))]
-    rows += [_cells(one, silent, one is winner) for one in lines]
+    rows += [_cells(one, baseline, one is winner) for one in lines]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _cells(one: Line, silent: float, wins: bool) -> tuple[str, ...]:
-    """One row of a table, as `HEAD` has it; ``silent``: seconds per step without communication."""
+def _cells(one: Line, baseline: float, wins: bool) -> tuple[str, ...]:
+    """Return a table row. ``baseline`` is the seconds per step without communication."""
     sent = _mean(row.interface_bytes_per_step for row in one.finished) / 1e6
-    share = silent / one.pace
+    share = baseline / one.pace
     losses = one.losses
     loss = f"{one.loss:.3f}" if losses else "–"
     return (
         f"`{one.text}`",
         three_digits(one.pace),
         "–" if math.isnan(share) else f"{share:.0%}",
-        # a row that sends nothing: acknowledgements and what finds neighbours are no traffic
+        # Without communication, acknowledgments and neighbor discovery do not count.
         "0" if one.text == NONE else three_digits(sent),
         f"**{loss}**" if wins else loss,
         f"{min(losses):.3f} to {max(losses):.3f}" if losses else "–",
@@ -169,7 +176,7 @@ def _cells(one: Line, silent: float, wins: bool) -> tuple[str, ...]:
 
 
 def _notes(lines: Sequence[Line]) -> list[str]:
-    """What a reader of a table must know."""
+    """Return notes for the readers of a table."""
     seeds = {entry.job.seed for one in lines for entry in one.entries if one.text != NONE}
     notes = []
     for one in lines:
@@ -181,33 +188,35 @@ def _notes(lines: Sequence[Line]) -> list[str]:
             for entry in one.entries
             if entry.run.status != "ok"
         ]
-        said = dict.fromkeys(note for entry in one.entries for note in entry.run.notes)
-        notes += [f"- `{one.text}`: {note}." for note in said]
+        remarks = dict.fromkeys(note for entry in one.entries for note in entry.run.notes)
+        notes += [f"- `{one.text}`: {note}." for note in remarks]
     return notes
 
 
-# --- the picture ----------------------------------------------------------------------------------
+# --- the plot -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Look:
-    """How a row is drawn, and where: its colour and dashes, its name in lines that fit, and its
-    height below the top of the lower panels, in lines of text."""
+class Style:
+    """How a row is drawn: its color and dashes, its name split into lines, and its height below the
+    top of the lower panels, in lines of text."""
 
-    colour: str
+    color: str
     dashes: Dashes
     name: str
     height: float
 
 
 def picture(entries: Sequence[Entry]) -> Figure:
-    """Loss against wall clock, a panel for each network, a band from the least to the greatest of
-    the seeds; below, the loss when the time is up: each seed, their span, and their mean."""
+    """Plot loss against wall time, with a panel per network and a band for the range over seeds.
+
+    The panels below show the final losses: each seed, their range, and their mean.
+    """
     from matplotlib.figure import Figure  # without pyplot: no backend, no global state
 
     found = networks(entries)
-    looks = _looks({one.text: one.peer for lines in found.values() for one in lines})
-    below = 0.7 + LINE_INCHES * (max(look.height for look in looks.values()) + 1)
+    styles = _styles({one.text: one.peer for lines in found.values() for one in lines})
+    below = 0.7 + LINE_INCHES * (max(style.height for style in styles.values()) + 1)
     figure = Figure(
         figsize=(3.6 + 3.6 * len(found), 4.6 + below),
         dpi=150,
@@ -217,46 +226,46 @@ def picture(entries: Sequence[Entry]) -> Figure:
     panels = figure.subplots(2, len(found), squeeze=False, height_ratios=[4.0, below])
     for column, (bandwidth, lines) in enumerate(found.items()):
         curves, ends = panels[0][column], panels[1][column]
-        _curves(curves, lines, looks)
+        _curves(curves, lines, styles)
         curves.set_title(format_rate(bandwidth), loc="left", fontsize=11, fontweight="bold")
-        _ends(ends, lines, looks, named=column == 0)
+        _ends(ends, lines, styles, named=column == 0)
     panels[0][0].set_ylabel("validation loss (nats)")
-    legend = "Solid: laconic's recipes; dashed: other libraries; grey: workers that never talk."
+    legend = "Solid: laconic's recipes; dashed: other libraries; gray: no communication."
     words = "\n".join((fill(task(entries), 60 + 45 * len(found)), legend))
-    figure.suptitle(words, x=0.01, ha="left", fontsize=8.5, color=GREY)
+    figure.suptitle(words, x=0.01, ha="left", fontsize=8.5, color=GRAY)
     return figure
 
 
-def _looks(texts: Mapping[str, bool]) -> dict[str, Look]:
-    """Of each row, by whether it is another library's: colours are counted apart."""
+def _styles(texts: Mapping[str, bool]) -> dict[str, Style]:
+    """Return the style of each row. Colors of recipes and of other libraries are counted apart."""
     count = {False: itertools.count(), True: itertools.count()}
-    looks, height = {}, 0.0
+    styles, height = {}, 0.0
     for text, peer in texts.items():
         name = fill(text, 50, break_long_words=False)
         half = (name.count("\n") + 1.4) / 2
-        colour, dashes = GREY, DASHES[False][-1]
+        color, dashes = GRAY, DASHES[False][-1]
         if text != NONE:
             number = next(count[peer])
-            colour = COLOURS[number % len(COLOURS)]
-            dashes = DASHES[peer][number // len(COLOURS) % 2]
+            color = COLORS[number % len(COLORS)]
+            dashes = DASHES[peer][number // len(COLORS) % 2]
         height += half
-        looks[text] = Look(colour, dashes, name, height)
+        styles[text] = Style(color, dashes, name, height)
         height += half
-    return looks
+    return styles
 
 
-def _curves(axes: Axes, lines: Sequence[Line], looks: dict[str, Look]) -> None:
+def _curves(axes: Axes, lines: Sequence[Line], styles: dict[str, Style]) -> None:
     seconds = lines[0].entries[0].result.settings["seconds"]
-    # the lab tells recipes apart by their name and whether they are a peer
+    # Group the runs by name and by whether they are another library.
     rows = tuple(entry.run for one in lines for entry in one.entries)
     result = Result(rows, {"seconds": seconds}, {}, {}, "")
     for group, one in zip(groups(result), lines, strict=True):
-        look, pairs = looks[one.text], line(group.mean, SECONDS)
+        style, pairs = styles[one.text], line(group.mean, SECONDS)
         axes.plot(
             [at for at, _ in pairs],
             [loss for _, loss in pairs],
-            color=look.colour,
-            linestyle=look.dashes,
+            color=style.color,
+            linestyle=style.dashes,
             linewidth=1.5,
         )
         if len(group.runs) > 1 and pairs:
@@ -265,7 +274,7 @@ def _curves(axes: Axes, lines: Sequence[Line], looks: dict[str, Look]) -> None:
                 [group.mean.curve[k].seconds for k in known],
                 [group.low[k] or 0.0 for k in known],
                 [group.high[k] or 0.0 for k in known],
-                color=look.colour,
+                color=style.color,
                 alpha=0.15,
                 linewidth=0,
             )
@@ -275,39 +284,39 @@ def _curves(axes: Axes, lines: Sequence[Line], looks: dict[str, Look]) -> None:
     _style(axes)
 
 
-def _ends(axes: Axes, lines: Sequence[Line], looks: dict[str, Look], named: bool) -> None:
+def _ends(axes: Axes, lines: Sequence[Line], styles: dict[str, Style], named: bool) -> None:
     winner = best(lines)
     beside = axes.get_yaxis_transform()
     for one in lines:
-        look, losses = looks[one.text], one.losses
+        style, losses = styles[one.text], one.losses
         if not losses:
             axes.text(
-                0.02, look.height, "no run finished", fontsize=7, color=GREY, transform=beside
+                0.02, style.height, "no run finished", fontsize=7, color=GRAY, transform=beside
             )
             continue
-        heights = [look.height] * len(losses)
-        axes.plot(losses, heights, color=look.colour, linewidth=1.2)
-        axes.plot(losses, heights, "|", color=look.colour, markersize=7)
+        heights = [style.height] * len(losses)
+        axes.plot(losses, heights, color=style.color, linewidth=1.2)
+        axes.plot(losses, heights, "|", color=style.color, markersize=7)
         marker = "D" if one is winner else "o"
-        axes.plot(one.loss, look.height, marker, color=look.colour, markersize=5)
-    names = [look.name if named else "" for look in looks.values()]
-    axes.set_yticks([look.height for look in looks.values()], names)
-    axes.set_ylim(max(look.height for look in looks.values()) + 1, 0)
-    axes.set_xlabel("loss when the time is up" + " (diamond: lowest)" * (winner is not None))
+        axes.plot(one.loss, style.height, marker, color=style.color, markersize=5)
+    names = [style.name if named else "" for style in styles.values()]
+    axes.set_yticks([style.height for style in styles.values()], names)
+    axes.set_ylim(max(style.height for style in styles.values()) + 1, 0)
+    axes.set_xlabel("final loss" + " (diamond: lowest)" * (winner is not None))
     _style(axes)
-    if named:  # a piece of each row's line beside its name: the legend of the panels above
+    if named:  # draw a piece of each row's line next to its name, as a legend for all panels
         axes.tick_params(axis="y", pad=34, labelsize=7.5)
-        for look in looks.values():
+        for style in styles.values():
             axes.annotate(
                 "",
-                (0, look.height),
+                (0, style.height),
                 (-32, 0),
                 xycoords=beside,
                 textcoords="offset points",
                 arrowprops={
                     "arrowstyle": "-",
-                    "color": look.colour,
-                    "linestyle": look.dashes,
+                    "color": style.color,
+                    "linestyle": style.dashes,
                     "linewidth": 1.6,
                     "shrinkA": 0,
                     "shrinkB": 4,
@@ -325,14 +334,16 @@ def _style(axes: Axes) -> None:
 
 
 def write(path: Path, entries: Sequence[Entry]) -> list[Path]:
-    """The tables into the page at ``path``, between its marks, and the picture beside it. Raises
-    ``ValueError`` for a page without the marks and ``ImportError`` without matplotlib."""
+    """Write the tables into the page at ``path``, between its markers, and the plot next to it.
+
+    Raises ``ValueError`` for a page without the markers and ``ImportError`` without matplotlib.
+    """
     before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
         raise ValueError(f"{path} must have a line {BEGIN!r} and after it a line {END!r}")
     if not networks(entries):
-        raise ValueError("there is no run on a network yet")
+        raise ValueError("no run on a network yet")
     drawn = path.with_suffix(".png")
     picture(entries).savefig(drawn)
     text = markdown(entries, drawn.name)

@@ -1,4 +1,4 @@
-"""What is raced, and where: the table to extend."""
+"""The rows and networks of the race. Extend the table here."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from laconic.algorithms.recipes import RECIPES
 from laconic.lab.race import rivals
 
 OURS = (*RECIPES, "auto")
-"""Names that laconic reads itself."""
+"""Names that laconic parses itself."""
 
 NONE = "none"
-"""The row whose workers never talk: the compute alone. Its network is none, so it is run once."""
+"""The row whose workers never communicate, which shows the compute time. It runs once, without a
+network."""
 
 ROWS = (
     NONE,
@@ -37,22 +38,22 @@ ROWS = (
     "torchft(24, outer=True, momentum=0.5, bucketed=True)",
     "torchft(24, outer=True, momentum=0.5, bucketed=True, fragments=2, delay=4, alpha=0.5)",
 )
-"""In the order in which the tables have them. A row is ``none``, a recipe as
-`laconic.algorithms.parse` reads it, or a peer as ``laconic compare --peer`` does."""
+"""The rows, in the order of the tables. A row is ``none``, a recipe as parsed by
+`laconic.algorithms.parse`, or another library as in ``laconic compare --peer``."""
 
 NETWORKS = ("10mbit", "100mbit", "1000mbit")
-"""What each host may send."""
+"""Bandwidth of each host."""
 
 SEEDS = (0, 1, 2)
 
 
 def is_peer(text: str) -> bool:
-    """Whether the row is another library's."""
+    """Return whether the row is another library."""
     return text != NONE and _name(text) not in OURS
 
 
 def check(text: str) -> None:
-    """Raise ``ValueError``, in one line that names the choices, for what is no row."""
+    """Raise ``ValueError`` for a text that is not a row."""
     if text == NONE:
         return
     if not is_peer(text):
@@ -62,12 +63,12 @@ def check(text: str) -> None:
     if _name(text) not in adapters and not _name(text).endswith(".py"):
         raise ValueError(
             f"no row {text!r}: give {NONE}, a recipe ({', '.join(OURS)}), a peer "
-            f"({', '.join(adapters)}), or a pattern of rows of the table, as 'torchft*'"
+            f"({', '.join(adapters)}), or a pattern for rows of the table, such as 'torchft*'"
         )
-    peer = rivals.find(text)
-    if peer.version() is None:
+    rival = rivals.find(text)
+    if rival.version() is None:
         raise ValueError(
-            f"{text} needs {peer.package}: make peers installs it, --rows leaves it out"
+            f"{text} needs {rival.package}: run make peers to install it, or exclude it by --rows"
         )
 
 
@@ -76,12 +77,15 @@ def _name(text: str) -> str:
 
 
 def chosen(patterns: list[str] | None) -> list[str]:
-    """The table's rows that match one of the patterns (``*`` and ``?`` as in file names), in the
-    table's order, then the texts that match none, which are rows of their own. All of the table for
-    None. Raises ``ValueError`` for what is no row."""
-    asked = list(ROWS if patterns is None else patterns)
-    rows = [row for row in ROWS if any(row == p or fnmatchcase(row, p) for p in asked)]
-    others = [p for p in asked if p not in rows and not any(fnmatchcase(r, p) for r in ROWS)]
+    """Return the rows that the patterns select; all rows of the table for None.
+
+    Patterns may contain ``*`` and ``?``, as for file names. Rows of the table come first, in its
+    order. A text that matches none of them is a row of its own. Raises ``ValueError`` for a text
+    that is not a row.
+    """
+    patterns = list(ROWS if patterns is None else patterns)
+    rows = [row for row in ROWS if any(row == p or fnmatchcase(row, p) for p in patterns)]
+    others = [p for p in patterns if p not in rows and not any(fnmatchcase(r, p) for r in ROWS)]
     rows += dict.fromkeys(others)
     for row in rows:
         check(row)

@@ -1,1 +1,1 @@
-"""What the recipes cost and gain in quality, simulated on one small task: ``make science``."""
+"""The quality and cost of the recipes, simulated on one small task: ``make science``."""

@@ -1,9 +1,9 @@
-"""Tune every recipe of the table, run it on fresh seeds, check the claims.
+"""Tune every recipe of the table, run it on fresh seeds, and check the claims.
 
 python -m benchmarks.science full|quick [--processes N]
 
-The full run writes the table and the picture of docs/science.md; the quick one, of fewer seeds
-and settings, only prints. Runs are kept in laconic-science/, so an interrupted one goes on.
+The full run writes the table and the plot of docs/science.md. The quick run, with fewer seeds and
+settings, only prints. Runs are stored in laconic-science/, so an interrupted benchmark can resume.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 @dataclass(frozen=True)
 class Scope:
-    """How much is run: seeds to tune on, fresh ones to report, and whether the grid is only what
-    lies next to the settings found before."""
+    """How much to run: the seeds for tuning, the fresh seeds to report, and whether the grid
+    contains only settings next to the best ones found before (``near``)."""
 
     tuning: range
     fresh: range
@@ -43,7 +43,7 @@ SCOPES = {
 def measure(
     console: Console, what: str, cases: Iterable[tuple[Row, Setting]], seeds: range, processes: int
 ) -> list[Finding]:
-    """Each row at each setting, over the seeds."""
+    """Run each row at each setting, over the seeds."""
     cases = list(cases)
     jobs = [row.job(setting, seed) for row, setting in cases for seed in seeds]
     with console.status(what) as status:
@@ -57,7 +57,7 @@ def measure(
 
 
 def best(findings: Sequence[Finding]) -> list[tuple[Row, Setting]]:
-    """For each row the setting with the lowest loss."""
+    """Return the setting with the lowest loss for each row."""
     return [
         (row, min((f for f in findings if f.row is row), key=lambda f: f.loss).setting)
         for row in dict.fromkeys(f.row for f in findings)
@@ -81,15 +81,17 @@ def main() -> None:
         console.print(f"written: {DOCS / 'science.md'} and science.png")
         for row, setting in tuned:
             if setting != row.best:
-                console.print(f"{row.name}: best is now {setting}; rows.py says {row.best}")
-    held = claims({f.row: f.loss for f in findings})
-    for claim, holds in held.items():
+                console.print(
+                    f"{row.name}: the best setting is now {setting}; rows.py has {row.best}"
+                )
+    results = claims({f.row: f.loss for f in findings})
+    for claim, holds in results.items():
         console.print(f"{'holds' if holds else '[bold red]fails'}: {claim}", highlight=False)
-    raise SystemExit(0 if all(held.values()) else 1)
+    raise SystemExit(0 if all(results.values()) else 1)
 
 
 if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        raise SystemExit("interrupted: the same command goes on from here") from None
+        raise SystemExit("interrupted: run the same command to resume") from None

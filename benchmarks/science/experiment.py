@@ -15,13 +15,16 @@ from laconic.lab.race import workloads
 from laconic.lab.race.workloads import DIGITS_BATCH, Batch, Workload, lr_factor
 
 PICTURES = 1437
-"""To train on: scikit-learn's 1797 digits without the 360 that the workload holds out."""
+"""Number of training images: scikit-learn's 1797 digits without the 360 that are held out."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What decides a run, to the last bit: the recipe as one writes it in Python, the peak
-    learning rate, and the seed of the first parameters and of every worker's batches."""
+    """Everything that determines a run, to the last bit.
+
+    ``recipe`` is Python code, ``lr`` the peak learning rate. ``seed`` determines the initial
+    parameters and every worker's batches.
+    """
 
     recipe: str
     lr: float
@@ -33,8 +36,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of the consensus model, the loss (nats) on the whole training set and the accuracy on the
-    pictures held out; and the floats that a worker sent per parameter and step."""
+    """The result of a run: the consensus model's ``loss`` (nats) on the whole training set, its
+    ``accuracy`` on held-out images, and the ``floats`` sent by a worker per parameter and step."""
 
     loss: float
     accuracy: float
@@ -43,14 +46,17 @@ class Outcome:
 
 @cache
 def digits() -> Workload:
-    """The lab's digits, MLP 64-128-10 and Nesterov SGD with momentum 0.9, with 8 pictures per
-    worker and step; lr rises over 5% of the steps and falls to 0 along a half cosine."""
+    """Return the lab's digits workload with the learning rate falling to 0.
+
+    The MLP is 64-128-10, trained by Nesterov SGD with momentum 0.9 and 8 images per worker and
+    step. The learning rate rises over 5% of the steps and then falls along a half cosine.
+    """
     return replace(workloads.load("digits"), warmup=0.05, final=0.0)
 
 
 @cache
 def training_set() -> Batch:
-    """All that is trained on: one epoch of a single worker."""
+    """Return the whole training set: one epoch of a single worker."""
     epoch = islice(digits().batches(0, 1, 0), -(-PICTURES // DIGITS_BATCH))
     inputs, targets = zip(*epoch, strict=True)
     return torch.cat(inputs)[:PICTURES], torch.cat(targets)[:PICTURES]
@@ -58,7 +64,7 @@ def training_set() -> Batch:
 
 @cache
 def held_out() -> Batch:
-    """The pictures that nobody trains on."""
+    """Return the held-out images."""
     inputs, targets = zip(*digits().validation, strict=True)
     return torch.cat(inputs), torch.cat(targets)
 
@@ -85,13 +91,14 @@ def train(job: Job) -> Outcome:
         floats = sync.stats().bytes_sent / 4 / parameters / job.steps
         sync.finish()
         sync.detach()
-        return _judge(model, floats) if rank == 0 else Outcome(0.0, 0.0, floats)
+        return _evaluate(model, floats) if rank == 0 else Outcome(0.0, 0.0, floats)
 
     return laconic.simulate(worker, workers=job.workers)[0]
 
 
 @torch.no_grad()
-def _judge(model: nn.Module, floats: float) -> Outcome:
+def _evaluate(model: nn.Module, floats: float) -> Outcome:
     inputs, targets = held_out()
-    right: Tensor = model(inputs).argmax(1) == targets
-    return Outcome(float(digits().loss(model, training_set())), float(right.float().mean()), floats)
+    correct: Tensor = model(inputs).argmax(1) == targets
+    loss = float(digits().loss(model, training_set()))
+    return Outcome(loss, float(correct.float().mean()), floats)

@@ -1,4 +1,4 @@
-"""The table and the picture of docs/science.md, and the same table for the terminal."""
+"""Write the table and the plot of docs/science.md, and the table for the terminal."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from benchmarks.science.rows import (
 
 HEAD = ("recipe", "lr, beta", "median", "range", "mean", "floats", "acc. %")
 BEGIN, END = "<!-- begin: written by make science -->", "<!-- end -->"
-INK, GREY, BLUE = "#222222", "#8A8A8A", "#0B6BB8"
+INK, GRAY, BLUE = "#222222", "#8A8A8A", "#0B6BB8"
 
 
 def terminal(findings: Sequence[Finding]) -> Table:
-    """For who looks on."""
+    """Return the table for the terminal."""
     table = Table(box=None, pad_edge=False)
     for name in HEAD:
         table.add_column(name, justify="left" if name == HEAD[0] else "right")
@@ -36,7 +36,7 @@ def terminal(findings: Sequence[Finding]) -> Table:
 
 
 def write(docs: Path, findings: Sequence[Finding], tuning_seeds: int) -> None:
-    """The table into ``docs``/science.md, between its marks, and science.png beside it."""
+    """Write the table into ``docs``/science.md, between its markers, and science.png next to it."""
     path = docs / "science.md"
     before, _, rest = path.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -47,7 +47,7 @@ def write(docs: Path, findings: Sequence[Finding], tuning_seeds: int) -> None:
 
 
 def markdown(findings: Sequence[Finding], tuning_seeds: int) -> str:
-    """The table, and under it how it was come by."""
+    """Return the table, with a second table of the recipes' code."""
     rows = [HEAD, ["---", *["---:"] * (len(HEAD) - 1)], *map(_cells, _by_loss(findings))]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     recipes = "\n".join(f"| {f.row.name} | {_code(f)} |" for f in _by_loss(findings))
@@ -56,19 +56,19 @@ Tuned on {tuning_seeds} seeds; reported on {len(findings[0].outcomes)} others:
 
 {table}
 
-| recipe | as laconic writes it |
+| recipe | in laconic |
 |---|---|
 {recipes}
 """
 
 
 def picture(findings: Sequence[Finding]) -> Figure:
-    """Loss against floats sent: a dot for each seed, a larger one at the median."""
+    """Plot loss against floats sent: a dot per seed, and a larger one at the median."""
     figure = Figure(figsize=(8.5, 5.2), dpi=150, layout="constrained", facecolor="white")
     axes = figure.subplots()
     for f in findings:
         floats = f.outcomes[0].floats
-        axes.plot([floats] * len(f.losses), f.losses, ".", color=GREY, markersize=3, alpha=0.6)
+        axes.plot([floats] * len(f.losses), f.losses, ".", color=GRAY, markersize=3, alpha=0.6)
         axes.plot([floats], [f.loss], "o", color=BLUE, markersize=6)
         offset, side = BESIDE.get(f.row, ((7, 0), "left"))
         axes.annotate(
@@ -92,7 +92,7 @@ def picture(findings: Sequence[Finding]) -> Figure:
 
 BESIDE = {row: ((-7, 0), "right") for row in (SLOW_GOSSIP, GOSSIP, LEADER, SUM_16, GRADIENTS)}
 BESIDE[ELASTIC_16] = ((0, -15), "center")
-"""Where names stand that have no room on the right of their points."""
+"""Offsets of names that do not fit to the right of their points."""
 
 
 def _style(axes: Axes) -> None:
@@ -116,7 +116,7 @@ def _by_loss(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _cells(f: Finding) -> list[str]:
-    """One row of the table, as `HEAD` has it."""
+    """Return one row of the table, with the columns of `HEAD`."""
     losses = f.losses
     return [
         f.row.name,
@@ -130,7 +130,7 @@ def _cells(f: Finding) -> list[str]:
 
 
 def _code(f: Finding) -> str:
-    """The recipe as one writes it, and what is given to `laconic.attach` beside it."""
+    """Return the recipe's code and the other arguments of `laconic.attach`."""
     job = f.row.job(f.setting, 0)
     groups = f", in groups of {job.group_size}" if job.group_size else ""
     return f"`{job.recipe}`, {job.workers} worker{'s'[: job.workers - 1]}{groups}"

@@ -1,4 +1,4 @@
-"""The rows of the table, what is tuned for each, and what the table must show."""
+"""The rows of the table, what is tuned for each, and the claims that the table must support."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.science.experiment import Job, Outcome
 
 LRS = (0.02, 0.04, 0.08, 0.16, 0.32, 0.64)
 SUMS = (0.00125, 0.0025, 0.005, 0.01, *LRS)
-"""For a recipe that sums what n workers did: from n times less."""
+"""Learning rates for a recipe that sums the updates of n workers: from n times smaller."""
 BETAS = (0.2, 0.4, 0.6, 0.8)
 
 
@@ -25,8 +25,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Row:
-    """One recipe; ``{beta}`` in it is tuned. ``best`` is the setting that the full run found, near
-    which the quick one looks."""
+    """One recipe, in which ``{beta}`` is tuned. ``best`` is the setting that the full run found.
+    The quick run searches near it."""
 
     name: str
     recipe: str
@@ -36,7 +36,7 @@ class Row:
     group_size: int | None = None
 
     def settings(self, near: bool) -> list[Setting]:
-        """The grid; ``near``: no further than one place from the best."""
+        """Return the grid; with ``near``, only settings at most one position from the best."""
         betas = BETAS if self.best.beta is not None else (None,)
         return [
             Setting(lr, beta)
@@ -53,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a row came to at one setting, over several seeds."""
+    """The outcomes of a row at one setting, over several seeds."""
 
     row: Row
     setting: Setting
@@ -61,13 +61,16 @@ class Finding:
 
     @property
     def losses(self) -> list[float]:
-        """From the lowest to the highest; one that is no number counts as the highest."""
+        """The losses in ascending order. NaN counts as the highest."""
         return sorted(math.inf if math.isnan(o.loss) else o.loss for o in self.outcomes)
 
     @property
     def loss(self) -> float:
-        """The median: near the largest learning rate that works, a run in ten ends with several
-        times the loss of the others, and would be the mean."""
+        """The median loss.
+
+        Near the largest learning rate that works, one run in ten ends with several times the loss
+        of the others and would dominate the mean.
+        """
         return statistics.median(self.losses)
 
 
@@ -107,11 +110,11 @@ ROWS = (
     SUM_16,
 )
 CLAIMED = (GRADIENTS, GOSSIP, SLOW, LOCAL_RESET, ALONE, ELASTIC_16, SUM_16)
-"""The rows that the claims are about."""
+"""The rows that the claims refer to."""
 
 
 def claims(loss: Mapping[Row, float]) -> dict[str, bool]:
-    """What must hold of the losses, and whether it does."""
+    """Return the claims about the losses, and whether each holds."""
     slow, local = loss[SLOW], loss[LOCAL_RESET]
     return {
         "all-reduce SGD <= SGP": loss[GRADIENTS] <= loss[GOSSIP],

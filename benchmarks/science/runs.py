@@ -1,4 +1,4 @@
-"""Many runs at once, kept in a file: one that was interrupted goes on where it was."""
+"""Run many jobs in parallel and store the results in a file, so that a benchmark can resume."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.science.experiment import Job, Outcome, train
 
 @cache
 def sources() -> str:
-    """A digest of the code that runs depend on; those of other code do not count."""
+    """Return a digest of the code that runs depend on. Runs of other code do not count."""
     core = sorted(Path(laconic.__file__).parent.rglob("*.py"))
     digest = hashlib.sha256(torch.__version__.encode())
     for path in (Path(experiment.__file__), *core):
@@ -30,13 +30,13 @@ def sources() -> str:
 
 
 def load(path: Path) -> dict[Job, Outcome]:
-    """The runs in the file at ``path`` that this code made."""
+    """Return the runs in the file at ``path`` that were made by this code."""
     known = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
             entry = json.loads(line)
         except json.JSONDecodeError:
-            continue  # cut off when the run was interrupted
+            continue  # incomplete: the run was interrupted
         if entry["sources"] == sources():
             known[Job(**entry["job"])] = Outcome(**entry["outcome"])
     return known
@@ -44,14 +44,17 @@ def load(path: Path) -> dict[Job, Outcome]:
 
 def _prepare() -> None:
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and the parent this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends this process
 
 
 def outcomes(
     jobs: Iterable[Job], path: Path, processes: int, progress: Callable[[int, int], None]
 ) -> dict[Job, Outcome]:
-    """The outcome of each job: from the file at ``path``, or run now, in so many processes, and
-    written there. ``progress`` is told how many of how many are done."""
+    """Return the outcome of each job, from the file at ``path`` or from running it.
+
+    New outcomes are added to the file. ``progress`` is called with the number of finished jobs and
+    the number of all jobs.
+    """
     jobs = list(dict.fromkeys(jobs))
     known = load(path)
     missing = [job for job in jobs if job not in known]
@@ -66,7 +69,7 @@ def outcomes(
         try:
             with path.open("a") as file:
                 if file.tell():
-                    file.write("\n")  # the last line may have been cut off
+                    file.write("\n")  # the last line may be incomplete
                 futures = {pool.submit(train, job): job for job in missing}
                 for done, future in enumerate(as_completed(futures), len(jobs) - len(missing) + 1):
                     job, outcome = futures[future], future.result()

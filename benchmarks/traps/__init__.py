@@ -1,7 +1,7 @@
-"""Ways to lose a training run without a word, each reproduced: what a version does about them.
+"""Reproduce ways in which a training run can fail silently, and what laconic does about them.
 
-A trap is a function that returns what happened, in a few words, where all went well, and raises
-`Trapped` where a user would have lost something. ``python -m benchmarks.traps`` runs all of them.
+A trap is a function. It returns a short description of what happened if all went well, and raises
+`Trapped` if a user would have lost something. ``python -m benchmarks.traps`` runs all traps.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-class Trapped(Exception):  # noqa: N818 (it is what a trap says, and no error of its own)
-    """What a user would have lost, or been told wrongly."""
+class Trapped(Exception):  # noqa: N818 (a result of a trap, not an error in it)
+    """What a user would have lost, or what a message got wrong."""
 
 
 @dataclass(frozen=True)
 class Trap:
-    """``run`` checks what ``title`` says. ``seconds``: how long it may take."""
+    """``run`` checks what ``title`` says, within ``seconds``."""
 
     title: str
     run: Callable[[], str]
@@ -33,11 +33,11 @@ class Trap:
 
 ENDS = ("out", "err")
 TRAPS: dict[str, Trap] = {}
-"""By name, in the order in which they are run."""
+"""Traps by name, in the order in which they run."""
 
 
 def trap(title: str, seconds: float = 120.0) -> Callable[[Callable[[], str]], Callable[[], str]]:
-    """Register a function as a trap under its own name."""
+    """Register a function as a trap under its name."""
 
     def register(run: Callable[[], str]) -> Callable[[], str]:
         TRAPS[run.__name__] = Trap(title, run, seconds)
@@ -48,7 +48,7 @@ def trap(title: str, seconds: float = 120.0) -> Callable[[Callable[[], str]], Ca
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one process ended. ``code`` is None where it was killed at the time limit."""
+    """How one process ended. ``code`` is None if it was killed at the time limit."""
 
     code: int | None
     out: str
@@ -63,7 +63,7 @@ class Outcome:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on."""
+    """Return an unused TCP port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -77,10 +77,12 @@ def run_ranks(
     arguments: Sequence[str] = (),
     culprit: int | None = None,
 ) -> list[Outcome]:
-    """Run the program ``code`` once for each rank, with torchrun's environment variables on
-    127.0.0.1; returns how each ended. Kills those that run longer than ``timeout`` seconds, and
-    the ``culprit`` when all others have ended."""
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
+    """Run the program ``code`` once per rank, with torchrun's environment variables, on 127.0.0.1.
+
+    Kills processes that run longer than ``timeout`` seconds, and the ``culprit`` once all others
+    have ended. Returns how each process ended.
+    """
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         program = Path(folder, "program.py")
         program.write_text(code)
         common = {
@@ -94,10 +96,10 @@ def run_ranks(
         start = time.monotonic()
         processes, logs = [], []
         for rank in range(ranks):
-            log = [opened.enter_context(Path(folder, f"{rank}.{end}").open("w+")) for end in ENDS]
-            own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})}
+            log = [stack.enter_context(Path(folder, f"{rank}.{end}").open("w+")) for end in ENDS]
+            variables = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), **(env or {})}
             argv = [sys.executable, str(program), *arguments]
-            processes.append(subprocess.Popen(argv, env=own, stdout=log[0], stderr=log[1]))
+            processes.append(subprocess.Popen(argv, env=variables, stdout=log[0], stderr=log[1]))
             logs.append(log)
         ended: dict[int, tuple[int | None, float]] = {}
         while len(ended) < ranks:

@@ -1,4 +1,4 @@
-"""The model that is validated, shipped and left at the end contains every step taken."""
+"""Traps of the final model: it must contain every step taken."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import laconic as la
 from benchmarks.traps import Trapped, trap
 
 BOUND = 1.05
-"""Most times the loss of the mean of the workers' models that the finished model may have."""
+"""Maximum loss of the finished model, relative to that of the mean of the workers' models."""
 STOPS, LAST = 20, 100
 README = la.slowmo(la.local_sgd(3), period=48)
 
@@ -50,7 +50,7 @@ RECIPES: dict[str, tuple[la.Recipe, int | None]] = {
     "sparse_loco(12)": (la.sparse_loco(12), None),
     "noloco(12)": (la.noloco(12), None),
 }
-"""Recipes, with the size of groups where they have some."""
+"""Recipes, with the group size of those that have groups."""
 
 
 @cache
@@ -62,14 +62,14 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def loss_of(model: nn.Module) -> float:
-    """On all pictures."""
+    """Return the loss on all images."""
     images, labels = digits()
     with torch.no_grad():
         return float(nn.functional.cross_entropy(model(images), labels))
 
 
 class Worker:
-    """One worker's training of a small network; ``data`` tells runs with other batches apart."""
+    """One worker's training of a small network. ``data`` selects the batches."""
 
     def __init__(
         self, recipe: la.Recipe, rank: int, group_size: int | None = None, data: int = 0
@@ -77,9 +77,9 @@ class Worker:
         images, _ = digits()
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-        plain = any("FastComponents" in type(r.exchange).__name__ for r in recipe)  # signs
+        signs = any("FastComponents" in type(r.exchange).__name__ for r in recipe)
         summed = any("Downpour" in type(r.update).__name__ for r in recipe)
-        lr, momentum = (0.002, 0.0) if plain else (0.0125 if summed else 0.05, 0.9)
+        lr, momentum = (0.002, 0.0) if signs else (0.0125 if summed else 0.05, 0.9)
         nesterov = bool(momentum)
         params = self.model.parameters()
         self.optimizer = torch.optim.SGD(params, lr, momentum=momentum, nesterov=nesterov)
@@ -103,7 +103,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Ends:
-    """Losses of the mean of the workers' models, and of what a call made of them."""
+    """Losses of the mean of the workers' models, and of the model that a call produced."""
 
     mean: float
     model: float
@@ -126,7 +126,7 @@ def loss_of_mean(flats: list[Tensor]) -> float:
 
 
 def finished(recipe: la.Recipe, stop: int, group_size: int | None, data: int = 0) -> Ends:
-    """Training stopped after ``stop`` steps by `finish`."""
+    """Train ``stop`` steps, call `finish`, and return the losses."""
 
     def run(rank: int) -> tuple[Tensor, float]:
         worker = Worker(recipe, rank, group_size, data)
@@ -142,8 +142,10 @@ def finished(recipe: la.Recipe, stop: int, group_size: int | None, data: int = 0
 def validated(
     recipe: la.Recipe, stops: Collection[int], group_size: int | None
 ) -> tuple[list[Ends], bool]:
-    """Losses inside `consensus` after each of ``stops``; and whether the run ended as one that
-    did not validate did, bit for bit."""
+    """Return the losses inside `consensus` after each of ``stops``.
+
+    Also returns whether the run ended bit-identical to one without validation.
+    """
 
     def run(rank: int) -> tuple[list[tuple[Tensor, float]], Tensor]:
         worker = Worker(recipe, rank, group_size)
@@ -169,13 +171,13 @@ def validated(
     return ends, all(torch.equal(a, b) for (_, a), b in zip(runs, others, strict=True))
 
 
-@trap("finish() one step before the slow step of the README's own recipe keeps the training")
+@trap("finish() one step before the slow step of the README's recipe keeps all training steps")
 def finish_before_the_slow_step() -> str:
     ends = finished(README, 47, None)
     return _judge({47: ends}, "slowmo(local_sgd(3), period=48)")
 
 
-@trap("finish() of diloco(100) after 99 steps keeps the training")
+@trap("finish() of diloco(100) after 99 steps keeps all training steps")
 def finish_before_the_outer_step() -> str:
     return _judge({99: finished(la.diloco(100), 99, None)}, "diloco(100)")
 
@@ -187,7 +189,9 @@ def finish_anywhere() -> str:
     )
 
 
-@trap("every recipe: consensus() after 20 random steps shows the mean; the run is unchanged", 600)
+@trap(
+    "every recipe: consensus() after 20 random steps is the mean and leaves the run unchanged", 600
+)
 def validate_anywhere() -> str:
     changed = []
 
@@ -197,10 +201,10 @@ def validate_anywhere() -> str:
             changed.append(recipe)
         return found
 
-    said = _every_recipe(ends)
+    text = _every_recipe(ends)
     if changed:
         raise Trapped(f"validation changes the run under {changed}")
-    return f"{said}; runs end bit-identical to those without validation"
+    return f"{text}; runs end bit-identical to those without validation"
 
 
 def _every_recipe(
@@ -223,14 +227,14 @@ def _every_recipe(
 
 def _judge(ends: dict[int, Ends], name: str) -> str:
     for stop, end in ends.items():
-        said = f"{name} stopped at {stop}: loss {end.model:.4f}, the mean of the workers' models "
-        said += f"{end.mean:.4f}"
+        text = f"{name} stopped at {stop}: loss {end.model:.4f}, the mean of the workers' models "
+        text += f"{end.mean:.4f}"
         if not (math.isfinite(end.model) and end.ratio <= BOUND):
-            raise Trapped(said)
-    return said
+            raise Trapped(text)
+    return text
 
 
-@trap("optimizer.step() inside consensus(), whose result would be discarded, is refused")
+@trap("optimizer.step() inside consensus(), whose result would be discarded, raises an error")
 def step_inside_consensus() -> str:
     def run(rank: int) -> str:
         worker = Worker(la.local_sgd(4), rank)
@@ -242,7 +246,7 @@ def step_inside_consensus() -> str:
                 return str(error)
         return f"the step was counted ({worker.sync.step}) and its result discarded"
 
-    said = simulate(run, 2)[0]
-    if "consensus()" not in said:
-        raise Trapped(said)
-    return said
+    text = simulate(run, 2)[0]
+    if "consensus()" not in text:
+        raise Trapped(text)
+    return text

@@ -1,5 +1,4 @@
-"""GPUs, with stand-ins for torch.cuda's functions where there are none: what is asked of which
-device."""
+"""Traps of GPUs, with stand-ins for functions of torch.cuda on machines without a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from laconic.links.comm_thread import CommThread, Pending
 
 
 class _Event:
-    """Notes the streams that wait for it."""
+    """Records the streams that wait for it."""
 
     def __init__(self) -> None:
         self.waiting: list[object] = []
@@ -40,7 +39,7 @@ def _current(device: torch.device | None = None) -> str:
 
 
 def _wait(device: str, result: Any) -> list[object]:
-    """The streams that wait, after a job beside the training of a model on ``device``."""
+    """Return the streams that wait after a background job, for a model on ``device``."""
     lane, stream = CommThread(True, torch.device(device), lambda: None), _Stream()
     pending: Pending[Any] = Pending(lane, "a job")
     pending.run(lambda: result, stream)  # type: ignore[arg-type]
@@ -49,15 +48,15 @@ def _wait(device: str, result: Any) -> list[object]:
     return stream.event.waiting
 
 
-@trap("a round with a delay is waited for, with the model on GPU 1 and GPU 0 the current one")
+@trap("a round with a delay is waited for on the model's GPU 1 while GPU 0 is the current one")
 def model_on_another_gpu() -> str:
     waiting = _wait("cuda:1", None)
     if waiting != ["the stream of cuda:1"]:
-        raise Trapped(f"{waiting[0]} waits for the average, and training reads what is not there")
+        raise Trapped(f"{waiting[0]} waits for the average, and training uses unfinished data")
     return "the stream of the model's GPU waits"
 
 
-@trap("a buffer on the CPU is averaged with a delay, beside parameters on a GPU")
+@trap("a buffer on the CPU is averaged with a delay, next to parameters on a GPU")
 def cpu_buffer_with_a_delay() -> str:
     buffer = torch.ones(2)
     try:
@@ -79,14 +78,14 @@ def parameters_on_two_devices() -> str:
             return str(error)
         return ""
 
-    (said,) = la.simulate(attach, workers=1)
-    if "several devices" not in said:
-        raise Trapped(said or "it is attached without a word")
-    return said[:100]
+    (message,) = la.simulate(attach, workers=1)
+    if "several devices" not in message:
+        raise Trapped(message or "it is attached without an error")
+    return message[:100]
 
 
 def _chosen(visible: int, local: str, on_host: str) -> list[int]:
-    """The GPUs that `laconic.init` makes the current one."""
+    """Return the GPUs that `laconic.init` makes the current one."""
     found: list[int] = []
 
     def set_device(device: int) -> None:
@@ -107,31 +106,31 @@ def _chosen(visible: int, local: str, on_host: str) -> list[int]:
     return found
 
 
-@trap("each process sees one GPU alone (CUDA_VISIBLE_DEVICES), and LOCAL_RANK is 3")
+@trap("each process sees only one GPU (CUDA_VISIBLE_DEVICES), and LOCAL_RANK is 3")
 def one_visible_gpu() -> str:
     try:
         chosen = _chosen(1, "3", "4")
     except RuntimeError as error:
         raise Trapped(f"laconic.init() fails with {error}") from None
     if chosen != [0]:
-        raise Trapped(f"GPU {chosen} is chosen, of one")
-    return "it takes the one that there is"
+        raise Trapped(f"it chooses GPU {chosen}, but there is only one")
+    return "it chooses the only GPU"
 
 
 @trap("more ranks than GPUs on a host")
 def more_ranks_than_gpus() -> str:
-    told = []
+    messages = []
     for local in ("0", "5"):
         try:
             _chosen(4, local, "6")
         except ValueError as error:
-            told.append(str(error))
+            messages.append(str(error))
         except RuntimeError as error:
             raise Trapped(
                 f"LOCAL_RANK {local} fails with {error}, and others wait for it"
             ) from None
         else:
-            told.append("")
-    if not all("4 GPUs are visible" in text for text in told):
-        raise Trapped("some ranks go on, and wait for the others")
-    return told[0][:100]
+            messages.append("")
+    if not all("4 GPUs are visible" in text for text in messages):
+        raise Trapped("some ranks continue and wait for the others")
+    return messages[0][:100]

@@ -1,4 +1,4 @@
-"""Traps of defaults, of messages, and of the course's own example."""
+"""Traps of defaults, messages, and the tutorial's own example."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from laconic.algorithms.round import Recipe, Round
 
 
 def _loss(recipe: Recipe, workers: int, steps: int) -> float:
-    """After so many steps of regression on samples of each worker's own."""
+    """Return the loss after some steps of regression, with separate samples per worker."""
 
     def run(rank: int) -> float:
         task = torch.Generator().manual_seed(0)
@@ -30,9 +30,9 @@ def _loss(recipe: Recipe, workers: int, steps: int) -> float:
         model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         sync = laconic.attach(model, optimizer, recipe)
-        own = torch.Generator().manual_seed(100 + rank)
+        generator = torch.Generator().manual_seed(100 + rank)
         for _ in range(steps):
-            batch = torch.randint(0, 1024, (16,), generator=own)
+            batch = torch.randint(0, 1024, (16,), generator=generator)
             optimizer.zero_grad()
             nn.functional.mse_loss(model(x[batch]), y[batch]).backward()
             optimizer.step()
@@ -43,23 +43,23 @@ def _loss(recipe: Recipe, workers: int, steps: int) -> float:
     return laconic.simulate(run, workers=workers)[0]
 
 
-@trap("slow momentum by default, with few workers: the README's own example")
+@trap("slow momentum by default with few workers, in the README's example")
 def slow_momentum_of_few_workers() -> str:
     base = laconic.local_sgd(3)
-    found = _loss(laconic.slowmo(base, period=48), 4, 96)
+    loss = _loss(laconic.slowmo(base, period=48), 4, 96)
     plain = _loss(laconic.slowmo(base, period=48, momentum=0.0), 4, 96)
-    said = f"a loss of {found:.3f} after 96 steps of 4 workers, and {plain:.3f} without momentum"
-    if found > 2 * plain:
-        raise Trapped(said)
-    return said
+    text = f"a loss of {loss:.3f} after 96 steps of 4 workers, and {plain:.3f} without momentum"
+    if loss > 2 * plain:
+        raise Trapped(text)
+    return text
 
 
-@trap("streaming_diloco with its defaults, and with what auto takes")
+@trap("streaming_diloco with its defaults equals the recipe that auto uses")
 def streaming_defaults() -> str:
     default = laconic.streaming_diloco()
     advised = laconic.streaming_diloco(16, 4, 2, 0.5, "int4", lr=0.7, momentum=0.6)
     if default != advised:
-        raise Trapped(f"settings that nothing here recommends: {default[0].update}")
+        raise Trapped(f"the defaults differ from auto's settings: {default[0].update}")
     return "the same"
 
 
@@ -92,13 +92,13 @@ def groups_without_effect() -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         laconic.simulate(run, workers=4)
-    told = [str(w.message) for w in caught if "group_size" in str(w.message)]
-    if not told:
-        raise Trapped("it is ignored without a word, and nobody averages inside groups")
-    return told[0]
+    messages = [str(w.message) for w in caught if "group_size" in str(w.message)]
+    if not messages:
+        raise Trapped("group_size is ignored without a warning, and no groups are averaged")
+    return messages[0]
 
 
-@trap("laconic advise recommends a period that auto leaves out for its cost")
+@trap("laconic advise recommends only periods that auto considers")
 def advice_that_auto_leaves_out() -> str:
     from laconic.advisor.choices import choices
     from laconic.auto import candidates
@@ -113,11 +113,11 @@ def advice_that_auto_leaves_out() -> str:
     return f"{len(chosen)} periods, the same for both"
 
 
-@trap("TUTORIAL_SCALE=0.1 python -m tutorial 3, the course's own example", seconds=240.0)
+@trap("TUTORIAL_SCALE=0.1 python -m tutorial 3, the tutorial's own example", seconds=240.0)
 def scaled_tutorial() -> str:
-    root = Path(laconic.__file__).parents[2]  # the tutorial beside this version of laconic
+    root = Path(laconic.__file__).parents[2]  # the tutorial next to this version of laconic
     if not (root / "tutorial").is_dir():
-        raise RuntimeError(f"no tutorial beside {laconic.__file__}")
+        raise RuntimeError(f"no tutorial next to {laconic.__file__}")
     env = {**os.environ, "TUTORIAL_SCALE": "0.1", "MPLBACKEND": "agg"}
     env["PYTHONPATH"] = os.pathsep.join([str(root / "src"), str(root)])
     argv = [sys.executable, "-m", "tutorial", "3"]
@@ -126,7 +126,7 @@ def scaled_tutorial() -> str:
         lines = ended.stderr.strip().splitlines()
         where = [line.strip() for line in lines if "chapter3.py" in line]
         raise Trapped(f"it fails: {lines[-1]} {where[-1] if where else ''}")
-    return "it runs to its end"
+    return "it runs to the end"
 
 
 SAVING = """
@@ -146,7 +146,7 @@ for step in range(6):
 """
 
 
-@trap("laconic.save called on rank 0 alone: how much is printed, and whether it can be read")
+@trap("laconic.save called on rank 0 only: how much is printed, and whether it is readable")
 def save_on_one_rank() -> str:
     with tempfile.TemporaryDirectory() as folder:
         ended: list[Outcome] = run_ranks(SAVING.format(path=f"{folder}/checkpoint"), 2)
@@ -157,11 +157,11 @@ def save_on_one_rank() -> str:
     chains += sum(outcome.err.count("direct cause") for outcome in ended)
     if chains or lines > 100 or "laconic.save" not in ended[0].last_line:
         raise Trapped(f"{lines} lines with {chains} chained tracebacks of laconic's own")
-    return f"{lines} lines of two ranks, the last of which says what to do"
+    return f"{lines} lines from two ranks, the last of which says what to do"
 
 
-def _refusal(saved: Recipe, now: Recipe) -> str:
-    """What a run is told that loads the state of ``saved`` under ``now``."""
+def _load_error(saved: Recipe, now: Recipe) -> str:
+    """Return the error of a run under ``now`` that loads the state of ``saved``."""
 
     def run(rank: int) -> str:
         sync = []
@@ -174,17 +174,17 @@ def _refusal(saved: Recipe, now: Recipe) -> str:
             sync[1].load_state_dict(state)
         except ValueError as error:
             return str(error)
-        raise Trapped("a state of another recipe is loaded")
+        raise Trapped("the state of another recipe is loaded")
 
     return laconic.simulate(run, workers=1)[0]
 
 
 @trap("a checkpoint that is resumed under another recipe")
 def resumed_under_another_recipe() -> str:
-    said = _refusal(laconic.local_sgd(12), laconic.local_sgd(24))
-    if "switch" not in said or "Round(" in said:
-        raise Trapped(f"told without a remedy: {said}")
-    return said
+    message = _load_error(laconic.local_sgd(12), laconic.local_sgd(24))
+    if "switch" not in message or "Round(" in message:
+        raise Trapped(f"the error has no remedy: {message}")
+    return message
 
 
 @trap("a misspelled option, in Python and as text")
@@ -201,7 +201,7 @@ def misspelled_option() -> str:
             call()
         except (ValueError, TypeError) as error:
             if f"did you mean {meant!r}?" not in str(error):
-                raise Trapped(f"not told what was meant: {error}") from None
+                raise Trapped(f"the error does not suggest {meant!r}: {error}") from None
         else:
-            raise Trapped(f"accepted in place of {meant!r}")
-    return f"the nearest of {', '.join(calls)} is named"
+            raise Trapped(f"a misspelling of {meant!r} is accepted")
+    return f"the errors suggest {', '.join(calls)}"

@@ -1,4 +1,4 @@
-"""Traps of the emulated lab."""
+"""Failure cases of the emulated lab."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NOBODY = 65534
 PLANTED = """
 import json, os, socket
 os.setgroups([]), os.setgid({nobody}), os.setuid({nobody})
-with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-    door.bind("\\0{name}")
-    door.listen()
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+    server.bind("\\0{name}")
+    server.listen()
     print("listening", flush=True)
     while True:
-        with door.accept()[0] as peer:
+        with server.accept()[0] as peer:
             plan = dict(launcher=1, addresses=["10.0.0.1"], prefix=24, rates=[None], path=[])
             if peer.recv(16):
                 net = os.open("/proc/self/ns/net", os.O_RDONLY)
@@ -27,9 +27,10 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
 """
 
 
+@trap("laconic lab --shell as root, after another user created a socket with a lab's name")
 @trap("laconic lab --shell as root, where another user has planted a lab's socket")
 def planted_lab() -> str:
-    from laconic.lab.emulation import cluster
+    from laconic.lab.emulation.join import join
 
     if os.geteuid() != 0:
         return "not tried: only root can plant a socket as another user"
@@ -41,12 +42,12 @@ def planted_lab() -> str:
         if planter.stdout.readline() != "listening\n":
             raise RuntimeError("the socket could not be planted")
         try:
-            entry = cluster.join(name, 0)
+            entry = join(name, 0)
         except ValueError as error:
             return str(error)
         for descriptor in entry.descriptors():
             os.close(descriptor)
-        raise Trapped(f"root's shell would enter a namespace that user {NOBODY} has chosen")
+        raise Trapped(f"root's shell would enter a namespace that user {NOBODY} chose")
     finally:
         planter.kill()
         planter.wait()

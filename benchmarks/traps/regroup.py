@@ -1,4 +1,4 @@
-"""A checkpoint goes on with another number of workers, and without one host's directory."""
+"""Resume a checkpoint with another number of workers, and without one host's directory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from benchmarks.traps import Trapped, trap
 from benchmarks.traps.consensus import RECIPES, Worker, loss_of, simulate
 
 SAVED_AT, FOLLOW = 37, 24
-"""No outer step falls on the first; messages are in flight then where there is a delay."""
+"""At the first, no outer step is due, and recipes with a delay have messages in flight."""
 RESTARTS = 5
-"""With the same number of workers, each on other batches: how far restarts are apart anyhow."""
+"""Restarts with the same number of workers and different batches, to measure their spread."""
 CLOSE = 1.001
-"""Times the loss of the consensus that was saved, which the loaded model may have at most."""
+"""Maximum loss of the loaded consensus, relative to that of the saved one."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Restart:
 
 
 def grouped(size: int | None, workers: int) -> int | None:
-    """The size of groups for so many workers, where the recipe has some."""
+    """Return the group size for a number of workers, for recipes with groups."""
     return None if size is None else (size if workers % size == 0 else 1)
 
 
 def save(
     recipe: la.Recipe, size: int | None, folders: Sequence[Path], load: Sequence[Path] | None
 ) -> float:
-    """Train `SAVED_AT` steps (from where ``load`` ends) and save; the loss of the consensus."""
+    """Train `SAVED_AT` steps, from ``load`` if given, and save. Return the consensus loss."""
 
     def run(rank: int) -> float:
         worker = Worker(recipe, rank, grouped(size, len(folders)))
@@ -53,7 +53,7 @@ def save(
 
 
 def restart(recipe: la.Recipe, size: int | None, folders: Sequence[Path], data: int) -> Restart:
-    """Go on from a checkpoint, on batches that ``data`` tells apart."""
+    """Resume from a checkpoint, with batches selected by ``data``."""
 
     def run(rank: int) -> Restart:
         worker = Worker(recipe, rank, grouped(size, len(folders)), data)
@@ -69,19 +69,21 @@ def restart(recipe: la.Recipe, size: int | None, folders: Sequence[Path], data: 
 
 
 def judge(name: str, saved: float, one: Restart, others: Sequence[Restart], what: str) -> str:
-    """Raise unless the loss later is within the spread of restarts with the same number of workers:
-    as far above their mean as their range at most, or 5% where that is more."""
+    """Raise `Trapped` unless the later loss is within the spread of restarts with equal workers.
+
+    It may exceed their mean by their range, or by 5% if that is more.
+    """
     losses = [other.after for other in others]
     mean = sum(losses) / len(losses)
     most = mean + max(max(losses) - min(losses), 0.05 * mean)
-    said = (
+    text = (
         f"{name}, {what}: loss {saved:.4f} when saved, {one.loaded:.4f} as loaded, {one.after:.4f} "
         f"after {FOLLOW} steps (restarts as before: {min(losses):.4f} to {max(losses):.4f})"
     )
-    print(said, flush=True)
+    print(text, flush=True)
     if not one.after <= most:
-        raise Trapped(said)
-    return said
+        raise Trapped(text)
+    return text
 
 
 def _each_recipe(check: Callable[[str, la.Recipe, int | None, Path], None]) -> str:
@@ -89,29 +91,29 @@ def _each_recipe(check: Callable[[str, la.Recipe, int | None, Path], None]) -> s
     for name, (recipe, size) in RECIPES.items():
         with tempfile.TemporaryDirectory() as folder:
             check(name, recipe, size, Path(folder))
-    return f"{len(RECIPES)} recipes go on"
+    return f"{len(RECIPES)} recipes resume"
 
 
-def _refused(name: str, work: Callable[[], Any]) -> Any:
+def _check_accepted(name: str, work: Callable[[], Any]) -> Any:
     try:
         return work()
     except (ValueError, OSError) as error:
         raise Trapped(f"{name}: {' '.join(str(error).split())[:300]}") from error
 
 
-@trap("every recipe, saved in the middle of a period: 4 -> 3 -> 5 workers go on", 1200)
+@trap("every recipe, saved in the middle of a period, resumes with 4 -> 3 -> 5 workers", 1200)
 def other_workers() -> str:
     def check(name: str, recipe: la.Recipe, size: int | None, base: Path) -> None:
         four, three = [base / "four"] * 4, [base / "three"] * 3
         saved = save(recipe, size, four, None)
         others = [restart(recipe, size, four, 1 + k) for k in range(RESTARTS)]
-        fewer = _refused(name, lambda: restart(recipe, size, four[:3], 1))
+        fewer = _check_accepted(name, lambda: restart(recipe, size, four[:3], 1))
         if not fewer.loaded <= CLOSE * saved:
             raise Trapped(f"{name}: loss {saved:.4f} when saved, {fewer.loaded:.4f} as loaded by 3")
         judge(name, saved, fewer, others, "4 -> 3")
         again = save(recipe, size, three, four[:3])
         others = [restart(recipe, size, three, 1 + k) for k in range(RESTARTS)]
-        more = _refused(name, lambda: restart(recipe, size, [base / "three"] * 5, 1))
+        more = _check_accepted(name, lambda: restart(recipe, size, [base / "three"] * 5, 1))
         if not more.loaded <= CLOSE * again:
             raise Trapped(f"{name}: loss {again:.4f} when saved, {more.loaded:.4f} as loaded by 5")
         judge(name, again, more, others, "3 -> 5")
@@ -119,14 +121,14 @@ def other_workers() -> str:
     return _each_recipe(check)
 
 
-@trap("every recipe: one of four hosts loses its directory, and the run goes on", 1200)
+@trap("every recipe resumes after one of four hosts loses its directory", 1200)
 def lost_directory() -> str:
     def check(name: str, recipe: la.Recipe, size: int | None, base: Path) -> None:
         hosts = [base / f"host{rank}" for rank in range(4)]
         saved = save(recipe, size, hosts, None)
         others = [restart(recipe, size, hosts, 1 + k) for k in range(RESTARTS)]
         shutil.rmtree(hosts[2])
-        left = _refused(name, lambda: restart(recipe, size, hosts, 1))
+        left = _check_accepted(name, lambda: restart(recipe, size, hosts, 1))
         judge(name, saved, left, others, "without host 2")
 
     return _each_recipe(check)

@@ -1,4 +1,4 @@
-"""What runs beside laconic: torch's data-parallel wrappers, FSDP, and torchrun."""
+"""Traps of what runs next to laconic: torch's data-parallel wrappers, FSDP, and torchrun."""
 
 from __future__ import annotations
 
@@ -23,52 +23,52 @@ torch.manual_seed(0)
 module = torch.nn.Linear(300, 10)
 wrapper = DistributedDataParallel(module)
 optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-given = wrapper if laconic_gets == "wrapper" else module
+attached = wrapper if laconic_gets == "wrapper" else module
 try:
-    with la.attach(given, optimizer, getattr(la, recipe)(*[8] * (recipe != "ddp"))) as sync:
+    with la.attach(attached, optimizer, getattr(la, recipe)(*[8] * (recipe != "ddp"))) as sync:
         generator = torch.Generator().manual_seed(rank)
         for _ in range(3):
             wrapper(torch.randn(4, 300, generator=generator)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        print("trained; payload bytes that stats() knows of:", sync.stats().bytes_sent)
+        print("trained; payload bytes in stats():", sync.stats().bytes_sent)
 except ValueError as error:
     print("ValueError:", str(error))
 """
 
 
-def _last(outcome: Outcome) -> str:
+def _last_line(outcome: Outcome) -> str:
     lines = outcome.out.strip().splitlines()
     return lines[-1] if lines else outcome.last_line
 
 
-def _refused(outcomes: list[Outcome], lost: str) -> str:
-    """What the ranks say, which must be one ``ValueError`` on all of them."""
-    said = [_last(o) for o in outcomes]
+def _check_refused(outcomes: list[Outcome], lost: str) -> str:
+    """Return the ranks' message, which must be the same ``ValueError`` on all of them."""
+    messages = [_last_line(o) for o in outcomes]
     if any(o.code is None for o in outcomes):
-        raise Trapped(f"a rank hangs: {said}")
+        raise Trapped(f"a rank hangs: {messages}")
     if any(o.code for o in outcomes):
         codes = [o.code for o in outcomes]
         raise Trapped(f"the processes end with {codes}: {outcomes[0].last_line[:120]}")
-    if not all(text.startswith("ValueError: ") for text in said):
-        heard = " and warns of identical batches" if "identical" in outcomes[0].err else ""
-        raise Trapped(f"{lost}: it {said[0]}{heard}")
-    if len(set(said)) > 1:
-        raise Trapped(f"the ranks are told different things: {said}")
-    return said[0][:120]
+    if not all(text.startswith("ValueError: ") for text in messages):
+        warned = " and warns of identical batches" if "identical" in outcomes[0].err else ""
+        raise Trapped(f"{lost}: it {messages[0]}{warned}")
+    if len(set(messages)) > 1:
+        raise Trapped(f"the ranks' errors differ: {messages}")
+    return messages[0][:120]
 
 
 @trap("a model wrapped in DistributedDataParallel is attached")
 def wrapped_in_ddp() -> str:
     outcomes = run_ranks(WRAPPED, arguments=["wrapper", "local_sgd"])
-    return _refused(outcomes, "DDP averages all gradients at every step beside laconic")
+    return _check_refused(outcomes, "DDP averages all gradients at every step besides laconic")
 
 
-@trap("the plain module is attached, and trained through a DistributedDataParallel beside it")
+@trap("the plain module is attached, but trained through a DistributedDataParallel wrapper")
 def trained_through_ddp() -> str:
-    lost = "DDP averages all gradients at every step beside laconic"
-    _refused(run_ranks(WRAPPED, arguments=["module", "ddp"]), f"{lost}'s own averages")
-    return _refused(run_ranks(WRAPPED, arguments=["module", "local_sgd"]), lost)
+    lost = "DDP averages all gradients at every step besides laconic"
+    _check_refused(run_ranks(WRAPPED, arguments=["module", "ddp"]), f"{lost}'s own averages")
+    return _check_refused(run_ranks(WRAPPED, arguments=["module", "local_sgd"]), lost)
 
 
 SHARDED = """
@@ -82,12 +82,12 @@ la.init()
 torch.manual_seed(torch.distributed.get_rank())
 grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("workers", "shards"))
 line = init_device_mesh("cpu", (4,))
-over, given = {"hsdp": (grid, grid), "all": (line, line)}[sys.argv[1]]
+over, attached = {"hsdp": (grid, grid), "all": (line, line)}[sys.argv[1]]
 model = torch.nn.Linear(8, 8)
 fully_shard(model, mesh=over)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 try:
-    sync = la.attach(model, optimizer, la.local_sgd(8), mesh=given, timeout=20)
+    sync = la.attach(model, optimizer, la.local_sgd(8), mesh=attached, timeout=20)
     for _ in range(3):
         model(torch.randn(2, 8)).square().mean().backward()
         optimizer.step()
@@ -101,13 +101,15 @@ except ValueError as error:
 @trap("FSDP shards a model inside each worker and replicates it over all workers (HSDP)")
 def sharded_and_replicated() -> str:
     outcomes = run_ranks(SHARDED, ranks=4, arguments=["hsdp"], timeout=90)
-    return _refused(outcomes, "FSDP averages over all workers at every step beside laconic")
+    return _check_refused(outcomes, "FSDP averages over all workers at every step besides laconic")
 
 
 @trap("a model sharded over all ranks is attached with a mesh of workers of one rank each")
 def sharded_over_all() -> str:
     outcomes = run_ranks(SHARDED, ranks=4, arguments=["all"], timeout=90)
-    return _refused(outcomes, "each worker has another part of one model, and laconic mixes them")
+    return _check_refused(
+        outcomes, "each worker has a different part of one model, and laconic mixes them"
+    )
 
 
 RESTARTED = """
@@ -118,7 +120,7 @@ import laconic as la
 
 folder, attempt = Path(sys.argv[1]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 if attempt and os.environ["RANK"] == "1":
-    time.sleep(3)  # a slow start: the other rank finds what the attempt before has left
+    time.sleep(3)  # start slowly, so that the other rank finds leftovers of the first attempt
 la.init()
 rank = torch.distributed.get_rank()
 torch.manual_seed(rank)
@@ -128,7 +130,7 @@ sync = la.attach(model, optimizer, la.local_sgd(2), timeout=30)
 checkpoint = folder / "checkpoint"
 if checkpoint.exists():
     la.load(checkpoint, model, optimizer, sync)
-began = sync.step
+start = sync.step
 while sync.step < 6:
     model(torch.randn(4, 3)).square().mean().backward()
     optimizer.step()
@@ -138,11 +140,11 @@ while sync.step < 6:
     if sync.step == 4 and not attempt and rank == 1:
         os._exit(3)
 sync.finish()
-(folder / f"rank{rank}").write_text(f"from step {began} to {sync.step}")
+(folder / f"rank{rank}").write_text(f"from step {start} to {sync.step}")
 """
 
 
-@trap("torchrun --max-restarts starts all ranks again after one has died", seconds=120)
+@trap("torchrun --max-restarts restarts all ranks after one has died", seconds=120)
 def torchrun_restarts() -> str:
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, "train.py")
@@ -158,7 +160,7 @@ def torchrun_restarts() -> str:
         try:
             torchrun.wait(80)
         except subprocess.TimeoutExpired:
-            torchrun.terminate()  # it ends its ranks, too
+            torchrun.terminate()  # this also ends its ranks
             torchrun.wait()
             raise Trapped("the second attempt hangs: its ranks do not find each other") from None
         ends = [Path(folder, f"rank{r}") for r in range(2)]

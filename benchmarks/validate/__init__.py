@@ -1,1 +1,1 @@
-"""Does the cost model predict what an emulated network then takes?"""
+"""Compare the cost model's predictions with measurements on emulated networks."""

@@ -3,9 +3,10 @@
     python -m benchmarks.validate [--quick] [--hosts N ...] [--rates RATE ...] [--per-host N ...]
     python -m benchmarks.validate --table
 
-The first runs one launch for each network and appends it to the journal once it is finished; what
-is in it is not run again, so that a validation that was killed goes on with the same command. Then,
-or with --table at once, it writes the tables and the picture. Exit code 1 where a bound is missed.
+The first form runs one launch per network and appends it to the journal when it has finished.
+Launches in the journal are not repeated, so an interrupted validation resumes with the same
+command. Afterward, or immediately with --table, it writes the tables and the plot. The exit code is
+1 if a bound is missed.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from laconic.units import format_rate, parse_rate
 HERE = Path(__file__).resolve().parents[2]
 JOURNAL = Path("laconic-validate", "journal.jsonl")
 LONGEST = 1800.0
-"""Seconds after which a launch that has not ended has failed."""
+"""A launch that takes more seconds has failed."""
 
 
 class Parser(argparse.ArgumentParser):
-    """One whose complaints are one line."""
+    """A parser with one-line error messages."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -48,32 +49,32 @@ class Parser(argparse.ArgumentParser):
 
 def parser() -> Parser:
     made = Parser(prog="benchmarks.validate", description=(__doc__ or "").partition("\n")[0])
-    made.add_argument("--quick", action="store_true", help=f"one network: {told(QUICK)}")
+    made.add_argument("--quick", action="store_true", help=f"one network: {network_text(QUICK)}")
     made.add_argument("--hosts", nargs="+", type=int, default=list(HOSTS))
     made.add_argument("--rates", nargs="+", metavar="RATE", default=[str(r) for r in RATES])
-    made.add_argument("--per-host", nargs="+", type=int, default=[1], help="processes (1)")
-    made.add_argument("--seconds", type=float, default=200, help="of each network (%(default)g)")
-    made.add_argument("--table", action="store_true", help="run nothing")
-    made.add_argument("--again", action="store_true", help="also what the journal has")
+    made.add_argument("--per-host", nargs="+", type=int, default=[1], help="processes per host (1)")
+    made.add_argument("--seconds", type=float, default=200, help="per network (%(default)g)")
+    made.add_argument("--table", action="store_true", help="write the tables without running")
+    made.add_argument("--again", action="store_true", help="repeat launches in the journal")
     made.add_argument("--journal", type=Path, metavar="FILE", default=JOURNAL)
     made.add_argument("--page", type=Path, metavar="FILE", default=HERE / "docs" / "validation.md")
     return made
 
 
-def told(network: Network) -> str:
+def network_text(network: Network) -> str:
     each = f" of {network.per_host} processes" if network.per_host > 1 else ""
     return f"{network.hosts} hosts{each}, {format_rate(network.rate)}"
 
 
-def asked(options: Any) -> list[Network]:
-    """Raises ``ValueError`` for what cannot be."""
+def networks_from(options: Any) -> list[Network]:
+    """Return the networks to run. Raises ``ValueError`` for bad options."""
     if options.quick:
         return [QUICK]
     rates = [parse_rate(text) for text in options.rates]
     for hosts in options.hosts:
         check_hosts(hosts)
         if hosts < 2:
-            raise ValueError("hosts must be at least 2: one has nobody to talk to")
+            raise ValueError("hosts must be at least 2: one host cannot communicate")
     for rate in rates:
         check_rate(rate)
     if min(options.per_host) < 1 or not 1 <= options.seconds < 1000:
@@ -87,7 +88,7 @@ def asked(options: Any) -> list[Network]:
 
 
 def shared(seconds: float) -> dict[str, object]:
-    """What launches must have in common to stand in one table."""
+    """Return the settings that all launches of a table must share."""
     machine = runner.machine()
     return {
         "workload": "text",
@@ -100,48 +101,48 @@ def shared(seconds: float) -> dict[str, object]:
 
 
 def launch(network: Network, common: dict[str, object], seconds: float) -> Launch:
-    """One launch: the facts, and all rows."""
+    """Run one launch: measure the facts, and time all rows."""
     spec = Spec("text", None, [], STEPS, 0, None, 0.0, cluster.TIMEOUT)
-    told = json.dumps([asdict(spec), asdict(Job(list(ROWS), seconds))])
+    specification = json.dumps([asdict(spec), asdict(Job(list(ROWS), seconds))])
     with Cluster(network.hosts, bandwidth=network.rate) as hosts:
-        argv = ["-m", "benchmarks.validate.worker", told]
-        lines = cluster.said(hosts, argv, network.per_host, LONGEST)
+        argv = ["-m", "benchmarks.validate.worker", specification]
+        lines = cluster.output_lines(hosts, argv, network.per_host, LONGEST)
     first, *rest = map(json.loads, lines)
     rows = tuple(Timed(**{n: event["row"][n] for n in Timed.__annotations__}) for event in rest)
     return Launch(common, network, facts_of(first["measured"]["facts"]), rows)
 
 
 def run(options: Any) -> int:
-    """0 where all bounds are kept, 1 where one is missed."""
-    todo, common = asked(options), shared(options.seconds)
+    """Return 0 if all bounds are met, else 1."""
+    todo, common = networks_from(options), shared(options.seconds)
     if not options.table:
         with terminate_as_exit(), journal.opened(options.journal) as file:
-            kept = {entry.network for entry in mine(options.journal, common)}
-            missing = [n for n in todo if options.again or n not in kept]
-            print(f"{len(todo)} networks, {len(missing)} to do", flush=True)
+            done = {entry.network for entry in matching(options.journal, common)}
+            missing = [n for n in todo if options.again or n not in done]
+            print(f"{len(todo)} networks, {len(missing)} to run", flush=True)
             for number, network in enumerate(missing, 1):
                 start = time.monotonic()
-                print(f"{number}/{len(missing)} {told(network)}: ", end="", flush=True)
-                found = launch(network, common, options.seconds)
-                journal.append(file, found)
-                errors = [abs(found.error(row)) for row in found.rows]
+                print(f"{number}/{len(missing)} {network_text(network)}: ", end="", flush=True)
+                result = launch(network, common, options.seconds)
+                journal.append(file, result)
+                errors = [abs(result.error(row)) for row in result.rows]
                 print(
                     f"error {statistics.median(errors):.1%}, at most {max(errors):.1%}; "
                     f"{time.monotonic() - start:.0f} s",
                     flush=True,
                 )
-    launches = mine(options.journal, common)
+    launches = matching(options.journal, common)
     if not launches:
-        raise ValueError(f"there are no launches with these settings in {options.journal}")
+        raise ValueError(f"no launches with these settings in {options.journal}")
     paths = page.write(options.page, launches)
     single = [entry for entry in launches if entry.network.per_host == 1] or launches
     print(*page.verdict(single), sep="\n")
     print("written: " + ", ".join(map(str, paths)))
-    return 0 if page.kept(single) else 1
+    return 0 if page.bounds_met(single) else 1
 
 
-def mine(path: Path, common: dict[str, object]) -> list[Launch]:
-    """The journal's launches with these settings."""
+def matching(path: Path, common: dict[str, object]) -> list[Launch]:
+    """Return the journal's launches with these settings."""
     return [e for e in journal.load(path) if journal.key(e.shared) == journal.key(common)]
 
 
@@ -152,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"benchmarks.validate: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nbenchmarks.validate: interrupted; the same command goes on", file=sys.stderr)
+        print("\nbenchmarks.validate: interrupted; run it again to resume", file=sys.stderr)
         return 130
 
 

@@ -1,5 +1,7 @@
-"""The launches that were finished, one line of JSON each, so that a validation that was killed goes
-on: the settings that all must share, the network, what was measured there, and the recipes' times.
+"""The journal of finished launches, one line of JSON each, so that a validation can resume.
+
+A line has the settings that all launches of a table share, the network, its measurements, and the
+recipes' times.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ __all__ = ["Launch", "Timed", "append", "key", "load", "opened"]
 
 @dataclass(frozen=True)
 class Timed:
-    """A recipe's ``seconds`` per step, and those ``alone``, without communication, right after it:
-    medians over the passes, of so many ``steps`` in all."""
+    """A recipe's ``seconds`` per step, and those ``alone``, without communication, right after it.
+
+    Both are medians over the passes, with ``steps`` steps in total.
+    """
 
     recipe: str
     seconds: float
@@ -34,7 +38,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Launch:
-    """One network's: ``facts`` as measured, and every recipe's time."""
+    """The launch on one network: the measured ``facts`` and every recipe's time."""
 
     shared: Mapping[str, object]
     network: Network
@@ -43,35 +47,37 @@ class Launch:
 
     @property
     def compute(self) -> float:
-        """Seconds of a step without communication, all over the launch: the recipes took turns, so
-        that it is that of each of them."""
+        """Seconds of a step without communication, over the whole launch.
+
+        The recipes took turns, so the value applies to each of them.
+        """
         return statistics.median(row.alone for row in self.rows)
 
     def predicted(self, row: Timed) -> float:
-        """Seconds per step by the model as it is now."""
+        """Return the seconds per step that the current model predicts."""
         recipe = parse_recipe(row.recipe)
-        assert isinstance(recipe, tuple), "auto is no row"
+        assert isinstance(recipe, tuple), "auto is not a row"
         return predict(recipe, replace(self.facts, compute=self.compute)).seconds
 
     def error(self, row: Timed) -> float:
-        """Of the prediction, relative to what was measured."""
+        """Return the error of the prediction, relative to the measurement."""
         return self.predicted(row) / row.seconds - 1
 
     def chosen(self) -> Timed:
-        """The row with the shortest prediction."""
+        """Return the row with the shortest prediction."""
         return min(self.rows, key=self.predicted)
 
     def regret(self) -> float:
-        """How much longer the chosen row takes than the fastest measured one."""
+        """Return how much longer the chosen row takes than the fastest one, as measured."""
         return self.chosen().seconds / min(row.seconds for row in self.rows) - 1
 
     def to_line(self) -> str:
-        """For the journal."""
+        """Return the line for the journal."""
         return json.dumps({"key": key(self.shared), **asdict(self)})
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Launch:
-        """From what `to_line` wrote. Raises ``ValueError`` for anything else."""
+        """Parse what `to_line` wrote. Raises ``ValueError`` for anything else."""
         try:
             rows = tuple(Timed(**row) for row in fields["rows"])
             launch = cls(
@@ -81,13 +87,15 @@ class Launch:
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a launch of this benchmark: {error!r}") from None
         if not agrees or not rows:
-            raise ValueError("not a launch of this benchmark: its settings and key do not agree")
+            raise ValueError("not a launch of this benchmark: its settings and key disagree")
         return launch
 
 
 def load(path: Path) -> list[Launch]:
-    """The journal's launches, the last one of each network under its settings; none where there is
-    no file. A line that was cut off does not count. Raises ``ValueError`` for one of another kind.
+    """Return the journal's launches, the last one per network and settings.
+
+    Returns none if there is no file, and ignores incomplete lines. Raises ``ValueError`` for any
+    other line.
     """
     found: dict[tuple[str, Network], Launch] = {}
     for launch in read(path, Launch.from_fields):

@@ -1,4 +1,4 @@
-"""The tables and the picture of docs/validation.md."""
+"""Write the tables and the plot of docs/validation.md."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
 
 BEGIN, END = "<!-- begin: written by python -m benchmarks.validate -->", "<!-- end -->"
 MEDIAN, WORST, NEAR = 0.05, 0.15, 0.05
-"""Bounds set: of the errors' median and largest, and of how much slower than the fastest recipe the
-one predicted to be fastest may be."""
+"""Bounds: the errors' median and maximum, and how much slower than the fastest recipe the one
+predicted to be fastest may be."""
 INTRODUCTION = """# The cost model against an emulated network
 
-Predicted and measured seconds per step (`make validate-model`): the text model of 865,280
-parameters, hosts as network namespaces with shaped cards. One launch for each network: the same
-processes measure what the model needs to know (`docs/cost_model.md`), as `laconic advise` does,
-then train under one recipe after the other for a second or a whole period, after a first round that
-does not count, and so through all of them again and again for some minutes: the table has the
-medians, as a shared machine does not keep its pace for minutes. For the same reason the time of a
-step without communication is taken anew after each turn; the median over all of them enters all
-predictions, and nothing else is measured anew.
+Predicted and measured seconds per step (`make validate-model`), for the text model of 865,280
+parameters on hosts that are network namespaces with traffic shaping. Each network has one launch.
+Its processes first measure the model's inputs (`docs/cost_model.md`), as `laconic advise` does.
+Then they train under one recipe after another, for about a second or a whole period each, after a
+first round that does not count. They repeat this for some minutes, and the table shows medians,
+because a shared machine does not keep its pace for minutes. For the same reason the time of a step
+without communication is measured again after each turn. All predictions use the median of these
+times; no other input is measured again.
 
-An error is predicted / measured - 1. The recipe predicted to be fastest counts as right if it was
+The error is predicted / measured - 1. The recipe predicted to be fastest counts as right if it was
 measured to be the fastest, or within 5% of that.
 """
 
 
 def write(path: Path, launches: Sequence[Launch]) -> list[Path]:
-    """The page, between its marks where it has some, and the picture beside it."""
+    """Write the page, between its markers if it exists, and the plot next to it."""
     picture = path.with_suffix(".png")
     text = "\n".join(
         [BEGIN, f"![Predicted against measured]({picture.name})", *body(launches), END]
@@ -44,7 +44,7 @@ def write(path: Path, launches: Sequence[Launch]) -> list[Path]:
     if path.exists():
         old = path.read_text(encoding="utf-8")
         if BEGIN not in old or END not in old:
-            raise ValueError(f"{path} has no place for the tables: {BEGIN} and {END}")
+            raise ValueError(f"{path} must contain the markers {BEGIN} and {END}")
         before, _, rest = old.partition(BEGIN)
         after = rest.partition(END)[2]
     path.write_text(before + text + after, encoding="utf-8")
@@ -53,7 +53,7 @@ def write(path: Path, launches: Sequence[Launch]) -> list[Path]:
 
 
 def body(launches: Sequence[Launch]) -> list[str]:
-    """The tables, those of one process per host and those of several apart."""
+    """Return the tables, by number of processes per host."""
     lines = []
     for per_host in sorted({launch.network.per_host for launch in launches}):
         these = sorted(
@@ -68,13 +68,13 @@ def body(launches: Sequence[Launch]) -> list[str]:
 
 
 def heading(per_host: int) -> str:
-    """Of a table and a panel."""
+    """Return the heading of a table and a panel."""
     word = "One process" if per_host == 1 else f"{per_host} processes"
     return f"{word} on each host"
 
 
 def verdict(launches: Sequence[Launch]) -> list[str]:
-    """What came of the bounds."""
+    """Return a summary of the errors and the bounds."""
     errors = [abs(launch.error(row)) for launch in launches for row in launch.rows]
     near = sum(launch.regret() <= NEAR for launch in launches)
     return [
@@ -84,8 +84,8 @@ def verdict(launches: Sequence[Launch]) -> list[str]:
     ]
 
 
-def kept(launches: Sequence[Launch]) -> bool:
-    """Whether all bounds are; of the networks, eight of nine must have the right recipe."""
+def bounds_met(launches: Sequence[Launch]) -> bool:
+    """Return whether all bounds are met. The recipe must be right on eight of nine networks."""
     errors = [abs(launch.error(row)) for launch in launches for row in launch.rows]
     near = sum(launch.regret() <= NEAR for launch in launches)
     within = statistics.median(errors) <= MEDIAN and max(errors) <= WORST
@@ -93,7 +93,7 @@ def kept(launches: Sequence[Launch]) -> bool:
 
 
 def table(launches: Sequence[Launch]) -> list[str]:
-    """Measured seconds per step, and the error of the prediction."""
+    """Return a table of measured seconds per step and the errors of the predictions."""
     names = [name_of(launch.network) for launch in launches]
     lines = ["| recipe | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for text in dict.fromkeys(row.recipe for launch in launches for row in launch.rows):
@@ -108,12 +108,12 @@ def table(launches: Sequence[Launch]) -> list[str]:
 
 
 def name_of(network: Network) -> str:
-    """For the head of a column."""
+    """Return the heading of a column."""
     return f"{network.hosts} hosts, {format_rate(network.rate)}"
 
 
 def draw(path: Path, launches: Sequence[Launch]) -> None:
-    """Measured against predicted, a panel for each number of processes per host."""
+    """Plot predicted against measured seconds, with a panel per number of processes per host."""
     from matplotlib.figure import Figure
 
     kinds = sorted({launch.network.per_host for launch in launches})
@@ -129,22 +129,22 @@ def draw(path: Path, launches: Sequence[Launch]) -> None:
 def _panel(axes: Axes, launches: Sequence[Launch]) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    from laconic.lab.race.plots import COLOURS
+    from laconic.lab.race.plots import COLORS
 
     families: dict[str, list[tuple[float, float]]] = {}
     for launch in launches:
         for row in launch.rows:
             family = families.setdefault(row.recipe.partition("(")[0], [])
             family.append((row.seconds, launch.predicted(row)))
-    for colour, (name, points) in zip(COLOURS, families.items(), strict=False):
-        axes.plot(*zip(*points, strict=True), "o", color=colour, label=name, markersize=4)
+    for color, (name, points) in zip(COLORS, families.items(), strict=False):
+        axes.plot(*zip(*points, strict=True), "o", color=color, label=name, markersize=4)
     ends = [f(x for points in families.values() for p in points for x in p) for f in (min, max)]
     axes.plot(ends, ends, color="#000000", linewidth=0.8, label="as predicted")
     for factor in (1 - WORST, 1 + WORST):
         axes.plot(ends, [factor * e for e in ends], color="#767676", linewidth=0.6, linestyle=":")
     axes.set_xscale("log")
     axes.set_yscale("log")
-    for axis in (axes.xaxis, axes.yaxis):  # few numbers, so that none lies on another
+    for axis in (axes.xaxis, axes.yaxis):  # few numbers, so that they do not overlap
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter(NullFormatter())

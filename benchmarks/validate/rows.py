@@ -1,4 +1,4 @@
-"""What is predicted and measured, and on which networks."""
+"""The recipes and networks to predict and measure."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ROWS = (
     "streaming_diloco(8, 4, 1, codec='int4')",
     "streaming_diloco(32, 4, 2, codec='int4')",
 )
-"""Six recipes in two settings each: of the codec, the period or the delay."""
+"""Six recipes with two settings each of the codec, the period or the delay."""
 HOSTS = (2, 3, 4)
 RATES = (20e6, 100e6, 500e6)
-"""bit/s."""
+"""In bit/s."""
 
 
 @dataclass(frozen=True, order=True)

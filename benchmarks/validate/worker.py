@@ -1,5 +1,7 @@
-"""One rank of a launch: the advisor's measurement, then all recipes in turn, several times over.
-Rank 0 says what was measured, and of each recipe the seconds, as lines of JSON."""
+"""Run one rank of a launch: the advisor's measurement, then all recipes in turn, several times.
+
+Rank 0 prints the measurement, and the seconds of each recipe, as lines of JSON.
+"""
 
 from __future__ import annotations
 
@@ -25,32 +27,34 @@ from laconic.links.link import Link
 from laconic.predict import Facts, often, predict
 
 STEPS = 24
-"""Timed at a time for the facts."""
+"""Steps per timing of the advisor's measurement."""
 ALONE = 1.2
-"""Seconds of steps without communication after each recipe: how fast the machine computes."""
+"""Seconds of steps without communication after each recipe, to track the machine's pace."""
 TURN = 1.5
-"""Seconds that a recipe is timed for in a pass, or one period."""
+"""Seconds, or one period, that a recipe is timed in a pass."""
 PASSES = 2
-"""Through all recipes, at least."""
+"""Minimum number of passes through all recipes."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """``recipes`` to time, pass by pass, for about so many ``seconds`` in all."""
+    """The ``recipes`` to time, pass by pass, for about ``seconds`` in total."""
 
     recipes: list[str]
     seconds: float
 
 
 def whole_period(recipe: Recipe) -> int:
-    """Steps after which all of its rounds have been."""
+    """Return the number of steps after which all of the recipe's rounds have run."""
     return max(round(1 / often(r)) for r in recipe)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Seconds per step of a recipe in one pass, ``alone`` those without communication right after
-    it; ``steps`` timed, and seconds of ``waiting`` since it was attached."""
+    """Seconds per step of a recipe in one pass, and ``alone``, without communication, after it.
+
+    ``steps`` were timed. ``waiting`` is the seconds spent waiting since it was attached.
+    """
 
     seconds: float
     alone: float
@@ -59,7 +63,7 @@ class Turn:
 
 
 class Race:
-    """Trains under one recipe after another, each time from the same start."""
+    """Trains under one recipe after another, each time from the same state."""
 
     def __init__(self, training: Training, link: Link) -> None:
         self._training, self._link = training, link
@@ -67,7 +71,7 @@ class Race:
         self._optimizer = copy.deepcopy(training.optimizer.state_dict())
 
     def run(self, job: Job, facts: Facts) -> dict[str, list[Turn]]:
-        """All recipes in turn, pass by pass: what the machine's pace does, it does to all."""
+        """Run all recipes in turn, pass by pass, so that the machine's pace affects all equally."""
         turns: dict[str, list[Turn]] = {text: [] for text in job.recipes}
         start, passes, spent = time.perf_counter(), 0, 0.0
         while passes < PASSES or spent * (passes + 1) / passes < job.seconds:
@@ -77,16 +81,21 @@ class Race:
         return turns
 
     def _mean(self, seconds: float) -> float:
-        """Over the ranks, which begin and end each at its own time: the longest of their spans
-        would be longer than what all take, the more so the shorter a turn is."""
+        """Return the mean over the ranks.
+
+        Ranks begin and end at different times. The longest of their spans would overestimate the
+        time, more so for shorter turns.
+        """
         return float(self._link.gather(torch.tensor([seconds], dtype=torch.float64)).mean())
 
     def _alone(self) -> float:
-        """Seconds of a step without communication, over the steps of all ranks. They begin together
-        and go on for as long: one that had done its steps before the others would leave them its
-        share of a processor. And it is their rates that are averaged: two ranks that have one
-        processor for a while, and a third that has the other, do as much together as at any time,
-        but the mean of their seconds would be longer."""
+        """Return the seconds of a step without communication, over the steps of all ranks.
+
+        The ranks run for the same time from a common start. Otherwise a rank that finished its
+        steps early would leave its share of a processor to the others. The rates are averaged, not
+        the seconds: if two ranks share one processor for a while and a third has another, their
+        combined rate is as usual, but the mean of their seconds is longer.
+        """
         self._training.step()
         self._mean(0.0)
         start, steps = time.perf_counter(), 0
@@ -96,7 +105,7 @@ class Race:
         return 1 / self._mean(steps / (time.perf_counter() - start))
 
     def _time(self, text: str, facts: Facts) -> Turn:
-        """Whole periods under the recipe."""
+        """Time whole periods under the recipe."""
         recipe = parse_recipe(text)
         assert isinstance(recipe, tuple), "one of the rows"
         self._training.model.load_state_dict(self._model)
@@ -109,10 +118,10 @@ class Race:
         period, delay = whole_period(recipe), max(r.delay for r in recipe)
         expected = period * predict(recipe, facts).seconds
         periods = max(1 if period > 1 else 2, round(TURN / expected))
-        sync.step = max(period - 2, 0)  # the first round comes soon: it makes state, and warms up
+        sync.step = max(period - 2, 0)  # start with a round, which creates state and warms up
         for _ in range(3 + delay):
             self._training.step()
-        # what is in flight now takes the place of what will be at the end
+        # Messages in flight now make up for those that will be in flight at the end.
         start = time.perf_counter()
         for _ in range(periods * period):
             self._training.step()
@@ -125,7 +134,7 @@ class Race:
 
 
 def row(recipe: str, turns: list[Turn]) -> dict[str, Any]:
-    """Medians over the passes."""
+    """Return the medians over the passes."""
     return {
         "recipe": recipe,
         "seconds": statistics.median(turn.seconds for turn in turns),
@@ -135,13 +144,13 @@ def row(recipe: str, turns: list[Turn]) -> dict[str, Any]:
     }
 
 
-def say(**event: Any) -> None:
+def emit(**event: Any) -> None:
     if os.environ["RANK"] == "0":
         print(json.dumps(event), file=sys.__stdout__, flush=True)
 
 
 def work(spec: Spec, job: Job) -> None:
-    """Measure, predict, time."""
+    """Measure, predict, and time."""
     laconic.init()
     training = Training(spec)
     link = link_of(spec)
@@ -159,9 +168,9 @@ def work(spec: Spec, job: Job) -> None:
         steps=spec.steps,
         link=link,
     )
-    say(measured=asdict(found), took=time.perf_counter() - start)
+    emit(measured=asdict(found), took=time.perf_counter() - start)
     for text, turns in Race(training, link).run(job, found.facts).items():
-        say(row=row(text, turns))
+        emit(row=row(text, turns))
 
 
 def main() -> None:

@@ -1,9 +1,8 @@
-"""Metrics of a run: what ``laconic.attach(..., metrics=)`` writes while a training goes on.
+"""Write metrics during a run, for ``laconic.attach(..., metrics=)``.
 
-A record is a dictionary of numbers and words; `docs/metrics.md` lists its fields. Records are
-made on the training's thread, at most one for a step and one every ``every`` seconds, and written
-by a thread of its own, so that a disk that is full, slow or gone costs the metrics and nothing
-else.
+A record is a dictionary of numbers and strings. `docs/metrics.md` lists its fields. The training
+thread creates records, at most one per step and one every ``every`` seconds. A separate thread
+writes them, so a full, slow or missing disk costs the metrics and nothing else.
 """
 
 from __future__ import annotations
@@ -39,50 +38,50 @@ if TYPE_CHECKING:
 Record = Mapping[str, Any]
 
 UNWRITTEN = 100
-"""Records that may wait to be written; a place that takes none for longer gets no more."""
+"""The number of records that may be queued. A sink that falls further behind is closed."""
 CLOSING_SECONDS = 5.0
 """How long the end of a run waits for the last records to be written."""
-MOST_PLACES = 8
+MOST_SINKS = 8
 NOT_GIVEN, READY, DIRECTORY, MISSING = range(4)
 
 
 class Metrics:
-    """Where records go. For a place of your own, subclass it and write `write`.
+    """A sink for records. To write your own, subclass it and override `write`.
 
-    ``every``: least seconds between two records; 0 is one for each step.
+    ``every`` is the minimum number of seconds between two records. 0 writes one per step.
     """
 
     def __init__(self, every: float = 1.0) -> None:
         self.every = check_float("every", every, 0.0)
 
     def survey(self, rank: int) -> int:
-        """What ``rank`` finds there before the run: READY, DIRECTORY (then every rank must find
-        one), or MISSING where this rank cannot write."""
+        """Return what ``rank`` finds before the run: READY, DIRECTORY, or MISSING if this rank
+        cannot write. If one rank returns DIRECTORY, all ranks must."""
         return READY
 
     def writes(self, rank: int) -> bool:
-        """Whether ``rank`` writes; called after `survey`."""
+        """Return whether ``rank`` writes. Called after `survey`."""
         return rank == 0
 
     def open(self, rank: int) -> None:
-        """Called before the first record, on the thread that writes."""
+        """Prepare for writing. Called on the writing thread before the first record."""
 
     def write(self, record: Record) -> None:
-        """Write one record. Whatever it raises is reported once, and ends these metrics."""
+        """Write one record. An exception is reported once and closes this sink."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Called after the last record."""
+        """Release resources. Called after the last record."""
 
     def __str__(self) -> str:
         return type(self).__name__
 
 
 class JsonLines(Metrics):
-    """One line of JSON for each record, appended to a file.
+    """Append one line of JSON per record to a file.
 
-    ``path``: a file, which rank 0 writes; with ``{rank}`` in it, every rank's own; a directory:
-    every rank writes ``rank{rank}.jsonl`` in it, on its own host.
+    If ``path`` is a file, rank 0 writes it. If it contains ``{rank}``, every rank writes its own
+    file. If it is a directory, every rank writes ``rank{rank}.jsonl`` in it, on its own host.
     """
 
     def __init__(self, path: str | os.PathLike[str], every: float = 1.0) -> None:
@@ -95,14 +94,14 @@ class JsonLines(Metrics):
         self._file = -1
 
     def survey(self, rank: int) -> int:
-        if os.path.isdir(self._own_path(rank)):
+        if os.path.isdir(self._rank_path(rank)):
             self._path = os.path.join(self._path, "rank{rank}.jsonl")
             self._every_rank = True
             return DIRECTORY
-        parent = os.path.dirname(self._own_path(rank)) or "."
+        parent = os.path.dirname(self._rank_path(rank)) or "."
         return READY if os.path.isdir(parent) or not self.writes(rank) else MISSING
 
-    def _own_path(self, rank: int) -> str:
+    def _rank_path(self, rank: int) -> str:
         return self._path.replace("{rank}", str(rank))
 
     def writes(self, rank: int) -> bool:
@@ -110,10 +109,10 @@ class JsonLines(Metrics):
 
     def open(self, rank: int) -> None:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
-        self._file = os.open(self._own_path(rank), flags, 0o644)
+        self._file = os.open(self._rank_path(rank), flags, 0o644)
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":
-            os.write(self._file, b"\n")  # a run that was killed left half a line
+            os.write(self._file, b"\n")  # the last line is incomplete: an earlier run was killed
 
     def write(self, record: Record) -> None:
         line = (json.dumps(_finite(record), allow_nan=False) + "\n").encode()
@@ -131,10 +130,11 @@ class JsonLines(Metrics):
 
 
 class TensorBoard(Metrics):
-    """Scalars for TensorBoard, under ``laconic/``, written by rank 0 into ``directory``; with
-    ``{rank}`` in it, every rank's own.
+    """Write scalars for TensorBoard under ``laconic/``.
 
-    Raises ImportError, with the remedy, where the package ``tensorboard`` is not installed.
+    Rank 0 writes to ``directory``. If it contains ``{rank}``, every rank writes its own.
+
+    Raises ImportError if the package ``tensorboard`` is not installed.
     """
 
     def __init__(self, directory: str | os.PathLike[str], every: float = 10.0) -> None:
@@ -142,9 +142,7 @@ class TensorBoard(Metrics):
         if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
             raise ValueError(f"directory must be the path of a directory, not {directory!r}")
         if importlib.util.find_spec("tensorboard") is None:
-            raise ImportError(
-                "laconic.TensorBoard needs the package tensorboard: pip install tensorboard"
-            )
+            raise ImportError("laconic.TensorBoard needs tensorboard: pip install tensorboard")
         self._directory = str(os.fspath(directory))
         self._writer: Any = None
 
@@ -159,6 +157,7 @@ class TensorBoard(Metrics):
         if record["event"] == "start":
             self._writer.add_text("laconic/recipe", record["recipe"], record["step"])
             return
+        step = record["step"]
         values: dict[str, float | None] = {
             "seconds per step": record["seconds_per_step"],
             "waiting share": record["waiting"],
@@ -169,9 +168,7 @@ class TensorBoard(Metrics):
         }
         for name, value in values.items():
             if value is not None:
-                self._writer.add_scalar(
-                    f"laconic/{name}", value, record["step"], walltime=record["time"]
-                )
+                self._writer.add_scalar(f"laconic/{name}", value, step, walltime=record["time"])
         if record["event"] != "steps":
             self._writer.flush()
 
@@ -183,87 +180,87 @@ class TensorBoard(Metrics):
         return f"TensorBoard({self._directory!r})"
 
 
-Place = str | os.PathLike[str] | Metrics
-MetricsArgument = Place | Sequence[Place] | None
+Sink = str | os.PathLike[str] | Metrics
+MetricsArgument = Sink | Sequence[Sink] | None
 
 
 def check_metrics(metrics: MetricsArgument) -> list[Metrics]:
-    """The places that a user names: a path, a `Metrics`, or a sequence of these, or None.
+    """Return the sinks that ``metrics`` names: a path, a `Metrics`, or a sequence of these.
 
     Raises ``ValueError`` for anything else.
     """
     if metrics is None:
         return []
-    given = list(metrics) if isinstance(metrics, (list, tuple)) else [metrics]
-    if len(given) > MOST_PLACES:
-        raise ValueError(f"metrics can go to at most {MOST_PLACES} places, not {len(given)}")
-    places: list[Metrics] = []
-    for one in given:
-        if isinstance(one, Metrics):
-            places.append(copy.copy(one))  # what it has open belongs to one run
-        elif isinstance(one, (str, os.PathLike)):
-            places.append(JsonLines(one))
+    values = list(metrics) if isinstance(metrics, (list, tuple)) else [metrics]
+    if len(values) > MOST_SINKS:
+        raise ValueError(f"metrics takes at most {MOST_SINKS} sinks, not {len(values)}")
+    sinks: list[Metrics] = []
+    for value in values:
+        if isinstance(value, Metrics):
+            sinks.append(copy.copy(value))  # an open file belongs to one run
+        elif isinstance(value, (str, os.PathLike)):
+            sinks.append(JsonLines(value))
         else:
             raise ValueError(
                 "metrics must be a path, laconic.JsonLines, laconic.TensorBoard, another "
-                f"laconic.Metrics, or a list of these, not {one!r}"
+                f"laconic.Metrics, or a list of these, not {value!r}"
             )
-    return places
+    return sinks
 
 
-def agree_on_metrics(places: Sequence[Metrics], link: Link) -> list[Metrics]:
-    """Those of ``places`` that this rank writes. Every rank calls it, also one without any.
+def agree_on_metrics(sinks: Sequence[Metrics], link: Link) -> list[Metrics]:
+    """Return the ``sinks`` that this rank writes. Call it on every rank, also without sinks.
 
-    Raises ``ValueError``, on every rank, where one of them lacks the directory to write in. What
-    else keeps a rank from writing is that rank's own trouble: a warning there.
+    Raises ``ValueError`` on every rank if the directory to write in is missing on one of them. Any
+    other problem is reported as a warning on the affected rank only.
     """
-    found = [place.survey(link.rank) for place in places]
-    padded = found + [NOT_GIVEN] * (MOST_PLACES - len(found))
-    everyone = link.gather(torch.tensor(padded)).cpu()
-    for index, column in enumerate(everyone.unbind(1)):
+    codes = [sink.survey(link.rank) for sink in sinks]
+    padded = codes + [NOT_GIVEN] * (MOST_SINKS - len(codes))
+    gathered = link.gather(torch.tensor(padded)).cpu()
+    for index, column in enumerate(gathered.unbind(1)):
         codes = column.tolist()
         shared = DIRECTORY in codes
         lacking = [r for r, c in enumerate(codes) if c == MISSING or (shared and c == READY)]
         if lacking:
-            which = f"metrics={str(places[index])!r}" if index < len(places) else "metrics"
+            which = f"metrics={str(sinks[index])!r}" if index < len(sinks) else "metrics"
             ranks = f"rank{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))}"
-            raise ValueError(f"{which}: there is no such directory on {ranks}: make it first")
-    return [place for place in places if place.writes(link.rank)]
+            raise ValueError(f"{which}: no such directory on {ranks}: create it first")
+    return [sink for sink in sinks if sink.writes(link.rank)]
 
 
 class _Writer:
-    """Writes the records of one place, one after the other, from a thread of its own."""
+    """Writes the records of one sink, in order, on a thread of its own."""
 
-    def __init__(self, place: Metrics, rank: int) -> None:
-        self.place = place
+    def __init__(self, sink: Metrics, rank: int) -> None:
+        self.sink = sink
         self.problem: str | None = None
-        """Why nothing is written any more."""
+        """Why writing has stopped."""
         self._rank = rank
         self._queue: queue.Queue[Record | None] = queue.Queue(UNWRITTEN)
         self._thread = threading.Thread(target=self._work, daemon=True, name="laconic-metrics")
         self._thread.start()
 
     def put(self, record: Record | None) -> None:
-        """Have ``record`` written; None: have the thread end after those before it."""
+        """Queue ``record``. None ends the thread after the records queued before."""
         try:
             self._queue.put_nowait(record)
         except queue.Full:
-            self.problem = f"{UNWRITTEN} records wait to be written: it takes no more"
+            self.problem = f"{UNWRITTEN} records are waiting to be written: it accepts no more"
 
     def _work(self) -> None:
         try:
-            self.place.open(self._rank)
+            self.sink.open(self._rank)
             while (record := self._queue.get()) is not None and self.problem is None:
-                self.place.write(record)
-        except Exception as error:  # a place of the user's own may raise anything
+                self.sink.write(record)
+        except Exception as error:  # a user-defined sink may raise anything
             self.problem = f"{type(error).__name__}: {error}"
         try:
-            self.place.close()
+            self.sink.close()
         except Exception as error:
             self.problem = self.problem or f"{type(error).__name__}: {error}"
 
     def close(self) -> None:
-        """Wait, but not for ever, for what is still to be written."""
+        """Wait up to CLOSING_SECONDS for the queued records to be written."""
         self.put(None)
         self._thread.join(CLOSING_SECONDS)
         if self._thread.is_alive() and self.problem is None:
@@ -272,7 +269,7 @@ class _Writer:
 
 @dataclass
 class _Track:
-    """One writer, and how things stood at its last record."""
+    """One writer, and the counters at its last record."""
 
     writer: _Writer
     time: float
@@ -282,41 +279,41 @@ class _Track:
 
 
 class Recorder:
-    """Makes the records of one synchroniser, and hands them to those that write them.
+    """Creates the records of one synchronizer and passes them to the writers.
 
-    ``stats()``: what happened so far; ``about``: what the first record says of the run. Without
-    ``places`` it does nothing.
+    ``stats()`` returns the totals so far. ``about`` goes into the first record. Without ``sinks``
+    the recorder does nothing.
     """
 
     def __init__(
         self,
-        places: Sequence[Metrics] = (),
+        sinks: Sequence[Metrics] = (),
         stats: Callable[[], Stats] | None = None,
         ledger: Ledger | None = None,
-        rates: Callable[[], Sequence[object]] | None = None,
+        rates: Callable[[], Sequence[Any]] | None = None,
         about: Record | None = None,
     ) -> None:
         self._due = math.inf
         self._steps = self._skipped = 0
         self._failure: BaseException | None = None
         self._tracks: list[_Track] = []
-        if not places:
+        if not sinks:
             return
         assert stats and ledger and rates and about
         self._stats, self._ledger, self._rates = stats, ledger, rates
         self._lock = threading.Lock()  # a link's error is recorded by the thread that meets it
         ledger.failed = self._link_failed
         now, calls = time.perf_counter(), self._calls()
-        for place in places:
-            writer = _Writer(place, about["rank"])
+        for sink in sinks:
+            writer = _Writer(sink, about["rank"])
             weakref.finalize(self, writer.put, None).atexit = False
             self._tracks.append(_Track(writer, now, 0, stats(), calls))
-            writer.put({**_now("start"), **about, **_versions(), "every": place.every})
+            writer.put({**_timestamped("start"), **about, **_versions(), "every": sink.every})
         self._plan()
         _open.add(self)
 
     def after_step(self, *, skipped: bool = False) -> None:
-        """A step was taken, or, by a GradScaler, left out."""
+        """Count a step that was taken, or that a GradScaler skipped."""
         self._steps += 1
         self._skipped += skipped
         if time.perf_counter() < self._due:
@@ -325,25 +322,25 @@ class Recorder:
         now = time.perf_counter()
         with self._lock:
             for track in self._tracks:
-                if now >= track.time + track.writer.place.every:
+                if now >= track.time + track.writer.sink.every:
                     self._write(track, "steps")
             self._plan()
 
     def event(self, event: str, **more: Any) -> None:
-        """Write a record now."""
+        """Write a record immediately."""
         if self._tracks:
             with self._lock:
                 for track in self._tracks:
                     self._write(track, event, **more)
 
     def failed(self, error: BaseException) -> None:
-        """Record an error, if it is not the one recorded last."""
+        """Record an error, unless it is the one recorded last."""
         if self._failure is None or self._failure not in (error, error.__context__):
             self.event("error", error=f"{type(error).__name__}: {error}")
         self._failure = error
 
     def close(self) -> None:
-        """Write a last record and wait, but not for ever, until all are written."""
+        """Write a last record and wait up to CLOSING_SECONDS per sink for all to be written."""
         self.event("end")
         for track in self._tracks:
             track.writer.close()
@@ -356,27 +353,24 @@ class Recorder:
         self.event("error", error=f"LinkError: {self._ledger.call}: {error}")
 
     def _plan(self) -> None:
-        dues = [track.time + track.writer.place.every for track in self._tracks]
+        dues = [track.time + track.writer.sink.every for track in self._tracks]
         self._due = min(dues, default=math.inf)
 
     def _warn_of_problems(self) -> None:
-        """Once for each place that takes no more records, which then gets none."""
+        """Warn once about each sink that accepts no more records, and remove it."""
         broken = [track.writer for track in self._tracks if track.writer.problem]
         self._tracks = [track for track in self._tracks if track.writer not in broken]
         self._plan()
         for writer in broken:
-            warnings.warn(
-                f"metrics end here, the training goes on: {writer.place}: {writer.problem}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            text = f"metrics stopped, training continues: {writer.sink}: {writer.problem}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     def _write(self, track: _Track, event: str, **more: Any) -> None:
         now, stats, calls = time.perf_counter(), self._stats(), self._calls()
         before, seconds, steps = track.stats, now - track.time, self._steps - track.steps
         waited = stats.seconds_waiting - before.seconds_waiting
         record = {
-            **_now(event),
+            **_timestamped(event),
             "step": stats.steps,
             "rounds": stats.rounds,
             "skipped": self._skipped,
@@ -389,7 +383,7 @@ class Recorder:
             "sent": stats.bytes_sent - before.bytes_sent,
             "received": stats.bytes_received - before.bytes_received,
             "waiting": round(min(waited / seconds, 1.0), 4) if seconds > 0 else 0.0,
-            "lr": [_number(rate) for rate in self._rates()],
+            "lr": [None if rate is None else float(rate) for rate in self._rates()],
             "calls": _differences(calls, track.calls),
             **more,
         }
@@ -397,7 +391,7 @@ class Recorder:
         track.time, track.steps, track.stats, track.calls = now, self._steps, stats, calls
 
     def _calls(self) -> dict[str, CallTotals]:
-        # the lane's thread books calls meanwhile: dict() copies in one go
+        # The communication thread adds calls meanwhile. dict() copies in one go.
         return {name: replace(call) for name, call in dict(self._ledger.by_call).items()}
 
 
@@ -406,8 +400,7 @@ _open: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """The last records of runs that neither `finish` nor `detach` ended; with the error, where one
-    ends the program."""
+    """Write the last records of unfinished runs, and the exception that ends the program."""
     error = getattr(sys, "last_value", None)
     for recorder in list(_open):
         if error is not None:
@@ -415,7 +408,7 @@ def _close_all() -> None:
         recorder.close()
 
 
-def _now(event: str) -> dict[str, Any]:
+def _timestamped(event: str) -> dict[str, Any]:
     return {"event": event, "time": round(time.time(), 3)}
 
 
@@ -434,7 +427,7 @@ def _versions() -> dict[str, str | int]:
 def _differences(
     calls: Mapping[str, CallTotals], before: Mapping[str, CallTotals]
 ) -> list[dict[str, Any]]:
-    """What went over the link since the last record, by name."""
+    """Return what changed in ``calls`` since the last record, by name."""
     nothing = CallTotals()
     changed = [(name, call, before.get(name, nothing)) for name, call in calls.items()]
     return [
@@ -450,12 +443,8 @@ def _differences(
     ]
 
 
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
-
-
 def _finite(value: Any) -> Any:
-    """``value`` with None in place of numbers that JSON does not have."""
+    """Return ``value`` with None in place of numbers that JSON does not support."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

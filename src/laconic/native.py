@@ -1,5 +1,7 @@
-"""What was compiled when laconic was installed, where there was a C compiler: everything also runs
-without."""
+"""Load laconic's optional C extensions.
+
+They are compiled at installation if a C compiler is available. Everything also runs without them.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,17 @@ from importlib.util import find_spec
 
 
 def load(module: str, version: int) -> ctypes.CDLL | None:
-    """The library of extension ``module``, if it is there, can be used, and is of this version: an
-    updated checkout may still have what it compiled before."""
+    """Return the library of the extension ``module``, or None if it is missing or unusable.
+
+    The library must report ``version``: after an update, a source checkout may still contain the
+    previous build.
+    """
     spec = find_spec(module)
     if spec is None or spec.origin is None:
         return None
     try:
-        found = ctypes.CDLL(spec.origin)
-        return found if found.laconic_version() == version else None
-    except (OSError, AttributeError):  # cut short, of another machine, on a disk mounted noexec
+        library = ctypes.CDLL(spec.origin)
+        return library if library.laconic_version() == version else None
+    # The file is truncated, was built for another machine, or is on a disk mounted noexec.
+    except (OSError, AttributeError):
         return None

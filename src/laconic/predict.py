@@ -1,24 +1,35 @@
-"""Seconds a step will take under a recipe, from what was measured: the one cost model, which
-`laconic.auto` chooses by, `laconic advise` tells, and `make validate-model` checks.
+"""Predict the seconds per training step of a recipe from measured costs.
 
-Symbols: c, seconds of forward, backward and optimiser of one step; B, the share of c in which
-gradients appear; T_r, seconds of round r on the network, by `Exchange.cost` on the net of its set
-of ranks; w_r, seconds of processors for packing, coding and folding it; f_r, its rounds per step;
-d_r, its delay; s, seconds that workers which meet after every step wait for the slowest of them;
-k, the share of work beside the training that the training pays for, as they share processors.
+This is the only cost model. `laconic.auto` chooses a recipe by it, `laconic advise` reports it,
+and `make validate-model` compares it with measurements.
 
-    exposed_r = f_r * (T_r + w_r)                            a round on parameters
-    exposed_r = f_r * max(0, T_r + w_r - d_r * c)            the same with a delay
-    exposed_r = f_r * (e_K - B * c)                          gradients, in buckets 1 to K:
+Symbols:
+
+    c    seconds of one step's forward pass, backward pass and optimizer
+    B    the share of c during which gradients become available
+    T_r  network seconds of round r: `Exchange.cost` on the network of its rank set
+    w_r  processor seconds to pack, encode and fold round r
+    f_r  rounds r per step
+    d_r  delay of round r, in steps
+    s    seconds per step that workers wait for the slowest one if they communicate every step
+    k    slowdown of training per second of other work, because both share processors
+
+    exposed_r = f_r * (T_r + w_r)                            parameter round
+    exposed_r = f_r * max(0, T_r + w_r - d_r * c)            parameter round with a delay
+    exposed_r = f_r * (e_K - B * c)                          gradient round, in buckets 1 to K:
       e_j = max(e_{j-1}, B * c * (share of the gradients in buckets 1 to j)) + T_rj + w_rj
     seconds   = max(c + sum_r exposed_r, min(sum_r f_r * T_r / U_r, c + sum_r f_r * (T_r + w_r)))
 
-c is longer by k times the work done meanwhile: w_r, and what sending takes of processors.
-s * sqrt(f): the steps between two meetings differ independently, so that what the slowest is behind
-grows as the root of their number; gossip waits for no slowest of all. The second term of the
-maximum: the network is one at a time; and collectives with a delay, of which a message begins when
-the last of the ranks has come to it, keep it busy for the share U of the time at most (U_r = 1 for
-the others, and for gossip), though no step takes longer than if nothing were hidden.
+Concurrent work makes c longer by k times its processor seconds: w_r and the cost of sending.
+
+With f synchronous rounds per step, waiting adds s * sqrt(f) to a step: step times vary
+independently, so the lag of the slowest worker grows as the square root of the number of steps
+between two rounds. Gossip does not wait for the slowest worker.
+
+The second term of the maximum is the network's capacity. A collective starts only when its last
+rank has reached it, so collectives with a delay keep the network busy for at most the share U of
+the time. U_r = 1 for all other rounds and for gossip. A step never takes longer than it would
+without overlap.
 """
 
 from __future__ import annotations
@@ -49,29 +60,35 @@ from laconic.links import cost
 from laconic.links.cost import Cost
 
 BACKWARD = 0.6
-"""B where it was not measured: the share of a step's computing in which gradients appear."""
-UTILISATION = 0.7
-"""U. Measured with the text model on 4 emulated hosts at 10 Mbit/s: a recipe whose messages would
-have filled the network, were all ranks alike, kept it busy for 0.6 of the time."""
+"""Default for B, the share of a step's compute time during which gradients become available."""
+UTILIZATION = 0.7
+"""U. Measured with the text model on 4 emulated hosts at 10 Mbit/s: a recipe whose exchanges would
+have saturated the network, had all ranks been equally fast, kept it busy 0.6 of the time."""
 HORIZON = 15 * 512
-"""Steps over which rounds are counted of schedules that are not plainly periodic: all of them, for
-periods that divide it."""
+"""Steps over which the rounds of a schedule that is not simply periodic are counted. The count is
+exact for periods that divide it."""
 LATER = 10_000 * HORIZON
-"""The step after which they are: what begins has begun, and what ends has ended."""
+"""Counting begins after this step, when every schedule has reached its long-run pattern."""
 
 
 @dataclass(frozen=True)
 class Net:
-    """What one rank gets of the network: ``rate`` in bit/s, ``latency`` in seconds per message, and
-    the ``burst``, bytes that pass at once after a pause, as a shaped card lets them."""
+    """The network as one rank sees it.
+
+    ``rate`` is in bit/s, ``latency`` in seconds per message. ``burst`` is the number of bytes that
+    a traffic shaper lets through at once after a pause.
+    """
 
     rate: float
     latency: float
     burst: float = 0.0
 
     def seconds(self, amount: Cost, buckets: int = 1) -> float:
-        """Of a collective in so many ``buckets``, each of which takes its messages' latencies; as
-        `Cost.seconds`, but for the burst: the card rests before the first one alone."""
+        """Return the seconds of a collective split into ``buckets``.
+
+        Each bucket pays the latency of its messages. Only the first one benefits from the burst,
+        because the network is idle before it.
+        """
         whole = amount.seconds(self.rate, self.latency)
         whole += (buckets - 1) * amount.messages * self.latency
         return whole - 8 * min(self.burst, amount.bytes) / self.rate
@@ -79,14 +96,16 @@ class Net:
 
 @dataclass(frozen=True)
 class Facts:
-    """What was measured: ``compute`` in seconds per step; ``rate`` in bit/s of one worker's card;
-    ``latency`` in seconds per message; of the model its tensors' ``shapes``, of ``itemsize`` bytes
-    an element.
+    """Measurements that a prediction is based on.
 
-    What else may be known: ``backward``, B; ``ranks`` of each worker; ``nets`` by set of ranks, one
-    rank's part where all ranks use it at once: ``"workers"``, ``"world"``, ``"replica"``, and
-    ``"peers"``, a message to another worker alone; ``work``, w by `work_key`; ``contention``, k;
-    ``carry``, seconds of processors for a byte sent; ``skew``, s.
+    Required: ``compute``, seconds per step; ``rate``, bit/s of one worker's network interface;
+    ``latency``, seconds per message; the ``shapes`` of the model's tensors and the ``itemsize`` of
+    an element in bytes.
+
+    Optional: ``backward``, B; ``ranks`` per worker; ``work``, w by `work_key`; ``contention``, k;
+    ``carry``, processor seconds per byte sent; ``skew``, s. ``nets`` gives the network by rank set,
+    as one rank sees it when all ranks use it at once: ``"workers"``, ``"world"``, ``"replica"``,
+    and ``"peers"`` for a message to one other worker.
     """
 
     workers: int
@@ -105,20 +124,23 @@ class Facts:
 
     @property
     def elements(self) -> int:
-        """Of the model."""
+        """The number of elements in the model."""
         return sum(math.prod(shape) for shape in self.shapes)
 
     def net(self, *names: str) -> Net:
-        """The first of these sets whose net is known, else one of ``rate`` and ``latency``."""
+        """Return the first known network among ``names``, else one of ``rate`` and ``latency``."""
         known = (self.nets[name] for name in names if name in self.nets)
         return next(known, Net(self.rate, self.latency))
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """``seconds`` per step, of which ``exposed`` are waiting; ``bytes`` sent per step to other
-    workers by each rank; ``busy``: the share of the time in which the network is in use;
-    ``hidden``: the share of the communication behind which training went on."""
+    """The predicted cost of a step.
+
+    Of its ``seconds``, ``exposed`` are spent waiting for communication. ``bytes`` is what each rank
+    sends to other workers per step, ``busy`` the share of the time the network is in use, and
+    ``hidden`` the share of communication that overlaps with training.
+    """
 
     seconds: float
     exposed: float
@@ -128,20 +150,21 @@ class Prediction:
 
 
 def itemsize_of(tensors: Sequence[Tensor]) -> int:
-    """Bytes of an element: where tensors differ, of the mean one."""
+    """Return the bytes of an element, averaged over the elements of all ``tensors``."""
     sizes = [t.numel() * t.element_size() for t in tensors]
     return round(sum(sizes) / max(sum(t.numel() for t in tensors), 1)) or 1
 
 
 def work_key(r: AnyRound) -> str:
-    """What rounds have in common that keep processors busy for as long."""
-    return describe((typical(r),))
+    """Return a key that is equal for rounds with equal processor work."""
+    canonical = typical(r)
+    return describe((canonical,))
 
 
 @dataclass(frozen=True)
 class _Load:
-    """One round's: seconds on the ``network``, those ``exposed``, and by how many it makes
-    computing longer (``stretch``); bytes ``sent`` by a rank."""
+    """The cost of one round: ``network`` and ``exposed`` seconds, ``stretch``, the seconds it adds
+    to the compute time, and the bytes ``sent`` by a rank."""
 
     network: float
     exposed: float
@@ -150,10 +173,12 @@ class _Load:
 
 
 def predict(recipe: Recipe, facts: Facts) -> Prediction:
-    """What a step under ``recipe`` takes. Rounds inside a group are taken for free, and so is all
-    work that ``facts`` do not tell of."""
+    """Predict the cost of a step under ``recipe``.
+
+    Rounds inside a group, and all processor work that ``facts`` lacks, count as free.
+    """
     rounds = (*within_workers(recipe), *recipe) if facts.ranks > 1 else recipe
-    exposed = network = waited = least = alone = sent = meetings = 0.0
+    exposed = network = waited = least = serial = sent = synchronous = 0.0
     for r in rounds:
         share = often(r)
         if r.over == "group" or not share or not r.exchange.communicates:
@@ -161,28 +186,28 @@ def predict(recipe: Recipe, facts: Facts) -> Prediction:
         load = (_gradients if isinstance(r, GradientRound) else _parameters)(r, facts)
         exposed += share * (load.exposed + load.stretch)
         if r.over != "replica":
-            meetings += 0.0 if r.delay or isinstance(r.exchange, Gossip) else share
+            synchronous += 0.0 if r.delay or isinstance(r.exchange, Gossip) else share
             network += share * load.network
             waited += share * min(load.exposed, load.network)
-            alone += share * (load.network + facts.work.get(work_key(r), 0.0))
-            joint = r.delay and not isinstance(r.exchange, Gossip)
-            least += share * load.network / (UTILISATION if joint else 1)
+            serial += share * (load.network + facts.work.get(work_key(r), 0.0))
+            overlapped = r.delay and not isinstance(r.exchange, Gossip)
+            least += share * load.network / (UTILIZATION if overlapped else 1)
             sent += share * load.sent
-    exposed += facts.skew * math.sqrt(min(meetings, 1.0))
-    # a delay never makes a step longer than waiting for each message would
-    total = max(facts.compute + exposed, min(least, facts.compute + alone))
+    exposed += facts.skew * math.sqrt(min(synchronous, 1.0))
+    # A delay never makes a step longer than waiting for each message would.
+    total = max(facts.compute + exposed, min(least, facts.compute + serial))
     waited = min(waited + max(total - facts.compute - exposed, 0.0), network)
     hidden = 1 - waited / network if network else 0.0
     return Prediction(total, total - facts.compute, sent, network / total, hidden)
 
 
 def travel(r: AnyRound, facts: Facts) -> float:
-    """Seconds that the messages of one round ``r`` take on the network."""
+    """Return the network seconds of one round ``r``."""
     return (_gradients if isinstance(r, GradientRound) else _parameters)(r, facts).network
 
 
 def often(r: AnyRound) -> float:
-    """How many rounds there are per step, in the long run."""
+    """Return the number of rounds ``r`` per step in the long run."""
     return _share(r.when) if isinstance(r.when, Hashable) else _count(r.when) / HORIZON
 
 
@@ -203,11 +228,11 @@ def _parameters(r: AnyRound, facts: Facts) -> _Load:
     n, share = facts.workers, facts.ranks if r.over == "workers" else 1
     if r.over == "world":
         n *= facts.ranks
-    length = _elements(r, facts, n, share) // share  # the ranks of a worker carry a part each
+    length = _elements(r, facts, n, share) // share  # each rank of a worker carries one part
     amount = _shaped(r, facts).cost(length, facts.itemsize, n)
     names = ("peers", "workers") if isinstance(r.exchange, Gossip) else (r.over, "workers")
     size = length * share * facts.itemsize
-    buckets = -(-size // BUCKET_BYTES)  # one after the other
+    buckets = -(-size // BUCKET_BYTES)  # sent one after the other
     seconds = facts.net(*names).seconds(amount, buckets)
     if share > 1:
         seconds += facts.net("replica").seconds(cost.all_gather(size, share), buckets)
@@ -215,8 +240,8 @@ def _parameters(r: AnyRound, facts: Facts) -> _Load:
     if not r.delay:
         return _Load(seconds, seconds + work, 0.0, amount.bytes)
     stretch = facts.contention * (work + facts.carry * amount.bytes)
-    meanwhile = r.delay * (facts.compute + often(r) * stretch)
-    return _Load(seconds, max(seconds + work - meanwhile, 0.0), stretch, amount.bytes)
+    overlap = r.delay * (facts.compute + often(r) * stretch)
+    return _Load(seconds, max(seconds + work - overlap, 0.0), stretch, amount.bytes)
 
 
 def _gradients(r: AnyRound, facts: Facts) -> _Load:
@@ -231,20 +256,22 @@ def _gradients(r: AnyRound, facts: Facts) -> _Load:
     backward = facts.backward * facts.compute
     each = [(seconds + work) * size / sum(sizes) for size in sizes]
     end = done = 0.0
-    for size, own in zip(sizes, each, strict=True):
+    for size, bucket_seconds in zip(sizes, each, strict=True):
         done += size / sum(sizes)
-        end = max(end, backward * done) + own
+        end = max(end, backward * done) + bucket_seconds
     exposed = end - backward
-    meanwhile = 1 - min(exposed / (seconds + work), 1.0) if seconds + work else 0.0
-    beside = meanwhile * (work + facts.carry * amount.bytes)
-    stretch = facts.contention * beside
-    return _Load(seconds, exposed, stretch, _leaving(r, facts) * amount.bytes)
+    overlap = 1 - min(exposed / (seconds + work), 1.0) if seconds + work else 0.0
+    concurrent = overlap * (work + facts.carry * amount.bytes)
+    stretch = facts.contention * concurrent
+    return _Load(seconds, exposed, stretch, _external_share(r, facts) * amount.bytes)
 
 
-def _leaving(r: AnyRound, facts: Facts) -> float:
-    """The share of what ranks send in a round over all ranks that leaves their worker: of what goes
-    to every other rank, that for ranks elsewhere; of a mean, which passes from rank to rank in a
-    ring, what one rank of each worker sends on."""
+def _external_share(r: AnyRound, facts: Facts) -> float:
+    """Return the share of the bytes that a round over all ranks sends to other workers.
+
+    A direct exchange sends to every rank, and the share is that of ranks of other workers. A mean
+    travels around a ring, in which one rank of each worker sends to the next worker.
+    """
     if r.over != "world" or facts.ranks == 1:
         return 1.0
     if not r.exchange.direct:
@@ -257,8 +284,11 @@ def _shaped(r: AnyRound, facts: Facts) -> Exchange:
 
 
 def _elements(r: AnyRound, facts: Facts, n: int, carriers: int = 1) -> int:
-    """How many elements a message of ``r`` has, padded as its exchange needs them, and so that each
-    of the ``carriers`` in a worker has a part as long as the others'."""
+    """Return the number of elements in an exchange of ``r``.
+
+    The number is padded to what the exchange requires and to equal parts for the ``carriers``, the
+    ranks of a worker that share the exchange.
+    """
     share = fragments_of(r)
     multiple = r.exchange.multiple(n) * carriers
     return -(-facts.elements * r.update.models // share // multiple) * multiple

@@ -1,6 +1,6 @@
-"""Rates, durations and sizes as people write them, and back: pure functions without state.
+"""Parse and format rates, durations, counts and sizes.
 
-Rates are bits per second in powers of ten, as networks are sold ("100 mbit" is 1e8 bit/s).
+Rates are bits per second in powers of ten, as network equipment is sold: "100 mbit" is 1e8 bit/s.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _DURATION_FORMS = "a number of seconds from 0 up, or one with us, ms, s, min or 
 
 
 def parse_rate(text: str) -> float:
-    """Return `text` ("100mbit", "10 Gbit/s", "2.5e8") in bit/s; case does not matter.
+    """Return the rate `text` ("100mbit", "10 Gbit/s", "2.5e8") in bit/s. Case does not matter.
 
-    Raises ValueError for another unit and for what is not positive and finite.
+    Raises ValueError for an unknown unit and for a value that is not positive and finite.
     """
     rate = _parse(text, _RATES, suffix="/s")
     if rate is None or not 0.0 < rate < math.inf:
@@ -40,10 +40,10 @@ def parse_rate(text: str) -> float:
 
 
 def parse_duration(text: str) -> float:
-    """Return `text` ("20ms", "100 us", "1.5") in seconds; case does not matter.
+    """Return the duration `text` ("20ms", "100 us", "1.5") in seconds. Case does not matter.
 
-    Zero is a duration (no added latency). Raises ValueError for another unit and for what is
-    negative or not finite.
+    Zero is a valid duration (no added latency). Raises ValueError for an unknown unit and for a
+    value that is negative or not finite.
     """
     seconds = _parse(text, _DURATIONS, suffix="")
     if seconds is None or not 0.0 <= seconds < math.inf:
@@ -52,9 +52,9 @@ def parse_duration(text: str) -> float:
 
 
 def parse_count(text: str) -> int:
-    """Return `text` ("1.3B", "125 M", "865280") as a whole number; case does not matter.
+    """Return the count `text` ("1.3B", "125 M", "865280") as an integer. Case does not matter.
 
-    Raises ValueError for another unit and for what is not positive and whole.
+    Raises ValueError for an unknown unit and for a value that is not a positive integer.
     """
     count = _parse(text, _COUNTS, suffix="")
     if count is None or not 0.0 < count < math.inf or round(count) != round(count, 3):
@@ -63,8 +63,7 @@ def parse_count(text: str) -> int:
 
 
 def three_digits(number: float) -> str:
-    """Return `number` for a reader, to three significant digits, without an exponent: 10150.2 is
-    "10,200"."""
+    """Format `number` with three significant digits and no exponent: 10150.2 is "10,200"."""
     rounded = float(f"{number:.3g}")
     if abs(rounded) >= 100:
         return f"{rounded:,.0f}"
@@ -74,7 +73,7 @@ def three_digits(number: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return `seconds` for a reader, to three significant digits: 0.0305 is "30.5 ms"."""
+    """Format `seconds` with three significant digits and a unit: 0.0305 is "30.5 ms"."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if float(f"{seconds / scale:.3g}") >= 1 or unit == "us":
             break
@@ -82,7 +81,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Return `count` bytes for a reader, to three significant digits: 3.461e6 is "3.46 MB"."""
+    """Format `count` bytes with three significant digits and a unit: 3.461e6 is "3.46 MB"."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0)):
         if float(f"{count / scale:.3g}") >= 1 or unit == "bytes":
             break
@@ -90,13 +89,13 @@ def format_bytes(count: float) -> str:
 
 
 def format_rate(rate: float) -> str:
-    """Return `rate` (bit/s) for a reader, to four significant digits: 1e8 is "100 Mbit/s".
+    """Format `rate` (bit/s) with four significant digits and a unit: 1e8 is "100 Mbit/s".
 
     Raises ValueError for a rate that is negative or not finite.
     """
     if not 0.0 <= rate < math.inf:
         raise ValueError(f"not a rate: {rate!r}; give a number of bit/s from 0 up")
-    # Round first, so that 999,999 bit/s reads 1 Mbit/s and not 1e+03 kbit/s.
+    # Round first, so that 999,999 bit/s becomes 1 Mbit/s and not 1e+03 kbit/s.
     rounded = float(f"{rate:.4g}")
     prefix, scale = "", 1.0
     for name, size in (("k", 1e3), ("M", 1e6), ("G", 1e9)):
@@ -107,7 +106,7 @@ def format_rate(rate: float) -> str:
 
 
 def _parse(text: str, units: Mapping[str, float], suffix: str) -> float | None:
-    """Return `text` in the base unit, or None when it has no number or a unit of another kind."""
+    """Return `text` in the base unit, or None if it has no number or an unknown unit."""
     match = _NUMBER.fullmatch(text.lower())
     if match is None:
         return None

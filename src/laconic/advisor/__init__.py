@@ -1,4 +1,4 @@
-"""The advisor: measures a training and its network, and says which recipe will pay."""
+"""The advisor: measure training and the network, and predict which recipe is worthwhile."""
 
 from laconic.advisor.advice import Advice, Guide, Row, advice_on
 from laconic.advisor.advise import advise

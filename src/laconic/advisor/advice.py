@@ -1,8 +1,8 @@
-"""Advice: what each recipe is predicted to take, when SlowMo pays, and what to do.
+"""Predict the cost of each recipe and recommend one.
 
-The rule of the recommendation is that of `laconic.auto`: the most progress per second, which is the
-least ``seconds * steps``, with the steps that a recipe takes for one of DDP's. Of recipes that
-differ by less than `WORTH`, the one that gives up least; so DDP is kept where little is gained.
+The rule is that of `laconic.auto`: the most progress per second, which is the least ``seconds *
+steps``, where ``steps`` is the number of steps a recipe needs per step of DDP. Among recipes within
+`WORTH` of the best, it takes the one that gives up least, so DDP stays if little is gained.
 """
 
 from __future__ import annotations
@@ -28,18 +28,21 @@ from laconic.predict import Facts, often, predict
 from laconic.units import three_digits
 
 WORTH = 0.05
-"""How much slower than the best a recipe that gives up less may be."""
+"""How much slower than the best a recipe that gives up less may be, as a fraction."""
 GUIDE_PERIODS = (3, 12, 48)
-"""H for which the inequality is written out: the guide's own, the SlowMo paper's two."""
+"""H for which the inequality is evaluated: the guide's own value and the SlowMo paper's two."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A recipe's prediction: ``seconds`` per step; ``hidden``, the share of communication that
-    training does not wait for; ``megabytes`` per step to other workers, of a rank; ``memory``,
-    bytes of a rank for what rounds keep; ``speedup`` against DDP, and ``share`` of the speed
-    without communication; ``steps``, how many it takes for one of DDP's, and ``steps_from``, where
-    that is from, as `steps_of` says; ``quality``: what the literature or this repository says."""
+    """The prediction for a recipe.
+
+    ``seconds``: per step. ``hidden``: share of communication that overlaps with training.
+    ``megabytes``: sent per step to other workers by a rank. ``memory``: bytes that rounds keep on a
+    rank. ``speedup``: relative to DDP. ``share``: of the speed without communication. ``steps``:
+    needed per step of DDP. ``steps_from``: the source of ``steps``, from `steps_of`. ``quality``:
+    what the literature or this repository says.
+    """
 
     recipe: str
     period: int | None
@@ -56,15 +59,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Guide:
-    """fairscale's rule for one ``frequency`` H: local SGD (SlowMo's slow steps cost nothing on top)
-    is faster than DDP where
+    """fairscale's rule of thumb for one ``frequency`` H.
 
-        allreduce * (1 - 1/H) > backward + node         gradients averaged in a node after backward
-        allreduce * (1 - 1/H) > max(backward, node)     and during it, as laconic does
+    Local SGD, with free slow steps, is faster than DDP if
 
-    in seconds: ``allreduce`` of the model over the nodes, ``backward`` of a step, ``node``, an
-    average of gradients inside one; in buckets, as the rows have them. ``saved`` is the left side.
-    For SGP the guide puts 2 for H, which is 2(n-1)/n for many nodes.
+        allreduce * (1 - 1/H) > backward + node         average within a node after backward
+        allreduce * (1 - 1/H) > max(backward, node)     average during backward, as laconic does
+
+    All values are in seconds: ``allreduce`` of the model over the nodes, ``backward`` of a step,
+    and ``node``, an average of gradients inside a node, with the buckets of the rows. ``saved`` is
+    the left side. For SGP the guide uses H = 2, which is 2(n-1)/n for many nodes.
     """
 
     frequency: float
@@ -78,20 +82,24 @@ class Guide:
 
     @property
     def pays_there(self) -> bool:
-        """In the guide's own program."""
+        """Whether it is faster with fairscale."""
         return self.saved > self.backward + self.node
 
     @property
     def pays_here(self) -> bool:
+        """Whether it is faster with laconic."""
         return self.saved > max(self.backward, self.node)
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What `laconic.advise` returns, alike on every rank. ``computes``: seconds of a step on each
-    rank; ``held``, bytes of parameters, gradients and optimiser state, and ``peak``, of memory in
-    use: None where nothing was measured. ``recommendation`` is a recipe's text, ``code`` the line
-    for a training loop, ``reason`` why, with the recipes that no measurement tells from it."""
+    """The result of `laconic.advise`, equal on every rank.
+
+    ``computes``: seconds of a step on each rank. ``held``: bytes of parameters, gradients and
+    optimizer state. ``peak``: bytes of memory in use. These are None without a measurement.
+    ``recommendation`` is the text of a recipe, ``code`` the line for a training loop, and
+    ``reason`` the explanation, including recipes that no measurement distinguishes from it.
+    """
 
     facts: Facts
     rows: tuple[Row, ...]
@@ -105,16 +113,16 @@ class Advice:
 
     @property
     def row(self) -> Row:
-        """The recommended one."""
+        """The row of the recommended recipe."""
         return next(r for r in self.rows if r.recipe == self.recommendation)
 
     @property
     def fastest(self) -> Row:
-        """Whatever its quality."""
+        """The row with the fewest seconds per step, regardless of quality."""
         return min(self.rows, key=lambda r: r.seconds)
 
     def to_json(self) -> str:
-        """All of it, for programs."""
+        """Return everything as JSON."""
         plain = asdict(self)
         facts: dict[str, Any] = plain["facts"]
         del facts["shapes"], facts["work"]
@@ -127,14 +135,14 @@ class Advice:
 
 def advice_on(
     facts: Facts,
-    own: Sequence[str] = (),
+    recipes: Sequence[str] = (),
     *,
     computes: tuple[float, ...] | None = None,
     held: int | None = None,
     peak: int | None = None,
 ) -> Advice:
-    """Predict all `choices`, and the user's ``own`` recipes, from ``facts``; and recommend one."""
-    rows = rows_of(choices(facts, own), facts)
+    """Predict all `choices` and the user's own ``recipes`` from ``facts``, and recommend one."""
+    rows = rows_of(choices(facts, recipes), facts)
     best, reason = recommend(rows)
     node = f", nprocs_per_node={facts.ranks}" if facts.ranks > 1 else ""
     code = f"sync = laconic.attach(model, optimizer, {qualified(best.recipe)}{node})"
@@ -142,56 +150,70 @@ def advice_on(
     return Advice(facts, tuple(rows), guide, best.recipe, code, reason, computes, held, peak)
 
 
-def rows_of(found: Sequence[Choice], facts: Facts) -> list[Row]:
-    """One for each of the choices, of which the first is DDP."""
-    ddp = predict(found[0].recipe, facts).seconds
-    rows = []
-    for c in found:
-        p = predict(c.recipe, facts)
-        kept = memory(c.recipe, facts)
-        at = p.seconds, p.hidden, p.bytes / 1e6, kept, ddp / p.seconds, facts.compute / p.seconds
-        rows.append(Row(c.text, c.period, *at, *steps_of(c.recipe), c.quality))
-    return rows
+def rows_of(candidates: Sequence[Choice], facts: Facts) -> list[Row]:
+    """Return a row per candidate. The first candidate must be DDP."""
+    ddp = predict(candidates[0].recipe, facts).seconds
+    return [_row(c, facts, ddp) for c in candidates]
+
+
+def _row(choice: Choice, facts: Facts, ddp: float) -> Row:
+    p, factor = predict(choice.recipe, facts), steps_of(choice.recipe)
+    return Row(
+        recipe=choice.text,
+        period=choice.period,
+        seconds=p.seconds,
+        hidden=p.hidden,
+        megabytes=p.bytes / 1e6,
+        memory=memory(choice.recipe, facts),
+        speedup=ddp / p.seconds,
+        share=facts.compute / p.seconds,
+        steps=factor.factor,
+        steps_from=factor.source,
+        quality=choice.quality,
+    )
 
 
 def recommend(rows: Sequence[Row]) -> tuple[Row, str]:
-    """The row to take, and why."""
+    """Return the recommended row and the reason."""
     ddp, best = rows[0], min(rows, key=_score)
-    taken = next(r for r in rows if _score(r) <= (1 + WORTH) * _score(best))
-    if taken is ddp and best is ddp:
+    chosen = next(r for r in rows if _score(r) <= (1 + WORTH) * _score(best))
+    if chosen is ddp and best is ddp:
         return ddp, "Keep DDP: nothing makes more progress per second."
-    if taken is ddp:
+    if chosen is ddp:
         gain = _score(ddp) / _score(best) - 1
-        return ddp, f"Keep DDP: {best.recipe} would make {gain:.1%} more progress per second."
-    told = (
-        f"{taken.recipe} takes {three_digits(taken.seconds)} s a step where ddp() takes "
-        f"{three_digits(ddp.seconds)} s ({three_digits(taken.speedup)} times as fast, "
-        f"{taken.share:.0%} of the speed without communication), and {taken.steps:.3g} steps for "
-        "one of ddp()'s"
+        return ddp, f"Keep DDP: {best.recipe} would make only {gain:.1%} more progress per second."
+    text = (
+        f"{chosen.recipe} takes {three_digits(chosen.seconds)} s per step, ddp() "
+        f"{three_digits(ddp.seconds)} s ({three_digits(chosen.speedup)} times as fast, "
+        f"{chosen.share:.0%} of the speed without communication), and needs {chosen.steps:.3g} "
+        "steps per step of ddp()"
     )
-    if taken.steps_from not in KNOWN:
-        told += f" ({taken.steps_from})"
-    if taken is best:
-        return taken, f"{told}: the most progress per second.{_ties(rows, taken)}"
-    more = _score(taken) / _score(best) - 1
-    told += f"; {best.recipe} makes {more:.1%} more progress, and gives up more."
-    return taken, told + _ties(rows, taken)
+    if chosen.steps_from not in KNOWN:
+        text += f" ({chosen.steps_from})"
+    if chosen is best:
+        return chosen, f"{text}: the most progress per second.{_ties(rows, chosen)}"
+    more = _score(chosen) / _score(best) - 1
+    text += f"; {best.recipe} makes {more:.1%} more progress but gives up more."
+    return chosen, text + _ties(rows, chosen)
 
 
-def _ties(rows: Sequence[Row], taken: Row) -> str:
-    """Which rows are left or preferred for their seconds, or their place, alone: of as many steps,
-    since those of one of the two were not measured, and no slower than `WORTH`."""
+def _ties(rows: Sequence[Row], chosen: Row) -> str:
+    """Return a note on rows that differ from ``chosen`` only in seconds or order.
+
+    Those are rows with equal ``steps``, of which at least one was not measured, and that are slower
+    by at most `WORTH`.
+    """
     tied = [
         row.recipe
         for row in rows
-        if row is not taken
-        and row.steps == taken.steps
-        and not {row.steps_from, taken.steps_from} <= set(KNOWN)
-        and row.seconds <= (1 + WORTH) * taken.seconds
+        if row is not chosen
+        and row.steps == chosen.steps
+        and not {row.steps_from, chosen.steps_from} <= set(KNOWN)
+        and row.seconds <= (1 + WORTH) * chosen.seconds
     ]
     if not tied:
         return ""
-    return f" Not measured is how many steps it takes beside {', '.join(tied)}: taken for as many."
+    return f" Its steps were not measured against {', '.join(tied)}: assumed equal."
 
 
 def _score(row: Row) -> float:
@@ -199,44 +221,48 @@ def _score(row: Row) -> float:
 
 
 def guides(facts: Facts) -> list[Guide]:
-    """The inequality for each of `GUIDE_PERIODS`, and for SGP."""
+    """Return the inequality for each of `GUIDE_PERIODS` and for SGP."""
     size = facts.elements * facts.itemsize
-    # the ranks of a worker carry a part each, all at once
+    # Each rank of a worker sends one part, all at once.
     part, buckets = cost.mean(size // facts.ranks, facts.workers), -(-size // BUCKET_BYTES)
     allreduce, node = facts.net("workers").seconds(part, buckets), 0.0
     if facts.ranks > 1:
-        inside = len(bucket_sizes(Mean(), size))  # of gradients
+        inside = len(bucket_sizes(Mean(), size))  # buckets of gradients
         node = facts.net("replica").seconds(cost.mean(size, facts.ranks), inside)
     backward = facts.backward * facts.compute
-    gossip = 2 * (facts.workers - 1) / facts.workers  # the guide takes 2, whatever n is
+    gossip = 2 * (facts.workers - 1) / facts.workers  # the guide uses 2 for every n
     return [Guide(h, allreduce, backward, node) for h in (*GUIDE_PERIODS, gossip)]
 
 
 def memory(recipe: Recipe, facts: Facts) -> float:
-    """Bytes that rounds keep on one rank: state of updates and exchanges, the gradients' buckets,
-    and messages in flight, as the mean over time. Buckets of the moment, two of 25 MiB at most,
-    come on top."""
+    """Return the bytes that rounds keep on one rank, as the mean over time.
+
+    They are the state of updates and exchanges, gradient buckets, and messages in flight. Temporary
+    buckets, at most two of 25 MiB, come on top.
+    """
     rounds = (*within_workers(recipe), *recipe) if facts.ranks > 1 else recipe
-    return sum(_kept(r, facts) for r in rounds if often(r))
+    return sum(_round_bytes(r, facts) for r in rounds if often(r))
 
 
-def _kept(r: AnyRound, facts: Facts) -> float:
+def _round_bytes(r: AnyRound, facts: Facts) -> float:
     n = facts.workers * (facts.ranks if isinstance(r, GradientRound) else 1)
     share = fragments_of(r)
     size = facts.elements * facts.itemsize / share
-    each = max(facts.itemsize, 4)  # state is in float32 at least
+    each = max(facts.itemsize, 4)  # state is at least float32
     carriers = facts.ranks if isinstance(r, Round) else 1
     exchange = r.exchange.shaped([torch.Size(s) for s in facts.shapes])
-    kept = _update_share(r, n, carriers) * facts.elements / share * each
-    kept += _exchange_elements(exchange, math.ceil(facts.elements / share), n) * each / carriers
+    total = _update_share(r, n, carriers) * facts.elements / share * each
+    total += _exchange_elements(exchange, math.ceil(facts.elements / share), n) * each / carriers
     if isinstance(r, GradientRound):
-        return kept + size
-    return kept + (1 + r.update.keeps_sent) * size * r.delay * often(r)
+        return total + size
+    return total + (1 + r.update.keeps_sent) * size * r.delay * often(r)
 
 
 def _update_share(r: AnyRound, n: int, carriers: int) -> float:
-    """Of a message's elements, those that the update's state has on a rank; what owners have, the
-    ``carriers`` of one worker share."""
+    """Return the elements of the update's state on a rank, as a share of a message's elements.
+
+    The ``carriers`` of one worker share what an owner has.
+    """
     owners = r.exchange.owners(n) or 1
     state = r.update.init(torch.zeros(1))
     slots = r.update.slots
@@ -248,14 +274,14 @@ def _update_share(r: AnyRound, n: int, carriers: int) -> float:
 
 
 def _exchange_elements(exchange: Exchange, length: int, n: int) -> int:
-    """How many elements the exchange keeps on a rank for messages of ``length``."""
+    """Return the number of elements that the exchange keeps per rank for messages of ``length``."""
     owned = slice(0, length // (exchange.owners(n) or n))
     state = exchange.init(torch.empty(length, device="meta"), owned)
     return sum(tensor.numel() for tensor in state.values())
 
 
 def _finite(value: object) -> object:
-    """What JSON can hold: numbers that are not finite become None."""
+    """Replace nonfinite numbers, which JSON does not support, by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

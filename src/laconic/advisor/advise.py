@@ -1,4 +1,4 @@
-"""`laconic.advise`: on the user's own machines, with the user's own step."""
+"""`laconic.advise`: measure and predict on the user's own machines, with the user's own step."""
 
 from __future__ import annotations
 
@@ -36,32 +36,34 @@ def advise(
     link: Link | None = None,
     timeout: float = TIMEOUT,
 ) -> Advice:
-    """Measure ``step_fn`` and the network, and say which recipe will pay.
+    """Measure ``step_fn`` and the network, and recommend a recipe.
 
     Call it on every rank, under torchrun, after `laconic.init` and before `laconic.attach`.
-    ``step_fn()`` runs one local step (forward, backward, optimiser) of ``model``, and is called
-    some three times ``steps`` times, at least 27: the model trains on, each rank's by itself.
-    ``optimizer``: whose parameters and state count; None: all parameters that are trained.
-    ``recipes``: others to predict beside the advisor's, as text. ``nprocs_per_node``, ``link``,
-    ``timeout``: as for `laconic.attach`.
+    ``step_fn()`` runs one local step (forward, backward, optimizer) of ``model``. It is called
+    about three times ``steps`` times, at least 27, and trains the model of each rank separately.
+    ``optimizer`` supplies the parameters and state that count; None means all trainable parameters.
+    ``recipes`` are further recipes to predict, as text. ``nprocs_per_node``, ``link`` and
+    ``timeout`` are those of `laconic.attach`.
 
-    Seconds and bytes in the result are of one step. All ranks get the same. Raises ``ValueError``
-    on every rank where there is one worker alone, where an argument is wrong or, in the same words,
-    where ``step_fn`` or a rehearsed round raised on one of them (an exhausted memory, say), and
-    `laconic.LinkError` where a rank is lost. The process groups made for it end with it.
+    Seconds and bytes in the result are per step. All ranks get the same result.
+
+    Raises ``ValueError`` on every rank if there is only one worker, if an argument is wrong, or if
+    ``step_fn`` or a timed round raised on one of them (out of memory, for example). Raises
+    `laconic.LinkError` if a rank is lost. The process groups that it creates are closed at the end.
     """
     found = measured(
         model,
         step_fn,
-        partial(rehearsed, own=recipes),
+        partial(rehearsed, recipes=recipes),
         optimizer=optimizer,
         nprocs_per_node=nprocs_per_node,
         steps=steps,
         link=link,
         timeout=timeout,
     )
-    at = found.computes, found.held, found.peak
-    return advice_on(found.facts, recipes, computes=at[0], held=at[1], peak=at[2])
+    return advice_on(
+        found.facts, recipes, computes=found.computes, held=found.held, peak=found.peak
+    )
 
 
 def measured(
@@ -75,36 +77,36 @@ def measured(
     link: Link | None = None,
     timeout: float = TIMEOUT,
 ) -> Measured:
-    """What `advise` measures, for the ``recipes`` that so many workers are to compare."""
+    """Measure what `advise` needs. ``recipes`` returns the recipes for a number of workers."""
     params: list[Tensor] = []
-    problem, patience = None, TIMEOUT
+    problem, agreed_timeout = None, TIMEOUT
     try:
-        patience = check_float("timeout", timeout, 0.0, strict=True)
+        agreed_timeout = check_float("timeout", timeout, 0.0, strict=True)
         check_int("steps", steps, 2)
         params = trained(model, optimizer)
         _check(model, step_fn, params, optimizer)
-        recipes(PLAIN.workers)  # raises for what is none
-    except Exception as error:  # the other ranks are to hear of it
+        recipes(PLAIN.workers)  # raises for text that is not a recipe
+    except Exception as error:  # raised on all ranks below
         problem = in_words(error)
     device = params[0].device if params else common_device()
-    with ExitStack() as made:
-        world = agreed_link(problem, link, device, patience)
+    with ExitStack() as stack:
+        world = agreed_link(problem, link, device, agreed_timeout)
         if link is None:
-            made.callback(world.close)
+            stack.callback(world.close)
         layout = layout_of(world, nprocs_per_node, None, [])
         sets = sets_of(world, layout, None, False)
         for other in (sets["workers"], sets["replica"]):
             if other is not world:
-                made.callback(other.close)
+                stack.callback(other.close)
         if sets["workers"].size < 2:
             raise ValueError(
-                f"there is one worker of {world.size} rank(s), and nobody to talk to: start more "
-                "(torchrun), or give numbers to laconic advise"
+                f"there is only one worker, of {world.size} rank(s): start more (torchrun), or use "
+                "laconic advise with numbers"
             )
         bench = Bench(world, sets["workers"], sets["replica"], device)
         compared = recipes(sets["workers"].size)
-        _check_alike(bench, params, compared, steps)
-        with bench.together():
+        _check_same(bench, params, compared, steps)
+        with bench.shared_errors():
             return measure(bench, model, step_fn, compared, steps, optimizer)
 
 
@@ -117,25 +119,25 @@ def _check(
     if not callable(step_fn):
         raise ValueError(f"step_fn must be a function that runs one local step, not {step_fn!r}")
     if isinstance(model, DistributedDataParallel):
-        raise ValueError("the model averages its gradients already: give model.module")
+        raise ValueError("the model already averages its gradients: give model.module")
     if optimizer is not None:
         check_free(optimizer)
     if any(is_sharded(p) for p in params):
         raise ValueError(
-            "the parameters are sharded (FSDP), which takes a network of its own: measure a whole "
-            "model, or give numbers to laconic advise"
+            "the parameters are sharded (FSDP), which uses the network itself: measure a whole "
+            "model, or use laconic advise with numbers"
         )
 
 
-def _check_alike(
+def _check_same(
     bench: Bench, params: Sequence[Tensor], recipes: Sequence[Recipe], steps: int
 ) -> None:
-    """Ranks that measure different things would wait for each other in vain."""
+    """Check that all ranks measure the same things. Otherwise they would block each other."""
     shapes = [(tuple(p.shape), str(p.dtype)) for p in params]
     text = f"{steps} {shapes} {[describe(recipe) for recipe in recipes]}"
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
-    said = bench.everyone(float(digest))
-    if bool((said != said[0]).any()):
+    digests = bench.gather(float(digest))
+    if bool((digests != digests[0]).any()):
         raise ValueError(
-            "the ranks do not ask for the same: model, optimizer, steps and recipes must be alike"
+            "the ranks' arguments differ: model, optimizer, steps and recipes must be equal"
         )

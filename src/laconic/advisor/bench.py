@@ -1,4 +1,4 @@
-"""Where the advisor measures, and how its ranks meet: an error on one of them is one on all."""
+"""Exchange measurements between ranks, and raise an error of one rank on all of them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from laconic.errors import LinkError, in_words
 from laconic.links.link import Link
 
 MOST_FIGURES = 6
-"""That a rank brings to a meeting."""
+"""Maximum number of figures per rank and call."""
 MOST_BYTES = 512
-"""Of an error's words that other ranks are told."""
+"""Maximum length of an error message sent to other ranks."""
 
 
 class FailedError(ValueError):
-    """Something failed on one rank or more; all ranks raise it, in the same words."""
+    """Something failed on at least one rank. All ranks raise it with the same message."""
 
 
 @contextmanager
-def named(what: str) -> Iterator[None]:
-    """An error inside is told as one of ``what``."""
+def error_context(what: str) -> Iterator[None]:
+    """Attribute an error inside the block to ``what``."""
     try:
         yield
     except (LinkError, FailedError):
@@ -35,49 +35,50 @@ def named(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where to measure: the links of all ranks, of one rank of each worker, and of the own
-    worker's; on ``device``."""
+    """The links to measure on: all ranks, one rank per worker, and the ranks of this worker."""
 
     world: Link
     workers: Link
     replica: Link
     device: torch.device
 
-    def everyone(self, *figures: float) -> Tensor:
-        """All ranks' figures, by rank; they meet here. Raises `FailedError` where one has failed in
-        the meantime."""
-        return self._meet(figures, None)
+    def gather(self, *figures: float) -> Tensor:
+        """Return all ranks' figures by rank. Raises `FailedError` if a rank has failed."""
+        return self._gather(figures, None)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for all ranks."""
-        self.everyone()
+        self.gather()
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """An error inside is told to the other ranks when they next meet, which all meetings of
-        theirs until then must be inside of this as well."""
+    def shared_errors(self) -> Iterator[None]:
+        """Raise an error inside the block on all ranks, at their next `gather` or `barrier`.
+
+        Until then, all their calls must be inside this block as well.
+        """
         try:
             yield
         except (LinkError, FailedError):
-            raise  # the others know
+            raise  # the other ranks raise it too
         except Exception as error:
             try:
-                self._meet((), in_words(error))
-            except FailedError as told:
-                raise told from error
+                self._gather((), in_words(error))
+            except FailedError as failed:
+                raise failed from error
 
-    def _meet(self, figures: Sequence[float], problem: str | None) -> Tensor:
-        """Of one width, whatever they are about, so that who failed can be at any of them."""
+    def _gather(self, figures: Sequence[float], problem: str | None) -> Tensor:
+        """Gather rows of equal width for every call, since a failed rank may be at any of them."""
         row = [float(problem is not None), *figures, *[0.0] * (MOST_FIGURES - len(figures))]
-        said = self.world.gather(torch.tensor(row, dtype=torch.float64, device=self.device)).cpu()
-        failed = [rank for rank, value in enumerate(said[:, 0].tolist()) if value]
+        tensor = torch.tensor(row, dtype=torch.float64, device=self.device)
+        gathered = self.world.gather(tensor).cpu()
+        failed = [rank for rank, value in enumerate(gathered[:, 0].tolist()) if value]
         if failed:
-            who = ", ".join(map(str, failed))
-            raise FailedError(f"rank {who}: {self._words(problem, failed[0])}")
-        return said[:, 1 : 1 + len(figures)]
+            ranks = ", ".join(map(str, failed))
+            raise FailedError(f"rank {ranks}: {self._message(problem, failed[0])}")
+        return gathered[:, 1 : 1 + len(figures)]
 
-    def _words(self, problem: str | None, rank: int) -> str:
-        """What that rank says went wrong."""
-        own = " ".join((problem or "").split()).encode()[:MOST_BYTES].ljust(MOST_BYTES)
-        rows = self.world.gather(torch.tensor(list(own), dtype=torch.uint8, device=self.device))
+    def _message(self, problem: str | None, rank: int) -> str:
+        """Return the error message of ``rank``."""
+        text = " ".join((problem or "").split()).encode()[:MOST_BYTES].ljust(MOST_BYTES)
+        rows = self.world.gather(torch.tensor(list(text), dtype=torch.uint8, device=self.device))
         return bytes(rows[rank].tolist()).decode(errors="ignore").strip()

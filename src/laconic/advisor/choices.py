@@ -1,5 +1,4 @@
-"""What the advisor compares: recipes, in the order of what they give up, and what is known of the
-quality that they reach."""
+"""The recipes that the advisor compares, and what is known about their quality."""
 
 from __future__ import annotations
 
@@ -21,9 +20,9 @@ from laconic.codecs import CODECS
 from laconic.predict import Facts, often
 
 PERIODS = (4, 16, 64, 256)
-"""Steps between two rounds of the same tensors, of recipes that `laconic.auto` does not have."""
+"""Steps between two rounds of the same tensors, for recipes that `laconic.auto` does not use."""
 PLAIN = Facts(16, ((1,),), 4, 1.0, 1e9, 0.0)
-"""For reading recipes before anything is measured."""
+"""Stand-in facts for parsing recipes before anything is measured."""
 
 SAME = "the same mathematics as one large batch (Li et al., VLDB 2020)"
 INT8 = "no more steps for the same loss on text (docs/coded.md, benchmarks.factors)"
@@ -31,7 +30,7 @@ INT4 = "2% more steps for the same loss on text (docs/coded.md, benchmarks.facto
 GRADIENT_QUALITY = {"ddp()": SAME, "ddp(codec='int8')": INT8, "ddp(codec='int4')": INT4}
 LOCAL = {
     4: "loses some quality per step, less than longer periods do (docs/science.md: 12)",
-    16: "Lin et al. 2018 take 16 or 32, after the first decay of the learning rate",
+    16: "Lin et al. 2018 use 16 or 32, after the first decay of the learning rate",
     64: "behind DDP per step, once gradients are noisy (README)",
     256: "longer than Lin et al. 2018 tried: expect to lose quality",
 }
@@ -57,20 +56,23 @@ SPARSE = {
 }
 MEASURED, EXACT = "measured (benchmarks.factors)", "the same mathematics"
 KNOWN = (MEASURED, EXACT)
-"""Where a recipe's steps are its own from."""
+"""Sources of steps that were determined for the recipe itself."""
 LONGEST = 64
 """The longest period of `laconic.streaming_diloco` that was measured."""
 LOW_RANK = 1.47
-"""Steps that gradients of low rank take for one of `laconic.ddp`, as measured of rank 4 in Int8."""
+"""Steps that gradients of low rank need per step of `laconic.ddp`, measured for rank 4 in Int8."""
 LENGTH = 2**16
-"""Elements by whose code codecs are compared."""
-OWN = "your own: laconic knows nothing of its quality"
+"""Number of elements whose encoded size is used to compare codecs."""
+OWN = "your own: laconic has no information about its quality"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A recipe, as it is written; ``period``: steps between two of its rounds, None where every
-    step has one; ``quality``: what is known of it, with the source."""
+    """A recipe with its text.
+
+    ``period``: steps between two of its rounds, None if every step has one. ``quality``: what is
+    known about it, with the source.
+    """
 
     text: str
     recipe: Recipe
@@ -78,11 +80,12 @@ class Choice:
     quality: str
 
 
-def choices(facts: Facts, own: Sequence[str] = ()) -> list[Choice]:
-    """All that is compared, those that give up least first, and last the user's ``own`` recipes:
-    what `laconic.auto` chooses from, and others beside it.
+def choices(facts: Facts, recipes: Sequence[str] = ()) -> list[Choice]:
+    """Return the recipes to compare, those that give up least first.
 
-    Raises ``ValueError`` for text that is no recipe."""
+    They are those of `laconic.auto`, some others, and at the end the user's own ``recipes``. Raises
+    ``ValueError`` for text that is not a recipe.
+    """
     gradients, streams = [], {}
     for candidate in candidates(facts):
         if isinstance(candidate.recipe[0], GradientRound):
@@ -90,7 +93,7 @@ def choices(facts: Facts, own: Sequence[str] = ()) -> list[Choice]:
         else:
             period = round(1 / often(candidate.recipe[0]))
             streams[period] = _choice(candidate.text, period, _streaming_quality(period))
-    if facts.workers > 2:  # two that gossip send each other what an all-reduce does
+    if facts.workers > 2:  # with two workers, gossip sends what an all-reduce does
         gradients += [_choice("sgp()", None, SGP), _choice("sgp(delay=1)", None, OSGP)]
     found = []
     for period in sorted({*PERIODS, *streams}):
@@ -98,7 +101,7 @@ def choices(facts: Facts, own: Sequence[str] = ()) -> list[Choice]:
         between = len(others) - 1 if others else 0  # `sparse_loco` gives up more
         stream = [streams[period]] if period in streams else []
         found += [*others[:between], *stream, *others[between:]]
-    return gradients + found + [_own(text) for text in own]
+    return gradients + found + [_user_choice(text) for text in recipes]
 
 
 def _with_period(period: int, facts: Facts) -> list[Choice]:
@@ -117,62 +120,72 @@ def _with_period(period: int, facts: Facts) -> list[Choice]:
 
 def _streaming_quality(period: int) -> str:
     if period > LONGEST:
-        return "as DiLoCo in long runs (Douillard et al. 2025); on text not measured"
+        return "like DiLoCo in long runs (Douillard et al. 2025); not measured on text"
     more = f"{STEPS[period] - 1:.0%} more steps for the same loss, on text (benchmarks.factors)"
     return f"{more}; long runs: Douillard et al. 2025" if period == LONGEST else more
 
 
 def _choice(text: str, period: int | None, quality: str) -> Choice:
     recipe = parse_recipe(text)
-    assert isinstance(recipe, tuple), "written here"
+    assert isinstance(recipe, tuple), "a recipe of this module"
     return Choice(text, recipe, period, quality)
 
 
-def _own(text: str) -> Choice:
+def _user_choice(text: str) -> Choice:
     recipe = parse_recipe(text)
     if isinstance(recipe, Auto):
-        raise ValueError(f"{text} chooses its recipe in training: there is nothing to predict")
+        raise ValueError(f"{text} chooses its recipe during training: there is nothing to predict")
     if any(r.over == "group" for r in recipe):
-        raise ValueError(f"{text} has rounds inside groups of workers, which advise does not know")
+        raise ValueError(
+            f"{text} has rounds inside groups of workers, which advise does not support"
+        )
     return Choice(text, recipe, None, OWN)
 
 
-def rehearsed(workers: int, own: Sequence[str] = ()) -> list[Recipe]:
-    """Recipes with all rounds that `choices` have for so many workers, to be rehearsed before the
-    other facts are known."""
-    return [c.recipe for c in choices(replace(PLAIN, workers=workers), own)] + [local_sgd(1)]
+def rehearsed(workers: int, recipes: Sequence[str] = ()) -> list[Recipe]:
+    """Return recipes with all rounds that `choices` may have for this number of workers.
+
+    Their rounds are timed before the other facts are known.
+    """
+    known = choices(replace(PLAIN, workers=workers), recipes)
+    return [choice.recipe for choice in known] + [local_sgd(1)]
 
 
 class Steps(NamedTuple):
-    """``factor``: how many steps a recipe takes for one of `laconic.ddp`; ``source``: where that is
-    from, one of `KNOWN` or another recipe."""
+    """The steps a recipe needs per step of `laconic.ddp`, and where that is from.
+
+    ``source`` is one of `KNOWN` or names another recipe.
+    """
 
     factor: float
     source: str
 
 
 def steps_of(recipe: Recipe) -> Steps:
-    """After what ``python -m benchmarks.factors`` measured of gradients in Int8 and Int4 and of
-    `laconic.streaming_diloco`, with one task. Others are taken for these: gradients in codes as
-    long as Int8's for that, other coded ones for Int4, and a recipe in which workers differ for the
-    streaming one of the nearest period, from 4 up, as it loses about what that does: what SlowMo or
-    DiLoCo make of the same rounds is not in it. Raises ``ValueError`` for one whose rounds on
-    parameters end."""
+    """Return the steps that ``recipe`` needs per step of `laconic.ddp`.
+
+    The values were measured by ``python -m benchmarks.factors`` with one task, for gradients in
+    Int8 and Int4 and for `laconic.streaming_diloco`. Other recipes use the closest of these:
+    gradients with codes at least as long as Int8's use Int8's value, other encoded gradients
+    Int4's. A recipe in which workers differ uses that of the streaming recipe with the nearest
+    period, from 4 up, because it loses about as much; any gain from SlowMo or DiLoCo is not
+    included.
+
+    Raises ``ValueError`` for a recipe whose parameter rounds end.
+    """
     if not workers_differ(recipe):
         return _steps_of_gradients(recipe)
     share = max((often(r) for r in recipe if isinstance(r, Round)), default=0.0)
     if not share:
-        raise ValueError(
-            "a recipe that advise compares has rounds again and again, not for a while"
-        )
+        raise ValueError("advise compares only recipes whose rounds continue through the run")
     period = 1 / share
     nearest = min(STEPS, key=lambda p: abs(math.log2(p / period)))
     if recipe != streaming(nearest, recipe[0].delay, 1.0).recipe:
-        return Steps(STEPS[nearest], f"taken for those of streaming_diloco({nearest})")
+        return Steps(STEPS[nearest], f"assumed equal to streaming_diloco({nearest})")
     if nearest > LONGEST:
-        return Steps(STEPS[nearest], f"continued from streaming_diloco({LONGEST})")
-    late = recipe[0].delay != 1
-    return Steps(STEPS[nearest], "measured with a delay of 1" if late else MEASURED)
+        return Steps(STEPS[nearest], f"extrapolated from streaming_diloco({LONGEST})")
+    other_delay = recipe[0].delay != 1
+    return Steps(STEPS[nearest], "measured with a delay of 1" if other_delay else MEASURED)
 
 
 def _steps_of_gradients(recipe: Recipe) -> Steps:
@@ -180,12 +193,11 @@ def _steps_of_gradients(recipe: Recipe) -> Steps:
         return Steps(1.0, EXACT)
     if any(isinstance(r.exchange, LowRank) for r in recipe):
         same = recipe == power_sgd(4, codec="int8")
-        return Steps(
-            LOW_RANK, MEASURED if same else "taken for those of power_sgd(4, codec='int8')"
-        )
+        source = MEASURED if same else "assumed equal to power_sgd(4, codec='int8')"
+        return Steps(LOW_RANK, source)
     codecs = [r.exchange.codec for r in recipe if isinstance(r.exchange, CodedMean)]
     shortest = min((codec.nbytes(LENGTH) for codec in codecs), default=0)
     name = "int8" if shortest >= CODECS["int8"].nbytes(LENGTH) else "int4"
     known = bool(codecs) and all(codec == CODECS[name] for codec in codecs)
-    source = MEASURED if known else f"taken for those of {name.capitalize()} gradients"
+    source = MEASURED if known else f"assumed equal to {name.capitalize()} gradients"
     return Steps(GRADIENTS[name], source)

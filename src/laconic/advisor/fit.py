@@ -1,12 +1,14 @@
-"""The network's latency and rate from timed messages of several sizes.
+"""Estimate the network's latency and rate from timed messages of several sizes.
 
     seconds = messages * latency + 8 * (bytes - burst) / rate
 
-The rate is that of a straight line through (bytes, seconds) of the larger third of the sizes, with
-the least sum of absolute relative errors, so that single messages that something held up do not
-count: iteratively reweighted least squares. Small messages, which a busy machine holds up most, do
-not bend it. They give the latency; where the line begins below it, a burst passes at once, as a
-shaped card lets it, and where above, it is the latency of messages that matter.
+The rate is the slope of a straight line through (bytes, seconds) of the larger third of the sizes.
+The line minimizes the sum of absolute relative errors, by iteratively reweighted least squares, so
+single delayed messages do not matter, and small messages, which a busy machine delays most, do not
+bend it.
+
+The smallest size gives the latency. If the line's intercept is below it, the difference is a burst
+that passes at once, as a traffic shaper allows. If it is above, the intercept is the latency.
 """
 
 from __future__ import annotations
@@ -20,16 +22,15 @@ import torch
 from laconic.predict import Net
 
 ROUNDS = 50
-"""Of reweighting; the line has come to rest after about 20."""
+"""Iterations of reweighting. The line converges after about 20."""
 LEAST = 1e-3
-"""Relative errors below this weigh alike: weights stay finite."""
+"""Relative errors below this get equal weights, which keeps the weights finite."""
 FASTEST = 1e13
-"""bit/s, where larger messages take no longer."""
+"""In bit/s, if larger messages take no longer."""
 
 
 class Sample(NamedTuple):
-    """``seconds`` that a collective took in which a rank sends ``bytes``, in ``messages``, one
-    after the other."""
+    """A timed collective: ``bytes`` sent by a rank in ``messages``, one after the other."""
 
     bytes: int
     messages: int
@@ -37,8 +38,10 @@ class Sample(NamedTuple):
 
 
 def fit(samples: Sequence[Sample]) -> Net:
-    """The net on which these took so long. All have as many messages. There are at least
-    three sizes."""
+    """Return the network that explains the samples.
+
+    All samples must have the same number of messages. At least three sizes are required.
+    """
     sizes = sorted({s.bytes for s in samples})
     if len(sizes) < 3:
         raise ValueError(f"a fit needs messages of at least three sizes, not {len(sizes)}")
@@ -51,7 +54,7 @@ def fit(samples: Sequence[Sample]) -> Net:
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(a, b) with the least ``sum |a + b*x - y| / y``."""
+    """Return (a, b) that minimizes ``sum |a + b*x - y| / y``."""
     x, y = torch.tensor(points, dtype=torch.float64).unbind(1)
     scale = x.max()
     design = torch.stack([torch.ones_like(x), x / scale], 1) / y[:, None]

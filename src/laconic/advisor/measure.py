@@ -1,7 +1,7 @@
-"""What the cost model needs to know, measured on the ranks themselves, all at once.
+"""Measure the inputs of the cost model on all ranks at once.
 
-Every rank takes part in every measurement, as they share the network and perhaps the processors;
-figures are gathered, and from all ranks' every rank works out the same `Measured`.
+Every rank takes part in every measurement, because ranks share the network and possibly processors.
+The figures are gathered, and every rank computes the same `Measured` from all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from laconic.advisor.bench import Bench, named
+from laconic.advisor.bench import Bench, error_context
 from laconic.advisor.fit import Sample, fit
 from laconic.advisor.rehearse import now, rehearsals, rehearse
 from laconic.algorithms.round import Recipe
@@ -33,24 +33,26 @@ from laconic.links.link import Link
 from laconic.predict import BACKWARD, Facts, Net, itemsize_of
 
 WARMUP = 3
-"""Steps that are not measured: the first ones are slow."""
+"""Steps that are not measured, because the first ones are slow."""
 LEAST, MOST, REPEATS = 2**8, 2**26, 3
 """Bytes of the smallest and largest message of a sweep, and how often each is sent."""
 LONG = 0.25
-"""A message that takes so many seconds is the largest."""
+"""A sweep ends with a message that takes this many seconds."""
 TURNS = 4
-"""How often each kind of step has its turn."""
+"""How often each kind of step is timed in turn."""
 TRIM = 0.1
-"""Share of the slowest, and of the fastest, steps that do not count."""
-NUISANCE = 2**22
-"""Bytes that the thread beside the training copies, again and again."""
+"""Fraction of the slowest, and of the fastest, steps to ignore."""
+LOAD_BYTES = 2**22
+"""Bytes that the background thread copies repeatedly."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The ``facts``, and what they do not hold: seconds of a step on each rank (``computes``), the
-    model's ``parameters``, gradients and optimiser state in bytes (``held``), and the most memory
-    that any rank had in use (``peak``)."""
+    """The measured ``facts`` and other results.
+
+    ``computes``: seconds of a step on each rank. ``held``: bytes of parameters, gradients and
+    optimizer state. ``peak``: the most memory that any rank used, in bytes.
+    """
 
     facts: Facts
     computes: tuple[float, ...]
@@ -66,7 +68,7 @@ def measure(
     steps: int,
     optimizer: Optimizer | None = None,
 ) -> Measured:
-    """All of it: some seconds for the ``step``, the network, and the ``recipes``' rounds."""
+    """Measure ``step``, the network, and the rounds of ``recipes``. Takes some seconds."""
     params = trained(model, optimizer)
     timed = _Steps(bench, step, params)
     timed.run(WARMUP)
@@ -91,17 +93,17 @@ def measure(
     )
     work = {}
     for key, r in rehearsals(recipes).items():
-        with named(f"a rehearsal of {type(r.update).__name__} and {type(r.exchange).__name__}"):
-            own_work = rehearse(r, facts, params[0].dtype, bench.device, bench.meet)
-        work[key] = float(bench.everyone(own_work).max())
+        with error_context(f"timing {type(r.update).__name__} and {type(r.exchange).__name__}"):
+            seconds = rehearse(r, facts, params[0].dtype, bench.device, bench.barrier)
+        work[key] = float(bench.gather(seconds).max())
     facts = replace(facts, work=work)
     held = 2 * sum(p.numel() * p.element_size() for p in params) + _state_bytes(optimizer)
-    most = bench.everyone(float(held), float(peak)).amax(0).tolist()
+    most = bench.gather(float(held), float(peak)).amax(0).tolist()
     return Measured(facts, pace.computes, int(most[0]), int(most[1]))
 
 
 def trained(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
-    """What rounds are about."""
+    """Return the parameters that rounds communicate."""
     if optimizer is None:
         found: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     else:
@@ -112,8 +114,10 @@ def trained(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
 
 
 class _Arrivals:
-    """When each parameter's gradient was last there: gradients that are accumulated in several
-    passes are sent with the last one."""
+    """Records when each parameter's gradient was last completed.
+
+    Gradients that accumulate over several passes are sent after the last one.
+    """
 
     def __init__(self, params: Sequence[Tensor], device: torch.device) -> None:
         self._params, self._device = params, device
@@ -136,12 +140,12 @@ class _Arrivals:
         self._seen = {}
 
     def _arrived(self, p: Tensor) -> None:
-        self._seen.pop(id(p), None)  # the last to come stands last
-        self._seen[id(p)] = time_mark(self._device)  # a GPU's, as hooks run when work is queued
+        self._seen.pop(id(p), None)  # keep the order of the last arrivals
+        # On a GPU, a hook runs when the work is queued, not when it is done.
+        self._seen[id(p)] = time_mark(self._device)
 
     def window(self) -> list[float]:
-        """Seconds from the first to the last of them, once the step is done; none where none
-        came."""
+        """Return the seconds between the first and last arrival, after the step. Empty if none."""
         marks = list(self._seen.values())
         if not marks:
             return []
@@ -153,41 +157,47 @@ class _Steps:
 
     def __init__(self, bench: Bench, step: Callable[[], object], params: Sequence[Tensor]) -> None:
         self._bench, self._step, self._params = bench, step, params
-        self.backward = self.together = 0.0
+        self.backward = self.total = 0.0
 
-    def run(self, count: int, *, meet: bool = False) -> list[float]:
-        """Seconds of each of ``count`` steps; ``meet``: all ranks wait for each other after each,
-        which counts. Then ``together`` has those of a step until all ranks have done all theirs."""
+    def run(self, count: int, *, barrier: bool = False) -> list[float]:
+        """Return the seconds of each of ``count`` steps.
+
+        ``barrier`` includes a barrier after each step. Sets ``total`` to the seconds per step until
+        all ranks have finished all steps.
+        """
         bench, spans, windows = self._bench, [], []
         with _Arrivals(self._params, bench.device) as arrivals:
-            bench.meet()
+            bench.barrier()
             begin = now(bench.device)
             for _ in range(count):
                 arrivals.clear()
                 start = now(bench.device)
-                with named("step_fn"):
+                with error_context("step_fn"):
                     self._step()
-                if meet:
-                    bench.meet()
+                if barrier:
+                    bench.barrier()
                 spans.append(now(bench.device) - start)
                 windows += arrivals.window()
-            if not meet:
-                bench.meet()
-            self.together = (now(bench.device) - begin) / count
+            if not barrier:
+                bench.barrier()
+            self.total = (now(bench.device) - begin) / count
         self.backward = statistics.median(windows) if windows else math.nan
         return spans
 
 
 def _mean(spans: Sequence[float]) -> float:
-    """Without the fastest and the slowest: what held a single step up will not come again."""
+    """Return the mean without the fastest and slowest spans, which a single delay may affect."""
     cut = int(TRIM * len(spans))
-    kept = sorted(spans)[cut : len(spans) - cut]
-    return statistics.fmean(kept)
+    trimmed = sorted(spans)[cut : len(spans) - cut]
+    return statistics.fmean(trimmed)
 
 
 class _Pace(NamedTuple):
-    """Seconds of a step on each rank by itself; c; seconds that gradients take to appear, no number
-    where none did; s; k."""
+    """The measured pace of training.
+
+    ``computes``: seconds of a step on each rank alone. ``compute``: c. ``backward``: seconds during
+    which gradients become available, NaN if none do. ``skew``: s. ``contention``: k.
+    """
 
     computes: tuple[float, ...]
     compute: float
@@ -197,59 +207,62 @@ class _Pace(NamedTuple):
 
 
 def _pace(bench: Bench, timed: _Steps, steps: int) -> _Pace:
-    """Steps by themselves, steps after each of which all ranks meet, and steps with work beside
-    them, in turn, so that a machine that slows down does so for all of them.
+    """Time steps alone, steps followed by a barrier, and steps next to a background load.
 
-    With M_H the seconds of a step where ranks meet after every H, the meeting itself taken off,
-    c + s = M_1 and c + s/sqrt(H) = M_H: by what `predict` takes them for; c is no less than ranks
-    take on average by themselves. Where they share processors, a rank's own steps would say too
-    much or too little, as it had a smaller or a larger share for a while."""
+    The kinds alternate, so that a machine that slows down affects all of them.
+
+    Let M_H be the seconds of a step with a barrier every H steps, without the time of the barrier
+    itself. By the model of `predict`, c + s = M_1 and c + s/sqrt(H) = M_H. c is at least the
+    average over ranks of their steps alone. If ranks share processors, the steps of a single rank
+    may be too fast or too slow, depending on the share of the processor it got.
+    """
     each = max(-(-steps // TURNS), 2)
-    free, beside, windows, seldom, always = [], [], [], [], []
-    with _Nuisance() as nuisance:
-        bench.meet()
-        nuisance.calibrate()  # all ranks at once, but without the training
+    free, loaded, windows, per_run, per_step = [], [], [], [], []
+    with _BackgroundLoad() as load:
+        bench.barrier()
+        load.calibrate()  # on all ranks at once, but without training
         for _ in range(TURNS):
             free += timed.run(each)
             windows.append(timed.backward)
-            seldom.append(timed.together)
-            timed.run(each, meet=True)
-            always.append(timed.together)
-            nuisance.resume()
-            beside += timed.run(each)
-            nuisance.pause()
-    bare = _mean([_timed_meeting(bench) for _ in range(each)])
+            per_run.append(timed.total)
+            timed.run(each, barrier=True)
+            per_step.append(timed.total)
+            load.resume()
+            loaded += timed.run(each)
+            load.pause()
+    barrier = _mean([_barrier_seconds(bench) for _ in range(each)])
     own = _mean(free)
-    longer = (_mean(beside) - own) * len(beside) / max(nuisance.seconds, 1e-9)
-    m_1, m_h = statistics.median(always) - bare, statistics.median(seldom) - bare / each
-    said = bench.everyone(own, statistics.median(windows), longer, m_1, m_h)
-    contention = min(max(float(said[:, 2].median()), 0.0), 1.5)
-    m_1, m_h = said[:, 3:].amax(0).tolist()
-    computes = tuple(said[:, 0].tolist())
-    if not bench.world.threaded:  # simulated workers take turns: to meet is to wait for all steps
-        return _Pace(computes, max(computes), float(said[:, 1].median()), 0.0, contention)
+    longer = (_mean(loaded) - own) * len(loaded) / max(load.seconds, 1e-9)
+    m_1, m_h = statistics.median(per_step) - barrier, statistics.median(per_run) - barrier / each
+    gathered = bench.gather(own, statistics.median(windows), longer, m_1, m_h)
+    contention = min(max(float(gathered[:, 2].median()), 0.0), 1.5)
+    m_1, m_h = gathered[:, 3:].amax(0).tolist()
+    computes = tuple(gathered[:, 0].tolist())
+    backward = float(gathered[:, 1].median())
+    if not bench.world.threaded:  # simulated workers take turns, so a barrier waits for all steps
+        return _Pace(computes, max(computes), backward, 0.0, contention)
     alone = m_h - max(m_1 - m_h, 0.0) / (each**0.5 - 1)
     compute = max(alone, statistics.harmonic_mean(computes))
-    return _Pace(computes, compute, float(said[:, 1].median()), max(m_1 - compute, 0.0), contention)
+    return _Pace(computes, compute, backward, max(m_1 - compute, 0.0), contention)
 
 
-def _timed_meeting(bench: Bench) -> float:
+def _barrier_seconds(bench: Bench) -> float:
     start = time.perf_counter()
-    bench.meet()
+    bench.barrier()
     return time.perf_counter() - start
 
 
-class _Nuisance:
-    """A thread beside the training that copies bytes, a third of the time."""
+class _BackgroundLoad:
+    """A thread that copies bytes during a third of the time."""
 
     def __init__(self) -> None:
-        self._source = torch.zeros(NUISANCE, dtype=torch.uint8)
+        self._source = torch.zeros(LOAD_BYTES, dtype=torch.uint8)
         self._target = torch.zeros_like(self._source)
         self._go, self._end = threading.Event(), False
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._count, self._each = 0, 0.0
 
-    def __enter__(self) -> _Nuisance:
+    def __enter__(self) -> _BackgroundLoad:
         self._thread.start()
         return self
 
@@ -260,11 +273,11 @@ class _Nuisance:
 
     @property
     def seconds(self) -> float:
-        """What it has done so far, in seconds that it takes undisturbed."""
+        """The work done so far, in seconds that it takes undisturbed."""
         return self._count * self._each
 
     def calibrate(self) -> None:
-        """Find out what a copy takes."""
+        """Measure the time of one copy."""
         spans = []
         for _ in range(20):
             start = time.perf_counter()
@@ -289,27 +302,30 @@ class _Nuisance:
 
 
 def _nets(bench: Bench, size: int) -> tuple[dict[str, Net], float]:
-    """Each set's net, messages up to ``size`` bytes; and seconds of processors for a byte sent."""
+    """Return the network of each rank set, and the processor seconds per byte sent.
+
+    Messages have up to ``size`` bytes.
+    """
     world, workers, replica = bench.world, bench.workers, bench.replica
-    found, carry = {}, 0.0
+    nets, carry = {}, 0.0
     if workers.size > 1:
-        found["workers"], carry = _sweep(bench, workers, "mean", size)
-        found["peers"], _ = _sweep(bench, workers, "swap", size)
+        nets["workers"], carry = _sweep(bench, workers, "mean", size)
+        nets["peers"], _ = _sweep(bench, workers, "swap", size)
     if replica.size > 1:
-        found["replica"], _ = _sweep(bench, replica, "mean", size)
-        found["world"], _ = _sweep(bench, world, "mean", size)
-        found["direct"], _ = _sweep(bench, world, "all_to_all", size)
-    if "workers" not in found:
-        found["workers"] = next(iter(found.values()), Net(math.inf, 0.0))
-    return found, carry
+        nets["replica"], _ = _sweep(bench, replica, "mean", size)
+        nets["world"], _ = _sweep(bench, world, "mean", size)
+        nets["direct"], _ = _sweep(bench, world, "all_to_all", size)
+    if "workers" not in nets:
+        nets["workers"] = next(iter(nets.values()), Net(math.inf, 0.0))
+    return nets, carry
 
 
 def _sweep(bench: Bench, link: Link, collective: str, size: int) -> tuple[Net, float]:
-    """Growing messages, until one takes `LONG`, or is of ``size`` bytes."""
+    """Time growing messages, until one takes `LONG` seconds or has ``size`` bytes."""
     samples: list[Sample] = []
     busy = sent = 0.0
     length, first, longest = LEAST, 0.0, 0.0
-    fewest = LEAST * 2**2  # sizes to fit a line to, on a network of any latency
+    fewest = LEAST * 2**2  # enough sizes to fit a line, on a network of any latency
     while length <= fewest or (
         length <= min(max(size, 2**18), MOST) and longest < LONG + 2 * first
     ):
@@ -317,24 +333,24 @@ def _sweep(bench: Bench, link: Link, collective: str, size: int) -> tuple[Net, f
         amount = _amount(collective, x, link.size)
         spans = []
         for _ in range(REPEATS):
-            bench.meet()
+            bench.barrier()
             start, processors = now(bench.device), time.process_time()
             _send(link, collective, x)
             seconds, used = now(bench.device) - start, time.process_time() - processors
-            slowest, mean = _of_all(bench, seconds, used)
+            slowest, mean = _slowest_and_mean(bench, seconds, used)
             spans.append(slowest)
             busy, sent = busy + mean, sent + amount.bytes
             samples.append(Sample(amount.bytes, amount.messages, slowest))
         length, longest = 2 * length, statistics.median(spans)
         first = first or longest
-    # machines that differ may fit the same samples to other last digits: rank 0's count
-    found = bench.everyone(*astuple(fit(samples)), busy / max(sent, 1.0))[0].tolist()
-    return Net(*found[:3]), found[3]
+    # Different machines may round the fit differently, so all use rank 0's.
+    fitted = bench.gather(*astuple(fit(samples)), busy / max(sent, 1.0))[0].tolist()
+    return Net(*fitted[:3]), fitted[3]
 
 
-def _of_all(bench: Bench, seconds: float, used: float) -> tuple[float, float]:
-    said = bench.everyone(seconds, used)
-    return float(said[:, 0].max()), float(said[:, 1].mean())
+def _slowest_and_mean(bench: Bench, seconds: float, used: float) -> tuple[float, float]:
+    gathered = bench.gather(seconds, used)
+    return float(gathered[:, 0].max()), float(gathered[:, 1].mean())
 
 
 def _amount(collective: str, x: Tensor, n: int) -> Cost:
@@ -354,7 +370,7 @@ def _send(link: Link, collective: str, x: Tensor) -> None:
         else:
             rows = x.view(n, -1)
             link.all_to_all(rows, torch.empty_like(rows))
-    except (MemoryError, RuntimeError) as error:  # the others wait in here, and cannot be told
+    except (MemoryError, RuntimeError) as error:  # the others are blocked in the collective
         if isinstance(error, LinkError):
             raise
         raise LinkError(f"{collective} of {x.numel()} elements failed here: {error}") from error
@@ -364,14 +380,14 @@ def _send(link: Link, collective: str, x: Tensor) -> None:
 
 
 def _state_bytes(optimizer: Optimizer | None) -> int:
-    """Of the optimiser's own state."""
+    """Return the bytes of the optimizer's own state."""
     states: list[dict[str, Any]] = [] if optimizer is None else list(optimizer.state.values())
     tensors = (t for state in states for t in state.values() if isinstance(t, Tensor))
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _peak(device: torch.device) -> int:
-    """Most bytes in use so far: on the card, or by the process."""
+    """Return the most bytes in use so far, on the GPU or by the process."""
     kind = accelerator(device)
     if kind is not None:
         return kind.peak_bytes(device)

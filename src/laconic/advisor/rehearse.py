@@ -1,5 +1,4 @@
-"""What a round keeps the processors busy for: timed on tensors like the model's, over a link that
-carries nothing."""
+"""Time the processor work of a round, on tensors like the model's and a link without a network."""
 
 from __future__ import annotations
 
@@ -19,12 +18,12 @@ from laconic.links.null import NullLink
 from laconic.predict import Facts, work_key
 
 MOST_BYTES = 2**26
-"""Of the tensors rehearsed with; a larger model's rounds are taken to last longer in proportion."""
+"""Maximum size of the tensors used. The time of a larger model's rounds is scaled up."""
 WARMUP, REPEATS = 2, 4
 
 
 def rehearsals(recipes: Iterable[Recipe]) -> dict[str, AnyRound]:
-    """One of each kind of round that differ in what they do, by `work_key`."""
+    """Return one round of each kind that differs in its work, by `work_key`."""
     found: dict[str, AnyRound] = {}
     for r in (r for recipe in recipes for r in recipe):
         if r.over != "group" and r.exchange.communicates:
@@ -35,23 +34,24 @@ def rehearsals(recipes: Iterable[Recipe]) -> dict[str, AnyRound]:
 def rehearse(
     r: AnyRound, facts: Facts, dtype: torch.dtype, device: torch.device, begin: Callable[[], object]
 ) -> float:
-    """Seconds of processors for one round like ``r`` of a model of such ``facts``. ``begin()`` is
-    called before each timed one, so that all ranks can work at once, as they will in training."""
-    shapes = _some(facts)
+    """Return the processor seconds of one round like ``r`` for a model with these ``facts``.
+
+    ``begin()`` is called before each timed round, so that all ranks work at once, as in training.
+    """
+    shapes = _sample_shapes(facts)
     share = facts.elements / max(sum(map(math.prod, shapes)), 1)
-    one = typical(r)
+    canonical = typical(r)
     n = facts.workers * (facts.ranks if isinstance(r, GradientRound) else 1)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of workers with the same gradients, as all are here
-        with_round = _seconds((one,), shapes, n, dtype, device, begin)
-        without = _seconds(
-            (), shapes, n, dtype, device, begin, gradients=isinstance(r, GradientRound)
-        )
-    return max(with_round - without, 0.0) * share
+        warnings.simplefilter("ignore")  # all workers have the same gradients here
+        with_round = _seconds((canonical,), shapes, n, dtype, device, begin)
+        averaged = isinstance(r, GradientRound)
+        baseline = _seconds((), shapes, n, dtype, device, begin, gradients=averaged)
+    return max(with_round - baseline, 0.0) * share
 
 
-def _some(facts: Facts) -> list[tuple[int, ...]]:
-    """The first of the model's tensors, up to `MOST_BYTES`; of a larger one its first rows."""
+def _sample_shapes(facts: Facts) -> list[tuple[int, ...]]:
+    """Return the shapes of the first tensors, or first rows of a large one, up to `MOST_BYTES`."""
     left, found = MOST_BYTES // facts.itemsize, []
     for shape in facts.shapes:
         row = max(math.prod(shape[1:]), 1)
@@ -73,7 +73,7 @@ def _seconds(
     begin: Callable[[], object],
     gradients: bool = False,
 ) -> float:
-    """Of one optimiser step, which does next to nothing itself, with its rounds."""
+    """Return the seconds of one optimizer step, which itself does very little, with its rounds."""
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
     model = nn.ParameterList([nn.Parameter(x) for x in tensors])
@@ -81,7 +81,7 @@ def _seconds(
     if gradients or any(isinstance(r, GradientRound) for r in recipe):
         for p in model.parameters():
             p.grad = torch.randn(p.shape, generator=generator).to(device, dtype)
-    # a step whose gradients no backward pass has averaged averages them itself
+    # Without a backward pass, the step itself averages the gradients.
     sync = attach(model, optimizer, recipe, link=NullLink(n))
     spans = []
     for _ in range(WARMUP + REPEATS):
@@ -94,6 +94,6 @@ def _seconds(
 
 
 def now(device: torch.device) -> float:
-    """Seconds, when all that was asked of the card is done."""
+    """Return the time in seconds, after all work queued on the GPU is done."""
     synchronize(device)
     return time.perf_counter()

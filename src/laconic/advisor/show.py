@@ -1,4 +1,4 @@
-"""Advice for people: in the terminal, and as a picture."""
+"""Show advice in the terminal and as a plot."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from laconic.advisor.advice import Advice, Guide, Row
 from laconic.advisor.choices import KNOWN
 from laconic.errors import install
-from laconic.lab.race.plots import COLOURS
+from laconic.lab.race.plots import COLORS
 from laconic.units import format_bytes, format_rate, format_seconds, three_digits
 
 if TYPE_CHECKING:
@@ -18,59 +18,59 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 LEGEND = (
-    "hidden: the share of communication that training does not wait for; MB: sent by a rank to",
-    "other workers in a step; memory: what rounds keep on it; x ddp: speed against ddp(); alone:",
-    "share of the speed without communication; steps: for one of ddp()'s, as measured with one",
-    "task; ~: not measured",
+    "hidden: share of communication that overlaps with training; MB: sent by a rank to other",
+    "workers per step; memory: bytes that rounds keep on a rank; x ddp: speed relative to ddp();",
+    "alone: share of the speed without communication; steps: needed per step of ddp(), measured",
+    "with one task; ~: not measured",
 )
 
 
 def show(advice: Advice, console: Console) -> None:
-    """All of it, the recommendation last."""
+    """Print all of the advice, with the recommendation at the end."""
 
-    def say(text: str) -> None:
+    def write(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=not console.is_terminal)
 
-    for text in facts_told(advice):
-        say(text)
+    for text in facts_text(advice):
+        write(text)
     console.print(table(advice))
     for text in LEGEND:
-        say(text)
-    say("")
-    say("Quality, as far as it is known:")
+        write(text)
+    write("")
+    write("Quality, as far as it is known:")
     for text in quality(advice):
-        say(f"  {text}")
-    say("")
-    for text in guide_told(advice):
-        say(text)
-    say("")
-    say(advice.reason)
-    say(f"    {advice.code}")
+        write(f"  {text}")
+    write("")
+    for text in guide_text(advice):
+        write(text)
+    write("")
+    write(advice.reason)
+    write(f"    {advice.code}")
 
 
-def facts_told(advice: Advice) -> Iterator[str]:
-    """What the predictions rest on."""
+def facts_text(advice: Advice) -> Iterator[str]:
+    """Yield lines about what the predictions are based on."""
     f, net = advice.facts, advice.facts.net("workers")
     ranks = f" of {f.ranks} ranks" if f.ranks > 1 else ""
     yield (
         f"{f.workers} workers{ranks}, {f.elements:,} parameters of {f.itemsize} bytes; a step "
-        f"computes {format_seconds(f.compute)}, of which backward {f.backward:.0%}; a rank's "
-        f"network does {format_rate(net.rate)}, {format_seconds(net.latency)} a message"
+        f"computes for {format_seconds(f.compute)}, {f.backward:.0%} of it backward; network per "
+        f"rank: {format_rate(net.rate)}, {format_seconds(net.latency)} per message"
     )
     if advice.computes is not None and advice.held is not None and advice.peak is not None:
         least, most = min(advice.computes), max(advice.computes)
         yield (
             f"measured: steps of {format_seconds(least)} to {format_seconds(most)} on "
-            f"{len(advice.computes)} ranks, {format_seconds(f.skew)} waiting for the slowest of "
-            f"each; parameters, gradients and optimiser state are {format_bytes(advice.held)}, "
-            f"in use were {format_bytes(advice.peak)}"
+            f"{len(advice.computes)} ranks, {format_seconds(f.skew)} per step waiting for the "
+            f"slowest; parameters, gradients and optimizer state: {format_bytes(advice.held)}; "
+            f"memory in use: {format_bytes(advice.peak)}"
         )
     else:
-        yield "from numbers: coding, copying and waiting for slower workers are taken for free"
+        yield "from numbers: encoding, copying and waiting for slower workers count as free"
 
 
 def table(advice: Advice) -> Table:
-    """A row for each recipe."""
+    """Return a table with a row per recipe."""
     from rich import box
     from rich.table import Table
 
@@ -86,7 +86,7 @@ def table(advice: Advice) -> Table:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """The figures of a row."""
+    """Return the formatted figures of a row."""
     return (
         three_digits(row.seconds),
         f"{row.hidden:.0%}",
@@ -99,16 +99,16 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def quality(advice: Advice) -> Iterator[str]:
-    """What is known of the recipes' quality; of those that are at least as fast as DDP."""
+    """Yield what is known about the quality of the recipes that are at least as fast as DDP."""
     for row in advice.rows:
         if row.speedup >= 1 or row.recipe == advice.recommendation:
             yield f"{row.recipe}: {row.quality}; steps: {row.steps_from}"
 
 
-def guide_told(advice: Advice) -> Iterator[str]:
-    """The inequality of fairscale's guide, with the numbers put in."""
+def guide_text(advice: Advice) -> Iterator[str]:
+    """Yield the inequality of fairscale's guide with the numbers filled in."""
     yield (
-        "fairscale's rule for local SGD and SlowMo: faster than DDP where "
+        "fairscale's rule for local SGD and SlowMo: faster than DDP if "
         "all-reduce * (1 - 1/H) > backward (+ average in a node)"
     )
     *rest, gossip = advice.guide
@@ -116,27 +116,27 @@ def guide_told(advice: Advice) -> Iterator[str]:
         yield f"  H = {guide.frequency:g}: {_inequality(guide)}"
     yield f"  SGP, as H = 2(n-1)/n = {gossip.frequency:.3g}: {_inequality(gossip)}"
     if advice.facts.workers <= 2:
-        yield "  but two workers have the least to gain: it is meant for more than two nodes"
+        yield "  but two workers gain least: it is meant for more than two nodes"
 
 
 def _inequality(guide: Guide) -> str:
     left = f"{format_seconds(guide.allreduce)} * (1 - 1/{guide.frequency:g})"
     left += f" = {format_seconds(guide.saved)}"
     backward, node = format_seconds(guide.backward), format_seconds(guide.node)
-    said = {True: "pays", False: "does not pay"}
+    verdict = {True: "faster", False: "not faster"}
     if not guide.node:
-        return f"{left} against {backward}: {said[guide.pays_here]}"
+        return f"{left} against {backward}: {verdict[guide.pays_here]}"
     return (
-        f"{left} against {backward} + {node} (averaged after backward, as there): "
-        f"{said[guide.pays_there]}; against max({backward}, {node}) (during it, as laconic): "
-        f"{said[guide.pays_here]}"
+        f"{left} against {backward} + {node} (averaged after backward, as in fairscale): "
+        f"{verdict[guide.pays_there]}; against max({backward}, {node}) (during backward, as in "
+        f"laconic): {verdict[guide.pays_here]}"
     )
 
 
 def plot(advice: Advice, path: Path) -> None:
-    """Seconds per step by period, one line for each recipe that has one.
+    """Plot seconds per step by period, with one line per recipe that has a period.
 
-    Raises ``ImportError`` without matplotlib, ``ValueError`` for an ending that it cannot write.
+    Raises ``ImportError`` without matplotlib, and ``ValueError`` for an unsupported file type.
     """
     try:
         from matplotlib.figure import Figure
@@ -166,9 +166,9 @@ def _lines(axes: Axes, advice: Advice) -> None:
     for row in advice.rows:
         if row.period is not None:
             families.setdefault(row.recipe.partition("(")[0], []).append(row)
-    for colour, (name, rows) in zip(COLOURS, families.items(), strict=False):
+    for color, (name, rows) in zip(COLORS, families.items(), strict=False):
         periods = [row.period or 0 for row in rows]
-        axes.plot(periods, [r.seconds for r in rows], "o-", color=colour, label=name)
+        axes.plot(periods, [r.seconds for r in rows], "o-", color=color, label=name)
     every = [row for row in advice.rows if row.period is None]
     dashes = ("-", "--", ":", "-.")
     for number, row in enumerate(every):

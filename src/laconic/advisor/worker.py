@@ -1,5 +1,8 @@
-"""One rank of a measurement on an emulated cluster: as told by a JSON specification, rank 0 says
-what was measured as a line of JSON. Started by `laconic.advisor.cluster` on every host."""
+"""Run one rank of a measurement on an emulated cluster.
+
+`laconic.advisor.cluster` starts this module on every host with a JSON specification. Rank 0 prints
+the measurement as a line of JSON.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,11 @@ from laconic.predict import Facts, Net
 
 @dataclass(frozen=True)
 class Spec:
-    """``bandwidths`` (bit/s, of a rank on each host) and ``latency`` (s) are for a link that must
-    be slowed down here; ``recipes`` are the user's own beside the advisor's."""
+    """The specification of a measurement, equal on all ranks.
+
+    ``bandwidth`` (bit/s per rank) and ``latency`` (s) are for a link to be throttled here.
+    ``recipes`` are the user's own, in addition to the advisor's.
+    """
 
     workload: str
     data: str | None
@@ -42,12 +48,12 @@ class Spec:
     timeout: float
 
     def to_json(self) -> str:
-        """For the command line of the worker."""
+        """Return the specification for the worker's command line."""
         return json.dumps(asdict(self))
 
 
 class Training:
-    """A workload's model and optimiser on this rank, and one local step of them."""
+    """A workload's model and optimizer on this rank."""
 
     def __init__(self, spec: Spec) -> None:
         data = None if spec.data is None else Path(spec.data)
@@ -60,7 +66,7 @@ class Training:
         self._batches = self.workload.batches(rank, size, spec.seed)
 
     def step(self) -> None:
-        """Forward, backward, optimiser."""
+        """Run one local step: forward, backward, optimizer."""
         loss = self.workload.loss(self.model, next(self._batches))
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -68,7 +74,7 @@ class Training:
 
 
 def link_of(spec: Spec) -> Link:
-    """To all ranks."""
+    """Return a link to all ranks."""
     link = world_link(torch.device("cpu"), timedelta(seconds=spec.timeout))
     if spec.bandwidth is None and not spec.latency:
         return link
@@ -76,27 +82,27 @@ def link_of(spec: Spec) -> Link:
 
 
 def facts_of(plain: dict[str, Any]) -> Facts:
-    """From what `asdict` made of them."""
+    """Rebuild facts from the result of `asdict`."""
     nets = {name: Net(**net) for name, net in plain["nets"].items()}
     shapes = tuple(tuple(shape) for shape in plain["shapes"])
     return Facts(**{**plain, "nets": nets, "shapes": shapes})
 
 
 def measured_of(line: str) -> Measured:
-    """From the line that rank 0 said."""
+    """Parse the line that rank 0 printed."""
     plain = json.loads(line)
     facts, computes = facts_of(plain["facts"]), tuple(plain["computes"])
     return Measured(facts, computes, plain["held"], plain["peak"])
 
 
 def work(spec: Spec) -> None:
-    """Measure, and say it."""
+    """Measure, and print the result on rank 0."""
     init()
     training = Training(spec)
     found = measured(
         training.model,
         training.step,
-        partial(rehearsed, own=spec.recipes),
+        partial(rehearsed, recipes=spec.recipes),
         optimizer=training.optimizer,
         steps=spec.steps,
         link=link_of(spec),

@@ -1,4 +1,4 @@
-"""``laconic advise``: which recipe will pay, predicted from numbers or from a measurement."""
+"""``laconic advise``: predict which recipe is worthwhile, from numbers or a measurement."""
 
 from __future__ import annotations
 
@@ -15,70 +15,82 @@ if TYPE_CHECKING:
     from laconic.advisor import Advice
 
 NUMBERS = ("params", "step_time", "bandwidth", "latency", "nodes")
-"""What advice from numbers needs."""
+"""Options required for advice from numbers."""
 ONLY_NUMBERS = ("params", "step_time", "nodes", "nprocs_per_node", "backward_share", "dtype",
                 "local_bandwidth")  # fmt: skip
 ONLY_MEASURED = ("hosts", "per_host", "data", "steps", "seed")
 
 
 def add(commands: Any) -> None:
-    """Add the command to the parser's."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "advise",
-        help="predict what each recipe will cost, and say which one pays",
-        description="Predict seconds, bytes and memory of a step under each recipe: from numbers "
-        "(--params, --step-time, --bandwidth, --latency, --nodes), or from a measurement of "
-        "a workload on emulated hosts (--workload). On your own machines call laconic.advise.",
+        help="predict the cost of each recipe and recommend one",
+        description="Predict the seconds, bytes and memory of a step under each recipe: from "
+        "numbers (--params, --step-time, --bandwidth, --latency, --nodes), or from a measurement "
+        "of a workload on emulated hosts (--workload). On your own machines, call "
+        "laconic.advise().",
     )
     parser.add_argument("--bandwidth", metavar="RATE", help="of each node, such as 1gbit")
     parser.add_argument("--latency", metavar="TIME", help="of each message, such as 30ms")
     numbers = parser.add_argument_group("from numbers")
-    numbers.add_argument("--params", metavar="COUNT", help="of the model, such as 1.3B")
-    numbers.add_argument("--step-time", metavar="TIME", help="computing of a step, such as 0.9s")
-    numbers.add_argument("--nodes", type=int, help="2 or more")
+    numbers.add_argument(
+        "--params", metavar="COUNT", help="number of parameters of the model, such as 1.3B"
+    )
+    numbers.add_argument("--step-time", metavar="TIME", help="compute time of a step, such as 0.9s")
+    numbers.add_argument("--nodes", type=int, help="number of nodes, 2 or more")
     numbers.add_argument(
         "--nprocs-per-node",
         "--per-node",
         type=int,
         metavar="N",
-        help="ranks of each, which are one worker (1)",
+        help="ranks per node, which together form one worker (default: 1)",
     )
     numbers.add_argument(
-        "--backward-share", type=float, metavar="SHARE", help="of the step time (0.6)"
+        "--backward-share",
+        type=float,
+        metavar="SHARE",
+        help="share of the step time spent in the backward pass (default: 0.6)",
     )
-    numbers.add_argument("--dtype", help="of parameters and gradients (float32)")
+    numbers.add_argument("--dtype", help="dtype of parameters and gradients (default: float32)")
     numbers.add_argument(
-        "--local-bandwidth", metavar="RATE", help="between the ranks of a node (unlimited)"
+        "--local-bandwidth",
+        metavar="RATE",
+        help="between the ranks of a node (default: unlimited)",
     )
     measured = parser.add_argument_group("measured on emulated hosts")
-    measured.add_argument("--workload", help="digits, text, or your own: my.py:make")
-    measured.add_argument("--data", metavar="FILE", help="what the workload learns")
-    measured.add_argument("--hosts", type=int, help="default: 4")
-    measured.add_argument("--per-host", type=int, help="processes on each, each a worker (1)")
-    measured.add_argument("--steps", type=int, help="timed at a time (20)")
-    measured.add_argument("--seed", type=int, help="default: 0")
+    measured.add_argument("--workload", help="digits, text, or your own, such as my.py:make")
+    measured.add_argument("--data", metavar="FILE", help="training data of the workload")
+    measured.add_argument("--hosts", type=int, help="number of hosts (default: 4)")
+    measured.add_argument(
+        "--per-host", type=int, help="processes per host, each one worker (default: 1)"
+    )
+    measured.add_argument("--steps", type=int, help="steps per timing (default: 20)")
+    measured.add_argument("--seed", type=int, help="random seed (default: 0)")
     parser.add_argument(
         "--recipe",
         action="append",
         default=[],
         metavar="RECIPE",
-        help="one more to predict, such as 'power_sgd(2)'; may be given for several",
+        help="another recipe to predict, such as 'power_sgd(2)'; repeatable",
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture, such as advice.png")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="write a plot to FILE, such as advice.png"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 with the advice printed."""
+    """Print the advice and return 0."""
     needs("advise")
     if arguments.plot is not None:
-        _check_picture(arguments.plot)
+        _check_plot_path(arguments.plot)
     advice, reason = _measured(arguments) if arguments.workload else (_numbers(arguments), None)
     from laconic.advisor import show
 
     if reason is not None:
-        note = f"laconic: hosts could not be emulated ({reason}): a throttled link stands in"
+        note = f"laconic: hosts could not be emulated ({reason}): using a throttled link instead"
         print(note, file=sys.stderr)
     if arguments.json:
         print(advice.to_json())
@@ -91,15 +103,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check_picture(path: Path) -> None:
-    """Before a measurement of minutes is lost."""
+def _check_plot_path(path: Path) -> None:
+    """Check the path before a measurement that takes minutes."""
     from matplotlib.figure import Figure
 
-    endings = Figure().canvas.get_supported_filetypes()
-    if path.suffix.lstrip(".").lower() not in endings:
-        raise ValueError(f"--plot must end in one of {', '.join(sorted(endings))}, not {path}")
+    suffixes = Figure().canvas.get_supported_filetypes()
+    if path.suffix.lstrip(".").lower() not in suffixes:
+        raise ValueError(f"--plot must end in one of {', '.join(sorted(suffixes))}, not {path}")
     if not path.absolute().parent.is_dir():
-        raise ValueError(f"--plot {path}: there is no such directory")
+        raise ValueError(f"--plot {path}: no such directory")
 
 
 def _option(name: str) -> str:
@@ -113,9 +125,9 @@ def _numbers(arguments: argparse.Namespace) -> Advice:
     missing = [_option(name) for name in NUMBERS if getattr(arguments, name) is None]
     if missing:
         raise ValueError(
-            f"advise needs {', '.join(missing)} as well, or --workload to measure instead"
+            f"advise also needs {', '.join(missing)}; or give --workload to measure instead"
         )
-    _refuse(arguments, ONLY_MEASURED, "belongs to a measurement: give --workload, or leave it out")
+    _refuse(arguments, ONLY_MEASURED, "applies only to a measurement: add --workload or remove it")
     optional: dict[str, Any] = {
         name: getattr(arguments, name)
         for name in ("nprocs_per_node", "backward_share", "dtype")
@@ -140,7 +152,7 @@ def _measured(arguments: argparse.Namespace) -> tuple[Advice, str | None]:
     from laconic.advisor.worker import Spec
     from laconic.lab.emulation.jobs import terminate_as_exit
 
-    _refuse(arguments, ONLY_NUMBERS, "is measured with --workload: leave one of the two out")
+    _refuse(arguments, ONLY_NUMBERS, "is measured with --workload: remove one of the two")
     hosts = 4 if arguments.hosts is None else check_int("hosts", arguments.hosts, 1)
     per_host = 1 if arguments.per_host is None else check_int("per-host", arguments.per_host, 1)
     bandwidth = parse_rate(arguments.bandwidth or "100mbit")
@@ -157,13 +169,18 @@ def _measured(arguments: argparse.Namespace) -> tuple[Advice, str | None]:
     )
     cluster.check(spec, hosts, per_host, bandwidth)
     with terminate_as_exit():
-        found, reason = cluster.measure_on_hosts(spec, hosts, per_host, bandwidth)
-    at = found.computes, found.held, found.peak
-    advice = advice_on(found.facts, arguments.recipe, computes=at[0], held=at[1], peak=at[2])
+        measured, reason = cluster.measure_on_hosts(spec, hosts, per_host, bandwidth)
+    advice = advice_on(
+        measured.facts,
+        arguments.recipe,
+        computes=measured.computes,
+        held=measured.held,
+        peak=measured.peak,
+    )
     return advice, reason
 
 
 def _refuse(arguments: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
-    given = [_option(name) for name in names if getattr(arguments, name) is not None]
-    if given:
-        raise ValueError(f"{', '.join(given)} {why}")
+    conflicting = [_option(name) for name in names if getattr(arguments, name) is not None]
+    if conflicting:
+        raise ValueError(f"{', '.join(conflicting)} {why}")

@@ -1,4 +1,4 @@
-"""``laconic lab``: run any program on hosts joined by a slow network, on this machine."""
+"""``laconic lab``: run any program on an emulated slow network on this machine."""
 
 from __future__ import annotations
 
@@ -16,49 +16,55 @@ from laconic.units import format_rate, parse_duration, parse_rate
 if TYPE_CHECKING:
     from laconic.lab.emulation.program import Ended, Failure, Network, Process, Settings
 
-COLOURS = ("cyan", "green", "yellow", "magenta", "blue")
-"""Of the hosts' names on a terminal."""
+COLORS = ("cyan", "green", "yellow", "magenta", "blue")
+"""Colors of the hosts' names on a terminal."""
 
 
 def add(commands: Any) -> None:
-    """Add the command to the parser's."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "lab",
         help="run any program on an emulated slow network",
-        description="Run any program on hosts joined by a slow network, emulated on this machine: "
-        "started as torchrun starts it, or torchrun itself on every host.",
-        epilog="laconic lab clean ends what labs have left behind that were killed.",
+        description="Run any program on hosts connected by a slow network, emulated on this "
+        "machine. The program is started as by torchrun; if it is torchrun, it runs on every host.",
+        epilog="laconic lab clean ends processes left behind by labs that were killed.",
         usage="laconic lab [OPTIONS] [--] PROGRAM [ARGUMENTS]\n"
         "       laconic lab [OPTIONS] --shell HOST\n"
         "       laconic lab clean",
     )
-    parser.add_argument("--hosts", type=int, help="default: 4")
-    parser.add_argument("--per-host", type=int, metavar="N", help="processes on each (1)")
+    parser.add_argument("--hosts", type=int, help="number of hosts (default: 4)")
+    parser.add_argument("--per-host", type=int, metavar="N", help="processes per host (default: 1)")
     parser.add_argument(
-        "--bandwidth", metavar="RATE", help="of each host, such as 20mbit, or unlimited (100mbit)"
+        "--bandwidth",
+        metavar="RATE",
+        help="of each host, such as 20mbit, or unlimited (default: 100mbit)",
     )
     parser.add_argument(
         "--bandwidth-host",
         metavar="HOST=RATE",
         action="append",
-        help="of one host, such as 2=10mbit; may be repeated",
+        help="bandwidth of one host, such as 2=10mbit; repeatable",
     )
     parser.add_argument(
-        "--latency", metavar="TIME", help="added to each message of laconic's, such as 20ms (0)"
+        "--latency",
+        metavar="TIME",
+        help="added to each message that laconic sends, such as 20ms (default: 0)",
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="keep each rank's output and rates")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="store each rank's output and the rates in DIR"
+    )
     parser.add_argument(
         "--shell",
         metavar="HOST",
-        help="a shell on a host: of the lab that runs (HOST@PROCESS: of that one), or of a new one "
-        "where none runs or where the network is described here",
+        help="open a shell on a host: of the newest running lab, of the lab of a process "
+        "(HOST@PROCESS), or of a new lab if none runs or if other options describe one",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The exit code of the first process that failed, 0 if none did."""
+    """Return the exit code of the first process that failed, or 0."""
     command: list[str] = arguments.command
     if command == ["clean"]:
         return clean()
@@ -74,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     network = network_of(arguments)
     if arguments.shell is not None:
         if command:
-            raise ValueError("give a program or --shell, not both: a second terminal may join")
+            raise ValueError("give a program or --shell, not both: use a second terminal for both")
         return shell(arguments, network)
     settings = program.Settings(tuple(command), network, arguments.per_host, arguments.out)
     with terminate_as_exit(), Display(settings) as display:
@@ -83,14 +89,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def network_of(arguments: argparse.Namespace) -> Network:
-    """The network that the options describe."""
+    """Return the network that the options describe."""
     from laconic.lab.emulation.program import Network
 
     single = {}
     for text in arguments.bandwidth_host or ():
         host, equals, rate = text.partition("=")
         if not equals:
-            raise ValueError(f"not a host's bandwidth: {text!r}; give HOST=RATE, as in 2=10mbit")
+            raise ValueError(f"not a host's bandwidth: {text!r}; give HOST=RATE, such as 2=10mbit")
         single[parse_host(host)] = parse_bandwidth(rate)
     network = Network(
         hosts=4 if arguments.hosts is None else arguments.hosts,
@@ -103,49 +109,47 @@ def network_of(arguments: argparse.Namespace) -> Network:
 
 
 def parse_bandwidth(text: str) -> float | None:
-    """A rate in bit/s, None for ``unlimited``."""
+    """Return a rate in bit/s, or None for ``unlimited``."""
     return None if text.strip().lower() == "unlimited" else parse_rate(text)
 
 
 def parse_host(text: str) -> int:
-    """The number of a host given as ``2`` or ``host2``."""
+    """Return the number of a host written as ``2`` or ``host2``."""
     number = text.strip().removeprefix("host")
     if not number.isascii() or not number.isdecimal():
-        raise ValueError(f"not a host: {text!r}; give its number, as in 2 or host2")
+        raise ValueError(f"not a host: {text!r}; give its number, such as 2 or host2")
     return int(number)
 
 
 def shell(arguments: argparse.Namespace, network: Network) -> int:
-    """A shell on a host of the lab that runs, or of a new one."""
+    """Open a shell on a host of a running lab or of a new one. Return its exit code."""
     from laconic.lab.emulation import cluster
     from laconic.lab.emulation.jobs import terminate_as_exit
+    from laconic.lab.emulation.join import join, running, trusted
     from laconic.lab.emulation.shell import open_shell
 
     text, at, launcher = arguments.shell.partition("@")
     host = parse_host(text)
-    described = (arguments.hosts, arguments.bandwidth, arguments.bandwidth_host, arguments.latency)
-    found = cluster.running()
-    ours = [name for name in found if cluster.trusted(name)]
-    # another user may have taken the name of one of ours, or a newer one
-    running = {name.split("-")[2]: name for name in (*found, *ours)}
-    names = (
-        []
-        if any(value is not None for value in described)
-        else [n.split("-")[2] for n in ours or found]
-    )
+    options = (arguments.hosts, arguments.bandwidth, arguments.bandwidth_host, arguments.latency)
+    found = running()
+    ours = [name for name in found if trusted(name)]
+    # Our labs come last and win: another user may use the name of one of them, or a newer one.
+    labs = {name.split("-")[2]: name for name in (*found, *ours)}
+    new_network = any(option is not None for option in options)
+    launchers = [] if new_network else [name.split("-")[2] for name in ours or found]
     if at:
-        if launcher not in running:
-            choices = ", ".join(running) or "none"
-            raise ValueError(f"no lab of process {launcher!r} runs here; these do: {choices}")
-        names = [launcher]
+        if launcher not in labs:
+            choices = ", ".join(labs) or "none"
+            raise ValueError(f"no lab of process {launcher!r} runs here; running labs: {choices}")
+        launchers = [launcher]
     with contextlib.ExitStack() as stack:
         stack.enter_context(terminate_as_exit())
-        if names:
-            entry = cluster.join(running[names[-1]], host)
+        if launchers:
+            entry = join(labs[launchers[-1]], host)
             for descriptor in entry.descriptors():
                 stack.callback(os.close, descriptor)
-            newest = f", the newest of {', '.join(names)}" if len(names) > 1 else ""
-            say(f"host{host} of the lab of process {names[-1]}{newest}; Ctrl-D leaves")
+            newest = f", the newest of {', '.join(launchers)}" if len(launchers) > 1 else ""
+            log(f"host{host} of the lab of process {launchers[-1]}{newest}; Ctrl-D leaves")
         else:
             cluster.check_host(host, network.hosts)
             new = stack.enter_context(
@@ -156,33 +160,34 @@ def shell(arguments: argparse.Namespace, network: Network) -> int:
                 )
             )
             entry = new.entry(host)
-            say(f"{describe(network)}; others join by laconic lab --shell; Ctrl-D ends it")
+            log(f"{describe(network)}; join from other terminals with laconic lab --shell HOST")
+            log("Ctrl-D ends the lab")
         return open_shell(entry, {**os.environ, **cluster.interface_variables("eth0")})
 
 
 def clean() -> int:
-    """End what is left of labs whose launcher is dead; 1 if something could not be ended."""
+    """End orphaned processes of labs whose launcher is dead. Return 1 if one could not be ended."""
     from laconic.lab.emulation import orphans
 
-    stuck, running = 0, set()
+    stuck, live_launchers = 0, set()
     found = sorted(orphans.members(), key=lambda member: member.pid)
     for member in found:
         if member.launcher_lives:
-            running.add(member.launcher)
+            live_launchers.add(member.launcher)
             continue
         what = f"process {member.pid} ({member.command[:60]}) of the lab of process"
         ended = orphans.end(member)
         stuck += not ended
         print(f"{'ended' if ended else 'cannot end'} {what} {member.launcher}")
     if all(member.launcher_lives for member in found):
-        print("nothing is left of labs that have ended")
-    for launcher in sorted(running):
-        print(f"left alone: the lab of process {launcher}, which runs")
+        print("no processes are left of labs that have ended")
+    for launcher in sorted(live_launchers):
+        print(f"not touched: the lab of process {launcher}, which is running")
     return 1 if stuck else 0
 
 
 def describe(network: Network) -> str:
-    """The hosts and their rates, in words."""
+    """Return the hosts and their rates for display."""
 
     def rate(value: float | None) -> str:
         return "unlimited" if value is None else format_rate(value)
@@ -193,19 +198,21 @@ def describe(network: Network) -> str:
 
 
 class Display:
-    """What the processes print, each line behind their name, above a line of the hosts' rates
-    while a terminal watches; and what became of it all. Their stdout goes to ours, their stderr
-    and all else to stderr."""
+    """Shows the processes' output, a live line of the hosts' rates, and a summary.
+
+    Each line of output starts with the name of its process. The rates are shown on a terminal only.
+    The processes' stdout goes to our stdout; their stderr and everything else goes to our stderr.
+    """
 
     def __init__(self, settings: Settings) -> None:
         from rich.console import Console
         from rich.live import Live
 
         self._settings = settings
-        watching = [stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr)]
-        self._watching = watching
-        # One for both: whatever is printed past it would tear the line of rates.
-        self._console = Console(stderr=watching[1], highlight=False, soft_wrap=True)
+        terminals = [stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr)]
+        self._terminals = terminals
+        # One console for both: output that bypasses it would break the line of rates.
+        self._console = Console(stderr=terminals[1], highlight=False, soft_wrap=True)
         self._live = Live(
             console=self._console,
             auto_refresh=False,
@@ -215,7 +222,7 @@ class Display:
         )
 
     def __enter__(self) -> Display:
-        if any(self._watching):
+        if any(self._terminals):
             self._live.start()
         return self
 
@@ -223,67 +230,67 @@ class Display:
         self._live.stop()
 
     def started(self, reason: str | None) -> None:
-        """Say what the programs run on, above all what is not emulated."""
+        """Print what the programs run on, and what is not emulated."""
         network = self._settings.network
-        self._say(describe(network))
+        self._log(describe(network))
         if reason is not None:
-            self._say(f"{reason}; all hosts are this machine")
-            self._say("NOT slowed down: programs without laconic. laconic slows its own messages")
+            self._log(f"{reason}; all hosts are this machine")
+            self._log("NOT slowed down: programs without laconic. laconic slows its own messages")
         if network.latency:
             milliseconds = f"{network.latency * 1e3:g} ms"
-            self._say(f"latency {milliseconds}: by laconic, for its own messages; others have none")
+            self._log(f"latency {milliseconds}: added by laconic to its own messages only")
 
     def printed(self, process: Process, error: bool, lines: Sequence[bytes]) -> None:
-        """Pass on whole lines."""
-        if not self._watching[error]:
+        """Print lines of a process."""
+        if not self._terminals[error]:
             prefix = f"{process.name} | ".encode()
             write(2 if error else 1, b"".join(prefix + line + b"\n" for line in lines))
             return
         from rich.text import Text
 
-        style = COLOURS[process.host % len(COLOURS)]
-        said = Text()
+        style = COLORS[process.host % len(COLORS)]
+        text = Text()
         for number, line in enumerate(lines):
-            said.append("\n" * (number > 0)).append(f"{process.name} | ", style)
-            said.append_text(Text.from_ansi(line.decode(errors="replace")))
-        self._console.print(said)
+            text.append("\n" * (number > 0)).append(f"{process.name} | ", style)
+            text.append_text(Text.from_ansi(line.decode(errors="replace")))
+        self._console.print(text)
 
     def rates(self, seconds: float, rates: Sequence[float] | None) -> None:
-        """Renew the line of rates."""
-        if any(self._watching):
+        """Update the line of rates."""
+        if any(self._terminals):
             self._live.update(rates_line(seconds, rates), refresh=True)
 
     def failed(self, first: Failure) -> None:
-        """Say who failed, and how."""
+        """Print which process failed, and how."""
         from laconic.lab.emulation.program import GRACE_SECONDS
 
-        alone = self._settings.network.hosts * (self._settings.per_host or 1) == 1
-        others = "" if alone else f"; the others are ended within {GRACE_SECONDS:g} s"
-        self._say(f"{first.process.name} failed: {first.how}{others}")
+        single = self._settings.network.hosts * (self._settings.per_host or 1) == 1
+        others = "" if single else f"; the others are ended within {GRACE_SECONDS:g} s"
+        self._log(f"{first.process.name} failed: {first.how}{others}")
 
     def ended(self, ended: Ended) -> None:
-        """Sum up."""
+        """Print a summary."""
         if ended.sent is not None:
-            self._say("sent, with all headers, and the mean rate:")
+            self._log("sent, with all headers, and the mean rate:")
             for host, sent in enumerate(ended.sent):
                 rate = format_rate(8 * sent / ended.seconds)
-                self._say(f"  host{host}  {sent / 1e6:10.2f} MB  {rate}")
+                self._log(f"  host{host}  {sent / 1e6:10.2f} MB  {rate}")
         if ended.first is not None:
             name = ended.first.process.name
-            self._say(f"{name} failed first: {ended.first.how}; its last lines:")
+            self._log(f"{name} failed first: {ended.first.how}; its last lines:")
             for line in ended.first.last:
-                self._say(f"  {line.decode(errors='replace')}")
-        self._say(f"{ended.seconds:.1f} s")
+                self._log(f"  {line.decode(errors='replace')}")
+        self._log(f"{ended.seconds:.1f} s")
 
-    def _say(self, text: str) -> None:
-        if self._watching[True]:
+    def _log(self, text: str) -> None:
+        if self._terminals[True]:
             self._console.print(f"laconic: {text}", markup=False)
         else:
-            say(text)
+            log(text)
 
 
 def rates_line(seconds: float, rates: Sequence[float] | None) -> str:
-    """What the hosts send now, for a line of 80 columns."""
+    """Return what the hosts send now, in a line of 80 columns."""
     if rates is None:
         return f"{seconds:.0f} s"
     shown = (f"{rate / 1e6:.3g}" if rate < 1e9 else f"{rate / 1e6:.0f}" for rate in rates)
@@ -291,14 +298,17 @@ def rates_line(seconds: float, rates: Sequence[float] | None) -> str:
     return f"{hosts}  Mbit/s  {seconds:.0f} s"
 
 
-def say(text: str) -> None:
-    """One line of our own, on stderr."""
+def log(text: str) -> None:
+    """Print one line of our own on stderr."""
     write(2, f"laconic: {text}\n".encode())
 
 
 def write(descriptor: int, data: bytes) -> None:
-    """Write all of it, past Python's buffers: what they could not write, they would try again when
-    Python ends. Raises OSError saying where to."""
+    """Write all of ``data``, bypassing Python's buffers.
+
+    Python would retry a failed buffered write when it exits. Raises OSError with the name of the
+    stream.
+    """
     name = {1: "standard output", 2: "standard error"}[descriptor]
     try:
         while data:

@@ -1,4 +1,4 @@
-"""``laconic report``: make the report on races anew, or one report of several."""
+"""``laconic report``: rebuild the report of a race, or combine several races in one report."""
 
 from __future__ import annotations
 
@@ -9,50 +9,53 @@ from typing import Any
 
 
 def add(commands: Any) -> None:
-    """Add the command to the parser's."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "report",
-        help="rebuild the report of races, or join several",
-        description="Rebuild page, plots and tables from the results.json of a race, or join those "
-        "of several races in one report.",
+        help="rebuild the report of a race, or combine several",
+        description="Rebuild the page, plots and tables from the results.json of a race, or "
+        "combine those of several races in one report.",
     )
     parser.add_argument(
-        "directories", nargs="+", type=Path, metavar="DIR", help="where laconic compare wrote to"
+        "directories", nargs="+", type=Path, metavar="DIR", help="output of laconic compare"
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        help="default: the directory itself; of several, laconic-report",
+        help="default: the directory itself, or laconic-report for several",
     )
     parser.add_argument("--open", action="store_true", help="show the report in a browser")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 when it is written."""
+    """Write the report and return 0."""
     from laconic.cli.compare import needs, show
     from laconic.lab.race import report
 
     needs("report")
-    given: Sequence[Path] = arguments.directories
-    places = [directory.resolve() for directory in given]
-    twice = [str(d) for d, place in zip(given, places, strict=True) if places.count(place) > 1]
+    directories: Sequence[Path] = arguments.directories
+    resolved = [directory.resolve() for directory in directories]
+    twice = [
+        str(d) for d, path in zip(directories, resolved, strict=True) if resolved.count(path) > 1
+    ]
     if twice:
         raise ValueError(f"{twice[0]} is given twice")
-    results = [report.read(directory) for directory in given]
-    out = arguments.out or (given[0] if len(given) == 1 else Path("laconic-report"))
-    if len(given) > 1 and out.resolve() in places:
-        raise ValueError(f"{out} holds one of the results to be joined: choose another --out")
+    results = [report.read(directory) for directory in directories]
+    several = len(directories) > 1
+    out = arguments.out or (Path("laconic-report") if several else directories[0])
+    if several and out.resolve() in resolved:
+        raise ValueError(f"{out} contains one of the results to combine: choose another --out")
     report.prepare(out)
-    show(report.join(list(zip(labels(given), results, strict=True))), out)
+    show(report.join(list(zip(labels(directories), results, strict=True))), out)
     if arguments.open:
         report.show(out)
     return 0
 
 
 def labels(directories: Sequence[Path]) -> list[str]:
-    """What to call each: as much of the end of its path as tells them apart."""
+    """Return a label for each directory: the shortest suffixes of the paths that differ."""
     parts = [directory.resolve().parts for directory in directories]
     most = max(map(len, parts))
     for length in range(1, most + 1):

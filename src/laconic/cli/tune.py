@@ -1,4 +1,4 @@
-"""``laconic tune``: find good settings of a recipe on one's own workload."""
+"""``laconic tune``: find good settings of a recipe on your workload."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from laconic.advisor.tune.tuning import Trial
 
 TRIALS, STEPS = 20, 240
-"""Where nothing else is asked for."""
+"""Defaults."""
 
 
 def add(commands: Any) -> None:
-    """Add the command to the parser's."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "tune",
         help="find good settings of a recipe on your workload",
-        description="Train a workload under one setting of a recipe after the other, by simulated "
-        "workers on this machine, stop what is behind early, and show quality against speed. "
-        "Interrupted, the same command goes on where it was.",
-        epilog="Free names in the recipe are tuned, and always lr: the local optimiser's learning "
-        "rate, in multiples of the workload's own. For example: laconic tune "
+        description="Train a workload under one setting of a recipe after another, with simulated "
+        "workers on this machine. Stop settings that fall behind early, and show quality against "
+        "speed. To resume an interrupted run, repeat the same command.",
+        epilog="Free names in the recipe are tuned, and so is lr: the learning rate of the local "
+        "optimizer, as a multiple of the workload's. For example: laconic tune "
         "'slowmo(local_sgd(12), period=outer, momentum=momentum)' --param outer=12,24,48",
     )
     parser.add_argument(
@@ -40,32 +40,42 @@ def add(commands: Any) -> None:
         nargs="?",
         default="slowmo",
         metavar="RECIPE",
-        help="slowmo (the default), local_sgd, diloco, ddp, sgp, easgd or eamsgd with what is "
-        "usually tuned of it, or a recipe with free names",
+        help="slowmo (default), local_sgd, diloco, ddp, sgp, easgd or eamsgd with the parameters "
+        "usually tuned, or a recipe with free names",
     )
     parser.add_argument(
         "--param",
         action="append",
         default=[],
         metavar="NAME=A,B,...",
-        help="the values of a name, such as momentum=0,0.2,0.4; may be given for several",
+        help="the values of a name, such as momentum=0,0.2,0.4; repeatable",
     )
     parser.add_argument(
-        "--workload", default="digits", help="digits, text, or your own: my.py:make (%(default)s)"
+        "--workload",
+        default="digits",
+        help="digits, text, or your own, such as my.py:make (default: %(default)s)",
     )
-    parser.add_argument("--data", metavar="FILE", help="what the text workload, or yours, learns")
-    parser.add_argument("--rules", metavar="FILE", help="recipes of your own, such as my_rules.py")
-    parser.add_argument("--workers", type=int, default=4, help="default: %(default)s")
-    parser.add_argument("--group-size", type=int, metavar="N", help="workers that make up a group")
     parser.add_argument(
-        "--bandwidth", default="100mbit", help="of each worker, such as 20mbit (%(default)s)"
+        "--data", metavar="FILE", help="training data of the text workload or your own"
     )
-    parser.add_argument("--latency", default="0", help="of each message, such as 20ms")
+    parser.add_argument(
+        "--rules", metavar="FILE", help="file with your own recipes, such as my_rules.py"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=4, help="number of workers (default: %(default)s)"
+    )
+    parser.add_argument("--group-size", type=int, metavar="N", help="workers per group")
+    parser.add_argument(
+        "--bandwidth",
+        default="100mbit",
+        help="of each worker, such as 20mbit (default: %(default)s)",
+    )
+    parser.add_argument("--latency", default="0", help="of each message, such as 20ms (default: 0)")
     parser.add_argument(
         "--compute",
         metavar="TIME",
-        help="what a step computes on your machines, such as 50ms, for times to be predicted; "
-        "default: as measured here",
+        help="compute time of a step on your machines, such as 50ms, for predicted times "
+        "(default: measured here)",
     )
     parser.add_argument(
         "--emulated",
@@ -73,57 +83,74 @@ def add(commands: Any) -> None:
         help="train on emulated hosts, as laconic compare does, and measure times",
     )
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--steps", type=int, help=f"that each trial trains ({STEPS})")
-    length.add_argument("--seconds", type=float, help="the same in time, as the cost model has it")
-    length.add_argument("--megabytes", type=float, help="the same in what each worker sends")
+    length.add_argument("--steps", type=int, help=f"steps per trial (default: {STEPS})")
+    length.add_argument(
+        "--seconds", type=float, help="length of a trial as time predicted by the cost model"
+    )
+    length.add_argument(
+        "--megabytes", type=float, help="length of a trial as megabytes sent by each worker"
+    )
     budget = parser.add_mutually_exclusive_group()
-    budget.add_argument("--trials", type=int, help=f"in all, resumed ones included ({TRIALS})")
-    budget.add_argument("--budget", metavar="TIME", help="for all trials here, such as 10min")
-    parser.add_argument(
-        "--no-stop", action="store_true", help="train every setting to its end, good or bad"
+    budget.add_argument(
+        "--trials", type=int, help=f"number of trials, including resumed ones (default: {TRIALS})"
+    )
+    budget.add_argument(
+        "--budget", metavar="TIME", help="time for all trials on this machine, such as 10min"
     )
     parser.add_argument(
-        "--repeat", type=int, default=1, metavar="N",
-        help="train each setting with so many seeds; the mean loss counts (%(default)s)",
-    )  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--out", type=Path, default=Path("laconic-tune"), metavar="DIR")
+        "--no-stop", action="store_true", help="train every setting to the end, good or bad"
+    )
+    parser.add_argument(
+        "--repeat",
+        type=int,
+        default=1,
+        metavar="N",
+        help="train each setting with N seeds and use the mean loss (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("laconic-tune"),
+        metavar="DIR",
+        help="directory for the results (default: %(default)s)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 when it has found a setting."""
-    _needs()
+    """Return 0 if a setting was found."""
+    _check_packages()
     from laconic.advisor.tune import tuning
-    from laconic.advisor.tune.journal import opened
+    from laconic.advisor.tune.journal import open_journal
     from laconic.advisor.tune.space import LR
     from laconic.lab.emulation.jobs import terminate_as_exit
 
     trials, seconds = _budget(arguments)
-    space, task = _asked(arguments)
+    space, task = _space_and_task(arguments)
     arguments.out.mkdir(parents=True, exist_ok=True)
     settings = _settings(arguments, space, task)
-    with terminate_as_exit(), opened(arguments.out / "journal.jsonl", settings) as study:
+    with terminate_as_exit(), open_journal(arguments.out / "journal.jsonl", settings) as study:
         timed = _timed(study, space, task)
 
-        def evaluate(setting: Any, told: Any) -> Any:
-            return timed.run(space.text(setting), float(setting[LR]), told)
+        def evaluate(setting: Any, report_loss: Any) -> Any:
+            return timed.run(space.text(setting), float(setting[LR]), report_loss)
 
         limits: dict[str, Any] = {"trials": trials, "seconds": seconds, "seed": arguments.seed}
         done = len(tuning.ended(study, space))
         try:
             for trial in tuning.tune(study, space, evaluate, prune=not arguments.no_stop, **limits):
                 done += 1
-                _say(f"{done}/{trials or '?'} {_told(space, trial)}")
+                _log(f"{done}/{trials or '?'} {_trial_text(space, trial)}")
         finally:
-            if found := tuning.ended(study, space):
-                _show(space, found, timed, arguments.out)
-        tuning.best(tuning.ended(study, space))  # raises where there is none
+            if finished := tuning.ended(study, space):
+                _show(space, finished, timed, arguments.out)
+        tuning.best(tuning.ended(study, space))  # raises if no trial succeeded
     return 0
 
 
-def _needs() -> None:
-    """Raise ``ImportError`` where a package is missing."""
+def _check_packages() -> None:
+    """Raise ``ImportError`` if a package is missing."""
     try:
         import matplotlib  # noqa: F401
         import optuna  # noqa: F401
@@ -133,7 +160,7 @@ def _needs() -> None:
 
 
 def _budget(arguments: argparse.Namespace) -> tuple[int | None, float]:
-    """Trials and seconds at most."""
+    """Return the maximum number of trials and seconds."""
     if arguments.budget is not None:
         seconds = parse_duration(arguments.budget)
         return None, check_float("budget", seconds, 0.0, strict=True)
@@ -141,8 +168,8 @@ def _budget(arguments: argparse.Namespace) -> tuple[int | None, float]:
     return check_int("trials", trials, 1), math.inf
 
 
-def _asked(arguments: argparse.Namespace) -> tuple[Space, Task]:
-    """What is to be tuned, and on what. Raises ``ValueError`` for what can be seen to be wrong."""
+def _space_and_task(arguments: argparse.Namespace) -> tuple[Space, Task]:
+    """Return what to tune, and on what. Raises ``ValueError`` for bad options."""
     from laconic.advisor.tune.runs import Task
     from laconic.advisor.tune.space import parse_values, space_of
     from laconic.lab.race.runner import Settings
@@ -151,15 +178,17 @@ def _asked(arguments: argparse.Namespace) -> tuple[Space, Task]:
     check_int("seed", arguments.seed, 0)
     repeat = check_int("repeat", arguments.repeat, 1)
     if repeat > 1 and arguments.emulated:
-        raise ValueError("--repeat is for simulated workers: leave out --emulated")
-    given: dict[str, Any] = {}
+        raise ValueError("--repeat works with simulated workers only: remove --emulated")
+    grids: dict[str, Any] = {}
     for text in arguments.param:
         name, values = parse_values(text)
-        if name in given:
+        if name in grids:
             raise ValueError(f"--param is given twice for {name}")
-        given[name] = values
+        grids[name] = values
     if arguments.compute is not None and arguments.emulated:
-        raise ValueError("--compute is for predicted times: --emulated measures them")
+        raise ValueError(
+            "--compute is for predicted times, but --emulated measures them: remove one"
+        )
     length = _length(arguments)
     settings = Settings(
         recipes=(),
@@ -175,7 +204,7 @@ def _asked(arguments: argparse.Namespace) -> tuple[Space, Task]:
         steps=None if arguments.emulated and length.unit == "seconds" else STEPS,
         seeds=tuple(range(arguments.seed, arguments.seed + repeat)),
     )
-    space = space_of(arguments.recipe, given, workers, settings.own_recipes())
+    space = space_of(arguments.recipe, grids, workers, settings.user_recipes())
     compute = math.nan
     if arguments.compute is not None:
         compute = check_float("compute", parse_duration(arguments.compute), 0.0, strict=True)
@@ -195,7 +224,7 @@ def _length(arguments: argparse.Namespace) -> Length:
 
 
 def _settings(arguments: argparse.Namespace, space: Space, task: Task) -> dict[str, Any]:
-    """All that the trials' outcomes depend on: a journal is of one tuning only."""
+    """Return all that the trials' results depend on. A journal belongs to one set of these."""
     import torch
 
     workload = arguments.workload.rpartition(":")[0] or arguments.workload
@@ -224,16 +253,18 @@ def _digest(path: Path) -> str:
 
 
 def _timed(study: optuna.Study, space: Space, task: Task) -> Task:
-    """The task with the seconds that a step computes: as given, as measured when the tuning began,
-    or now. Raises ``ValueError`` where with these some setting cannot be run."""
+    """Return the task with the compute seconds of a step: given, from the journal, or measured.
+
+    Raises ``ValueError`` if a setting cannot run with that value.
+    """
     from laconic.advisor.tune.journal import COMPUTE
     from laconic.advisor.tune.runs import measure_compute
 
-    begun = study.user_attrs.get(COMPUTE)
+    saved = study.user_attrs.get(COMPUTE)
     if math.isnan(task.compute):
-        task = replace(task, compute=begun or measure_compute(task))
+        task = replace(task, compute=saved or measure_compute(task))
     task.check(list({space.text(setting): None for setting in space.settings()}))
-    if begun is None:
+    if saved is None:
         study.set_user_attr(COMPUTE, task.compute)
     return task
 
@@ -247,22 +278,22 @@ def _title(space: Space, task: Task) -> str:
     return f"{space.recipe}\n{task.race.workload}, {task.workers} {how}, {network}, {length}"
 
 
-def _told(space: Space, trial: Trial) -> str:
-    from laconic.advisor.tune.report import told
+def _trial_text(space: Space, trial: Trial) -> str:
+    from laconic.advisor.tune.report import setting_text
 
-    how = {"ok": "", "stopped": f", stopped after {trial.run.steps} steps"}
-    ended = how.get(trial.status, f", diverged after {trial.run.steps} steps")
-    return f"{told(space, trial.setting)}: loss {trial.run.loss:.4f}{ended}"
+    endings = {"ok": "", "stopped": f", stopped after {trial.run.steps} steps"}
+    ending = endings.get(trial.status, f", diverged after {trial.run.steps} steps")
+    return f"{setting_text(space, trial.setting)}: loss {trial.run.loss:.4f}{ending}"
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     from rich.console import Console
 
     Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _show(space: Space, trials: list[Trial], task: Task, out: Path) -> None:
-    """The table, what follows from it, and where the rest is."""
+    """Print the table, the summary and the paths of the files."""
     from rich.console import Console
 
     from laconic.advisor.tune import report

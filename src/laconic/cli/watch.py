@@ -1,4 +1,4 @@
-"""``laconic watch``: show a run that writes metrics, while it runs."""
+"""``laconic watch``: show a run that writes metrics while it runs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 WINDOW_SECONDS = 60.0
-"""Rates are means over this long, so that a round every ten seconds is no spike."""
+"""Rates are averaged over this time, so that a round every ten seconds is not a spike."""
 STALE_SECONDS = 10.0
-"""No news for longer than this, and than three usual gaps between records, is a warning."""
+"""A run is stale without a record for this long and for three times the usual interval."""
 LONGEST_LINE = 1 << 20
 LATEST_CALLS = 4
 CHUNK = 1 << 20
@@ -30,36 +30,36 @@ STARTS = {
     **dict.fromkeys(("host", "laconic", "torch"), str),
     "schedule": list,
 }
-"""What of a run's first record is shown."""
+"""Fields of a run's first record that are shown, with their types."""
 
 
 def add(commands: Any) -> None:
-    """Add the command to the parser's."""
+    """Add the command to the parser."""
     parser = commands.add_parser(
         "watch",
         help="show a run that writes metrics",
-        description="Show what laconic.attach(..., metrics=) writes: where the run is, how fast, "
-        "what it sends and how long it waits. Follows the files until Ctrl-C.",
+        description="Show what laconic.attach(..., metrics=) writes: progress, speed, bytes sent "
+        "and waiting time of a run. Follows the files until Ctrl-C.",
     )
     parser.add_argument(
-        "paths", nargs="+", metavar="PATH", type=Path, help="files, or a directory of them"
+        "paths", nargs="+", metavar="PATH", type=Path, help="files, or a directory of files"
     )
-    parser.add_argument("--once", action="store_true", help="show the present state and end")
+    parser.add_argument("--once", action="store_true", help="show the current state and exit")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0, also when interrupted: watching ends no other way."""
+    """Watch until interrupted and return 0."""
     try:
         from rich.console import Console
     except ImportError as error:
         raise ImportError(f"laconic watch needs {error.name}: {install('lab')}") from None
     console = Console()
-    watched = Watched(arguments.paths)
+    watched = Watcher(arguments.paths)
     try:
         watched.poll()
         if arguments.once:
-            watched.check_present()
+            watched.check_found()
             console.print(watched.page())
         elif console.is_terminal:
             _show(watched, console)
@@ -68,12 +68,12 @@ def run(arguments: argparse.Namespace) -> int:
                 print(line, flush=True)
     except KeyboardInterrupt:
         pass
-    except BrokenPipeError:  # into head, say
+    except BrokenPipeError:  # the reader, such as head, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
-def _show(watched: Watched, console: Any) -> None:
+def _show(watched: Watcher, console: Any) -> None:
     from rich.live import Live
 
     with Live(watched.page(), console=console, auto_refresh=False) as live:
@@ -83,20 +83,20 @@ def _show(watched: Watched, console: Any) -> None:
             live.update(watched.page(), refresh=True)
 
 
-class Followed:
-    """One file of records, read as it grows: the latest run in it."""
+class LogFile:
+    """A file of records that is read as it grows. Only its latest run counts."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.modified = 0.0
-        self._forget_file()
+        self._reset_file()
 
-    def _forget_file(self) -> None:
+    def _reset_file(self) -> None:
         self._inode, self._offset, self._rest = 0, 0, b""
         self.unreadable = 0
-        self._forget_run({})
+        self._reset_run({})
 
-    def _forget_run(self, start: dict[str, Any]) -> None:
+    def _reset_run(self, start: dict[str, Any]) -> None:
         self.start = start
         self.latest: dict[str, Any] = {}
         self.error = ""
@@ -104,12 +104,12 @@ class Followed:
         self._window: deque[dict[str, Any]] = deque()
 
     def poll(self) -> None:
-        """Read what is new; a file that was replaced or emptied is read from its beginning."""
+        """Read new records. A file that was replaced or truncated is read from its start."""
         try:
             with open(self.path, "rb") as file:
                 status = os.fstat(file.fileno())
                 if status.st_ino != self._inode or status.st_size < self._offset:
-                    self._forget_file()
+                    self._reset_file()
                     self._inode = status.st_ino
                 self.modified = status.st_mtime
                 file.seek(self._offset)
@@ -117,20 +117,20 @@ class Followed:
                     self._offset += len(piece)
                     *lines, self._rest = (self._rest + piece).split(b"\n")
                     for line in lines:
-                        self._take(line)
+                        self._read(line)
                     if len(self._rest) > LONGEST_LINE:
                         self.unreadable += 1
                         self._rest = b""
         except FileNotFoundError:
-            return  # not there yet, or just being replaced
+            return  # not there yet, or being replaced
 
-    def _take(self, line: bytes) -> None:
+    def _read(self, line: bytes) -> None:
         try:
             record = json.loads(line)
             if record["event"] == "start":
                 if not STARTS.items() <= {k: type(v) for k, v in record.items()}.items():
-                    raise ValueError("another program's record")
-                self._forget_run(record)
+                    raise ValueError("not a record of laconic")
+                self._reset_run(record)
                 return
             for name in ("seconds", "steps", "sent", "waiting", "rounds", "step", "bytes_sent"):
                 float(record[name])
@@ -143,11 +143,11 @@ class Followed:
             self.error = record.get("error", self.error)
             self.latest = record
         except (ValueError, LookupError, TypeError):
-            self.unreadable += 1  # half a line that a killed run left, or no record at all
+            self.unreadable += 1  # an incomplete line of a killed run, or not a record at all
 
     @property
-    def seen(self) -> bool:
-        """Whether a run was found in it."""
+    def has_run(self) -> bool:
+        """Whether the file contains a run."""
         return bool(self.start)
 
     @property
@@ -155,8 +155,10 @@ class Followed:
         return int(self.start.get("rank", 0))
 
     def rates(self) -> tuple[float, float, float] | None:
-        """Steps per second, bytes sent per second, share of the time spent waiting; None as long
-        as nothing is known."""
+        """Return steps per second, bytes sent per second and the share of time spent waiting.
+
+        None until there is a record.
+        """
         seconds = sum(r["seconds"] for r in self._window)
         if seconds <= 0:
             return None
@@ -167,55 +169,55 @@ class Followed:
         )
 
     def age(self) -> float:
-        """Seconds since the last record."""
+        """Return the seconds since the last record."""
         return max(time.time() - self.modified, 0.0)
 
     def stale(self) -> bool:
-        """Whether a record is overdue."""
+        """Return whether a record is overdue."""
         gaps = [r["seconds"] for r in self._window]
         usual = max([float(self.start.get("every", 0)), *gaps])
-        return not self.news() and self.age() > max(STALE_SECONDS, 3 * usual)
+        return not self.ending() and self.age() > max(STALE_SECONDS, 3 * usual)
 
-    def news(self) -> str:
-        """How the run ended, if it did."""
+    def ending(self) -> str:
+        """Return how the run ended, or "" while it runs."""
         event = self.latest.get("event")
         ended = "error" if self.error else "ended"
         return {"end": ended, "error": "error", "finish": "finished"}.get(str(event), "")
 
 
-class Watched:
-    """The files that a user named, and those that appear in the directories."""
+class Watcher:
+    """The files that a user names, and those in the directories that a user names."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         for path in paths:
             if not path.parent.is_dir():
-                raise ValueError(f"cannot watch {path}: there is no directory {path.parent}")
+                raise ValueError(f"cannot watch {path}: no directory {path.parent}")
         self._paths = paths
-        self._files: dict[Path, Followed] = {}
+        self._files: dict[Path, LogFile] = {}
 
     def poll(self) -> None:
-        """Read what is new. Raises ``ValueError`` for a named file that holds something else."""
+        """Read new records. Raises ``ValueError`` for a named file that is not a metrics file."""
         for path in self._paths:
             inside = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-            for one in inside:
-                followed = self._files.setdefault(one, Followed(one))
-                followed.poll()
-                if one == path and followed.unreadable and not followed.seen:
-                    raise ValueError(f"{path} holds no metrics of laconic")
+            for name in inside:
+                file = self._files.setdefault(name, LogFile(name))
+                file.poll()
+                if name == path and file.unreadable and not file.has_run:
+                    raise ValueError(f"{path} contains no metrics of laconic")
 
-    def check_present(self) -> None:
-        """Raise ``ValueError`` if there is nothing to see."""
+    def check_found(self) -> None:
+        """Raise ``ValueError`` if no run was found."""
         if not self.runs():
             named = ", ".join(map(str, self._paths))
-            raise ValueError(f"no metrics in {named}: does the run write there?")
+            raise ValueError(f"no metrics in {named}: check that the run writes there")
 
-    def runs(self) -> list[Followed]:
-        """Those with a run, by rank."""
-        seen = [followed for followed in self._files.values() if followed.seen]
-        return sorted(seen, key=lambda f: (f.rank, f.path))
+    def runs(self) -> list[LogFile]:
+        """Return the files that contain a run, by rank."""
+        files = [file for file in self._files.values() if file.has_run]
+        return sorted(files, key=lambda file: (file.rank, file.path))
 
     def page(self) -> RenderableType:
-        """All of it, for a terminal."""
+        """Return the whole display for a terminal."""
         from rich.console import Group
         from rich.text import Text
 
@@ -234,58 +236,58 @@ class Watched:
         return Group(*parts, *waiting)
 
     def lines(self) -> Iterator[str]:
-        """What is new, once a second, for a file or a pipe."""
-        told: dict[Path, Any] = {}
+        """Yield a line per change, once a second, for a file or a pipe."""
+        shown: dict[Path, Any] = {}
         yield from self._waiting()
         while True:
-            for followed in self.runs():
-                now = "stale" if followed.stale() else (followed.start, followed.latest)
-                if told.get(followed.path) != now:
-                    told[followed.path] = now
-                    yield _line(followed)
+            for file in self.runs():
+                now = "stale" if file.stale() else (file.start, file.latest)
+                if shown.get(file.path) != now:
+                    shown[file.path] = now
+                    yield _line(file)
             time.sleep(1.0)
             self.poll()
 
     def _waiting(self) -> Iterator[str]:
-        """One line for each path without a run so far."""
+        """Yield one line for each path without a run so far."""
         for path in self._paths:
-            if not any(f.seen and path in (f.path, f.path.parent) for f in self._files.values()):
+            if not any(f.has_run and path in (f.path, f.path.parent) for f in self._files.values()):
                 yield f"waiting for metrics in {path}"
 
 
-def _table(runs: Iterable[Followed]) -> RenderableType:
+def _table(runs: Iterable[LogFile]) -> RenderableType:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, caption_justify="left")
-    table.caption = f"Rates of the last {WINDOW_SECONDS:.0f} s; MB: payload that was sent."
+    table.caption = f"Rates of the last {WINDOW_SECONDS:.0f} s. MB: payload sent."
     for name in ("rank", "step", "steps/s", "MB/s", "waiting", "rounds", "MB"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("host", max_width=12, no_wrap=True)
     table.add_column("news", no_wrap=True)
-    for followed in runs:
-        latest = followed.latest
-        rates = followed.rates()
-        speed = ("-", "-", "-") if rates is None else _told(rates)
-        stale = f"none for {followed.age():.0f} s"
-        style = "red" if followed.stale() or followed.error else ""
+    for file in runs:
+        latest = file.latest
+        rates = file.rates()
+        speed = ("-", "-", "-") if rates is None else _format(rates)
+        stale = f"none for {file.age():.0f} s"
+        style = "red" if file.stale() or file.error else ""
         table.add_row(
-            str(followed.rank),
-            str(latest.get("step", followed.start["step"])),
+            str(file.rank),
+            str(latest.get("step", file.start["step"])),
             *speed,
             str(latest.get("rounds", 0)),
             f"{latest.get('bytes_sent', 0) / 1e6:.4g}",
-            Text(str(followed.start["host"])),
+            Text(str(file.start["host"])),
             Text(
-                stale if followed.stale() else followed.news() or f"{followed.age():.0f} s ago",
+                stale if file.stale() else file.ending() or f"{file.age():.0f} s ago",
                 style=style,
             ),
         )
     return table
 
 
-def _told(rates: tuple[float, float, float]) -> tuple[str, str, str]:
+def _format(rates: tuple[float, float, float]) -> tuple[str, str, str]:
     steps, sent, waiting = rates
     return f"{steps:.3g}", f"{sent / 1e6:.3g}", f"{waiting:.0%}"
 
@@ -296,18 +298,18 @@ def _call(call: dict[str, Any]) -> str:
     return f"{call['name']}, last after step {call['step']}: {seconds:.3g} s, {megabytes:.3g} MB"
 
 
-def _line(followed: Followed) -> str:
-    """One run in one line."""
-    latest, rates = followed.latest, followed.rates()
-    at = latest.get("time", followed.start["time"])
+def _line(file: LogFile) -> str:
+    """Return one run in one line."""
+    latest, rates = file.latest, file.rates()
+    at = latest.get("time", file.start["time"])
     when = time.strftime("%H:%M:%S", time.localtime(at))
-    parts = [f"{when} rank {followed.rank}: step {latest.get('step', followed.start['step'])}"]
+    parts = [f"{when} rank {file.rank}: step {latest.get('step', file.start['step'])}"]
     if rates is not None:
-        steps, sent, waiting = _told(rates)
+        steps, sent, waiting = _format(rates)
         parts += [f"{steps} steps/s", f"{sent} MB/s sent", f"{waiting} waiting"]
         parts.append(f"{latest['rounds']} rounds")
-    if followed.stale():
-        parts.append(f"no news for {followed.age():.0f} s")
-    elif followed.news():
-        parts.append(followed.news())
-    return ", ".join(parts) + (f": {followed.error}" if followed.error else "")
+    if file.stale():
+        parts.append(f"no record for {file.age():.0f} s")
+    elif file.ending():
+        parts.append(file.ending())
+    return ", ".join(parts) + (f": {file.error}" if file.error else "")

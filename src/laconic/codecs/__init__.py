@@ -1,7 +1,8 @@
-"""How a message is coded: tensors of floats to bytes and back, with fewer bits and a known error.
+"""Codecs: encode float tensors as bytes and decode them, with fewer bits and a known error.
 
-A codec is a pure value: no state, no headers, and a length in bytes that follows from the number
-of elements alone, so that ranks know it without talking. With ``Q(x) = decode(encode(x))``:
+A codec is a pure value. It has no state and writes no headers. The length of a code in bytes
+follows from the number of elements, so ranks know it without communicating. With
+``Q(x) = decode(encode(x))``:
 
 | codec    | Q(x)                                                   | bits per element (default) |
 |----------|--------------------------------------------------------|----------------------------|
@@ -32,9 +33,12 @@ CODECS: dict[str, Codec] = {
     "e3m0": E3M0(),
     "top64": TopK(values=Int2(block=64)),
 }
-"""Codecs by name, as recipes take them."""
+"""Codecs by name, as recipes accept them."""
 
 
 def codec_of(codec: object) -> Codec:
-    """The codec of that name, or ``codec`` itself. Raises ``ValueError`` that names the choices."""
+    """Return the codec named ``codec``, or ``codec`` itself if it is a `Codec`.
+
+    Raises ``ValueError`` that lists the choices.
+    """
     return codec if isinstance(codec, Codec) else CODECS[check_choice("codec", codec, CODECS)]

@@ -1,4 +1,4 @@
-"""Casts: each element as a shorter float."""
+"""Casts: each element is coded as a shorter float."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORMATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torc
 
 @dataclass(frozen=True)
 class Cast(Compiled):
-    """x rounded to the nearest ``format``, half to even; float32 keeps it as it is.
+    """x rounded to the nearest ``format``, ties to even. float32 leaves x unchanged.
 
     | format   | bytes      | abs(x - Q(x)) at most    | largest abs(x) |
     |----------|------------|--------------------------|----------------|
@@ -24,8 +24,8 @@ class Cast(Compiled):
     | bfloat16 | 2 * length | max(2^-8 abs(x), 2^-134) | 3.39e38        |
     | float32  | 4 * length | 0                        | 3.40e38        |
 
-    A larger element raises ``ValueError``: it would decode to infinity. ``x - Q(x)`` is exact in
-    float32.
+    Raises ``ValueError`` for larger elements, which would decode to infinity. ``x - Q(x)`` is exact
+    in float32.
     """
 
     format: str = "bfloat16"
@@ -57,7 +57,7 @@ class Cast(Compiled):
         if self.format == "float32":
             return torch.zeros_like(size)
         kind = torch.finfo(self.dtype)
-        # eps is twice the rounding of a normal number, tiny * eps the least subnormal one
+        # eps / 2 bounds the relative rounding error, tiny * eps is the smallest subnormal number
         return torch.clamp(size * (kind.eps / 2), min=kind.tiny * kind.eps / 2)
 
     def encode_units(self, x: Tensor, payload: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""What every codec does: lengths and inputs checked, long messages taken in pieces."""
+"""The base class of codecs: checks lengths and inputs, and codes long messages in pieces."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from laconic.buckets import mean_in_rank_order
 from laconic.errors import NotFiniteError, check_int
 
 PIECE = 2**18
-"""Elements that tensor operations code at a time on a CPU: 1 MiB of float32 and temporaries stay
-in the caches. Measured for Int4, encode: 1.7 times as fast as with 256 KiB, where the calls take
-the time, and as with a whole message of 16 MiB; for E3M0 1.5 and 7 times."""
+"""Elements that tensor operations code at a time on a CPU.
+
+These are 1 MiB of float32, which stays in the caches together with its temporaries. Measured for
+encoding: Int4 is 1.7 times as fast as with pieces of 256 KiB, where call overhead dominates, and
+1.7 times as fast as with a whole message of 16 MiB. For E3M0 the factors are 1.5 and 7."""
 
 
 P = ParamSpec("P")
@@ -24,7 +26,7 @@ T = TypeVar("T")
 
 
 def _without_grad(call: Callable[P, T]) -> Callable[P, T]:
-    """As torch.no_grad, which takes longer than a short message does: nothing where it is off."""
+    """Like torch.no_grad, but skipped if gradients are off: it costs more than a short message."""
 
     @wraps(call)
     def made(*args: P.args, **options: P.kwargs) -> T:
@@ -37,64 +39,73 @@ def _without_grad(call: Callable[P, T]) -> Callable[P, T]:
 
 
 class Codec(ABC):
-    """A lossy code for flat tensors. Elements are coded in units of ``unit`` elements, each unit on
-    its own, one after the other, the last one shorter: for a and b multiples of ``unit``,
-    ``encode(x[a:b]) == encode(x)[nbytes(a):nbytes(b)]`` (without stochastic rounding). No code
-    consists of bytes of 255 alone, which is what a worker sends of what cannot be coded. By its
-    ``repr``, as a dataclass has, ranks and checkpoints are compared: it tells all settings.
+    """A lossy code for flat tensors.
 
-    The code runs on the device of x. Whether x is finite is read back in every ``encode``,
-    which on an accelerator waits for it; ``decode`` never waits.
+    Elements are coded in units of ``unit`` elements. Each unit is coded on its own, one after the
+    other, and the last may be shorter. For a and b multiples of ``unit`` and no stochastic
+    rounding, ``encode(x[a:b]) == encode(x)[nbytes(a):nbytes(b)]``.
+
+    No code may consist of bytes of 255 alone: these mark a message that could not be coded. Ranks
+    and checkpoints compare codecs by their ``repr``, which must show all settings, as that of a
+    dataclass does.
+
+    Codes are computed on the device of x. Every ``encode`` reads back whether x is finite, and so
+    waits for an accelerator. ``decode`` never waits.
     """
 
     gathered: ClassVar[bool] = False
-    """Whether every worker's code goes to all others, as codes are short, and their sum would lose
-    by being coded again; else the sum is coded by its owner, and goes to all."""
+    """Whether every worker sends its code to all others. This suits short codes whose sum would
+    lose too much by being coded again. Otherwise the owner codes the sum and sends it to all."""
 
     @property
     @abstractmethod
     def unit(self) -> int:
-        """Elements that are coded together."""
+        """Number of elements that are coded together."""
 
     @property
     def grain(self) -> int:
-        """Elements at whose multiples a code can be cut: those of a and of b elements, one after
-        the other, are that of a + b where a is such a multiple."""
+        """Number of elements at whose multiples a code can be split.
+
+        If a is a multiple, the codes of a and of b elements, one after the other, are the code of
+        a + b elements.
+        """
         return self.unit
 
     @property
     @abstractmethod
     def dtype(self) -> torch.dtype:
-        """The dtype in whose finite range all elements must be."""
+        """The dtype whose finite range must contain all elements."""
 
     @abstractmethod
     def nbytes(self, length: int) -> int:
-        """Bytes of the code of ``length`` elements."""
+        """Return the length in bytes of the code of ``length`` elements."""
 
     @abstractmethod
     def bound(self, x: Tensor) -> Tensor:
-        """For each element of a flat x, taken as float32, the most that ``|x - Q(x)|`` can be."""
+        """Return the bound on ``|x - Q(x)|`` for each element of a flat x, taken as float32."""
 
     @abstractmethod
     def encode_units(self, x: Tensor, payload: Tensor, generator: torch.Generator | None) -> Tensor:
-        """The code of each row of x, (n, m) with m at most ``unit``, taken as float32, into
-        ``payload``, uint8 (n, nbytes(m)). Returns whether all elements are in range, a tensor of
-        one bool."""
+        """Encode each row of x, (n, m) with m at most ``unit``, taken as float32.
+
+        Writes into ``payload``, uint8 (n, nbytes(m)). Returns whether all elements are in range, as
+        a tensor of one bool.
+        """
 
     def encode_and_subtract(
         self, x: Tensor, payload: Tensor, generator: torch.Generator | None
     ) -> Tensor:
-        """As ``encode_units``, and x <- x - Q(x) where all elements are in range."""
-        fine = self.encode_units(x, payload, generator)
-        if bool(fine):
+        """Encode as ``encode_units`` does, then x <- x - Q(x) if all elements are in range."""
+        in_range = self.encode_units(x, payload, generator)
+        if bool(in_range):
             decoded = torch.empty_like(x, dtype=torch.float32)
             self.decode_units(payload, decoded)
             x -= decoded
-        return fine
+        return in_range
 
     @abstractmethod
     def decode_units(self, payload: Tensor, out: Tensor) -> None:
-        """What ``encode_units`` wrote, into ``out``, float32 (n, m)."""
+        """Decode what ``encode_units`` wrote into ``out``, float32 (n, m)."""
 
     @_without_grad
     def encode(
@@ -107,58 +118,62 @@ class Codec(ABC):
         subtract: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        """The code of x: uint8, exactly ``nbytes(x.numel())`` of them, on the device of x; written
-        to ``out`` if given.
+        """Return the code of x: ``nbytes(x.numel())`` uint8 values on the device of x.
 
-        x is flat: float32, or another floating-point dtype, which is cast to float32 first.
-        ``generator`` is for stochastic rounding (none: torch's own). ``less``, ``plus``: other
-        tensors of x's shape and dtype, ``x <- x - less + plus`` before all else. ``subtract``: what
-        the code stands for is taken off in the end, ``x <- x - Q(x)``. Where x is changed it must
-        be contiguous. Raises ``ValueError`` where an element is NaN, infinite, or beyond the range
-        of ``dtype``; x may be spoilt then.
+        Args:
+            x: a flat tensor, float32 or another floating-point dtype, which is cast to float32.
+            generator: for stochastic rounding; None uses torch's own.
+            less, plus: tensors of x's shape and dtype. First, ``x <- x - less + plus``.
+            subtract: at the end, ``x <- x - Q(x)``.
+            out: where to write the code.
+
+        x must be contiguous if it is changed. Raises ``ValueError`` if an element is NaN, infinite,
+        or beyond the range of ``dtype``. x may then hold any values.
         """
         if x.dim() != 1 or not x.is_floating_point():
             raise ValueError(
-                f"{self} encodes a flat floating-point tensor, not {x.dtype} of shape "
+                f"{self} encodes a flat floating-point tensor, not a tensor of {x.dtype} and shape "
                 f"{tuple(x.shape)}"
             )
         for name, other in (("less", less), ("plus", plus)):
             if other is not None and (other.shape != x.shape or other.dtype != x.dtype):
                 raise ValueError(
-                    f"{name} must be as x, {x.dtype} of shape {tuple(x.shape)}, not {other.dtype} "
-                    f"of shape {tuple(other.shape)}"
+                    f"{name} must have the dtype and shape of x, {x.dtype} and {tuple(x.shape)}, "
+                    f"not {other.dtype} and {tuple(other.shape)}"
                 )
         changed = subtract or less is not None or plus is not None
         if changed and not x.is_contiguous():
-            raise ValueError("x is changed in place, so that it must be contiguous")
+            raise ValueError("x is changed in place and must be contiguous: call x.contiguous()")
         size = self.nbytes(x.numel())
         payload = torch.empty(size, dtype=torch.uint8, device=x.device) if out is None else out
         if payload.dtype != torch.uint8 or payload.shape != (size,) or not payload.is_contiguous():
             raise ValueError(
-                f"{self} codes {x.numel()} elements as {size} contiguous bytes, not as "
-                f"{payload.dtype} of shape {tuple(payload.shape)}"
+                f"{self} codes {x.numel()} elements as {size} contiguous uint8 values, but out has "
+                f"{payload.dtype} and shape {tuple(payload.shape)}"
             )
-        fine = self.encode_flat(x.contiguous(), payload, generator, less, plus, subtract)
-        if not bool(fine):
-            raise NotFiniteError(self._refusal(x))
+        in_range = self.encode_flat(x.contiguous(), payload, generator, less, plus, subtract)
+        if not bool(in_range):
+            raise NotFiniteError(self._nonfinite_message(x))
         return payload
 
     @_without_grad
     def decode(
         self, payload: Tensor, length: int, out: Tensor | None = None, *, add: bool = False
     ) -> Tensor:
-        """The ``length`` elements of which ``payload`` is the code, float32, on its device; written
-        to ``out`` if given, or with ``add`` added to it. Raises ``ValueError`` where the lengths do
-        not fit."""
+        """Return the ``length`` elements coded in ``payload``: float32, on its device.
+
+        Writes them to ``out`` if given, or adds them to ``out`` with ``add``. Raises ``ValueError``
+        if the lengths do not fit.
+        """
         size = self.nbytes(length)
         if payload.dtype != torch.uint8 or payload.shape != (size,):
             raise ValueError(
-                f"{self} codes {length} elements as {size} bytes, not as {payload.dtype} of shape "
-                f"{tuple(payload.shape)}"
+                f"{self} codes {length} elements as {size} uint8 values, not as {payload.dtype} of "
+                f"shape {tuple(payload.shape)}"
             )
         if out is None:
             if add:
-                raise ValueError("add needs out, to which the elements are added")
+                raise ValueError("add=True needs out, the tensor to add to")
             out = torch.empty(length, dtype=torch.float32, device=payload.device)
         elif (
             out.dtype != torch.float32
@@ -167,18 +182,20 @@ class Codec(ABC):
             or out.device != payload.device
         ):
             raise ValueError(
-                f"out must be {length} contiguous float32 on {payload.device}, not {out.dtype} of "
-                f"shape {tuple(out.shape)} on {out.device}"
+                f"out must be {length} contiguous float32 values on {payload.device}, not "
+                f"{out.dtype} of shape {tuple(out.shape)} on {out.device}"
             )
         self.decode_flat(payload.contiguous(), out, add)
         return out
 
     @_without_grad
     def decode_mean(self, rows: Tensor, out: Tensor) -> Tensor:
-        """``out`` <- the mean over the codes ``rows``, uint8 (n, nbytes(len(out))), whose rows are
-        contiguous and may be columns of longer ones: added up in their order, as ``out``'s dtype.
-        ``out`` is flat and contiguous, its length a multiple of ``grain``. Raises ``ValueError``
-        where the lengths do not fit."""
+        """Compute the mean over the codes ``rows``, uint8 (n, nbytes(len(out))), into ``out``.
+
+        The decoded rows are added in order, in the dtype of ``out``. Each row is contiguous, but
+        the rows may be columns of longer ones. ``out`` is flat and contiguous, and its length is a
+        multiple of ``grain``. Raises ``ValueError`` if the lengths do not fit.
+        """
         if out.dim() != 1 or not out.is_contiguous() or out.device != rows.device:
             raise ValueError(
                 f"out must be flat, contiguous and on {rows.device}, not of shape "
@@ -187,7 +204,9 @@ class Codec(ABC):
         length = out.numel()
         size = self.nbytes(length)
         if length % self.grain:
-            raise ValueError(f"{self} has a mean of multiples of {self.grain}, not of {length}")
+            raise ValueError(
+                f"{self} computes means of a multiple of {self.grain} elements, not of {length}"
+            )
         if (
             rows.dtype != torch.uint8
             or rows.dim() != 2
@@ -196,14 +215,14 @@ class Codec(ABC):
             or rows.stride(1) != 1
         ):
             raise ValueError(
-                f"{self} codes {length} elements as a contiguous row of {size} bytes, not as "
-                f"{rows.dtype} of shape {tuple(rows.shape)}, strides {rows.stride()}"
+                f"{self} codes {length} elements as a contiguous row of {size} uint8 values, not "
+                f"as {rows.dtype} of shape {tuple(rows.shape)} and strides {rows.stride()}"
             )
         self.mean_of_rows(rows, out)
         return out
 
     def mean_of_rows(self, rows: Tensor, out: Tensor) -> None:
-        """What ``decode_mean`` does, of such rows."""
+        """Implement ``decode_mean``, after its checks."""
         decoded = self.decode(rows.reshape(-1), len(rows) * len(out)).to(out.dtype)
         out.copy_(mean_in_rank_order(decoded.view(len(rows), -1).unbind(), reuse=True, out=out))
 
@@ -216,8 +235,7 @@ class Codec(ABC):
         plus: Tensor | None,
         subtract: bool,
     ) -> Tensor | bool:
-        """What ``encode`` does, of a contiguous x, into ``payload``. Returns whether all elements
-        are in range."""
+        """Implement ``encode`` for a contiguous x. Returns whether all elements are in range."""
         if less is not None:
             x.sub_(less)
         if plus is not None:
@@ -225,8 +243,8 @@ class Codec(ABC):
         return self.encode_rows(x[None], payload[None], generator, subtract)
 
     def decode_flat(self, payload: Tensor, out: Tensor, add: bool) -> None:
-        """What ``decode`` does, of a contiguous ``payload``, into ``out``."""
-        if payload.storage_offset() % 4:  # a slice: its bytes could not be viewed as floats
+        """Implement ``decode`` for a contiguous ``payload``."""
+        if payload.storage_offset() % 4:  # unaligned bytes cannot be viewed as floats
             payload = payload.clone()
         decoded = torch.empty_like(out) if add else out
         self.decode_rows(payload[None], decoded[None])
@@ -240,24 +258,26 @@ class Codec(ABC):
         generator: torch.Generator | None,
         subtract: bool = False,
     ) -> Tensor:
-        """The code of each row of x, (n, m), as ``encode`` has it, into a row of ``payload``.
-        Returns whether all elements are in range, a tensor of one bool."""
-        fine = []
+        """Encode each row of x, (n, m), as ``encode`` does, into a row of ``payload``.
+
+        Returns whether all elements are in range, as a tensor of one bool.
+        """
+        in_range = []
         for rows, codes in self._pieces(x, payload):
             code = self.encode_and_subtract if subtract else self.encode_units
-            fine.append(code(rows, codes, generator))
-        return torch.stack(fine).all() if fine else torch.ones((), dtype=torch.bool)
+            in_range.append(code(rows, codes, generator))
+        return torch.stack(in_range).all() if in_range else torch.ones((), dtype=torch.bool)
 
     def decode_rows(self, payload: Tensor, out: Tensor) -> None:
-        """What ``encode_rows`` wrote, into ``out``, (n, m)."""
+        """Decode what ``encode_rows`` wrote into ``out``, (n, m)."""
         for rows, codes in self._pieces(out, payload):
             self.decode_units(codes, rows)
 
     def _pieces(self, x: Tensor, payload: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows of units of x, and of their codes: all that are alike, or as many as fit a cache."""
+        """Yield rows of units of x, and of their codes. On a CPU, pieces fit into a cache."""
         n, m = x.shape
         unit, width, start = self.unit, self.nbytes(self.unit), 0
-        if n == 1 and m >= unit:  # the units of one long row are rows
+        if n == 1 and m >= unit:  # treat the units of one long row as rows
             whole = m // unit
             start = whole * unit
             yield from _split(
@@ -267,8 +287,8 @@ class Codec(ABC):
             b = min(a + unit, m)
             yield from _split(x[:, a:b], payload[:, self.nbytes(a) : self.nbytes(b)])
 
-    def _refusal(self, x: Tensor) -> str:
-        """One line about the first element that is out of range."""
+    def _nonfinite_message(self, x: Tensor) -> str:
+        """Describe the first element that is out of range, in one line."""
         largest = torch.finfo(self.dtype).max
         good = x.to(torch.float32).abs() <= largest
         index = int(good.logical_not().nonzero()[0])
@@ -286,14 +306,14 @@ def _split(x: Tensor, payload: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def check_repr(codec: Codec) -> None:
-    """``ValueError`` where a codec of a user's own does not tell its settings."""
+    """Raise ``ValueError`` if a user's codec has no ``repr`` that shows its settings."""
     if type(codec).__repr__ is object.__repr__:
         raise ValueError(
-            f"codec {type(codec).__name__} must have a repr with all its settings, as a dataclass "
-            "has: by that ranks and checkpoints are compared"
+            f"codec {type(codec).__name__} needs a repr that shows all its settings, because ranks "
+            "and checkpoints compare it: make it a dataclass"
         )
 
 
 def check_length(length: int) -> int:
-    """``length`` if it is a number of elements, else ``ValueError``."""
+    """Return ``length`` if it is a number of elements, else raise ``ValueError``."""
     return check_int("length", length, 0)

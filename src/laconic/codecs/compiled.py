@@ -1,4 +1,4 @@
-"""A codec for which there is a kernel, and tensor operations for where it does not fit."""
+"""Codecs with a compiled kernel. Tensor operations serve tensors that the kernel does not."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from laconic.codecs.codec import Codec
 
 
 class Kernel(NamedTuple):
-    """The kernel for ``bits`` an element, in blocks of ``block``, with scales up to ``most``;
-    ``encodes``: whether it encodes, too, and not only decodes."""
+    """A kernel for ``bits`` bits per element, blocks of ``block``, and scales up to ``max_scale``.
+
+    ``encodes``: whether it can encode, and not only decode.
+    """
 
     bits: int
     block: int
-    most: float
+    max_scale: float
     encodes: bool
 
 
@@ -28,7 +30,7 @@ class Compiled(Codec):
     @property
     @abstractmethod
     def kernel(self) -> Kernel | None:
-        """What there is for it."""
+        """Return the codec's kernel, or None."""
 
     def encode_flat(
         self,
@@ -43,8 +45,9 @@ class Compiled(Codec):
         kernel = self._fitting(x, *others)
         if kernel is None or not kernel.encodes or (others and not subtract):
             return super().encode_flat(x, payload, generator, less, plus, subtract)
-        left = x if subtract else None
-        return kernels.encode(kernel.bits, kernel.block, x, less, plus, payload, left, kernel.most)
+        residual = x if subtract else None
+        at = (x, less, plus, payload, residual)
+        return kernels.encode(kernel.bits, kernel.block, *at, kernel.max_scale)
 
     def decode_flat(self, payload: Tensor, out: Tensor, add: bool) -> None:
         kernel = self._fitting(out)
@@ -62,4 +65,4 @@ class Compiled(Codec):
 
     def _fitting(self, *tensors: Tensor) -> Kernel | None:
         kernel = self.kernel
-        return kernel if kernel and kernels.take(kernel.block, *tensors) else None
+        return kernel if kernel and kernels.supports(kernel.block, *tensors) else None

@@ -1,9 +1,9 @@
-"""The discrete cosine transform of the tiles of a matrix: C_h X C_w^T, C_n orthonormal.
+"""The discrete cosine transform of the tiles of a matrix: C_h X C_w^T, with C_n orthonormal.
 
     C_n[f, j] = sqrt((2 - [f = 0]) / n) * cos(pi * f * (2*j + 1) / (2*n)),   f, j = 0..n-1
 
-Type II (Ahmed, Natarajan, Rao, IEEE Transactions on Computers, 1974). Orthonormal: the inverse is
-C_h^T Y C_w, and sums of squares are kept.
+Type II (Ahmed, Natarajan, Rao, IEEE Transactions on Computers, 1974). Because C_n is orthonormal,
+the inverse is C_h^T Y C_w, and the transform preserves sums of squares.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from laconic.errors import check_int
 
 @dataclass(frozen=True)
 class Tiling:
-    """A matrix of ``rows`` by ``columns`` elements in tiles of ``height`` by ``width``, which
-    divide them; tiles are counted along the rows of tiles."""
+    """A matrix of ``rows`` by ``columns`` elements, cut into tiles of ``height`` by ``width``.
+
+    The sides of the tiles divide the matrix. Tiles are counted row by row.
+    """
 
     rows: int
     columns: int
@@ -30,9 +32,12 @@ class Tiling:
 
     @classmethod
     def of(cls, shape: Sequence[int], chunk: int) -> Tiling:
-        """A tensor's: a vector is one row, and all dimensions but the first are one. Sides are the
-        largest divisors that are at most ``chunk`` (at least 1): 64 is cut as it is, 100 in 50s, a
-        prime number in 1s, all for a chunk of 64."""
+        """Return the tiling of a tensor of this ``shape``.
+
+        A vector is one row. All dimensions of a tensor except the first are joined into columns.
+        The sides of tiles are the largest divisors that are at most ``chunk`` (at least 1). With a
+        chunk of 64, a side of 64 stays whole, 100 is cut into 50s, and a prime number into 1s.
+        """
         numel = 1
         for side in shape:
             numel *= side
@@ -42,7 +47,7 @@ class Tiling:
 
     @property
     def size(self) -> int:
-        """Elements of a tile."""
+        """Number of elements in a tile."""
         return self.height * self.width
 
     @property
@@ -52,18 +57,18 @@ class Tiling:
 
     @property
     def numel(self) -> int:
-        """Elements of the matrix."""
+        """Number of elements in the matrix."""
         return self.rows * self.columns
 
     def forward(self, x: Tensor) -> Tensor:
-        """The coefficients, (count, size), of the matrix whose elements, row by row, are ``x``."""
+        """Return the coefficients, (count, size), of the matrix ``x``, given flat row by row."""
         down, across = self._bases(x)
         tiles = x.view(-1, self.height, self.columns // self.width, self.width).transpose(1, 2)
         with torch.autocast(x.device.type, enabled=False):
             return (down @ tiles @ across.mT).reshape(self.count, self.size)
 
     def inverse(self, c: Tensor) -> Tensor:
-        """The matrix, flat, whose coefficients are ``c``."""
+        """Return the matrix, flat, whose coefficients are ``c``."""
         down, across = self._bases(c)
         tiles = c.view(-1, self.columns // self.width, self.height, self.width)
         with torch.autocast(c.device.type, enabled=False):
@@ -76,17 +81,17 @@ class Tiling:
 
 @lru_cache(maxsize=256)
 def cosines(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """C_n."""
+    """Return C_n."""
     quarters = torch.arange(n)[:, None] * (2 * torch.arange(n) + 1)  # f * (2*j + 1), of pi/(2*n)
     c = torch.cos(torch.pi / (2 * n) * quarters.double()) * (2 / n) ** 0.5
     c[0] /= 2**0.5
-    c[quarters % (2 * n) == n] = 0.0  # and not a rounding error, whose sign would count as another
+    c[quarters % (2 * n) == n] = 0.0  # exactly, because the sign of a rounding error would count
     basis: Tensor = c.to(device, dtype)
     return basis
 
 
 @lru_cache(maxsize=4096)
 def divisor(n: int, most: int) -> int:
-    """The largest divisor of ``n`` that is at most ``most``."""
+    """Return the largest divisor of ``n`` that is at most ``most``."""
     check_int("most", most, 1)
     return next(d for d in range(min(n, most), 0, -1) if n % d == 0)

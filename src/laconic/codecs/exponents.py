@@ -1,4 +1,4 @@
-"""Powers of two: a sign and three bits of exponent, with one scale per block."""
+"""Powers of two: a sign and a three-bit exponent per element, with one scale per block."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from laconic.codecs.blocks import Blockwise
 
 @dataclass(frozen=True)
 class E3M0(Blockwise):
-    """Levels 0 and +-2^(e-1), e = 1..7, so that L = 64: a code is ``8 * [x < 0] + e``, e = 0 for
-    level 0; two codes in a byte, 2 + ceil(block / 2) bytes for each block. The 4-bit code of
-    Streaming DiLoCo (Douillard et al., 2025, arXiv 2501.18512); symbols, scale s and y
-    as in `laconic.codecs.blocks`.
+    """Levels 0 and +-2^(e-1), e = 1..7, so that L = 64.
 
-    Nearest means nearest in value, not in logarithm: it is the least error for each element, at
-    most |x|/3 where the nearest in logarithm is off by up to 0.41 |x|, and in logarithm nothing is
-    nearest to 0. Half-way goes to the larger level. With ``z = max(|y|, |y|/2 + 1/2)``, which lays
-    0 to 1 over the octave 1/2 to 1, e is the binary exponent of z after half of its octave is
-    added to its bits. The error is at most ``(1 + 2^-20) * max(|x|/3, s/2)``.
+    A code is ``8 * [x < 0] + e``, where e = 0 is level 0. Two codes share a byte, so a block takes
+    2 + ceil(block / 2) bytes. This is the 4-bit code of Streaming DiLoCo (Douillard et al., 2025,
+    arXiv 2501.18512). Symbols, the scale s, and y are those of `laconic.codecs.blocks`.
 
-    Stochastic: a uniform number of 23 bits is added instead of the half, so that z goes up with
-    the probability of its place in the octave, and E[Q(x)] = x; the error is at most
-    ``(1 + 2^-20) * max(|x|, s)``. Blocks that reach within 0.4 % of the largest float32 are
-    clipped.
+    Nearest rounding takes the level nearest in value, which gives the smallest error for each
+    element: at most |x|/3. The nearest level in logarithm is off by up to 0.41 |x|, and no level is
+    nearest to 0 in logarithm. Ties go to the larger level. ``z = max(|y|, |y|/2 + 1/2)`` maps 0..1
+    to the octave 1/2..1. After half of its octave is added to the bits of z, e is its binary
+    exponent. The error is at most ``(1 + 2^-20) * max(|x|/3, s/2)``.
+
+    Stochastic rounding adds a uniform number of 23 bits instead of the half. z is then rounded up
+    with a probability equal to its position in the octave, and E[Q(x)] = x. The error is at most
+    ``(1 + 2^-20) * max(|x|, s)``. Blocks within 0.4 % of the largest float32 are clipped.
     """
 
     bits: ClassVar[int] = 4
     levels: ClassVar[float] = 64.0
 
-    def quantise(self, y: Tensor, generator: torch.Generator | None) -> Tensor:
+    def quantize(self, y: Tensor, generator: torch.Generator | None) -> Tensor:
         sign = y.view(torch.int32) >> 31  # 0 or -1
         y = y.abs_()
         if self.stochastic:

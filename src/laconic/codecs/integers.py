@@ -1,4 +1,4 @@
-"""Integers: levels evenly spaced and symmetric, with one scale per block."""
+"""Integers: evenly spaced, symmetric levels with one scale per block."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from laconic.codecs.blocks import SCALE_BYTES, Blockwise, largest_scale
 from laconic.codecs.compiled import Compiled, Kernel
 
 COMPILED = ((8, 127.0), (4, 7.0), (2, 1.0))
-"""Bits and levels that the kernels know."""
+"""Bits and levels that have a kernel."""
 
 
 @dataclass(frozen=True)
 class Integers(Compiled, Blockwise):
-    """Levels q in -L..L with L = 2^(bits-1) - 1, a code being ``q + 2^(bits-1)`` (code 0 is not
-    used); symbols, scale s and y as in `laconic.codecs.blocks`.
+    """Levels q in -L..L with L = 2^(bits-1) - 1.
 
-    Nearest: ``q = round(y)``, half to even, and ``|x - Q(x)| <= s * (1/2 + L * 2^-23)``: half a
-    step, and what y is off as a float32.
+    A code is ``q + 2^(bits-1)``; code 0 is not used. Symbols, the scale s, and y are those of
+    `laconic.codecs.blocks`.
 
-    Stochastic (QSGD: Alistarh et al., NIPS 2017, arXiv 1610.02132, there with the 2-norm for
-    the scale): ``q = floor(y) + [u < y - floor(y)]`` with u uniform in [0, 1), so that
-    E[q] = y, and ``|x - Q(x)| <= s * (1 + L * 2^-23)``. Blocks that reach within 0.4 % of the
-    largest float32 are clipped.
+    Nearest rounding: ``q = round(y)``, ties to even. The error ``|x - Q(x)|`` is at most
+    ``s * (1/2 + L * 2^-23)``: half a step, plus the rounding of y to float32.
+
+    Stochastic rounding (QSGD: Alistarh et al., NIPS 2017, arXiv 1610.02132, where the scale is the
+    2-norm): ``q = floor(y) + [u < y - floor(y)]`` with u uniform in [0, 1), so that E[q] = y, and
+    ``|x - Q(x)| <= s * (1 + L * 2^-23)``. Blocks within 0.4 % of the largest float32 are clipped.
     """
 
-    def quantise(self, y: Tensor, generator: torch.Generator | None) -> Tensor:
+    def quantize(self, y: Tensor, generator: torch.Generator | None) -> Tensor:
         if not self.stochastic:
             return y.round_()
         low = y.floor()
         u = torch.rand(y.shape, generator=generator, device=y.device)
-        # ceil(y - low - u) is [u < y - low], twice as fast; floor(y + u) would not be exact, as the
-        # sum is rounded
+        # ceil(y - low - u) equals [u < y - low] and is twice as fast. floor(y + u) would not be
+        # exact, because the sum is rounded.
         q: Tensor = y.sub_(low).sub_(u).ceil_().add_(low)
         return q.clamp_(-self.levels, self.levels)
 
@@ -44,11 +45,11 @@ class Integers(Compiled, Blockwise):
     ) -> Tensor:
         if x.dtype != torch.float32:
             return super().encode_and_subtract(x, payload, generator)
-        q, scale, fine = self.quantised(x, payload, generator)
-        if bool(fine):
-            x.addcmul_(q, scale, value=-1)  # s * q is exact: what decoding would give
+        q, scale, in_range = self.quantized(x, payload, generator)
+        if bool(in_range):
+            x.addcmul_(q, scale, value=-1)  # s * q is exact, so this equals decoding
         self.write(q, payload[:, SCALE_BYTES:])
-        return fine
+        return in_range
 
     @property
     def kernel(self) -> Kernel | None:
@@ -57,7 +58,7 @@ class Integers(Compiled, Blockwise):
         return Kernel(self.bits, self.block, largest_scale(self.levels), not self.stochastic)
 
     def store(self, total: Tensor, payload: Tensor) -> None:
-        # a sum of q * 2^(bits*k) fits an int8, to which floats convert 6 times as fast as to uint8
+        # A sum of q * 2^(bits*k) fits int8. Floats convert to int8 6 times as fast as to uint8.
         offset = sum(2 ** (k + self.bits - 1) for k in range(0, 8, self.bits))
         torch.add(total.to(torch.int8).view(torch.uint8), offset, out=payload)
 
@@ -71,7 +72,7 @@ class Integers(Compiled, Blockwise):
 
 @dataclass(frozen=True)
 class Int8(Integers):
-    """Levels -127..127 in a byte: 2 + block bytes for each block. See `Integers`."""
+    """Levels -127..127, one per byte: 2 + block bytes per block. See `Integers`."""
 
     bits: ClassVar[int] = 8
     levels: ClassVar[float] = 127.0
@@ -79,7 +80,7 @@ class Int8(Integers):
 
 @dataclass(frozen=True)
 class Int4(Integers):
-    """Levels -7..7, two in a byte: 2 + ceil(block / 2) bytes for each block. See `Integers`."""
+    """Levels -7..7, two per byte: 2 + ceil(block / 2) bytes per block. See `Integers`."""
 
     bits: ClassVar[int] = 4
     levels: ClassVar[float] = 7.0
@@ -87,10 +88,10 @@ class Int4(Integers):
 
 @dataclass(frozen=True)
 class Int2(Integers):
-    """Levels -1, 0, 1, four in a byte: 2 + ceil(block / 4) bytes for each block. See `Integers`.
+    """Levels -1, 0, 1, four per byte: 2 + ceil(block / 4) bytes per block. See `Integers`.
 
-    The nearest level to most elements of a normal distribution is 0: use it with error feedback or
-    for values of one size, such as those of `TopK`.
+    For most elements of a normal distribution the nearest level is 0. Use it with error feedback,
+    or for values of similar magnitude, such as those of `TopK`.
     """
 
     bits: ClassVar[int] = 2

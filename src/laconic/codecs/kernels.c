@@ -1,11 +1,11 @@
-/* The codecs of integers.py, blocks.py and, for bfloat16, cast.py in one pass over memory, for
-   float32 on a CPU: the same bits as these, which remain where this was not compiled, and for
-   everything else.
+/* The codecs of integers.py, blocks.py, and cast.py (bfloat16 only) in one pass over memory, for
+   float32 on a CPU. They give the same bits as the Python code, which serves all other cases and
+   installations without a compiler.
 
-   bits = 2, 4, 8: a block of m elements is two bytes of scale, a bfloat16, and
-   w = ceil(m * bits / 8) bytes of codes q + 2^(bits-1), that of element j in byte j mod w at bit
-   bits * floor(j / w). bits = 16: a block is its elements as bfloat16, and has no scale. All
-   arithmetic is IEEE float32 in the order that the Python has, compiled without contraction. */
+   bits = 2, 4, 8: a block of m elements is a scale of two bytes, a bfloat16, followed by
+   w = ceil(m * bits / 8) bytes of codes q + 2^(bits-1). The code of element j is in byte j mod w,
+   at bit bits * floor(j / w). bits = 16: a block is its elements as bfloat16, without a scale. All
+   arithmetic is IEEE float32, in the order of the Python code, compiled without contraction. */
 
 #include <math.h>
 #include <stddef.h>
@@ -29,7 +29,7 @@
 #define LEAST_SCALE 0x1p-126f
 #define MOST_BLOCK 4096
 
-/* x to the nearest bfloat16, ties to even; x is not NaN */
+/* Round x to the nearest bfloat16, ties to even. x must not be NaN. */
 INLINE float to_bfloat16(float x) {
     uint32_t u;
     memcpy(&u, &x, 4);
@@ -39,8 +39,8 @@ INLINE float to_bfloat16(float x) {
     return x;
 }
 
-/* y to the nearest integer, ties to even, for |y| < 2^22: rintf is a call for each element where
-   there is no SSE4.1 */
+/* Round y to the nearest integer, ties to even, for |y| < 2^22. Without SSE4.1, rintf would be a
+   function call for each element. */
 INLINE float nearest(float y) {
     const float shift = 0x1.8p23f;
     return copysignf(y + shift - shift, y);
@@ -62,11 +62,11 @@ INLINE void write_scale(uint8_t *code, float s) {
 
 INLINE int64_t width_of(int64_t m, int bits) { return (m * bits + 7) / 8; }
 
-/* Bytes of the code of a block of m elements */
+/* Return the length in bytes of the code of a block of m elements. */
 INLINE int64_t size_of(int64_t m, int bits) { return width_of(m, bits) + (bits < 16 ? 2 : 0); }
 
-/* v = x - less + plus of one block, coded into `code`, and left <- v - Q(v) where wanted.
-   Returns whether all of v is in range; where not, left <- v. */
+/* Encode v = x - less + plus of one block into `code`. If `left` is given, left <- v - Q(v).
+   Returns whether all of v is in range. If not, left <- v. */
 INLINE int encode_block(int bits, int64_t m, const float *x, const float *less, const float *plus,
                         uint8_t *code, float *left, float most_scale) {
     const int half = 1 << (bits - 1);
@@ -78,7 +78,7 @@ INLINE int encode_block(int bits, int64_t m, const float *x, const float *less, 
     for (int64_t j = 0; j < m; j++) v[j] = x[j];
     if (less) for (int64_t j = 0; j < m; j++) v[j] -= less[j];
     if (plus) for (int64_t j = 0; j < m; j++) v[j] += plus[j];
-    for (int64_t j = 0; j < m; j++) { /* as integers, so that a NaN is the largest */
+    for (int64_t j = 0; j < m; j++) { /* compare as integers: NaN is the largest */
         uint32_t u;
         memcpy(&u, &v[j], 4);
         u &= 0x7fffffffu;
@@ -136,7 +136,7 @@ INLINE int encode_block(int bits, int64_t m, const float *x, const float *less, 
     return 1;
 }
 
-/* Q(v) of one block into `out`, or added to it */
+/* Decode one block into `out`, or add it to `out`. */
 INLINE void decode_block(int bits, int64_t m, const uint8_t *code, float *out, int add) {
     if (bits == 16) {
         for (int64_t j = 0; j < m; j++) {
@@ -185,7 +185,7 @@ INLINE void decode(int bits, int64_t block, int64_t length, const uint8_t *code,
         decode_block(bits, length - i < block ? length - i : block, code, out + i, add);
 }
 
-/* The mean over n codes of `length` elements, `stride` bytes apart, added in their order */
+/* Compute the mean over n codes of `length` elements, `stride` bytes apart, added in order. */
 INLINE void decode_mean(int bits, int64_t block, int64_t length, int64_t n, int64_t stride,
                         const uint8_t *code, float *out) {
     const int64_t step = size_of(block, bits);
@@ -198,7 +198,7 @@ INLINE void decode_mean(int bits, int64_t block, int64_t length, int64_t n, int6
     }
 }
 
-/* `then` is done with constants for the widths, and for the block that is usual */
+/* Run `then` with constants for the widths and for the default block. */
 #define FOR_EVERY_WIDTH(then)                                                                      \
     if (bits == 4 && block == 256) then(4, 256);                                                   \
     else if (bits == 4) then(4, block);                                                            \
@@ -207,7 +207,7 @@ INLINE void decode_mean(int bits, int64_t block, int64_t length, int64_t n, int6
     else if (bits == 16) then(16, block);                                                          \
     else then(2, block)
 
-/* Changes whenever the functions below take other arguments, or do something else */
+/* Increment this when the arguments or the behavior of the functions below change. */
 EXPORT int laconic_version(void) { return 2; }
 
 CLONES int laconic_encode(int bits, int64_t block, int64_t length, const float *x,

@@ -1,6 +1,8 @@
-"""Codecs in one pass over memory, compiled from ``kernels.c`` where laconic was installed with a C
-compiler at hand. They give the same bits as the tensor operations that do it
-elsewhere, so that workers with and without them agree, and they run without the interpreter.
+"""Compiled kernels that code in one pass over memory.
+
+They are compiled from ``kernels.c`` if a C compiler is available when laconic is installed. They
+give the same bits as the tensor operations, so workers with and without them agree. They run
+without the Python interpreter.
 """
 
 from __future__ import annotations
@@ -13,17 +15,17 @@ from torch import Tensor
 
 from laconic import native
 
-MOST_BLOCK = 4096
-"""The longest block that they take."""
+MAX_BLOCK = 4096
+"""The longest block that the kernels support."""
 VERSION = 2
-"""What ``kernels.c`` must be."""
+"""The version of ``kernels.c`` that this module needs."""
 
 _POINTER, _INT64, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, if there are any that can be used."""
+    """Return the compiled kernels, or None if there are none that can be used."""
     found = native.load("laconic.codecs._kernels", VERSION)
     return None if found is None else _declared(found)
 
@@ -39,11 +41,14 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     return found
 
 
-def take(block: int, *tensors: Tensor) -> bool:
-    """Whether there are kernels for such tensors: contiguous float32 in a CPU's memory, as they
-    look (not lazily negated), and that may be written to (not those of inference mode)."""
+def supports(block: int, *tensors: Tensor) -> bool:
+    """Return whether the kernels can process ``tensors``.
+
+    Tensors must be contiguous float32 in CPU memory, not lazily negated, and writable (not from
+    inference mode).
+    """
     return (
-        block <= MOST_BLOCK
+        block <= MAX_BLOCK
         and library() is not None
         and all(
             t.dtype == torch.float32
@@ -63,22 +68,24 @@ def encode(
     less: Tensor | None,
     plus: Tensor | None,
     payload: Tensor,
-    left: Tensor | None,
-    most_scale: float,
+    residual: Tensor | None,
+    max_scale: float,
 ) -> bool:
-    """``payload`` <- the code of ``v = x - less + plus``, ``left <- v - Q(v)``, which may be x.
-    Returns whether all of v is finite; if not, what is not is in ``left``."""
-    at = (_address(x), _address(less), _address(plus), _address(payload), _address(left))
-    return bool(_library().laconic_encode(bits, block, x.numel(), *at, most_scale))
+    """Encode ``v = x - less + plus`` into ``payload``, and store v - Q(v) in ``residual``.
+
+    ``residual`` may be x. Returns whether all of v is finite. If not, v is in ``residual``.
+    """
+    at = (_address(x), _address(less), _address(plus), _address(payload), _address(residual))
+    return bool(_library().laconic_encode(bits, block, x.numel(), *at, max_scale))
 
 
 def decode(bits: int, block: int, payload: Tensor, out: Tensor, add: bool) -> None:
-    """``out`` <- what ``payload`` is the code of, or with ``add`` that much more."""
+    """Decode ``payload`` into ``out``, or add the result to ``out`` with ``add``."""
     _library().laconic_decode(bits, block, out.numel(), _address(payload), _address(out), add)
 
 
 def decode_mean(bits: int, block: int, rows: Tensor, out: Tensor) -> None:
-    """``out`` <- the mean of what the ``rows`` are the codes of, added in their order."""
+    """Compute the mean of the decoded ``rows``, added in order, into ``out``."""
     n, stride = len(rows), rows.stride(0)
     at = _address(rows), _address(out)
     _library().laconic_decode_mean(bits, block, out.numel(), n, stride, *at)
@@ -86,7 +93,7 @@ def decode_mean(bits: int, block: int, rows: Tensor, out: Tensor) -> None:
 
 def _library() -> ctypes.CDLL:
     found = library()
-    assert found is not None, "asked for by take()"
+    assert found is not None, "supports() must be called first"
     return found
 
 

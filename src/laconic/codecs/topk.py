@@ -1,4 +1,4 @@
-"""The largest elements of each chunk, by their places and values."""
+"""The largest elements of each chunk, coded as indices and values."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ INDEX_BITS = 12
 
 @dataclass(frozen=True)
 class TopK(Codec):
-    """The ``k`` elements of largest magnitude of each ``chunk`` elements, the others 0 (SparseLoCo:
-    Sarfi et al., 2025, arXiv 2508.15706, with k 64, chunk 4096 and 2-bit values).
+    """The ``k`` elements of largest magnitude of each ``chunk`` elements; the others become 0.
 
-    A chunk of m elements keeps k' = min(k, m), of equal magnitudes those of lower index, and is
-    coded as their indices, ascending, 12 bits each, then their values by the codec ``values``, on
-    their own: ceil(12 k' / 8) + values.nbytes(k') bytes. The indices are the 12-bit digits of one
-    little-endian number, so that two of them, a and b, are the three bytes
+    SparseLoCo (Sarfi et al., 2025, arXiv 2508.15706) uses k 64, chunk 4096, and 2-bit values.
+
+    A chunk of m elements keeps k' = min(k, m) of them, and the lower index of equal magnitudes.
+    Its code holds the ascending indices, 12 bits each, and then the values, coded by ``values``:
+    ceil(12 k' / 8) + values.nbytes(k') bytes. The indices are the 12-bit digits of one
+    little-endian number, so two of them, a and b, are the three bytes
     ``a mod 256, floor(a / 256) + 16 (b mod 16), floor(b / 16)``.
 
-    The error is that of ``values`` where an element is kept, else |x|. By default values are
-    float32, so that what is sent is exact and all error is in what is not: 0.69 bits per element;
-    ``Int2(block=64)`` takes 0.22.
+    The error is that of ``values`` for elements that are kept, and |x| for the others. By default
+    values are float32, so elements that are sent have no error. This takes 0.69 bits per element;
+    ``values=Int2(block=64)`` takes 0.22.
     """
 
     gathered: ClassVar[bool] = True
@@ -76,10 +77,10 @@ class TopK(Codec):
         n, k = kept.shape
         size = index_bytes(k)
         values = payload.new_empty(n, self.values.nbytes(k))
-        fine = self.values.encode_rows(x.gather(1, kept), values, generator)
+        in_range = self.values.encode_rows(x.gather(1, kept), values, generator)
         payload[:, :size] = pack_indices(kept)
         payload[:, size:] = values
-        return fine
+        return in_range
 
     def decode_units(self, payload: Tensor, out: Tensor) -> None:
         n, m = out.shape
@@ -95,10 +96,10 @@ class TopK(Codec):
         return index_bytes(k) + self.values.nbytes(k)
 
     def _largest(self, x: Tensor) -> Tensor:
-        """Indices of the k' largest of each row, ascending; NaN counts as the largest of all."""
+        """Return the indices of the k' largest per row, ascending. NaN counts as the largest."""
         m = x.shape[1]
-        # bits of magnitudes are ordered as they are; with the index no two are equal, so that the
-        # choice is the same on all machines
+        # Magnitudes order like their bits. With the index appended no two keys are equal, so all
+        # machines choose the same elements.
         keys = x.abs().view(torch.int32).to(torch.int64) << INDEX_BITS
         keys += torch.arange(m - 1, -1, -1, device=x.device)
         chosen = torch.topk(keys, min(self.k, m), dim=1, sorted=False).indices
@@ -106,12 +107,12 @@ class TopK(Codec):
 
 
 def index_bytes(k: int) -> int:
-    """Bytes of ``k`` indices."""
+    """Return the number of bytes of ``k`` indices."""
     return -(-k * INDEX_BITS // 8)
 
 
 def pack_indices(indices: Tensor) -> Tensor:
-    """Indices, (n, k) integers, as (n, index_bytes(k)) bytes."""
+    """Pack indices, (n, k) integers, into (n, index_bytes(k)) bytes."""
     n, k = indices.shape
     if k % 2:
         indices = torch.cat([indices, indices.new_zeros(n, 1)], dim=1)
@@ -121,7 +122,7 @@ def pack_indices(indices: Tensor) -> Tensor:
 
 
 def unpack_indices(packed: Tensor, k: int) -> Tensor:
-    """``k`` indices a row, int64, from what ``pack_indices`` gave."""
+    """Return ``k`` indices per row, int64, from the result of ``pack_indices``."""
     n = packed.shape[0]
     if k % 2:
         packed = torch.cat([packed, packed.new_zeros(n, 1)], dim=1)

@@ -1,4 +1,4 @@
-"""CommOptimizer: an optimiser that communicates, around any torch optimiser."""
+"""CommOptimizer: a wrapper that adds communication to any torch optimizer."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from laconic.errors import TIMEOUT, check_choice, check_int
 from laconic.links import Link
 
 KEY = "communication"
-"""Beside ``"state"`` and ``"param_groups"`` in the state_dict of a `CommOptimizer`."""
+"""The key of the communication state in a `CommOptimizer`'s state_dict."""
 
 
 class CommOptimizer(Optimizer):
-    """``optimizer``, each of whose steps is followed by what a `DistOptimizer` does.
+    """Wrap ``optimizer``, and run a `DistOptimizer` after each of its steps.
 
-    ``dist_optim_name``: ``"EASGD"``, ``"LSGD"``, ``"DDP"`` (gradients averaged during backward;
-    the numbers below do not matter) or None (no communication); or a `DistOptimizer` class of your
-    own. The other arguments are those of `DistOptimizer`, of `EASGD` and of `LSGD`.
+    ``dist_optim_name``: ``"EASGD"``, ``"LSGD"``, ``"DDP"`` (gradients are averaged during backward,
+    and the numbers below have no effect), None (no communication), or your own `DistOptimizer`
+    class. The other arguments are those of `DistOptimizer`, `EASGD`, and `LSGD`.
 
-    A torch optimiser in all respects. ``param_groups``, ``state`` and ``defaults`` are those of
-    ``optimizer``, whichever of the two is scheduled or given more groups; step, unscale and load
-    this one. Steps that a GradScaler skips are counted. A copy (deepcopy, pickle) joins the other
-    ranks' copies by itself when it is stepped, and goes on as the original would have; under
-    ``"DDP"`` call ``copy.dist_optimizer.join()`` before its first backward pass.
+    This is a torch optimizer in all respects. ``param_groups``, ``state``, and ``defaults`` are
+    those of ``optimizer``, so you can schedule or add groups to either of the two. Step, unscale,
+    and load this one. Steps that a GradScaler skips are counted. A copy (deepcopy, pickle) joins
+    the other ranks' copies when it is first stepped, and continues as the original would have.
+    Under ``"DDP"``, call ``copy.dist_optimizer.join()`` before the copy's first backward pass.
 
-    Make it after loading the model's weights, and call `finish` at the end of training. ``sync`` is
-    the `Synchronizer` at work, with more to ask for, as ``sync.no_sync()`` under ``"DDP"``.
+    Create it after loading the model's weights, and call `finish` at the end of training. ``sync``
+    is the `Synchronizer`, which has further methods, such as ``sync.no_sync()`` for ``"DDP"``.
     """
 
-    _step_supports_amp_scaling = True  # torch.amp.GradScaler then leaves skipping to `step`
+    _step_supports_amp_scaling = True  # makes torch.amp.GradScaler leave skipping to `step`
 
     def __init__(
         self,
@@ -55,7 +55,8 @@ class CommOptimizer(Optimizer):
     ) -> None:
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, CommOptimizer):
             raise ValueError(
-                f"optimizer must be a torch.optim.Optimizer, not wrapped yet, not {optimizer!r}"
+                "optimizer must be a torch.optim.Optimizer that is not a CommOptimizer, not "
+                f"{optimizer!r}"
             )
         check_int("world_size", world_size, 1)
         kind = _kind(dist_optim_name)
@@ -63,9 +64,9 @@ class CommOptimizer(Optimizer):
         if kind is Gradients:
             numbers = (0.0, 0.0, 1)
         self.optimizer = optimizer
-        self._made = False  # torch's constructor adds groups, which the inner optimiser has
+        self._made = False  # ignore the groups that torch's constructor adds: `optimizer` has them
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._made, self._told = True, False
+        self._made, self._loss_reported = True, False
         self.dist_optimizer: DistOptimizer | None = None
         if kind is not None:
             self.dist_optimizer = kind(
@@ -76,43 +77,50 @@ class CommOptimizer(Optimizer):
 
     @property
     def local_optimizer(self) -> Optimizer:
-        """The inner optimiser, as the guide calls it."""
+        """The inner optimizer, under the name that SDTL's guide uses."""
         return self.optimizer
 
     @property
     def sync(self) -> Synchronizer | None:
-        """What runs the rounds; None without communication, and for a copy not stepped yet."""
+        """The synchronizer. None without communication, and for a copy before its first step."""
         return None if self.dist_optimizer is None else self.dist_optimizer.sync
 
     # -- one step ----
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step of the inner optimiser, and what follows it; returns ``closure``'s loss, which
-        counts as reported unless `report_loss` was called for this step."""
+        """Step the inner optimizer and communicate. Return the loss of ``closure``.
+
+        That loss counts as reported unless `report_loss` was called for this step.
+        """
         dist = self.dist_optimizer
         if dist is None or dist.detached:
             return self._local_step(closure)
         dist.join()
         loss = self._local_step(closure)
-        if loss is not None and not self._told:
+        if loss is not None and not self._loss_reported:
             dist.report_loss(loss)
-        self._told = False
+        self._loss_reported = False
         dist.step()
         return loss
 
     def _local_step(self, closure: Callable[[], Any] | None) -> Any:
-        """A GradScaler has set ``grad_scale`` (None where gradients are unscaled already) and
-        ``found_inf`` if it calls."""
+        """Step the inner optimizer, for a GradScaler if one calls.
+
+        The scaler has then set ``found_inf``, and ``grad_scale`` (None if gradients are already
+        unscaled).
+        """
         inner: Any = self.optimizer
         found = getattr(self, "found_inf", None)
         if found is None:
             return inner.step() if closure is None else inner.step(closure)
         if closure is not None:
-            raise ValueError("a closure cannot be used with a GradScaler: it is not unscaled")
+            raise ValueError(
+                "a GradScaler cannot unscale the gradients of a closure: call step() without one"
+            )
         scale: Tensor | None = getattr(self, "grad_scale", None)
         if float(found):
             return None
-        if getattr(inner, "_step_supports_amp_scaling", False):  # a fused one
+        if getattr(inner, "_step_supports_amp_scaling", False):  # a fused optimizer
             inner.grad_scale, inner.found_inf = scale, found
             try:
                 return inner.step()
@@ -120,18 +128,18 @@ class CommOptimizer(Optimizer):
                 del inner.grad_scale, inner.found_inf
         if scale is not None:
             scaler = torch.amp.GradScaler(scale.device.type, init_scale=float(scale))
-            scaler.scale(scale)  # makes its own copy of the scale, on that device
+            scaler.scale(scale)  # makes the scaler copy the scale to this device
             scaler.unscale_(inner)
         return inner.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
 
-    # -- the inner optimiser's groups and state ----
+    # -- the inner optimizer's groups and state ----
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimiser's."""
+        """The inner optimizer's parameter groups."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -141,7 +149,7 @@ class CommOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """The inner optimiser's."""
+        """The inner optimizer's state."""
         return self.optimizer.state
 
     @state.setter
@@ -150,15 +158,18 @@ class CommOptimizer(Optimizer):
             self.optimizer.state = value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """To the inner optimiser; the group joins with rank 0's values at the next step."""
+        """Add a group to the inner optimizer. It joins at the next step, with rank 0's values."""
         if self._made:
             self.optimizer.add_param_group(param_group)
 
     # -- saving ----
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimiser's, with this rank's communication state under ``"communication"``.
-        Every rank saves its own; starts no communication."""
+        """Return the inner optimizer's state, with the communication state added.
+
+        The communication state is this rank's own, under ``"communication"``: every rank saves its
+        own. Starts no communication.
+        """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state = self.optimizer.state_dict()
@@ -170,9 +181,11 @@ class CommOptimizer(Optimizer):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` returned; every rank must call it, with its own, after loading
-        the model's. A plain optimiser's is taken, too: communication then starts afresh, from rank
-        0's parameters."""
+        """Restore what `state_dict` returned.
+
+        Every rank must call this with its own state, after loading the model's. The state of a
+        plain optimizer is accepted, too. Communication then starts again from rank 0's parameters.
+        """
         state = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state)
@@ -181,13 +194,13 @@ class CommOptimizer(Optimizer):
         self.optimizer.load_state_dict(state)
         if self.dist_optimizer is None and communication is not None:
             warnings.warn(
-                "the communication state is left out, as dist_optim_name is None", stacklevel=2
+                "dist_optim_name is None, so the communication state is ignored", stacklevel=2
             )
         elif self.dist_optimizer is not None:
             if communication is None:
                 warnings.warn(
-                    "this is the state of an optimizer alone: communication starts afresh, with "
-                    "rank 0's parameters on every rank",
+                    "this state has no communication state: communication starts again, with rank "
+                    "0's parameters on every rank",
                     stacklevel=2,
                 )
             self.dist_optimizer.load_state_dict(communication)
@@ -195,7 +208,7 @@ class CommOptimizer(Optimizer):
             after(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but torch's hooks, and ``step`` as a scheduler has wrapped it."""
+        """Return all attributes except torch's hooks, and ``step`` as wrapped by a scheduler."""
         return {
             name: value
             for name, value in self.__dict__.items()
@@ -206,29 +219,33 @@ class CommOptimizer(Optimizer):
     # -- for the user's loop ----
 
     def report_loss(self, loss: Tensor | float) -> None:
-        """Tell the training loss of this step's batch, by which LSGD chooses the leader; before
-        `step`. For others it does nothing."""
+        """Report the training loss of this step's batch, before `step`.
+
+        LSGD chooses its leader by it. Has no effect for other algorithms.
+        """
         if self.dist_optimizer is not None:
             self.dist_optimizer.report_loss(loss)
-            self._told = True
+            self._loss_reported = True
 
     def finish(self) -> None:
-        """Leave every worker with the consensus model; every rank must call it."""
+        """Leave every worker with the consensus model. Every rank must call it."""
         if self.dist_optimizer is not None:
             self.dist_optimizer.finish()
 
     def consensus(self) -> AbstractContextManager[None]:
-        """A context in which the parameters hold the consensus weights, for validation; every rank
-        must enter it. See `Synchronizer.consensus`."""
+        """Return a context in which the parameters hold the consensus weights, for validation.
+
+        Every rank must enter it. See `Synchronizer.consensus`.
+        """
         return nullcontext() if self.dist_optimizer is None else self.dist_optimizer.consensus()
 
     def detach(self) -> None:
-        """Communicate no more: steps are then the inner optimiser's alone."""
+        """Stop communicating. Steps are then those of the inner optimizer alone."""
         if self.dist_optimizer is not None:
             self.dist_optimizer.detach()
 
     def stats(self) -> Stats:
-        """Bytes, rounds and waiting so far, on this rank."""
+        """Return the bytes, rounds, and waiting time so far, on this rank."""
         return NO_STATS if self.dist_optimizer is None else self.dist_optimizer.stats()
 
 

@@ -1,5 +1,7 @@
-"""What follows the step of an optimiser where workers share parameters: EASGD and LSGD, in the form
-of the Synchronous Distributed Training Library's guide."""
+"""DistOptimizer: what follows the step of an optimizer when workers share parameters.
+
+EASGD and LSGD, in the form of the Synchronous Distributed Training Library's guide.
+"""
 
 from __future__ import annotations
 
@@ -26,30 +28,33 @@ from laconic.errors import TIMEOUT, check_float, check_int
 from laconic.links import Link
 from laconic.links.rank_sets import agreed_link, layout_of, sets_of
 
-AFRESH: dict[str, Any] = {"counter": 0, "sync": None}
+FRESH_START: dict[str, Any] = {"counter": 0, "sync": None}
 NO_STATS = Stats(0, 0, 0, 0, {}, {}, 0.0)
 
 
 class DistOptimizer:
-    """What follows the step of ``local_optimizer`` when workers share parameters: call `step` on
-    every rank after every ``local_optimizer.step()``. The base of `EASGD` and `LSGD`.
+    """The base of `EASGD` and `LSGD`: what follows a step when workers share parameters.
 
-    x is a worker's parameters, ``centre`` what the workers last agreed on, first the common start:
-    rank 0's parameters, which the constructor broadcasts. Every `step` counts, then calls
+    Call `step` on every rank after every ``local_optimizer.step()``.
 
-    - `dist_train_step`: takes note of what the step tells; moves nothing, sends nothing;
-    - `local_pulling_step`: ``x <- (1 - p/comm_period)*x + (p/comm_period)*centre``; sends nothing;
-    - `comm_train_step` where the count is ``comm_period``, which then begins anew: pulls x toward
-      a centre and forms the next one, in the order of the algorithm. It alone communicates.
+    x is a worker's parameters. ``center`` is the last common value. It starts as rank 0's
+    parameters, which the constructor broadcasts. Every `step` increments the count and then calls
+
+    - `dist_train_step`: records statistics of the step; changes and sends nothing;
+    - `local_pulling_step`: ``x <- (1 - p/comm_period)*x + (p/comm_period)*center``; sends nothing;
+    - `comm_train_step`, if the count has reached ``comm_period``, after which the count restarts:
+      pulls x toward a center and computes the next center, in the order of the algorithm. Only this
+      method communicates.
 
     ``world_size``: the number of ranks, each of which is a worker. ``local_pulling_strength``: p,
-    in [0, 1). ``dist_pulling_strength``: of the pull in a round. ``comm_period``: local steps from
-    one round to the next: with 4, rounds follow steps 4, 8, 12. ``model``: the module, so that its
-    floating-point buffers are averaged with the rounds. ``link``, ``timeout``: see
+    in [0, 1). ``dist_pulling_strength``: the strength of the pull in a round. ``comm_period``: the
+    number of local steps between rounds: with 4, rounds follow steps 4, 8, 12. ``model``: the
+    module, to average its floating-point buffers with the rounds. ``link``, ``timeout``: see
     `laconic.attach`.
 
-    An algorithm of your own names its rounds in `recipe`, or overrides any of the three. Raises
-    ``ValueError`` for what cannot work, on every rank, and `laconic.LinkError` where one is lost.
+    For your own algorithm, return its rounds from `recipe`, or override any of the three methods.
+    Raises ``ValueError`` on every rank for invalid arguments, and `laconic.LinkError` if a rank is
+    lost.
     """
 
     def __init__(
@@ -78,27 +83,30 @@ class DistOptimizer:
         self.dist_pulling_strength = dist_pulling_strength
         self.model = model
         self.counter = 0
-        """Local steps since the last round."""
+        """Number of local steps since the last round."""
         self._timeout = check_float("timeout", timeout, 0.0, strict=True)
         self._link = link
-        self._start: Mapping[str, Any] = AFRESH
+        self._start: Mapping[str, Any] = FRESH_START
         self._sync: Synchronizer | None = None
         self._detached = False
-        self._unfollowed = 0  # steps of the local optimiser
+        self._unfollowed = 0  # steps of the local optimizer without a step() of this object
         self._hooks: list[RemovableHandle] = []
         self.join()
 
     def recipe(self) -> Recipe:
-        """The rounds that `comm_train_step` runs; none where a subclass's sends by itself."""
+        """Return the rounds of `comm_train_step`; none if a subclass implements that itself."""
         if type(self).comm_train_step is DistOptimizer.comm_train_step:
-            raise NotImplementedError("a DistOptimizer has a recipe() or a comm_train_step()")
+            raise NotImplementedError("a DistOptimizer must define recipe() or comm_train_step()")
         return ()
 
     # -- one step ----
 
     def step(self) -> None:
-        """What follows a step of the local optimiser; one that it did not take, as a GradScaler
-        skips some, on this rank perhaps, counts too."""
+        """Run what follows a step of the local optimizer.
+
+        Call it also for steps that the local optimizer skipped, perhaps on this rank only, because
+        of a GradScaler. These count, too.
+        """
         if self._detached:
             return
         self.join()
@@ -113,50 +121,58 @@ class DistOptimizer:
         self._joined.driver.note()
 
     def local_pulling_step(self) -> None:
-        """Pull x toward the most recent centre; no communication."""
+        """Pull x toward the most recent center. Does not communicate."""
         self._joined.driver.pull()
 
     def dist_train_step(self) -> None:
-        """Collect statistics of the local optimiser's step; moves no parameter."""
+        """Record statistics of the local optimizer's step. Does not change parameters."""
         self._joined.driver.observe()
 
     def comm_train_step(self) -> None:
-        """Communicate: form the centre from all workers' x, and pull x toward the centre (EASGD:
-        toward the one of before)."""
+        """Communicate: compute the center from all workers' x, and pull x toward it.
+
+        EASGD pulls x toward the previous center.
+        """
         self._joined.driver.communicate(now=True)
 
     # -- the other ranks ----
 
     @property
     def detached(self) -> bool:
-        """Whether `detach` was called."""
+        """Whether `detach` has been called."""
         return self._detached
 
     @property
     def sync(self) -> Synchronizer | None:
-        """What runs the rounds; None for a copy that has not joined the other ranks."""
+        """The synchronizer. None for a copy that has not joined the other ranks."""
         return self._sync
 
     @property
     def _joined(self) -> Synchronizer:
-        assert self._sync is not None, "join() comes first"
+        assert self._sync is not None, "join() must be called first"
         return self._sync
 
     @torch.no_grad()
     def join(self) -> None:
-        """Meet the other ranks: all take rank 0's parameters, or each goes on from what it copied
-        or loaded. The constructor calls it, and a copy before it steps. Call it yourself, on every
-        rank, before a copy's first backward pass under ``"DDP"``, if its gradients are clipped or
-        unscaled before the step."""
+        """Join the other ranks.
+
+        All ranks take rank 0's parameters, or each continues from what it copied or loaded. The
+        constructor calls this, and so does a copy before its first step. Under ``"DDP"``, if you
+        clip or unscale gradients before the step, call it yourself on every rank, before a copy's
+        first backward pass.
+        """
         if self._sync is not None or self._detached:
             return
         check_free(self.local_optimizer)
         recipe, start = self.recipe(), self._start
         _check_rounds(recipe, self.comm_period)
-        whole = _Whole(self.model, self.local_optimizer)
-        params = whole.held()
+        whole = _AllParameters(self.model, self.local_optimizer)
+        params = whole.of_optimizer()
         if not params or any(p.device.type == "meta" for p in params):
-            raise ValueError("the optimizer must hold parameters, and none on the meta device")
+            raise ValueError(
+                "the optimizer needs parameters that are not on the meta device: materialize the "
+                "model first"
+            )
         problem = None
         try:
             if self.model is not None:
@@ -167,37 +183,37 @@ class DistOptimizer:
         at = params[0].device
         world = agreed_link(problem, self._link, at, self._timeout)
         self._link = world
-        afresh = start["sync"] is None
-        said = world.gather(torch.tensor([self.world_size, int(afresh)]))
-        _check_alike(said[:, 1].double().mean().item())
-        sizes = said[:, 0].tolist()
+        fresh = start["sync"] is None
+        gathered = world.gather(torch.tensor([self.world_size, int(fresh)]))
+        _check_same_start(gathered[:, 1].double().mean().item())
+        sizes = gathered[:, 0].tolist()
         if set(sizes) != {world.size}:
             raise ValueError(
-                f"world_size must be the number of ranks, {world.size}: by rank, it is {sizes}"
+                f"world_size must be the number of ranks, {world.size}: by rank it is {sizes}"
             )
         shards = [p for p in params if is_sharded(p)]
         sets = sets_of(world, layout_of(world, 1, None, shards), None, bool(shards))
-        tensors = [] if afresh else [*whole.parameters(), *whole.buffers()]
-        kept = [(local(t), local(t).clone()) for t in tensors]
+        tensors = [] if fresh else [*whole.parameters(), *whole.buffers()]
+        saved = [(local(t), local(t).clone()) for t in tensors]
         settings = Settings(True, unchanged, hooked=False)
         driver = Driver(whole, None, recipe, sets, params[0].device, settings)
         sync = Synchronizer(driver)
         try:
             driver.bind(self.local_optimizer)
-            for tensor, values in kept:
+            for tensor, values in saved:
                 tensor.copy_(values)
-            if not afresh:
+            if not fresh:
                 sync.load_state_dict(start["sync"])
         except BaseException:
             sync.detach()
             raise
-        self.counter, self._start, self._sync = start["counter"], AFRESH, sync
+        self.counter, self._start, self._sync = start["counter"], FRESH_START, sync
         claim(self.local_optimizer, sync)
         weakref.finalize(self, sync.detach).atexit = False
         local_optimizer, own = self.local_optimizer, weakref.ref(self)
         self._hooks = [
-            local_optimizer.register_step_pre_hook(lambda *_: _told(own, done=False)),
-            local_optimizer.register_step_post_hook(lambda *_: _told(own, done=True)),
+            local_optimizer.register_step_pre_hook(lambda *_: _on_local_step(own, done=False)),
+            local_optimizer.register_step_post_hook(lambda *_: _on_local_step(own, done=True)),
         ]
         self._note_start()
 
@@ -206,34 +222,36 @@ class DistOptimizer:
         self._start_sums = sums(self._known)
 
     def _check_step(self, done: bool) -> None:
-        """Before a step of the local optimiser, and after it."""
+        """Check the order of calls, before a step of the local optimizer and after it."""
         if done:
             self._unfollowed += 1
         elif self._unfollowed:
             raise ValueError(
-                "the local optimizer was stepped, and what follows a step was not: step the "
-                "CommOptimizer, also by scaler.step(), or call DistOptimizer.step() after each step"
+                "the local optimizer was stepped twice in a row: call step() of the CommOptimizer "
+                "instead (also through scaler.step()), or DistOptimizer.step() after each step"
             )
         elif self._joined.step == 0 and not torch.equal(sums(self._known), self._start_sums):
             raise ValueError(
-                "the parameters have changed since all ranks met, and the centre has not: load "
-                "weights before wrapping the optimizer, or the optimizer's state after them"
+                "the parameters changed after all ranks joined, but the center did not: load "
+                "weights before wrapping the optimizer, or load the optimizer's state after them"
             )
 
     # -- saving ----
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's communication state: every rank saves its own. Starts no communication."""
+        """Return this rank's communication state. Every rank saves its own. No communication."""
         if self._sync is None:
             return dict(self._start)
         return {"counter": self.counter, "sync": self._sync.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Put back what `state_dict` returned, after the model's own; every rank must call it.
-        None: start afresh, from rank 0's parameters."""
-        start = AFRESH if state is None else state
+        """Restore what `state_dict` returned, after the model's state. Every rank must call it.
+
+        With None, start again from rank 0's parameters.
+        """
+        start = FRESH_START if state is None else state
         if self._sync is not None:
-            _check_alike(self._sync.mean(float(start["sync"] is None)))
+            _check_same_start(self._sync.mean(float(start["sync"] is None)))
             if start["sync"] is not None:
                 self._sync.load_state_dict(start["sync"])
                 self.counter, self._unfollowed = start["counter"], 0
@@ -247,37 +265,37 @@ class DistOptimizer:
         self._start = start
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has no link, and joins the other ranks' copies by itself."""
-        apart: dict[str, Any] = {
+        """Return the state of a copy: it has no link, and joins the other ranks' copies itself."""
+        cleared: dict[str, Any] = {
             "_sync": None,
             "_link": None,
             "_hooks": [],
             "_known": [],
             "_unfollowed": 0,
         }
-        return {**self.__dict__, "_start": self.state_dict(), **apart}
+        return {**self.__dict__, "_start": self.state_dict(), **cleared}
 
     # -- for the user's loop ----
 
     def report_loss(self, loss: Tensor | float) -> None:
-        """Tell the training loss of this step's batch, before `step`; no communication."""
+        """Report the training loss of this step's batch, before `step`. Does not communicate."""
         self.join()
         self._joined.report_loss(loss)
 
     def finish(self) -> None:
-        """See `Synchronizer.finish`: leaves every worker with the consensus model."""
+        """Leave every worker with the consensus model. See `Synchronizer.finish`."""
         self.join()
         self._joined.finish()
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """See `Synchronizer.consensus`: a context in which parameters hold the consensus."""
+        """Return a context in which parameters hold the consensus. See `Synchronizer.consensus`."""
         self.join()
         with self._joined.consensus():
             yield
 
     def detach(self) -> None:
-        """Communicate no more: `step` then does nothing."""
+        """Stop communicating. `step` then does nothing."""
         self._detached = True
         for hook in self._hooks:
             hook.remove()
@@ -285,15 +303,15 @@ class DistOptimizer:
             self._sync.detach()
 
     def stats(self) -> Stats:
-        """See `Synchronizer.stats`."""
+        """Return counters of this rank. See `Synchronizer.stats`."""
         return NO_STATS if self._sync is None else self._sync.stats()
 
 
 class EASGD(DistOptimizer):
-    """``x <- x - (c/n)*(x - centre) ; centre <- (1 - c)*centre + c*mean(x before the pull)``
+    """``x <- x - (c/n)*(x - center) ; center <- (1 - c)*center + c*mean(x before the pull)``
 
     Zhang, Choromanska, LeCun, NeurIPS 2015, arXiv 1412.6651, equations 5 and 6; see
-    `laconic.easgd`. c = ``dist_pulling_strength``, in (0, 1], the paper's beta (0.9); n =
+    `laconic.easgd`. c is ``dist_pulling_strength``, in (0, 1], the paper's beta (0.9). n is
     ``world_size``.
     """
 
@@ -304,12 +322,12 @@ class EASGD(DistOptimizer):
 
 
 class LSGD(DistOptimizer):
-    """``centre <- x of the worker with the least loss ; x <- (1 - c)*x + c*centre``
+    """``center <- x of the worker with the lowest loss ; x <- (1 - c)*x + c*center``
 
     Teng et al., NeurIPS 2019, arXiv 1905.10395, Algorithm 1 with one global leader; see
-    `laconic.lsgd`. c = ``dist_pulling_strength``, in [0, 1), the paper's c2 (0.1); p is its p2.
-    The loss is the mean of the last 10 told to `report_loss`; where none is told, the score is what
-    gradients promise (`laconic.algorithms.scores`).
+    `laconic.lsgd`. c is ``dist_pulling_strength``, in [0, 1), the paper's c2 (0.1). p is its p2.
+    The loss is the mean of the last 10 passed to `report_loss`. If none is reported, the score is
+    computed from gradients (`laconic.algorithms.scores`).
     """
 
     def recipe(self) -> Recipe:
@@ -319,51 +337,51 @@ class LSGD(DistOptimizer):
 
 
 class Gradients(DistOptimizer):
-    """Gradients averaged in every backward pass; nothing is left for a round."""
+    """Average gradients in every backward pass. There are no other rounds."""
 
     def recipe(self) -> Recipe:
         return recipes.ddp()
 
 
-def _told(own: weakref.ref[DistOptimizer], *, done: bool) -> None:
-    """The local optimiser steps; after its wrapper was dropped it does so by itself."""
-    front = own()
-    if front is not None:
-        front._check_step(done)
+def _on_local_step(own: weakref.ref[DistOptimizer], *, done: bool) -> None:
+    """Check a step of the local optimizer, unless its wrapper has been deleted."""
+    wrapper = own()
+    if wrapper is not None:
+        wrapper._check_step(done)
 
 
 def _check_rounds(recipe: Recipe, period: int) -> None:
-    """What `DistOptimizer.comm_train_step` can run: rounds of one period, at once."""
+    """Check that `DistOptimizer.comm_train_step` can run these rounds: one period, no delay."""
     for r in recipe:
         plain = r.delay == 0 and r.over in ("world", "workers")
         if isinstance(r, Round) and not (plain and r.when == every(period)):
             raise ValueError(
-                f"a DistOptimizer's rounds are all every comm_period={period} steps, over all "
-                f"workers and without a delay, not {r.name} at {r.when}, over {r.over!r}, delay "
-                f"{r.delay}: use laconic.attach for other recipes"
+                f"a DistOptimizer's rounds must all run every comm_period={period} steps, over all "
+                f"workers and without a delay, not {r.name} at {r.when}, over {r.over!r}, with "
+                f"delay {r.delay}: use laconic.attach for other recipes"
             )
 
 
-def _check_alike(share: float) -> None:
-    """``share`` of the ranks have no communication state to go on from."""
+def _check_same_start(share: float) -> None:
+    """Raise if only some ranks, a ``share`` of them, have no communication state to load."""
     if 0 < share < 1:
         raise ValueError(
-            "some ranks load communication state and others have none: every rank loads what it "
-            "saved itself, or none does"
+            "some ranks load communication state and others have none: load on every rank what "
+            "that rank saved, or load none on all of them"
         )
 
 
-class _Whole(nn.Module):
-    """``model``, and whatever else ``optimizer`` moves."""
+class _AllParameters(nn.Module):
+    """``model``, and all other parameters of ``optimizer``."""
 
     def __init__(self, model: nn.Module | None, optimizer: Optimizer) -> None:
         super().__init__()
         self.model = model
         self._optimizer = optimizer
 
-    def held(self) -> list[nn.Parameter]:
+    def of_optimizer(self) -> list[nn.Parameter]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         own = super().parameters(recurse)
-        yield from {id(p): p for p in (*own, *self.held())}.values()
+        yield from {id(p): p for p in (*own, *self.of_optimizer())}.values()

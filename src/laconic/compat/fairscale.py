@@ -1,4 +1,4 @@
-"""SlowMoDistributedDataParallel: fairscale's wrapper by its signature, over laconic's rounds."""
+"""SlowMoDistributedDataParallel: fairscale's wrapper, implemented by laconic's rounds."""
 
 from __future__ import annotations
 
@@ -59,57 +59,59 @@ FP32 = Tensor | Sequence[Tensor] | Mapping[Any, Any] | None
 
 
 class SlowMoBaseAlgorithm(str, Enum):
-    """What averages approximately between slow steps."""
+    """The algorithm that averages approximately between slow steps."""
 
     LOCALSGD = "localsgd"
     SGP = "sgp"
 
 
 class SlowMoDistributedDataParallel(nn.Module):
-    """Data-parallel training with few messages between nodes: SlowMo over local SGD or SGP.
+    """Data-parallel training with little communication between nodes: SlowMo over local SGD or SGP.
 
-    Wang et al., ICLR 2020, arXiv 1910.00643, Algorithm 1; the signature is fairscale's, so that a
-    user changes the import only. After ``optimizer.step()`` call `perform_slowmo`; with n its
-    calls, counted from 1:
+    Wang et al., ICLR 2020, arXiv 1910.00643, Algorithm 1. The signature is fairscale's, so users
+    change only the import. After ``optimizer.step()`` call `perform_slowmo`. With n the number of
+    its calls, counted from 1:
 
         backward:                     g <- mean of g over the node's ranks, while backward runs
         n % localsgd_frequency == 0:  x <- mean(x) over nodes      (SGP: one gossip at every call)
         n % slowmo_frequency == 0:    u <- slowmo_momentum*u + (a - mean(x))/lr
                                       a <- a - slowmo_lr*lr*u ;  x <- a
 
-    lr is the current one of the parameter's group; a is the last x that all agreed on, first the
-    common start, rank 0's parameters, which the constructor broadcasts. Where both fall due the
-    slow step alone runs: it averages exactly. ``slowmo_momentum=0, slowmo_lr=1`` switch it off.
+    lr is the current learning rate of the parameter's group. a is the last common x. It starts as
+    rank 0's parameters, which the constructor broadcasts. If both rounds are due, only the slow
+    step runs, because it averages exactly. ``slowmo_momentum=0, slowmo_lr=1`` disable it.
 
-    ``module``: what trains; ``nprocs_per_node``: ranks per node, the same on every node.
+    ``module``: the module to train. ``nprocs_per_node``: ranks per node, the same on every node.
     ``broadcast_buffers``: average the module's floating-point buffers with the rounds (fairscale
     broadcasts them in every forward pass). ``slowmo_base_algorithm``: a `SlowMoBaseAlgorithm`.
-    ``slowmo_memory_efficient``: the slow step's state, two float32 numbers a parameter, is cut up
+    ``slowmo_memory_efficient``: shard the slow step's state, two float32 numbers per parameter,
     over ``slowmo_num_shards`` ranks (all, if there are fewer; rounded up to a multiple of
     nprocs_per_node). ``localsgd_frequency``: calls between averages of local SGD.
 
-    For SGP: ``graph``, ``mixing``: see `GraphManager`, `UniformMixing`; ``push_sum=False``: gossip
-    without push weights, on regular graphs; ``overlap``: messages travel while training goes on and
-    are folded max(1, ``synch_freq``) calls later, which is then also how often one is sent;
-    ``slowmo_sgp_average_params``: average exactly in the slow step also where it is not memory
-    efficient; without, each node makes the slow step from its own x (SGP-SlowMo-noaverage).
+    For SGP: ``graph``, ``mixing``: see `GraphManager`, `UniformMixing`. ``push_sum=False``: gossip
+    without push weights, on regular graphs. ``overlap``: send messages while training continues,
+    and fold them in max(1, ``synch_freq``) calls later; this is then also the number of calls
+    between messages. ``slowmo_sgp_average_params``: average exactly in the slow step even without
+    slowmo_memory_efficient. Otherwise each node takes the slow step from its own x
+    (SGP-SlowMo-noaverage).
 
-    ``verbose``: a line of JSON for every call to the logger ``laconic.slowmo``.
-    ``profile_mode``: after every slowmo_frequency calls rank 0 prints where the time went, and
+    ``verbose``: write a line of JSON for every call to the logger ``laconic.slowmo``.
+    ``profile_mode``: after every slowmo_frequency calls, rank 0 prints where the time went, and
     every rank writes a torch profiler trace of the calls up to the second slow step to the current
-    directory. ``process_rank``, ``process_world_size`` and the sizes of the groups are checked
-    against what laconic finds, which makes process groups of its own; ``comm_device`` must be the
-    parameters'. ``use_streams`` has no effect.
+    directory. ``process_rank``, ``process_world_size``, and the sizes of the groups are checked
+    against the values that laconic finds; laconic creates its own process groups. ``comm_device``
+    must be the parameters' device. ``use_streams`` has no effect.
 
-    When it pays, and how to set it (fairscale's guide; ``docs/slowmo.md`` has the reasons): on more
-    than two nodes with a slow network, where ``t_allreduce * (1 - 1/localsgd_frequency) >
-    t_backward`` (in full ``t_allreduce > t_backward + t_allreduce/localsgd_frequency``; with SGP
-    put 2 for localsgd_frequency). ``slowmo_momentum`` grows with the nodes: 0 below 4, 0.2 for 4,
-    0.5 for 8, 0.6 for 16; tune it over {0, 0.1, 0.2, 0.4, 0.6}. Keep localsgd_frequency at 3 and
-    slowmo_frequency a multiple of it; memory efficient with local SGD, not with SGP.
+    When to use it, and how to set it (fairscale's guide; ``docs/slowmo.md`` has the reasons): use
+    it on more than two nodes with a slow network, where ``t_allreduce * (1 - 1/localsgd_frequency)
+    > t_backward`` (in full ``t_allreduce > t_backward + t_allreduce/localsgd_frequency``; with SGP
+    use 2 for localsgd_frequency). ``slowmo_momentum`` grows with the number of nodes: 0 below 4,
+    0.2 for 4, 0.5 for 8, 0.6 for 16; tune it over {0, 0.1, 0.2, 0.4, 0.6}. Keep localsgd_frequency
+    at 3 and slowmo_frequency a multiple of it. Use slowmo_memory_efficient with local SGD, but not
+    with SGP.
 
-    Raises ``ValueError`` for what cannot work, on every rank, and `laconic.LinkError` where a rank
-    is lost.
+    Raises ``ValueError`` on every rank for invalid arguments, and `laconic.LinkError` if a rank is
+    lost.
     """
 
     def __init__(
@@ -177,7 +179,7 @@ class SlowMoDistributedDataParallel(nn.Module):
         }
         _on_all_ranks(world, lambda: _check_expected(expected))
         nodes = len(layout)
-        # over each rank of a node
+        # slices are per node, because each rank of a node owns a part of the node's slice
         owners = -(-slowmo_num_shards // nprocs_per_node) if slowmo_memory_efficient else None
         self.slowmo_num_shards = min(owners, nodes) * nprocs_per_node if owners else 1
         node = world.rank // nprocs_per_node
@@ -187,8 +189,8 @@ class SlowMoDistributedDataParallel(nn.Module):
         else:
             if overlap:
                 raise ValueError(
-                    "overlap=True is for slowmo_base_algorithm=SlowMoBaseAlgorithm.SGP; local SGD "
-                    "overlaps as laconic.attach(..., laconic.local_sgd(period, delay=...))"
+                    "overlap=True needs slowmo_base_algorithm=SlowMoBaseAlgorithm.SGP; local SGD "
+                    "overlaps with laconic.attach(..., laconic.local_sgd(period, delay=...))"
                 )
             base = (Round(every(localsgd_frequency), _average(module), Mean()),)
         rounds = self._rounds(base if nodes > 1 else (), owners)
@@ -202,8 +204,8 @@ class SlowMoDistributedDataParallel(nn.Module):
         sgp = self.slowmo_base_algorithm is SlowMoBaseAlgorithm.SGP
         idle = {
             "use_streams=False": not use_streams,
-            "synch_freq (it is for overlap=True)": synch_freq > 0 and not overlap,
-            "graph, mixing (they are for SGP)": not sgp and (graph or mixing) is not None,
+            "synch_freq (only for overlap=True)": synch_freq > 0 and not overlap,
+            "graph, mixing (only for SGP)": not sgp and (graph or mixing) is not None,
         }
         self._warn(nodes, [name for name, unused in idle.items() if unused])
         sets = sets_of(world, layout, None, False)
@@ -213,7 +215,7 @@ class SlowMoDistributedDataParallel(nn.Module):
         self._sync = Synchronizer(self._driver)
         weakref.finalize(self, self._sync.detach).atexit = False
         self._device = device
-        self._agreed = self._detached = False
+        self._binding_finished = self._detached = False
         self._problem: str | None = None
         self._common_start: Tensor | None = None
         self._fp32: FP32 = None
@@ -223,7 +225,7 @@ class SlowMoDistributedDataParallel(nn.Module):
         self._before_step: weakref.WeakKeyDictionary[Optimizer, list[Tensor]] = (
             weakref.WeakKeyDictionary()
         )
-        self._seen = self._versions()
+        self._seen_version = self._versions()
         self._profile: Profile | None = None
         if profile_mode:
             self._profile = Profile(self._sync, world.rank, slowmo_frequency, world.threaded)
@@ -232,7 +234,7 @@ class SlowMoDistributedDataParallel(nn.Module):
         self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_loaded)  # type: ignore[no-untyped-call]
-        _fronts.add(self)
+        _wrappers.add(self)
         _watch_optimizers()
 
     # -- the recipe ----
@@ -242,7 +244,7 @@ class SlowMoDistributedDataParallel(nn.Module):
         return (self.slowmo_momentum, self.slowmo_lr) != (0.0, 1.0)
 
     def _text(self) -> str:
-        """What messages call the recipe: the settings that make it."""
+        """Return the recipe's name for messages: the settings that define it."""
         names = ["slowmo_momentum", "slowmo_frequency", "slowmo_lr"]
         if self.slowmo_base_algorithm is SlowMoBaseAlgorithm.LOCALSGD:
             names.append("localsgd_frequency")
@@ -251,8 +253,10 @@ class SlowMoDistributedDataParallel(nn.Module):
         return f"{WRAPPER}{', '.join(settings)})"
 
     def _rounds(self, base: Recipe, owners: int | None) -> Recipe:
-        """``base`` with the slow step, which takes its place where it averages exactly; the state
-        of the slow step on ``owners`` nodes (None: on all of them)."""
+        """Add the slow step to ``base``. It replaces rounds of ``base`` if it averages exactly.
+
+        ``owners``: the number of nodes that store the slow step's state; None: all of them.
+        """
         if not self._slow_step_on:
             return base
         local = self.slowmo_base_algorithm is SlowMoBaseAlgorithm.LOCALSGD
@@ -272,31 +276,31 @@ class SlowMoDistributedDataParallel(nn.Module):
         uneven = self.slowmo_frequency % self.localsgd_frequency != 0
         if nodes == 1:
             warnings.warn(
-                "there is one node only: the base algorithm is off, as its ranks average gradients "
-                f"anyhow; the slow step is {'on' if self._slow_step_on else 'off'}",
+                "there is one node only: the base algorithm is off, because its ranks average "
+                f"gradients anyway; the slow step is {'on' if self._slow_step_on else 'off'}",
                 stacklevel=3,
             )
         if slow_over_base and local and uneven:
             warnings.warn(
-                f"slowmo_frequency={self.slowmo_frequency} is no multiple of localsgd_frequency="
-                f"{self.localsgd_frequency}: averages fall at uneven distances",
+                f"slowmo_frequency={self.slowmo_frequency} is not a multiple of localsgd_frequency="
+                f"{self.localsgd_frequency}: the distances between averages are uneven",
                 stacklevel=3,
             )
         if slow_over_base and not local and self.slowmo_memory_efficient:
             warnings.warn(
                 "slowmo_memory_efficient=True sends an all-reduce at every slow step of SGP; False "
-                "sends none, and keeps two float32 numbers a parameter on every rank",
+                "sends none, and stores two float32 numbers per parameter on every rank",
                 stacklevel=3,
             )
         if idle:
-            warnings.warn(f"without effect here: {', '.join(idle)}", stacklevel=3)
+            warnings.warn(f"these arguments have no effect: {', '.join(idle)}", stacklevel=3)
 
     # -- training ----
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's own forward pass; no communication, in training or out of it."""
+        """Run the module's own forward pass. Never communicates."""
         if self._driver.bound is None:
-            self._seen = self._versions()
+            self._seen_version = self._versions()
         if self._profile is None:
             return self.module(*inputs, **kwargs)
         with self._profile.part("forward"):
@@ -304,23 +308,25 @@ class SlowMoDistributedDataParallel(nn.Module):
 
     @torch.no_grad()
     def perform_slowmo(self, optimizer: Optimizer, fp32_params: FP32 = None) -> None:
-        """The base algorithm and the slow step, where they fall due; call it on every rank after
-        every ``optimizer.step()``, and ``zero_grad(set_to_none=True)`` before it, whose memory it
-        can then use. One optimiser moves the whole module; another over the same parameters may
-        take its place at any time.
+        """Run the base algorithm and the slow step, if they are due.
 
-        ``fp32_params``: the float32 masters of a half-precision module, which the optimiser moves
-        in its parameters' place: one flat tensor, a list of one per parameter, or a dict with one
-        such entry, in the order of ``module.parameters()`` and sharing storage with the
-        optimiser's. Averages of local SGD then travel in the module's precision, if it has one for
-        all parameters, and what rounding cuts off stays in the masters; gossip and slow steps
-        travel in float32. Afterwards the masters are copied to the module.
+        Call it on every rank after every ``optimizer.step()``. Call ``zero_grad(set_to_none=True)``
+        first, so that it can use the memory of the gradients. One optimizer updates the whole
+        module. Another optimizer over the same parameters may replace it at any time.
+
+        ``fp32_params``: the float32 masters of a half-precision module, if the optimizer updates
+        these instead of the module's parameters. Pass one flat tensor, a list of one tensor per
+        parameter, or a dict with one such entry, in the order of ``module.parameters()`` and
+        sharing storage with the optimizer's parameters. Averages of local SGD are then sent in the
+        module's precision, if all its parameters have the same, and rounding errors stay in the
+        masters. Gossip and slow steps are sent in float32. Afterwards the masters are copied to the
+        module.
         """
         if self._detached:
             return
-        self._know(optimizer, fp32_params)
-        if not self._agreed:
-            self._agree()
+        self._identify(optimizer, fp32_params)
+        if not self._binding_finished:
+            self._finish_binding()
         if self._profile is None:
             self._driver.advance()
         else:
@@ -329,19 +335,21 @@ class SlowMoDistributedDataParallel(nn.Module):
 
     @torch.no_grad()
     def bind(self, optimizer: Optimizer, fp32_params: FP32 = None) -> None:
-        """Name the optimiser before its first step; every rank must call it. `perform_slowmo` finds
-        it by itself; but where a run is resumed that gossips on uneven graphs or overlapped, and
-        whose optimiser moves masters, it must be told."""
-        self._seen = self._versions()
-        self._know(optimizer, fp32_params)
-        if not self._agreed:
-            self._agree()
+        """Name the optimizer before its first step. Every rank must call it.
 
-    def _know(self, optimizer: Optimizer, fp32_params: FP32) -> None:
-        """Bind to ``optimizer``, or find that it is the bound one."""
+        `perform_slowmo` usually finds the optimizer by itself. Call this if you resume a run with
+        gossip on uneven graphs or with overlap, and the optimizer updates masters.
+        """
+        self._seen_version = self._versions()
+        self._identify(optimizer, fp32_params)
+        if not self._binding_finished:
+            self._finish_binding()
+
+    def _identify(self, optimizer: Optimizer, fp32_params: FP32) -> None:
+        """Bind to ``optimizer``, or check that it is the bound one."""
         if not isinstance(optimizer, Optimizer):
             raise ValueError(
-                f"optimizer must be a torch.optim.Optimizer (of a wrapper, the one inside), not "
+                "optimizer must be a torch.optim.Optimizer, or the one inside a wrapper, not "
                 f"{type(optimizer).__name__}"
             )
         if fp32_params is not None and fp32_params is not self._fp32:
@@ -354,7 +362,7 @@ class SlowMoDistributedDataParallel(nn.Module):
                 raise ValueError("fp32_params must share storage with the optimizer's parameters")
         if not self._masters and not self._holds(optimizer):
             raise ValueError(
-                "the optimizer holds none of the module's parameters: where it moves float32 "
+                "the optimizer holds none of the module's parameters: if it updates float32 "
                 "copies of them, pass these as fp32_params="
             )
         bound = self._driver.bound
@@ -363,25 +371,29 @@ class SlowMoDistributedDataParallel(nn.Module):
         elif optimizer is not bound and not _same_parameters(optimizer, bound):
             raise ValueError(
                 "perform_slowmo was given another optimizer than the one that moved the module's "
-                "parameters first: give one optimizer all of them, in the same groups"
+                "parameters first: use one optimizer for all of them, with the same groups"
             )
         elif optimizer is not bound and not _same_groups(optimizer, bound):
             self._follow(optimizer)
 
     def _bind(self, optimizer: Optimizer) -> None:
-        """The optimiser is known, and has not moved x since the start (or since it was loaded). No
-        communication: it may be about to step, and ranks whose GradScaler skips that step are
-        elsewhere."""
+        """Bind to an optimizer that has not changed x since the start (or since x was loaded).
+
+        Does not communicate: the optimizer may be about to step, and ranks whose GradScaler skips
+        that step are not here.
+        """
         try:
             check_free(optimizer)
         except ValueError:
             raise ValueError(
                 "this optimizer is attached already: one optimizer moves one wrapped module. Wrap "
-                "a module that holds both, or call detach() on the other wrapper first"
+                "a module that contains both, or first call detach() on the other wrapper"
             ) from None
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if any(p.device != self._device for p in held):
-            raise ValueError(f"the module was on {self._device} when it was wrapped: move it first")
+            raise ValueError(
+                f"the module was on {self._device} when it was wrapped: move it before wrapping it"
+            )
         self._before_step.clear()
         self._driver.bind(optimizer)
         claim(optimizer, self._sync)
@@ -391,44 +403,46 @@ class SlowMoDistributedDataParallel(nn.Module):
             self._common_start = sums(held)
 
     def _follow(self, optimizer: Optimizer) -> None:
-        """Another optimiser over the same parameters takes the bound one's place."""
+        """Replace the bound optimizer by another one over the same parameters."""
         check_free(optimizer)
         assert self._driver.bound is not None
         release(self._driver.bound)
         self._driver.follow(optimizer)
         claim(optimizer, self._sync)
 
-    def _agree(self) -> None:
-        """What had to wait until all ranks do the same."""
-        self._agreed = True
+    def _finish_binding(self) -> None:
+        """Finish binding, with checks that need all ranks to be here."""
+        self._binding_finished = True
         self._driver.agree_on_binding(self._common_start, self._problem)
         bound = self._driver.bound
-        assert bound is not None, "binding comes first"
+        assert bound is not None, "an optimizer must be bound first"
         held = [p for group in bound.param_groups for p in group["params"]]
         known = {id(p) for p in held}
         own = [p for p in self.module.parameters() if p.requires_grad]
-        left = sum(id(p) not in known for p in own)
-        if left and not self._masters:
+        missing = sum(id(p) not in known for p in own)
+        if missing and not self._masters:
             warnings.warn(
-                f"{left} trainable parameters of the module are not in the optimizer, and are not "
-                "averaged",
+                f"{missing} trainable parameters of the module are not in the optimizer, so they "
+                "are not averaged",
                 stacklevel=2,
             )
         if not self._masters and any(p.dtype == torch.float16 for p in held):
             warnings.warn(
-                "the optimizer moves float16 parameters: float32 masters, passed as fp32_params=, "
-                "lose less",
+                "the optimizer updates float16 parameters: to lose less precision, use float32 "
+                "masters and pass them as fp32_params=",
                 stacklevel=2,
             )
 
     def _bind_moved(self, optimizer: Optimizer) -> None:
-        """To an optimiser whose step was not seen to move the module's own parameters: it was
-        skipped, or moved masters, whose start was kept then."""
+        """Bind to an optimizer whose step on the module's own parameters was not observed.
+
+        The step was skipped, or it changed masters. In that case their start was saved.
+        """
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        if not self._masters and self._versions() != self._seen:
+        if not self._masters and self._versions() != self._seen_version:
             raise ValueError(
-                "the module's parameters have moved, and no step of this optimizer was seen: its "
-                "class must call torch.optim.Optimizer's __init__ and let step() keep its hooks"
+                "the module's parameters have changed, and no step of this optimizer was seen: its "
+                "class must call torch.optim.Optimizer's __init__, and its step() must run hooks"
             )
         start = self._before_step.pop(optimizer, None)
         moved = [p.clone() for p in held]
@@ -447,7 +461,7 @@ class SlowMoDistributedDataParallel(nn.Module):
             p.copy_(values)
 
     def _about_to_step(self, optimizer: Optimizer) -> None:
-        """``optimizer``, of whatever program, is about to take a step."""
+        """Handle that ``optimizer``, which may be unrelated, is about to take a step."""
         bound = self._driver.bound
         if optimizer is bound or optimizer in self._foreign:
             return
@@ -456,7 +470,7 @@ class SlowMoDistributedDataParallel(nn.Module):
             own = list(self.module.parameters())
             fits = sum(p.numel() for p in held) == sum(p.numel() for p in own)
             if bound is None and fits and any(p.dtype in HALF for p in own):
-                if optimizer not in self._before_step:  # they may be masters
+                if optimizer not in self._before_step:  # its parameters may be masters
                     self._before_step[optimizer] = [p.detach().clone() for p in held]
             else:
                 self._foreign.add(optimizer)
@@ -464,71 +478,81 @@ class SlowMoDistributedDataParallel(nn.Module):
             self._bind(optimizer)
         elif not _same_parameters(optimizer, bound):
             raise ValueError(
-                "a second optimizer moves parameters of this module: give one optimizer all of "
-                "them, in the same groups"
+                "a second optimizer moves parameters of this module: use one optimizer for all of "
+                "them, with the same groups"
             )
         elif not _same_groups(optimizer, bound):
             self._follow(optimizer)
 
     def _holds(self, optimizer: Optimizer) -> bool:
-        """Whether it holds a parameter of the module."""
+        """Return whether the optimizer holds a parameter of the module."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return any(id(p) in held for p in self.module.parameters())
 
     def _versions(self) -> int:
-        """Grows with every change of a parameter in place."""
+        """Return a number that grows with every in-place change of a parameter."""
         return sum(p._version for p in self.module.parameters())
 
     # -- state ----
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in SETTINGS and name in self.__dict__:
-            raise AttributeError(f"{name} is fixed when the module is wrapped")
+            raise AttributeError(
+                f"{name} is fixed when the module is wrapped: to change it, call detach() and wrap "
+                "the module again"
+            )
         super().__setattr__(name, value)
 
     @property
     def synchronizer(self) -> Synchronizer:
-        """What does the work; metrics take it."""
+        """The synchronizer, for metrics."""
         return self._sync
 
     @property
     def num_updates(self) -> int:
-        """Calls of `perform_slowmo` so far."""
+        """Number of calls of `perform_slowmo` so far."""
         return self._sync.step if self._loaded is None else int(self._loaded["step"])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "SlowMoDistributedDataParallel holds connections and cannot be copied or pickled: copy "
-            "or pickle model.module, and save with laconic.save or model.state_dict() on every rank"
+            "SlowMoDistributedDataParallel holds connections, so it cannot be copied or pickled: "
+            "copy or pickle model.module, and save with laconic.save or model.state_dict() on "
+            "every rank"
         )
 
     def get_extra_state(self) -> Mapping[str, Any]:
-        """SlowMo's own state on this rank, which `state_dict` stores beside the module's, whose
-        keys are as without the wrapper; starts no communication. Every rank saves its own."""
+        """Return SlowMo's own state on this rank.
+
+        `state_dict` stores it next to the module's state, whose keys are those without the wrapper.
+        Does not communicate. Every rank saves its own.
+        """
         if self._driver.bound is None:
             return {"slowmo": self._loaded}
         return {"slowmo": self._sync.state_dict()}
 
     def set_extra_state(self, state: Mapping[str, Any] | None) -> None:
-        """Keep what `get_extra_state` returned until the module's own state is loaded, too."""
+        """Store what `get_extra_state` returned until the module's own state is loaded."""
         if state is not None and "slowmo" not in state:
-            raise ValueError(f"this is not what get_extra_state() returned: {list(state)}")
+            raise ValueError(
+                f"this is not what get_extra_state() returned: it has the keys {list(state)}, and "
+                "not 'slowmo'"
+            )
         self._loaded = None if state is None else state["slowmo"]
         if self._loaded is None and self._driver.bound is not None:
             raise ValueError(
-                "this state has no SlowMo state, and training goes on already: to start afresh "
+                "this state has no SlowMo state, and training has already started: to start afresh "
                 "from other weights call detach() and wrap the module again"
             )
         if state is None:
             warnings.warn(
-                "the state has no SlowMo state: counters, anchor and momentum start afresh from "
+                "the state has no SlowMo state: counters, anchor, and momentum start again from "
                 "these weights, which must be the same on every rank",
                 stacklevel=2,
             )
 
-    def _put_back(self) -> None:
-        """What was loaded into the synchroniser, once it knows its optimiser."""
-        self._seen = self._versions()
+    def _restore_pending(self) -> None:
+        """Load the pending state into the synchronizer, if the optimizer is bound."""
+        self._seen_version = self._versions()
         if self._loaded is not None and self._driver.bound is not None:
             self._sync.load_state_dict(self._loaded)
             self._loaded = None
@@ -536,68 +560,75 @@ class SlowMoDistributedDataParallel(nn.Module):
     # -- for the user's loop ----
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """See `Synchronizer.no_sync`: to accumulate gradients over several backward passes."""
+        """Return a context that accumulates gradients. See `Synchronizer.no_sync`."""
         return self._sync.no_sync()
 
     @contextmanager
     def consensus(self) -> Iterator[nn.Module]:
-        """A context in which the module holds the mean of all ranks' parameters, for validation
-        between slow steps, where nodes differ; every rank must enter it."""
-        kept = [p.detach().clone() for p, _ in self._masters]
+        """Return a context in which the module holds the mean of all ranks' parameters.
+
+        Use it for validation between slow steps, when nodes differ. Every rank must enter it.
+        """
+        saved = [p.detach().clone() for p, _ in self._masters]
         with self._sync.consensus() as module:
             _copy(self._masters)
             try:
                 yield module
             finally:
-                _copy([(p, values) for (p, _), values in zip(self._masters, kept, strict=True)])
+                _copy([(p, values) for (p, _), values in zip(self._masters, saved, strict=True)])
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Leave every rank with the mean of all ranks' parameters, which after a slow step they
-        have already; every rank must call it."""
+        """Leave every rank with the mean of all ranks' parameters. Every rank must call it.
+
+        After a slow step, the parameters already are this mean.
+        """
         self._sync.finish()
         _copy(self._masters)
 
     @torch.no_grad()
     def copy_masters(self) -> None:
-        """The float32 masters, if there are some, to the module."""
+        """Copy the float32 masters, if there are any, to the module."""
         _copy(self._masters)
 
     def detach(self) -> None:
-        """Average no more: calls of `perform_slowmo` then do nothing. No communication."""
+        """Stop averaging: `perform_slowmo` then does nothing. Does not communicate."""
         self._detached = True
-        _fronts.discard(self)
+        _wrappers.discard(self)
         self._sync.detach()
 
     def stats(self) -> Stats:
-        """See `Synchronizer.stats`."""
+        """Return counters of this rank. See `Synchronizer.stats`."""
         return self._sync.stats()
 
 
-# -- optimisers, seen at their steps: x is the common start at the first, and no copy is needed ----
+# -- a hook on all optimizers: before the first step x is the common start, so needs no copy ----
 
-_fronts: weakref.WeakSet[SlowMoDistributedDataParallel] = weakref.WeakSet()
-_watching: list[Any] = []
+_wrappers: weakref.WeakSet[SlowMoDistributedDataParallel] = weakref.WeakSet()
+_hook_handles: list[Any] = []
 
 
 def _watch_optimizers() -> None:
-    """One hook for the whole process, once: torch iterates over such hooks while one of them waits
-    for other workers, so that none may come or go."""
-    if not _watching:
-        # not as a decorator: it imports torch's compiler, which takes a second
+    """Register one hook for the whole process, once.
+
+    torch iterates over such hooks while one of them waits for other workers, so none may be added
+    or removed later.
+    """
+    if not _hook_handles:
+        # not as a decorator, because that imports torch's compiler, which takes a second
         hook = torch.compiler.disable(_about_to_step)  # type: ignore[no-untyped-call]
-        _watching.append(register_optimizer_step_pre_hook(hook))
+        _hook_handles.append(register_optimizer_step_pre_hook(hook))
 
 
 @torch.no_grad()
 def _about_to_step(optimizer: Optimizer, *_: Any) -> None:
-    for front in list(_fronts):
-        front._about_to_step(optimizer)
+    for wrapper in list(_wrappers):
+        wrapper._about_to_step(optimizer)
 
 
 @torch.no_grad()
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Masters to the module's parameters."""
+    """Copy masters to the module's parameters."""
     for p, master in pairs:
         p.copy_(master.reshape(p.shape))
 
@@ -608,11 +639,11 @@ def _same_parameters(one: Optimizer, other: Optimizer) -> bool:
 
 
 def _same_groups(one: Optimizer, other: Optimizer) -> bool:
-    """Whether they share their groups, as an optimiser around another does."""
+    """Return whether they share their groups, as an optimizer and its wrapper do."""
     return [id(g) for g in one.param_groups] == [id(g) for g in other.param_groups]
 
 
-# -- what the constructor is given ----
+# -- the constructor's arguments ----
 
 
 def _device_of(module: nn.Module, comm_device: torch.device | str | None) -> torch.device:
@@ -621,11 +652,11 @@ def _device_of(module: nn.Module, comm_device: torch.device | str | None) -> tor
         raise ValueError("module must be an nn.Module with a parameter that requires a gradient")
     device = params[0].device
     if device.type == "meta":
-        raise ValueError("the module's parameters are on the meta device: materialise them first")
+        raise ValueError("the module's parameters are on the meta device: materialize them first")
     if any(is_sharded(p) for p in params):
         raise ValueError(
             "the module's parameters are sharded (FSDP): use laconic.attach(..., "
-            "laconic.slowmo(...), mesh=) in place of this wrapper"
+            "laconic.slowmo(...), mesh=) instead of this wrapper"
         )
     if comm_device is not None and torch.device(comm_device).type != device.type:
         raise ValueError(
@@ -648,7 +679,7 @@ def _base_algorithm(given: SlowMoBaseAlgorithm) -> SlowMoBaseAlgorithm:
 
 
 def _on_all_ranks(world: Link, check: Callable[[], T]) -> T:
-    """What ``check`` returns; what it raises on any rank, all raise."""
+    """Return what ``check`` returns. If it raises on any rank, all ranks raise."""
     problem, result = None, None
     try:
         result = check()
@@ -659,19 +690,19 @@ def _on_all_ranks(world: Link, check: Callable[[], T]) -> T:
 
 
 def _check_expected(expected: Mapping[str, tuple[int | None, int]]) -> None:
-    """laconic makes process groups of its own; those given must be of the same ranks."""
+    """Check sizes of process groups: laconic creates its own, which must have the same ranks."""
     for name, (given, found) in expected.items():
         if given is not None and given != found:
             raise ValueError(f"{name} is {given}, where laconic finds {found}")
 
 
 def _size_of(group: object) -> int | None:
-    """None for no group, and for one that this rank is no member of."""
+    """Return the size of a group; None for no group, or one that this rank does not belong to."""
     return group.size() if isinstance(group, dist.ProcessGroup) else None
 
 
 def _average(module: nn.Module) -> Average | RoundedAverage:
-    """Averages travel in the module's precision where it has masters in another."""
+    """Return the average of local SGD, in the module's precision if it has float32 masters."""
     dtypes = {p.dtype for p in module.parameters()}
     half = len(dtypes) == 1 and dtypes <= set(HALF)
     return RoundedAverage(dtypes.pop()) if half else Average()
@@ -688,31 +719,31 @@ def _graph(
         names = ", ".join(kind.__name__ for kind in GraphManager.__subclasses__())
         raise ValueError(f"graph must be one of laconic's {names}, not {graph!r}")
     if mixing is not None and mixing.graph_manager is not graph:
-        raise ValueError("graph and mixing must be of the same graph")
+        raise ValueError("graph and mixing must belong to the same graph: omit one of them")
     if (graph.rank, graph.world_size) != (node, nodes):
         raise ValueError(
-            f"graph is of node {graph.rank} of {graph.world_size}, where this is node {node} of "
+            f"graph is of node {graph.rank} of {graph.world_size}, but this is node {node} of "
             f"{nodes}: its rank and world_size count nodes"
         )
     return graph
 
 
 def _gossip(manager: GraphManager, push_sum: bool, overlap: bool, synch_freq: int) -> Recipe:
-    """SGP's rounds; with ``overlap`` one is under way at any time."""
+    """Return SGP's rounds. With ``overlap``, one round is in flight at any time."""
     period, delay = (max(synch_freq, 1),) * 2 if overlap else (1, 0)
     graph: Graph = manager.graph
     if push_sum:
         return (Round(every(period), PushSum(), Push(graph), delay=delay),)
     if not manager.is_regular_graph():
         raise ValueError(
-            f"push_sum=False needs a graph in which every node gets as much as it sends, and "
-            f"{type(manager).__name__} of {manager.world_size} nodes is none"
+            f"push_sum=False needs a graph in which every node receives as much as it sends, "
+            f"unlike {type(manager).__name__} with {manager.world_size} nodes: use push_sum=True"
         )
     return (Round(every(period), Mix(), Push(graph), delay=delay),)
 
 
 def _pairs(params: Sequence[Tensor], fp32: FP32) -> list[tuple[Tensor, Tensor]]:
-    """Parameters of the module, each with its float32 master."""
+    """Pair each parameter of the module with its float32 master."""
     if isinstance(fp32, Mapping):
         if len(fp32) != 1:
             raise ValueError(f"fp32_params must be a dict with one entry, not {len(fp32)}")
@@ -725,44 +756,47 @@ def _pairs(params: Sequence[Tensor], fp32: FP32) -> list[tuple[Tensor, Tensor]]:
         masters = list(torch.split(fp32.detach().view(-1), sizes)) if fits else []
     if [m.numel() for m in masters] != sizes or any(m.dtype != torch.float32 for m in masters):
         raise ValueError(
-            "fp32_params must be float32, and one flat tensor, a list of one tensor per parameter, "
-            f"or a dict with one such entry, of module.parameters()' sizes: {sum(sizes)} in all"
+            "fp32_params must be float32: one flat tensor, a list of one tensor per parameter, or "
+            f"a dict with one such entry, with the sizes of module.parameters(): {sum(sizes)} in "
+            "total"
         )
     return list(zip(params, masters, strict=True))
 
 
-# -- state_dict keys as without the wrapper ----
+# -- state_dict keys without the wrapper's prefix ----
 
 
 def _without_prefix(
-    front: nn.Module, state: dict[str, Any], prefix: str, _: Mapping[str, Any]
+    wrapper: nn.Module, state: dict[str, Any], prefix: str, _: Mapping[str, Any]
 ) -> None:
     inner = f"{prefix}module."
     for key in [key for key in state if key.startswith(inner) and key != inner + EXTRA]:
         state[prefix + key[len(inner) :]] = state.pop(key)
 
 
-def _loaded(front: nn.Module, _: object) -> None:
-    assert isinstance(front, SlowMoDistributedDataParallel)
-    front._put_back()
+def _loaded(wrapper: nn.Module, _: object) -> None:
+    assert isinstance(wrapper, SlowMoDistributedDataParallel)
+    wrapper._restore_pending()
 
 
-def _with_prefix(front: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Keys as `state_dict` and the bare module have them, or as DistributedDataParallel and
-    fairscale do, which begin them with ``module.``."""
+def _with_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Accept keys of `state_dict` and of the bare module, and keys with the prefix ``module.``.
+
+    DistributedDataParallel and fairscale add that prefix.
+    """
     inner = f"{prefix}module."
     own = {prefix + EXTRA, inner + EXTRA}
-    assert isinstance(front, SlowMoDistributedDataParallel)
+    assert isinstance(wrapper, SlowMoDistributedDataParallel)
     extra = state.get(prefix + EXTRA)
     if extra is not None and not (isinstance(extra, Mapping) and "slowmo" in extra):
         state[inner + EXTRA] = state.pop(prefix + EXTRA)  # the bare module's own
-    weight = state.pop(f"{prefix}ps_weight", None)  # fairscale's, of SGP
+    weight = state.pop(f"{prefix}ps_weight", None)  # in fairscale's states of SGP
     numerator = state.pop(f"{prefix}is_sgp_ps_numerator", False)
     if numerator and weight is not None and float(weight) != 1.0:
         raise ValueError(
-            f"these weights are to be divided by their push weight, {float(weight):g}, first"
+            f"divide these weights by their push weight, {float(weight):g}, before loading them"
         )
-    names = [name for name in front.module.state_dict() if name != EXTRA]
+    names = [name for name in wrapper.module.state_dict() if name != EXTRA]
     bare, wrapped = (sum(start + name in state for name in names) for start in (prefix, inner))
     if bare >= wrapped:
         for key in [key for key in state if key.startswith(prefix) and key not in own]:

@@ -1,7 +1,7 @@
-"""The graphs and mixing of SlowMoDistributedDataParallel's gossip, under fairscale's names.
+"""Graphs and mixing for the gossip of SlowMoDistributedDataParallel, under fairscale's names.
 
-Each class is one of `laconic.algorithms.topology`'s graphs, seen from one node; formulas are there.
-They are pure: no process group is made for an edge, as fairscale does.
+Each class is a graph of `laconic.algorithms.topology`, as seen from one node. The formulas are
+there. Unlike fairscale's, these graphs create no process group for each edge.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from laconic.errors import check_int
 
 
 class GraphManager:
-    """Who gossips with whom, as node ``rank`` of ``world_size`` nodes sees it.
+    """A gossip graph, as seen by node ``rank`` of ``world_size`` nodes.
 
-    ``peers_per_itr``: to how many nodes each one sends in one gossip. ``nprocs_per_node`` and
-    ``local_rank`` are there for fairscale's sake: every rank of a node carries its part.
+    ``peers_per_itr``: the number of nodes to which each node sends in one gossip.
+    ``nprocs_per_node`` and ``local_rank`` exist for compatibility with fairscale: here every rank
+    of a node sends its part.
     """
 
     name: ClassVar[str] = ""
-    """In `laconic.algorithms.topology`."""
+    """The graph's name in `laconic.algorithms.topology`."""
     dynamic: ClassVar[bool] = True
 
     def __init__(
@@ -35,7 +36,7 @@ class GraphManager:
     ) -> None:
         if not self.name:
             names = [kind.__name__ for kind in GraphManager.__subclasses__()]
-            raise ValueError(f"graph must be one of {', '.join(names)}")
+            raise ValueError(f"GraphManager is abstract: graph must be one of {', '.join(names)}")
         self.world_size = check_int("world_size", world_size, 1)
         self.rank = check_int("rank", rank, 0)
         self.nprocs_per_node = check_int("nprocs_per_node", nprocs_per_node, 1)
@@ -50,35 +51,37 @@ class GraphManager:
 
     @property
     def peers_per_itr(self) -> int:
-        """To how many nodes each one sends in one gossip."""
+        """The number of nodes to which each node sends in one gossip."""
         return self.graph.peers
 
     def get_peers(self, rotate: bool = False) -> tuple[list[int], list[int]]:
-        """The nodes to which this one sends, and those that send to it; ``rotate``: in the next
-        gossip, and from now on."""
+        """Return the nodes to which this one sends, and those that send to it.
+
+        ``rotate``: move on to the next gossip first.
+        """
         self._gossips += rotate
         at = self.rank, self.world_size, self._gossips
         return list(self.graph.out_peers(*at)), list(self.graph.in_peers(*at))
 
     def is_regular_graph(self) -> bool:
-        """Whether every node has as many in-peers as out-peers, so that push weights stay 1."""
+        """Return whether every node has as many in-peers as out-peers, so push weights stay 1."""
         return not (self.is_bipartite_graph() and self.world_size % 2)
 
     def is_bipartite_graph(self) -> bool:
-        """Whether odd and even nodes talk to each other only."""
+        """Return whether odd and even nodes send only to each other."""
         return self.name.startswith("bipartite")
 
     def is_dynamic_graph(self) -> bool:
-        """Whether peers change from one gossip to the next."""
+        """Return whether peers change from one gossip to the next."""
         return self.dynamic
 
     def is_passive(self, rank: int | None = None) -> bool:
-        """Whether a node is one of the even ones of a bipartite graph."""
+        """Return whether a node is one of the even nodes of a bipartite graph."""
         return self.is_bipartite_graph() and (self.rank if rank is None else rank) % 2 == 0
 
 
 class NPeerDynamicDirectedExponentialGraph(GraphManager):
-    """Hops ``j*(p+1)^i``: with one peer 1, 2, 4, ... The default."""
+    """Hops ``j*(p+1)^i``: with one peer 1, 2, 4, ... This is the default graph."""
 
     name = "exponential"
 
@@ -90,7 +93,7 @@ class DynamicDirectedExponentialGraph(GraphManager):
 
 
 class DynamicBipartiteExponentialGraph(GraphManager):
-    """Hops 1, -1, 3, -3, 5, -5, 9, -9, ...; odd and even nodes talk to each other only."""
+    """Hops 1, -1, 3, -3, 5, -5, 9, -9, ...; odd and even nodes send only to each other."""
 
     name = "bipartite_exponential"
 
@@ -102,22 +105,22 @@ class DynamicDirectedLinearGraph(GraphManager):
 
 
 class DynamicBipartiteLinearGraph(GraphManager):
-    """All distances, both ways; odd and even nodes talk to each other only."""
+    """All distances in both directions; odd and even nodes send only to each other."""
 
     name = "bipartite_linear"
 
 
 class RingGraph(GraphManager):
-    """The next node; with two peers also the one before."""
+    """The next node, and with two peers also the previous one."""
 
     name = "ring"
     dynamic = False
 
 
 class UniformMixing:
-    """The same share for each out-peer and for oneself: ``1/(peers + 1)`` (Assran et al. 2019).
+    """The same share for each out-peer and for the node itself: ``1/(peers + 1)``.
 
-    ``device`` is there for fairscale's sake.
+    Assran et al. 2019. ``device`` exists for compatibility with fairscale.
     """
 
     def __init__(self, graph: GraphManager, device: torch.device | str | None = None) -> None:
@@ -127,16 +130,19 @@ class UniformMixing:
         self.device = device
 
     def is_uniform(self) -> bool:
-        """Whether all shares are alike: they are."""
+        """Return whether all shares are equal, which is always true."""
         return True
 
     def is_regular(self) -> bool:
-        """Whether push weights stay 1."""
+        """Return whether push weights stay 1."""
         return self.graph_manager.is_regular_graph()
 
     def get_mixing_weights(self, residual_adjusted: bool = True) -> dict[str | int, torch.Tensor]:
-        """``"lo"``: one's own share; ``"uniform"`` and each out-peer: the others', as multiples of
-        ``lo`` where ``residual_adjusted``."""
+        """Return the mixing weights.
+
+        ``"lo"`` is the node's own share. ``"uniform"`` and each out-peer have the others' shares,
+        as multiples of ``lo`` if ``residual_adjusted``.
+        """
         peers, _ = self.graph_manager.get_peers()
         lo = torch.tensor([1.0 / (len(peers) + 1)], device=self.device)
         share = torch.ones_like(lo) if residual_adjusted else lo.clone()

@@ -1,4 +1,4 @@
-"""What SlowMoDistributedDataParallel tells of itself: where its time goes, and what it does."""
+"""Logging and profiling of SlowMoDistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from laconic.metrics import Metrics, Record
 _tracing = False
 
 TRACED = 4
-"""Calls in a torch profiler trace, the last of them with a slow step."""
-WHOLE = "perform_slowmo, all of it"
+"""Number of calls in a torch profiler trace. The last of them has a slow step."""
+WHOLE = "perform_slowmo, total"
 
 
 class LogLines(Metrics):
-    """Every record as a line of JSON to the logger ``laconic.slowmo``, at level DEBUG."""
+    """Writes every record as a line of JSON to the logger ``laconic.slowmo``, at level DEBUG."""
 
     def __init__(self) -> None:
         super().__init__(every=0.0)
@@ -49,12 +49,14 @@ class LogLines(Metrics):
 class Profile:
     """Times the parts of a training with ``sync``.
 
-    After every ``period`` calls rank 0 prints a table of the calls since the last one: how often
-    each part ran, and milliseconds and megabytes sent each time. Rounds and gradients: seconds in
-    collectives, the wait for slower ranks included; what is left of the whole is packing and
-    arithmetic. Every rank writes a torch profiler trace of the calls up to the second slow step to
-    ``slowmo_trace.rank<r>.json`` in the current directory; ``traces``: whether it does, which
-    simulated workers cannot, as torch has one profiler in a process.
+    After every ``period`` calls, rank 0 prints a table of the calls since the previous table: how
+    often each part ran, and its milliseconds and megabytes sent per run. For rounds and gradients,
+    the time is that of the collectives, including the wait for slower ranks. The rest of the total
+    is packing and arithmetic.
+
+    Every rank writes a torch profiler trace of the calls up to the second slow step to
+    ``slowmo_trace.rank<r>.json`` in the current directory, if ``traces`` is true. Simulated workers
+    cannot do this, because torch has one profiler per process.
     """
 
     def __init__(self, sync: Synchronizer, rank: int, period: int, traces: bool) -> None:
@@ -68,7 +70,7 @@ class Profile:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time what happens in this context."""
+        """Time the code in this context."""
         start = time.perf_counter()
         with record_function(f"slowmo: {name}"):
             yield
@@ -77,7 +79,7 @@ class Profile:
         part.seconds += time.perf_counter() - start
 
     def call(self, advance: Callable[[], None]) -> None:
-        """One call of perform_slowmo, which is ``advance()``."""
+        """Profile one call of perform_slowmo, implemented by ``advance()``."""
         if self._traces and self._sync.step == max(2 * self._period - TRACED, 0):
             self._start_trace()
         with self.part(WHOLE):
@@ -91,7 +93,7 @@ class Profile:
             self._parts, self._before = {}, self._sync.calls()
 
     def table(self) -> str:
-        """The parts of the calls since the last table."""
+        """Return a table of the parts of the calls since the previous table."""
         rows = [("part", "calls", "ms each", "MB each")]
         calls = self._sync.calls()
         for name, call in {**self._parts, **calls}.items():
@@ -111,7 +113,7 @@ class Profile:
     def _start_trace(self) -> None:
         global _tracing
         if _tracing or torch._C._autograd._profiler_enabled():
-            return  # torch has one profiler in a process, and it is in use
+            return  # torch has one profiler per process, and it is in use
         _tracing = True
         self._profiler = profile(activities=profiler_activities())
         self._profiler.start()
@@ -127,5 +129,5 @@ class Profile:
                 if self._rank == 0:
                     sys.stdout.write(f"torch profiler trace: {path}\n")
             except (OSError, RuntimeError) as error:
-                warnings.warn(f"no torch profiler trace: {path}: {error}", stacklevel=2)
+                warnings.warn(f"cannot write the profiler trace {path}: {error}", stacklevel=2)
             self._profiler, _tracing = None, False

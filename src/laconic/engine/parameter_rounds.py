@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from laconic.algorithms.exchange import Arrival, Exchange, Gossip, Rebase, Scored
+from laconic.algorithms.exchange import Exchange, Rebase, Scored
 from laconic.algorithms.round import Round
-from laconic.algorithms.scores import Scores, of_worker
 from laconic.algorithms.update import (
     AfterSend,
     AfterStep,
@@ -23,63 +18,20 @@ from laconic.algorithms.update import (
     Quiesce,
     State,
 )
-from laconic.buckets import Bucket, Fragment, Scratch, Segment, parameters, state_dtype
-from laconic.engine.channel import Channel, is_owned, open_channels
-from laconic.engine.nonfinite import NonfiniteCheck
-from laconic.errors import NotFiniteError
-from laconic.links.comm_thread import CommThread, Pending
+from laconic.buckets import Bucket, Fragment
+from laconic.engine.channel import Channel, is_owned
+from laconic.engine.channel_set import ChannelSet
+from laconic.engine.in_flight import InFlightBucket, InFlightRound, RoundContext
+from laconic.engine.messages import Messenger
+from laconic.links.comm_thread import Pending
 from laconic.links.link import Link, held_by_all
 from laconic.links.simulated import single_link
 
 
-class InFlightBucket(NamedTuple):
-    """One bucket's message in flight. ``sent``: y, where the update needs it."""
-
-    channel: Channel
-    sent: Tensor | None
-    pending: Pending[Arrival]
-    message: Tensor | None = None
-    """Kept until it has arrived: the GPU may still be sending it."""
-
-
-@dataclass
-class InFlightRound:
-    """One delayed round in flight, to be folded after step ``due``. ``copies``: what was sent of
-    tensors that come and go, by group and name. ``checked``: raises if a message was not finite."""
-
-    due: int
-    sent: Pending[list[InFlightBucket]]
-    copies: Sequence[dict[str, Tensor]] = ()
-    checked: Pending[None] = field(default_factory=lambda: Pending.of(None))
-
-    @property
-    def buckets(self) -> list[InFlightBucket]:
-        """Wait until it is known which buckets there are, and return them."""
-        self.checked.wait()
-        return self.sent.wait()
-
-
-@dataclass
-class RoundContext:
-    """What all rounds of one recipe run share. ``scratch``: memory for the message being sent;
-    ``beside``: for x next to it."""
-
-    model: nn.Module
-    optimizer: Optimizer
-    comm: CommThread
-    scratch: Scratch
-    beside: Scratch
-    replica: Link
-    nonfinite: NonfiniteCheck
-    scores: Scores | None
-    seed: int
-
-
 class ParameterRunner:
-    """Runs ``round`` over ``link``.
+    """Runs ``round`` over ``link``: `start` sends, `fold_due` folds.
 
-    The tensors that a round is about are fixed, or, where nothing keeps state for them (module
-    buffers, optimizer state), selected anew at each round: then they `vary`.
+    ``executed``: how many rounds were started. ``in_flight``: those to be folded later.
     """
 
     def __init__(self, round: Round, link: Link, context: RoundContext) -> None:
@@ -89,12 +41,16 @@ class ParameterRunner:
         # what the worker sends. In any other set each rank sends its own.
         crosses = round.over in ("workers", "group")
         self._replica = context.replica if crosses else single_link()
-        self.channels: list[Channel] = []
+        self._context = context
+        self.set = ChannelSet(round, link, self._replica, context)
+        self._messenger = Messenger(round, link, self._replica, context)
         self.executed = 0
         self.in_flight: list[InFlightRound] = []
-        self.joined: list[int] = []
-        """How many parameter groups were added each time: those share buckets."""
-        self._context = context
+
+    @property
+    def channels(self) -> list[Channel]:
+        """One for each bucket of the present tensors."""
+        return self.set.all
 
     @property
     def exchange(self) -> Exchange:
@@ -108,133 +64,40 @@ class ParameterRunner:
         empty = isinstance(self.round.part, Fragment) and not self.channels
         return not empty and (across or self._replica.size > 1)
 
-    @property
-    def stateful(self) -> bool:
-        """Whether the update keeps state for the present tensors."""
-        return any(channel.state for channel in self.channels)
-
-    @property
-    def varies(self) -> bool:
-        """Whether its tensors may come and go: they are not parameters, and no state belongs to
-        them."""
-        fixed = self.round.part is parameters or isinstance(self.round.part, Fragment)
-        return not fixed and not self.stateful and not any(c.exchange_state for c in self.channels)
-
     def label(self, step: int) -> str:
         """What messages to the user call it."""
         return f"{self.round.name} after step {step}"
 
-    # -- channels ----
-
-    def add_groups(self) -> None:
-        """Open channels for the parameter groups added since the last call. x is x0 then."""
-        self._add(self._selected()[sum(self.joined) :])
-
     def like(self, joined: Sequence[int]) -> ParameterRunner:
         """A new runner, as if parameter groups had been added in these numbers."""
         fresh = ParameterRunner(self.round, self.link, self._context)
-        groups = self._selected()
-        if sum(joined) != len(groups):
-            raise ValueError(f"the state was saved for {sum(joined)} groups, not {len(groups)}")
-        for count in joined:
-            start = sum(fresh.joined)
-            fresh._add(groups[start : start + count])
+        fresh.set.add_as(joined)
         return fresh
 
     def elsewhere(self, link: Link, replica: Link) -> ParameterRunner:
         """A new runner, as if on the rank of another run: over ``link``, in a worker of the ranks
         of ``replica``."""
         fresh = ParameterRunner(self.round, link, replace(self._context, replica=replica))
-        fresh.add_groups()
+        fresh.set.add_groups()
         return fresh
 
     def become(self, other: ParameterRunner) -> None:
         """Take over the channels of ``other``, made by `like`, and what it has in flight."""
-        self.channels, self.in_flight = other.channels, other.in_flight
-        self.executed, self.joined = other.executed, other.joined
+        self.set, self.in_flight, self.executed = other.set, other.in_flight, other.executed
 
-    def _selected(self) -> Sequence[Sequence[Tensor | Segment]]:
-        part, model, optimizer = self.round.part, self._context.model, self._context.optimizer
-        if isinstance(part, Fragment):
-            return part.segments(model, optimizer)
-        return [list(group.values()) for group in part(model, optimizer)]
-
-    def _add(self, groups: Sequence[Sequence[Tensor | Segment]]) -> None:
-        new = self.cut(groups, sum(self.joined), len(self.channels))
-        self.joined += [len(groups)] if groups else []
-        self.channels += new
-        for channel in new:
-            channel.state = self._initial_state(channel)
-        for channel in new:
-            channel.exchange_state = self._initial_exchange_state(channel)
-
-    def cut(
-        self, groups: Sequence[Sequence[Tensor | Segment]], first_group: int = 0, number: int = 0
-    ) -> list[Channel]:
-        """See `open_channels`."""
-        at = self.round.update, self.exchange, self.link, self._replica
-        return open_channels(groups, *at, first_group, number)
-
-    def _initial_state(self, channel: Channel) -> State:
-        """The update's state on its part of x0. Each state tensor gets a copy of its own."""
-        update, bucket = self.round.update, channel.bucket
-        x = bucket.pack(self._room(bucket))
-        dtype = state_dtype(bucket.dtype)
-        owned = update.init(x[channel.region].to(dtype, copy=True))
-        if missing := sorted(owned.keys() - update.slots.keys()):
-            raise ValueError(
-                f"{type(update).__name__}.init makes state {missing} that its slots do not list: "
-                'say where each lives, "owner", "everywhere", "private" or "pooled"'
-            )
-        if all(t.dim() == 0 or is_owned(update, name, t) for name, t in owned.items()):
-            return owned
-        whole = update.init(x.to(dtype, copy=True))
-        return {name: owned[name] if is_owned(update, name, t) else t for name, t in whole.items()}
-
-    def _initial_exchange_state(self, channel: Channel) -> State:
-        """The exchange's state on the part of x0 that this rank carries."""
-        if not channel.exchange.slots:
-            return {}
-        bucket = channel.bucket
-        x = bucket.pack(self._room(bucket))[channel.part]
-        return channel.exchange.init(x.to(state_dtype(bucket.dtype), copy=True), channel.owned)
-
-    def _room(self, bucket: Bucket) -> Tensor:
-        return self._context.scratch.take(bucket.length, bucket.dtype, bucket.device)
-
-    def _clock(self, bucket: Bucket, step: int, executed: int | None = None) -> Clock:
-        group = self._context.optimizer.param_groups[bucket.group]
-        lr = float(group.get("lr", math.nan)) if self.round.update.uses_lr else math.nan
-        number = self.executed if executed is None else executed
-        at = self.link.size, self.link.rank
-        seed = self._context.seed
-        clock = Clock(step, lr, number, self.round.delay, *at, seed=seed, bucket=bucket.number)
-        exchange = self.exchange
-        return (
-            replace(clock, out_degree=exchange.out_degree(clock))
-            if isinstance(exchange, Gossip)
-            else clock
-        )
-
-    def _with_message(self, clock: Clock, state: State) -> Clock:
-        """``clock`` with what travels with the message just made: its weight, and the score."""
-        weight = self.round.update.weight
-        if weight is not None:
-            clock = replace(clock, weight=float(state[weight]))
-        if isinstance(self.exchange, Scored) and self._context.scores is not None:
-            score = self._context.scores.now(self.exchange.score_window)
-            clock = replace(clock, score=score)
-        return clock
+    def _clock(self, bucket: Bucket, step: int) -> Clock:
+        return self._messenger.clock(bucket, step, self.executed)
 
     # -- one round ----
 
     def start(self, step: int) -> None:
         """Send this round's messages after ``step``. Without a delay, also fold the answers."""
-        if self.varies and self.round.delay and self._can_select_later:
+        if self.set.vary and self.round.delay and self._can_select_later:
             self.in_flight.append(self._launch_varying(step))
         else:
-            if self.varies:
-                self._select_again()
+            if self.set.vary:
+                job = partial(held_by_all, self.link, self.set.varying())
+                self.set.replace(self._context.comm.call(job, self.label(0)))
             self._start_channels(step)
         self.executed += 1
         if self.round.optimizer_state == "reset":
@@ -264,9 +127,9 @@ class ParameterRunner:
     def _exchange_now(self, channel: Channel, step: int) -> None:
         update, bucket, state = self.round.update, channel.bucket, channel.state
         clock = self._clock(bucket, step)
-        message = update.send(bucket.pack(self._room(bucket)), state, clock)
-        clock = self._with_message(clock, state)
-        job = partial(self._carry, channel, message, clock)
+        message = update.send(bucket.pack(self._context.memory(bucket)), state, clock)
+        clock = self._messenger.stamped(clock, state)
+        job = partial(self._messenger.carry, channel, message, clock)
         received, weight, _ = self._context.comm.call(job, self.label(step))
         if not update.replaces:
             beside = self._context.beside
@@ -277,114 +140,32 @@ class ParameterRunner:
     def _launch(self, channel: Channel, step: int) -> InFlightBucket:
         update, bucket, state = self.round.update, channel.bucket, channel.state
         clock = self._clock(bucket, step)
-        message, sent = self._message(channel, clock)
-        clock = self._with_message(clock, state)
-        job = partial(self._carry, channel, message, clock)
+        message, sent = self._messenger.delayed(channel, clock)
+        clock = self._messenger.stamped(clock, state)
+        job = partial(self._messenger.carry, channel, message, clock)
         pending = self._context.comm.submit(job, self.label(step))
         if isinstance(update, AfterSend):
-            x = bucket.pack(self._room(bucket))
+            x = bucket.pack(self._context.memory(bucket))
             update.after_send(x, state, clock)
             bucket.unpack(x)
         return InFlightBucket(channel, sent, pending, message)
 
-    def _message(self, channel: Channel, clock: Clock) -> tuple[Tensor, Tensor | None]:
-        """A delayed round's message, and y, if `fold` will need it."""
-        update = self.round.update
-        y = channel.bucket.pack(channel.bucket.empty())
-        message = update.send(y, channel.state, clock)
-        if update.keeps_sent and message is y:
-            message = y.clone()
-        return message, y if update.keeps_sent else None
-
-    def _carry(self, channel: Channel, message: Tensor, clock: Clock) -> Arrival:
-        """Exchange the message with the other workers, with the outer step in between. The ranks of
-        one worker hold the same message: each carries its part across, then they share."""
-        update, state = self.round.update, channel.state
-
-        def combine(mean: Tensor) -> Tensor:
-            owned = {k: t for k, t in state.items() if not t.dim() or is_owned(update, k, t)}
-            result = update.combine(mean.to(state_dtype(mean.dtype)), owned, clock)
-            state.update(owned)  # an outer optimizer makes its state in its first step
-            return result
-
-        replica = self._replica
-        part = message.view(replica.size, -1)[replica.rank]
-        if isinstance(channel.exchange, Scored) and replica.size > 1:
-            ranks = replica.gather(torch.tensor(clock.score, dtype=torch.float64))
-            clock = replace(clock, score=of_worker(ranks))
-        error: NotFiniteError | None = None
-        try:
-            result = channel.exchange.run(self.link, part, combine, clock, channel.exchange_state)
-        except NotFiniteError as raised:
-            error = raised
-        if replica.size > 1 and channel.exchange.slots:  # the worker's other ranks must learn of it
-            failed = replica.gather(torch.tensor([float(error is not None)]))
-            if bool(failed.any()) and error is None:
-                error = NotFiniteError("what other ranks of this worker carry is not finite")
-        if error is not None:
-            self._context.nonfinite.report(error)
-            return Arrival(message)
-        if replica.size > 1:
-            replica.all_gather(result.flat, message)
-            return result._replace(flat=message, lent=False)
-        reads_only = update.replaces and not self.round.delay
-        if result.lent and not reads_only:
-            fits = message.dtype == result.flat.dtype
-            own = message.copy_(result.flat) if fits else result.flat.clone()
-            return result._replace(flat=own, lent=False)
-        return result
-
-    # -- tensors that come and go ----
-
-    def _varying(self) -> Sequence[dict[str, Tensor]]:
-        """The tensors of now that a varying round is about."""
-        assert not isinstance(self.round.part, Fragment), "parameters do not vary"
-        return self.round.part(self._context.model, self._context.optimizer)
-
-    def copies(self) -> list[dict[str, Tensor]]:
-        """Copies of the tensors of now."""
-        return [{k: t.detach().clone() for k, t in group.items()} for group in self._varying()]
-
-    def _select_again(self) -> None:
-        """Open channels for the tensors of now that all ranks have."""
-        job = partial(held_by_all, self.link, self._varying())
-        common = self._context.comm.call(job, self.label(0))
-        self.channels, self.joined = [], []
-        self._add(common)
-        if not self.varies:
-            raise ValueError(
-                f"{self.round.name}: its update or exchange keeps state, which begins with what "
-                "all workers start with, and its part= had nothing then: use ones without state"
-            )
-
     def _launch_varying(self, step: int) -> InFlightRound:
-        """Send copies of the tensors of now. Behind the messages under way the ranks agree on the
-        tensors that all of them have; nobody waits for that here."""
-        executed, copies = self.executed, self.copies()
+        """Send copies of tensors that come and go. Behind the messages under way the ranks agree on
+        the tensors that all of them have; training does not wait for that."""
+        executed, copies, messenger = self.executed, self.set.copies(), self._messenger
 
         def send() -> list[InFlightBucket]:
             found = []
-            for channel in self.cut(held_by_all(self.link, copies)):
-                clock = self._clock(channel.bucket, step, executed)
-                message, sent = self._message(channel, clock)
-                arrival = self._carry(channel, message, clock)
+            for channel in self.set.cut(held_by_all(self.link, copies)):
+                clock = messenger.clock(channel.bucket, step, executed)
+                message, sent = messenger.delayed(channel, clock)
+                arrival = messenger.carry(channel, message, clock)
                 found.append(InFlightBucket(channel, sent, Pending.of(arrival), message))
             return found
 
         pending = self._context.comm.submit(send, self.label(step))
         return InFlightRound(step + self.round.delay, pending, copies)
-
-    def _copied(self, flight: InFlightRound) -> list[tuple[Tensor, Tensor]]:
-        """The present tensors of which ``flight`` has copies of the same shape."""
-        if not flight.copies:
-            return []
-        held = [
-            (group[name].detach(), copy)
-            for group, copies in zip(self._varying(), flight.copies, strict=False)  # some are new
-            for name, copy in copies.items()
-            if name in group
-        ]
-        return [(t, copy) for t, copy in held if (t.shape, t.dtype) == (copy.shape, copy.dtype)]
 
     # -- folding ----
 
@@ -404,7 +185,7 @@ class ParameterRunner:
         """Fold what ``flight`` brings. With ``copies`` of the channels' states, by the channel's
         id, those change in place of the states, and the flight can be folded again. Without
         ``write`` x stays."""
-        buckets, copied = flight.buckets, self._copied(flight) if write else []
+        buckets, copied = flight.buckets, self.set.copied(flight.copies) if write else []
         for tensor, copy in copied:
             copy.copy_(tensor)
         for channel, sent, pending, _ in buckets:
@@ -413,7 +194,7 @@ class ParameterRunner:
             if copies is not None:
                 received, state = received.clone(), copies[id(channel)]
             clock = replace(self._clock(bucket, step), weight=weight)
-            x = bucket.pack(self._room(bucket))
+            x = bucket.pack(self._context.memory(bucket))
             x = self.round.update.fold(x, received, sent, state, clock)
             if write:
                 bucket.unpack(x)
@@ -460,7 +241,7 @@ class ParameterRunner:
         update = self.round.update
         if isinstance(update, Quiesce):
             for channel, state in zip(self.channels, states, strict=True):
-                x = channel.bucket.pack(self._room(channel.bucket))
+                x = channel.bucket.pack(self._context.memory(channel.bucket))
                 update.quiesce(x, state, averaged)
                 channel.bucket.unpack(x)
 
@@ -525,25 +306,9 @@ class ParameterRunner:
         for channel in self.channels:
             anchor = channel.state[name]
             if is_owned(self.round.update, name, anchor):
-                job = partial(self._gather_owned, anchor, channel)
+                job = partial(self._messenger.gather_owned, anchor, channel)
                 anchor = self._context.comm.call(job, "consensus")
             channel.bucket.unpack(anchor)
-
-    def _gather_owned(self, owned: Tensor, channel: Channel) -> Tensor:
-        """A bucket's tensor, from the slices of it that its owners keep."""
-        replica, length = self._replica, channel.bucket.length
-        owners = self.exchange.owners(self.link.size)
-        levels = (
-            (self.link, length // replica.size, owners),
-            (replica, length, replica.size),
-        )
-        for link, size, slices in levels:
-            if slices is not None and link.size > 1:
-                gathered = owned.new_empty(size)
-                link.all_gather(owned, gathered, slices)
-                owned = gathered
-        assert owned.numel() == length
-        return owned
 
     @property
     def starts_relative(self) -> bool:
@@ -554,7 +319,7 @@ class ParameterRunner:
     def start_here(self, step: int) -> None:
         """Make messages relative to the x of now: the first worker's, since processors differ."""
         for channel in self.channels:
-            x = channel.bucket.pack(self._room(channel.bucket))[channel.part]
+            x = channel.bucket.pack(self._context.memory(channel.bucket))[channel.part]
             self._context.comm.call(partial(self.link.broadcast, x), self.label(step))
             _rebase(channel, x)
 
@@ -562,7 +327,9 @@ class ParameterRunner:
         """x is the anchor on all workers now."""
         if self.round.update.anchor and self.exchange.agrees:
             for channel in self.channels:
-                _rebase(channel, channel.bucket.pack(self._room(channel.bucket))[channel.part])
+                _rebase(
+                    channel, channel.bucket.pack(self._context.memory(channel.bucket))[channel.part]
+                )
 
 
 def _rebase(channel: Channel, x: Tensor) -> None:

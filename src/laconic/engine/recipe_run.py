@@ -21,7 +21,8 @@ from laconic.algorithms.scores import Scores
 from laconic.algorithms.update import Clock
 from laconic.buckets import Scratch, module_buffers
 from laconic.engine.gradient_rounds import GradientRunner, Host
-from laconic.engine.parameter_rounds import ParameterRunner, RoundContext
+from laconic.engine.in_flight import RoundContext
+from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.session import Session
 from laconic.links.calls import GRADIENTS, Call
 
@@ -65,7 +66,7 @@ class RecipeRun:
             ParameterRunner(r, session.links[r.over], self._context) for r in self._planned
         ]
         for running in self.rounds:
-            running.add_groups()
+            running.set.add_groups()
         self.groups = len(optimizer.param_groups)
 
     def start_gradient_rounds(self, left: Mapping[tuple[str, int], Tensor]) -> None:
@@ -114,7 +115,7 @@ class RecipeRun:
         self.check_alike()
         session.broadcast([p for group in new for p in group])
         for running in self.rounds:
-            running.add_groups()
+            running.set.add_groups()
         self.groups = len(session.groups())
         session.note_order()
 

@@ -119,7 +119,7 @@ def _at_rest(
     their push weights, by the tensor's id, where gossip gives them some. Weights of lost workers
     are missing, so that the weights need not sum to the number of workers."""
     update = running.round.update
-    if running.varies:  # tensors that come and go are averaged as they were at the save
+    if running.set.vary:  # tensors that come and go are averaged as they were at the save
         return {**saved, "flights": []}, {}
     if not saved["flights"] and not isinstance(update, Quiesce):
         return saved, {}

@@ -19,7 +19,8 @@ from laconic.algorithms.exchange import Arrival, Exchange
 from laconic.algorithms.update import State
 from laconic.buckets import Bucket, local
 from laconic.engine.channel import Channel, is_owned
-from laconic.engine.parameter_rounds import InFlightBucket, InFlightRound, ParameterRunner
+from laconic.engine.in_flight import InFlightBucket, InFlightRound
+from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.links.comm_thread import Pending
 
 VERSION = 3
@@ -175,7 +176,7 @@ def round_state(running: ParameterRunner) -> Saved:
     flights = [_flight_state(f) for f in running.in_flight]  # first: arrivals may change the state
     return {
         **exchange_state(running),
-        "joined": list(running.joined),
+        "joined": list(running.set.joined),
         "executed": running.executed,
         "state": [{k: t.clone() for k, t in c.state.items()} for c in running.channels],
         "flights": flights,
@@ -185,7 +186,9 @@ def round_state(running: ParameterRunner) -> Saved:
 class Runner(Protocol):
     """A running round, whose exchange may have state."""
 
-    channels: list[Channel]
+    @property
+    def channels(self) -> Sequence[Channel]:
+        """One for each bucket."""
 
     @property
     def exchange(self) -> Exchange:
@@ -277,10 +280,10 @@ def load_round(
     Raises ``ValueError`` if the parts do not fit the model.
     """
     own = parts[mine] if mine is not None else parts[0]
-    keeps_state = running.stateful
-    in_flight = own["flights"] and not running.varies
+    keeps_state = running.set.stateful
+    in_flight = own["flights"] and not running.set.vary
     target, keeps = running, keeps_state or in_flight or running.exchange.slots
-    if keeps and own["joined"] != running.joined:
+    if keeps and own["joined"] != running.set.joined:
         running = running.like(own["joined"])
     sizes = [channel.bucket.numel for channel in running.channels]
     if own["sizes"] != sizes and keeps:
@@ -349,12 +352,12 @@ def _combine(
 
 def _load_flight(running: ParameterRunner, saved: Saved) -> InFlightRound:
     channels, copies = running.channels, []
-    if running.varies:
-        copies = running.copies()
-        channels = running.cut([list(group.values()) for group in copies])
+    if running.set.vary:
+        copies = running.set.copies()
+        channels = running.set.cut([list(group.values()) for group in copies])
     sizes = [channel.bucket.numel for channel in channels]
-    fewer = not running.varies and saved["sizes"] == sizes[: len(saved["sizes"])]
-    if saved["sizes"] != sizes and not fewer:  # groups added since have sent nothing
+    fewer = not running.set.vary and saved["sizes"] == sizes[: len(saved["sizes"])]
+    if saved["sizes"] != sizes and not fewer:  # groups added since sent nothing
         raise ValueError(
             "the state was saved with a round in flight, and its tensors are not those of this "
             "run: load the model and the optimizer first, or save after sync.finish()"

@@ -13,7 +13,7 @@ from laconic.links.texts import clean
 
 
 class Address(NamedTuple):
-    """Where a process listens, and the key of the link that it is asked about."""
+    """Where a process listens, and the key of the link that callers ask about."""
 
     host: str
     port: int
@@ -24,7 +24,7 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Raises ``ValueError`` for what is none."""
+        """From text; raises ``ValueError``."""
         match text.split("|"):
             case [host, port, key] if port.isdecimal() and int(port) < 2**16:
                 if len(bytes.fromhex(key)) == KEY_BYTES:
@@ -33,7 +33,7 @@ class Address(NamedTuple):
 
 
 def address_towards(host: str) -> str | None:
-    """This host's address on the way to ``host``; None where there is no way."""
+    """The address of this host's interface towards ``host``; None if there is no route."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -57,10 +57,9 @@ def address_of(interface: str) -> str | None:
 
 
 def own_address() -> str:
-    """This host's address for other ranks: that of the interface that GLOO_SOCKET_IFNAME names, as
-    for gloo (the first where it names several); else the one on the network that leads to the
-    rendezvous (MASTER_ADDR); else, where there is no such variable, or it leads nowhere but to this
-    host though there are several, the one that the host's name stands for."""
+    """This host's address for other ranks. It is the address of the first interface that
+    GLOO_SOCKET_IFNAME names; else the one towards MASTER_ADDR; else the one that the host's name
+    resolves to. The last also replaces a loopback address where there are several hosts."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip()
     named = address_of(interface) if interface else None
     master = os.environ.get("MASTER_ADDR")

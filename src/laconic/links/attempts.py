@@ -1,10 +1,8 @@
-"""Where the ranks meet: a store for each attempt of torchrun, which starts all ranks again after
-one has failed.
+"""A store for each attempt of torchrun, which starts all ranks again after one has failed.
 
-torchrun's agent keeps one store for all attempts, and torch's process groups look in it for the
-addresses of the other ranks, under the same keys each time. A rank of a second attempt that is
-faster than another one finds that rank's address of the first attempt there, and waits for a
-process that has ended.
+torchrun's agent keeps one store for all attempts. torch's process groups look in it for the
+addresses of the other ranks, under the same keys in every attempt. A rank of the second attempt may
+find there the address of another rank in the first attempt, and wait for a process that has ended.
 """
 
 from __future__ import annotations
@@ -20,12 +18,12 @@ from torch.distributed.rendezvous import rendezvous
 from laconic.errors import LinkError
 
 POLL = 0.02
-"""Seconds after which rank 0 looks again for ranks that are still missing."""
+"""Seconds between rank 0's looks for ranks that are missing."""
 
 
 def open_store() -> tuple[Store, int, int]:
-    """A store that the ranks of this attempt alone use, this process's rank, and their number, from
-    torchrun's environment variables."""
+    """From torchrun's environment variables: a store that only the ranks of this attempt use, the
+    rank of this process, and the number of ranks."""
     store, rank, size = next(rendezvous("env://"))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = PrefixStore(f"laconic/{agree_on_attempt(store, rank, size)}", store)
@@ -35,12 +33,12 @@ def open_store() -> tuple[Store, int, int]:
 def agree_on_attempt(
     store: Store, rank: int, size: int, timeout: timedelta = default_pg_timeout
 ) -> str:
-    """A name for this attempt, which rank 0 draws; every rank must call it.
+    """A name for this attempt, which rank 0 draws. Every rank must call it.
 
-    Each other rank asks under a name of its own process, and rank 0 answers that process, so that
-    nothing an earlier attempt has left in the store is taken for an answer. The number of restarts
-    (TORCHELASTIC_RESTART_COUNT) cannot serve: agents on several hosts count on their own, and one
-    whose ranks were stopped because those of another failed counts nothing.
+    Every other rank asks under a random name of its process, and rank 0 answers to that name. So no
+    rank takes what an earlier attempt has left in the store for an answer. The number of restarts
+    (TORCHELASTIC_RESTART_COUNT) is of no use: agents on several hosts count separately, and an
+    agent whose ranks were stopped because those of another failed does not count it.
     """
     own, seconds = secrets.token_hex(8), timeout.total_seconds()
     if rank == 0:
@@ -67,9 +65,9 @@ def _heard(attempt: str, process: str) -> str:
 
 
 def _answer(store: Store, attempt: str, size: int, seconds: float) -> None:
-    """Tell the process of every other rank the name of the ``attempt``; returns when all have heard
-    of it. What is under a rank's key may be a process that has ended, until the rank's own is
-    there."""
+    """Tell the process of every other rank the name of the ``attempt``; returns when all of them
+    have read it. A rank's key may hold the name of a process that has ended, until the rank writes
+    its own."""
     missing = dict.fromkeys(range(1, size), "")
     end = time.monotonic() + seconds
     while missing:

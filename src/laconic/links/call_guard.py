@@ -60,7 +60,7 @@ class CallSequence:
         self.header = 0, 0
         """The serial number and the id of the current call, which every message carries."""
         self.address = health.beacon().enroll()
-        self.enrolled = health.beacon().links[health.key_of(self.address)]
+        self.record = health.beacon().links[health.key_of(self.address)]
 
     @property
     def serial(self) -> int:
@@ -75,18 +75,18 @@ class CallSequence:
     def share(self, secret: bytes, rank: int, beacons: Mapping[int, str]) -> None:
         """The ranks share ``secret`` from now on. ``rank``: this one; ``beacons``: the addresses of
         all, by world rank."""
-        self.enrolled.secret, self.enrolled.rank = secret, rank
-        self.enrolled.others = {r: address for r, address in beacons.items() if r != rank}
+        self.record.secret, self.record.rank = secret, rank
+        self.record.others = {r: address for r, address in beacons.items() if r != rank}
 
     def begin(self, call: Call) -> None:
         """``call`` is the next one."""
         self.position = CallPosition(self.serial + 1, health.shown(call))
         self.header = self.serial, call.id
-        self.enrolled.position = self.position
+        self.record.position = self.position
 
     def leave(self, broken: bool) -> None:
         """No more calls; ``broken``: the last one is not completed."""
-        self.enrolled.position = self.position._replace(left=True, broken=broken)
+        self.record.position = self.position._replace(left=True, broken=broken)
 
 
 class CallGuard:
@@ -124,8 +124,8 @@ class CallGuard:
     @property
     def secret(self) -> bytes:
         """What all ranks of the link know, and nobody else."""
-        assert self._sequence.enrolled.secret is not None, "the ranks have met"
-        return self._sequence.enrolled.secret
+        assert self._sequence.record.secret is not None, "the ranks have met"
+        return self._sequence.record.secret
 
     def meet(self, gather: Gather, text: str) -> list[str]:
         """Exchange the addresses of the beacons, and adopt rank 0's secret. Returns every rank's
@@ -278,7 +278,7 @@ class CallGuard:
     def _ended_after(self, rank: int) -> int:
         """After how many calls the process of ``rank`` ended in order; -1 if it did not, as far as
         is known."""
-        return self._sequence.enrolled.left.get(self.ranks[rank], -1)
+        return self._sequence.record.left.get(self.ranks[rank], -1)
 
     def _position(self, answer: Answer | None, serial: int) -> CallPosition:
         """Where a rank is that has sent a message of another call, its ``serial``-th: what its
@@ -291,7 +291,7 @@ class CallGuard:
 
     def _ask(self, request: Request = NOTHING, ranks: Sequence[int] | None = None) -> Answers:
         """The answers of the other ranks of this link (or those of ``ranks``) to ``request``."""
-        secret = self._sequence.enrolled.secret
+        secret = self._sequence.record.secret
         if secret is None:  # the ranks have not met
             return {}
         others = [r for r in (range(self.size) if ranks is None else ranks) if r != self.rank]
@@ -300,7 +300,7 @@ class CallGuard:
         answers = dict(zip(others, received, strict=True))
         for r, answer in answers.items():
             if answer.verdict is not None:
-                self._sequence.enrolled.take(answer.verdict)
+                self._sequence.record.adopt(answer.verdict)
             if not answer.lost:
                 self._answered.add(r)
         return answers
@@ -330,20 +330,20 @@ class CallGuard:
 
     def conclude(self, text: str, ranks: Iterable[int], answers: Answers | None = None) -> NoReturn:
         """Raise ``text``, which blames the world ``ranks``, here and on all ranks of the link; or
-        what another rank found before. Ranks that are lost according to ``answers`` are not
-        told."""
-        enrolled = self._sequence.enrolled
-        enrolled.take(Verdict(text, tuple(sorted(ranks)), self.ranks[self.rank]))
+        the verdict that counts before it. Ranks that are lost according to ``answers`` do not
+        receive it."""
+        record = self._sequence.record
+        record.adopt(Verdict(text, tuple(sorted(ranks)), self.ranks[self.rank]))
         self.status("stopped")
         lost = {r for r, answer in (answers or {}).items() if answer.lost}
-        self._ask(Request(enrolled.verdict), [r for r in range(self.size) if r not in lost])
+        self._ask(Request(record.verdict), [r for r in range(self.size) if r not in lost])
         self._shutdown()  # no message will come; this wakes a thread that waits for one
         self._raise_verdict()
         raise AssertionError("there is a verdict")
 
     def _raise_verdict(self) -> None:
         """Raise what a rank has found wrong, if one has."""
-        verdict = self._sequence.enrolled.verdict
+        verdict = self._sequence.record.verdict
         if verdict is not None:
             raise LinkError(verdict.text, ranks=verdict.ranks) from None
 

@@ -1,5 +1,5 @@
-"""The cost model: bytes and seconds of each collective. One piece of code, used by the throttled
-link, the ledger and whoever predicts.
+"""The cost model: bytes and seconds of each collective. The throttled link, the ledger and all
+predictions use it.
 
 For ``B`` bytes on each of ``n`` ranks, what one rank sends, and how many messages follow one
 another:
@@ -19,7 +19,7 @@ swap            p * B            1           to p peers (B: one message's bytes)
 ==============  ===============  ==========  ========================================
 
 Seconds are ``messages * latency + 8 * bytes / rate``: latency in seconds, one way; rate in bit/s
-of one host's card in one direction.
+of one host's network interface in one direction.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cost:
-    """What one rank sends for a collective: payload bytes, and messages that must follow."""
+    """What one rank sends for a collective: payload bytes, and messages that follow one another."""
 
     bytes: int
     messages: int

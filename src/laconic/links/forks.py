@@ -15,7 +15,7 @@ from typing import Protocol
 
 
 class Closable(Protocol):
-    """What holds file descriptors, and forgets them when it closes them."""
+    """An object with file descriptors, which forgets them when it closes them."""
 
     def close(self) -> None:
         """Close the descriptors. Closing again does nothing."""
@@ -23,8 +23,8 @@ class Closable(Protocol):
 
 
 guard = threading.RLock()
-"""Held from the opening of a socket until `close_in_child` knows it; no fork comes in between.
-Nothing that may block runs under it."""
+"""To be locked from the opening of a socket until `close_in_child` knows it, so that no fork
+happens in between. No blocking call may run under it."""
 _held: weakref.WeakValueDictionary[int, Closable] = weakref.WeakValueDictionary()
 _then: list[Callable[[], None]] = []
 

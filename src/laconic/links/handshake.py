@@ -1,17 +1,17 @@
-"""How two processes of one job prove to each other that they are.
+"""How two processes prove to each other that they belong to one job.
 
-Both know the job's secret, which never travels over a connection. Four messages, each of a size
-that the other side knows before it reads it:
+Both know the job's secret, which is never sent over these connections. There are four messages. The
+receiver knows the size of each before it reads it:
 
-    caller -> hello      what for, whom (the key of a link), the caller's number, a nonce
+    caller -> hello      the purpose, the key of a link, the caller's number, a nonce
     callee -> challenge  a nonce
     caller -> frame      a text, and HMAC-SHA256 of (role, hello, challenge, text)
     callee -> frame      a text, and the same with the callee's role
 
-The nonces make every proof good for one connection only, and the roles keep one side's proof from
-being sent back to it. A caller that has not proved anything gets nothing but a random number, and
-its text is not looked at. Nothing here reads a socket: a handshake is a generator that yields what
-to send and how many bytes to wait for, and is sent these bytes.
+The nonces make every proof valid for one connection only. The roles keep a proof from being sent
+back to its author. A caller without a proof receives nothing but a random number, and its text is
+not read. Nothing here reads a socket: a handshake is a generator that yields what to send and how
+many bytes to wait for, and is sent these bytes.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _LENGTH = struct.Struct(">I")
 _MAC_BYTES = hashlib.sha256().digest_size
 
 Exchange = Generator[tuple[bytes, int], bytes, bytes]
-"""Yields what to send and how many bytes are awaited; returns the other side's text."""
+"""Yields what to send and how many bytes to wait for; returns the other side's text."""
 
 
 class RefusedError(ValueError):
-    """The other side is not of this job, or does not speak as it should."""
+    """The other side does not belong to this job, or violates the protocol."""
 
 
 class Hello(NamedTuple):
-    """What a caller says of itself, to be proved."""
+    """What a caller claims about itself, before it proves it."""
 
     purpose: bytes
     key: bytes
@@ -94,7 +94,7 @@ def _read_frame(
 def call(
     secret: bytes, purpose: bytes, key: bytes, number: int, text: bytes, most: int = MOST_BYTES
 ) -> Exchange:
-    """The caller's part: its ``text`` for the link of ``key``, in exchange for the callee's."""
+    """The caller's side: sends ``text`` about the link of ``key``, returns the callee's text."""
     hello = Hello(purpose, key, number, secrets.token_bytes(NONCE_BYTES)).pack()
     challenge = yield hello, NONCE_BYTES
     own = _frame(secret, b"caller", hello, challenge, text)
@@ -107,11 +107,12 @@ def answer(
     reply: Callable[[Hello, bytes], bytes],
     most: int = MOST_BYTES,
 ) -> Exchange:
-    """The callee's part: ``secret_of(key)`` is that link's, if there is one; ``reply`` gets what
-    the caller has proved and returns the text for it, or raises `RefusedError`."""
+    """The callee's side. ``secret_of(key)``: that link's secret, if there is such a link.
+    ``reply`` receives what the caller has proved, and returns the text for it or raises
+    `RefusedError`."""
     data = yield b"", HELLO_BYTES
     hello = Hello.unpack(data)
-    # who asks for a key that does not exist fails later, as does who does not know the secret
+    # a caller with an unknown key fails later, like one that does not know the secret
     secret = secret_of(hello.key) or secrets.token_bytes(SECRET_BYTES)
     if hello.purpose != purpose:
         raise RefusedError("called for something else")

@@ -1,9 +1,10 @@
-"""Who is still there, and where: a beacon in every process that tells others what it is doing.
+"""Beacons: every process answers other ranks' questions about what it is doing.
 
-A back end reports a lost peer as a closed connection or a time-out, on some ranks at once and on
-others late, and never by rank; ranks in different calls it does not report at all. So a rank that
-waits long, or whose connection broke, asks the others' beacons, and the message can name who is
-gone, who hangs and who is somewhere else. Whoever found it out tells the others: one verdict.
+A back end reports a lost rank as a closed connection or a timeout, on some ranks at once and on
+others late, and does not name the rank. It does not report ranks in different calls at all. So a
+rank that waits long, or whose connection closed, asks the beacons of the others. Its error can then
+name the rank that has ended, hangs or is in another call. It sends this verdict to the other ranks,
+and all raise the same.
 """
 
 from __future__ import annotations
@@ -31,17 +32,18 @@ from laconic.links.texts import clean
 
 PURPOSE = b"beacon"
 ANSWER_SECONDS = 2.0
-"""How long a conversation with a beacon may take in all; it does nothing else."""
+"""How long a conversation with a beacon may take, from the first byte to the last."""
 RETRY_SECONDS = 0.05
 MOST_AT_ONCE = 128
-"""Beacons that are asked at a time: a process has 1024 file descriptors on many systems."""
+"""How many beacons are asked at a time: many systems allow a process 1024 file descriptors."""
 MOST_TEXT, MOST_STATUS, MOST_NAME, MOST_RANKS = 10_000, 500, 200, 1000
-"""Characters of a verdict, a status and a call's name, and ranks to blame: they fit a frame."""
+"""The longest verdict, status and call's name, in characters, and the most ranks to blame. All
+together fit one frame."""
 
 
 class Verdict(NamedTuple):
-    """What one rank found wrong with a link, for all of them to raise: ``text``, the ``ranks`` to
-    blame, and the rank that is the ``finder``. Of several the one of the lowest finder holds."""
+    """What the rank ``finder`` found wrong with a link, for all ranks to raise: the ``text``, and
+    the world ``ranks`` to blame. Of several verdicts the one of the lowest finder counts."""
 
     text: str
     ranks: tuple[int, ...]
@@ -50,9 +52,9 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a beacon said of a link: the process's status, its position in the link's calls and the
-    verdict that it knows; or, if it is ``missing``, what its silence means: ``"gone"`` (nobody
-    listens there any more), ``"silent"`` (the connection stands, and no answer came) or
+    """What a beacon answered about a link: the status of its process, the position in the link's
+    calls, and the verdict that it knows. ``missing``, if there was no answer: ``"gone"`` (no
+    program listens there any more), ``"silent"`` (the connection is open, and no answer came) or
     ``"unreachable"`` (no connection)."""
 
     status: str
@@ -76,8 +78,8 @@ UNREACHABLE = Answer("does not answer (its host is unreachable)", missing="unrea
 
 
 class Request(NamedTuple):
-    """What a caller tells a beacon about a link: a verdict, or that it leaves in order after so
-    many calls (`CallPosition.serial`); or nothing."""
+    """What a caller sends to a beacon about a link: a verdict; or that its program ends in order,
+    and after how many calls (``left``); or nothing."""
 
     verdict: Verdict | None = None
     left: int | None = None
@@ -88,7 +90,7 @@ class Request(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> Request:
-        """From bytes of a stranger's choice; raises ``ValueError``."""
+        """From any bytes; raises ``ValueError``."""
         match _parse(data):
             case [verdict, None]:
                 return cls(_verdict_of(verdict))
@@ -101,14 +103,14 @@ NOTHING = Request()
 
 
 def pack_answer(status: str, position: CallPosition, verdict: Verdict | None) -> bytes:
-    """What a beacon replies."""
+    """The answer of a beacon."""
     serial, call, left, broken = position
     where = [serial, None if call is None else list(shown(call)), left, broken]
     return _json([clean(status)[:MOST_STATUS], where, _plain(verdict)])
 
 
 def unpack_answer(data: bytes) -> Answer:
-    """From bytes of a stranger's choice; raises ``ValueError``."""
+    """From any bytes; raises ``ValueError``."""
     match _parse(data):
         case [str(status), [serial, call, bool(left), bool(broken)], verdict]:
             position = CallPosition(_integer(serial), _call_of(call), left, broken)
@@ -122,7 +124,7 @@ def pack_verdict(verdict: Verdict) -> bytes:
 
 
 def unpack_verdict(data: bytes) -> Verdict:
-    """From bytes that may be anything; raises ``ValueError``."""
+    """From any bytes; raises ``ValueError``."""
     verdict = _verdict_of(_parse(data))
     if verdict is None:
         raise ValueError("no verdict")
@@ -186,10 +188,13 @@ def _call_of(value: object) -> Call | None:
 
 
 @dataclass
-class Enrolled:
-    """What a beacon knows of one link of its process: the ``secret``, None until the ranks share
-    one; the position in its calls; the verdict; the ranks that left in order, each after how many
-    calls; and, for who leaves in order itself, its own rank and the others' addresses."""
+class LinkRecord:
+    """What a beacon knows about one link of its process.
+
+    ``secret``: None until the ranks share one. ``left``: the ranks whose programs have ended in
+    order, and after how many calls. ``rank``, ``others``: this rank, and the addresses of the other
+    ranks' beacons, for when this program ends itself.
+    """
 
     secret: bytes | None = None
     position: CallPosition = field(default_factory=CallPosition)
@@ -198,16 +203,16 @@ class Enrolled:
     rank: int = 0
     others: dict[int, str] = field(default_factory=dict)
 
-    def take(self, verdict: Verdict) -> Verdict:
-        """The verdict that holds, ``verdict`` or the one before."""
+    def adopt(self, verdict: Verdict) -> Verdict:
+        """Adopt ``verdict`` unless the one before counts; returns the one that does."""
         if self.verdict is None or verdict.finder < self.verdict.finder:
             self.verdict = verdict
         return self.verdict
 
 
 class Beacon:
-    """Answers callers that know a link's secret with what this process is doing, from a thread of
-    its own, and takes in what they have to tell. ``links``, by key."""
+    """Answers callers that know a link's secret, from a thread of its own, and adopts the verdicts
+    that they send. ``links``: by key."""
 
     def __init__(self) -> None:
         host = own_address()
@@ -217,36 +222,36 @@ class Beacon:
             forks.close_in_child(self._server)
         self._host, self._port = host, int(self._server.getsockname()[1])
         self.status = "starting"
-        self.links: dict[str, Enrolled] = {}
+        self.links: dict[str, LinkRecord] = {}
         self._since = time.monotonic()
-        self._doors: dict[bytes, str] = {}
-        self._doors_lock = threading.Lock()
+        self._general: dict[bytes, str] = {}
+        self._lock = threading.Lock()
         threading.Thread(target=self._serve, daemon=True, name="laconic-beacon").start()
         # of multiprocessing, whose processes do not run what atexit has
-        multiprocessing.util.Finalize(None, self.depart, exitpriority=0)
+        multiprocessing.util.Finalize(None, self.announce_exit, exitpriority=0)
 
     def enroll(self, secret: bytes | None = None) -> str:
-        """The address under which others ask about a new link of this process."""
+        """Add a link of this process; returns the address under which others ask about it."""
         key = secrets.token_hex(KEY_BYTES)
-        self.links[key] = Enrolled(secret)
+        self.links[key] = LinkRecord(secret)
         return str(Address(self._host, self._port, key))
 
-    def door(self, secret: bytes) -> str:
-        """The address under which those who know ``secret`` ask about this process, whatever
-        links it has."""
-        with self._doors_lock:
-            if secret not in self._doors:
-                self._doors[secret] = self.enroll(secret)
-            return self._doors[secret]
+    def address_for(self, secret: bytes) -> str:
+        """The address under which callers that know ``secret`` ask about this process before there
+        is a link. Always the same."""
+        with self._lock:
+            if secret not in self._general:
+                self._general[secret] = self.enroll(secret)
+            return self._general[secret]
 
     def set(self, status: str) -> None:
-        """What this process is doing from now on."""
+        """Set what this process is doing from now on."""
         self.status, self._since = status, time.monotonic()
 
-    def depart(self) -> None:
-        """Tell the other ranks of all links that this process ends in order: that its connections
-        close is no failure of what they do without it. Nothing is told where it does not: an
-        exception ended the program, or has made it leave a link."""
+    def announce_exit(self) -> None:
+        """Tell the other ranks of all links that this program ends in order, so that they do not
+        take the closing connections for a failure. Tells them nothing if an exception ended the
+        program, or made it leave a link."""
         if vars(sys).get("last_value") is not None:
             return
         asked = []
@@ -277,7 +282,7 @@ class Beacon:
         except ValueError as error:
             raise handshake.RefusedError(str(error)) from None
         if request.verdict is not None:
-            link.take(request.verdict)
+            link.adopt(request.verdict)
         if request.left is not None:
             link.left[hello.number] = request.left
         seconds = time.monotonic() - self._since
@@ -286,7 +291,7 @@ class Beacon:
 
 @functools.cache
 def beacon() -> Beacon:
-    """This process's own, lit at the first call and as long as the process lives."""
+    """The beacon of this process, started by the first call. It lives as long as the process."""
     return Beacon()
 
 
@@ -302,8 +307,8 @@ def key_of(address: str) -> str:
 
 
 def ask(address: str, secret: bytes, rank: int = 0, request: Request = NOTHING) -> Answer:
-    """What the process at ``address`` says, or what its silence means, to ``rank``, which knows
-    that link's ``secret``, and has something to tell it perhaps."""
+    """The answer of the beacon at ``address`` to ``rank`` and its ``request``, or why there was
+    none. ``secret``: the link's."""
     return ask_all([address], secret, rank, request)[0]
 
 
@@ -313,13 +318,13 @@ def ask_all(
     rank: int = 0,
     request: Request = NOTHING,
 ) -> list[Answer]:
-    """All at once."""
+    """As `ask`, all beacons at once."""
     return _ask_each([(a, secret, rank, request) for a in addresses], ANSWER_SECONDS)
 
 
 class _Question:
-    """One beacon to ask, several times if need be: one that is flooded by strangers may have
-    dropped this caller for the next one."""
+    """One beacon to ask, several times if needed: a beacon that strangers flood may have dropped
+    this caller to make room."""
 
     def __init__(self, address: str, secret: bytes, rank: int, request: Request) -> None:
         self.host, self.port, key = Address.parse(address)
@@ -343,7 +348,7 @@ class _Question:
         try:
             self.answer = unpack_answer(talk.result)
         except ValueError:
-            self.answer = OTHER  # it knows the secret, and is another version
+            self.answer = OTHER  # it knows the secret, and runs another version
 
     def _failed(self, error: Exception, *, connecting: bool) -> None:
         now = time.monotonic()
@@ -360,7 +365,7 @@ class _Question:
 
 
 def _ask_each(asked: Sequence[tuple[str, bytes, int, Request]], seconds: float) -> list[Answer]:
-    """The answers, in that order; each is waited for at most ``seconds``."""
+    """The answers, in that order. Waits for each at most ``seconds``."""
     questions = [_Question(*each) for each in asked]
     waiting, under_way = deque(questions), dict[_Question, float]()
     talks = Talks()

@@ -1,6 +1,9 @@
-"""The seam to the network. Every method blocks until its result is there: what runs beside the
-training does so because the synchroniser's lane calls it from a thread of its own, which also
-gives every rank one order of collectives."""
+"""The interface to the network: collectives over a set of ranks.
+
+Every method blocks until its result is there. Collectives run beside the training because the
+communication thread (`laconic.links.comm_thread`) calls these methods, which also gives all ranks
+one order of collectives.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,15 @@ from laconic.links.calls import Call
 
 @dataclass(frozen=True)
 class Parts:
-    """What is done to one part of a row while others are on their way; ``ends``: where the parts
-    end, in elements of a row, ascending, the last of them its length.
+    """How rows are cut into parts, so that one part is computed while others travel.
 
+    ``ends``: where the parts end, in elements of a row, ascending; the last one is its length.
     ``fill(r, part)`` writes that part of the row for rank r, right before it is sent: the first
     part of all rows, in the order of `hops`, then the second. ``use(r, part)`` is called when that
-    part of rank r's row is there, again one part after the other, in the order of `arrivals`. It
-    leaves what is sent as it is. Nothing is used before all is filled. Ranks may cut at different
-    places: the messages are the same."""
+    part of rank r's row has come, again one part after the other, in the order of `arrivals`; it
+    must not change what is sent. All parts are filled before any is used. Ranks may cut at
+    different places: the messages are the same.
+    """
 
     ends: Sequence[int]
     fill: Callable[[int, slice], None] | None = None
@@ -35,14 +39,14 @@ class Parts:
         return (slice(a, b) for a, b in pairwise((0, *self.ends)))
 
     def fill_all(self, rows: Sequence[int]) -> None:
-        """The ``rows`` for these ranks, before any is sent: for links that send all at once."""
+        """Fill all parts of the rows for these ranks. For links that send all at once."""
         if self.fill is not None:
             for part in self:
                 for r in rows:
                     self.fill(r, part)
 
     def use_all(self, rows: Sequence[int]) -> None:
-        """After all has come."""
+        """Use all parts of these ranks' rows. For links that receive all at once."""
         if self.use is not None:
             for part in self:
                 for r in rows:
@@ -53,7 +57,7 @@ class Link(Protocol):
     """Collectives over one set of ranks, on flat contiguous tensors.
 
     Sizes are in elements; ``n`` is the link's ``size``. All ranks of the set must make the same
-    calls in the same order. Raises `laconic.LinkError` where a rank fails to.
+    calls in the same order. Raises `laconic.LinkError` if one does not, or is lost.
     """
 
     @property
@@ -73,7 +77,7 @@ class Link(Protocol):
 
     @property
     def joined(self) -> float:
-        """When (`time.perf_counter`) the last collective was complete, as far as is known."""
+        """When (`time.perf_counter`) the last collective completed, as far as this rank knows."""
         ...
 
     def begin_call(self, call: Call, *, wait: bool) -> bool:
@@ -84,18 +88,19 @@ class Link(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise `LinkError` if another rank is known to be in another call, or to have left; for
-        whoever waits for a collective beside the thread that makes it."""
+        """Raise `LinkError` if another rank is known to be in another call, or to have left. For
+        threads that wait for a collective which another thread makes."""
         ...
 
     def check_peers(self) -> None:
-        """Raise `LinkError` if another rank is known to be lost; for whoever is between two calls,
-        however often: cheap, and without a message where all is well. A rank that ended in order
-        is not lost."""
+        """Raise `LinkError` if another rank is known to be lost. To be called between two calls,
+        as often as you like: it is cheap, and sends nothing unless a connection has closed. A rank
+        whose program ended in order is not lost."""
         ...
 
     def leave(self, broken: bool) -> None:
-        """This rank will make no more calls, and, if ``broken``, not end the one it is in."""
+        """Tell the other ranks, when they ask, that this one makes no more calls, and, if
+        ``broken``, that it does not complete the last one."""
         ...
 
     def mean(self, x: Tensor) -> None:
@@ -103,10 +108,11 @@ class Link(Protocol):
         ...
 
     def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
-        """The mean of slice ``rank`` of ``x``, cut into ``owners`` slices (None: n), in float32 at
-        least but with NCCL, which sums in x's dtype; nothing on the ranks from ``owners`` on.
-        Overwrites ``x``; the result is the link's or a view of x, valid until the next call. The
-        length is a multiple of ``owners``, which are at most n."""
+        """Cut ``x`` into ``owners`` slices (None: n), and return the mean over ranks of slice
+        ``rank``; an empty tensor on the ranks from ``owners`` on. Sums in float32 at least, except
+        NCCL, which sums in x's dtype. Overwrites ``x``. The result belongs to the link or is a view
+        of x, and is valid until the next call. The length of x is a multiple of ``owners``, which
+        is at most n."""
         ...
 
     def all_gather(
@@ -117,27 +123,27 @@ class Link(Protocol):
         parts: Parts | None = None,
     ) -> None:
         """``out`` <- the first ``owners`` ranks' ``mine`` one after the other (None: all ranks'),
-        cast to ``out``'s dtype. ``mine`` may be its own place in ``out``, and is where ``parts``
-        are filled, as the row for this rank. The rows that are used are the slices of ``out``."""
+        cast to ``out``'s dtype. ``mine`` may be its own slice of ``out``. ``parts`` are filled in
+        ``mine``, as the row for this rank, and used in the slices of ``out``."""
         ...
 
     def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
-        """Row r of ``x``, shape (n, m), to rank r; ``out``, as long, gets the rows that all ranks
-        have for this one, in the order of their ranks. Nothing is summed, so any dtype goes.
-        ``parts`` of x are filled, and of ``out`` used."""
+        """Send row r of ``x``, of shape (n, m), to rank r. ``out``, of the same size, receives the
+        rows of all ranks for this one, in the order of their ranks. Nothing is summed, so any dtype
+        works. ``parts`` are filled in x and used in ``out``."""
         ...
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
-        """``x`` <- that of rank ``root``, in place."""
+        """``x`` <- rank ``root``'s ``x``, in place."""
         ...
 
     def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor]:
-        """``x`` to each of the ranks ``to``; returns those of the ranks ``source``, who send as
-        much here, in that order. Valid until the next call."""
+        """Send ``x`` to each of the ranks ``to``, and return what the ranks ``source`` send to this
+        one, in that order: as many elements each. Valid until the next call."""
         ...
 
     def gather(self, x: Tensor) -> Tensor:
-        """The ranks' small tensors, stacked: shape ``(n, *x.shape)``."""
+        """All ranks' ``x``, stacked: shape ``(n, *x.shape)``. For small tensors."""
         ...
 
     def split(self, sets: Sequence[Sequence[int]]) -> Link:
@@ -145,30 +151,29 @@ class Link(Protocol):
         ...
 
     def status(self, text: str) -> None:
-        """What this rank is doing, for other ranks' error messages."""
+        """Set what this rank is doing, for other ranks' error messages."""
         ...
 
     def close(self) -> None:
-        """Give back what was made for this link alone: the process group of one that `split`
-        returned, say. To be called on all its ranks; a collective that is under way on another
-        one fails."""
+        """Free what belongs to this link alone, such as its connections. To be called on all its
+        ranks. A collective that is under way on another rank fails."""
         ...
 
 
 def hops(rank: int, size: int) -> list[int]:
-    """The order in which rank ``rank`` of ``size`` sends to all: those behind it first, and to
-    itself last; so that no two send to the same one at the same time."""
+    """The order in which rank ``rank`` of ``size`` sends to all ranks: to the next rank first, and
+    to itself last. So no two ranks send to the same one at the same time."""
     return [(rank + hop) % size for hop in range(1, size + 1)]
 
 
 def arrivals(rank: int, size: int) -> list[int]:
-    """The order in which what all ranks send to rank ``rank`` is looked at, if they send in the
-    order of `hops`: its own first."""
+    """The order in which messages reach rank ``rank`` if all ranks send in the order of `hops`; its
+    own comes first."""
     return hops(rank, size)[::-1]
 
 
 def held_by_all(link: Link, groups: Sequence[Mapping[str, Tensor]]) -> list[list[Tensor]]:
-    """Of each group the tensors that all ranks of ``link`` have, by name, shape and dtype."""
+    """The tensors of each group that all ranks of ``link`` have, by name, shape and dtype."""
     keys = [
         [f"{g} {name} {tuple(t.shape)} {t.dtype}" for name, t in group.items()]
         for g, group in enumerate(groups)

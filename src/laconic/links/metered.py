@@ -1,4 +1,4 @@
-"""The byte ledger: a link that counts what the link inside sends, by the cost model's law."""
+"""The byte ledger: a link that counts what the inner link sends, by the cost model's formulas."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class CallTotals:
 
 @dataclass
 class Ledger:
-    """Payload bytes that this rank sent and received, in all, and sent by collective, by set of
-    ranks and by name of the call.
+    """Payload bytes that this rank sent and received; the sent ones also by collective, by set of
+    ranks, and by name of the call.
 
     Not counted: packet headers and acknowledgements of the network (below 5% for large messages).
-    ``failed`` is told of a link's error, by the thread that meets it.
+    ``failed`` is called with a link's error, in the thread that raises it.
     """
 
     bytes_sent: int = 0
@@ -52,7 +52,7 @@ class Ledger:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Tell ``failed`` of a link's error in this context."""
+        """A context that reports a link's error to ``failed``."""
         try:
             yield
         except LinkError as error:
@@ -62,8 +62,8 @@ class Ledger:
 
     @contextmanager
     def book(self, collective: str, ranks: str, amount: Cost, received: int) -> Iterator[None]:
-        """Book the collective that is made in this context, among the set of ``ranks`` of that
-        name, once it is complete."""
+        """A context for a collective among the set of ranks named ``ranks``: booked once it has
+        completed."""
         start = time.perf_counter()
         with self.watched():
             yield
@@ -77,7 +77,8 @@ class Ledger:
 
 
 class Metered(Wrapped):
-    """``link``, with every collective booked in ``ledger`` under the ``name`` of its ranks."""
+    """``link``, with every collective booked in ``ledger`` under the ``name`` of its set of
+    ranks."""
 
     def __init__(self, link: Link, ledger: Ledger | None = None, name: str = "world") -> None:
         super().__init__(link)

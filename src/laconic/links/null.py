@@ -34,16 +34,16 @@ class NullLink:
         return False
 
     def check(self) -> None:
-        """Nobody is missing."""
+        """Does nothing: no rank can be lost."""
 
     def check_peers(self) -> None:
-        """Nobody is missing."""
+        """Does nothing: no rank can be lost."""
 
     def leave(self, broken: bool) -> None:
-        """Nobody waits."""
+        """Does nothing."""
 
     def mean(self, x: Tensor) -> None:
-        """All have the same."""
+        """Does nothing: all ranks have the same."""
 
     def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
         return x.view(owners or self.size, -1)[0]
@@ -72,7 +72,7 @@ class NullLink:
             parts.use_all(arrivals(self.rank, self.size))
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
-        """All have the same."""
+        """Does nothing: all ranks have the same."""
 
     def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor]:
         return [x] * len(source)
@@ -84,7 +84,7 @@ class NullLink:
         return NullLink(next(len(ranks) for ranks in sets if self.rank in ranks))
 
     def status(self, text: str) -> None:
-        """Nobody asks."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Nothing was made."""
+        """Does nothing."""

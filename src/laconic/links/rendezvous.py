@@ -1,8 +1,8 @@
-"""Where ranks meet before they have a link: the store of torch's default process group.
+"""How ranks wait for each other before they have a link: by the store of torch's process group.
 
-Every rank that comes to `meet` says so in the store, with the address of its beacon, and waits for
-the others. So a rank that never comes can be named, and one whose process has ended since it was
-there before is found at once.
+A rank that calls `Rendezvous.wait_for_all` marks this in the store, with the address of its beacon,
+and waits for the others. So an error can name a rank that never comes, and a rank whose process has
+ended is noticed at once.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ if TYPE_CHECKING:
 
 FIRST_POLL, LAST_POLL = 0.01, 0.5
 ASK_SECONDS = 1.0
-"""How often the beacons of ranks that have not come are asked."""
+"""How often a rank asks the beacons of the ranks that have not come."""
 LINGER_SECONDS = 5.0
-"""How long rank 0, where it gives up, waits at most until all others have come and know why."""
+"""How long rank 0 waits, before it raises, for the other ranks to read the verdict: the store may
+end with its process."""
 UNREACHABLE_SECONDS = 10.0
-"""How long no connection to a rank's host comes about, in repeated tries, until the rank counts as
-lost. A host that restarts a switch or a cable needs less; a time-out of minutes would be lost on a
-host that is never coming back."""
+"""A rank counts as lost if its host cannot be reached for so long. A network that restarts a switch
+needs less, and waiting for the timeout, which may be minutes, would gain nothing."""
 ADVICE = (
     "Look at that rank's own output, then start all ranks again from the last checkpoint; "
     "where a rank is only slow, pass a longer timeout= to laconic.attach"
 )
 
 
-def meeting() -> Meeting | None:
-    """Around the store of torch's default process group; None for a group of one rank, or one that
-    has no store (MPI's)."""
+def default_rendezvous() -> Rendezvous | None:
+    """At the store of torch's default process group; None if that has one rank, or no store
+    (MPI's)."""
     store = dist.distributed_c10d._get_default_store()
-    return None if store is None or dist.get_world_size() == 1 else Meeting(store)
+    return None if store is None or dist.get_world_size() == 1 else Rendezvous(store)
 
 
 def publish() -> None:
-    """Tell the other ranks where this process's beacon is, so that they notice when it ends before
-    there is a link. Does nothing without a process group of several ranks."""
-    found = meeting() if dist.is_initialized() else None
+    """Publish the address of this process's beacon, so that the other ranks notice if it ends
+    before there is a link. Does nothing without a process group of several ranks."""
+    found = default_rendezvous() if dist.is_initialized() else None
     if found is not None:
         found.publish()
 
 
-class Meeting:
-    """The ranks of torch's default process group around its ``store``."""
+class Rendezvous:
+    """The ranks of torch's default process group, and its ``store``."""
 
     def __init__(self, store: Store) -> None:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
@@ -69,11 +69,11 @@ class Meeting:
     def publish(self) -> None:
         """Put the address of this process's beacon into the store."""
         with self._failing():
-            address = health.beacon().door(self._secret)
+            address = health.beacon().address_for(self._secret)
             self._store.set(f"beacon/{self._rank}", address)
 
-    def meet(self, timeout: float) -> None:
-        """Wait until all ranks have come here as often as this one; raises `LinkError`."""
+    def wait_for_all(self, timeout: float) -> None:
+        """Wait until all ranks have called it as often as this one; raises `LinkError`."""
         self.publish()
         with self._failing():
             number = self._store.add(f"meetings/{self._rank}", 1)
@@ -103,16 +103,16 @@ class Meeting:
                 if lost:
                     text = f"waiting for all ranks: {why}. {ADVICE}"
                     verdict = health.pack_verdict(Verdict(text, tuple(lost), self._rank))
-                    with self._failing():  # one verdict for all: the first
+                    with self._failing():  # the first verdict counts
                         here.compare_set("verdict", "", verdict.decode())
                         self._raise(here)
-            time.sleep(pause)  # a store can be waited on, but not without keeping other threads off
+            time.sleep(pause)  # a wait on the store itself would block other threads
             pause = min(1.5 * pause, LAST_POLL)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """A context for what all ranks do together after they met: an error of torch's in it
-        names those that are lost meanwhile."""
+    def naming_lost_ranks(self) -> Iterator[None]:
+        """A context for what all ranks do together after `wait_for_all`. An error of torch's inside
+        is raised as one that names the ranks that were lost."""
         try:
             yield
         except RuntimeError as error:
@@ -131,8 +131,8 @@ class Meeting:
         return "; ".join(f"rank {r} has not come within {timeout:g} s" for r in missing)
 
     def _lost(self, missing: list[int], since: dict[int, float]) -> dict[int, str]:
-        """Those of the ``missing`` ranks that cannot come, as far as their beacons tell, and why;
-        ``since``: when each was unreachable first."""
+        """The ``missing`` ranks that cannot come, according to their beacons, and why; ``since``:
+        when each first was unreachable."""
         with self._failing():
             known = [r for r in missing if self._store.check([f"beacon/{r}"])]
             addresses = [self._text(self._store.get(f"beacon/{r}")) for r in known]
@@ -147,18 +147,20 @@ class Meeting:
         return lost
 
     def _raise(self, here: Store) -> NoReturn:
-        """Raise the verdict; rank 0, with whose process the store may end, once others know it."""
+        """Raise the verdict. Rank 0 first waits for the others to read it."""
         text = self._text(here.get("verdict"))
         try:
             verdict = health.unpack_verdict(text.encode())
         except ValueError as error:
             raise LinkError(f"torch's store holds no verdict of laconic's: {error}") from None
-        told, until = here.add("told", 1), time.monotonic() + LINGER_SECONDS
+        readers, until = here.add("readers", 1), time.monotonic() + LINGER_SECONDS
         while (
-            self._rank == 0 and told < self._size - len(verdict.ranks) and time.monotonic() < until
+            self._rank == 0
+            and readers < self._size - len(verdict.ranks)
+            and time.monotonic() < until
         ):
             time.sleep(FIRST_POLL)
-            told = here.add("told", 0)
+            readers = here.add("readers", 0)
         raise LinkError(verdict.text, ranks=verdict.ranks)
 
     def _text(self, value: bytes) -> str:
@@ -166,7 +168,7 @@ class Meeting:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """An error of the store in this context is that of the process that keeps it."""
+        """A context for the store: an error inside names the process that holds the store."""
         try:
             yield
         except LinkError:
@@ -180,7 +182,7 @@ class Meeting:
                 raise LinkError(
                     f"torch's store fails while ranks wait for each other: {reason}"
                 ) from error
-            # torchrun's agent keeps the store in some set-ups, rank 0 in all others
+            # torchrun's agent holds the store in some setups, rank 0 in all others
             agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             keeper = "the launcher" if agent else "rank 0"
             raise LinkError(

@@ -1,9 +1,9 @@
 """Workers as threads of one process: exact, fast, the same from run to run.
 
-Only one worker runs at a time. A worker keeps the turn until it waits on a link; then the next
-one gets it, with its own random state. Sums are taken in rank order, as `TorchLink` takes
-them on the CPU, so a simulated run is the real run, bit for bit. (NCCL sums in an order of its
-own, which shows from three workers on, in the last digits.)
+Only one worker runs at a time. A worker runs until it waits on a link; then the next one runs, with
+its own random state. Sums are taken in rank order, as by `TcpLink`, so a simulated run equals the
+real run on CPUs, bit for bit. (NCCL sums in an order of its own; with three workers or more the
+last digits differ.)
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ current_link: contextvars.ContextVar[Link | None] = contextvars.ContextVar("link
 
 
 @dataclass
-class _Meeting:
-    """One collective under way: who came, with what."""
+class _Collective:
+    """One collective under way, and the tensors that have come so far, by rank."""
 
     members: Sequence[int]
     call: str
-    brought: dict[int, Tensor] = field(default_factory=dict)
+    received: dict[int, Tensor] = field(default_factory=dict)
     result: Tensor | None = None
     joined: float = 0.0
 
@@ -62,16 +62,16 @@ class _RandomState:
 
 
 class _Stage:
-    """Gives one worker at a time the turn, and brings the members of a collective together. Who has
-    the turn alone reads or writes what is here."""
+    """Lets one worker at a time run, and brings the members of a collective together. Only the
+    worker whose turn it is reads or writes the attributes."""
 
     def __init__(self, workers: int) -> None:
         self.turns = [threading.Lock() for _ in range(workers)]
         for turn in self.turns[1:]:
-            turn.acquire()  # rank 0 begins; whoever passes the turn to a rank releases its lock
+            turn.acquire()  # rank 0 begins; passing the turn to a rank releases its lock
         self.runnable = [True] * workers
         self.random = [_RandomState() for _ in range(workers)]
-        self.meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
+        self.collectives: dict[tuple[tuple[int, ...], int], _Collective] = {}
         self.failure: str | None = None
         self.blamed: list[int] = []
         self.left: list[int] = []
@@ -81,29 +81,28 @@ class _Stage:
         self.random[rank].restore()
 
     def pass_turn(self, rank: int) -> None:
-        """To the next worker that can run; if none can, they wait for each other in vain."""
+        """Let the next worker run that can; if none can, they all wait for each other: an error."""
         self.random[rank].save()
         size = len(self.runnable)
         order = [(rank + i) % size for i in range(1, size + 1)]
         able = [r for r in order if self.runnable[r]]
         if not able and len(self.left) < size:
-            waiting = [m for m in self.meetings.values() if m.result is None]
-            stuck = "; ".join(f"ranks {sorted(m.brought)} in {m.call}" for m in waiting)
+            waiting = [c for c in self.collectives.values() if c.result is None]
+            stuck = "; ".join(f"ranks {sorted(c.received)} in {c.call}" for c in waiting)
             ended = f"; ranks {sorted(self.left)} have ended" if self.left else ""
             self.fail(f"the workers wait for each other in vain: {stuck}{ended}", self.left)
             able = [r for r in order if self.runnable[r]]
         if able:
-            self.turns[able[0]].release()  # wakes that one alone
+            self.turns[able[0]].release()  # wakes only that one
 
     def fail(self, reason: str, ranks: Sequence[int] = ()) -> None:
-        """Every worker that waits, or comes to wait, gets ``reason`` as an error, for which
-        ``ranks`` are to blame."""
+        """Raise ``reason`` in every worker that waits or will wait; ``ranks`` are to blame."""
         if self.failure is None:
             self.failure, self.blamed = reason, list(ranks)
         self.runnable = [r not in self.left for r in range(len(self.runnable))]
 
     def error(self) -> LinkError:
-        """What every worker raises from then on."""
+        """What every worker raises after `fail`."""
         return LinkError(self.failure, ranks=self.blamed)
 
     def leave(self, rank: int, error: BaseException | None) -> None:
@@ -113,36 +112,36 @@ class _Stage:
             self.fail(f"rank {rank} failed: {type(error).__name__}: {error}", [rank])
         self.pass_turn(rank)
 
-    def meet(
+    def join(
         self, rank: int, members: Sequence[int], count: int, call: str, x: Tensor, compute: Compute
     ) -> tuple[Tensor, float]:
-        """Deposit ``x``, wait for the other members, return ``compute`` of all, in rank
-        order, and when the last came."""
+        """Contribute ``x`` and wait for the other members. Returns ``compute`` of all tensors, in
+        rank order, and when the last one came."""
         if self.failure is not None:
             raise self.error()
         key = (tuple(members), count)
-        meeting = self.meetings.setdefault(key, _Meeting(members, call))
-        if meeting.call != call:
+        collective = self.collectives.setdefault(key, _Collective(members, call))
+        if collective.call != call:
             self.fail(
                 f"ranks disagree on what comes next: rank {rank} calls {call} where ranks "
-                f"{sorted(meeting.brought)} call {meeting.call}"
+                f"{sorted(collective.received)} call {collective.call}"
             )
             raise self.error()
-        meeting.brought[rank] = x
-        if len(meeting.brought) == len(members):
-            meeting.result = compute([meeting.brought[r] for r in members])
-            meeting.joined = time.perf_counter()
-            meeting.brought.clear()
-            del self.meetings[key]
+        collective.received[rank] = x
+        if len(collective.received) == len(members):
+            collective.result = compute([collective.received[r] for r in members])
+            collective.joined = time.perf_counter()
+            collective.received.clear()
+            del self.collectives[key]
             for r in members:
                 self.runnable[r] = True
         else:
             self.runnable[rank] = False
             self.pass_turn(rank)
             self.take_turn(rank)
-        if meeting.result is None:
+        if collective.result is None:
             raise self.error()
-        return meeting.result, meeting.joined
+        return collective.result, collective.joined
 
 
 class SimulatedLink:
@@ -159,35 +158,35 @@ class SimulatedLink:
         self.rank = members.index(me)
         self.size = len(members)
 
-    def _meet(
+    def _join(
         self, call: str, x: Tensor, compute: Compute, shape: torch.Size | None = None
     ) -> Tensor:
-        """``shape``: what must be alike on all ranks where ``x`` itself need not be."""
+        """``shape``: what must be alike on all ranks, if not the shape of ``x``."""
         self._count += 1
         call = f"{call}{list(shape or x.shape)}"
-        result, self.joined = self._stage.meet(
+        result, self.joined = self._stage.join(
             self._me, self._members, self._count, call, x, compute
         )
         return result
 
     def begin_call(self, call: Call, *, wait: bool) -> bool:
-        self._meet(f"{call} ", torch.empty(0), lambda _: torch.empty(0))
+        self._join(f"{call} ", torch.empty(0), lambda _: torch.empty(0))
         return wait
 
     def check(self) -> None:
-        """Nothing to find: nobody waits beside the thread that makes the call."""
+        """Does nothing: no other thread waits while a call runs."""
 
     def check_peers(self) -> None:
-        """Nothing to find: a worker that fails is an error in the next call."""
+        """Does nothing: a worker that fails is an error in the next call."""
 
     def leave(self, broken: bool) -> None:
-        """The stage sees workers end."""
+        """Does nothing: the stage sees workers end."""
 
     def mean(self, x: Tensor) -> None:
-        x.copy_(self._meet("mean", x, mean_in_rank_order))
+        x.copy_(self._join("mean", x, mean_in_rank_order))
 
     def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
-        mean = self._meet("reduce_scatter", x, mean_in_rank_order)
+        mean = self._join("reduce_scatter", x, mean_in_rank_order)
         owners = owners or self.size
         own = mean.view(owners, -1)[self.rank] if self.rank < owners else mean[:0]
         return own.clone()
@@ -203,7 +202,7 @@ class SimulatedLink:
         if parts is not None and self.rank < slices:
             parts.fill_all([self.rank])
         out.copy_(
-            self._meet("all_gather", mine.to(out.dtype), lambda x: torch.cat(x[:slices]), out.shape)
+            self._join("all_gather", mine.to(out.dtype), lambda x: torch.cat(x[:slices]), out.shape)
         )
         if parts is not None:
             parts.use_all([r for r in arrivals(self.rank, self.size) if r < slices])
@@ -211,38 +210,38 @@ class SimulatedLink:
     def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
         if parts is not None:
             parts.fill_all(hops(self.rank, self.size))
-        out.copy_(self._meet("all_to_all", x, torch.stack)[:, self.rank])
+        out.copy_(self._join("all_to_all", x, torch.stack)[:, self.rank])
         if parts is not None:
             parts.use_all(arrivals(self.rank, self.size))
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
-        x.copy_(self._meet("broadcast", x, lambda everyone: everyone[root].clone()))
+        x.copy_(self._join("broadcast", x, lambda everyone: everyone[root].clone()))
 
     def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor]:
-        everyone = self._meet("swap", x, torch.stack)
+        everyone = self._join("swap", x, torch.stack)
         return [everyone[r].clone() for r in source]
 
     def gather(self, x: Tensor) -> Tensor:
-        return self._meet("gather", x, torch.stack).clone()
+        return self._join("gather", x, torch.stack).clone()
 
     def split(self, sets: Sequence[Sequence[int]]) -> Link:
         mine = next(ranks for ranks in sets if self.rank in ranks)
         return SimulatedLink(self._stage, self._me, [self._members[r] for r in mine])
 
     def status(self, text: str) -> None:
-        """Nothing to tell: errors name the calls in which workers wait."""
+        """Does nothing: errors name the calls in which workers wait."""
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Does nothing."""
 
 
 def single_link() -> Link:
-    """The link of a set of one rank: nothing to send."""
+    """The link of a set of one rank. It sends nothing."""
     return SimulatedLink(_Stage(1), 0, [0])
 
 
 def idle_link(size: int, rank: int) -> Link:
-    """A link that says who ``rank`` of ``size`` ranks is, and carries nothing."""
+    """A link that reports ``rank`` and ``size``, and must not be used for collectives."""
     return SimulatedLink(_Stage(1), rank, range(size))
 
 

@@ -1,5 +1,5 @@
-"""Many short conversations at once, over sockets and in one thread, each with a deadline for all of
-it: whoever sends nothing, or a byte at a time, delays nobody."""
+"""Many short conversations over sockets, at once and in one thread. Each has a deadline for all of
+it, so a caller that sends nothing, or a byte at a time, delays no other."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from laconic.links import forks
 from laconic.links.handshake import Exchange, RefusedError
 
 MOST_STRANGERS = 128
-"""Callers at a time that have not proved anything; the oldest makes room for the next one."""
+"""The most callers at a time that have not proved anything. The next one replaces the oldest."""
 _ACCEPTS = 32
-"""Callers taken in before the others get their turn."""
+"""The most callers accepted at once, before other conversations continue."""
 _PAUSE = 0.1
-"""Seconds without new callers where the process has run out of file descriptors."""
+"""Seconds without new callers after the process has run out of file descriptors."""
 
 
 class EndedError(ConnectionError):
-    """The other side closed the connection before all was said."""
+    """The other side closed the connection too early."""
 
 
 class Talk:
-    """One conversation. ``ended`` is called once: with the error, or with None and `result` set;
-    it may take over the connection by detaching it, which is closed otherwise."""
+    """One conversation. ``ended`` is called once, with the error, or with None and `result` set. It
+    may keep the connection by detaching it; otherwise the connection is closed."""
 
     def __init__(
         self,
@@ -50,12 +50,12 @@ class Talk:
 
     @property
     def events(self) -> int:
-        """What to wait for."""
+        """The events to poll for."""
         return select.POLLOUT if self.connecting or self._out else select.POLLIN
 
     def advance(self) -> bool:
-        """Do what can be done at once; returns whether all is said. Raises `RefusedError`,
-        `OSError`."""
+        """Send and receive what is possible without waiting; returns whether the conversation is
+        complete. Raises `RefusedError`, `OSError`."""
         if self.connecting:
             number = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if number:
@@ -80,7 +80,7 @@ class Talk:
 
 
 class Talks:
-    """Conversations under way. `turn` moves them on."""
+    """Conversations under way. `turn` advances them."""
 
     def __init__(self, most_strangers: int = MOST_STRANGERS) -> None:
         self._poll = select.poll()
@@ -100,7 +100,7 @@ class Talks:
         seconds: float,
         ended: Callable[[Talk, Exception | None], None],
     ) -> None:
-        """Answer whoever calls ``server``, each within ``seconds``."""
+        """Answer all callers of ``server``, each within ``seconds``."""
         server.setblocking(False)
         self._server = server
         self._answers = exchange, seconds, ended
@@ -127,7 +127,7 @@ class Talks:
         self._begin(Talk(connection, exchange, deadline, ended, connecting=True))
 
     def turn(self, seconds: float | None = None) -> None:
-        """Wait until something happens, at most ``seconds`` long, and do what can be done."""
+        """Wait for the next event, at most ``seconds``, and advance all conversations."""
         now = time.monotonic()
         times = [talk.deadline for talk in self._talks.values()]
         if self._paused_until:
@@ -171,7 +171,7 @@ class Talks:
         self._strangers += talk.inbound
         self._poll.register(talk.connection, talk.events)
         if not talk.connecting:
-            self._move(talk)  # what it says has often come with it
+            self._move(talk)  # its first message has often come already
 
     def _move(self, talk: Talk) -> None:
         try:

@@ -1,4 +1,4 @@
-"""A slow network where there is none: a link that takes as long as the cost model says."""
+"""Stands in for a slow network: a link that takes as long as the cost model predicts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Throttled(Wrapped):
 
     ``bandwidth``: bit/s, or text such as ``"100mbit"``; None: unlimited. ``latency``: seconds, or
     text such as ``"20ms"``. A collective returns the cost model's seconds after the last rank
-    joined it. Its start cannot be seen from outside the link inside, so that link's own time
-    comes on top: use it over links that are fast by comparison.
+    joined it. That moment cannot be seen from outside the inner link, so the inner link's own
+    time is added: use it around links that are fast by comparison.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Throttled(Wrapped):
 
     @contextmanager
     def around(self, collective: str, amount: Cost, received: int) -> Iterator[None]:
-        """The link is taken for the collective's time, from when it was complete without."""
+        """The link is busy for the collective's time, from when the inner link completed it."""
         yield
         start = max(self.link.joined, self._free)
         self._free = start + amount.seconds(self._rate, self.latency)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from laconic.links.link import Link
 from laconic.links.nccl import NcclLink
-from laconic.links.rendezvous import meeting
+from laconic.links.rendezvous import default_rendezvous
 from laconic.links.tcp import TcpLink
 
 
@@ -50,11 +50,11 @@ def TorchLink(  # noqa: N802  a user writes it like the classes of other links
 
 def world_link(device: torch.device, timeout: timedelta) -> Link:
     """The link over all ranks of torch's default process group. Every rank must call it."""
-    make, found = _kind(device), meeting()
+    make, found = _kind(device), default_rendezvous()
     if found is None:
         group = dist.new_group(timeout=timeout)
     else:
-        found.meet(timeout.total_seconds())
-        with found.together():
+        found.wait_for_all(timeout.total_seconds())
+        with found.naming_lost_ranks():
             group = dist.new_group(timeout=timeout)
     return make(group, device, timeout, owned=True)

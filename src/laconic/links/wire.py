@@ -1,9 +1,9 @@
-"""Messages between the ranks of a link: one TCP connection for each pair of them, and no thread.
+"""Messages between the ranks of a link: one TCP connection for each pair of ranks, and no thread.
 
-The thread that makes a link's calls moves their bytes itself, between tensors and the kernel's
-buffers, and sleeps while there are none to move. gloo has a thread for that, which is woken for
-each message's announcement, for the answer that there is room for it, for the message, and then
-wakes the one that waits. With 4 ranks on 2 cores that was half of what a round costs the processor.
+The thread that makes a link's calls copies the bytes itself, between tensors and the kernel's
+buffers, and sleeps while there is nothing to copy. gloo has a thread for this, which wakes up
+several times for each message and then wakes the caller. With 4 ranks on 2 cores that was half of
+the processor time of a round.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from laconic.links.addresses import Address
 from laconic.links.connect import Connecting
 
 VERSION = 4
-"""What ``wire.c`` must be."""
+"""The version that ``wire.c`` must have."""
 
 _HEADER = struct.Struct("=QQQ")  # the sender's call (serial, id), and how many bytes follow
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 5}
-"""A connection over which nothing comes ends after 30 s in which the other host acknowledged none
-of 5 probes, be they lost for a while on a saturated network. A stopped process's kernel answers."""
-_HANG_UP = getattr(select, "POLLRDHUP", 0)  # only Linux tells before everything was read
+"""A connection ends after 30 s in which the other host acknowledged none of 5 probes. That is long
+enough for a saturated network. The kernel of a stopped process still acknowledges them."""
+_HANG_UP = getattr(select, "POLLRDHUP", 0)  # only Linux reports it before everything was read
 _INFO = struct.Struct("=52x2I")  # struct tcp_info up to tcpi_last_data_recv, tcpi_last_ack_recv
 
 _FINE, _SILENT, _CLOSED, _OTHER, _FAILED, _INTERRUPTED = range(6)
@@ -55,12 +55,12 @@ class OtherCallError(LinkError):
 
 
 class LostError(RuntimeError):
-    """A connection is gone, or nothing came over it for too long. No ``OSError``, as a signal's
-    handler, which runs while one waits, may raise such for reasons of its own."""
+    """A connection is closed, or nothing came over it for too long. Not an ``OSError``: a signal
+    handler that runs during the wait may raise one for reasons of its own."""
 
 
 class _Message(ctypes.Structure):
-    """One message, and how far it has come; as ``struct message`` in ``wire.c``."""
+    """One message, and how many of its bytes have moved; ``struct message`` in ``wire.c``."""
 
     _fields_: ClassVar = [
         ("header", ctypes.c_ubyte * _HEADER.size),
@@ -75,15 +75,15 @@ class _Message(ctypes.Structure):
 
 
 _BEGUN = struct.Struct(f"@QQQ{_HEADER.size}xPqqqii")
-"""All of a `_Message` at once, which takes a tenth of the time."""
+"""Writes all fields of a `_Message` at once, in a tenth of the time."""
 assert _BEGUN.size == ctypes.sizeof(_Message), "laid out as the compiler does"
 
 
 class Connections(dict[int, int]):
-    """Connected sockets' file descriptors by rank; closed when nobody uses them any more."""
+    """The file descriptors of connected sockets, by rank. Closed when this object is freed."""
 
     busy = False
-    """Whether a message was begun and not ended: none can come after it."""
+    """Whether a message has begun and not ended: no other can follow."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,11 +92,11 @@ class Connections(dict[int, int]):
 
     @property
     def forked(self) -> bool:
-        """Whether this is a child's copy, which was closed."""
+        """Whether this is a forked child's copy, which was closed."""
         return os.getpid() != self._process
 
     def keep(self, rank: int, connection: socket.socket) -> None:
-        """Take over the connection to ``rank``, in place of one that it has called by before."""
+        """Take over the connection to ``rank``, in place of an earlier one."""
         connection.setblocking(False)
         before = self.get(rank)
         with forks.guard:
@@ -105,7 +105,7 @@ class Connections(dict[int, int]):
             os.close(before)
 
     def close(self) -> None:
-        """End them all."""
+        """Close all connections."""
         while self:
             os.close(self.popitem()[1])
 
@@ -114,11 +114,13 @@ class Connections(dict[int, int]):
 
 
 class Transfer:
-    """Messages under way: ``sends[r]`` to rank r, and what comes from rank r into ``receives[r]``,
-    contiguous tensors in a CPU's memory that nobody touches meanwhile. Where they are not ``ready``
-    each is sent as far as `send` says. Bytes move within `wait`, but for those that the kernel
-    takes at once; the last `wait` is for all. Raises `LinkError` where a message before it was left
-    half-way."""
+    """Messages under way: ``sends[r]`` to rank r, and from rank r into ``receives[r]``. The tensors
+    are contiguous and on the CPU, and must not be used meanwhile.
+
+    If not ``ready``, `send` says how much of each can be sent. Bytes move inside `wait`, except
+    those that the kernel accepts at once. The last `wait` must be for all messages. Raises
+    `LinkError` if an earlier message was not completed.
+    """
 
     def __init__(
         self,
@@ -161,9 +163,9 @@ class Transfer:
         self._move(_AT_ONCE)
 
     def wait(self, rank: int | None = None, size: int | None = None) -> None:
-        """Until the first ``size`` bytes from ``rank`` are here, or None: all of them; without a
-        rank until all messages are, and all are sent. Raises `LostError` where a connection is
-        lost, or no byte moves for ``timeout`` seconds, and `OtherCallError`."""
+        """Wait for the first ``size`` bytes (None: all) from ``rank``; without a rank, until all
+        messages have come and are sent. Raises `LostError` if a connection is lost, or no byte
+        moves for ``timeout`` seconds, and `OtherCallError`."""
         if rank is None:
             assert all(m.ready == m.end for m in self._messages), "a message is not ready"
             self._move(_ALL)
@@ -198,10 +200,10 @@ class Transfer:
 def _move(
     messages: ctypes.Array[_Message], until: int, enough: int, timeout: int
 ) -> tuple[int, int, int]:
-    """Move bytes until ``enough`` of message ``until`` were moved (`_ALL` messages, or `_AT_ONCE`:
-    what can be moved without waiting), at most ``timeout`` ms after the last one. Returns the
-    outcome, which message it is about (`_INTERRUPTED`: 1 if bytes were moved, else 0), and the
-    system's number of the error."""
+    """Move bytes until ``enough`` of message ``until`` have moved; `_ALL`: all messages;
+    `_AT_ONCE`: what can move without waiting. Gives up ``timeout`` ms after the last byte. Returns
+    the outcome, the index of the message that it is about (`_INTERRUPTED`: 1 if bytes moved, else
+    0), and the system's error number."""
     compiled = library()
     if compiled is None:
         return _move_interpreted(messages, until, enough, timeout)
@@ -215,7 +217,7 @@ def _move(
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """``wire.c``, if it was compiled and can be used."""
+    """The compiled ``wire.c``, if there is one that can be used."""
     found = native.load("laconic.links._wire", VERSION)
     if found is not None:
         found.laconic_move.argtypes = [
@@ -228,7 +230,7 @@ def library() -> ctypes.CDLL | None:
 def _move_interpreted(
     messages: ctypes.Array[_Message], until: int, enough: int, timeout: int
 ) -> tuple[int, int, int]:
-    """What ``laconic_move`` does, where it was not compiled."""
+    """As ``laconic_move``, where it was not compiled."""
     while True:
         waiting = [i for i, message in enumerate(messages) if message.done < message.ready]
         if not waiting or (until >= 0 and messages[until].done >= enough):
@@ -251,7 +253,7 @@ def _move_interpreted(
 
 
 def _step(message: _Message) -> tuple[int, int]:
-    """Move what can be moved at once."""
+    """Move what can move without waiting."""
     size = message.ready - _HEADER.size
     payload = (ctypes.c_ubyte * size).from_address(message.payload) if size else bytearray()
     parts = (memoryview(message.got if message.comes else message.header), memoryview(payload))
@@ -278,9 +280,9 @@ def _step(message: _Message) -> tuple[int, int]:
 
 
 class Wire:
-    """The connections of rank ``rank`` of a link to all others, from ``host``, its own address.
-    Every rank tells the others its `address` before it calls `connect`. ``names``: what ranks are
-    called in errors."""
+    """The connections of rank ``rank`` of a link to all other ranks. ``host``: its own address;
+    ``names``: what ranks are called in errors. Every rank sends the others its `address` before it
+    calls `connect`."""
 
     def __init__(self, rank: int, host: str, timeout: float, names: Sequence[int]) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -295,15 +297,15 @@ class Wire:
         self.address = str(Address(host, self._server.getsockname()[1], self._key.hex()))
 
     def connect(self, addresses: Sequence[str], secret: bytes, check: Callable[[], None]) -> None:
-        """Call the ranks before this one, at their ``addresses``, and be called by those behind it;
-        with no addresses, none. All of them know the ``secret``, and prove it to each other.
-        ``check()``, every second of waiting, raises if it is in vain."""
+        """Connect to all ranks, at their ``addresses``. All of them know the ``secret``, and prove
+        it to each other. ``check()`` is called every second, and raises where waiting is in
+        vain."""
         at = self._rank, self._names, self._key, secret, self.timeout, self._keep
         try:
             with self._server:
                 Connecting(*at).run(self._server, addresses, check)
         except BaseException:
-            self._connections.close()  # or the others would wait as long as the error is kept
+            self._connections.close()  # else other ranks wait as long as the error lives
             raise
 
     def _keep(self, rank: int, connection: socket.socket) -> None:
@@ -320,8 +322,8 @@ class Wire:
         return self._connections.forked
 
     def closed(self) -> dict[int, bool]:
-        """The ranks whose connections have ended, without waiting; whether by an error, and not in
-        order. Nothing is read, so messages under way do not mind."""
+        """The ranks whose connections have ended, and whether by an error. Does not wait, and does
+        not read, so messages under way are not disturbed."""
         poll, ranks = select.poll(), {}
         for rank, fd in self._connections.items():
             poll.register(fd, _HANG_UP)
@@ -334,8 +336,8 @@ class Wire:
         }
 
     def heard(self, rank: int) -> float:
-        """Seconds since anything came from the host of ``rank``, an acknowledgement included; 0
-        where the system does not tell."""
+        """Seconds since anything came from the host of ``rank``, acknowledgements included; 0 where
+        the system does not report it."""
         fd = self._connections.get(rank)
         if fd is None or not sys.platform.startswith("linux"):
             return 0.0
@@ -347,7 +349,7 @@ class Wire:
         return min(_INFO.unpack(info)) / 1000 if len(info) == _INFO.size else 0.0
 
     def shutdown(self) -> None:
-        """End all connections, here and at the other ranks, for whoever waits for messages."""
+        """End all connections, here and at the other ranks, so that threads that wait return."""
         for fd in self._connections.values():
             borrowed = socket.socket(fileno=fd)
             try:
@@ -365,14 +367,14 @@ class Wire:
         *,
         ready: bool = True,
     ) -> Transfer:
-        """Begin to send ``sends[r]`` to rank r, and to take what comes from it into
-        ``receives[r]``; rank r must do so with the same ``header`` (the call's serial
+        """Begin to send ``sends[r]`` to rank r, and to receive from it into ``receives[r]``; rank r
+        must do so with the same ``header`` (the call's serial
         number and id), and as many bytes. What is not
         ``ready`` is sent one by one (`Transfer.send`)."""
         at = self.timeout, self._names
         return Transfer(self._connections, sends, receives, header, *at, ready=ready)
 
     def close(self) -> None:
-        """Let go of the connections; they end when no message on them is under way."""
+        """Close the connections once no message is under way on them."""
         self._connections = Connections()
         self._server.close()

@@ -1,5 +1,5 @@
-"""What every link around another one has in common: it hands all calls on, and does something of
-its own around each collective, whose cost it is told."""
+"""The base of links around other links: passes all calls on, with a context of its own around each
+collective, which receives the collective's cost."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Wrapped:
         self.link = link
 
     def around(self, collective: str, amount: Cost, received: int) -> AbstractContextManager[None]:
-        """The context in which a collective is made that costs ``amount`` and brings ``received``
-        bytes to this rank."""
+        """The context for a collective for which this rank sends ``amount`` and receives
+        ``received`` bytes."""
         raise NotImplementedError
 
     def like(self, link: Link) -> Link:
@@ -35,7 +35,7 @@ class Wrapped:
         raise NotImplementedError
 
     def _around(self, collective: str, amount: Cost) -> AbstractContextManager[None]:
-        """Most collectives bring a rank as much as it sends."""
+        """For a collective that brings a rank as much as it sends, as most do."""
         return self.around(collective, amount, amount.bytes)
 
     @property
@@ -96,8 +96,8 @@ class Wrapped:
             self.link.all_to_all(x, out, parts)
 
     def _to_and_from(self, size: int, owners: int | None) -> tuple[Cost, Cost]:
-        """What this rank sends to the owners of slices, and what as one of them to the others;
-        what goes one way in a reduce-scatter comes back in an all-gather."""
+        """What this rank sends to the owners of slices, and what it sends as an owner. A rank
+        sends in a reduce-scatter what it receives in an all-gather, and the reverse."""
         at = size, self.size, owners, self.rank
         return cost.reduce_scatter(*at), cost.all_gather(*at)
 

@@ -1,1 +1,1 @@
-"""`laconic tune`: a search for a recipe's settings."""
+"""`laconic tune`: search for good settings of a recipe."""

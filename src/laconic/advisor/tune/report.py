@@ -1,4 +1,4 @@
-"""What a tuning has shown: a table, a picture, the line to paste."""
+"""Report the results of a search: a table, a plot, and the code to paste."""
 
 from __future__ import annotations
 
@@ -11,32 +11,34 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.table import Table
 
-from laconic.advisor.tune.runs import LOOKS
+from laconic.advisor.tune.runs import VALIDATIONS
 from laconic.advisor.tune.space import LR, Setting, Space
 from laconic.advisor.tune.tuning import Trial, best, pareto
 from laconic.algorithms.parse import qualified
-from laconic.lab.race.plots import COLOURS, GREY
+from laconic.lab.race.plots import COLORS, GRAY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_ROWS = 20
-"""In the terminal, and those of the Pareto front; the CSV has all."""
+"""Rows shown in the terminal, besides those of the Pareto front. The CSV file has all."""
 
 
-def told(space: Space, setting: Setting) -> str:
-    """The setting, without the names that have one value only."""
+def setting_text(space: Space, setting: Setting) -> str:
+    """Return the setting as text, without names that have only one value."""
     return " ".join(f"{name}={setting[name]}" for name in tuned(space)) or "the only setting"
 
 
 def tuned(space: Space) -> list[str]:
-    """The names that have more than one value."""
+    """Return the names that have more than one value."""
     return [name for name, values in space.grids.items() if len(values) > 1]
 
 
 def table(space: Space, trials: Sequence[Trial]) -> Table:
-    """The trials that came to their end, the lowest loss first; the Pareto front is marked, and
-    stands there whatever its losses."""
+    """Return a table of the finished trials, the lowest loss first.
+
+    The Pareto front is marked and always included.
+    """
     done = sorted((t for t in trials if t.status == "ok"), key=lambda t: t.run.loss)
     front = pareto(done)
     rows = [t for place, t in enumerate(done) if place < MOST_ROWS or t in front]
@@ -64,30 +66,36 @@ def table(space: Space, trials: Sequence[Trial]) -> Table:
 
 
 def summary(space: Space, trials: Sequence[Trial], group_size: int | None = None) -> str:
-    """What became of the trials, the best setting, and the lines that a program needs for it, with
-    groups of ``group_size`` workers where the trials had some."""
+    """Summarize the trials: their outcomes, the best setting, and the code for it.
+
+    The code has groups of ``group_size`` workers if the trials had groups.
+    """
     stopped = sum(trial.status == "stopped" for trial in trials)
     diverged = sum(trial.status == "diverged" for trial in trials)
     steps = sum(trial.run.steps for trial in trials)
     lines = [
         f"{len(trials)} of {space.size} settings tried, in {steps} steps: {stopped} stopped early, "
-        f"{diverged} diverged. 'front': none is both faster and better.",
+        f"{diverged} diverged. 'front': no other setting is both faster and better.",
     ]
     winner = best(trials)
-    lines.append(f"Lowest validation loss: {winner.run.loss:.4f}, {told(space, winner.setting)}.")
+    text = setting_text(space, winner.setting)
+    lines.append(f"Lowest validation loss: {winner.run.loss:.4f}, {text}.")
     for name in edges(space, winner.setting):
         lowest = winner.setting[name] == space.grids[name][0]
         lines.append(
             f"{name}={winner.setting[name]} is the {'smallest' if lowest else 'largest'} of its "
             f"values: try {'smaller' if lowest else 'larger'} ones, --param {name}=..."
         )
-    lines += ["To paste:", "", *code(space, winner.setting, group_size)]
+    lines += ["Code:", "", *code(space, winner.setting, group_size)]
     return "\n".join(lines)
 
 
 def edges(space: Space, setting: Setting) -> list[str]:
-    """The names whose best value is the largest or smallest of three or more, and not 0 or 1,
-    beyond which there often is nothing: a better one may lie outside."""
+    """Return names whose best value is the smallest or largest of at least three.
+
+    A better value may be outside the grid. 0 and 1 do not count, since there often is nothing
+    beyond.
+    """
     return [
         name
         for name in tuned(space)
@@ -99,7 +107,7 @@ def edges(space: Space, setting: Setting) -> list[str]:
 
 
 def code(space: Space, setting: Setting, group_size: int | None = None) -> list[str]:
-    """The lines of a training program."""
+    """Return the lines of a training program."""
     recipe = qualified(space.text(setting))
     scale = setting[LR]
     groups = "" if group_size is None else f", group_size={group_size}"
@@ -113,7 +121,7 @@ def code(space: Space, setting: Setting, group_size: int | None = None) -> list[
 
 
 def write(space: Space, trials: Sequence[Trial], title: str, out: Path) -> list[Path]:
-    """`trials.csv` and `tune.png` in ``out``; returns what it wrote."""
+    """Write `trials.csv` and `tune.png` in ``out``. Return their paths."""
     return [
         write_csv(space, trials, out / "trials.csv"),
         plot(space, trials, title, out / "tune.png"),
@@ -121,7 +129,7 @@ def write(space: Space, trials: Sequence[Trial], title: str, out: Path) -> list[
 
 
 def write_csv(space: Space, trials: Sequence[Trial], path: Path) -> Path:
-    """All trials, the stopped ones included, a row each."""
+    """Write a row per trial, including stopped ones."""
     with path.open("w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file)
         rows.writerow(
@@ -135,12 +143,11 @@ def write_csv(space: Space, trials: Sequence[Trial], path: Path) -> Path:
 
 
 def plot(space: Space, trials: Sequence[Trial], title: str, path: Path) -> Path:
-    """Left, loss against seconds per step with the Pareto front; right, how the losses of all runs
-    came down, and where some were stopped."""
+    """Plot loss against seconds per step with the Pareto front, and the loss curves of all runs."""
     from matplotlib.figure import Figure  # without pyplot: no backend, no global state
 
     figure = Figure(figsize=(11, 4.6), dpi=150, layout="constrained", facecolor="white")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=9, color=GREY)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=9, color=GRAY)
     speed, curves = figure.subplots(1, 2)
     _speed(speed, space, trials)
     _curves(curves, trials)
@@ -159,13 +166,13 @@ def plot(space: Space, trials: Sequence[Trial], title: str, path: Path) -> Path:
 def _speed(axes: Axes, space: Space, trials: Sequence[Trial]) -> None:
     done, front = [t for t in trials if t.status == "ok"], pareto(trials)
     xs = [t.run.seconds_per_step * 1e3 for t in done]
-    axes.scatter(xs, [t.run.loss for t in done], s=28, color=COLOURS[5], label="trained to the end")
+    axes.scatter(xs, [t.run.loss for t in done], s=28, color=COLORS[5], label="trained to the end")
     points = [(t.run.seconds_per_step * 1e3, t.run.loss) for t in front]
-    axes.step(*zip(*points, strict=True), "o-", where="post", color=COLOURS[0], label="front")
+    axes.step(*zip(*points, strict=True), "o-", where="post", color=COLORS[0], label="front")
     for (x, y), t in zip(points, front, strict=True):
         right = x > (min(xs) + max(xs)) / 2
         axes.annotate(
-            told(space, t.setting).replace(" ", "\n"), (x, y), fontsize=7, color=COLOURS[0],
+            setting_text(space, t.setting).replace(" ", "\n"), (x, y), fontsize=7, color=COLORS[0],
             xytext=(-8 if right else 8, 4), textcoords="offset points",
             ha="right" if right else "left", va="bottom",
         )  # fmt: skip
@@ -175,17 +182,17 @@ def _speed(axes: Axes, space: Space, trials: Sequence[Trial]) -> None:
 def _curves(axes: Axes, trials: Sequence[Trial]) -> None:
     winner = best(trials)
     for t in trials:
-        colour, width, label = COLOURS[5], 0.9, "trained to the end"
+        color, width, label = COLORS[5], 0.9, "trained to the end"
         if t.status != "ok":
-            colour, width, label = COLOURS[1], 0.7, "stopped early"
+            color, width, label = COLORS[1], 0.7, "stopped early"
         elif t is winner:
-            colour, width, label = COLOURS[0], 2.2, "lowest loss"
-        looks = [look for look in sorted(t.curve) if math.isfinite(t.curve[look])]
-        shares = [look / LOOKS for look in looks]
+            color, width, label = COLORS[0], 2.2, "lowest loss"
+        checks = [check for check in sorted(t.curve) if math.isfinite(t.curve[check])]
+        shares = [check / VALIDATIONS for check in checks]
         known = axes.get_legend_handles_labels()[1]
         axes.plot(
-            shares, [t.curve[look] for look in looks], color=colour, linewidth=width,
-            marker="x" if t.status != "ok" else None, markevery=[-1] if looks else None,
+            shares, [t.curve[check] for check in checks], color=color, linewidth=width,
+            marker="x" if t.status != "ok" else None, markevery=[-1] if checks else None,
             markersize=4, label=None if label in known else label,
         )  # fmt: skip
     axes.set_xlabel("share of a run")

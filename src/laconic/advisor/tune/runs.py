@@ -1,5 +1,8 @@
-"""One trial: the workload trained under one recipe at one learning rate, by simulated workers or on
-emulated hosts, telling the consensus model's validation loss as it goes."""
+"""Run one trial: train the workload under one recipe at one learning rate.
+
+Training uses simulated workers or emulated hosts, and reports the consensus model's validation
+loss.
+"""
 
 from __future__ import annotations
 
@@ -24,28 +27,29 @@ from laconic.lab.race.workloads import Workload, lr_factor
 from laconic.links.simulated import current_link
 from laconic.predict import Facts, Prediction, itemsize_of, predict
 
-LOOKS = 8
-"""Validations in a run, the last at its end."""
-Told = Callable[[int, int, float], None]
-"""Told (step, of steps, validation loss); what it raises ends the run."""
+VALIDATIONS = 8
+"""Validations in a run, the last one at its end."""
+Report = Callable[[int, int, float], None]
+"""Called with (step, number of steps, validation loss). Raising an exception ends the run."""
 
 
 @dataclass(frozen=True)
 class Length:
-    """How long each trial trains: so many ``steps``, ``seconds`` or ``megabytes`` (sent by each
-    worker)."""
+    """The length of each trial, in ``steps``, ``seconds``, or ``megabytes`` sent by each worker."""
 
     unit: Literal["steps", "seconds", "megabytes"]
     amount: float
 
     def steps(self, recipe: Recipe, cost: Prediction) -> int:
-        """Of ``recipe``, at the ``cost`` of each. Where the length is not in steps, the last one
-        that ends with a round (`plan.outermost`)."""
+        """Return the number of steps of ``recipe``, each of which has this ``cost``.
+
+        If the length is not in steps, the last step ends with a round (`plan.outermost`).
+        """
         if self.unit == "steps":
             return int(self.amount)
         each = cost.seconds if self.unit == "seconds" else cost.bytes / 1e6
         if not each:
-            raise ValueError("nothing is sent: give the length in steps or seconds")
+            raise ValueError("the recipe sends nothing: give the length in steps or seconds")
         inside = int(self.amount / each)
         back = range(inside, max(inside - plan.HORIZON, 0), -1)
         return next((step for step in back if plan.outermost(recipe, step)), inside)
@@ -53,8 +57,8 @@ class Length:
 
 @dataclass(frozen=True)
 class Run:
-    """What came of a trial: the validation ``loss`` at its end (not finite where it diverged), the
-    ``steps`` made, and what each took and sent."""
+    """The result of a trial: the final validation ``loss`` (not finite if it diverged), the number
+    of ``steps``, and the seconds and bytes of each."""
 
     loss: float
     steps: int
@@ -64,10 +68,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Task:
-    """What all trials share. ``race``: workload, network, and the seeds over whose runs the loss is
-    a mean; its hosts and processes are the workers. ``emulated``: on hosts of the lab, where time
-    is measured; else in the simulator, where it is predicted from ``compute``, the seconds that a
-    step computes."""
+    """What all trials have in common.
+
+    ``race`` has the workload, the network and the seeds; the loss is the mean over the seeds, and
+    its hosts and processes are the workers. ``emulated`` trains on hosts of the lab and measures
+    time. Otherwise the simulator is used, and time is predicted from ``compute``, the compute
+    seconds of a step.
+    """
 
     race: runner.Settings
     length: Length
@@ -76,25 +83,25 @@ class Task:
 
     @property
     def workers(self) -> int:
-        """How many train."""
+        """The number of workers."""
         return self.race.hosts * self.race.per_host
 
     @cached_property
     def workload(self) -> Workload:
-        """Loaded once."""
+        """The workload, loaded once."""
         data = None if self.race.data is None else Path(self.race.data)
         load = user_files.workload if user_files.is_workload(self.race.workload) else workloads.load
         return load(self.race.workload, data=data)
 
     def recipe(self, text: str) -> Recipe:
-        """What ``text`` spells."""
-        recipe = parse_recipe(text, self.race.own_recipes())
+        """Parse ``text``."""
+        recipe = parse_recipe(text, self.race.user_recipes())
         assert isinstance(recipe, tuple), "the space was checked"
         return recipe
 
     @cached_property
     def facts(self) -> Facts:
-        """For the cost model."""
+        """The facts for the cost model."""
         optimizer = self.workload.optimizer(self.workload.model())
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         shapes = tuple(tuple(p.shape) for p in parameters)
@@ -105,74 +112,75 @@ class Task:
         )  # fmt: skip
 
     def check(self, texts: list[str]) -> None:
-        """Raise ``ValueError`` for a length too short for one of the recipes, or where one needs
-        what is not there."""
+        """Raise ``ValueError`` if the length is too short for a recipe, or a recipe cannot run."""
         replace(self.race, recipes=tuple(texts), baseline=False).check()
         if self.length.unit == "steps":
-            check_int("steps", self.length.amount, LOOKS)
+            check_int("steps", self.length.amount, VALIDATIONS)
         if self.length.unit == "steps" or (self.emulated and self.length.unit == "seconds"):
             return
         for text in texts:
             recipe = self.recipe(text)
             steps = self.length.steps(recipe, predict(recipe, self.facts))
-            if steps < LOOKS:
+            if steps < VALIDATIONS:
                 raise ValueError(
                     f"{self.length.amount:g} {self.length.unit} are too few for {text}: "
-                    f"{steps} steps, of at least {LOOKS}"
+                    f"{steps} steps, but at least {VALIDATIONS} are needed"
                 )
 
-    def run(self, text: str, lr: float, told: Told) -> Run:
+    def run(self, text: str, lr: float, report: Report) -> Run:
         """Train under the recipe ``text``, at ``lr`` times the workload's learning rate."""
         recipe = self.recipe(text)
         cost = predict(recipe, self.facts)
         if self.emulated:
-            return self._emulated(text, recipe, cost, lr, told)
+            return self._emulated(text, recipe, cost, lr, report)
         steps = self.length.steps(recipe, cost)
-        loss = self._simulated(recipe, steps, lr, told)
+        loss = self._simulated(recipe, steps, lr, report)
         return Run(loss, steps, cost.seconds, cost.bytes)
 
-    def _simulated(self, recipe: Recipe, steps: int, lr: float, told: Told) -> float:
-        """All seeds in step with each other, so that their mean is known while they run."""
+    def _simulated(self, recipe: Recipe, steps: int, lr: float, report: Report) -> float:
+        """Train all seeds in lockstep, so that their mean loss is known during the run."""
 
         def worker(rank: int) -> float:
             link = current_link.get()
-            assert link is not None, "a simulated worker has one"
+            assert link is not None, "a simulated worker has a link"
             runs = []
             for seed in self.race.seeds:
                 run = _Training(self.workload, rank, self.workers, seed, lr)
-                own_link = link.split([range(self.workers)])
+                seed_link = link.split([range(self.workers)])
                 size = self.race.group_size if in_groups(recipe) else None
                 sync = laconic.attach(
-                    run.model, run.optimizer, recipe, link=own_link, group_size=size
+                    run.model, run.optimizer, recipe, link=seed_link, group_size=size
                 )
                 runs.append((run, sync))
-            planned, loss = plan.Schedule(recipe, None, steps, LOOKS, {}), math.nan
+            planned, loss = plan.Schedule(recipe, None, steps, VALIDATIONS, {}), math.nan
             for step in range(1, steps + 1):
                 for run, sync in runs:
                     run.backward(step, steps, sync.report_loss)
                     run.optimizer.step()
-                if planned.is_look(step) and planned.look(step, 0.0):
+                if planned.is_check(step) and planned.check(step, 0.0):
                     losses = [_consensus_loss(run, sync, rank) for run, sync in runs]
                     loss = statistics.fmean(losses)
                     if rank == 0:
-                        told(step, steps, loss)
+                        report(step, steps, loss)
             for _, sync in runs:
                 sync.detach()
             return loss
 
         return laconic.simulate(worker, self.workers)[0]
 
-    def _emulated(self, text: str, recipe: Recipe, cost: Prediction, lr: float, told: Told) -> Run:
+    def _emulated(
+        self, text: str, recipe: Recipe, cost: Prediction, lr: float, report: Report
+    ) -> Run:
         seconds = self.length.amount if self.length.unit == "seconds" else None
         steps = None if seconds is not None else self.length.steps(recipe, cost)
         settings = replace(
-            self.race, recipes=(text,), baseline=False, lr=lr, validations=LOOKS,
+            self.race, recipes=(text,), baseline=False, lr=lr, validations=VALIDATIONS,
             seconds=seconds, steps=steps,
         )  # fmt: skip
 
         def watch(_: str, event: runner.Event) -> None:
             if event["event"] == "validation":
-                told(event["step"], event["steps"], event["loss"])
+                report(event["step"], event["steps"], event["loss"])
 
         (result,) = runner.run(settings, "", watch)
         (row,) = result.rows
@@ -183,7 +191,7 @@ class Task:
 
 
 class _Training:
-    """One worker's model in training."""
+    """One worker's model and optimizer."""
 
     def __init__(self, workload: Workload, rank: int, workers: int, seed: int, lr: float) -> None:
         torch.manual_seed(seed)
@@ -195,7 +203,7 @@ class _Training:
         self._rank = rank
 
     def backward(self, step: int, steps: int, report: Callable[[torch.Tensor], object]) -> None:
-        """All of ``step`` but the optimiser's own."""
+        """Run everything of ``step`` except the optimizer."""
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * lr_factor(step, steps, self.workload)
         batch = next(self._batches, None)
@@ -215,13 +223,13 @@ class _Training:
 
 
 def _consensus_loss(run: _Training, sync: laconic.Synchronizer, rank: int) -> float:
-    """Of the consensus model, on rank 0; every rank must call it."""
+    """Return the loss of the consensus model, on rank 0. Call it on every rank."""
     with sync.consensus():
         return run.validation_loss() if rank == 0 else math.nan
 
 
 def measure_compute(task: Task, steps: int = 20) -> float:
-    """Seconds that one worker's step computes here: the median of ``steps``, after a few more."""
+    """Return the compute seconds of one worker's step here, as the median of ``steps``."""
     training = _Training(task.workload, 0, task.workers, task.race.seeds[0], 1.0)
     spans = []
     for step in range(1, steps + 4):

@@ -1,4 +1,4 @@
-"""What is tuned: a recipe in which free names stand for numbers, and the values each may take."""
+"""The search space: a recipe with free names, and the values that each may take."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Rules = Mapping[str, Callable[..., Recipe]]
 """A user's own recipes by name."""
 
 LR = "lr"
-"""The name that is always tuned: the local optimiser's peak learning rate, in multiples of the
-workload's own. At one learning rate a comparison favours the settings that it suits."""
+"""The name that is always tuned: the local optimizer's peak learning rate, as a multiple of the
+workload's. Comparing settings at one learning rate favors those that it suits."""
 MOST_SETTINGS = 10_000
-"""Of a grid: all of them are checked before anything is trained."""
+"""Maximum size of a grid. All its settings are checked before anything is trained."""
 
 KNOWN = {
     "ddp": "ddp()",
@@ -36,7 +36,7 @@ KNOWN = {
     "easgd": "easgd(period, beta=beta)",
     "eamsgd": "eamsgd(period, beta=beta)",
 }
-"""What a recipe's name alone stands for."""
+"""What the name of a recipe stands for."""
 GRIDS: dict[str, tuple[Value, ...]] = {
     "period": (4, 12, 24, 48),
     "momentum": (0.0, 0.1, 0.2, 0.4, 0.6),
@@ -46,17 +46,19 @@ GRIDS: dict[str, tuple[Value, ...]] = {
     "peers": (1, 2),
     LR: (0.5, 1.0, 2.0, 4.0),
 }
-"""The values of names that are given none."""
+"""Default values by name."""
 STARTS: dict[str, Value] = {
     "period": 12, "outer_lr": 1.0, "outer_momentum": 0.6, "beta": 0.9, "peers": 1, LR: 1.0
 }  # fmt: skip
-"""Where to begin; the grid's value next to it. Momentum depends on the number of workers."""
+"""Starting values; the nearest value in the grid is used. Momentum depends on the workers."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """A ``recipe`` with free names, the ``grids`` of values by name (numbers in ascending order),
-    and the setting to ``start`` with."""
+    """A ``recipe`` with free names, the ``grids`` of values by name, and the ``start`` setting.
+
+    Values that are numbers are in ascending order.
+    """
 
     recipe: str
     grids: Mapping[str, tuple[Value, ...]]
@@ -64,20 +66,20 @@ class Space:
 
     @property
     def size(self) -> int:
-        """How many settings there are."""
+        """The number of settings."""
         return math.prod(len(values) for values in self.grids.values())
 
     def settings(self) -> Iterator[dict[str, Value]]:
-        """All of the grid."""
+        """Yield all settings of the grid."""
         for values in product(*self.grids.values()):
             yield dict(zip(self.grids, values, strict=True))
 
     def ordered(self, name: str) -> bool:
-        """Whether the values of ``name`` are numbers, of which neighbours are alike."""
+        """Return whether the values of ``name`` are numbers, so that adjacent ones are similar."""
         return all(_is_number(value) for value in self.grids[name])
 
     def text(self, setting: Setting) -> str:
-        """The recipe under ``setting``, as one writes it in Python."""
+        """Return the recipe under ``setting``, as Python code."""
         return ast.unparse(_Fill(setting).visit(ast.parse(self.recipe, mode="eval")))
 
 
@@ -90,25 +92,26 @@ class _Fill(ast.NodeTransformer):
 
 
 def space_of(
-    recipe: str, given: Mapping[str, Sequence[Value]], workers: int, rules: Rules | None = None
+    recipe: str, values: Mapping[str, Sequence[Value]], workers: int, rules: Rules | None = None
 ) -> Space:
-    """The space of ``recipe``: a name of `KNOWN`, or a text with free names. Each name has the
-    values ``given``, else those of `GRIDS`. Every recipe of the grid is made once.
+    """Return the space of ``recipe``, a name in `KNOWN` or a text with free names.
 
-    Raises ``ValueError``, in one line that names the choices, for a text that is no recipe, names
-    without values, values of names that are not there, and values that the recipe refuses.
+    Each name takes its ``values``, or those of `GRIDS`. Every recipe of the grid is built once.
+
+    Raises ``ValueError`` for a text that is not a recipe, names without values, values of unknown
+    names, and values that the recipe rejects.
     """
     text = KNOWN.get(recipe.strip(), recipe.strip())
     names = [*_free(text, {*RECIPES, "auto", *(rules or {})}), LR]
-    for name in given:
+    for name in values:
         if name not in names:
-            raise ValueError(f"{name!r} is not free in {text!r}: tuned are {', '.join(names)}")
+            raise ValueError(f"{name!r} is not free in {text!r}: choose from {', '.join(names)}")
     grids = {}
     for name in names:
-        values = given.get(name) or GRIDS.get(name)
-        if values is None:
+        grid = values.get(name) or GRIDS.get(name)
+        if grid is None:
             raise ValueError(f"no values for {name!r} in {text!r}: give --param {name}=A,B,...")
-        grids[name] = _grid(name, values)
+        grids[name] = _grid(name, grid)
     for value in grids[LR]:
         check_float(LR, value, 0.0, strict=True)
     starts = {**STARTS, "momentum": momentum_for(workers)}
@@ -123,9 +126,9 @@ def space_of(
 
 
 def parse_values(text: str) -> tuple[str, tuple[Value, ...]]:
-    """Name and values from ``"momentum=0,0.2,0.4"``: numbers, True, False, None, else words.
+    """Parse ``"momentum=0,0.2,0.4"`` into a name and numbers, True, False, None, or strings.
 
-    Raises ``ValueError`` for another form.
+    Raises ``ValueError`` for any other form.
     """
     name, equals, listed = text.partition("=")
     words = [word.strip() for word in listed.split(",")]
@@ -145,23 +148,25 @@ def _value(word: str) -> Value:
 
 
 def _free(text: str, functions: set[str]) -> list[str]:
-    """Names in ``text`` that are no recipe, in order. One that is called is a mistake, which
-    parsing the recipe will name."""
+    """Return the names in ``text`` that are not recipes, in order.
+
+    A called name is not free: parsing the recipe reports it.
+    """
     try:
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        parse_recipe(text)  # says what is wrong
+        parse_recipe(text)  # raises an error with the reason
         raise
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     nodes = [n for n in ast.walk(tree) if isinstance(n, ast.Name) and id(n) not in called]
     found = [n.id for n in sorted(nodes, key=lambda n: (n.lineno, n.col_offset))]
-    if isinstance(tree.body, ast.Name):  # nothing but a name: a recipe's, misspelled or not
+    if isinstance(tree.body, ast.Name):  # only a name: a recipe's, possibly misspelled
         return []
     free = list(dict.fromkeys(name for name in found if name not in functions))
     if LR in free:
         raise ValueError(
-            f"{LR!r} is the local optimiser's learning rate, which is always tuned: give the "
-            f"name in {text!r} another, such as outer_lr"
+            f"{LR!r} is the local optimizer's learning rate, which is always tuned: rename it in "
+            f"{text!r}, for example to outer_lr"
         )
     return free
 
@@ -179,7 +184,7 @@ def _grid(name: str, values: Sequence[Value]) -> tuple[Value, ...]:
 
 
 def _nearest(values: Sequence[Value], usual: Value) -> Value:
-    """The value next to what is usual, the lower of two as near; the middle where nothing is."""
+    """Return the value nearest to ``usual``, the lower on a tie; without ``usual``, the middle."""
     if not _is_number(usual) or not all(_is_number(value) for value in values):
         return usual if usual in values else values[(len(values) - 1) // 2]
     return min(values, key=lambda value: (abs(float(value) - float(usual)), float(value)))  # type: ignore[arg-type]
@@ -187,7 +192,7 @@ def _nearest(values: Sequence[Value], usual: Value) -> Value:
 
 def _check(space: Space, rules: Rules | None) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # said again when the recipe is trained
+        warnings.simplefilter("ignore")  # repeated when the recipe is trained
         for text in {space.text(setting): None for setting in space.settings()}:
             if not isinstance(parse_recipe(text, rules), tuple):
-                raise ValueError("auto() chooses by itself while it trains: nothing is to be tuned")
+                raise ValueError("auto() chooses by itself during training: nothing to tune")

@@ -1,13 +1,12 @@
-"""Tuning a recipe: Optuna chooses settings, runs are stopped early where they are bad, and all is
-kept in a journal.
+"""Search the settings of a recipe: Optuna chooses them, and bad runs are stopped early.
 
-Each trial is a setting of a finite grid, on which names whose values are numbers are places in
-ascending order. The first is the usual one; the others are drawn by Optuna's tree-structured Parzen
-estimator (Bergstra et al., NeurIPS 2011). No setting is tried twice: where one comes again, the
-estimator has nothing new to say, and a random setting takes its place. (An untried one next to it
-was tried instead, and found less.) Trials are stopped early by asynchronous successive halving
-(Li et al., MLSys 2020, arXiv 1810.05934). The estimator's random state is a function of the seed
-and of how many trials have ended, so a tuning that was killed goes on to the same trials.
+Each trial is a setting of a finite grid, in which numeric values are represented by their indices
+in ascending order. The first trial is the usual setting. Optuna's tree-structured Parzen estimator
+(Bergstra et al., NeurIPS 2011) proposes the others. No setting is tried twice: if the estimator
+proposes one again, a random untried setting takes its place. (Taking the nearest untried setting
+instead found worse results.) Asynchronous successive halving (Li et al., MLSys 2020, arXiv
+1810.05934) stops trials early. The estimator's random state depends only on the seed and the number
+of ended trials, so a search that was killed resumes with the same trials.
 """
 
 from __future__ import annotations
@@ -24,27 +23,30 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from laconic.advisor.tune.runs import LOOKS, Run, Told
+from laconic.advisor.tune.runs import VALIDATIONS, Report, Run
 from laconic.advisor.tune.space import Setting, Space
 from laconic.errors import NotFiniteError
 
-Places = tuple[int, ...]
-"""A setting, as the place of each value in its grid."""
-Evaluate = Callable[[Setting, Told], Run]
-"""Trains under a setting, telling the validation loss as it goes. Where it diverges it returns a
-loss that is not finite, or raises `NotFiniteError`."""
+Indices = tuple[int, ...]
+"""A setting, as the index of each value in its grid."""
+Evaluate = Callable[[Setting, Report], Run]
+"""Trains under a setting and reports validation losses. If training diverges, it returns a
+nonfinite loss or raises `NotFiniteError`."""
 
 STARTUP = 6
-"""Trials before the estimator models anything: until then settings are random."""
+"""Number of random trials before the estimator is used."""
 STOPS_AT = 3
-"""Of the `LOOKS` at a run, the one after which it may be stopped, and again after twice that."""
+"""A run may be stopped after this many of its `VALIDATIONS`, and again after twice as many."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A ``setting`` that was tried, and what came of it. ``stopped``: before its end, at a loss
-    behind that of others; ``diverged``: the loss was no number, or far above the first. ``curve``:
-    validation loss by eighth of the run; ``seconds``: how long the trial took, here."""
+    """A ``setting`` that was tried, and its result.
+
+    A trial with status "stopped" ended early because its loss was behind others. "diverged" means a
+    nonfinite loss, or one far above the first. ``curve`` is the validation loss by eighth of the
+    run. ``seconds`` is how long the trial took here.
+    """
 
     setting: Setting
     status: Literal["ok", "stopped", "diverged"]
@@ -57,24 +59,24 @@ class _Stop(Exception):  # noqa: N818
     """Ends a run from inside."""
 
 
-class _Ears:
-    """Hears of a run's validation losses, keeps them in the journal, and may end it."""
+class _Reporter:
+    """Receives a run's validation losses, stores them in the journal, and may end the run."""
 
     def __init__(self, trial: optuna.Trial) -> None:
         self._trial = trial
-        self._look = 0
+        self._index = 0
         self.step, self.loss = 0, math.nan
         self.closed = False
 
     def __call__(self, step: int, steps: int, loss: float) -> None:
-        if self.closed:  # interrupted: simulated workers are threads, which outlive the call
+        if self.closed:  # interrupted; simulated workers are threads, which outlive the call
             raise _Stop
-        look = LOOKS * step // steps
-        if look <= self._look:
+        index = VALIDATIONS * step // steps
+        if index <= self._index:
             return
-        self._look, self.step, self.loss = look, step, loss
-        self._trial.report(loss if math.isfinite(loss) else math.inf, look)
-        if not math.isfinite(loss) or (look < LOOKS and self._trial.should_prune()):
+        self._index, self.step, self.loss = index, step, loss
+        self._trial.report(loss if math.isfinite(loss) else math.inf, index)
+        if not math.isfinite(loss) or (index < VALIDATIONS and self._trial.should_prune()):
             raise _Stop
 
 
@@ -88,9 +90,11 @@ def tune(
     seed: int = 0,
     prune: bool = True,
 ) -> Iterator[Trial]:
-    """Go on with ``study`` until so many ``trials`` have ended, or trials have taken so many
-    ``seconds``, those of earlier processes included, or no setting is left. Yields each as it
-    ends; `ended` has all. An error of ``evaluate`` is passed on, and its trial run again next time.
+    """Continue ``study`` and yield each trial as it ends.
+
+    Ends after ``trials`` trials, after trials that took ``seconds`` in total (both including those
+    of earlier processes), or when no setting is left. `ended` returns all trials. An error in
+    ``evaluate`` propagates, and its trial runs again next time.
     """
     most = space.size if trials is None else min(trials, space.size)
     study.pruner = pruner() if prune else optuna.pruners.NopPruner()
@@ -99,45 +103,46 @@ def tune(
 
 
 def pruner() -> optuna.pruners.BasePruner:
-    """What stops trials: after three eighths of their length, and again after three
-    quarters, those that are not in the better half of all that came so far.
+    """Return the pruner, which stops trials outside the better half of all trials so far.
 
-    Earlier, losses say little of how a run will end: large learning rates are behind until the
-    schedule has lowered them."""
+    It acts after three eighths and again after three quarters of a trial. Earlier losses say
+    little: large learning rates are behind until the schedule has lowered them.
+    """
     return _Halving()
 
 
 class _Halving(optuna.pruners.BasePruner):
-    """Asynchronous successive halving over the trials that have ended, so that one which was cut
-    off with its process, and run again, counts once."""
+    """Asynchronous successive halving over ended trials only.
+
+    A trial that was cut off with its process and ran again counts once.
+    """
 
     def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
-        *before, look = [0, *sorted(trial.intermediate_values)]
-        rung = next((r for r in (2 * STOPS_AT, STOPS_AT) if before[-1] < r <= look), None)
+        *before, index = [0, *sorted(trial.intermediate_values)]
+        rung = next((r for r in (2 * STOPS_AT, STOPS_AT) if before[-1] < r <= index), None)
         if rung is None:
             return False
         states = (TrialState.COMPLETE, TrialState.PRUNED)
         others = [_value(t, rung) for t in study.get_trials(deepcopy=False, states=states)]
-        loss = trial.intermediate_values[look]
+        loss = trial.intermediate_values[index]
         losses = sorted([loss, *(other for other in others if other is not None)])
         return loss > losses[max(len(losses) // 2, 1) - 1]
 
 
 def _value(trial: FrozenTrial, rung: int) -> float | None:
-    """The loss at the first look from ``rung`` on: those whose rounds are rare skip looks."""
-    looks = [look for look in trial.intermediate_values if look >= rung]
-    return trial.intermediate_values[min(looks)] if looks else None
+    """Return the loss at the first validation from ``rung`` on. Rare rounds may skip some."""
+    indices = [index for index in trial.intermediate_values if index >= rung]
+    return trial.intermediate_values[min(indices)] if indices else None
 
 
 def ended(study: optuna.Study, space: Space) -> list[Trial]:
-    """The trials that have ended, in order."""
+    """Return the trials that have ended, in order."""
     states = (TrialState.COMPLETE, TrialState.PRUNED)
     return [_trial(trial, space) for trial in study.get_trials(deepcopy=False, states=states)]
 
 
 def pareto(trials: Sequence[Trial]) -> list[Trial]:
-    """Of the trials that came to their end, those that none beats in both seconds per step and
-    loss, the fastest first."""
+    """Return finished trials not beaten in both seconds per step and loss, the fastest first."""
     front: list[Trial] = []
     done = [trial for trial in trials if trial.status == "ok"]
     for trial in sorted(done, key=lambda t: (t.run.seconds_per_step, t.run.loss)):
@@ -147,18 +152,20 @@ def pareto(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def best(trials: Sequence[Trial]) -> Trial:
-    """The one with the lowest loss at its end; the first of several. Raises ``ValueError`` where
-    none came to its end."""
+    """Return the finished trial with the lowest loss, the first on a tie.
+
+    Raises ``ValueError`` if none finished.
+    """
     done = [trial for trial in trials if trial.status == "ok"]
     if not done:
         if any(trial.status == "stopped" for trial in trials):
-            raise ValueError("no trial has come to its end: give more --trials, or --no-stop")
+            raise ValueError("no trial finished: give more --trials, or --no-stop")
         raise ValueError("every trial diverged: give smaller values of lr")
     return min(done, key=lambda trial: trial.run.loss)
 
 
 def _trial(trial: FrozenTrial, space: Space) -> Trial:
-    setting = {name: space.grids[name][place] for name, place in trial.params.items()}
+    setting = {name: space.grids[name][index] for name, index in trial.params.items()}
     curve, run = trial.intermediate_values, Run(**trial.user_attrs["run"])
     complete = trial.state == TrialState.COMPLETE
     stopped = "stopped" if math.isfinite(run.loss) else "diverged"
@@ -166,18 +173,18 @@ def _trial(trial: FrozenTrial, space: Space) -> Trial:
 
 
 def _next(study: optuna.Study, space: Space, evaluate: Evaluate, key: str) -> Trial:
-    """Choose a setting and try it; ``key`` seeds the choice."""
+    """Choose a setting and try it. ``key`` seeds the choice."""
     trial = _ask(study, space, random.Random(key))
-    ears, start = _Ears(trial), time.perf_counter()
-    setting = {name: space.grids[name][place] for name, place in trial.params.items()}
+    reporter, start = _Reporter(trial), time.perf_counter()
+    setting = {name: space.grids[name][index] for name, index in trial.params.items()}
     try:
-        run, finished = evaluate(setting, ears), True
+        run, finished = evaluate(setting, reporter), True
     except _Stop:
-        run, finished = Run(ears.loss, ears.step, math.nan, math.nan), False
-    except NotFiniteError:  # a coded recipe's way to say that it diverged
-        run, finished = Run(math.inf, ears.step, math.nan, math.nan), False
+        run, finished = Run(reporter.loss, reporter.step, math.nan, math.nan), False
+    except NotFiniteError:  # raised by recipes with codecs when training diverges
+        run, finished = Run(math.inf, reporter.step, math.nan, math.nan), False
     finally:
-        ears.closed = True
+        reporter.closed = True
     finished = finished and math.isfinite(run.loss)
     trial.set_user_attr("run", asdict(run))
     trial.set_user_attr("seconds", time.perf_counter() - start)
@@ -186,7 +193,7 @@ def _next(study: optuna.Study, space: Space, evaluate: Evaluate, key: str) -> Tr
 
 
 def _ask(study: optuna.Study, space: Space, rng: random.Random) -> optuna.Trial:
-    """A trial with a setting that was not tried before."""
+    """Return a trial with a setting that was not tried before."""
     begun = (TrialState.COMPLETE, TrialState.PRUNED, TrialState.WAITING)
     if not study.get_trials(deepcopy=False, states=begun):
         study.enqueue_trial({n: space.grids[n].index(v) for n, v in space.start.items()})
@@ -194,9 +201,9 @@ def _ask(study: optuna.Study, space: Space, rng: random.Random) -> optuna.Trial:
         n_startup_trials=STARTUP, multivariate=True, seed=rng.getrandbits(32)
     )
     states = (TrialState.COMPLETE, TrialState.PRUNED)
-    tried = {_places(t.params, space) for t in study.get_trials(deepcopy=False, states=states)}
+    tried = {_indices(t.params, space) for t in study.get_trials(deepcopy=False, states=states)}
     trial = study.ask(_distributions(space))
-    if _places(trial.params, space) not in tried:
+    if _indices(trial.params, space) not in tried:
         return trial
     study.tell(trial, state=TrialState.FAIL)
     grids = space.grids.values()
@@ -205,7 +212,7 @@ def _ask(study: optuna.Study, space: Space, rng: random.Random) -> optuna.Trial:
     return study.ask(_distributions(space))
 
 
-def _places(params: Mapping[str, int], space: Space) -> Places:
+def _indices(params: Mapping[str, int], space: Space) -> Indices:
     return tuple(params[name] for name in space.grids)
 
 

@@ -1,1 +1,1 @@
-"""Checks of a host and of the network between hosts."""
+"""Check a host and the network between hosts."""

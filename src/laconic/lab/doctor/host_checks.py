@@ -1,5 +1,8 @@
-"""What on this host could keep a training between hosts, or the lab, from working; each finding
-with its remedy. What can be seen only together with other hosts is in `meeting.py`."""
+"""Check whether this host can run training across hosts, and the lab.
+
+Each finding that is not "ok" has a remedy. Checks that need several hosts are in
+`network_checks.py`.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +41,16 @@ LEAST_DISK = 2 * GIB
 LEAST_SHARED_MEMORY = GIB // 4
 MOST_HOSTS = 250
 DESCRIPTORS_PER_HOST = 7
-"""A rank has a connection to every other in each of its process groups: the default one, laconic's
-own, and those of workers and replicas where there are several; and in the links of the latter."""
-DESCRIPTORS_ELSE = 128
+"""A rank has a connection to every other rank in each of its process groups: the default group,
+laconic's own, those of workers and replicas if there are several, and the links of the latter."""
+OTHER_DESCRIPTORS = 128
 TRY_SECONDS = 30.0
 _SIOCGIFFLAGS, _IFF_UP = 0x8913, 1
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at; ``remedy`` is empty where all is well."""
+    """The result of one check. ``remedy`` is empty if ``level`` is "ok"."""
 
     level: Level
     group: str
@@ -64,13 +67,15 @@ class Interface:
 
 
 def examine(environ: Environment = os.environ) -> list[Finding]:
-    """Everything that can be seen from this host alone. Raises ``ValueError`` for variables of
-    torchrun that hold no number."""
+    """Run all checks that need this host alone.
+
+    Raises ``ValueError`` if a variable of torchrun is not an integer.
+    """
     return [*software(environ), *network(environ), *machine(environ), *lab()]
 
 
 def number(environ: Environment, name: str, default: int) -> int:
-    """A variable that torchrun sets to an integer."""
+    """Return the integer in a variable that torchrun sets."""
     text = environ.get(name, str(default))
     try:
         return int(text)
@@ -82,7 +87,7 @@ def number(environ: Environment, name: str, default: int) -> int:
 
 
 def versions() -> dict[str, str]:
-    """What has to be alike on all hosts."""
+    """Return the versions that must be equal on all hosts."""
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -91,59 +96,59 @@ def versions() -> dict[str, str]:
 
 
 def software(environ: Environment) -> list[Finding]:
-    """Python, torch, and what it can communicate with."""
+    """Check Python, torch, and torch's communication backends."""
     group = "software"
-    known = versions()
-    found = [Finding("ok", group, ", ".join(f"{name} {v}" for name, v in known.items()))]
-    if sys.version_info[:2] < OLDEST_PYTHON or _release(known["torch"]) < OLDEST_TORCH:
+    current = versions()
+    found = [Finding("ok", group, ", ".join(f"{name} {v}" for name, v in current.items()))]
+    if sys.version_info[:2] < OLDEST_PYTHON or _release(current["torch"]) < OLDEST_TORCH:
         found = [
             Finding("problem", group, found[0].text, "laconic needs Python 3.10 and torch 2.6")
         ]
     if not (dist.is_available() and dist.is_gloo_available()):
-        remedy = "install a torch that is built with it, as those from pytorch.org are"
-        found.append(Finding("problem", group, "this torch has no gloo back end", remedy))
+        remedy = "install a torch build with gloo, such as those from pytorch.org"
+        found.append(Finding("problem", group, "this torch has no gloo backend", remedy))
     found.append(_kernels())
     cuda = ACCELERATORS["cuda"]
-    cards = cuda.count()
-    wanted = number(environ, "LOCAL_WORLD_SIZE", 1)
-    if not cards and Path("/dev/nvidia0").exists():
+    gpus = cuda.count()
+    processes = number(environ, "LOCAL_WORLD_SIZE", 1)
+    if not gpus and Path("/dev/nvidia0").exists():
         found.append(
             Finding(
                 "warning",
                 group,
-                "this host has an NVIDIA card, but torch cannot use it",
-                "install a CUDA build of torch, and a driver at least as new (nvidia-smi)",
+                "this host has an NVIDIA GPU, but torch cannot use it",
+                "install a CUDA build of torch and a driver at least as new (see nvidia-smi)",
             )
         )
-    elif not cards:
+    elif not gpus:
         found.append(Finding("ok", group, "no CUDA device: training runs on CPUs, with gloo"))
     elif not cuda.can_communicate():
-        remedy = "install a torch that is built with it, as those from pytorch.org are"
-        found.append(Finding("problem", group, f"{cards} CUDA devices but no NCCL", remedy))
-    elif wanted > cards:
+        remedy = "install a torch build with NCCL, such as those from pytorch.org"
+        found.append(Finding("problem", group, f"{gpus} CUDA devices but no NCCL", remedy))
+    elif processes > gpus:
         found.append(
             Finding(
                 "problem",
                 group,
-                f"{wanted} processes (LOCAL_WORLD_SIZE) share {cards} CUDA devices",
-                f"start at most one per device: torchrun --nproc-per-node {cards}",
+                f"{processes} processes (LOCAL_WORLD_SIZE) share {gpus} CUDA devices",
+                f"start at most one per device: torchrun --nproc-per-node {gpus}",
             )
         )
     else:
-        names = sorted({cuda.model_name(card) for card in range(cards)})
-        found.append(Finding("ok", group, f"NCCL, {cards} CUDA devices ({', '.join(names)})"))
+        names = sorted({cuda.model_name(gpu) for gpu in range(gpus)})
+        found.append(Finding("ok", group, f"NCCL, {gpus} CUDA devices ({', '.join(names)})"))
     return found
 
 
 def _kernels() -> Finding:
-    """Whether codecs and messages are as fast as they can be."""
-    parts = {"the codecs' kernels": kernels.library(), "what moves messages": wire.library()}
-    missing = [name for name, found in parts.items() if found is None]
+    """Check whether the C extensions of codecs and messages are available."""
+    parts = {"the codec kernels": kernels.library(), "the message transport": wire.library()}
+    missing = [name for name, library in parts.items() if library is None]
     if not missing:
         return Finding("ok", "software", f"{' and '.join(parts)} are compiled")
-    remedy = "with GCC or Clang at hand, pip install --force-reinstall --no-deps --no-cache-dir"
-    remedy += " laconic"
-    text = f"{' and '.join(missing)} not compiled: rounds take up to 3 times the processor's time"
+    remedy = "install GCC or Clang, then run pip install --force-reinstall --no-deps "
+    remedy += "--no-cache-dir laconic"
+    text = f"not compiled: {' and '.join(missing)}; rounds take up to 3 times the processor time"
     return Finding("warning", "software", text, remedy)
 
 
@@ -156,7 +161,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def interfaces() -> dict[str, Interface]:
-    """This host's, by name; no addresses where the system is not Linux."""
+    """Return this host's interfaces by name. On systems other than Linux they lack addresses."""
     found = {}
     for _, name in socket.if_nameindex():
         addresses, up = [], True
@@ -169,7 +174,7 @@ def interfaces() -> dict[str, Interface]:
                     flags = fcntl.ioctl(probe, _SIOCGIFFLAGS, request)[16:18]
                     up = bool(int.from_bytes(flags, sys.byteorder) & _IFF_UP)
                 except OSError:
-                    pass  # it has just gone
+                    pass  # the interface has just disappeared
             address = address_of(name)
             addresses += [address] if address else []
             addresses += _ipv6(name)
@@ -189,36 +194,39 @@ def _ipv6(name: str) -> list[str]:
 
 def network(
     environ: Environment,
-    cards: Mapping[str, Interface] | None = None,
+    all_interfaces: Mapping[str, Interface] | None = None,
     hostname_addresses: Sequence[str] | None = None,
 ) -> list[Finding]:
-    """Interfaces, and which of them gloo and NCCL will use. The arguments after ``environ`` stand
-    in for what the system says."""
+    """Check the interfaces, and which of them gloo and NCCL will use.
+
+    ``all_interfaces`` and ``hostname_addresses`` override what the system reports.
+    """
     group = "network"
-    cards = interfaces() if cards is None else cards
-    usable = {n: c for n, c in cards.items() if c.up and c.addresses}
-    told = "; ".join(f"{n} {', '.join(c.addresses)}" for n, c in usable.items())
-    found = [Finding("ok", group, f"interfaces: {told or 'none with an address'}")]
-    others = [n for n, c in usable.items() if not all(map(_is_loopback, c.addresses))]
+    all_interfaces = interfaces() if all_interfaces is None else all_interfaces
+    usable = {n: i for n, i in all_interfaces.items() if i.up and i.addresses}
+    described = "; ".join(f"{n} {', '.join(i.addresses)}" for n, i in usable.items())
+    found = [Finding("ok", group, f"interfaces: {described or 'none with an address'}")]
+    others = [n for n, i in usable.items() if not all(map(_is_loopback, i.addresses))]
     if not others:
         found.append(
             Finding(
                 "warning",
                 group,
                 "only the loopback interface has an address: no other host can be reached",
-                "bring the network up, if there are to be other hosts",
+                "to train with other hosts, bring up the network",
             )
         )
-    chosen = environ.get("GLOO_SOCKET_IFNAME", "")
-    named = [n for n in chosen.split(",") if n]
+    variable = environ.get("GLOO_SOCKET_IFNAME", "")
+    named = [n for n in variable.split(",") if n]
     for name in named:
         if name not in usable:
-            what = "has no address or is down" if name in cards else "does not exist here"
+            known = name in all_interfaces
+            what = "has no address or is down" if known else "does not exist here"
             remedy = f"set it to one of {', '.join(usable) or 'none'}, or unset it"
             found.append(Finding("problem", group, f"GLOO_SOCKET_IFNAME={name} {what}", remedy))
     master = environ.get("MASTER_ADDR", "")
     if master:
-        found.append(_way_to(master, usable, named))
+        found.append(_route(master, usable, named))
     if not named:
         found += _hostname(master, others, hostname_addresses)
     return found
@@ -228,33 +236,36 @@ def _is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def _way_to(master: str, usable: Mapping[str, Interface], named: Sequence[str]) -> Finding:
-    own = address_towards(master)
-    if own is None:
+def _route(master: str, usable: Mapping[str, Interface], named: Sequence[str]) -> Finding:
+    """Check which interface leads to the host of rank 0."""
+    address = address_towards(master)
+    if address is None:
         remedy = "set it to the address of rank 0's host, or add the name to /etc/hosts"
         text = f"MASTER_ADDR={master} does not resolve, or there is no route to it"
         return Finding("problem", "network", text, remedy)
-    leading = [n for n, c in usable.items() if own in c.addresses]
-    text = f"MASTER_ADDR={master} is reached from {own}, {', '.join(leading) or 'an unknown one'}"
-    if named and leading and not set(named) & set(leading):
+    names = [n for n, i in usable.items() if address in i.addresses]
+    interface = ", ".join(names) or "an unknown interface"
+    text = f"MASTER_ADDR={master} is reached from {address}, {interface}"
+    if named and names and not set(named) & set(names):
         return Finding(
             "warning",
             "network",
             f"{text}; but GLOO_SOCKET_IFNAME={','.join(named)}",
-            f"set GLOO_SOCKET_IFNAME={leading[0]}, unless that other network is meant",
+            f"set GLOO_SOCKET_IFNAME={names[0]}, unless you mean to use the other network",
         )
     return Finding("ok", "network", text)
 
 
-def _hostname(master: str, others: Sequence[str], given: Sequence[str] | None) -> list[Finding]:
-    """Where no interface is named, gloo listens at the address that the host's name stands for."""
+def _hostname(master: str, others: Sequence[str], resolved: Sequence[str] | None) -> list[Finding]:
+    """Check the host name. Unless an interface is named, gloo listens at the name's address."""
     name = socket.gethostname()
-    if given is None:
+    if resolved is None:
         try:
-            given = [str(i[4][0]) for i in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+            infos = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+            resolved = [str(info[4][0]) for info in infos]
         except OSError:
-            given = []
-    addresses = list(dict.fromkeys(given))
+            resolved = []
+    addresses = list(dict.fromkeys(resolved))
     interface = others[0] if others else "eth0"
     remedy = (
         f"export GLOO_SOCKET_IFNAME={interface} on this host, or map {name} to its own address in "
@@ -265,17 +276,17 @@ def _hostname(master: str, others: Sequence[str], given: Sequence[str] | None) -
     if addresses:
         what = f"the host name {name} resolves to {addresses[0]}, where no other host reaches gloo"
     else:
-        what = f"the host name {name} does not resolve, so gloo listens on loopback alone"
-    elsewhere = bool(master) and not _is_loopback(address_towards(master) or "127.0.0.1")
-    text = what if elsewhere else f"{what} (one host alone works)"
-    return [Finding("problem" if elsewhere else "warning", "network", text, remedy)]
+        what = f"the host name {name} does not resolve, so gloo listens on loopback only"
+    remote = bool(master) and not _is_loopback(address_towards(master) or "127.0.0.1")
+    text = what if remote else f"{what} (a single host works)"
+    return [Finding("problem" if remote else "warning", "network", text, remedy)]
 
 
 # -- machine ----
 
 
 def machine(environ: Environment) -> list[Finding]:
-    """Cores, memory, disk and descriptors, against what runs here."""
+    """Check cores, memory, disk and file descriptors."""
     return [
         _cores(environ, cores()),
         *_memory(),
@@ -285,7 +296,7 @@ def machine(environ: Environment) -> list[Finding]:
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """Return the number of cores that this process may use."""
     usable = getattr(os, "sched_getaffinity", None)
     count = len(usable(0)) if usable else os.cpu_count() or 1
     try:
@@ -300,13 +311,13 @@ def _cores(environ: Environment, count: int) -> Finding:
     threads = number(environ, "OMP_NUM_THREADS", 0)
     text = f"{count} cores for {processes} process{'es' * (processes > 1)}"
     if processes > count:
-        remedy = "start fewer processes on this host; they share its cores and slow each other"
+        remedy = "start fewer processes on this host: they share its cores and slow each other down"
         return Finding("warning", "machine", text, remedy)
     if processes * threads > count or (processes > 1 and not threads):
         each = max(count // processes, 1)
-        said = f"{threads} threads" if threads else "as many threads as there are cores"
+        per_process = f"{threads} threads" if threads else "as many threads as there are cores"
         remedy = f"export OMP_NUM_THREADS={each}"
-        return Finding("warning", "machine", f"{text} of {said} each", remedy)
+        return Finding("warning", "machine", f"{text} of {per_process} each", remedy)
     return Finding("ok", "machine", text)
 
 
@@ -322,13 +333,13 @@ def _memory() -> list[Finding]:
     except OSError:
         return found
     if shared < LEAST_SHARED_MEMORY:
-        remedy = "docker run --shm-size=1g: DataLoader workers pass their batches there"
+        remedy = "docker run --shm-size=1g: DataLoader workers pass batches through it"
         found.append(_room("free in /dev/shm", shared, LEAST_SHARED_MEMORY, remedy))
     return found
 
 
 def _disk(free: int) -> Finding:
-    remedy = "make room before the first checkpoint: a full disk ends a training"
+    remedy = "free some space: training ends if a checkpoint does not fit on the disk"
     return _room("free on this directory's disk", free, LEAST_DISK, remedy)
 
 
@@ -349,28 +360,29 @@ def _descriptors(environ: Environment, limit: int | None = None) -> list[Finding
         if limit == resource.RLIM_INFINITY:
             limit = 2**31
     world = number(environ, "WORLD_SIZE", 0)
-    needed = DESCRIPTORS_ELSE + DESCRIPTORS_PER_HOST * (world or MOST_HOSTS)
-    enough = max((limit - DESCRIPTORS_ELSE) // DESCRIPTORS_PER_HOST, 0)
+    needed = OTHER_DESCRIPTORS + DESCRIPTORS_PER_HOST * (world or MOST_HOSTS)
+    enough = max((limit - OTHER_DESCRIPTORS) // DESCRIPTORS_PER_HOST, 0)
     if limit >= needed:
         return [Finding("ok", "machine", f"{limit} open files (ulimit -n)")]
     text = f"{limit} open files (ulimit -n) are enough for about {enough} ranks"
     level: Level = "problem" if world else "warning"
-    return [Finding(level, "machine", text, f"ulimit -n {needed}, or LimitNOFILE= of the service")]
+    remedy = f"ulimit -n {needed}, or set LimitNOFILE= of the service"
+    return [Finding(level, "machine", text, remedy)]
 
 
 # -- lab ----
 
-TRY = """
+SHAPER_PROGRAM = """
 import json, pyroute2
-said = {}
+errors = {}
 with pyroute2.IPRoute() as route:
-    for kind, (card, options) in json.loads('%s').items():
-        (link,) = route.link_lookup(ifname=card)
+    for kind, (interface, options) in json.loads('%s').items():
+        (link,) = route.link_lookup(ifname=interface)
         try:
             route.tc("add", kind, link, **options)
         except Exception as error:
-            said[kind] = f"{error}"
-print(json.dumps(said))
+            errors[kind] = f"{error}"
+print(json.dumps(errors))
 """
 SHAPERS = {
     "tbf": ("eth0", {"rate": 12_500_000, "burst": 32_768, "limit": 1_000_000}),
@@ -380,12 +392,12 @@ SHAPERS = {
 
 ALLOW_NAMESPACES = (
     "run as root, or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1; on Ubuntu "
-    "kernel.apparmor_restrict_unprivileged_userns=0); without, a throttled link stands in"
+    "kernel.apparmor_restrict_unprivileged_userns=0); otherwise laconic throttles its own link"
 )
 
 
 def lab() -> list[Finding]:
-    """What ``laconic compare`` needs of the kernel, tried on a host made for it and gone again."""
+    """Check what ``laconic compare`` needs, by building an emulated host and removing it."""
     missing = [
         name
         for name in ("rich", "matplotlib", "sklearn", "pyroute2")
@@ -401,14 +413,14 @@ def lab() -> list[Finding]:
     except NamespacesUnavailable as error:
         remedy = install("lab") if "pyroute2" in missing else ALLOW_NAMESPACES
         return [*found, Finding("warning", "lab", str(error), remedy)]
-    found.append(Finding("ok", "lab", "network namespaces can be made"))
+    found.append(Finding("ok", "lab", "network namespaces are available"))
     if "tbf" in refused:
-        remedy = "modprobe sch_tbf; without, a throttled link stands in"
+        remedy = "modprobe sch_tbf; otherwise laconic throttles its own link"
         found.append(Finding("warning", "lab", f"no tbf: {refused['tbf']}", remedy))
     else:
         found.append(Finding("ok", "lab", "tbf limits the bandwidth of emulated hosts"))
     if "netem" in refused:
-        text = "no netem in this kernel: the link adds latency, not the network"
+        text = "no netem in this kernel: laconic's link adds latency in place of the network"
         found.append(Finding("ok", "lab", text))
     else:
         found.append(Finding("ok", "lab", "netem can delay packets"))
@@ -416,8 +428,8 @@ def lab() -> list[Finding]:
 
 
 def _try_shapers() -> dict[str, str]:
-    """Which shapers the kernel refuses, and why."""
-    program = TRY % json.dumps(SHAPERS)
+    """Return the shapers that the kernel refuses, with the reasons."""
+    program = SHAPER_PROGRAM % json.dumps(SHAPERS)
     with Cluster(1, bandwidth=None) as cluster:
         process = cluster.start(
             0,
@@ -427,8 +439,8 @@ def _try_shapers() -> dict[str, str]:
             stderr=subprocess.DEVNULL,
         )
         try:
-            said, _ = process.communicate(timeout=TRY_SECONDS)
-            refused: dict[str, str] = json.loads(said)
+            output, _ = process.communicate(timeout=TRY_SECONDS)
+            refused: dict[str, str] = json.loads(output)
             return refused
         except (subprocess.TimeoutExpired, json.JSONDecodeError):
-            return dict.fromkeys(SHAPERS, "trying it failed")
+            return dict.fromkeys(SHAPERS, "the trial failed")

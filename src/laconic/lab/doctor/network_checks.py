@@ -1,109 +1,50 @@
-"""Hosts that look at each other: who is there, who reaches whom, with which clock and versions.
+"""Check the network between hosts: who is there, who reaches whom, clocks and versions.
 
-Every host listens on a port of its own choice and says where in torch's store, which rank 0 keeps
-at MASTER_ADDR:MASTER_PORT; then each connects to every other. Nothing waits without an end: who
-does not come, or stops answering, is a finding.
+Every host listens on a free port and publishes it in torch's store, which rank 0 serves at
+MASTER_ADDR:MASTER_PORT. Then each host connects to every other. Every wait has a timeout: a host
+that does not join or stops answering is a finding.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import socket
-import statistics
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from laconic.lab.doctor.host_checks import Environment, Finding, number, versions
+from laconic.lab.doctor.network_findings import (
+    NetworkReport,
+    clock_findings,
+    connection_findings,
+    connection_remedy,
+    ranks_text,
+    rate_findings,
+    version_findings,
+)
+from laconic.lab.doctor.probes import CONNECT_SECONDS, HostInfo, Listener, Pair, Rate, ping, reason
+from laconic.lab.doctor.probes import send as send_bulk
 from laconic.links.addresses import address_towards
-from laconic.units import format_rate
 
-GROUP = "between hosts"
-CONNECT_SECONDS = 3.0
-ANSWER_SECONDS = 10.0
-PINGS = 10
 AT_ONCE = 16
-SEND_SECONDS = 1.0
-SEND_MOST = 64 << 20
-PIECE = 64 << 10
 GRACE_SECONDS = 15.0
-"""What every stage of the meeting is given beyond what it must take."""
-CLOCK_SECONDS = 0.5
-"""Clocks further apart than this make logs and metrics of several hosts hard to compare."""
-PING, SINK = b"P", b"S"
+"""Time that every stage of the check may take beyond its minimum."""
+_RESTART = "check rank 0's host, then run laconic doctor again on all hosts"
 
 
 @dataclass(frozen=True)
-class Card:
-    """How one host introduces itself."""
+class Rendezvous:
+    """How this host joins the check: as ``rank`` of ``world``, at ``host``:``port``.
 
-    rank: int
-    host: str
-    address: str
-    port: int
-    versions: Mapping[str, str]
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} ({self.host}, {self.address})"
-
-
-@dataclass(frozen=True)
-class Pair:
-    """What ``source`` saw of ``target``: seconds of half a round trip, how far the target's clock
-    is ahead, within ``uncertainty``; or why it could not be reached."""
-
-    source: int
-    target: int
-    latency: float = 0.0
-    offset: float = 0.0
-    uncertainty: float = 0.0
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class Rate:
-    """Bits per second from ``source`` to its neighbour in the ring, all hosts sending at once."""
-
-    source: int
-    target: int
-    rate: float
-    error: str = ""
-
-
-@dataclass
-class Meeting:
-    """What came of it on this host; on rank 0, of all hosts."""
-
-    findings: list[Finding] = field(default_factory=list)
-    hosts: list[Card] = field(default_factory=list)
-    pairs: list[Pair] = field(default_factory=list)
-    rates: list[Rate] = field(default_factory=list)
-
-    def problem(self, text: str, remedy: str) -> None:
-        self.findings.append(Finding("problem", GROUP, text, remedy))
-
-    def numbers(self) -> dict[str, Any]:
-        """The measurements, for JSON."""
-        return {
-            "hosts": [asdict(card) for card in self.hosts],
-            "pairs": [asdict(pair) for pair in self.pairs],
-            "rates": [asdict(rate) for rate in self.rates],
-        }
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where this host takes part: rank ``rank`` of ``world``, meeting at ``host``:``port``;
-    ``agent``: another program (torchrun's agent) keeps the store there already."""
+    ``agent`` means that another program (torchrun's agent) already serves the store there.
+    """
 
     rank: int
     world: int
@@ -123,87 +64,112 @@ class Place:
             )
 
 
-def meet(
-    place: Place,
-    own: Sequence[Finding] = (),
+def rendezvous_of(environ: Environment) -> Rendezvous:
+    """Return the rendezvous in torchrun's variables.
+
+    Raises ``ValueError`` if some of the variables are missing.
+    """
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if name not in environ:
+            raise ValueError(f"RANK is set, as by torchrun, but {name} is not")
+    by_host = "GROUP_RANK" in environ and "GROUP_WORLD_SIZE" in environ
+    rank, world = ("GROUP_RANK", "GROUP_WORLD_SIZE") if by_host else ("RANK", "WORLD_SIZE")
+    return Rendezvous(
+        number(environ, rank, 0),
+        number(environ, world, 1),
+        environ["MASTER_ADDR"],
+        number(environ, "MASTER_PORT", 0),
+        agent=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def check_network(
+    rendezvous: Rendezvous,
+    host_findings: Sequence[Finding] = (),
     *,
     timeout: float = 60.0,
     known: Mapping[str, str] | None = None,
     address: str | None = None,
     clock: Callable[[], float] = time.time,
-) -> Meeting:
-    """Meet the other hosts, and say what came of it within ``timeout`` and what the tests take.
+) -> NetworkReport:
+    """Check the network together with the other hosts.
 
-    ``own``: what was found on this host, of which rank 0 hears. ``known`` (versions), ``address``
-    and ``clock`` stand in for this host's own.
+    Takes at most ``timeout`` seconds plus the time of the tests. Rank 0 also receives the other
+    hosts' ``host_findings``. ``known`` (versions), ``address`` and ``clock`` override this host's.
     """
-    meeting = Meeting()
-    card = Card(
-        place.rank,
+    report = NetworkReport()
+    info = HostInfo(
+        rendezvous.rank,
         socket.gethostname(),
-        address or address_towards(place.host) or "127.0.0.1",
+        address or address_towards(rendezvous.host) or "127.0.0.1",
         0,
         known or versions(),
     )
     end = time.monotonic() + timeout
-    stages = timeout + 4 * (GRACE_SECONDS + place.world / AT_ONCE * CONNECT_SECONDS)
+    longest = timeout + 4 * (GRACE_SECONDS + rendezvous.world / AT_ONCE * CONNECT_SECONDS)
 
-    def hold() -> None:
+    def run() -> None:
         try:
-            with _Listener(clock) as listener:
-                own_card = Card(**{**asdict(card), "port": listener.port})
-                store = _store(place, end, timeout, meeting)
+            with Listener(clock) as listener:
+                me = HostInfo(**{**asdict(info), "port": listener.port})
+                store = _store(rendezvous, end, timeout, report)
                 if store is not None:
-                    _Course(place, own_card, own, store, end, timeout, clock, meeting).run()
-        except (RuntimeError, OSError) as error:  # the store's host has gone
-            text = f"the meeting broke off: {str(error).splitlines()[0]}"
-            meeting.problem(text, "look at rank 0's host, then run it again on all hosts")
+                    _Session(
+                        rendezvous, me, host_findings, store, end, timeout, clock, report
+                    ).run()
+        except (RuntimeError, OSError) as error:  # the store's host is gone
+            text = f"the check was interrupted: {str(error).splitlines()[0]}"
+            report.problem(text, _RESTART)
 
-    # torch's store waits for a host that vanished: then this thread is left behind
-    thread = threading.Thread(target=hold, daemon=True, name="laconic-doctor")
+    # torch's store waits for a host that vanished. In that case this thread is abandoned.
+    thread = threading.Thread(target=run, daemon=True, name="laconic-doctor")
     thread.start()
-    thread.join(stages)
+    thread.join(longest)
     if thread.is_alive():
-        text = f"the meeting did not end: {place.host}:{place.port} no longer answers"
-        meeting.problem(text, "look at rank 0's host, then run it again on all hosts")
-    return meeting
+        text = f"the check did not end: {rendezvous.host}:{rendezvous.port} no longer answers"
+        report.problem(text, _RESTART)
+    return report
 
 
-def _store(place: Place, end: float, timeout: float, meeting: Meeting) -> Any:
-    """torch's store at the meeting place; None, and a finding, where it cannot be had."""
-    where = f"{place.host}:{place.port}"
-    serves = place.rank == 0 and not place.agent
+def _store(rendezvous: Rendezvous, end: float, timeout: float, report: NetworkReport) -> Any:
+    """Return torch's store at the rendezvous. If it is unavailable, add a problem, return None."""
+    where = f"{rendezvous.host}:{rendezvous.port}"
+    serves = rendezvous.rank == 0 and not rendezvous.agent
     if serves:
-        if not _is_own(place.host):
-            meeting.problem(
-                f"{place.host} is no address of this host, which is rank 0",
-                "give the address of rank 0's host as --master (MASTER_ADDR), on every host",
+        if not _is_local(rendezvous.host):
+            report.problem(
+                f"{rendezvous.host} is not an address of this host, which is rank 0",
+                "give the address of rank 0's host as --master (MASTER_ADDR) on every host",
             )
             return None
-        if _taken(place.port):
-            meeting.problem(
-                f"port {place.port} is taken on this host, which is rank 0",
-                "choose another one on every host, or end the program that has it (ss -ltnp)",
+        if _in_use(rendezvous.port):
+            report.problem(
+                f"port {rendezvous.port} is in use on this host, which is rank 0",
+                "choose another port on every host, or end the program that uses it (ss -ltnp)",
             )
             return None
     else:
         error: OSError | None = TimeoutError()
         while error is not None and time.monotonic() < end:
-            error = _connection_error(place.host, place.port, end)
+            error = _connection_error(rendezvous.host, rendezvous.port, end)
             if error is not None:
                 time.sleep(min(0.3, max(end - time.monotonic(), 0)))
         if error is not None:
-            text = f"cannot reach {where}, where rank 0 should be, within {timeout:g} s: "
-            meeting.problem(text + _reason(error), _remedy(error, "rank 0's host", place.port))
+            text = f"cannot reach rank 0 at {where} within {timeout:g} s: {reason(error)}"
+            report.problem(text, connection_remedy(error, "rank 0's host", rendezvous.port))
             return None
     seconds = timedelta(seconds=max(end - time.monotonic(), 1.0))
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        place.host, place.port, is_master=serves, timeout=seconds, wait_for_workers=False
+        rendezvous.host,
+        rendezvous.port,
+        is_master=serves,
+        timeout=seconds,
+        wait_for_workers=False,
     )
     return dist.PrefixStore("laconic doctor", store)  # type: ignore[attr-defined]
 
 
-def _is_own(host: str) -> bool:
+def _is_local(host: str) -> bool:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -213,7 +179,7 @@ def _is_own(host: str) -> bool:
     return True
 
 
-def _taken(port: int) -> bool:
+def _in_use(port: int) -> bool:
     try:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -232,194 +198,75 @@ def _connection_error(host: str, port: int, end: float) -> OSError | None:
     return None
 
 
-def _reason(error: OSError) -> str:
-    if isinstance(error, socket.gaierror):
-        return "the name does not resolve"
-    if isinstance(error, TimeoutError):
-        return "no answer"
-    return (error.strerror or str(error)).lower()
-
-
-def _remedy(error: OSError, who: str, port: int | None = None) -> str:
-    if isinstance(error, socket.gaierror):
-        return "use its address, or add the name to /etc/hosts on this host"
-    if isinstance(error, ConnectionRefusedError):
-        return f"start laconic doctor on {who} too; is the address right?"
-    ports = f"port {port} and " if port else ""
-    return (
-        f"let the firewall of {who} (and of the network between) pass TCP from the other hosts: "
-        f"{ports}the ports of net.ipv4.ip_local_port_range, which laconic, gloo and NCCL use; is "
-        "the address right?"
-    )
-
-
-class _Listener:
-    """Answers the other hosts: their pings with the time, and takes what they send."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        if socket.has_dualstack_ipv6():
-            self._server = socket.create_server(
-                ("::", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=256
-            )
-        else:
-            self._server = socket.create_server(("", 0), backlog=256)
-        self.port = int(self._server.getsockname()[1])
-        threading.Thread(target=self._accept, daemon=True, name="laconic-doctor-port").start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._server.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
-
-    def _answer(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):
-            connection.settimeout(ANSWER_SECONDS)
-            kind = connection.recv(1)
-            if kind == PING:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                while connection.recv(1):
-                    connection.sendall(struct.pack("!d", self._clock()))
-            elif kind == SINK:
-                size, start = 0, time.perf_counter()
-                while piece := connection.recv(PIECE):
-                    size += len(piece)
-                connection.sendall(struct.pack("!Qd", size, time.perf_counter() - start))
-
-    def __enter__(self) -> _Listener:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
-        self._server.close()
-
-
-def ping(source: int, card: Card, clock: Callable[[], float]) -> Pair:
-    """Round trips to a host. Of the quickest: half of it is the latency, and the target's clock,
-    read in between, is ahead by ``theirs - (sent + received) / 2``, within half of it (the rule
-    of NTP)."""
-    trips = []
-    try:
-        with socket.create_connection((card.address, card.port), CONNECT_SECONDS) as connection:
-            connection.settimeout(ANSWER_SECONDS)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(PING)
-            for _ in range(PINGS):
-                sent, start = clock(), time.perf_counter()
-                connection.sendall(b".")
-                (theirs,) = struct.unpack("!d", _receive(connection, 8))
-                trip = time.perf_counter() - start
-                trips.append((trip, theirs - (sent + trip / 2)))
-    except OSError as error:
-        return Pair(source, card.rank, error=_reason(error))
-    trip, offset = min(trips)
-    return Pair(source, card.rank, trip / 2, offset, trip / 2)
-
-
-def send(source: int, card: Card) -> Rate:
-    """Bits per second to a host, as it counts them: a second long, or `SEND_MOST` bytes."""
-    piece = bytes(PIECE)
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in card.address else socket.AF_INET) as own:
-            # a small buffer, so that little is still to be sent when the second is over
-            own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * PIECE)
-            own.settimeout(CONNECT_SECONDS)
-            own.connect((card.address, card.port))
-            own.settimeout(ANSWER_SECONDS)
-            own.sendall(SINK)
-            size, end = 0, time.monotonic() + SEND_SECONDS
-            while size < SEND_MOST and time.monotonic() < end:
-                own.sendall(piece)
-                size += PIECE
-            own.shutdown(socket.SHUT_WR)
-            received, seconds = struct.unpack("!Qd", _receive(own, 16))
-    except OSError as error:
-        return Rate(source, card.rank, 0.0, _reason(error))
-    return Rate(source, card.rank, 8 * received / seconds)
-
-
-def _receive(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        piece = connection.recv(size - len(data))
-        if not piece:
-            raise ConnectionResetError(errno.ECONNRESET, "connection reset by peer")
-        data += piece
-    return data
-
-
 @dataclass
-class _Course:
-    """The meeting as one host goes through it, from ``store`` to its ``meeting``."""
+class _Session:
+    """The check as one host runs it. Fills in ``report``."""
 
-    place: Place
-    card: Card
-    own: Sequence[Finding]
+    rendezvous: Rendezvous
+    me: HostInfo
+    host_findings: Sequence[Finding]
     store: Any
     end: float
     timeout: float
     clock: Callable[[], float]
-    meeting: Meeting
+    report: NetworkReport
 
     def run(self) -> None:
-        place, meeting = self.place, self.meeting
-        if self.store.add(f"taken/{place.rank}", 1) > 1:
-            text = f"another host takes part as rank {place.rank} too"
-            meeting.problem(text, "give every host a rank of its own, from 0 up")
+        rank, world, report = self.rendezvous.rank, self.rendezvous.world, self.report
+        if self.store.add(f"taken/{rank}", 1) > 1:
+            text = f"another host already joined as rank {rank}"
+            report.problem(text, "give every host a different rank, from 0 up")
             return
-        self.store.set(f"card/{place.rank}", json.dumps(asdict(self.card)))
-        cards = self._present()
-        if cards is None:
+        self.store.set(f"host/{rank}", json.dumps(asdict(self.me)))
+        hosts = self._hosts()
+        if hosts is None:
             return
-        meeting.hosts = list(cards.values())
-        others = [card for rank, card in cards.items() if rank != place.rank]
-        # from the next rank on, so that not all of them call on the same host at once
-        others.sort(key=lambda card: (card.rank - place.rank) % place.world)
+        report.hosts = list(hosts.values())
+        others = [host for other, host in hosts.items() if other != rank]
+        # Start with the next rank, so that not all hosts connect to the same one at once.
+        others.sort(key=lambda host: (host.rank - rank) % world)
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            meeting.pairs = list(pool.map(lambda c: ping(place.rank, c, self.clock), others))
+            report.pairs = list(pool.map(lambda host: ping(rank, host, self.clock), others))
         rounds = len(others) / AT_ONCE * CONNECT_SECONDS
-        self._together("pinged", cards, GRACE_SECONDS + rounds)
-        reached = [pair.target for pair in meeting.pairs if not pair.error]
+        self._barrier("pinged", hosts, GRACE_SECONDS + rounds)
+        reached = [pair.target for pair in report.pairs if not pair.error]
         if others and others[0].rank in reached:
-            meeting.rates = [send(place.rank, others[0])]
-        self._together("sent", cards, GRACE_SECONDS)
-        if place.rank == 0:
-            self._hear(cards)
+            report.rates = [send_bulk(rank, others[0])]
+        self._barrier("sent", hosts, GRACE_SECONDS)
+        if rank == 0:
+            self._collect_reports(hosts)
         else:
-            self._tell()
+            self._send_report()
 
-    def _present(self) -> dict[int, Card] | None:
-        """Who is there; rank 0 decides when enough has been waited."""
-        store, place = self.store, self.place
-        ranks = list(range(place.world))
-        if place.rank == 0:
-            missing = self._wait([f"card/{r}" for r in ranks], self.end - time.monotonic())
-            here = [r for r in ranks if f"card/{r}" not in missing]
-            store.set("present", json.dumps(here))
+    def _hosts(self) -> dict[int, HostInfo] | None:
+        """Return the hosts that joined in time, as decided by rank 0."""
+        store, rendezvous = self.store, self.rendezvous
+        ranks = list(range(rendezvous.world))
+        if rendezvous.rank == 0:
+            missing = self._wait([f"host/{r}" for r in ranks], self.end - time.monotonic())
+            present = [r for r in ranks if f"host/{r}" not in missing]
+            store.set("present", json.dumps(present))
         elif self._wait(["present"], self.end - time.monotonic() + GRACE_SECONDS):
-            self.meeting.problem("rank 0 did not say who is there", "start it again on all hosts")
+            text = "rank 0 did not report which hosts are present"
+            self.report.problem(text, "run laconic doctor again on all hosts")
             return None
-        here = json.loads(store.get("present"))
-        absent = [r for r in ranks if r not in here]
-        if place.rank in absent:
-            text = f"rank {place.rank} came after rank 0 had waited for it"
-            self.meeting.problem(text, "start it again on all hosts within --timeout")
+        present = json.loads(store.get("present"))
+        absent = [r for r in ranks if r not in present]
+        if rendezvous.rank in absent:
+            text = f"rank {rendezvous.rank} joined after rank 0 had stopped waiting"
+            self.report.problem(text, "start laconic doctor on all hosts within --timeout")
             return None
         if absent:
-            text = f"{_ranks(absent)} of {place.world} did not come within {self.timeout:g} s"
-            self.meeting.problem(
-                text,
-                f"run laconic doctor there too, with the same --master and --world; if it runs, "
-                f"it says why it does not reach {place.host}:{place.port}",
+            self.report.problem(
+                f"{ranks_text(absent)} of {rendezvous.world} did not join within "
+                f"{self.timeout:g} s",
+                "run laconic doctor there too, with the same --master and --world; it then says "
+                f"why it does not reach {rendezvous.host}:{rendezvous.port}",
             )
-        return {r: Card(**json.loads(store.get(f"card/{r}"))) for r in here}
+        return {r: HostInfo(**json.loads(store.get(f"host/{r}"))) for r in present}
 
     def _wait(self, keys: Sequence[str], seconds: float) -> list[str]:
-        """Wait until all keys are there; returns those that are not."""
+        """Wait until the store has all ``keys``. Return those that are missing."""
         end = time.monotonic() + seconds
         missing = list(keys)
         while missing := [key for key in missing if not self.store.check([key])]:
@@ -428,164 +275,42 @@ class _Course:
             time.sleep(0.05)
         return missing
 
-    def _together(self, stage: str, cards: Mapping[int, Card], seconds: float) -> None:
-        """Wait for the others to come through a stage; one that does not is heard of later."""
-        self.store.set(f"{stage}/{self.place.rank}", "")
-        self._wait([f"{stage}/{rank}" for rank in cards], seconds)
+    def _barrier(self, stage: str, hosts: Mapping[int, HostInfo], seconds: float) -> None:
+        """Wait until all hosts have finished a stage. A missing one is reported later."""
+        self.store.set(f"{stage}/{self.rendezvous.rank}", "")
+        self._wait([f"{stage}/{rank}" for rank in hosts], seconds)
 
-    def _tell(self) -> None:
-        meeting, store = self.meeting, self.store
-        own = [asdict(f) for f in self.own if f.level != "ok"]
-        store.set(f"report/{self.place.rank}", json.dumps({**meeting.numbers(), "own": own}))
+    def _send_report(self) -> None:
+        """Send this host's measurements and findings to rank 0."""
+        report, store = self.report, self.store
+        findings = [asdict(f) for f in self.host_findings if f.level != "ok"]
+        message = json.dumps({**report.numbers(), "findings": findings})
+        store.set(f"report/{self.rendezvous.rank}", message)
         self._wait(["over"], 2 * GRACE_SECONDS)
         store.add("left", 1)
-        meeting.findings += _of_pairs(meeting) + _of_versions(meeting.hosts)
+        report.findings += connection_findings(report) + version_findings(report.hosts)
 
-    def _hear(self, cards: Mapping[int, Card]) -> None:
-        """All hosts' reports, and what follows from them together."""
-        meeting, store = self.meeting, self.store
-        others = [rank for rank in cards if rank != 0]
-        silent = self._wait([f"report/{rank}" for rank in others], GRACE_SECONDS)
+    def _collect_reports(self, hosts: Mapping[int, HostInfo]) -> None:
+        """Collect the reports of all hosts on rank 0 and add the findings."""
+        report, store = self.report, self.store
+        others = [rank for rank in hosts if rank != 0]
+        missing = self._wait([f"report/{rank}" for rank in others], GRACE_SECONDS)
         for rank in others:
-            if f"report/{rank}" in silent:
+            if f"report/{rank}" in missing:
                 remedy = "look at that host's own output"
-                meeting.problem(f"{cards[rank]} stopped answering during the tests", remedy)
+                report.problem(f"{hosts[rank]} stopped answering during the tests", remedy)
                 continue
-            report = json.loads(store.get(f"report/{rank}"))
-            meeting.pairs += [Pair(**pair) for pair in report["pairs"]]
-            meeting.rates += [Rate(**rate) for rate in report["rates"]]
-            for finding in map(lambda f: Finding(**f), report["own"]):
-                text = f"{cards[rank]}: {finding.text}"
-                meeting.findings.append(Finding(finding.level, finding.group, text, finding.remedy))
+            received = json.loads(store.get(f"report/{rank}"))
+            report.pairs += [Pair(**pair) for pair in received["pairs"]]
+            report.rates += [Rate(**rate) for rate in received["rates"]]
+            for finding in map(lambda f: Finding(**f), received["findings"]):
+                text = f"{hosts[rank]}: {finding.text}"
+                report.findings.append(Finding(finding.level, finding.group, text, finding.remedy))
         store.set("over", "")
-        if not self.place.agent:  # the store ends with this process
+        if not self.rendezvous.agent:  # the store ends with this process
             end = time.monotonic() + 2.0
-            while store.add("left", 0) < len(others) - len(silent) and time.monotonic() < end:
+            while store.add("left", 0) < len(others) - len(missing) and time.monotonic() < end:
                 time.sleep(0.05)
-        for part in (_of_pairs, _of_rates, _of_clocks):
-            meeting.findings += part(meeting)
-        meeting.findings += _of_versions(meeting.hosts)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def _of_pairs(meeting: Meeting) -> list[Finding]:
-    """Who cannot reach whom, target by target."""
-    by_rank = {card.rank: card for card in meeting.hosts}
-    found = []
-    for target, card in by_rank.items():
-        failed = [p for p in meeting.pairs if p.target == target and p.error]
-        if failed:
-            reasons = ", ".join(sorted({pair.error for pair in failed}))
-            text = (
-                f"{card} cannot be reached at port {card.port} by "
-                f"{_ranks([pair.source for pair in failed])}: {reasons}"
-            )
-            refused = reasons == "connection refused"
-            remedy = (
-                "is that its address on the network between the hosts? MASTER_ADDR and "
-                "GLOO_SOCKET_IFNAME decide it; a firewall may refuse too"
-                if refused
-                else _remedy(TimeoutError(), "that host")
-            )
-            found.append(Finding("problem", GROUP, text, remedy))
-    good = [pair.latency for pair in meeting.pairs if not pair.error]
-    if good:
-        text = (
-            f"{len(good)} of {len(meeting.pairs)} connections to ports of the hosts' own choice "
-            f"work; latency {_seconds(min(good))} to {_seconds(max(good))} one way"
-        )
-        found.append(Finding("ok", GROUP, text))
-    return found
-
-
-def _of_rates(meeting: Meeting) -> list[Finding]:
-    """Whether one host is slower than the others."""
-    good = [rate for rate in meeting.rates if not rate.error]
-    found = [
-        Finding(
-            "problem",
-            GROUP,
-            f"sending from rank {rate.source} to rank {rate.target} failed: {rate.error}",
-            "pings pass and bulk does not: is the MTU alike on all hosts, and on the way?",
-        )
-        for rate in meeting.rates
-        if rate.error
-    ]
-    if not good:
-        return found
-    slowest = min(good, key=lambda rate: rate.rate)
-    median = statistics.median(rate.rate for rate in good)
-    text = (
-        f"in a ring, all at once, hosts send {format_rate(slowest.rate)} (rank {slowest.source} "
-        f"to {slowest.target}) or more; median {format_rate(median)}"
-    )
-    if slowest.rate < median / 2:
-        remedy = "a round takes as long as its slowest host: look at its card, cable and neighbours"
-        return [*found, Finding("warning", GROUP, text, remedy)]
-    return [*found, Finding("ok", GROUP, text)]
-
-
-def _of_clocks(meeting: Meeting) -> list[Finding]:
-    """How far the hosts' clocks are from rank 0's."""
-    seen = [pair for pair in meeting.pairs if pair.source == 0 and not pair.error]
-    off = [pair for pair in seen if abs(pair.offset) - pair.uncertainty > CLOCK_SECONDS]
-    found = [
-        Finding(
-            "warning",
-            GROUP,
-            f"the clock of rank {pair.target} is {abs(pair.offset):.3g} s "
-            f"{'ahead of' if pair.offset > 0 else 'behind'} rank 0's "
-            f"(± {_seconds(pair.uncertainty)}): times in logs and metrics do not compare",
-            "run an NTP client there (chronyd, systemd-timesyncd)",
-        )
-        for pair in off
-    ]
-    if seen and not off:
-        worst = max(seen, key=lambda pair: abs(pair.offset))
-        text = (
-            f"clocks agree: the furthest from rank 0's is off by {_seconds(abs(worst.offset))} "
-            f"± {_seconds(worst.uncertainty)}"
-        )
-        found.append(Finding("ok", GROUP, text))
-    return found
-
-
-def _of_versions(hosts: Sequence[Card]) -> list[Finding]:
-    """Whether all hosts run the same software."""
-    found = []
-    for name in hosts[0].versions if len(hosts) > 1 else ():
-        by_version: dict[str, list[int]] = {}
-        for card in hosts:
-            by_version.setdefault(card.versions.get(name, "none"), []).append(card.rank)
-        if len(by_version) > 1:
-            told = "; ".join(f"{v} on {_ranks(ranks)}" for v, ranks in by_version.items())
-            text = f"{name} differs: {told}"
-            remedy = f"install the same {name} on all hosts"
-            found.append(Finding("warning" if name == "python" else "problem", GROUP, text, remedy))
-    if len(hosts) > 1 and not found:
-        text = f"{len(hosts)} hosts, all with the same python, torch and laconic"
-        found.append(Finding("ok", GROUP, text))
-    return found
-
-
-def _seconds(value: float) -> str:
-    return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
-
-
-def place_of(environ: Environment) -> Place:
-    """Where torchrun's variables put this host. Raises ``ValueError`` where they are incomplete."""
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        if name not in environ:
-            raise ValueError(f"RANK is set, as torchrun does, but {name} is not")
-    by_host = "GROUP_RANK" in environ and "GROUP_WORLD_SIZE" in environ
-    rank, world = ("GROUP_RANK", "GROUP_WORLD_SIZE") if by_host else ("RANK", "WORLD_SIZE")
-    return Place(
-        number(environ, rank, 0),
-        number(environ, world, 1),
-        environ["MASTER_ADDR"],
-        number(environ, "MASTER_PORT", 0),
-        agent=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-    )
+        for findings in (connection_findings, rate_findings, clock_findings):
+            report.findings += findings(report)
+        report.findings += version_findings(report.hosts)

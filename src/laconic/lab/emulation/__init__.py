@@ -1,1 +1,1 @@
-"""Hosts as network namespaces, and programs on them."""
+"""Emulate hosts as network namespaces and run programs on them."""

@@ -1,20 +1,16 @@
-"""An emulated cluster on one machine: hosts with their own network, and programs run on them.
+"""Emulate a cluster on one machine: hosts with their own network, and programs that run on them.
 
-`Cluster` is the network, `Loopback` the same interface where there is none to be had, `launch`
-starts one program on every host with the variables that torchrun sets.
+`Cluster` is the network. `Loopback` has the same interface without network emulation. `launch`
+starts one program on every host with the environment variables that torchrun sets.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
 import os
-import pwd
-import re
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -38,7 +34,8 @@ from laconic.lab.emulation.jobs import (
     tail,
     terminate_as_exit,
 )
-from laconic.lab.emulation.namespaces import DOOR, Entry, Plan
+from laconic.lab.emulation.join import host_entry
+from laconic.lab.emulation.namespaces import Entry, Plan
 
 __all__ = [
     "Cluster",
@@ -50,26 +47,26 @@ __all__ = [
     "terminate_as_exit",
 ]
 
-_MOST_HOSTS: Final = 250  # descriptors in one message (253) and addresses in a /24
+_MOST_HOSTS: Final = 250  # limits: 253 descriptors in one message, and the addresses of a /24
 _SLOWEST: Final = 8e3  # bit/s
-_BUILD_SECONDS: Final = 60.0  # for the keeper to set up the network; it takes 0.2
+_BUILD_SECONDS: Final = 60.0  # time for the keeper to set up the network, which takes 0.2 s
 _FASTEST: Final = 32e9  # bit/s; the shaper counts bytes per second in 32 bits
 
 
 class NamespacesUnavailable(OSError):  # noqa: N818
-    """Network namespaces cannot be had here; the message says why in one line."""
+    """Network namespaces are unavailable here. The message gives the reason in one line."""
 
 
 @final
 class Cluster:
-    """Hosts joined by a switch on this machine, each with its own address, name and bandwidth.
+    """Hosts connected by a switch on this machine, each with its own address, name and bandwidth.
 
-    Host h is `host{h}` at `addresses[h]`, reachable from the other hosts and from nowhere else.
-    `bandwidth` (bit/s) is what each host may send, None for no limit; `host_bandwidth` sets
-    another one, or None, for single hosts. What arrives at a host is limited by the senders alone.
+    Host h is `host{h}` at `addresses[h]`, reachable only from the other hosts. `bandwidth` (bit/s)
+    limits what each host may send; None means no limit. `host_bandwidth` overrides it for single
+    hosts. What a host receives is limited only by the senders.
 
     Everything ends with the `with` block, and with this process however it ends. Raises ValueError
-    for arguments out of range and NamespacesUnavailable where the kernel refuses.
+    for arguments out of range and NamespacesUnavailable if the kernel refuses.
     """
 
     emulated: Final = True
@@ -88,7 +85,7 @@ class Cluster:
             check_host(host, hosts)
             rates[host] = rate
         self.addresses = [f"10.77.0.{host + 1}" for host in range(hosts)]
-        self._ports = itertools.cycle(range(29500, 32000))  # below the ephemeral ones
+        self._ports = itertools.cycle(range(29500, 32000))  # below the ephemeral ports
         plan = Plan(
             launcher=os.getpid(),
             addresses=self.addresses,
@@ -99,8 +96,8 @@ class Cluster:
         mark = orphans.new_mark()
         with signals_deferred():
             keeper, channel, user, descriptors = _start_keeper(plan, mark)
-            held = [channel, *user, *descriptors]
-            self._release = weakref.finalize(self, _end_keeper, keeper, held)
+            open_descriptors = [channel, *user, *descriptors]
+            self._release = weakref.finalize(self, _end_keeper, keeper, open_descriptors)
             self._user = user
             self._counters, _, *self._networks = descriptors
             self._processes = Processes(mark)
@@ -114,32 +111,31 @@ class Cluster:
         stdout: Output = None,
         stderr: Output = None,
     ) -> subprocess.Popen[bytes]:
-        """Start `argv` on `host` in a session of its own, with the environment `env` and the mark
-        that `laconic lab clean` looks for.
+        """Start `argv` on `host` in its own session, with `env` and the mark of this lab.
 
-        The process dies with this one. Where the program cannot be run it ends with exit code 127
-        and says so on its stderr. Raises ValueError for a host that does not exist and once the
-        cluster is closed.
+        `laconic lab clean` finds processes by the mark. The process dies with this one. If the
+        program cannot be run, it exits with code 127 and prints the reason on its stderr. Raises
+        ValueError if the host does not exist or the cluster is closed.
         """
         entry = self.entry(host)
         command = entry.command(argv)
         return self._processes.start(command, env, stdout, stderr, entry.descriptors())
 
     def entry(self, host: int) -> Entry:
-        """Return the way into `host` for a child of this process."""
+        """Return how a child of this process enters `host`."""
         check_host(host, len(self.addresses))
         user = self._user[0] if self._user else None
-        return _entry(host, user, self._networks[host], self.addresses)
+        return host_entry(host, user, self._networks[host], self.addresses)
 
     def tx_bytes(self) -> list[int]:
-        """Return the bytes each host has sent so far, counted at its end of the switch.
+        """Return the bytes each host has sent so far, counted at its port of the switch.
 
-        Link-layer frames: the payload, protocol headers and acknowledgements. Raises ValueError
-        once the cluster is closed.
+        The count covers link-layer frames: payload, protocol headers and acknowledgments. Raises
+        ValueError if the cluster is closed.
         """
         if not self._release.alive:
             raise ValueError("the cluster is closed")
-        received = {}  # at the switch, hence sent by the host
+        received = {}  # what the switch received is what the host sent
         for line in read_all(self._counters).decode().splitlines():
             name, colon, counts = line.partition(":")
             if colon:
@@ -147,11 +143,11 @@ class Cluster:
         return [received[f"host{host}"] for host in range(len(self.addresses))]
 
     def free_port(self) -> int:
-        """Return a port for a server on a host, another one at each call."""
+        """Return a port for a server on a host, a different one on each call."""
         return next(self._ports)
 
     def close(self) -> None:
-        """End all processes on the hosts and remove the network; a second call does nothing."""
+        """End all processes on the hosts and remove the network. Idempotent."""
         with signals_deferred():
             self._processes.close()
             self._release()
@@ -170,9 +166,9 @@ class Cluster:
 
 @final
 class Loopback:
-    """The interface of `Cluster` without a network: every host is this machine, nothing is shaped.
+    """The interface of `Cluster` without a network: every host is this machine, without shaping.
 
-    Raises ValueError for a number of hosts out of range.
+    Raises ValueError if the number of hosts is out of range.
     """
 
     emulated: Final = False
@@ -192,25 +188,25 @@ class Loopback:
         stdout: Output = None,
         stderr: Output = None,
     ) -> subprocess.Popen[bytes]:
-        """Start `argv` as `Cluster.start` does, on this machine.
+        """Start `argv` on this machine as `Cluster.start` does.
 
-        The process dies with this one; what it started itself does so only after `close`.
+        The process dies with this one. Its own children end only on `close`.
         """
         check_host(host, len(self.addresses))
         command = Entry(launcher=os.getpid()).command(argv)
         return self._processes.start(command, env, stdout, stderr, ())
 
     def tx_bytes(self) -> None:
-        """Return None: all hosts share one interface, so nothing is known of a single one."""
+        """Return None: all hosts share one interface, so there are no counts per host."""
 
     def free_port(self) -> int:
-        """Return a port on which nobody listens now."""
+        """Return a port that is not in use now."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             return int(probe.getsockname()[1])
 
     def close(self) -> None:
-        """End all processes; a second call does nothing."""
+        """End all processes. Idempotent."""
         with signals_deferred():
             self._processes.close()
             orphans.end_all(self._processes.mark)
@@ -237,9 +233,9 @@ def launch(
 ) -> Job:
     """Start `argv` `per_host` times on every host, as torchrun would on a real cluster.
 
-    The processes see this process's environment, over it `env`, and over that RANK and the other
-    variables of torchrun, and the network interface to use. OMP_NUM_THREADS is 1 if not set. What
-    they print goes to `log_dir`/rank{r}.out and .err, or to unnamed files which `Job.stdout` and
+    The environment is this process's, overridden by `env`, overridden by the variables that
+    torchrun sets (RANK and so on) and the network interface to use. OMP_NUM_THREADS defaults to 1.
+    Output goes to `log_dir`/rank{r}.out and .err, or to unnamed files that `Job.stdout` and
     `Job.stderr` read. Raises ValueError for a `per_host` below 1.
     """
     if per_host < 1:
@@ -259,99 +255,13 @@ def launch(
     return job
 
 
-def running() -> list[str]:
-    """Return the names of this machine's clusters whose hosts `join` can enter, oldest first."""
-    try:
-        lines = Path("/proc/net/unix").read_text().splitlines()
-    except OSError:
-        return []
-    # Whoever is on this machine may name a socket as he likes; what is no name of ours is left out.
-    names = (re.fullmatch(rf"{DOOR}\d+-\d+", line.rpartition("@")[2]) for line in lines)
-    sockets = [name.group() for name in names if name]
-    # A connection on its way is listed too, by the same name.
-    return sorted(set(sockets), key=lambda name: int(name.rpartition("-")[2]))
-
-
-def trusted(name: str) -> bool:
-    """Whether the cluster `name` runs as this user or root, so that `join` enters it."""
-    with contextlib.suppress(OSError), _at_door(name) as door:
-        return _owner(door) in (0, os.geteuid())
-    return False
-
-
-def join(name: str, host: int) -> Entry:
-    """Return the way into a host of the running cluster `name`, for a child of this process.
-
-    The caller closes the descriptors. Raises ValueError for a host that it does not have and for
-    a cluster of another user, OSError where it has ended meanwhile.
-    """
-    with _at_door(name) as door:
-        owner = _owner(door)
-        if owner not in (0, os.geteuid()):
-            # Else anyone on this machine could have root enter namespaces of his making.
-            raise ValueError(
-                f"the lab of process {name.split('-')[2]} runs as {_user(owner)}, and only your "
-                "own labs and root's are joined: start one by laconic lab --hosts 4"
-            )
-        door.send(str(host).encode())
-        message, descriptors, _, _ = socket.recv_fds(door, 1 << 16, 2)
-    answer = json.loads(message or b'{"error": "the lab does not answer"}')
-    if "error" in answer:
-        raise ValueError(answer["error"])
-    plan = Plan(**answer)
-    *user, net = descriptors
-    return _entry(host, user[0] if user else None, net, plan.addresses)
-
-
-def _at_door(name: str) -> socket.socket:
-    """A connection to the keeper of the cluster `name`."""
-    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        door.settimeout(5.0)
-        door.connect(f"\0{name}")
-    except BaseException:
-        door.close()
-        raise
-    return door
-
-
-def _owner(connection: socket.socket) -> int:
-    """The user of the process that listened at the other end, as the kernel knows it. The socket
-    has a name in the kernel's memory alone, so no file has permissions that could be asked."""
-    size = struct.calcsize("3i")
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    _, user, _ = struct.unpack("3i", credentials)
-    return int(user)
-
-
-def _user(number: int) -> str:
-    try:
-        return f"{pwd.getpwuid(number).pw_name} (user {number})"
-    except KeyError:
-        return f"user {number}"
-
-
-def _entry(host: int, user: int | None, net: int, addresses: Sequence[str]) -> Entry:
-    # Twice each: torch's store asks for the names of the addresses as IPv6 sockets see them,
-    # which without an answer here is a look-up in vain and a warning on every rank.
-    forms = ("", "::ffff:")
-    names = [f"{form}{a} host{h}" for form in forms for h, a in enumerate(addresses)]
-    return Entry(
-        launcher=os.getpid(),
-        user=user,
-        net=net,
-        name=f"host{host}",
-        hosts_file="\n".join(["127.0.0.1 localhost", *names, ""]),
-    )
-
-
 def _start_keeper(
     plan: Plan, mark: str
 ) -> tuple[subprocess.Popen[bytes], int, list[int], list[int]]:
     """Start the process that builds the network.
 
-    Returns it, our end of its channel, the user namespace if it made one, and the counters'
-    descriptor followed by those of the switch and the hosts. Raises NamespacesUnavailable.
+    Returns the process, our end of its channel, the user namespace if it created one, and the
+    descriptors of the counters, the switch and the hosts. Raises NamespacesUnavailable.
     """
     if sys.platform != "linux":
         raise NamespacesUnavailable(f"network namespaces need Linux, not {sys.platform}")
@@ -378,16 +288,16 @@ def _start_keeper(
             os.set_inheritable(descriptor, False)
         if not message or "error" in (report := json.loads(message)):
             keeper.wait()
-            said = tail(errors.fileno()).rpartition("\n")[2] or f"exit code {keeper.returncode}"
-            reason = report["error"] if message else f"setting them up failed, {said}"
+            last = tail(errors.fileno()).rpartition("\n")[2] or f"exit code {keeper.returncode}"
+            reason = report["error"] if message else f"setup failed: {last}"
             raise NamespacesUnavailable(f"no network namespaces: {reason}")
         user = [descriptors.pop(0)] if report["user"] else []
         return keeper, ours.detach(), user, descriptors
 
 
-def _end_keeper(keeper: subprocess.Popen[bytes], held: Sequence[int]) -> None:
-    """Close our descriptors; the keeper sees it, kills what strayed from its session, and ends."""
-    close_all(held)
+def _end_keeper(keeper: subprocess.Popen[bytes], descriptors: Sequence[int]) -> None:
+    """Close our descriptors. The keeper notices, kills stray processes on the hosts, and ends."""
+    close_all(descriptors)
     try:
         keeper.wait(KILL_SECONDS)
     except subprocess.TimeoutExpired:
@@ -396,9 +306,11 @@ def _end_keeper(keeper: subprocess.Popen[bytes], held: Sequence[int]) -> None:
 
 
 def job_environment(cluster: Cluster | Loopback, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment that is alike on all ranks: this process's, over it `env`, and over
-    that the variables of a job on `cluster`."""
-    # An outer torchrun's variables would make the ranks look for its store.
+    """Return the environment common to all ranks.
+
+    It is this process's, overridden by `env`, overridden by the variables of a job on `cluster`.
+    """
+    # The variables of an outer torchrun would make the ranks look for its store.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     return {
         "OMP_NUM_THREADS": "1",
@@ -413,13 +325,13 @@ def job_environment(cluster: Cluster | Loopback, env: Mapping[str, str]) -> dict
 
 
 def interface_variables(interface: str) -> dict[str, str]:
-    """Return the variables that tell torch's back ends to use `interface`."""
+    """Return the variables that make torch's backends use `interface`."""
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
     return dict.fromkeys(names, interface)
 
 
 def rank_variables(rank: int, host: int, per_host: int, world: int) -> dict[str, str]:
-    """Return the variables of one rank, named as torchrun names them."""
+    """Return the variables of one rank, with torchrun's names."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
@@ -442,7 +354,7 @@ def check_host(host: int, hosts: int) -> None:
 
 
 def _bytes_per_second(rate: float | None) -> int | None:
-    """Return `rate` (bit/s) for the shaper; raises ValueError where it cannot be kept."""
+    """Return `rate` (bit/s) for the shaper. Raises ValueError if the shaper does not support it."""
     if rate is None:
         return None
     check_rate(rate)
@@ -450,7 +362,7 @@ def _bytes_per_second(rate: float | None) -> int | None:
 
 
 def check_rate(rate: float) -> None:
-    """Raise ValueError for a rate (bit/s) that the shaper cannot keep."""
+    """Raise ValueError for a rate (bit/s) that the shaper does not support."""
     if not (math.isfinite(rate) and _SLOWEST <= rate <= _FASTEST):
         accepted = f"{_SLOWEST:g} to {_FASTEST:g} bit/s, or None for no limit"
         raise ValueError(f"bandwidth must be {accepted}, not {rate!r}")

@@ -1,4 +1,4 @@
-"""Processes that die with their launcher, and jobs made of them: one program, many ranks."""
+"""Start processes that die with their launcher, and jobs of one process per rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 
 Output: TypeAlias = int | IO[bytes] | None
 
-KILL_SECONDS: Final = 10.0  # for SIGKILL to take effect
+KILL_SECONDS: Final = 10.0  # time for SIGKILL to take effect
 _TERMINATE_SECONDS: Final = 2.0  # between SIGTERM and SIGKILL
 _TAIL_BYTES: Final = 8192
 _TAIL_LINES: Final = 20
@@ -45,9 +45,8 @@ _TAIL_LINES: Final = 20
 class Outcome:
     """How one rank ended: an exit code, or the name of the signal that killed it.
 
-    Both are None while it runs. `stopped` says that it did not end by itself but was killed by its
-    job, most often because another rank had failed. `stderr` holds its last lines, where the job
-    keeps what its ranks print.
+    Both are None while the rank runs. `stopped` is true if the job killed it, most often because
+    another rank had failed. `stderr` holds its last lines if the job captures output.
     """
 
     rank: int
@@ -59,26 +58,26 @@ class Outcome:
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended yet."""
+        """Whether the rank still runs."""
         return self.exit_code is None and self.signal is None
 
     @property
     def failed(self) -> bool:
-        """Whether it ended by itself and badly."""
+        """Whether the rank ended unsuccessfully by itself."""
         return not self.running and not self.stopped and self.exit_code != 0
 
     def __str__(self) -> str:
-        how = "runs" if self.running else self.signal or f"exit code {self.exit_code}"
+        how = "running" if self.running else self.signal or f"exit code {self.exit_code}"
         stopped = ", stopped with its job" if self.stopped else ""
         return f"rank {self.rank} on host{self.host}: {how}{stopped}"
 
 
 @final
 class Job:
-    """One program on all hosts, made by `launch`; its processes end with their cluster.
+    """One program on all hosts, created by `launch`. Its processes end with their cluster.
 
-    `logs` are descriptors of the files that hold each rank's stdout and stderr, to be closed with
-    the job; without them, what the ranks print goes elsewhere.
+    `logs` are descriptors of the files for each rank's stdout and stderr. The job closes them.
+    Without them, output is not captured.
     """
 
     def __init__(
@@ -92,45 +91,47 @@ class Job:
         weakref.finalize(self, close_all, [log for pair in logs for log in pair])
 
     def poll(self) -> list[Outcome] | None:
-        """Return None while all is well and some rank runs, else the outcomes by rank."""
+        """Return the outcomes by rank if all ranks ended or one failed, else None."""
         with self._processes.changed:
             return self._outcomes() if self._settled() else None
 
     def settled(self, timeout: float) -> bool:
-        """Whether all have ended, or one has failed, within `timeout` seconds."""
+        """Return whether all ranks ended or one failed within `timeout` seconds."""
         with self._processes.changed:
             return self._processes.changed.wait_for(self._settled, timeout)
 
     def wait(self, timeout: float | None = None, *, grace: float = 5.0) -> list[Outcome]:
         """Return the outcomes by rank once all have ended.
 
-        When one fails, the others have `grace` seconds to end by themselves, then they are killed.
-        Raises TimeoutError, with all left running, when nothing is settled after `timeout` seconds.
+        When one rank fails, the others have `grace` seconds to end before they are killed. Raises
+        TimeoutError if after `timeout` seconds no rank has failed and some still run. They are
+        left running.
         """
         changed = self._processes.changed
         with changed:
             if not changed.wait_for(self._settled, timeout):
                 running = sum(process.returncode is None for process in self._ranks)
-                raise TimeoutError(f"{running} of {len(self._ranks)} ranks run after {timeout:g} s")
+                text = f"{running} of {len(self._ranks)} ranks still running after {timeout:g} s"
+                raise TimeoutError(text)
             changed.wait_for(self._all_ended, grace)
         self.kill()
         with changed:
             return self._outcomes()
 
     def running(self) -> bool:
-        """Whether some rank runs."""
+        """Return whether some rank runs."""
         with self._processes.changed:
             return not self._all_ended()
 
     def first_failure(self) -> Outcome | None:
-        """Return the outcome of the rank that failed first, None while none has."""
+        """Return the outcome of the rank that failed first, or None."""
         with self._processes.changed:
             outcomes = dict(zip(self._ranks, self._outcomes(), strict=True))
             ended = [outcomes[process] for process in self._processes.ended if process in outcomes]
         return next((outcome for outcome in ended if outcome.failed), None)
 
     def kill(self) -> None:
-        """Kill the ranks that still run, and wait for their end."""
+        """Kill the ranks that still run, and wait until they end."""
         changed = self._processes.changed
         with changed:
             for rank, process in enumerate(self._ranks):
@@ -140,15 +141,15 @@ class Job:
             changed.wait_for(self._all_ended, KILL_SECONDS)
 
     def stdout(self, rank: int) -> str:
-        """Return all that the rank has written to its stdout so far."""
+        """Return everything the rank has written to stdout so far."""
         return read_all(self._logs[rank][0]).decode(errors="replace")
 
     def stderr(self, rank: int) -> str:
-        """Return all that the rank has written to its stderr so far."""
+        """Return everything the rank has written to stderr so far."""
         return read_all(self._logs[rank][1]).decode(errors="replace")
 
     def add(self, process: subprocess.Popen[bytes]) -> None:
-        """Take in the process of the next rank."""
+        """Add the process of the next rank."""
         self._ranks.append(process)
 
     def _all_ended(self) -> bool:
@@ -177,15 +178,15 @@ class Job:
 
 @contextlib.contextmanager
 def terminate_as_exit() -> Iterator[None]:
-    """Within the block SIGTERM and SIGHUP raise SystemExit (143 and 129), so that it unwinds.
+    """Raise SystemExit (143 or 129) on SIGTERM or SIGHUP within the block, so that it unwinds.
 
-    For the main thread; without it they end the process at once, and its clusters with it.
+    For use in the main thread. Otherwise these signals end the process, and its clusters, at once.
     """
 
-    def leave(number: int, frame: FrameType | None) -> None:
+    def exit_on_signal(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    with _handlers((signal.SIGTERM, signal.SIGHUP), leave):
+    with _handlers((signal.SIGTERM, signal.SIGHUP), exit_on_signal):
         yield
 
 
@@ -193,8 +194,8 @@ def terminate_as_exit() -> Iterator[None]:
 class Processes:
     """Children of this process, each in its own session, that die with it.
 
-    `changed` is notified whenever one has ended, its `returncode` set; `ended` holds them in that
-    order. `mark` is in the environment of all, and of what they start.
+    `changed` is notified when a child has ended and its `returncode` is set. `ended` lists them in
+    that order. `mark` is in the environment of all children and their descendants.
     """
 
     def __init__(self, mark: str) -> None:
@@ -203,7 +204,7 @@ class Processes:
         self.ended: list[subprocess.Popen[bytes]] = []
         self._children: list[subprocess.Popen[bytes]] = []
         self._closed = False
-        # The kernel kills a child when the thread that started it ends: one thread for them all.
+        # The kernel kills a child when the thread that started it ends, so one thread starts all.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="laconic-start")
 
     def start(
@@ -214,7 +215,7 @@ class Processes:
         stderr: Output,
         inherited: Sequence[int],
     ) -> subprocess.Popen[bytes]:
-        """Start `command` with the descriptors `inherited`; stdin is empty.
+        """Start `command` with the descriptors `inherited` and an empty stdin.
 
         Raises ValueError after `close`.
         """
@@ -239,14 +240,14 @@ class Processes:
         return self._starter.submit(spawn).result()
 
     def signal(self, process: subprocess.Popen[bytes], number: int) -> None:
-        """Send the signal to the process and those of its session's first process group."""
+        """Send the signal to the process and to its process group."""
         with self.changed:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
 
     def close(self) -> None:
-        """End all: SIGTERM, and after a while SIGKILL."""
+        """End all processes: SIGTERM, then SIGKILL after 2 seconds."""
         self._closed = True
         for number, seconds in (
             (signal.SIGTERM, _TERMINATE_SECONDS),
@@ -262,9 +263,9 @@ class Processes:
         return all(process.returncode is not None for process in self._children)
 
     def _await_end(self, process: subprocess.Popen[bytes]) -> None:
-        """Wait for the end of one child, in a thread; what is left of its group ends with it."""
+        """Wait in a thread until one child ends, and kill the rest of its process group."""
         if sys.platform == "linux":
-            # Until it is reaped, its number cannot go to another process group.
+            # Until the child is reaped, no other process group can get its number.
             with contextlib.suppress(ChildProcessError):
                 os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
                 self.signal(process, signal.SIGKILL)
@@ -276,16 +277,17 @@ class Processes:
 
 @contextlib.contextmanager
 def signals_deferred() -> Iterator[None]:
-    """Within the block SIGINT, SIGTERM and SIGHUP wait for its end: cleaning up is not cut short.
+    """Defer SIGINT, SIGTERM and SIGHUP to the end of the block, so that cleanup is complete.
 
-    Python runs handlers in the main thread only, so in another one there is nothing to do.
+    Python runs signal handlers only in the main thread. In other threads this does nothing.
     """
-    came: list[int] = []
+    deferred: list[int] = []
     try:
-        with _handlers((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), lambda n, _: came.append(n)):
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        with _handlers(signals, lambda number, _: deferred.append(number)):
             yield
     finally:
-        for number in dict.fromkeys(came):
+        for number in dict.fromkeys(deferred):
             signal.raise_signal(number)
 
 
@@ -293,12 +295,12 @@ def signals_deferred() -> Iterator[None]:
 def _handlers(
     numbers: Sequence[int], handler: Callable[[int, FrameType | None], None]
 ) -> Iterator[None]:
-    """Set `handler` for the signals within the block, except for those that are ignored."""
+    """Set `handler` for the signals within the block, except for signals that are ignored."""
     old = {}
     if threading.current_thread() is threading.main_thread():
-        # None: a handler set by C code, which could not be put back.
-        kept = (None, signal.SIG_IGN)
-        old = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) not in kept}
+        # None stands for a handler set by C code, which could not be restored.
+        unchanged = (None, signal.SIG_IGN)
+        old = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) not in unchanged}
     try:
         for number in old:
             signal.signal(number, handler)
@@ -309,7 +311,7 @@ def _handlers(
 
 
 def open_logs(directory: str | Path | None, rank: int) -> tuple[int, int]:
-    """Return descriptors for a rank's stdout and stderr, to be written by it and read here."""
+    """Return descriptors of files for a rank's stdout and stderr."""
     if directory is None:
         return _unnamed_file(), _unnamed_file()
     Path(directory).mkdir(parents=True, exist_ok=True)
@@ -332,7 +334,7 @@ def close_all(descriptors: Sequence[int]) -> None:
 
 
 def read_all(descriptor: int, start: int = 0) -> bytes:
-    """Return a file from `start` on, whatever others do to its position."""
+    """Return the contents of a file from `start` on, without using the shared file position."""
     pieces = []
     while piece := os.pread(descriptor, 1 << 16, start):
         pieces.append(piece)
@@ -341,7 +343,7 @@ def read_all(descriptor: int, start: int = 0) -> bytes:
 
 
 def tail(descriptor: int) -> str:
-    """Return the last lines of a file."""
+    """Return the last 20 lines of a file."""
     size = os.fstat(descriptor).st_size
     text = read_all(descriptor, max(0, size - _TAIL_BYTES)).decode(errors="replace")
     return "\n".join(text.rstrip().splitlines()[-_TAIL_LINES:])
@@ -351,4 +353,4 @@ def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:
-        return f"signal {number}"  # a real-time one
+        return f"signal {number}"  # a real-time signal

@@ -1,16 +1,16 @@
 """Anonymous network namespaces: the part of the emulated cluster that talks to the kernel.
 
-This file is also a program, started by `cluster.py` with nothing but the standard library in
-reach, so that the launcher itself, full of threads as it is, never changes a namespace:
+This file is also a program. `cluster.py` starts it with only the standard library, so that the
+launcher, which has many threads, never changes its own namespace. Its commands are:
 
-    keep    builds switch and hosts, hands their descriptors to the launcher, then waits until
-            the launcher closes its socket or dies, and kills whatever still runs in the hosts;
-            meanwhile it hands a host's descriptor to whoever asks for it at its door
-    enter   becomes a program inside one host: joins its namespaces and calls exec
+    keep    build the switch and the hosts, send their descriptors to the launcher, and wait until
+            the launcher closes its socket or dies; then kill all processes on the hosts.
+            Meanwhile, send the descriptor of a host to any process that asks on a socket.
+    enter   join the namespaces of one host and exec a program.
 
-A namespace here has no name and no mount: it lives as long as a descriptor or a process holds
-it, so no way out of the launcher, SIGKILL included, leaves anything behind. The door is a socket
-with a name in the kernel's memory, not on a disk.
+A namespace has no name and no mount here. It exists as long as a descriptor or a process refers to
+it, so the launcher leaves nothing behind however it ends, including by SIGKILL. The socket's name
+is in the kernel's abstract namespace, not on a disk.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     import socket
 
-__all__ = ["DOOR", "Entry", "Plan"]
+__all__ = ["SOCKET_PREFIX", "Entry", "Plan"]
 
-DOOR: Final = "laconic-lab-"  # and the launcher's number, a dash, and the keeper's
+SOCKET_PREFIX: Final = "laconic-lab-"  # followed by the launcher's pid, a dash and the keeper's
 
 _CLONE_NEWNS: Final = 0x00020000
 _CLONE_NEWUTS: Final = 0x04000000
@@ -45,26 +45,26 @@ _MNT_DETACH: Final = 2
 _PR_SET_PDEATHSIG: Final = 1
 
 _HOSTS_FILE: Final = "/etc/hosts"
-_SCRATCH: Final = "/tmp"  # covered for a moment, in a mount namespace nobody else sees
+_SCRATCH: Final = "/tmp"  # covered briefly, in a mount namespace private to the process
 
-# Measured at 100 Mbit/s, ring all-reduce of 3.46 MB on 4 hosts against bytes / rate: 0.9% more
-# with frames of 9000 bytes, 4.4% more with 1500.
+# Ring all-reduce of 3.46 MB on 4 hosts at 100 Mbit/s, compared with bytes / rate: 0.9% more with
+# frames of 9000 bytes, 4.4% more with 1500.
 _MTU: Final = 9000
-# A bucket of 128 KiB makes that all-reduce 2% faster after a pause (and one of 50 kB at 10 Mbit/s
-# free of charge); with these it takes 0.7 to 2.6% more than bytes / rate from 10 Mbit/s to
-# 1 Gbit/s, with pauses and without, on two busy cores.
+# A bucket of 128 KiB makes that all-reduce 2% faster after a pause, and lets 50 kB pass at no cost
+# at 10 Mbit/s. With these values it takes 0.7 to 2.6% more than bytes / rate from 10 Mbit/s to
+# 1 Gbit/s, with and without pauses, on two busy cores.
 _BURST_SECONDS: Final = 0.001
 _LEAST_BURST: Final = 24 * 1024
 _GSO_SLACK: Final = 4 * 1024
 _GSO_MOST: Final = 65536
-# Long enough that nothing is ever dropped: a full socket's buffer.
+# Long enough to hold a full socket buffer, so that nothing is ever dropped.
 _QUEUE_SECONDS: Final = 0.2
 _LEAST_QUEUE: Final = 4 << 20
 
 _SETTINGS: Final = {
     # No router solicitations and the like: they would count as traffic of the host.
     "ipv6/conf/default/disable_ipv6": "1",
-    # Else that of the machine. BBR paces by its own estimate of the rate: 3% slower.
+    # The machine's default may be BBR, which paces by its own estimate of the rate: 3% slower.
     "ipv4/tcp_congestion_control": "reno",
 }
 
@@ -73,8 +73,8 @@ _SETTINGS: Final = {
 class Plan:
     """What `keep` builds: one switch and `len(addresses)` hosts.
 
-    `rates` are bytes per second of each host's egress, None where it is not shaped; `launcher` is
-    the process whose death ends it all; `path` is where to find pyroute2.
+    `rates` limits what each host sends, in bytes per second; None means no limit. Everything ends
+    when the process `launcher` dies. `path` is the import path on which to find pyroute2.
     """
 
     launcher: int
@@ -84,7 +84,7 @@ class Plan:
     path: list[str]
 
     def command(self, channel: int) -> list[str]:
-        """Return the command line of the keeper that answers on the descriptor `channel`."""
+        """Return the command line of the keeper, which reports on the descriptor `channel`."""
         return [sys.executable, "-I", __file__, "keep", str(channel), json.dumps(asdict(self))]
 
 
@@ -92,8 +92,8 @@ class Plan:
 class Entry:
     """What `enter` does before it becomes the program.
 
-    `user` and `net` are inherited descriptors of the namespaces to join; without `net` it joins
-    none and only ties the program's life to `launcher`.
+    `user` and `net` are inherited descriptors of the namespaces to join. Without `net`, `enter`
+    joins no namespace and only makes the program die with `launcher`.
     """
 
     launcher: int
@@ -108,14 +108,14 @@ class Entry:
         return [sys.executable, "-I", "-S", __file__, "enter", spec, *argv]
 
     def descriptors(self) -> tuple[int, ...]:
-        """Return those that the command must inherit."""
+        """Return the descriptors that the command must inherit."""
         return tuple(d for d in (self.user, self.net) if d is not None)
 
 
 def enter(entry: Entry, argv: Sequence[str]) -> None:
-    """Join the namespaces of `entry`, ask to die with the launcher, and become `argv`.
+    """Join the namespaces of `entry`, arrange to die with the launcher, and become `argv`.
 
-    Never returns; raises OSError where the kernel refuses or the program cannot be run.
+    Never returns. Raises OSError if the kernel refuses or the program cannot be run.
     """
     if entry.user is not None:
         _setns(entry.user, _CLONE_NEWUSER)
@@ -127,7 +127,7 @@ def enter(entry: Entry, argv: Sequence[str]) -> None:
         _mount_hosts_file(entry.hosts_file)
     for descriptor in entry.descriptors():
         os.close(descriptor)
-    # Last, since joining a user namespace clears it; then the launcher may have died before.
+    # Must come last: joining a user namespace clears it. The launcher may have died before.
     _call("prctl", _PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != entry.launcher:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -135,24 +135,24 @@ def enter(entry: Entry, argv: Sequence[str]) -> None:
 
 
 def keep(channel_descriptor: int, plan: Plan) -> None:
-    """Build the cluster of `plan`, report on the channel, wait for the launcher's end, clean up.
+    """Build the cluster of `plan`, report on the channel, wait until the launcher ends, clean up.
 
-    The report is one message of JSON: `{"error": reason}`, or `{"user": bool}` with the
-    descriptors [user namespace if any, switch's interface counters, switch, hosts...].
+    The report is one JSON message: `{"error": reason}`, or `{"user": bool}` with the descriptors
+    [user namespace if any, the switch's interface counters, switch, hosts...].
     """
-    # Not at the top: `enter` starts with every process and does without these two.
+    # Imported here because `enter` starts with every process and does not need them.
     import select
     import socket
 
-    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the launcher decides when it is over
-    with door, socket.socket(fileno=channel_descriptor) as channel:
+        signal.signal(number, signal.SIG_IGN)  # the launcher decides when to end
+    with server, socket.socket(fileno=channel_descriptor) as channel:
         try:
             launcher = os.pidfd_open(plan.launcher)
             if os.getppid() != plan.launcher:
                 return
-            door.bind(f"\0{DOOR}{plan.launcher}-{os.getpid()}")
+            server.bind(f"\0{SOCKET_PREFIX}{plan.launcher}-{os.getpid()}")
             user, descriptors = _build(plan)
         except OSError as error:
             channel.send(json.dumps({"error": f"{error.strerror or error}"}).encode())
@@ -160,61 +160,61 @@ def keep(channel_descriptor: int, plan: Plan) -> None:
         namespaces = {os.fstat(descriptor).st_ino for descriptor in descriptors}
         with contextlib.suppress(BrokenPipeError):  # the launcher died meanwhile
             socket.send_fds(channel, [json.dumps({"user": user}).encode()], descriptors)
-            door.listen()
-            awaited = [channel.fileno(), launcher, door.fileno()]
-            while select.select(awaited, [], [])[0] == [door.fileno()]:
-                _answer(door, plan, user, descriptors)
+            server.listen()
+            readable = [channel.fileno(), launcher, server.fileno()]
+            while select.select(readable, [], [])[0] == [server.fileno()]:
+                _answer(server, plan, user, descriptors)
         while killed := list(_kill_inside(namespaces)):
             select.select(killed, [], [], 1.0)
             for descriptor in killed:
                 os.close(descriptor)
 
 
-def _answer(door: socket.socket, plan: Plan, user: bool, descriptors: Sequence[int]) -> None:
-    """Hand the host that the next one at the door asks for to it, if it is the same user or root.
+def _answer(server: socket.socket, plan: Plan, user: bool, descriptors: Sequence[int]) -> None:
+    """Accept one connection and send it the host it asks for, if its user is the same or root.
 
-    The answer is JSON: the plan, with descriptors [user namespace if any, host], or `{"error":
+    The answer is JSON: the plan with the descriptors [user namespace if any, host], or `{"error":
     reason}`.
     """
     import socket
     import struct
 
-    with contextlib.suppress(OSError, ValueError), door.accept()[0] as peer:
+    with contextlib.suppress(OSError, ValueError), server.accept()[0] as peer:
         peer.settimeout(1.0)
         owner = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         hosts = descriptors[-len(plan.addresses) :]
         host = int(peer.recv(16))
         answer: dict[str, Any] = asdict(plan)
-        handed = [*descriptors[: int(user)], *hosts[host : host + 1]]
+        sent = [*descriptors[: int(user)], *hosts[host : host + 1]]
         if struct.unpack("3i", owner)[1] not in (0, os.geteuid()):
-            answer, handed = {"error": "this lab is another user's"}, []
+            answer, sent = {"error": "this lab belongs to another user"}, []
         elif not 0 <= host < len(hosts):
             numbers = f"hosts are numbered 0 to {len(hosts) - 1}"
-            answer, handed = {"error": f"there is no host {host}; {numbers}"}, []
-        socket.send_fds(peer, [json.dumps(answer).encode()], handed)
+            answer, sent = {"error": f"there is no host {host}; {numbers}"}, []
+        socket.send_fds(peer, [json.dumps(answer).encode()], sent)
 
 
 def _kill_inside(namespaces: set[int]) -> Iterable[int]:
-    """Kill every other process in one of these network namespaces, and yield a pidfd of each."""
+    """Kill every other process in one of these network namespaces. Yield a pidfd for each."""
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
         descriptor = -1
         try:
             descriptor = os.pidfd_open(int(entry))
-            # Looked at after the pidfd is held, so that the number cannot have changed hands.
+            # Check after opening the pidfd, so that the pid cannot have been reused.
             if os.stat(f"/proc/{entry}/ns/net").st_ino in namespaces:
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                 yield descriptor
                 continue
         except OSError:
-            pass  # it ended, is a zombie, or belongs to somebody else: not one of ours
+            pass  # the process ended, is a zombie, or belongs to another user: not one of ours
         if descriptor >= 0:
             os.close(descriptor)
 
 
 def _build(plan: Plan) -> tuple[bool, list[int]]:
-    """Build switch and hosts; return whether in a user namespace of our own, and descriptors."""
+    """Build switch and hosts. Return whether a user namespace was created, and descriptors."""
     own_user = _may_unshare_network()
     hosts = [_new_network() for _ in plan.addresses]
     switch = _new_network()
@@ -253,9 +253,9 @@ def _configure_host(route: Any, address: str, prefix: int, rate: int | None) -> 
     (link,) = route.link_lookup(ifname="eth0")
     route.addr("add", index=link, address=address, prefixlen=prefix)
     if rate is not None:
-        # The bucket starts full and fills up in every pause, so its size is traffic that costs no
-        # time: as small as a late timer allows. The stack must then build no packet larger than
-        # the bucket, or the shaper cuts it into frames; a frame's headers are inside the slack.
+        # The bucket starts full and refills in every pause, so traffic up to its size takes no
+        # time. Make it as small as timer delays allow. The stack must not build packets larger
+        # than the bucket, or the shaper splits them; the slack covers a frame's headers.
         burst = max(_LEAST_BURST, int(rate * _BURST_SECONDS))
         route.link("set", index=link, gso_max_size=min(_GSO_MOST, burst - _GSO_SLACK))
         limit = burst + max(_LEAST_QUEUE, int(rate * _QUEUE_SECONDS))
@@ -266,8 +266,8 @@ def _configure_host(route: Any, address: str, prefix: int, rate: int | None) -> 
 def _may_unshare_network() -> bool:
     """Make sure that this process may create network namespaces.
 
-    Returns whether that took a user namespace of its own, with its user and group mapped to
-    themselves; raises OSError where the kernel allows neither.
+    Returns whether that required a new user namespace, in which its user and group map to
+    themselves. Raises OSError if the kernel allows neither.
     """
     try:
         _unshare(_CLONE_NEWNET)
@@ -277,7 +277,7 @@ def _may_unshare_network() -> bool:
     user, group = os.geteuid(), os.getegid()
     try:
         _unshare(_CLONE_NEWUSER)
-        # A group may be mapped without privilege only by who gives up setgroups.
+        # An unprivileged process may map a group only after it gives up setgroups.
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
@@ -289,17 +289,17 @@ def _may_unshare_network() -> bool:
 
 
 def _new_network() -> int:
-    """Move to a fresh network namespace and return a descriptor of it."""
+    """Move to a new network namespace and return a descriptor of it."""
     _unshare(_CLONE_NEWNET)
     for setting, value in _SETTINGS.items():
-        # Read-only in some containers; then the figures are a little less exact, no more.
+        # Read-only in some containers. Results are then slightly less exact.
         with contextlib.suppress(OSError):
             Path("/proc/sys/net", setting).write_text(value)
     return os.open("/proc/self/ns/net", os.O_RDONLY)
 
 
 def _mount_hosts_file(text: str) -> None:
-    """Cover /etc/hosts by `text` in the current mount namespace; no file is left anywhere."""
+    """Cover /etc/hosts with `text` in the current mount namespace, without leaving a file."""
     _call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
     if not os.path.exists(_HOSTS_FILE):
         return
@@ -309,7 +309,7 @@ def _mount_hosts_file(text: str) -> None:
     Path(path).write_text(text)
     os.chmod(path, 0o644)
     _call("mount", path.encode(), _HOSTS_FILE.encode(), None, _MS_BIND, None)
-    _call("umount2", scratch, _MNT_DETACH)  # the bind mount holds the file
+    _call("umount2", scratch, _MNT_DETACH)  # the bind mount keeps the file alive
 
 
 def _unshare(flags: int) -> None:
@@ -321,7 +321,7 @@ def _setns(descriptor: int, kind: int) -> None:
 
 
 def _call(name: str, *arguments: int | bytes | None) -> None:
-    """Call the C library's `name`; raises OSError naming it where it returns an error."""
+    """Call the function `name` of the C library. Raises OSError with the name if it fails."""
     function: Callable[..., int] = getattr(_libc(), name)
     converted = [ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments]
     if function(*converted) != 0:
@@ -334,7 +334,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _main(arguments: Sequence[str]) -> int:
-    """Run as a program: see the top of the file."""
+    """Run as a program. See the module docstring."""
     command, *rest = arguments
     if command == "keep":
         keep(int(rest[0]), Plan(**json.loads(rest[1])))
@@ -345,7 +345,7 @@ def _main(arguments: Sequence[str]) -> int:
         enter(Entry(**json.loads(rest[0])), argv)
     except OSError as error:
         print(f"cannot start {argv[0]}: {error.strerror or error}", file=sys.stderr)
-    return 127  # as a shell says it
+    return 127  # the exit code of shells for a command that cannot be run
 
 
 if __name__ == "__main__":

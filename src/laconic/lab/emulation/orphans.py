@@ -1,10 +1,10 @@
-"""What a lab that was killed may leave behind, found by a mark in its processes' environment.
+"""Find processes of labs that were killed, by a mark in the processes' environment.
 
-A lab keeps no file and no named namespace: only processes can survive it, those that left their
-session where the lab could not clean up any more. Every process of a lab carries LACONIC_LAB,
-which says which process launched it; whether that one still lives is known from its start time,
-so a number that the system has given away again does not mislead. Linux only; elsewhere nothing
-is found.
+A lab creates no files and no named namespaces. Only processes can survive it: those that left
+their session, if the lab was killed before it could clean up. Every process of a lab has the
+environment variable LACONIC_LAB, which names the process that launched it and its start time. The
+start time tells a live launcher from another process that got the same pid. On systems other than
+Linux, nothing is found.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from typing import Final
 __all__ = ["MARK", "Member", "end", "members", "new_mark"]
 
 MARK: Final = "LACONIC_LAB"
-_END_SECONDS: Final = 10.0  # for SIGKILL to take effect
+_END_SECONDS: Final = 10.0  # time for SIGKILL to take effect
 _EXEC_SECONDS: Final = 5.0
-_STATE, _START_TIME, _ENV_END = 3, 22, 51  # in /proc/PID/stat
+_STATE, _START_TIME, _ENV_END = 3, 22, 51  # fields of /proc/PID/stat
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
 class Member:
-    """A process of a lab: its number and command line, and its lab's mark and launcher."""
+    """A process of a lab: its pid and command line, and its lab's mark and launcher."""
 
     pid: int
     command: str
@@ -42,17 +42,17 @@ class Member:
 
 
 def new_mark() -> str:
-    """Return what the processes of one more lab of this process carry as LACONIC_LAB."""
+    """Return a new value of LACONIC_LAB, for the processes of one lab of this process."""
     return f"{_pid_namespace()}:{os.getpid()}:{_start_time(os.getpid())}:{next(_numbers)}"
 
 
 def members() -> Iterator[Member]:
-    """Yield the processes of all labs on this machine, as far as this user may see them.
+    """Yield the processes of all labs on this machine that this user may see.
 
-    Labs of other process namespaces (containers) are left out: nothing is known of their launchers.
+    Labs in other PID namespaces (containers) are skipped, because their launchers are unknown.
     """
     for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):  # it ended, or is somebody else's
+        with contextlib.suppress(OSError, ValueError):  # it ended, or belongs to another user
             mark = _mark_of(entry)
             if mark is None:
                 continue
@@ -66,13 +66,13 @@ def members() -> Iterator[Member]:
 
 
 def end(member: Member) -> bool:
-    """Kill the process and wait for its end; return whether it was there and has ended."""
+    """Kill the process and wait until it ends. Return False if it was gone or did not end."""
     try:
         descriptor = os.pidfd_open(member.pid)
     except OSError:
         return False
     try:
-        # Looked at after the pidfd is held, so that the number cannot have changed hands.
+        # Check after opening the pidfd, so that the pid cannot have been reused.
         if _mark_of(Path(f"/proc/{member.pid}")) != member.mark:
             return False
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
@@ -84,13 +84,13 @@ def end(member: Member) -> bool:
 
 
 def end_all(mark: str) -> None:
-    """Kill every process that carries `mark`, and those they start meanwhile."""
+    """Kill every process with `mark`, including processes started meanwhile."""
     deadline = time.monotonic() + _END_SECONDS
-    unseen = 0
-    # Two looks: a process started during the first, by one that then ended, is in the second.
-    while unseen < 2 and time.monotonic() < deadline:
+    empty_scans = 0
+    # Scan twice: the first scan may miss a process whose parent started it and then ended.
+    while empty_scans < 2 and time.monotonic() < deadline:
         strays = [member for member in members() if member.mark == mark]
-        unseen = 0 if strays else unseen + 1
+        empty_scans = 0 if strays else empty_scans + 1
         for member in strays:
             end(member)
 
@@ -107,7 +107,7 @@ def _mark_of(process: Path) -> str | None:
     prefix = f"{MARK}=".encode()
     environment = (process / "environ").read_bytes()
     if not environment:
-        # In the middle of exec a process has none for a moment: 2 of 600 were overlooked.
+        # The environment is empty for a moment during exec: without the wait, 2 of 600 were missed.
         deadline = time.monotonic() + _EXEC_SECONDS
         while _in_exec(process) and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -119,15 +119,19 @@ def _mark_of(process: Path) -> str | None:
 
 
 def _in_exec(process: Path) -> bool:
-    """Whether it has a program but not yet a place for the environment; raises OSError where it
-    has no program, as threads of the kernel and what has ended."""
+    """Return whether the process has a program but no environment yet.
+
+    Raises OSError for a process without a program, as kernel threads and ended processes.
+    """
     os.readlink(process / "exe")
     return _fields(process)[_ENV_END] == "0"
 
 
 def _start_time(pid: int) -> int:
-    """Return when a process was started, in clock ticks since the system was; 0 where it is gone,
-    be it that nobody has asked for its exit code yet."""
+    """Return the start time of a process in clock ticks since boot, or 0 if it has ended.
+
+    A zombie has ended.
+    """
     try:
         fields = _fields(Path(f"/proc/{pid}"))
     except OSError:
@@ -136,7 +140,7 @@ def _start_time(pid: int) -> int:
 
 
 def _fields(process: Path) -> list[str]:
-    """Return what /proc/PID/stat says, counted as proc(5) does, from 1; the first two left out."""
-    # After the name, which is in parentheses and may hold any character.
+    """Return the fields of /proc/PID/stat, indexed from 1 as in proc(5), the first two empty."""
+    # The name, in parentheses, may contain any character, so parse after the last parenthesis.
     text = (process / "stat").read_text(errors="replace")
     return ["", "", "", *text.rpartition(")")[2].split()]

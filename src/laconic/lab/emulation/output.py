@@ -1,4 +1,4 @@
-"""What a program prints while it runs: pipes, and whole lines out of them."""
+"""Capture what a program prints while it runs, line by line."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Final
 
 __all__ = ["Lines", "Stream"]
 
-_BAR_SECONDS: Final = 1.0  # between two states of a progress bar
+_BAR_SECONDS: Final = 1.0  # between two updates of a progress bar
 _LONGEST_LINE: Final = 1 << 16
 _LAST_LINES: Final = 10
 _PIECE: Final = 1 << 16
 
 
 class Lines:
-    """Whole lines out of a stream of bytes, without their ends.
+    """Splits a stream of bytes into lines without line ends.
 
-    Of a progress bar, which returns to the start of its line, one state a second is taken, and
-    the last one. A line longer than 64 KiB is cut.
+    A progress bar, which returns to the start of its line, yields one update per second and the
+    last one. A line longer than 64 KiB is split.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Lines:
         self._shown = float("-inf")
 
     def feed(self, piece: bytes, now: float) -> list[bytes]:
-        """Return the lines that ``piece`` completes; ``now`` in seconds."""
+        """Return the lines that ``piece`` completes. ``now`` is in seconds."""
         *whole, self._rest = (self._rest + piece).split(b"\n")
         lines = [_last_state(line) for line in whole]
         before, bar, state = self._rest.rpartition(b"\r")
@@ -40,20 +40,20 @@ class Lines:
         return lines
 
     def end(self) -> list[bytes]:
-        """Return what is left, when no more comes."""
+        """Return what is left at the end of the stream."""
         rest, self._rest = _last_state(self._rest), b""
         return [rest] if rest else []
 
 
 def _last_state(line: bytes) -> bytes:
-    """What a terminal shows of a line that returns to its start, if each state covers the last."""
+    """Return what a terminal shows of a line whose updates are separated by carriage returns."""
     return next((state for state in reversed(line.split(b"\r")) if state), b"")
 
 
 class Stream:
-    """A pipe that a process prints to, and the file that keeps what it prints, if any.
+    """A pipe for a process's output, and the file that stores the output, if any.
 
-    ``last`` holds its last lines. Raises OSError naming the file where it cannot be written.
+    ``last`` holds the last lines. Raises OSError with the file name if it cannot be written.
     """
 
     def __init__(self, log: Path | None) -> None:
@@ -66,35 +66,38 @@ class Stream:
         self.read_end, self.write_end = os.pipe()
         os.set_blocking(self.read_end, False)
 
-    def handed_on(self) -> None:
-        """The process has its end of the pipe: close ours of it, or the end would never come."""
+    def close_write_end(self) -> None:
+        """Close our copy of the write end once the process has its own.
+
+        Otherwise the pipe would never reach its end.
+        """
         os.close(self.write_end)
         self.write_end = -1
 
     def read(self, now: float) -> list[bytes]:
-        """Return the lines that have come; `ended` is true once no more can come."""
+        """Return the lines that are available. `ended` is set when the pipe is closed."""
         piece = self._take()
         if piece is None:
             return []
         self.ended = not piece
-        return self._said(self._lines.feed(piece, now) if piece else self._lines.end())
+        return self._remember(self._lines.feed(piece, now) if piece else self._lines.end())
 
     def drain(self, now: float) -> list[bytes]:
-        """Return the lines that are left, and a last one without an end, waiting for no more."""
+        """Return all remaining lines, including an incomplete last one, without waiting."""
         lines: list[bytes] = []
         while piece := self._take():
             lines += self._lines.feed(piece, now)
-        return self._said(lines + self._lines.end())
+        return self._remember(lines + self._lines.end())
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close all open descriptors."""
         for descriptor in (self.read_end, self.write_end, self._log):
             if descriptor >= 0:
                 os.close(descriptor)
         self.read_end = self.write_end = self._log = -1
 
     def _take(self) -> bytes | None:
-        """Return what has come and keep it in the file: nothing at the end, None before more."""
+        """Read what is available and store it in the file. b"" is the end, None is no data yet."""
         try:
             taken = piece = os.read(self.read_end, _PIECE)
         except BlockingIOError:
@@ -107,6 +110,6 @@ class Stream:
                 raise OSError(reason) from error
         return taken
 
-    def _said(self, lines: list[bytes]) -> list[bytes]:
+    def _remember(self, lines: list[bytes]) -> list[bytes]:
         self.last.extend(lines)
         return lines

@@ -1,4 +1,4 @@
-"""Any program on emulated hosts: its output as it comes, the rates, and how it ended."""
+"""Run any program on emulated hosts, and report its output, the sending rates and its outcome."""
 
 from __future__ import annotations
 
@@ -32,16 +32,19 @@ from laconic.links.rank_sets import BANDWIDTH_VARIABLE, LATENCY_VARIABLE
 __all__ = ["Ended", "Network", "Process", "Settings", "Watch", "emulate", "run"]
 
 SAMPLE_SECONDS: Final = 0.5
-"""How often the hosts' counters are read."""
+"""Interval between two readings of the hosts' counters."""
 GRACE_SECONDS: Final = 5.0
-"""What the others have to end by themselves once one has failed."""
-_MOMENT: Final = 0.1  # how late the end of a process is noticed at most
+"""Time for the other processes to end after one has failed."""
+_POLL_SECONDS: Final = 0.1  # maximum delay until the end of a process is noticed
 
 
 @dataclass(frozen=True)
 class Network:
-    """Hosts and what joins them. ``bandwidth``: bit/s that each host may send, None for no limit;
-    ``host_bandwidth``: other values for single hosts; ``latency``: seconds for each message."""
+    """The emulated hosts and their network.
+
+    ``bandwidth``: bit/s that each host may send, None for no limit. ``host_bandwidth``: overrides
+    for single hosts. ``latency``: seconds per message.
+    """
 
     hosts: int = 4
     bandwidth: float | None = 100e6
@@ -49,7 +52,7 @@ class Network:
     latency: float = 0.0
 
     def check(self) -> None:
-        """Raise ``ValueError`` for what cannot be emulated."""
+        """Raise ``ValueError`` for settings that cannot be emulated."""
         check_int("hosts", self.hosts, 1)
         check_hosts(self.hosts)
         for host in self.host_bandwidth:
@@ -59,14 +62,17 @@ class Network:
                 check_rate(rate)
 
     def rates(self) -> list[float | None]:
-        """What each host may send, in bit/s."""
+        """Return what each host may send, in bit/s."""
         return [self.host_bandwidth.get(host, self.bandwidth) for host in range(self.hosts)]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to run, and where: ``argv`` ``per_host`` times on each host or, if it is torchrun, once
-    on each. ``out``: the directory for logs and rates; None: they are not kept."""
+    """The program to run, and where.
+
+    ``argv`` runs ``per_host`` times on each host or, if it starts torchrun, once. ``out`` is the
+    directory for logs and rates; None stores nothing.
+    """
 
     argv: tuple[str, ...]
     network: Network
@@ -74,20 +80,20 @@ class Settings:
     out: Path | None = None
 
     def check(self) -> None:
-        """Raise ``ValueError`` for anything that would fail later, before anything is started."""
+        """Raise ``ValueError`` for bad settings before anything is started."""
         if not self.argv:
-            raise ValueError("no program: give one, as in laconic lab -- python train.py")
+            raise ValueError("no program given: try laconic lab -- python train.py")
         self.network.check()
         if self.per_host is not None:
             check_int("per-host", self.per_host, 1)
         if shutil.which(self.argv[0]) is None:
-            raise ValueError(f"there is no program {self.argv[0]!r}")
+            raise ValueError(f"program not found: {self.argv[0]!r}")
         torchrun.find(self.argv, self.network.hosts, self.per_host)
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process to start: on which host, what, and its name for people, such as host2/rank2."""
+    """A process to start. ``name`` is for display, such as host2/rank2."""
 
     name: str
     host: int
@@ -105,12 +111,12 @@ class Failure:
 
     @property
     def how(self) -> str:
-        """An exit code or a signal, in words."""
+        """The exit code or signal, for display."""
         return self.outcome.signal or f"exit code {self.outcome.exit_code}"
 
     @property
     def exit_code(self) -> int:
-        """As a shell says it: 128 and the number for a signal."""
+        """The exit code by the shell's convention: 128 plus the number of a signal."""
         name = self.outcome.signal
         if name is None:
             assert self.outcome.exit_code is not None, "a failed rank has ended"
@@ -120,8 +126,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run went. ``first``: the first failure. ``sent``: bytes on the wire by each host, None
-    where the hosts share this machine's interface."""
+    """How a run ended.
+
+    ``first`` is the first failure. ``sent`` is the bytes on the wire per host, or None if the hosts
+    share this machine's interface.
+    """
 
     first: Failure | None
     seconds: float
@@ -129,27 +138,27 @@ class Ended:
 
 
 class Watch(Protocol):
-    """Whoever shows a run."""
+    """Receives the events of a run."""
 
     def started(self, reason: str | None) -> None:
-        """The hosts are there; ``reason``: why they are no network namespaces."""
+        """The hosts are ready. ``reason`` says why they are not network namespaces, if so."""
 
     def printed(self, process: Process, error: bool, lines: Sequence[bytes]) -> None:
-        """A process has printed whole lines, on its stderr if ``error``."""
+        """A process has printed lines, on its stderr if ``error``."""
 
     def rates(self, seconds: float, rates: Sequence[float] | None) -> None:
-        """``seconds`` have passed; what each host sends now, in bit/s."""
+        """Report what each host sends now, in bit/s, ``seconds`` after the start."""
 
     def failed(self, first: Failure) -> None:
-        """A process has failed, as the first."""
+        """The first process has failed."""
 
     def ended(self, ended: Ended) -> None:
-        """It is over, be it by an exception."""
+        """The run has ended, possibly by an exception."""
 
 
 @contextlib.contextmanager
 def emulate(network: Network) -> Iterator[tuple[Cluster | Loopback, str | None]]:
-    """The hosts; or, where the system permits no namespaces, this machine and the reason."""
+    """Yield the hosts and None, or without namespaces, a `Loopback` and the reason."""
     reason = None
     cluster: Cluster | Loopback
     try:
@@ -163,17 +172,17 @@ def emulate(network: Network) -> Iterator[tuple[Cluster | Loopback, str | None]]
 
 
 def run(settings: Settings, watch: Watch) -> Ended:
-    """Run the program and tell ``watch`` of it; all of it has ended when this returns or raises.
+    """Run the program and report to ``watch``. All processes have ended when this returns.
 
-    Raises ``ValueError`` for bad settings before anything is started, and ``OSError`` where
-    output or logs cannot be written.
+    Raises ``ValueError`` for bad settings before anything is started, and ``OSError`` if output or
+    logs cannot be written.
     """
     settings.check()
     if settings.out is not None:
         try:
             settings.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise OSError(f"cannot make {settings.out}: {error.strerror}") from error
+            raise OSError(f"cannot create {settings.out}: {error.strerror}") from error
     with emulate(settings.network) as (cluster, reason), contextlib.ExitStack() as stack:
         watch.started(reason)
         return _Run(settings, cluster, watch, stack).run()
@@ -201,7 +210,7 @@ class _Run:
                 stack.callback(stream.close)
                 origin = stream, process, bool(error)
                 self._selector.register(stream.read_end, selectors.EVENT_READ, origin)
-        self._writable = True
+        self._writable = True  # whether the watch accepts output
         self._first: Failure | None = None
         self._begin = time.monotonic()
         self._due = SAMPLE_SECONDS
@@ -219,14 +228,14 @@ class _Run:
                     stderr=err.write_end,
                 )
                 self._job.add(started)
-                out.handed_on()
-                err.handed_on()
+                out.close_write_end()
+                err.close_write_end()
             while not self._job.settled(0.0):
-                self._pass_on()
-            self._note_failure()
+                self._forward_output()
+            self._report_failure()
             deadline = time.monotonic() + GRACE_SECONDS
             while self._job.running() and time.monotonic() < deadline:
-                self._pass_on()
+                self._forward_output()
         finally:
             with signals_deferred():
                 ended = self._end()
@@ -235,9 +244,9 @@ class _Run:
     def _seconds(self) -> float:
         return time.monotonic() - self._begin
 
-    def _pass_on(self) -> None:
-        """Pass on what the processes print for a moment, and read the counters when it is time."""
-        for key, _ in self._selector.select(_MOMENT):
+    def _forward_output(self) -> None:
+        """Forward output for up to `_POLL_SECONDS`, and sample the counters if due."""
+        for key, _ in self._selector.select(_POLL_SECONDS):
             stream, process, error = key.data
             lines = stream.read(self._seconds())
             if stream.ended:
@@ -250,7 +259,7 @@ class _Run:
 
     def _print(self, process: Process, error: bool, lines: Sequence[bytes]) -> None:
         if lines and self._writable:
-            self._writable = False  # unless the next line returns
+            self._writable = False  # stays False if the next line raises
             self._watch.printed(process, error, lines)
             self._writable = True
 
@@ -261,14 +270,14 @@ class _Run:
             self._samples.append((self._seconds(), sent))
 
     def _rates(self) -> list[float] | None:
-        """What each host has sent between the last two samples, in bit/s."""
+        """Return what each host sent between the last two samples, in bit/s."""
         if len(self._samples) < 2:
             return None
         (start, before), (end, after) = self._samples[-2:]
         pairs = zip(before, after, strict=True)
         return [8 * (now - then) / (end - start) for then, now in pairs]
 
-    def _note_failure(self) -> None:
+    def _report_failure(self) -> None:
         outcome = self._job.first_failure()
         if outcome is not None:
             out, err = self._streams[outcome.rank]
@@ -279,7 +288,7 @@ class _Run:
             self._watch.failed(self._first)
 
     def _end(self) -> Ended:
-        """End what runs, pass on its last words, and sum up."""
+        """End all processes, forward their remaining output, and summarize the run."""
         self._sample()
         seconds = self._seconds()
         self._cluster.close()
@@ -318,27 +327,27 @@ class _Run:
 
 
 def _processes(settings: Settings, cluster: Cluster | Loopback) -> Iterator[Process]:
-    """What to start, in the order of the ranks."""
+    """Yield the processes to start, by rank."""
     shared = job_environment(cluster, {"PYTHONUNBUFFERED": "1"})
     for name in (BANDWIDTH_VARIABLE, LATENCY_VARIABLE):
         shared.pop(name, None)
     if settings.network.latency:
         shared[LATENCY_VARIABLE] = str(settings.network.latency)
     rates = settings.network.rates()
-    started = torchrun.find(settings.argv, settings.network.hosts, settings.per_host)
-    each = settings.per_host or 1
-    if started is not None:
-        each = int(started.per_host) if started.per_host.isdecimal() else 1
+    launcher = torchrun.find(settings.argv, settings.network.hosts, settings.per_host)
+    per_host = settings.per_host or 1
+    if launcher is not None:
+        per_host = int(launcher.per_host) if launcher.per_host.isdecimal() else 1
     for host, rate in enumerate(rates):
         env = dict(shared)
         if rate is not None and not cluster.emulated:
-            env[BANDWIDTH_VARIABLE] = str(rate / each)
-        if started is not None:
+            env[BANDWIDTH_VARIABLE] = str(rate / per_host)
+        if launcher is not None:
             address, port = cluster.addresses[0], int(shared["MASTER_PORT"])
-            name = f"host{host}/rank{host}" if started.per_host == "1" else f"host{host}"
-            yield Process(name, host, started.command(host, address, port), env)
+            name = f"host{host}/rank{host}" if launcher.per_host == "1" else f"host{host}"
+            yield Process(name, host, launcher.command(host, address, port), env)
         else:
-            for rank in range(host * each, (host + 1) * each):
-                variables = rank_variables(rank, host, each, each * len(rates))
+            for rank in range(host * per_host, (host + 1) * per_host):
+                variables = rank_variables(rank, host, per_host, per_host * len(rates))
                 name = f"host{host}/rank{rank}"
                 yield Process(name, host, settings.argv, {**env, **variables})

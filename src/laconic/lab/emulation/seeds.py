@@ -1,4 +1,4 @@
-"""Several runs of one recipe that differ in their seed, as one: their mean, as it is drawn."""
+"""Average several runs of one recipe that differ in their seed."""
 
 from __future__ import annotations
 
@@ -7,26 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from laconic.lab.race.result import (
-    SECONDS,
-    STEPS,
-    Axis,
-    Point,
-    Result,
-    Row,
-    grouped,
-    interpolated,
-    number,
-    summary,
-)
+from laconic.lab.race.comparison import interpolated, summary
+from laconic.lab.race.result import SECONDS, STEPS, Axis, Point, Result, Row, grouped, number
 
 
 @dataclass(frozen=True)
 class Group:
-    """The runs of one recipe. ``mean``: a row of the means, NaN or None where a run lacks the
-    figure; its curve is that of the runs that finished, taken at equal shares of their length,
-    where ``low`` and ``high`` are the least and the greatest loss. Figures are to be compared by
-    the runs' own (`laconic.lab.race.result.compared_runs`)."""
+    """The runs of one recipe.
+
+    ``mean`` is a row of means; a value is NaN or None if a run lacks it. Its curve averages the
+    runs that finished, at equal fractions of their length. ``low`` and ``high`` are the minimum and
+    maximum loss at its points. To compare two groups, compare their runs
+    (`laconic.lab.race.result.compared_runs`).
+    """
 
     mean: Row
     runs: tuple[Row, ...]
@@ -35,12 +28,12 @@ class Group:
 
     @property
     def name(self) -> str:
-        """How texts call it."""
+        """The display name."""
         return self.mean.name
 
 
 def groups(result: Result) -> list[Group]:
-    """The recipes, in the order in which they first appear."""
+    """Return the recipes' groups in order of first appearance."""
     by_steps = bool(number(result, "steps")) and not number(result, "seconds")
     return [_group(runs, STEPS if by_steps else SECONDS) for runs in grouped(result.rows)]
 
@@ -69,7 +62,7 @@ def _group(runs: tuple[Row, ...], along: Axis) -> Group:
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    """NaN where one is missing."""
+    """Return the mean, or NaN if a value is missing."""
     found = summary(values)
     return math.nan if found is None else found.mean
 
@@ -77,7 +70,7 @@ def _mean(values: Sequence[float | None]) -> float:
 def _curve(
     runs: list[Row], along: Axis
 ) -> tuple[list[Point], list[float | None], list[float | None]]:
-    """The runs' mean, and the least and greatest loss, wherever one of them was validated."""
+    """Return the mean curve and the minimum and maximum loss at each validation of any run."""
     if not runs:
         return [], [], []
     shares = {
@@ -85,14 +78,14 @@ def _curve(
     }
     points, low, high = [], [], []
     for share in sorted(shares):
-        there = [_at(row, along, share) for row in runs]
-        losses = _known([point.loss for point in there])
-        distances = [point.distance for point in there]
+        points_there = [_at(row, along, share) for row in runs]
+        losses = _known([point.loss for point in points_there])
+        distances = [point.distance for point in points_there]
         points.append(
             Point(
-                round(fmean(point.step for point in there)),
-                fmean(point.seconds for point in there),
-                fmean(point.megabytes for point in there),
+                round(fmean(point.step for point in points_there)),
+                fmean(point.seconds for point in points_there),
+                fmean(point.megabytes for point in points_there),
                 _mean(losses),
                 _mean(distances),
             )
@@ -103,13 +96,13 @@ def _curve(
 
 
 def _known(values: list[float | None]) -> list[float]:
-    """All of them, or nothing where one is missing."""
+    """Return all values, or an empty list if one is missing."""
     known = [value for value in values if value is not None]
     return known if len(known) == len(values) else []
 
 
 def _at(row: Row, along: Axis, share: float) -> Point:
-    """The row's curve at a share of its length, linear between validations."""
+    """Return the row's curve at a fraction of its length, linear between validations."""
     position = share * along(row.curve[-1])
 
     def value(figure: str) -> float | None:

@@ -1,4 +1,4 @@
-"""A shell inside a host of a lab."""
+"""Run a shell inside a host of a lab."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from laconic.lab.emulation.namespaces import Entry
 
 __all__ = ["open_shell"]
 
-# Read as bash's start-up file in place of the user's, which it reads first.
+# bash reads this as its startup file. It reads the user's own startup file first.
 _START_UP = """[ -r ~/.bashrc ] && . ~/.bashrc
 unset PROMPT_COMMAND
 PS1='[{name}] \\w \\$ '
@@ -23,10 +23,10 @@ PS1='[{name}] \\w \\$ '
 
 
 def open_shell(entry: Entry, env: Mapping[str, str]) -> int:
-    """Run an interactive shell on the terminal of this process; return its exit code.
+    """Run an interactive shell on the terminal of this process and return its exit code.
 
-    It is bash with the user's settings but a prompt that names the host, or sh where there is no
-    bash. The processes that it leaves behind end with it.
+    The shell is bash with the user's settings and a prompt that names the host, or sh if there is
+    no bash. Processes that the shell leaves behind end with it.
     """
     mark = orphans.new_mark()
     variables = {**env, orphans.MARK: mark, "PS1": f"[{entry.name}] $ "}
@@ -41,27 +41,27 @@ def open_shell(entry: Entry, env: Mapping[str, str]) -> int:
             argv = ["bash", "--rcfile", f"/dev/fd/{start_up}", "-i"]
             inherited = (*inherited, start_up)
         stack.callback(orphans.end_all, mark)
-        stack.enter_context(_terminal_kept())
-        # Not in a session of its own: it would lose the terminal.
+        stack.enter_context(_terminal_restored())
+        # No new session here: the shell would lose the terminal.
         shell = subprocess.Popen(entry.command(argv), env=variables, pass_fds=inherited)
         code = shell.wait()
     return code if code >= 0 else 128 - code
 
 
 @contextlib.contextmanager
-def _terminal_kept() -> Iterator[None]:
-    """Leave Ctrl-C to the shell; put the terminal back as it was, even if the shell was killed."""
+def _terminal_restored() -> Iterator[None]:
+    """Leave Ctrl-C to the shell and restore the terminal afterward, even if the shell is killed."""
     settings = None
     with contextlib.suppress(termios.error):
         settings = termios.tcgetattr(0)
-    # Not ignored: the shell's programs would inherit that.
+    # A handler, not SIG_IGN: the shell's programs would inherit that.
     from_terminal = (signal.SIGINT, signal.SIGQUIT)
     old = {number: signal.signal(number, lambda *_: None) for number in from_terminal}
     try:
         yield
     finally:
         if settings is not None:
-            # A shell that was killed has left its own process group in the foreground.
+            # A killed shell leaves its own process group in the foreground.
             old[signal.SIGTTOU] = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
             with contextlib.suppress(OSError, termios.error):
                 os.tcsetpgrp(0, os.getpgrp())

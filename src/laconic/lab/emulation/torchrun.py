@@ -1,4 +1,4 @@
-"""torchrun on every host of a lab: the options that it needs there are put in for the user."""
+"""Run torchrun on every host of a lab, and add the options it needs there."""
 
 from __future__ import annotations
 
@@ -19,62 +19,63 @@ _LOGGING = {
     "duplicate_stdout_filters",
     "duplicate_stderr_filters",
 }
-"""Options with which torchrun writes files that are wanted."""
+"""Options by which a user asks torchrun to write files."""
 
 
 class Torchrun:
-    """A command line that starts torchrun, to be run once on every one of `hosts` hosts.
+    """A command line that starts torchrun, to run once on each of `hosts` hosts.
 
-    `per_host` processes on each, None for 1 or what the command line itself says. Raises
-    ValueError where torchrun's own options contradict that.
+    `per_host` is the number of processes on each; None takes it from the command line, or 1.
+    Raises ValueError if torchrun's own options contradict that.
     """
 
     def __init__(
         self, head: Sequence[str], rest: Sequence[str], hosts: int, per_host: int | None
     ) -> None:
         self._head, self._rest, self._hosts = list(head), list(rest), hosts
-        given = _given(rest)
-        nodes, processes = given.get("nnodes"), given.get("nproc_per_node")
-        if given.get("standalone") and hosts > 1:
-            raise ValueError("torchrun --standalone keeps every host to itself: leave it out")
+        options = _options(rest)
+        nodes, processes = options.get("nnodes"), options.get("nproc_per_node")
+        if options.get("standalone") and hosts > 1:
+            raise ValueError("torchrun --standalone isolates each host: leave it out")
         if nodes is not None and str(nodes).rpartition(":")[2] != str(hosts):
-            raise ValueError(f"torchrun's --nnodes {nodes} is not the lab's --hosts {hosts}")
+            raise ValueError(f"torchrun's --nnodes {nodes} differs from the lab's --hosts {hosts}")
         if processes is not None and per_host is not None and str(processes) != str(per_host):
             raise ValueError(
-                f"torchrun's --nproc-per-node {processes} is not the lab's --per-host {per_host}"
+                f"torchrun's --nproc-per-node {processes} differs from the lab's --per-host "
+                f"{per_host}"
             )
-        self._given = given
+        self._user_options = options
         self.per_host = str(processes or per_host or 1)
 
     def command(self, host: int, address: str, port: int) -> list[str]:
-        """Return the command line for `host`, to meet the others at `address` and `port`.
+        """Return the command line for `host`, with the rendezvous at `address` and `port`.
 
-        Ranks follow the hosts' order, unless the user chose another rendezvous than torchrun's
-        static one.
+        Ranks follow the order of the hosts, unless the user chose another rendezvous than
+        torchrun's static one.
         """
         options = {"nnodes": str(self._hosts), "nproc_per_node": self.per_host}
-        if not self._given.keys() & _LOGGING:
-            options["log_dir"] = os.devnull  # else it leaves an empty directory in /tmp each time
-        if "standalone" in self._given:
+        if not self._user_options.keys() & _LOGGING:
+            options["log_dir"] = os.devnull  # otherwise it leaves an empty directory in /tmp
+        if "standalone" in self._user_options:
             pass
-        elif self._given.get("rdzv_backend", "static") != "static":
+        elif self._user_options.get("rdzv_backend", "static") != "static":
             options["rdzv_endpoint"] = f"{address}:{port}"
         else:
             options |= {"node_rank": str(host), "master_addr": address, "master_port": str(port)}
         added = [
             word
             for name, value in options.items()
-            if name not in self._given
+            if name not in self._user_options
             for word in ("--" + name.replace("_", "-"), value)
         ]
         return [*self._head, *added, *self._rest]
 
 
 def find(argv: Sequence[str], hosts: int, per_host: int | None) -> Torchrun | None:
-    """Return the torchrun that `argv` starts, None if it starts something else.
+    """Return the torchrun that `argv` starts, or None if it starts something else.
 
-    `torchrun ...` and `python ... -m torch.distributed.run ...` do. Raises ValueError for options
-    that torchrun would refuse, or that contradict the lab's.
+    Recognizes `torchrun ...` and `python ... -m torch.distributed.run ...`. Raises ValueError for
+    options that torchrun would refuse or that contradict the lab's.
     """
     program = Path(argv[0]).name
     length = 0
@@ -87,8 +88,8 @@ def find(argv: Sequence[str], hosts: int, per_host: int | None) -> Torchrun | No
     return Torchrun(argv[:length], argv[length:], hosts, per_host) if length else None
 
 
-def _given(words: Sequence[str]) -> dict[str, object]:
-    """Return the options of torchrun that are among `words`, which end with the user's program."""
+def _options(words: Sequence[str]) -> dict[str, object]:
+    """Return torchrun's options in `words`, which end with the user's program."""
     from torch.distributed.run import get_args_parser
 
     def refuse(message: str) -> NoReturn:

@@ -1,1 +1,1 @@
-"""Races of training methods on emulated networks, and their report."""
+"""Race training methods on emulated networks, and report the results."""

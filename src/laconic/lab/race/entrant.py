@@ -1,5 +1,7 @@
-"""What a race trains under: laconic's rounds, or another library, behind one face, so that both
-have the same training loop, clock and validation."""
+"""What a race trains with: a recipe or another library, behind one interface.
+
+Both kinds of entrant share the training loop, the clock and the validation.
+"""
 
 from __future__ import annotations
 
@@ -17,59 +19,66 @@ import laconic
 from laconic.algorithms.compile import in_groups
 from laconic.algorithms.round import Recipe
 from laconic.auto import Auto
-from laconic.lab.race.rivals import Peer
-from laconic.lab.race.timeline import Recorder, Watched
+from laconic.lab.race.rivals import Rival
+from laconic.lab.race.timeline import RecordedLink, Recorder
 from laconic.links import Link
 
 
-class Contender(Protocol):
-    """A model and its optimizer in training on this rank, as one of several."""
+class Entrant(Protocol):
+    """A model and its optimizer that take part in a race, on this rank."""
 
     model: nn.Module
-    """What to compute the training loss with."""
+    """The model to compute the training loss with."""
 
     @property
     def recorder(self) -> Recorder | None:
-        """Of what this rank does when; None where nobody knows."""
+        """Records what this rank does when, or None if that is unknown."""
 
     def report(self, loss: float) -> None:
-        """Tell this step's training loss, before `step`."""
+        """Report this step's training loss, before `step`."""
 
-    def step(self, look: bool) -> None:
-        """The optimizer's step, and the rounds that fall due after it. ``look``: at the parameters
-        between the two, for `distance`."""
+    def step(self, sample: bool) -> None:
+        """Run the optimizer's step and the rounds due after it.
+
+        ``sample`` copies the parameters before these rounds, for `distance`.
+        """
 
     def distance(self) -> float:
-        """How far the workers' parameters were apart at the last look (before the first, at the
-        start); NaN where nobody knows. Every rank must call it, while the clock stands."""
+        """Return the distance between the workers' parameters at the last sample.
+
+        Before the first sample, it is that of the initial parameters. NaN if unknown. Call it on
+        every rank, while the training clock is stopped.
+        """
 
     def seek(self, step: int) -> None:
-        """Go on as if ``step`` steps had been taken."""
+        """Continue as if ``step`` steps had been taken."""
 
     def consensus(self) -> AbstractContextManager[object]:
-        """A context in which the bare model holds what the workers agree on."""
+        """Return a context in which the bare model is the consensus model."""
 
     def mean(self, value: float) -> float:
-        """The mean over the ranks, which all must call it."""
+        """Return the mean over the ranks. Call it on every rank."""
 
     def waiting(self) -> float:
-        """Seconds spent waiting for the network so far; NaN where nobody knows."""
+        """Return the seconds spent waiting for the network so far; NaN if unknown."""
 
     def sent(self) -> float:
-        """Bytes of payload sent so far; NaN where nobody knows."""
+        """Return the payload bytes sent so far; NaN if unknown."""
 
     def close(self) -> None:
-        """End what was started."""
+        """Release resources."""
 
 
-SAMPLED = 2**16
-"""Parameters at most over which the workers' distance is taken: averaging all takes a round."""
+SAMPLE_SIZE = 2**16
+"""Maximum number of parameters that `distance` uses. All of them would take a whole round."""
 
 
-class Laconic:
-    """Under a recipe's rounds. ``group_size``: workers that make up a group, for a recipe with
-    rounds inside groups, else without effect; ``interface``: the
-    network card that is this rank's alone, if any."""
+class RecipeEntrant:
+    """Trains under a laconic recipe.
+
+    ``group_size`` is the number of workers per group, for recipes with rounds inside groups.
+    ``interface`` is a network interface that only this rank uses, if any.
+    """
 
     def __init__(
         self,
@@ -84,46 +93,48 @@ class Laconic:
         self.recorder = Recorder(interface)
         self._optimizer = optimizer
         self._link = link
-        self._look = False
-        # hooks run in the order in which they come: this one before the synchroniser's
-        optimizer.register_step_post_hook(lambda *_: self._stepped())
-        watched = Watched(link, self.recorder)
+        self._sample_due = False
+        # Hooks run in order of registration. This one must run before the synchronizer's.
+        optimizer.register_step_post_hook(lambda *_: self._after_optimizer())
+        recorded = RecordedLink(link, self.recorder)
         grouped = isinstance(recipe, tuple) and in_groups(recipe)
         size = group_size if grouped else None
-        self.sync = laconic.attach(model, optimizer, recipe, link=watched, group_size=size)
-        self.sync.observe_waiting(self.recorder.waited)
+        self.sync = laconic.attach(model, optimizer, recipe, link=recorded, group_size=size)
+        self.sync.observe_waiting(self.recorder.add_wait)
         self.consensus = self.sync.consensus
         self.mean = self.sync.mean
         self.report = self.sync.report_loss
-        self._note()
+        self._take_sample()
 
-    def step(self, look: bool) -> None:
-        self._look = look
+    def step(self, sample: bool) -> None:
+        self._sample_due = sample
         self._optimizer.step()
 
-    def _stepped(self) -> None:
-        """The optimizer has moved the parameters, and no round has run since."""
-        if self._look:
-            self._note()
+    def _after_optimizer(self) -> None:
+        """Sample after the optimizer's update and before any round."""
+        if self._sample_due:
+            self._take_sample()
 
     @torch.no_grad()
-    def _note(self) -> None:
-        """Keep this worker's parameters; above `SAMPLED`, so many of them, evenly spread."""
+    def _take_sample(self) -> None:
+        """Copy this worker's parameters, or above `SAMPLE_SIZE` an evenly spaced subset."""
         flat = torch.cat([p.detach().reshape(-1).float() for p in self.model.parameters()])
-        self._noted = flat[:: -(-flat.numel() // SAMPLED)].clone()
+        self._sample = flat[:: -(-flat.numel() // SAMPLE_SIZE)].clone()
 
     @torch.no_grad()
     def distance(self) -> float:
-        """Of the workers' models x_i from their mean m = (1/n) sum_i x_i, the root mean square over
-        the P parameters, averaged over n workers,
+        """Return the mean root-mean-square distance of the workers' models from their mean.
+
+        For models x_i of n workers with P parameters each and the mean m = (1/n) sum_i x_i:
 
             d = (1/n) sum_i sqrt((1/P) sum_p (x_ip - m_p)^2)
 
-        in units of the parameters, just before the rounds of the last step with a look."""
-        mean = self._noted.clone()
-        self.sync.mean(0.0)  # all messages in flight have arrived: the link is free
+        in units of the parameters, just before the rounds of the last sampled step.
+        """
+        mean = self._sample.clone()
+        self.sync.mean(0.0)  # waits until all messages in flight have arrived and the link is free
         self._link.mean(mean)
-        return self.sync.mean(float((self._noted - mean).square().mean().sqrt()))
+        return self.sync.mean(float((self._sample - mean).square().mean().sqrt()))
 
     def seek(self, step: int) -> None:
         self.sync.step = step
@@ -138,12 +149,12 @@ class Laconic:
         self.sync.detach()
 
 
-class Other:
-    """In another library's hands, which keeps no ledger."""
+class RivalEntrant:
+    """Trains with another library, which has no ledger."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, peer: Peer) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, rival: Rival) -> None:
         self._bare = model
-        self._attached = peer.attach(model, optimizer)
+        self._attached = rival.attach(model, optimizer)
         self.model = self._attached.model
         self.seek = self._attached.seek
         self.close = self._attached.close
@@ -151,9 +162,9 @@ class Other:
     recorder = None
 
     def report(self, loss: float) -> None:
-        """No library here asks for it."""
+        """Do nothing: no library here uses the loss."""
 
-    def step(self, look: bool) -> None:
+    def step(self, sample: bool) -> None:
         self._attached.step()
 
     def distance(self) -> float:
@@ -163,18 +174,18 @@ class Other:
     def consensus(self) -> Iterator[None]:
         parameters = [p.data for p in self._bare.parameters()]
         tensors = [*parameters, *(b for b in self._bare.buffers() if b.is_floating_point())]
-        kept = [t.clone() for t in tensors]
-        agreed = self._attached.consensus()
-        if agreed is not None:
-            for t, values in zip(parameters, agreed, strict=True):
+        saved = [t.clone() for t in tensors]
+        consensus = self._attached.consensus()
+        if consensus is not None:
+            for t, values in zip(parameters, consensus, strict=True):
                 t.copy_(values)
-        for t in tensors[0 if agreed is None else len(parameters) :]:
+        for t in tensors[0 if consensus is None else len(parameters) :]:
             dist.all_reduce(t)
             t /= dist.get_world_size()
         try:
             yield
         finally:
-            for t, values in zip(tensors, kept, strict=True):
+            for t, values in zip(tensors, saved, strict=True):
                 t.copy_(values)
 
     def mean(self, value: float) -> float:

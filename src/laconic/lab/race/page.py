@@ -1,7 +1,7 @@
-"""The report as one page that needs nothing but a browser: `page.html`, filled in.
+"""Write the report as a single self-contained web page from the template `page.html`.
 
-Words and table are written into the page here; the curves, timelines and rounds are drawn by the
-page's own script from the data in it, which is `results.json` and what is derived from it.
+This module fills in the text and the table. The page's script draws the curves, timelines and
+rounds from the embedded data: `results.json` and values derived from it.
 """
 
 from __future__ import annotations
@@ -13,23 +13,16 @@ from importlib.resources import files
 
 from laconic import __version__
 from laconic.lab.emulation.seeds import Group
+from laconic.lab.race.comparison import common
 from laconic.lab.race.plots import label, loss_limits, numbered
-from laconic.lab.race.result import (
-    NO_COMMUNICATION,
-    SECONDS,
-    STEPS,
-    Result,
-    common,
-    differences,
-    network,
-    task,
-)
+from laconic.lab.race.result import NO_COMMUNICATION, SECONDS, STEPS, Result
 from laconic.lab.race.table import Cell, caption, cells, heading
 from laconic.lab.race.verdict import question, sentences
+from laconic.lab.race.wording import differences, network, task
 
 
 def page(result: Result) -> str:
-    """The page, as HTML."""
+    """Return the page as HTML."""
     about = [network(result), task(result), *differences(result)]
     parts = {
         "title": escape(question(result)),
@@ -62,7 +55,7 @@ def _table(result: Result) -> str:
     head = "".join(f'<th scope="col">{escape(h)}</th>' for h in headers)
     body = []
     for row, line in lines:
-        faint = ' class="silent"' if row.recipe == NO_COMMUNICATION else ""
+        faint = ' class="baseline"' if row.recipe == NO_COMMUNICATION else ""
         name = f'<th scope="row">{escape(heading(row))}</th>'
         body.append(f"<tr{faint}>{name}{''.join(map(_cell, line))}</tr>")
     head = f'<thead><tr><th scope="col">recipe</th>{head}</tr></thead>'
@@ -75,7 +68,7 @@ def _cell(cell: Cell) -> str:
 
 
 def _embedded(result: Result) -> str:
-    """The data as JSON that no HTML parser takes for markup."""
+    """Return the data as JSON that no HTML parser takes for markup."""
     limits = loss_limits(result)
     data = {
         "result": json.loads(result.to_json()),
@@ -87,7 +80,7 @@ def _embedded(result: Result) -> str:
 
 
 def _curve(group: Group, number: int) -> dict[str, object]:
-    """What is drawn of a recipe: the mean of its runs, and the least and greatest loss."""
+    """Return what is drawn of a recipe: the mean of its runs, and the minimum and maximum loss."""
     row = group.mean
     points = [
         [p.step, p.seconds, p.megabytes, p.loss, low, high, p.distance]

@@ -1,4 +1,4 @@
-"""The curves of a race as pictures."""
+"""Plot the curves of a race."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from laconic.lab.emulation.seeds import Group, groups
+from laconic.lab.race.comparison import common, competing, finished, loss_at
 from laconic.lab.race.result import (
     MEGABYTES,
     NO_COMMUNICATION,
@@ -17,33 +18,26 @@ from laconic.lab.race.result import (
     Axis,
     Result,
     Row,
-    brief,
-    common,
-    competing,
-    finished,
     grouped,
     line,
-    loss_at,
-    loss_format,
     megabytes_per_step,
-    network,
-    task,
 )
 from laconic.lab.race.verdict import leaders, listed, span, standing
+from laconic.lab.race.wording import brief, loss_format, network, task
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-"""Okabe and Ito's, which colour-blind people tell apart; dashes tell further rows apart."""
-GREY = "#767676"
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""The color-blind safe palette of Okabe and Ito. Dashes distinguish further rows."""
+GRAY = "#767676"
 
 
 def plots(result: Result, directory: Path) -> list[Path]:
-    """`loss.png` and `loss.svg`: loss against time, against MB sent and against steps.
+    """Write `loss.png` and `loss.svg`: loss against time, MB sent and steps.
 
     Raises:
-        ImportError: without matplotlib.
+        ImportError: matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure  # without pyplot: no backend, no global state
@@ -57,11 +51,11 @@ def plots(result: Result, directory: Path) -> list[Path]:
         _panel(axes, result, axis)
         name, finding = _titles(result, axis)
         axes.set_title(f"{name}\n\n", loc="left", fontsize=11, fontweight="bold")
-        text = axes.text(0, 1.02, finding, transform=axes.transAxes, fontsize=9, color=GREY)
-        text.set_in_layout(False)  # a long name must not make the panels narrow
+        text = axes.text(0, 1.02, finding, transform=axes.transAxes, fontsize=9, color=GRAY)
+        text.set_in_layout(False)  # a long name must not shrink the panels
     panels[0].set_ylabel("validation loss (nats)")
     limit_loss(panels[0], result)
-    figure.suptitle(f"{network(result)}\n{task(result)}", x=0.01, ha="left", fontsize=9, color=GREY)
+    figure.suptitle(f"{network(result)}\n{task(result)}", x=0.01, ha="left", fontsize=9, color=GRAY)
     handles, labels = panels[0].get_legend_handles_labels()
     longest = max(map(len, labels), default=0)
     figure.legend(
@@ -80,12 +74,12 @@ def plots(result: Result, directory: Path) -> list[Path]:
 
 
 def _titles(result: Result, axis: Axis) -> tuple[str, str]:
-    """What a panel shows, and what is seen there: who is ahead, or who sends least."""
+    """Return a panel's title and finding: which recipe leads, or which sends least."""
     if axis is MEGABYTES:
         finding = ""
-        rivals = grouped(competing(result))
-        if len(rivals) > 1:
-            sent = {runs[0].name: fmean(map(megabytes_per_step, runs)) for runs in rivals}
+        competitors = grouped(competing(result))
+        if len(competitors) > 1:
+            sent = {runs[0].name: fmean(map(megabytes_per_step, runs)) for runs in competitors}
             least = min(sent, key=sent.__getitem__)
             finding = f"least, {brief(sent[least])} MB per step:\n{_fit(least)}"
         return "By traffic", finding
@@ -100,19 +94,18 @@ def _titles(result: Result, axis: Axis) -> tuple[str, str]:
 
 
 def _fit(text: str) -> str:
-    """As much of the text as a panel is wide."""
+    """Shorten the text to the width of a panel."""
     return shorten(text, 52, placeholder=" …")
 
 
 def label(row: Row) -> str:
-    """What the legends call the row."""
-    silent = row.recipe == NO_COMMUNICATION
-    name = row.name + " (mean of own models)" * silent
+    """Return the row's label in legends."""
+    name = row.name + " (mean of own models)" * (row.recipe == NO_COMMUNICATION)
     return name if row.status == "ok" else f"{name}: {row.status}"
 
 
 def numbered(result: Result) -> list[tuple[Group, int]]:
-    """Each recipe, and its number for its colour and dashes; -1 without communication."""
+    """Return each recipe with the number of its color and dashes; -1 without communication."""
     count = itertools.count()
     return [
         (group, -1 if group.mean.recipe == NO_COMMUNICATION else next(count))
@@ -121,20 +114,22 @@ def numbered(result: Result) -> list[tuple[Group, int]]:
 
 
 def _panel(axes: Axes, result: Result, axis: Axis) -> None:
-    """One line per row, ending in a dot, or in a cross where it diverged or failed; a band from
-    the least to the greatest of several seeds."""
+    """Draw one line per recipe, ending in a dot, or in a cross if it diverged or failed.
+
+    A band shows the range over several seeds.
+    """
     for group, number in numbered(result):
-        row, silent = group.mean, number < 0
+        row, baseline = group.mean, number < 0
         pairs = line(row, axis)
-        if silent and axis is MEGABYTES:
+        if baseline and axis is MEGABYTES:
             pairs = []
-        colour = GREY if silent else COLOURS[number % len(COLOURS)]
+        color = GRAY if baseline else COLORS[number % len(COLORS)]
         axes.plot(
             [at for at, _ in pairs],
             [loss for _, loss in pairs],
-            color=colour,
-            linestyle=":" if silent or row.status != "ok" else ("-", "--", "-.")[number // 7 % 3],
-            linewidth=1.4 if silent or row.status != "ok" else 1.9,
+            color=color,
+            linestyle=":" if baseline or row.status != "ok" else ("-", "--", "-.")[number // 7 % 3],
+            linewidth=1.4 if baseline or row.status != "ok" else 1.9,
             marker="o" if row.status == "ok" else "x",
             markevery=[-1] if pairs else None,
             markersize=5,
@@ -146,7 +141,7 @@ def _panel(axes: Axes, result: Result, axis: Axis) -> None:
                 [axis(row.curve[k]) for k in known],
                 [group.low[k] or 0.0 for k in known],
                 [group.high[k] or 0.0 for k in known],
-                color=colour,
+                color=color,
                 alpha=0.15,
                 linewidth=0,
             )
@@ -160,22 +155,24 @@ def _panel(axes: Axes, result: Result, axis: Axis) -> None:
     )
     position = common(result, axis)
     if axis is not MEGABYTES and position and position < 0.9 * axes.get_xlim()[1]:
-        axes.axvline(position, color=GREY, linewidth=0.9, linestyle=(0, (1, 2)), zorder=1)
+        axes.axvline(position, color=GRAY, linewidth=0.9, linestyle=(0, (1, 2)), zorder=1)
 
 
 def loss_limits(result: Result) -> tuple[float, float, bool] | None:
-    """The least and the greatest loss to show, and whether on a logarithmic axis, so that it is
-    seen where the recipes differ: a huge loss at the start may leave the picture. None where
-    there is nothing to show."""
+    """Return the minimum and maximum loss to show, and whether on a logarithmic axis.
+
+    The limits show where the recipes differ, so a huge initial loss may be outside. None if there
+    is nothing to show.
+    """
     rows = finished(result)
     losses = [loss for row in rows for _, loss in line(row, STEPS)]
     if not losses:
         return None
-    # A quarter of the way on, the fall from the start is over; every row's end is in the picture.
+    # After a quarter of the time the initial fall is over. Every row's final loss is visible.
     quarter = (common(result, SECONDS) or 0) / 4
-    seen = [loss_at(row, SECONDS, quarter) for row in rows]
-    seen += [line(row, SECONDS)[-1][1] for row in rows]
-    low, high = min(losses), max(loss for loss in seen if loss is not None)
+    visible = [loss_at(row, SECONDS, quarter) for row in rows]
+    visible += [line(row, SECONDS)[-1][1] for row in rows]
+    low, high = min(losses), max(loss for loss in visible if loss is not None)
     if low > 0 and high / low > 8:
         return low / 1.2, high * 1.2, True
     margin = 0.06 * (high - low) or 0.1
@@ -183,7 +180,7 @@ def loss_limits(result: Result) -> tuple[float, float, bool] | None:
 
 
 def limit_loss(axes: Axes, result: Result) -> None:
-    """Show what `loss_limits` says."""
+    """Apply `loss_limits` to ``axes``."""
     limits = loss_limits(result)
     if limits is None:
         return

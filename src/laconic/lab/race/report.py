@@ -1,7 +1,6 @@
-"""The report on a race: a page, plots, tables and numbers, all from one result.
+"""Write the report on a race: page, plots, tables and data files.
 
-`table` has the figures, `verdict` the words, `plots` the pictures, `page` the page.
-Here is what they are written to.
+`table` has the numbers, `verdict` the text, `plots` the plots, and `page` the web page.
 """
 
 from __future__ import annotations
@@ -12,20 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
+from laconic.lab.race.comparison import compared, equal_steps, equal_time
 from laconic.lab.race.page import page
 from laconic.lab.race.plots import plots
-from laconic.lab.race.result import (
-    NO_COMMUNICATION,
-    SECONDS,
-    STEPS,
-    Point,
-    Result,
-    Row,
-    compared,
-    equal_steps,
-    equal_time,
-    read,
-)
+from laconic.lab.race.result import NO_COMMUNICATION, SECONDS, STEPS, Point, Result, Row, read
 from laconic.lab.race.table import table
 from laconic.lab.race.verdict import verdict
 
@@ -49,8 +38,10 @@ __all__ = [
 
 
 def write(result: Result, directory: Path) -> list[Path]:
-    """`report.html`, `results.json`, `results.csv`, `rows.csv` and the plots in `directory`, made
-    if need be; returns what it wrote."""
+    """Write `report.html`, `results.json`, `results.csv`, `rows.csv` and the plots.
+
+    Creates `directory` if needed. Returns the paths of the files.
+    """
     saved = save(result, directory)
     html = directory / "report.html"
     html.write_text(page(result), encoding="utf-8")
@@ -61,17 +52,17 @@ def show(directory: Path) -> None:
     """Open the page in `directory` in the user's browser.
 
     Raises:
-        OSError: there is no browser to be had.
+        OSError: no browser is available.
     """
     page = (directory / "report.html").resolve()
     if not webbrowser.open(page.as_uri()):
-        raise OSError(f"no browser to be had: open {page} yourself")
+        raise OSError(f"no browser available: open {page} yourself")
 
 
 def prepare(directory: Path) -> None:
-    """Make ``directory`` and see that results can be written there, before they are won.
+    """Create ``directory`` and check, before a long run, that results can be written there.
 
-    Raises `OSError` where they cannot.
+    Raises `OSError` if they cannot.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "results.json"
@@ -83,7 +74,7 @@ def prepare(directory: Path) -> None:
 
 
 def save(result: Result, directory: Path) -> Path:
-    """`results.json` alone, in `directory`, made if need be."""
+    """Write only `results.json` in `directory`, which is created if needed."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "results.json"
     path.write_text(result.to_json() + "\n", encoding="utf-8")
@@ -94,8 +85,10 @@ def save(result: Result, directory: Path) -> Path:
 
 
 def _csv(result: Result, directory: Path) -> list[Path]:
-    """`results.csv`, a line for each validation, and `rows.csv`, a line for each run of a recipe;
-    a figure that there is not is an empty field."""
+    """Write `results.csv`, with a line per validation, and `rows.csv`, with a line per run.
+
+    A missing value is an empty field.
+    """
     keys = ("recipe", "source", "seed")
     points = [
         {**{key: getattr(row, key) for key in keys}, **asdict(point)}
@@ -123,7 +116,7 @@ def _write_csv(path: Path, columns: Sequence[str], lines: Iterable[dict[str, obj
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        for line in lines:  # NaN is not equal to itself
+        for line in lines:  # v == v is False for NaN
             writer.writerow({key: v if v == v else None for key, v in line.items()})
     return path
 
@@ -132,36 +125,38 @@ def _write_csv(path: Path, columns: Sequence[str], lines: Iterable[dict[str, obj
 
 
 def join(runs: Sequence[tuple[str, Result]]) -> Result:
-    """Several results, by label, as one. Rows carry the label as their source. Settings in which
-    the results differ stand, by label, in ``settings["runs"]``; the others are those of all."""
+    """Combine several labeled results into one.
+
+    Rows get the label as their source. Settings that differ go into ``settings["runs"]`` by label.
+    """
     if len(runs) == 1:
         return runs[0][1]
     rows = [replace(row, source=label) for label, result in runs for row in result.rows]
     keys = list(dict.fromkeys(key for _, result in runs for key in result.settings))
-    alike = {
+    common = {
         key: runs[0][1].settings.get(key)
         for key in keys
         if all(result.settings.get(key) == runs[0][1].settings.get(key) for _, result in runs)
     }
-    apart = {
-        label: {key: result.settings.get(key) for key in keys if key not in alike}
+    different = {
+        label: {key: result.settings.get(key) for key in keys if key not in common}
         for label, result in runs
     }
     return Result(
         rows=tuple(rows),
-        settings={**alike, "runs": apart},
-        machine=_together([(label, result.machine) for label, result in runs]),
-        versions=_together([(label, result.versions) for label, result in runs]),
+        settings={**common, "runs": different},
+        machine=_combine([(label, result.machine) for label, result in runs]),
+        versions=_combine([(label, result.versions) for label, result in runs]),
         command="\n".join(result.command for _, result in runs),
     )
 
 
-def _together(runs: Sequence[tuple[str, dict[str, str]]]) -> dict[str, str]:
-    """Each value once, where all agree; else every run's, by label."""
-    together = {}
+def _combine(runs: Sequence[tuple[str, dict[str, str]]]) -> dict[str, str]:
+    """Return each value once if all runs agree, else the value of every run by label."""
+    combined = {}
     for key in dict.fromkeys(key for _, values in runs for key in values):
-        found = [(label, values.get(key, "–")) for label, values in runs]
-        agree = len({value for _, value in found}) == 1
-        told = "; ".join(f"[{label}] {value}" for label, value in found)
-        together[key] = found[0][1] if agree else told
-    return together
+        labeled = [(label, values.get(key, "–")) for label, values in runs]
+        agree = len({value for _, value in labeled}) == 1
+        text = "; ".join(f"[{label}] {value}" for label, value in labeled)
+        combined[key] = labeled[0][1] if agree else text
+    return combined

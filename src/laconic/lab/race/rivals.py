@@ -1,8 +1,8 @@
-"""Other libraries in a race, beside laconic's recipes, in the same training loop.
+"""Other libraries that race against laconic's recipes, in the same training loop.
 
-An adapter is a file that defines ``peer``, a function whose arguments are the row's options and
-which returns a `Peer`. Those of the repository lie in ``benchmarks/peers``: they are part of
-measuring and not of the library.
+An adapter is a file that defines a function ``peer``. Its arguments are the options of the row, and
+it returns a `Rival`. The repository's adapters are in ``benchmarks/peers``. They are used for
+measurements and are not part of the library.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Attached:
-    """A model in the hands of another library.
+    """A model that another library trains.
 
-    ``model``: to compute the loss with, wrapped or not. ``step``: the optimizer's step and all
-    that the library does after it. ``seek``: go on as if so many steps had been taken, so that
-    single steps can be timed. ``consensus``: what the workers agree on, in the order of the
-    model's parameters; None: the mean of theirs. ``close``: end what was started.
+    ``model`` computes the loss; it may be wrapped. ``step`` runs the optimizer's step and
+    everything the library does after it. ``seek`` continues as if a number of steps had been taken,
+    so that single steps can be timed. ``consensus`` returns the consensus in the order of the
+    model's parameters, or None for the mean of the workers. ``close`` releases resources.
     """
 
     model: nn.Module
@@ -44,17 +44,20 @@ class Attached:
 
 
 @dataclass(frozen=True)
-class Peer:
-    """Another library's way of training. ``package``: what must be installed, as pip is told.
-    ``rounds``: a recipe that communicates when it does, by which the race is planned.
-    ``attach``: puts a model and its optimizer in its hands, in a process group that exists."""
+class Rival:
+    """Another library's way of training.
+
+    ``package`` is the requirement to install, as for pip. ``rounds`` is a recipe that communicates
+    at the same steps, for planning the race. ``attach`` applies the library to a model and its
+    optimizer, in an existing process group.
+    """
 
     package: str
     rounds: Recipe
     attach: Callable[[nn.Module, Optimizer], Attached]
 
     def version(self) -> str | None:
-        """Of the package, as installed here; None where it is not."""
+        """Return the installed version of the package, or None."""
         try:
             return importlib.metadata.version(self.name)
         except importlib.metadata.PackageNotFoundError:
@@ -62,20 +65,23 @@ class Peer:
 
     @property
     def name(self) -> str:
-        """The package without its version."""
+        """The package name without its version."""
         return self.package.partition("==")[0]
 
 
-def find(text: str) -> Peer:
-    """The peer that ``text`` names: an adapter of the repository or a file, with or without
-    options, as ``torch-postlocal(period=24)``. Raises ``ValueError`` for anything else."""
+def find(text: str) -> Rival:
+    """Return the library that ``text`` names: an adapter of the repository, or a file.
+
+    ``text`` may have options, as in ``torch-postlocal(period=24)``. Raises ``ValueError`` for
+    anything else.
+    """
     name, parenthesis, options = text.strip().partition("(")
     path = Path(name) if name.endswith(".py") else ADAPTERS / f"{name.replace('-', '_')}.py"
     if not name.endswith(".py"):
         if not ADAPTERS.is_dir():
             raise ValueError(
-                f"no peer {name!r} here: the adapters lie in benchmarks/peers of laconic's "
-                "repository, which this installation is not in; give a file, --peer ADAPTER.py"
+                f"no peer {name!r}: the adapters are in benchmarks/peers of laconic's repository, "
+                "which this installation lacks; give a file, such as --peer ADAPTER.py"
             )
         names = [p.stem.replace("_", "-") for p in ADAPTERS.glob("[!_]*.py")]
         if name not in names:
@@ -83,7 +89,7 @@ def find(text: str) -> Peer:
     function = getattr(user_files.load(path, importable=False), "peer", None)
     if not callable(function):
         raise ValueError(f"{path} has no function 'peer'")
-    peer = parse_call(f"{path.stem}{parenthesis}{options}", {path.stem: function}, "peer")
-    if not isinstance(peer, Peer):
-        raise ValueError(f"{path}: peer must return a laconic.lab.race.rivals.Peer, not {peer!r}")
-    return peer
+    rival = parse_call(f"{path.stem}{parenthesis}{options}", {path.stem: function}, "peer")
+    if not isinstance(rival, Rival):
+        raise ValueError(f"{path}: peer must return a laconic.lab.race.rivals.Rival, not {rival!r}")
+    return rival

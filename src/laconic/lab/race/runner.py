@@ -1,4 +1,4 @@
-"""A race: the same model trained under one recipe after another on the hosts of a cluster."""
+"""Run a race: train the same model under one recipe after another on the hosts of a cluster."""
 
 from __future__ import annotations
 
@@ -37,31 +37,34 @@ from laconic.lab.race.worker import NOT_FINITE, Spec
 
 Event = dict[str, Any]
 Watch = Callable[[str, Event], None]
-"""Told (recipe, event) while a row runs; events are those of `worker`, and a last one
+"""Called with (recipe, event) while a row runs. Events are those of `worker`, and finally
 ``{"event": "done", "row": Row}``."""
 
 FEW_ROUNDS = 100
-"""Outer rounds below which DiLoCo's usual momentum of 0.9 overshoots."""
+"""With fewer outer rounds, DiLoCo's usual momentum of 0.9 overshoots."""
 DIVERGED = 3.0
-"""A loss this many times the one before the first step counts as diverged."""
+"""A loss this many times the initial loss counts as diverged."""
 RANK_TIMEOUT = 60.0
-"""Seconds after which a rank that does not answer fails its row."""
-UNTHROTTLED = "it needs emulated hosts: a throttled link slows laconic's own messages only"
-"""Why another library has no row where there are none."""
+"""A rank that does not answer for this many seconds fails its row."""
+UNTHROTTLED = "it needs emulated hosts: a throttled link slows only laconic's own messages"
+"""Why another library has no row without emulated hosts."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to race, and where. Exactly one of ``seconds`` and ``steps`` is set. ``bandwidth`` in
-    bit/s of each host, and ``host_bandwidth`` of single ones; ``latency`` in seconds added to each
-    message; ``slow_hosts`` says how many times as long single hosts compute. Every recipe, and
-    every one of the ``peers``, runs once for each of the ``seeds``, after a row without
-    communication unless ``baseline`` is False. ``rules``: a file with recipes of the user's own.
-    ``group_size``: neighbouring workers that make up one group, for recipes with rounds inside
-    groups. ``lr``: times the workload's own learning rate."""
+    """What to race, and where.
+
+    Exactly one of ``seconds`` and ``steps`` is set. ``bandwidth`` is in bit/s of each host, and
+    ``host_bandwidth`` overrides it for single hosts. ``latency`` is in seconds added to each
+    message. ``slow_hosts`` gives the factor by which single hosts compute more slowly. Every recipe
+    and every one of the ``rivals`` (other libraries) runs once per seed, after a row without
+    communication unless ``baseline`` is False. ``rules`` is a file with the user's own recipes.
+    ``group_size`` is the number of adjacent workers per group, for recipes with rounds inside
+    groups. ``lr`` is a factor on the workload's learning rate.
+    """
 
     recipes: tuple[str, ...]
-    peers: tuple[str, ...] = ()
+    rivals: tuple[str, ...] = ()
     rules: str | None = None
     hosts: int = 4
     per_host: int = 1
@@ -81,19 +84,19 @@ class Settings:
 
     def check(self) -> None:
         """Raise ``ValueError`` for anything that would fail later, before anything is started."""
-        if not (self.recipes or self.peers or self.baseline):
+        if not (self.recipes or self.rivals or self.baseline):
             raise ValueError("give at least one recipe, like 'local_sgd(12)'")
-        rules = self.own_recipes()
+        rules = self.user_recipes()
         recipes = {text: parse_recipe(text, rules) for text in self.recipes}
-        for text in self.peers:
+        for text in self.rivals:
             rivals.find(text)
-        for text in (names := (*self.recipes, *self.peers)):
+        for text in (names := (*self.recipes, *self.rivals)):
             if names.count(text) > 1:
                 raise ValueError(f"{text} is given twice; --repeat runs everything several times")
-        if self.peers and self.latency:
+        if self.rivals and self.latency:
             raise ValueError(
-                "latency is added by laconic's own link and does not reach other libraries: "
-                "leave out either the latency or the peers"
+                "laconic's own link adds the latency, so it does not affect other libraries: "
+                "remove either --latency or --peer"
             )
         check_int("hosts", self.hosts, 1)
         check_hosts(self.hosts)
@@ -105,7 +108,7 @@ class Settings:
         for rate in self.host_bandwidth.values():
             check_rate(rate)
         for factor in self.slow_hosts.values():
-            check_float("what slows a host down", factor, 1.0)
+            check_float("the factor of a slow host", factor, 1.0)
         check_int("per-host", self.per_host, 1)
         self._check_groups(recipes)
         if self.steps is not None:
@@ -120,8 +123,8 @@ class Settings:
             raise ValueError(f"seeds must differ from each other: {self.seeds}")
         self._check_workload()
 
-    def own_recipes(self) -> dict[str, Callable[..., Recipe]]:
-        """Those of the rules' file."""
+    def user_recipes(self) -> dict[str, Callable[..., Recipe]]:
+        """Return the recipes of the rules file."""
         return {} if self.rules is None else user_files.rules(Path(self.rules))
 
     def _check_groups(self, recipes: Mapping[str, Recipe | Auto]) -> None:
@@ -137,14 +140,14 @@ class Settings:
                 raise ValueError(
                     "--group-size is for recipes with rounds inside groups of workers, such as "
                     "hierarchical(4, 16) or lsgd(16, local_period=4), and none of these has any: "
-                    "leave it out"
+                    "remove it"
                 )
             return
         for text, recipe in recipes.items():
             if not isinstance(recipe, Auto) and in_groups(recipe):
                 raise ValueError(
-                    f"{text} has rounds inside groups of workers: say how many make up one, such "
-                    "as --group-size 2"
+                    f"{text} has rounds inside groups of workers: give the number of workers per "
+                    "group, such as --group-size 2"
                 )
 
     def _check_workload(self) -> None:
@@ -160,7 +163,7 @@ class Settings:
 
 @contextmanager
 def network(settings: Settings) -> Iterator[tuple[Cluster | Loopback, str | None]]:
-    """The emulated hosts; or, where the system permits none, this machine and the reason."""
+    """Yield the emulated hosts and None, or without namespaces, a `Loopback` and the reason."""
     reason = None
     cluster: Cluster | Loopback
     try:
@@ -176,26 +179,28 @@ def network(settings: Settings) -> Iterator[tuple[Cluster | Loopback, str | None
 
 
 def run(settings: Settings, command: str, watch: Watch) -> Iterator[Result]:
-    """Race all recipes and peers, one after the other, after the row without communication; then
-    all of them with the next seed, so that a machine that slows down does so for all alike. Yields
-    the result so far after every row. A row that fails says so and the others go on. ``settings``
-    are those that `Settings.check` has let pass."""
+    """Race all recipes and other libraries, and yield the result so far after every row.
+
+    The row without communication comes first. All rows of one seed run before the next seed, so
+    that a machine that slows down affects all recipes equally. A row that fails reports it, and the
+    others continue. `Settings.check` must have accepted ``settings``.
+    """
     rows: list[Row] = []
     parameters = 0
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     missing: dict[str, str] = {}
-    for text in settings.peers:
-        peer = rivals.find(text)
-        if (installed := peer.version()) is None:
-            missing[text] = f"not installed: make peers, or pip install {peer.package}"
+    for text in settings.rivals:
+        rival = rivals.find(text)
+        if (installed := rival.version()) is None:
+            missing[text] = f"not installed: run make peers, or pip install {rival.package}"
         else:
-            versions[peer.name] = installed
-    silent = ("",) if settings.baseline else ()
-    entries = [(False, text) for text in (*silent, *settings.recipes)]
-    entries += [(True, text) for text in settings.peers]
+            versions[rival.name] = installed
+    baseline = ("",) if settings.baseline else ()
+    entries = [(False, text) for text in (*baseline, *settings.recipes)]
+    entries += [(True, text) for text in settings.rivals]
     with network(settings) as (cluster, reason):
         if not cluster.emulated:
-            missing = dict.fromkeys(settings.peers, UNTHROTTLED)
+            missing = dict.fromkeys(settings.rivals, UNTHROTTLED)
         for seed in settings.seeds:
             for is_peer, text in entries:
                 if is_peer and text in missing:
@@ -253,7 +258,7 @@ def _row(
     seed: int,
     watch: Watch,
 ) -> tuple[Row, int]:
-    """One run, and the model's parameters."""
+    """Run one row. Return it and the number of the model's parameters."""
     name = text or NO_COMMUNICATION
     hosts = range(settings.hosts)
     rates = [settings.host_bandwidth.get(host, settings.bandwidth) for host in hosts]
@@ -269,7 +274,7 @@ def _row(
         seed=seed,
         validations=settings.validations,
         lr=settings.lr,
-        # emulated hosts have slow cards; elsewhere the link is slowed down, ranks sharing a card
+        # Emulated hosts have slow interfaces. Otherwise the link is throttled, shared by ranks.
         bandwidths=None if cluster.emulated else [rate / settings.per_host for rate in rates],
         latency=settings.latency,
         paces=[settings.slow_hosts.get(host, 1.0) for host in hosts],
@@ -278,17 +283,17 @@ def _row(
     )
     watch(name, {"event": "launched"})
     argv = [sys.executable, "-m", "laconic.lab.race.worker", spec.to_json()]
-    # the user's current directory may hold modules named like those of the standard library
+    # The user's current directory may contain modules named like those of the standard library.
     job = launch(cluster, argv, per_host=settings.per_host, env={"PYTHONSAFEPATH": "1"})
     last: Event = {}
     for event in _events(job):
         watch(name, event)
         last = event if event["event"] in ("step", "end") else last
     outcomes = job.wait(timeout=RANK_TIMEOUT)
-    row = _read(name, peer, last, outcomes, settings)
+    row = _row_from(name, peer, last, outcomes, settings)
     if row.curve and not peer:
-        records = [_said(job, rank, "timeline") for rank in range(len(outcomes))]
-        timeline = timelines.on_one_clock(
+        records = [_last_event(job, rank, "timeline") for rank in range(len(outcomes))]
+        timeline = timelines.on_common_clock(
             [r["ran"] for r in records], [r["spans"] for r in records]
         )
         row = replace(row, timeline=timeline, rounds=_rounds(job, settings))
@@ -296,20 +301,20 @@ def _row(
     return row, int(last.get("parameters", 0))
 
 
-def _said(job: Job, rank: int, event: str) -> Event:
-    """The rank's last event of that kind."""
+def _last_event(job: Job, rank: int, event: str) -> Event:
+    """Return the rank's last event of a kind."""
     lines = [line for line in job.stdout(rank).splitlines() if line.startswith("{")]
     return next(e for e in map(json.loads, reversed(lines)) if e["event"] == event)
 
 
 def _rounds(job: Job, settings: Settings) -> tuple[Rounds, ...]:
-    """What each host sent when."""
-    rounds = (Rounds(**fields) for fields in _said(job, 0, "rounds")["rounds"])
+    """Return what each host sent when."""
+    rounds = (Rounds(**fields) for fields in _last_event(job, 0, "rounds")["rounds"])
     return tuple(replace(r, bytes=r.bytes * settings.per_host) for r in rounds)
 
 
 def _events(job: Job) -> Iterator[Event]:
-    """What rank 0 says, as it says it, until the job has ended or failed."""
+    """Yield rank 0's events as they come, until the job has ended or failed."""
     seen, ended = 0, False
     while not ended:
         ended = job.settled(timeout=0.2)
@@ -320,8 +325,10 @@ def _events(job: Job) -> Iterator[Event]:
         seen = len(lines) - 1
 
 
-def _read(name: str, peer: bool, last: Event, outcomes: list[Outcome], settings: Settings) -> Row:
-    """A row from rank 0's last words and how the ranks ended."""
+def _row_from(
+    name: str, peer: bool, last: Event, outcomes: list[Outcome], settings: Settings
+) -> Row:
+    """Return a row from rank 0's last event and the ranks' outcomes."""
     failed = [outcome for outcome in outcomes if outcome.failed]
     if failed or last.get("event") != "end":
         first = next((o for o in failed if o.signal), failed[0] if failed else None)
@@ -349,7 +356,7 @@ def _read(name: str, peer: bool, last: Event, outcomes: list[Outcome], settings:
     )
     if name == NO_COMMUNICATION:
         return row
-    recipe = rivals.find(name).rounds if peer else parse_recipe(name, settings.own_recipes())
+    recipe = rivals.find(name).rounds if peer else parse_recipe(name, settings.user_recipes())
     if isinstance(recipe, Auto):
         return replace(row, notes=tuple(last["choices"]))
     return replace(row, notes=_advice(recipe, steps))
@@ -367,7 +374,7 @@ def _reason(outcome: Outcome | None) -> str:
 
 
 def _advice(recipe: Recipe, steps: int) -> tuple[str, ...]:
-    """What a reader must know of a recipe in a run this short."""
+    """Return notes on a recipe in a run this short."""
     last = [r for r in recipe if isinstance(r, Round)][-1:]
     if last and not any(last[0].when(step) for step in range(1, steps + 1)):
         return ("the run ended before its first round: give it more time",)

@@ -1,4 +1,4 @@
-"""The figures of a race as a table: for the terminal and, cell by cell, for the page."""
+"""Format the numbers of a race as a table, for the terminal and, cell by cell, for the page."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.align import VerticalAlignMethod
 from rich.table import Table
 from rich.text import Text
 
+from laconic.lab.race.comparison import Summary, common, compared, competing, finished, summary
 from laconic.lab.race.result import (
     NO_COMMUNICATION,
     SECONDS,
@@ -19,20 +20,16 @@ from laconic.lab.race.result import (
     Axis,
     Result,
     Row,
-    Summary,
-    brief,
-    common,
-    compared,
-    competing,
-    differences,
-    finished,
     grouped,
-    loss_format,
     megabytes_per_step,
+    repeats,
+)
+from laconic.lab.race.wording import (
+    brief,
+    differences,
+    loss_format,
     network,
     reason,
-    repeats,
-    summary,
     task,
     three_digits,
 )
@@ -40,19 +37,22 @@ from laconic.lab.race.result import (
 
 @dataclass(frozen=True)
 class Column:
-    """``figure`` of a run, how it is ``written``, and which is ``best``: `min` or `max`. The spread
-    over seeds is shown where it ``spreads``."""
+    """One column: the ``figure`` of a run, its format, and which value is ``best`` (`min` or
+    `max`).
+
+    ``show_spread`` adds the spread over seeds.
+    """
 
     header: str
     figure: Callable[[Row], float | None]
-    written: Callable[[float | None], str]
+    format: Callable[[float | None], str]
     best: Callable[..., float]
-    spreads: bool = False
+    show_spread: bool = False
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What stands in the table, how it stands out, and what is below it, such as the spread."""
+    """A cell: its text and style, and what is below it, such as the spread."""
 
     text: str
     style: str = ""
@@ -60,18 +60,20 @@ class Cell:
 
 
 def cells(result: Result) -> tuple[list[str], list[tuple[Row, list[Cell]]]]:
-    """The table's headers but for the recipe's, and for each recipe its first run and the cells:
-    means over its runs."""
-    columns, rivals = _columns(result), competing(result)
-    bests = [_best(column, rivals) for column in columns]
+    """Return the headers except the recipe's, and for each recipe its first run and its cells.
+
+    Cells contain means over the recipe's runs.
+    """
+    columns, competitors = _columns(result), competing(result)
+    bests = [_best(column, competitors) for column in columns]
     lines = []
     for runs in grouped(result.rows):
         line, lost = [], [run for run in runs if run.status != "ok"]
         for column, best in zip(columns, bests, strict=True):
             figures = summary(map(column.figure, runs))
-            text = column.written(figures.mean if figures is not None else None)
-            bold = runs[0] in rivals and text == best
-            spread = _spread(text, figures) if column.spreads else ""
+            text = column.format(figures.mean if figures is not None else None)
+            bold = runs[0] in competitors and text == best
+            spread = _spread(text, figures) if column.show_spread else ""
             line.append(Cell(text, "bold" if bold else "", spread))
         if lost:
             share = f"{len(lost)} of {len(runs)}" if len(runs) > 1 else ""
@@ -81,7 +83,7 @@ def cells(result: Result) -> tuple[list[str], list[tuple[Row, list[Cell]]]]:
 
 
 def table(result: Result) -> Table:
-    """One row per recipe, the best figure of each column in bold, what it all means below."""
+    """Return a table with one row per recipe, the best value of each column in bold."""
     headers, lines = cells(result)
     shown = Table(
         box=box.SIMPLE_HEAD,
@@ -93,7 +95,7 @@ def table(result: Result) -> Table:
     )
     words = [word for row, _ in lines for word in breakable(row.name).split()]
     widest = min(max(map(len, words), default=0), MOST_NAME)
-    # where a figure has its spread below it, names are to stand beside the figure
+    # With spreads below the figures, align names with the figures.
     vertical: VerticalAlignMethod = "top" if repeats(result) > 1 else "bottom"
     shown.add_column("recipe", vertical=vertical, min_width=widest, overflow="fold")
     for header in headers:
@@ -109,28 +111,28 @@ def table(result: Result) -> Table:
 
 
 MOST_NAME = 22
-"""Columns that a word of a recipe's name is sure to get; longer ones are folded."""
+"""Columns guaranteed to a word of a recipe's name. Longer words are folded."""
 
 
 def breakable(name: str) -> str:
-    """A recipe's name with room for a line break after every comma and before a nested recipe."""
+    """Return a recipe's name with a space, for line breaks, after every comma."""
     return re.sub(r",\s*", ", ", name)
 
 
 def heading(row: Row) -> str:
-    """The recipe's name in the table, with the signs of the notes below it."""
+    """Return the recipe's name in the table, with marks that refer to the notes below."""
     return breakable(row.name) + "†" * (row.recipe == NO_COMMUNICATION) + "‡" * row.peer
 
 
-def _best(column: Column, rivals: list[Row]) -> str:
-    """The best figure among several rivals, as it is written."""
-    summaries = [summary(map(column.figure, runs)) for runs in grouped(rivals)]
+def _best(column: Column, competitors: list[Row]) -> str:
+    """Return the best figure among several competitors, formatted."""
+    summaries = [summary(map(column.figure, runs)) for runs in grouped(competitors)]
     figures = [figures.mean for figures in summaries if figures is not None]
-    return column.written(column.best(figures)) if len(summaries) > 1 and figures else ""
+    return column.format(column.best(figures)) if len(summaries) > 1 and figures else ""
 
 
 def _spread(text: str, figures: Summary | None) -> str:
-    """The spread over several seeds, with as many decimals as the figure's ``text``."""
+    """Return the spread over several seeds, with as many decimals as the figure's ``text``."""
     if figures is None or figures.n < 2:
         return ""
     return f"±{figures.spread:.{len(text.partition('.')[2])}f}"
@@ -143,17 +145,17 @@ def _percent(share: float | None) -> str:
 def _columns(result: Result) -> list[Column]:
     show = loss_format(result)
     seconds, steps = common(result, SECONDS), common(result, STEPS)
-    silent = [r for r in finished(result) if r.recipe == NO_COMMUNICATION]
+    baseline = [r for r in finished(result) if r.recipe == NO_COMMUNICATION]
     compute = {
-        runs[0].source: summary(r.seconds_per_step for r in runs) for runs in grouped(silent)
+        runs[0].source: summary(r.seconds_per_step for r in runs) for runs in grouped(baseline)
     }
 
     def pace(row: Row) -> float | None:
         return row.seconds_per_step if row.seconds_per_step > 0 else None
 
     def times_compute(row: Row) -> float | None:
-        alone = compute.get(row.source)
-        return row.seconds_per_step / alone.mean if pace(row) and alone and alone.mean else None
+        base = compute.get(row.source)
+        return row.seconds_per_step / base.mean if pace(row) and base and base.mean else None
 
     def loss(axis: Axis) -> Callable[[Row], float | None]:
         return lambda row: compared(result, row, axis) if row.status == "ok" else None
@@ -175,7 +177,7 @@ def _columns(result: Result) -> list[Column]:
 
 
 def caption(result: Result) -> list[str]:
-    """What network and task it was, and what a reader must know to read the figures."""
+    """Return the lines below the table: network, task, and how to read the figures."""
     lines = [network(result), task(result), *differences(result)]
     lines.append(
         "Loss: validation, nats, of the consensus model. MB: sent per host, payload, by the ledger"
@@ -188,13 +190,13 @@ def caption(result: Result) -> list[str]:
         )
     if any(row.recipe == NO_COMMUNICATION for row in result.rows):
         lines.append(
-            "† The compute alone: workers that never talk. Its loss is the mean over the workers "
-            "of each one's own model, not of a consensus model."
+            "† Compute time alone: workers that never communicate. The loss is the mean of the "
+            "workers' own models, not that of a consensus model."
         )
     if any(row.peer and row.status == "ok" for row in result.rows):
         lines.append(
-            "‡ Another library: MB as the interfaces counted them, with headers; how long it "
-            "waited is not known."
+            "‡ Another library: MB from the interfaces' counters, with headers; its waiting time "
+            "is unknown."
         )
     for runs in grouped(result.rows):
         for row in runs:
@@ -206,7 +208,7 @@ def caption(result: Result) -> list[str]:
 
 
 def _headers(result: Result) -> str:
-    """How much more than the ledger's bytes the interfaces counted."""
+    """Return how much more the interfaces counted than the ledger."""
     ratios = [
         row.interface_bytes_per_step / row.ledger_bytes_per_step
         for row in competing(result)

@@ -1,9 +1,9 @@
-"""What one rank of a race does when, recorded beside the training: computing, sending, waiting.
+"""Record what one rank of a race does when: computing, sending, waiting.
 
-Times are of `time.perf_counter`, which all processes of a machine share. Waiting: training stands
-still for a round. Computing: the rest of the time on the training clock. Sending: this rank's data
-leaves its host's network card, as seen by the card's counter; where there is no card of its own to
-look at, a collective is under way.
+Times are from `time.perf_counter`, which all processes of a machine share. A rank is waiting while
+training is blocked by a round, and computing for the rest of the time on the training clock. It is
+sending while its data leaves the host, according to the counter of its network interface. If the
+rank has no interface of its own, it is sending while a collective is in progress.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from laconic.links.calls import GRADIENTS, Call
 from laconic.links.cost import Cost
 from laconic.links.wrapped import Wrapped
 
-KEPT = 400
-"""Sends and waits that are kept from the beginning of a run, and as many from its end."""
+MAX_SPANS = 400
+"""Number of sends and waits kept from the beginning of a run, and again from its end."""
 SHORTEST = 1e-4
-"""Seconds; sends and waits that are shorter are left out, and waits count as computing."""
-LARGEST_ACKNOWLEDGEMENT = 200
-"""Bytes; packets that are larger on average carry data."""
+"""In seconds. Shorter sends and waits are dropped; such waits count as computing."""
+LARGEST_ACKNOWLEDGMENT = 200
+"""In bytes. Packets that are larger on average carry data."""
 POLL_SECONDS = 0.004
-"""Between two looks at the card's counter while messages are under way."""
+"""Interval between two readings of the interface's counter during a collective."""
 
 
 def interface_counts(interface: str) -> tuple[float, float]:
-    """Bytes and packets that this host's ``interface`` has sent so far; NaN where there is none."""
+    """Return the bytes and packets that ``interface`` has sent so far, NaN if there is none."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == interface:
@@ -43,130 +43,132 @@ def interface_counts(interface: str) -> tuple[float, float]:
     return math.nan, math.nan
 
 
-class Card:
-    """Sees when data leaves through ``interface`` while a collective is under way."""
+class InterfaceMonitor:
+    """Detects when data leaves through ``interface`` during a collective."""
 
     def __init__(self, interface: str) -> None:
         self._interface = interface
         self._seen: list[float] = []
-        self._looking = threading.Event()
-        threading.Thread(target=self._look, daemon=True, name="laconic-card").start()
+        self._active = threading.Event()
+        threading.Thread(target=self._poll, daemon=True, name="laconic-interface").start()
 
     def start(self) -> None:
-        """A collective starts."""
+        """Start monitoring at the start of a collective."""
         self._seen = []
-        self._looking.set()
+        self._active.set()
 
     def stop(self, start: float) -> list[tuple[float, float]]:
-        """It has ended; when its data left, ``start`` being when it started."""
-        self._looking.clear()
-        return stretches(start, tuple(self._seen))  # a last look may still add to it
+        """Stop, and return when data was sent in the collective that began at ``start``."""
+        self._active.clear()
+        return transmissions(start, tuple(self._seen))  # a last reading may still add to it
 
-    def _look(self) -> None:
-        while self._looking.wait():
+    def _poll(self) -> None:
+        while self._active.wait():
             seen, before = self._seen, interface_counts(self._interface)
-            while self._looking.is_set() and seen is self._seen:
+            while self._active.is_set() and seen is self._seen:
                 time.sleep(POLL_SECONDS)
                 now = interface_counts(self._interface)
                 packets = now[1] - before[1]
-                if packets and (now[0] - before[0]) / packets > LARGEST_ACKNOWLEDGEMENT:
+                if packets and (now[0] - before[0]) / packets > LARGEST_ACKNOWLEDGMENT:
                     seen.append(time.perf_counter())
                 before = now
 
 
-def stretches(start: float, seen: Sequence[float]) -> list[tuple[float, float]]:
-    """When data left without a pause, if it was ``seen`` to leave at these times. What leaves at
-    once may be 20 kB, which takes its time on a slow network: a pause is four times as long as
-    what is usual between two sights, and five looks at least."""
+def transmissions(start: float, seen: Sequence[float]) -> list[tuple[float, float]]:
+    """Return the intervals of continuous sending, given the times at which data was ``seen``.
+
+    Up to 20 kB may leave at once, which takes time on a slow network. So a pause is a gap four
+    times as long as the median gap, and at least five polls.
+    """
     if not seen:
         return []
     gaps = [after - before for before, after in pairwise([start, *seen])]
     usual = median(gaps)
-    found = [(start, start)]
+    intervals = [(start, start)]
     for at, gap in zip(seen, gaps, strict=True):
         if gap > max(4 * usual, 5 * POLL_SECONDS):
-            found.append((at - usual, at))
+            intervals.append((at - usual, at))
         else:
-            found[-1] = found[-1][0], at
-    return found
+            intervals[-1] = intervals[-1][0], at
+    return intervals
 
 
 class Recorder:
-    """One rank's record of a run: between `resume` and `pause`, and of bounded length."""
+    """Records one rank's run between `resume` and `pause`, with bounded memory."""
 
     def __init__(self, interface: str | None = None) -> None:
-        self._card = None if interface is None else Card(interface)
+        self._monitor = None if interface is None else InterfaceMonitor(interface)
         self._lock = threading.Lock()
         self.ran: list[tuple[float, float]] = []
-        """When the training clock ran."""
+        """Intervals in which the training clock ran."""
         self._resumed: float | None = None
         self._first: list[Span] = []
-        self._last: deque[Span] = deque(maxlen=KEPT)
-        self._lost = False
+        self._last: deque[Span] = deque(maxlen=MAX_SPANS)
+        self._dropped = False
         self._bytes: dict[int, int] = {}
 
     def resume(self) -> None:
-        """The training clock starts."""
+        """Start the training clock."""
         self._resumed = time.perf_counter()
 
     def pause(self) -> None:
-        """The training clock stops."""
+        """Stop the training clock."""
         assert self._resumed is not None, "paused before it was resumed"
         self.ran.append((self._resumed, time.perf_counter()))
         self._resumed = None
 
-    def waited(self, start: float, end: float) -> None:
-        """Training stood still."""
-        self._keep((start, end, "wait"))
+    def add_wait(self, start: float, end: float) -> None:
+        """Record that training was blocked."""
+        self._add((start, end, "wait"))
 
-    def book(self, step: int | None, amount: Cost) -> None:
-        """The round after ``step`` sends so much; None: it is no round's."""
+    def add_bytes(self, step: int | None, amount: Cost) -> None:
+        """Add to the bytes of the round after ``step``. None means that it is not a round."""
         if step is not None:
             self._bytes[step] = self._bytes.get(step, 0) + amount.bytes
 
     @contextmanager
     def sending(self, step: int | None, amount: Cost) -> Iterator[None]:
-        """The block is a collective of the round after ``step``; None: of no round."""
-        self.book(step, amount)
+        """Record the block as a collective of the round after ``step``, or of no round (None)."""
+        self.add_bytes(step, amount)
         if self._resumed is None:
             yield
             return
-        if self._card is not None:
-            self._card.start()
+        if self._monitor is not None:
+            self._monitor.start()
         start = time.perf_counter()
         yield
         end = time.perf_counter()
-        for begin, finish in [(start, end)] if self._card is None else self._card.stop(start):
-            self._keep((begin, min(finish, end), "send"))
+        for begin, finish in [(start, end)] if self._monitor is None else self._monitor.stop(start):
+            self._add((begin, min(finish, end), "send"))
 
-    def _keep(self, span: Span) -> None:
+    def _add(self, span: Span) -> None:
         with self._lock:
             if self._resumed is None or span[1] - span[0] < SHORTEST:
                 return
-            if len(self._first) < KEPT:
+            if len(self._first) < MAX_SPANS:
                 self._first.append(span)
             else:
-                self._lost = self._lost or len(self._last) == KEPT
+                self._dropped = self._dropped or len(self._last) == MAX_SPANS
                 self._last.append(span)
 
     def spans(self) -> list[Span]:
-        """All that is known, in the order of time; nothing of the middle of a long run."""
+        """Return all spans by time. The middle of a long run is missing."""
         with self._lock:
-            kept = [*self._first, *self._last]
-            unknown = (self._first[-1][1], self._last[0][1]) if self._lost else None
-        waits = sorted((start, end) for start, end, kind in kept if kind == "wait")
-        computed = without(self.ran, [*waits, unknown] if unknown else waits)
-        return sorted([*kept, *((start, end, "compute") for start, end in computed)])
+            spans = [*self._first, *self._last]
+            unknown = (self._first[-1][1], self._last[0][1]) if self._dropped else None
+        waits = sorted((start, end) for start, end, kind in spans if kind == "wait")
+        computed = subtract(self.ran, [*waits, unknown] if unknown else waits)
+        return sorted([*spans, *((start, end, "compute") for start, end in computed)])
 
     def rounds(self) -> list[Rounds]:
-        """What the rounds sent, those that follow each other regularly as one."""
-        return in_runs(self._bytes)
+        """Return what the rounds sent, with rounds at regular intervals combined."""
+        return progressions(self._bytes)
 
 
-def without(
+def subtract(
     whole: Sequence[tuple[float, float]], holes: Sequence[tuple[float, float]]
 ) -> list[tuple[float, float]]:
-    """The intervals of ``whole``, which do not overlap, less those of ``holes``."""
+    """Return the disjoint intervals ``whole`` without the intervals ``holes``."""
     left = []
     for begin, finish in whole:
         for start, end in sorted(holes):
@@ -180,11 +182,13 @@ def without(
     return left
 
 
-def on_one_clock(
+def on_common_clock(
     ran: Sequence[Sequence[Sequence[float]]], spans: Sequence[Sequence[Span]]
 ) -> tuple[tuple[Span, ...], ...]:
-    """The ranks' spans in seconds from the start of the training, without the time in which it
-    stood on all ranks. ``ran``: by rank, the intervals of its training clock, as many on each."""
+    """Return the ranks' spans in seconds of training, excluding pauses of all ranks.
+
+    ``ran`` contains the intervals of each rank's training clock, equally many per rank.
+    """
     if not ran or not ran[0]:
         return tuple(() for _ in spans)
     starts = [min(interval[0] for interval in same) for same in zip(*ran, strict=True)]
@@ -192,18 +196,18 @@ def on_one_clock(
     pauses = [(0.0, starts[0]), *zip(ends, starts[1:], strict=False)]
 
     def clock(time: float) -> float:
-        stood: float = sum(max(min(time, until) - since, 0.0) for since, until in pauses)
-        return round(time - stood, 5)
+        paused: float = sum(max(min(time, until) - since, 0.0) for since, until in pauses)
+        return round(time - paused, 5)
 
     return tuple(
         tuple((clock(start), clock(end), kind) for start, end, kind in rank) for rank in spans
     )
 
 
-def in_runs(sent: dict[int, int]) -> list[Rounds]:
-    """Rounds (bytes by step) as arithmetic progressions of steps with equal bytes."""
+def progressions(sent: dict[int, int]) -> list[Rounds]:
+    """Group rounds (bytes by step) into arithmetic progressions of steps with equal bytes."""
     runs: list[Rounds] = []
-    open_runs: dict[int, int] = {}  # the latest run of so many bytes
+    open_runs: dict[int, int] = {}  # bytes -> index of their latest run
     for step, amount in sorted(sent.items()):
         index = open_runs.get(amount)
         if index is not None:
@@ -217,8 +221,8 @@ def in_runs(sent: dict[int, int]) -> list[Rounds]:
     return runs
 
 
-class Watched(Wrapped):
-    """``link``, with every collective told to a recorder."""
+class RecordedLink(Wrapped):
+    """A ``link`` whose collectives are reported to a recorder."""
 
     def __init__(self, link: Link, recorder: Recorder) -> None:
         super().__init__(link)
@@ -226,15 +230,15 @@ class Watched(Wrapped):
         self._step: int | None = None
 
     def around(self, collective: str, amount: Cost, received: int) -> AbstractContextManager[None]:
-        if collective == "agree":  # its messages were sent before
-            self._recorder.book(self._step, amount)
+        if collective == "agree":  # its message has already been sent
+            self._recorder.add_bytes(self._step, amount)
             return nullcontext()
         return self._recorder.sending(self._step, amount)
 
     def like(self, link: Link) -> Link:
-        return Watched(link, self._recorder)
+        return RecordedLink(link, self._recorder)
 
     def begin_call(self, call: Call, *, wait: bool) -> bool:
-        # ranks wait for a call of the user's, and not for a round; gradients come before their step
+        # Only a round's call is not waited for. Gradients are announced before their step.
         self._step = None if wait else call.step + (call.name == GRADIENTS)
         return super().begin_call(call, wait=wait)

@@ -1,7 +1,7 @@
-"""A user's own files: a workload to train, and recipes to race.
+"""Load a user's own files: workloads to train and recipes to race.
 
-A file is run once in every process that needs it, the launcher included, with its own directory
-importable. Whatever goes wrong in it becomes a ``ValueError`` of one line that names the line.
+Each process that needs a file, including the launcher, runs it once, with the file's directory on
+the import path. Any error in it becomes a ``ValueError`` of one line with the file and line number.
 """
 
 from __future__ import annotations
@@ -29,49 +29,51 @@ from laconic.errors import check_float
 from laconic.lab.race.workloads import Workload
 
 _loaded: dict[str, Path] = {}
-"""Files that were run, by their absolute path, as the user spelled them."""
+"""Files that were run: absolute path to the path that the user gave."""
 
 
-def told(error: BaseException) -> str:
-    """``error`` in one line, with the last line of a user's own file that had a part in it."""
-    said = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".rstrip(": ")
+def error_line(error: BaseException) -> str:
+    """Return ``error`` in one line, with the innermost line of a user's file that it involves."""
+    text = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".rstrip(": ")
     if isinstance(error, SyntaxError) and error.filename in _loaded:
         return (
             f"{_loaded[error.filename]}, line {error.lineno}: {type(error).__name__}: {error.msg}"
         )
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename in _loaded:
-            return f"{_loaded[frame.filename]}, line {frame.lineno}: {said}"
-    return said
+            return f"{_loaded[frame.filename]}, line {frame.lineno}: {text}"
+    return text
 
 
 @contextmanager
-def _in_one_line() -> Iterator[None]:
-    """Around a user's code: what it raises in one line; what it prints is no result of ours."""
+def _user_code() -> Iterator[None]:
+    """Run a user's code: raise its errors as one line, and send what it prints to stderr."""
     try:
         with redirect_stdout(sys.stderr):
             yield
     except (Exception, SystemExit) as error:
-        raise ValueError(told(error)) from error
+        raise ValueError(error_line(error)) from error
 
 
 @cache
 def load(path: Path, *, importable: bool = True) -> ModuleType:
-    """The module that the file at ``path`` is; ``importable``: with the files beside it. Raises
-    ``ValueError`` where there is none, or for an error in it."""
+    """Load the file at ``path`` as a module. ``importable`` adds its directory to the import path.
+
+    Raises ``ValueError`` if the file is missing or has an error.
+    """
     absolute = path.resolve()
     if not absolute.is_file():
         raise ValueError(f"no file {path}")
-    name = f"laconic_own_{absolute.stem}_{len(_loaded)}"
+    name = f"laconic_user_{absolute.stem}_{len(_loaded)}"
     spec = importlib.util.spec_from_file_location(name, absolute)
     if spec is None or spec.loader is None:
-        raise ValueError(f"{path} is no Python file: its name must end with .py")
+        raise ValueError(f"{path} is not a Python file: its name must end with .py")
     module = importlib.util.module_from_spec(spec)
     _loaded[str(absolute)] = path
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look up their module
     if importable and str(absolute.parent) not in sys.path:
-        sys.path.append(str(absolute.parent))  # last, so that it hides no module of others
-    with _in_one_line():
+        sys.path.append(str(absolute.parent))  # at the end, so that it hides no other module
+    with _user_code():
         spec.loader.exec_module(module)
     return module
 
@@ -82,25 +84,28 @@ MISSING = object()
 PROTOCOL = {
     "model": "a function () that builds the nn.Module",
     "optimizer": "a function (model) that builds its torch optimizer, at the peak learning rate",
-    "batches": "a function (worker, workers, seed) that gives endless batches, each worker's own",
-    "loss": "a function (model, batch) that gives the mean loss, a tensor of one number",
+    "batches": "a function (worker, workers, seed) that returns each worker's endless batches",
+    "loss": "a function (model, batch) that returns the mean loss, a tensor with one element",
     "validation": "a list of batches of equal size",
 }
-"""What a workload must have, and what each is. `Workload` says the same at length."""
+"""Required attributes of a workload. `Workload` describes them in detail."""
 OPTIONS = ("name", "warmup", "final")
-"""What it may have."""
+"""Optional attributes."""
 TRIED_BATCHES, TRIED_SECONDS = 1000, 1.0
-"""How many batches, and for how long, are drawn to see whether they end."""
+"""How many batches to draw, and for how long, to check that they do not end."""
 
 
 def is_workload(text: str) -> bool:
-    """Whether ``text`` names a function in a user's file, rather than one of laconic's own."""
+    """Return whether ``text`` names a function in a user's file, not a built-in workload."""
     return text.endswith(".py") or ".py:" in text
 
 
 def workload(text: str, data: Path | None) -> Workload:
-    """What the function in ``FILE.py:FUNCTION`` returns; ``make`` where none is named. It is called
-    with ``data`` if there is any. Raises ``ValueError`` for what is no workload."""
+    """Return the workload from the function in ``FILE.py:FUNCTION``, by default ``make``.
+
+    The function is called with ``data`` if given. Raises ``ValueError`` if the result is not a
+    workload.
+    """
     path, function = _split(text)
     make = getattr(load(path), function, None)
     if not callable(make):
@@ -108,14 +113,14 @@ def workload(text: str, data: Path | None) -> Workload:
         raise ValueError(
             f"{path} has no function {function!r}: it has {', '.join(functions) or 'none'}"
         )
-    given = () if data is None else (data,)
+    arguments = () if data is None else (data,)
     try:
-        inspect.signature(make).bind(*given)
+        inspect.signature(make).bind(*arguments)
     except TypeError:
-        lacks = "takes no argument, but --data was given" if given else "needs --data FILE"
-        raise ValueError(f"{text}: {function} {lacks}") from None
-    with _in_one_line():
-        made = make(*given)
+        problem = "takes no argument, but --data was given" if arguments else "needs --data FILE"
+        raise ValueError(f"{text}: {function} {problem}") from None
+    with _user_code():
+        made = make(*arguments)
     return made if isinstance(made, Workload) else _from_names(text, made)
 
 
@@ -127,68 +132,70 @@ def _split(text: str) -> tuple[Path, str]:
 
 
 def _from_names(text: str, made: object) -> Workload:
-    """From a dictionary's items, or any object's attributes."""
-    given: dict[str, Any] = {}
+    """Return a workload from a dictionary's items or an object's attributes."""
+    fields: dict[str, Any] = {}
     for name in (*PROTOCOL, *OPTIONS):
         value = made.get(name, MISSING) if isinstance(made, Mapping) else MISSING
         value = getattr(made, name, MISSING) if value is MISSING else value
         if value is not MISSING:
-            given[name] = value
-    missing = [f"{name} ({what})" for name, what in PROTOCOL.items() if name not in given]
+            fields[name] = value
+    missing = [f"{name} ({what})" for name, what in PROTOCOL.items() if name not in fields]
     if missing:
         raise ValueError(f"{text} returned nothing called {', '.join(missing)}")
-    return Workload(**{"name": text, **given})
+    return Workload(**{"name": text, **fields})
 
 
 def try_out(workload: Workload, text: str, workers: int, seed: int) -> None:
-    """Raise ``ValueError`` unless ``workload`` keeps the protocol, as far as one model and a few
-    batches show: in the launcher, before many processes find out."""
+    """Check ``workload`` with one model and a few batches, in the launcher.
 
-    def refusal(name: str, found: str) -> ValueError:
+    This finds errors before many processes start. Raises ``ValueError``.
+    """
+
+    def error(name: str, found: str) -> ValueError:
         return ValueError(f"{text}: {name} must be {PROTOCOL[name]}; {found}")
 
     for name in ("model", "optimizer", "batches", "loss"):
         if not callable(getattr(workload, name)):
-            raise refusal(name, f"it is {_shown(getattr(workload, name))}")
+            raise error(name, f"it is {_shown(getattr(workload, name))}")
     check_float(f"{text}: warmup", workload.warmup, 0.0)
     check_float(f"{text}: final", workload.final, 0.0)
-    with _in_one_line():
+    with _user_code():
         torch.manual_seed(seed)
         model = workload.model()
     if not isinstance(model, nn.Module):
-        raise refusal("model", f"it built {_shown(model)}")
-    with _in_one_line():
+        raise error("model", f"it built {_shown(model)}")
+    with _user_code():
         optimizer = workload.optimizer(model)
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise refusal("optimizer", f"it built {_shown(optimizer)}")
+        raise error("optimizer", f"it built {_shown(optimizer)}")
     if not isinstance(workload.validation, Sequence):
-        raise refusal("validation", f"it is {_shown(workload.validation)}")
+        raise error("validation", f"it is {_shown(workload.validation)}")
     sizes = {_size(batch) for batch in workload.validation}
     if len(sizes) != 1:
         found = f"batches of {', '.join(map(str, sorted(sizes, key=str)))}" if sizes else "none"
-        raise refusal("validation", f"it has {found}")
+        raise error("validation", f"it has {found}")
     tried = [workload.validation[0]]
     for worker in sorted({0, workers - 1}):
-        with _in_one_line():
+        with _user_code():
             stream = workload.batches(worker, workers, seed)
         if not isinstance(stream, Iterator):
-            raise refusal("batches", f"it gave {_shown(stream)}, which is no iterator")
-        with _in_one_line():
+            raise error("batches", f"it returned {_shown(stream)}, which is not an iterator")
+        with _user_code():
             first, count = _draw(stream)
         if count is not None:
-            raise refusal("batches", f"those of worker {worker} end after {count}")
+            raise error("batches", f"those of worker {worker} end after {count}")
         tried.append(first)
     for batch in tried:
-        with _in_one_line():
+        with _user_code():
             loss = workload.loss(model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise refusal("loss", f"it gave {_shown(loss)}")
+            raise error("loss", f"it returned {_shown(loss)}")
         if not loss.requires_grad:
-            raise refusal("loss", "it gave one without a gradient")
+            raise error("loss", "it returned one without a gradient")
 
 
 def _draw(stream: Iterator[Any]) -> tuple[Any, int | None]:
-    """The first batch, and after how many they end, if that is soon."""
+    """Return the first batch, and the number of batches if they end soon, else None."""
     first, count, start = None, 0, time.monotonic()
     for count, batch in enumerate(islice(stream, TRIED_BATCHES), 1):
         first = batch if count == 1 else first
@@ -198,7 +205,7 @@ def _draw(stream: Iterator[Any]) -> tuple[Any, int | None]:
 
 
 def _size(batch: object) -> int | None:
-    """Samples in a batch: the length of its first tensor; None where it has none."""
+    """Return the length of a batch's first tensor, the number of samples. None without tensor."""
     if isinstance(batch, Tensor):
         return len(batch) if batch.ndim else 1
     parts = batch.values() if isinstance(batch, Mapping) else batch
@@ -217,7 +224,7 @@ def _shown(value: object) -> str:
 
 
 def rules(path: Path) -> dict[str, Callable[..., Recipe]]:
-    """Recipes by name: the public functions defined in the file at ``path``."""
+    """Return the recipes by name: the public functions defined in the file at ``path``."""
     module = load(path)
     functions = {
         name: function
@@ -228,9 +235,9 @@ def rules(path: Path) -> dict[str, Callable[..., Recipe]]:
     }
     if not functions:
         raise ValueError(f"{path} defines no recipe: a public function that returns its rounds")
-    taken = ", ".join(name for name in functions if name in RECIPES)
-    if taken:
-        raise ValueError(f"{path} defines {taken}, which laconic has: give it another name")
+    existing = ", ".join(name for name in functions if name in RECIPES)
+    if existing:
+        raise ValueError(f"{path} defines {existing}, which laconic already has: rename it")
     return {name: _checked(function) for name, function in functions.items()}
 
 
@@ -241,9 +248,9 @@ def _checked(function: Callable[..., Any]) -> Callable[..., Recipe]:
             with redirect_stdout(sys.stderr):
                 rounds = function(*arguments, **options)
         except ValueError:
-            raise  # meant for the user as it is
+            raise  # the message is meant for the user
         except Exception as error:
-            raise ValueError(told(error)) from error
+            raise ValueError(error_line(error)) from error
         if not is_recipe(rounds):
             raise ValueError(f"must return a tuple of laconic.Round, not {_shown(rounds)}")
         return rounds  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
-"""How a race came out, in words: the question, and the answer in two sentences.
+"""Summarize a race in text: the question, and the answer in two sentences.
 
-The row without communication is shown beside the others and never competes. Every text says what
-network it was, and that a link was throttled rather than emulated where it was.
+The row without communication is shown for reference and does not compete. Every text names the
+network, and says if a link was throttled instead of emulated.
 """
 
 from __future__ import annotations
@@ -10,48 +10,42 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from laconic.lab.emulation.seeds import Group, groups
+from laconic.lab.race.comparison import common, compared_runs, competing, finished, reached
 from laconic.lab.race.result import (
     NO_COMMUNICATION,
     SECONDS,
     STEPS,
     Axis,
     Result,
-    bandwidth,
-    brief,
-    common,
-    compared_runs,
-    competing,
-    finished,
     grouped,
     line,
-    loss_format,
     megabytes_per_step,
     number,
-    reached,
     repeats,
-    three_digits,
 )
+from laconic.lab.race.wording import bandwidth, brief, loss_format, three_digits
 
 
 def question(result: Result) -> str:
-    """What the race was to find out."""
+    """Return the question that the race answers."""
     seconds, steps = number(result, "seconds"), number(result, "steps")
     much = f" in {brief(seconds)} s" if seconds else f" in {steps:,.0f} steps" if steps else ""
     return f"Which recipe reaches the lowest loss{much}{_where(result, 'a ')}?"
 
 
 def verdict(result: Result) -> str:
-    """The answer, and what a reader must know beside it."""
+    """Return the answer and caveats as one text."""
     return " ".join(sentences(result))
 
 
 def sentences(result: Result) -> list[str]:
-    """The answer in two sentences, and perhaps a word of caution.
+    """Return the answer in two sentences, and caveats if needed.
 
-    Who is ahead at the limit of the race (time or steps), by how much, and how much sooner than
-    DDP; then what that costs: who is ahead the other way round, and the bytes. Losses that are
-    written alike count as level, and so do those of repeated runs that differ by less than their
-    spread. Rows that failed or diverged are named as not counted.
+    The first sentence says which recipe leads at the limit of the race (time or steps), by how
+    much, and how much sooner than DDP. The second gives the cost: which recipe leads along the
+    other axis, and the bytes. Losses that are equal as displayed are a tie, and so are those of
+    repeated runs that differ by less than their spread. Rows that failed or diverged are listed as
+    not counted.
     """
     left_out = [f"{row.name} {row.status}" for row in result.rows if row.status != "ok"]
     left_out = list(dict.fromkeys(left_out))
@@ -61,8 +55,8 @@ def sentences(result: Result) -> list[str]:
     first, second = (STEPS, SECONDS) if by_steps else (SECONDS, STEPS)
     order = standing(result, first)
     if not order:
-        silent = ": only the workers that never talk did" if finished(result) else ""
-        return [f"No recipe finished{where}{silent}{end}"]
+        suffix = ": only the workers that never communicate did" if finished(result) else ""
+        return [f"No recipe finished{where}{suffix}{end}"]
     if len(order) == 1:
         (only, loss), seconds = order[0], line(order[0][0].mean, SECONDS)[-1][0]
         return [
@@ -71,7 +65,7 @@ def sentences(result: Result) -> list[str]:
             f"compare it with{end}"
         ]
     ahead = leaders(result, first)
-    price = filter(None, (_the_other_way(result, second, ahead), _bytes(result, first)))
+    price = filter(None, (_other_axis(result, second, ahead), _bytes(result, first)))
     cost = "; ".join(price)
     cost = cost[:1].upper() + cost[1:] + end if cost else ""
     return [
@@ -80,7 +74,7 @@ def sentences(result: Result) -> list[str]:
             _at_the_limit(result, first, where) + ("." if cost else end),
             cost,
             _means(result),
-            _silence(result, first, order[0][1]),
+            _baseline_note(result, first, order[0][1]),
         )
         if text
     ]
@@ -91,20 +85,20 @@ def _means(result: Result) -> str:
         return ""
     return (
         f"These are means of {repeats(result)} runs; recipes that differ by less than the spread "
-        "of their runs count as level."
+        "of their runs count as tied."
     )
 
 
-def _silence(result: Result, axis: Axis, best: float) -> str:
-    """What a reader of a short race would otherwise be left to find out."""
+def _baseline_note(result: Result, axis: Axis, best: float) -> str:
+    """Return a note if workers without communication are ahead, as in a race that is too short."""
     show = loss_format(result)
-    silent = [row for row in finished(result) if row.recipe == NO_COMMUNICATION]
-    for runs in grouped(silent):
+    baseline = [row for row in finished(result) if row.recipe == NO_COMMUNICATION]
+    for runs in grouped(baseline):
         loss = compared_runs(result, runs, axis)
         if loss is not None and float(show(loss.mean)) < float(show(best)):
             return (
-                f"Workers that never talk are at {show(loss.mean)}: so early on, steps count for "
-                "more than agreement; give the race more time."
+                f"Workers that never communicate are at {show(loss.mean)}: so early in training, "
+                "steps matter more than agreement; give the race more time."
             )
     return ""
 
@@ -114,7 +108,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 Standing = list[tuple[Group, float]]
-"""The recipes that are compared, with the mean loss of their runs, lowest first."""
+"""The recipes that compete, with the mean loss of their runs, lowest first."""
 
 
 def standing(result: Result, axis: Axis) -> Standing:
@@ -129,15 +123,18 @@ def standing(result: Result, axis: Axis) -> Standing:
 
 
 def leaders(result: Result, axis: Axis) -> list[Group]:
-    """The recipes that share the lead, and whatever stands between them: those whose loss is
-    written as the lowest is, or differs from it by less than the larger spread of the two."""
+    """Return the recipes tied for the lead, and all that rank between them.
+
+    A recipe is tied if its loss is displayed as the lowest one is, or differs from it by less than
+    the larger spread of the two.
+    """
     order, show = standing(result, axis), loss_format(result)
-    (best, lowest), level = order[0], 0
-    for place, (group, loss) in enumerate(order):
+    (best, lowest), last = order[0], 0
+    for rank, (group, loss) in enumerate(order):
         spread = max(_spread(result, best, axis), _spread(result, group, axis))
         if show(loss) == show(lowest) or loss - lowest < spread:
-            level = place
-    return [group for group, _ in order[: level + 1]]
+            last = rank
+    return [group for group, _ in order[: last + 1]]
 
 
 def _spread(result: Result, group: Group, axis: Axis) -> float:
@@ -159,7 +156,7 @@ def span(result: Result, axis: Axis) -> str:
 
 
 def _rival(others: Standing) -> tuple[Group, float]:
-    """Whom to compare with: what everybody knows, else the next best."""
+    """Return what to compare with: DDP if it is there, else the next best."""
     ddp = [pair for pair in others if _is_ddp(pair[0])]
     return (ddp or others)[0]
 
@@ -169,14 +166,14 @@ def _is_ddp(group: Group) -> bool:
 
 
 def _at_the_limit(result: Result, axis: Axis, where: str) -> str:
-    """Who is ahead when the race ends, and how much faster than whom."""
+    """Return which recipe leads when the race ends, and how it compares with a rival."""
     order, show = standing(result, axis), loss_format(result)
     ahead = leaders(result, axis)
     within = f"{'In' if axis is SECONDS else 'After'} {span(result, axis)} per recipe{where}"
     names, best = listed([group.name for group in ahead]), show(order[0][1])
     others = order[len(ahead) :]
     if not others:
-        return f"{within}, {names} end level at a validation loss of {best}"
+        return f"{within}, {names} are tied at a validation loss of {best}"
     rival, loss = _rival(others)
     against = f"{rival.name} ({show(loss)})"
     if len(ahead) > 1:
@@ -189,15 +186,15 @@ def _at_the_limit(result: Result, axis: Axis, where: str) -> str:
 
 
 def _sooner(result: Result, leader: Group, loss: float) -> str:
-    """How much sooner the leader was at the loss that DDP has when the time is up."""
+    """Return how much sooner the leader reached the loss that DDP has at the end."""
     end, there = common(result, SECONDS), reached(leader.mean, SECONDS, loss)
     if not end or not there or end < 1.05 * there:
         return ""
-    return f", a loss that it was at after {brief(there)} s, {_times(end / there)} times as fast"
+    return f", a loss that it reached after {brief(there)} s, {_times(end / there)} times as fast"
 
 
 def _bytes(result: Result, axis: Axis) -> str:
-    """What the leader sends, against the rival; both know what they are compared with."""
+    """Return what the leader and its rival send."""
     order = standing(result, axis)
     ahead = leaders(result, axis)
     others = order[len(ahead) :]
@@ -216,14 +213,14 @@ def _bytes(result: Result, axis: Axis) -> str:
 
 
 def _pace(result: Result, leader: Group, rival: Group, axis: Axis) -> str:
-    """How the leader's speed compares with the rival's, up to the word before its name."""
+    """Compare the leader's speed with the rival's. The text ends before the rival's name."""
     mine, theirs = leader.mean, rival.mean
     if axis is STEPS:
         ratio = mine.seconds_per_step / theirs.seconds_per_step if theirs.seconds_per_step else 0.0
-        if not ratio > 0:  # zero or NaN: nothing was measured
+        if not ratio > 0:  # zero or NaN: not measured
             return "ahead of"
         return f"at {_times(ratio)} times the time per step of"
-    if number(result, "seconds") is None:  # the runs were not equally long
+    if number(result, "seconds") is None:  # the runs differ in length
         return "ahead of"
     ratio = mine.steps / theirs.steps if theirs.steps else 0.0
     if 0.95 < ratio < 1.05:
@@ -237,8 +234,8 @@ def _times(ratio: float) -> str:
     return f"{ratio:,.0f}" if ratio >= 10 else f"{ratio:.2g}" if ratio < 1 else f"{ratio:.1f}"
 
 
-def _the_other_way(result: Result, axis: Axis, before: list[Group]) -> str:
-    """Who is ahead after equal steps when the race was over time, or the other way round."""
+def _other_axis(result: Result, axis: Axis, before: list[Group]) -> str:
+    """Return which recipe leads after equal steps in a race over time, or vice versa."""
     order, show = standing(result, axis), loss_format(result)
     if len(order) < 2:
         return ""
@@ -246,7 +243,7 @@ def _the_other_way(result: Result, axis: Axis, before: list[Group]) -> str:
     within = f"{'in' if axis is SECONDS else 'after'} the same {span(result, axis)}"
     best, others = show(order[0][1]), order[len(ahead) :]
     if not others:
-        return f"{within} {'both' if len(ahead) == 2 else 'all'} are level ({best})"
+        return f"{within} {'both' if len(ahead) == 2 else 'all'} are tied ({best})"
     if [group.name for group in ahead] == [group.name for group in before]:
         it, (rival, loss) = "it is" if len(ahead) == 1 else "they are", others[0]
         return f"{within} {it} ahead too ({best} against {show(loss)} for {rival.name})"

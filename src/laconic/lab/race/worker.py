@@ -1,5 +1,7 @@
-"""One rank of a race: trains one recipe as told by a JSON specification, and reports as JSON lines
-on its standard output. Started by `laconic.lab.race.runner` on every host."""
+"""Run one rank of a race. `laconic.lab.race.runner` starts this module on every host.
+
+It trains one recipe according to a JSON specification and reports events as JSON lines on stdout.
+"""
 
 from __future__ import annotations
 
@@ -25,26 +27,29 @@ from laconic.auto import WARMUP, WINDOW, Auto
 from laconic.auto import start as auto_start
 from laconic.errors import LinkError, NotFiniteError
 from laconic.lab.race import plan, rivals, user_files, workloads
-from laconic.lab.race.entrant import Contender, Laconic, Other
-from laconic.lab.race.rivals import Peer
+from laconic.lab.race.entrant import Entrant, RecipeEntrant, RivalEntrant
+from laconic.lab.race.rivals import Rival
 from laconic.lab.race.timeline import interface_counts
 from laconic.lab.race.workloads import Batch, Workload, lr_factor
 from laconic.links import Link, Throttled, world_link
 
 NOT_FINITE = 3
-"""The exit code of a rank that ends with a `NotFiniteError`: the training diverged."""
+"""Exit code of a rank that ends with a `NotFiniteError`: training diverged."""
 REPORT_SECONDS = 0.5
-"""How often rank 0 says how far it is."""
+"""How often rank 0 reports progress."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What every rank of a race is told. ``recipe`` is empty for no communication, and the name of
-    another library where it is a ``peer``; ``rules`` is the file with the user's own recipes;
-    ``group_size`` workers make up a group; ``lr`` is in multiples of the workload's;
-    ``seconds`` or ``steps`` ends the run. ``bandwidths`` (bit/s, of a rank on each host) and
-    ``latency`` (s) are for a link that must be slowed down here; ``paces`` say how many times as
-    long each host's computing is to take; ``interface`` is the one whose counter is read."""
+    """The specification of a run, equal on all ranks.
+
+    ``recipe`` is empty for no communication, and the name of another library if ``peer``. ``rules``
+    is the file with the user's own recipes. ``group_size`` is workers per group. ``lr`` is a factor
+    on the workload's learning rate. ``seconds`` or ``steps`` ends the run. ``bandwidths`` (bit/s,
+    of a rank on each host) and ``latency`` (s) are for a link to be throttled here. ``paces`` are
+    the factors by which each host's compute time is extended. ``interface`` is the one whose
+    counter is read.
+    """
 
     recipe: str
     peer: bool
@@ -64,49 +69,49 @@ class Spec:
     lr: float = 1.0
 
     def to_json(self) -> str:
-        """For the command line of the worker."""
+        """Return the specification for the worker's command line."""
         return json.dumps(asdict(self))
 
 
 def interface_bytes(interface: str | None) -> float:
-    """Bytes that this host's ``interface`` has sent so far; NaN where there is none to read."""
+    """Return the bytes that ``interface`` has sent so far, NaN if there is none to read."""
     return math.nan if interface is None else interface_counts(interface)[0]
 
 
 class Clock:
-    """Seconds, waiting and bytes of the training alone: stopped while the model is validated."""
+    """Counts seconds, waiting and bytes of training alone. It is stopped during validation."""
 
-    def __init__(self, contender: Contender, interface: str | None) -> None:
-        self._contender = contender
+    def __init__(self, entrant: Entrant, interface: str | None) -> None:
+        self._entrant = entrant
         self._interface = interface
-        self._recorder = contender.recorder
+        self._recorder = entrant.recorder
         self._ranks = int(os.environ["LOCAL_WORLD_SIZE"])
         self._started: tuple[float, ...] | None = None
-        self._frames = self._meeting = 0.0
+        self._frames = self._barrier_bytes = 0.0
         self.steps = 0
         self.seconds = self.waiting = self.sent = self.frames = 0.0
 
     def _read(self) -> tuple[float, ...]:
-        return time.perf_counter(), self._contender.waiting(), self._contender.sent()
+        return time.perf_counter(), self._entrant.waiting(), self._entrant.sent()
 
-    def _meet(self) -> float:
-        """Wait for all ranks; what the interface has sent by then."""
-        self._contender.mean(0.0)
+    def _barrier(self) -> float:
+        """Wait for all ranks. Return the interface's count afterward."""
+        self._entrant.mean(0.0)
         return interface_bytes(self._interface)
 
     def start(self) -> None:
-        """Go on counting, all ranks at once."""
-        self._frames = self._meet()
-        if not self.steps:  # what a meeting itself sends
-            self._meeting = self._meet() - self._frames
-            self._frames += self._meeting
+        """Start counting, on all ranks at once."""
+        self._frames = self._barrier()
+        if not self.steps:  # measure what a barrier itself sends
+            self._barrier_bytes = self._barrier() - self._frames
+            self._frames += self._barrier_bytes
         if self._recorder is not None:
             self._recorder.resume()
         self._started = self._read()
 
     def running(self) -> float:
-        """Seconds so far, while counting."""
-        assert self._started is not None, "asked while it stands"
+        """Return the seconds so far, while counting."""
+        assert self._started is not None, "the clock is stopped"
         return self.seconds + time.perf_counter() - self._started[0]
 
     def stop(self, step: int) -> None:
@@ -121,20 +126,22 @@ class Clock:
         self.waiting += spent[1]
         self.sent += spent[2]
         self._started = None
-        # what a rank has sent may be queued at its card still; when all have met, it is not
-        met = self._meet()
-        self.frames += met - self._frames - self._meeting
+        # A rank's last bytes may still be queued at its interface. After a barrier they are not.
+        now_sent = self._barrier()
+        self.frames += now_sent - self._frames - self._barrier_bytes
 
     def megabytes(self) -> float:
-        """Sent by each host so far, as the mean over the ranks, which all must call it: by the
-        ledger, or where there is none by the interface's counter."""
-        mean = self._contender.mean
+        """Return the megabytes sent per host, the mean over ranks. Call it on every rank.
+
+        They are from the ledger, or without one from the interface's counter.
+        """
+        mean = self._entrant.mean
         sent = mean(self.sent) * self._ranks
         return (mean(self.frames) if math.isnan(sent) else sent) / 1e6
 
     def figures(self) -> dict[str, float]:
-        """What was counted, as means over the ranks; every rank must call it."""
-        mean = self._contender.mean
+        """Return the counts as means over the ranks. Call it on every rank."""
+        mean = self._entrant.mean
         return {
             "steps": self.steps,
             "seconds": mean(self.seconds),
@@ -145,9 +152,9 @@ class Clock:
 
 
 class Run:
-    """A fresh model in the hands of a contender, ready to train."""
+    """A new model with an entrant, ready to train."""
 
-    def __init__(self, spec: Spec, workload: Workload, entry: Recipe | Auto | Peer) -> None:
+    def __init__(self, spec: Spec, workload: Workload, entry: Recipe | Auto | Rival) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.host = int(os.environ["GROUP_RANK"])
         self.spec, self.workload = spec, workload
@@ -156,18 +163,18 @@ class Run:
         self._optimizer = workload.optimizer(self.model)
         self._peaks = [spec.lr * group["lr"] for group in self._optimizer.param_groups]
         self._batches: Iterator[Batch] = workload.batches(self.rank, self.size, spec.seed)
-        self.contender: Contender
-        if isinstance(entry, Peer):
-            self.contender = Other(self.model, self._optimizer, entry)
+        self.entrant: Entrant
+        if isinstance(entry, Rival):
+            self.entrant = RivalEntrant(self.model, self._optimizer, entry)
         else:
-            # a card that ranks share tells of none of them when its bytes have left
-            card = spec.interface if os.environ["LOCAL_WORLD_SIZE"] == "1" else None
-            self.contender = Laconic(
-                self.model, self._optimizer, entry, self._link(), spec.group_size, card
+            # The counter of an interface that ranks share does not tell which rank has sent.
+            interface = spec.interface if os.environ["LOCAL_WORLD_SIZE"] == "1" else None
+            self.entrant = RecipeEntrant(
+                self.model, self._optimizer, entry, self._link(), spec.group_size, interface
             )
-        self._alone = entry == ()
+        self._no_communication = entry == ()
         self._pace, self._stepping = spec.paces[self.host], 0.0
-        self.clock = Clock(self.contender, spec.interface)
+        self.clock = Clock(self.entrant, spec.interface)
         self.loss = math.nan
 
     def _link(self) -> Link:
@@ -178,25 +185,27 @@ class Run:
         bandwidth = None if self.spec.bandwidths is None else self.spec.bandwidths[self.host]
         return Throttled(link, bandwidth, self.spec.latency)
 
-    def step(self, step: int, steps: int, look: bool = False) -> None:
-        """One ordinary training step, at the learning rate of ``step`` of ``steps``. ``look``: at
-        how far the workers are apart before its rounds."""
+    def step(self, step: int, steps: int, sample: bool = False) -> None:
+        """Run one training step, at the learning rate of ``step`` of ``steps``.
+
+        ``sample`` records the distance between the workers before the step's rounds.
+        """
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * lr_factor(step, steps, self.workload)
         wall, busy = time.perf_counter(), time.thread_time()
-        loss = self.workload.loss(self.contender.model, self._batch(step))
+        loss = self.workload.loss(self.entrant.model, self._batch(step))
         wall, forward = time.perf_counter() - wall, time.thread_time() - busy
         self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         if self._pace > 1:
-            # Waiting for the network is no computing and takes no processor time; what computing
-            # takes beyond its processor time, on shared cores, the forward pass shows.
+            # Waiting for the network takes no processor time and must not be extended. On shared
+            # cores, the forward pass shows how wall time relates to processor time.
             computing = time.thread_time() - busy + self._stepping
             time.sleep((self._pace - 1) * computing * wall / max(forward, 1e-6))
         self.loss = loss.item()
         busy = time.thread_time()
-        self.contender.report(self.loss)
-        self.contender.step(look)
+        self.entrant.report(self.loss)
+        self.entrant.step(sample)
         self._stepping = time.thread_time() - busy
 
     def _batch(self, step: int) -> Batch:
@@ -209,115 +218,123 @@ class Run:
 
     @torch.no_grad()
     def validation_loss(self) -> float:
-        """Of the consensus model, a share of the batches on each rank; without communication, the
-        mean over the workers of each one's own on all batches."""
-        share = slice(None) if self._alone else slice(self.rank, None, self.size)
+        """Return the loss of the consensus model, with a share of the batches on each rank.
+
+        Without communication, return the mean over the workers of their own models on all batches.
+        """
+        everything = self._no_communication
+        share = slice(None) if everything else slice(self.rank, None, self.size)
         self.model.eval()
-        with nullcontext() if self._alone else self.contender.consensus():
+        with nullcontext() if everything else self.entrant.consensus():
             batches = self.workload.validation[share]
             losses = [float(self.workload.loss(self.model, batch)) for batch in batches]
         self.model.train()
-        mean = self.contender.mean
+        mean = self.entrant.mean
         total, count = mean(sum(losses)), mean(float(len(losses)))
         return total / count
 
 
-def say(rank: int, **event: Any) -> None:
-    """An event for the race, from rank 0."""
+def emit(rank: int, **event: Any) -> None:
+    """Print an event for the runner, on rank 0."""
     if rank == 0:
         print(json.dumps(event), file=sys.__stdout__, flush=True)
 
 
-def schedule(spec: Spec, workload: Workload, entry: Recipe | Auto | Peer) -> plan.Schedule:
-    """How long to run: the steps asked for, or those that fit into the seconds given, timed on a
-    model that is then thrown away; what chooses its recipe has done so by then."""
-    recipe = entry.rounds if isinstance(entry, Peer) else entry
+def schedule(spec: Spec, workload: Workload, entry: Recipe | Auto | Rival) -> plan.Schedule:
+    """Plan the run: the given steps, or those that fit into the given seconds.
+
+    The steps are timed on a separate model. `Auto` chooses its recipe during the timing.
+    """
+    recipe = entry.rounds if isinstance(entry, Rival) else entry
     if isinstance(recipe, Auto):
         recipe = auto_start(2).recipe
     validations = spec.validations if recipe else spec.validations // 2
     if spec.seconds is None:
-        assert spec.steps is not None, "the race checked that one of the two is given"
+        assert spec.steps is not None, "Settings.check requires seconds or steps"
         return plan.Schedule(recipe, None, spec.steps, validations, {})
     run = Run(spec, workload, entry)
 
     def timed(step: int, count: int) -> float:
-        run.contender.mean(0.0)  # all ranks start together
-        run.contender.seek(step - 1)
+        run.entrant.mean(0.0)  # start together on all ranks
+        run.entrant.seek(step - 1)
         start = time.perf_counter()
         for _ in range(count):
             run.step(1, 100)
-        return run.contender.mean(time.perf_counter() - start)
+        return run.entrant.mean(time.perf_counter() - start)
 
-    for _ in range(2):  # first steps make the optimiser's state and warm the caches
+    for _ in range(2):  # the first steps create the optimizer's state and warm the caches
         timed(1, 1)
     if isinstance(entry, Auto):
-        assert isinstance(run.contender, Laconic), "laconic's own"
+        assert isinstance(run.entrant, RecipeEntrant)
         for _ in range(WARMUP + WINDOW):
             timed(1, 1)
-        recipe = run.contender.sync.recipe
-    costs = plan.Timed(recipe, timed).costs(repeats=3)
-    run.contender.close()
+        recipe = run.entrant.sync.recipe
+    costs = plan.Timer(recipe, timed).costs(repeats=3)
+    run.entrant.close()
     steps = plan.steps_within(recipe, costs, spec.seconds)
     return plan.Schedule(recipe, spec.seconds, max(steps, 1), validations, costs)
 
 
 def race(spec: Spec) -> None:
-    """Train as told, and say the figures: means over the ranks."""
+    """Train according to ``spec`` and print the results, as means over the ranks."""
     init()
     data = None if spec.data is None else Path(spec.data)
     load = user_files.workload if user_files.is_workload(spec.workload) else workloads.load
     workload = load(spec.workload, data=data)
-    entry: Recipe | Auto | Peer = ()
+    entry: Recipe | Auto | Rival = ()
     if spec.peer:
         entry = rivals.find(spec.recipe)
     elif spec.recipe:
         entry = parse_recipe(spec.recipe, user_files.rules(Path(spec.rules)) if spec.rules else {})
     rank = int(os.environ["RANK"])
-    say(rank, event="planning")
+    emit(rank, event="planning")
     planned = schedule(spec, workload, entry)
     run = Run(spec, workload, entry)
     parameters = sum(p.numel() for p in run.model.parameters())
-    say(rank, event="start", steps=planned.steps)
+    emit(rank, event="start", steps=planned.steps)
     curve = train(run, planned)
-    recorder = run.contender.recorder
+    recorder = run.entrant.recorder
     if recorder is not None:
         record = {"event": "timeline", "ran": recorder.ran, "spans": recorder.spans()}
-        print(json.dumps(record), file=sys.__stdout__, flush=True)  # of every rank
-        say(rank, event="rounds", rounds=[asdict(rounds) for rounds in recorder.rounds()])
-    choices = run.contender.sync.choices if isinstance(run.contender, Laconic) else []
-    told = [f"after step {c.step}: {c.reason}" for c in choices]
+        print(json.dumps(record), file=sys.__stdout__, flush=True)  # on every rank
+        emit(rank, event="rounds", rounds=[asdict(rounds) for rounds in recorder.rounds()])
+    choices = run.entrant.sync.choices if isinstance(run.entrant, RecipeEntrant) else []
+    texts = [f"after step {c.step}: {c.reason}" for c in choices]
     figures = run.clock.figures()
-    say(rank, event="end", parameters=parameters, curve=curve, choices=told, **figures)
-    run.contender.close()
+    emit(rank, event="end", parameters=parameters, curve=curve, choices=texts, **figures)
+    run.entrant.close()
 
 
 def train(run: Run, planned: plan.Schedule) -> list[tuple[int, float, float, float, float]]:
-    """The run; (step, seconds, megabytes, validation loss, distance between the workers before the
-    step's rounds) from before the first step on."""
+    """Train, and return the curve from before the first step on.
+
+    Its points are (step, seconds, megabytes, validation loss, distance between the workers before
+    the step's rounds).
+    """
     clock, reported, step = run.clock, 0.0, 0
-    curve = [(0, 0.0, 0.0, run.validation_loss(), run.contender.distance())]
+    curve = [(0, 0.0, 0.0, run.validation_loss(), run.entrant.distance())]
     clock.start()
     while step < planned.steps and math.isfinite(curve[-1][3]):
         step += 1
-        run.step(step, planned.steps, look=planned.is_look(step))
+        run.step(step, planned.steps, sample=planned.is_check(step))
         if time.perf_counter() - reported > REPORT_SECONDS:
             reported, pace = time.perf_counter(), clock.running() / step
-            say(run.rank, event="step", step=step, steps=planned.steps, loss=run.loss,
-                sent=run.contender.sent(), pace=pace)  # fmt: skip
-        if planned.is_look(step):
+            emit(run.rank, event="step", step=step, steps=planned.steps, loss=run.loss,
+                sent=run.entrant.sent(), pace=pace)  # fmt: skip
+        if planned.is_check(step):
             clock.stop(step)
-            elapsed, megabytes = run.contender.mean(clock.seconds), clock.megabytes()
-            if planned.look(step, elapsed):
-                figures = run.validation_loss(), run.contender.distance()
+            elapsed, megabytes = run.entrant.mean(clock.seconds), clock.megabytes()
+            if planned.check(step, elapsed):
+                figures = run.validation_loss(), run.entrant.distance()
                 curve.append((step, elapsed, megabytes, *figures))
-                say(run.rank, event="validation", step=step, steps=planned.steps, loss=figures[0])
+                emit(run.rank, event="validation", step=step, steps=planned.steps, loss=figures[0])
             clock.start()
     clock.stop(step)
     return curve
 
 
 def run(job: Callable[[], object]) -> NoReturn:
-    """``job`` as this process; what a user's code prints is no event."""
+    """Run ``job`` as this process. Output of user code must not mix with events on stdout."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     sys.stdout = sys.stderr
     try:
@@ -325,15 +342,15 @@ def run(job: Callable[[], object]) -> NoReturn:
     except Exception as error:
         if not isinstance(error, (LinkError, ValueError, ImportError)):
             traceback.print_exc()
-        print(user_files.told(error), file=sys.stderr)
+        print(user_files.error_line(error), file=sys.stderr)
         sys.stderr.flush()
         code = NOT_FINITE if isinstance(error, NotFiniteError) else 1
-        os._exit(code)  # not through the process group's own shutdown, which may wait for the lost
+        os._exit(code)  # skip the process group's shutdown, which may wait for lost ranks
     os._exit(0)
 
 
 def main() -> None:
-    """Entry of ``python -m laconic.lab.race.worker SPECIFICATION``."""
+    """Run the specification in the first argument of the command line."""
     run(lambda: race(Spec(**json.loads(sys.argv[1]))))
 
 

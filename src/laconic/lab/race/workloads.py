@@ -1,9 +1,9 @@
-"""What the lab trains: small, real tasks that two cores learn something from within a minute.
+"""Built-in workloads: small, real tasks that make progress within a minute on two cores.
 
-A workload is everything a race needs to know about a task and nothing about communication:
-how to build the model, its optimiser, each worker's endless stream of batches, the loss, and a
-validation set that is the same for everybody. Data and crops are functions of
-(seed, worker, workers) alone, so two runs that differ in the recipe see the same batches.
+A workload defines a task without any communication: how to build the model and its optimizer, each
+worker's endless stream of batches, the loss, and a validation set that is equal for all. Data and
+crops depend only on (seed, worker, workers), so two runs that differ in the recipe use the same
+batches.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Workload:
     """A task to train.
 
     Args:
-        name: what the command line calls it.
-        model: builds the model; call it under `torch.manual_seed` to get the same one everywhere.
-        optimizer: builds the optimiser for a model, at the peak learning rate.
-        batches: (worker, workers, seed) -> endless batches: deterministic, other ones for every
+        name: name on the command line.
+        model: builds the model. Call it under `torch.manual_seed` to get the same one everywhere.
+        optimizer: builds the optimizer for a model, at the peak learning rate.
+        batches: (worker, workers, seed) -> endless batches, deterministic and different for each
             worker. Raises `ValueError` unless 0 <= worker < workers.
         loss: mean loss over a batch, in nats, with a gradient.
-        validation: batches of equal size, so that the mean of their losses is the loss. They can
-            be dealt out to the workers and evaluated a share each.
-        warmup: share of the steps over which the learning rate rises linearly, from 0 up to 1.
+        validation: batches of equal size, so that the mean of their losses is the loss. Workers
+            may evaluate a share each.
+        warmup: share of the steps over which the learning rate rises linearly from 0 to 1.
         final: learning rate at the last step, as a share of the peak.
     """
 
@@ -55,11 +55,11 @@ class Workload:
 
 
 def lr_factor(step: float, steps: float, workload: Workload) -> float:
-    """Share of the peak learning rate to use at `step` of `steps`, counted from 1.
+    """Return the share of the peak learning rate at `step` of `steps`, counted from 1.
 
-    It rises linearly during the first `warmup` of the run and falls from 1 to `final` along a
-    half cosine during the rest; after `steps` it stays at `final`. Only the ratio of the two
-    matters, so seconds do as well as steps where a run is limited by time.
+    It rises linearly during the first `warmup` of the run and then falls from 1 to `final` along a
+    half cosine. After `steps` it stays at `final`. Only the ratio of the two matters, so seconds
+    work as well as steps.
 
     Raises:
         ValueError: `step` or `steps` is not positive.
@@ -76,44 +76,45 @@ def lr_factor(step: float, steps: float, workload: Workload) -> float:
 
 
 def load(name: str, *, data: Path | None = None) -> Workload:
-    """The workload called `name`: "digits" or "text".
+    """Return the workload called `name`: "digits" or "text".
 
     Args:
-        data: for "text", the file whose bytes to learn; by default, Python's standard library.
+        data: for "text", the file with the training data; by default, Python's standard library.
 
     Raises:
-        ValueError: an unknown name (the choices are named), or a data file that is missing,
-            unreadable, too small, or given to a workload that takes none.
+        ValueError: the name is unknown, or the data file is missing, unreadable, too small, or
+            given to a workload that takes none.
         ImportError: "digits" without scikit-learn.
     """
     if name not in _LOADERS:
         choices = ", ".join(sorted(_LOADERS))
-        raise ValueError(f"no workload {name!r}: choose from {choices}, or your own, as my.py:make")
+        text = f"no workload {name!r}: choose from {choices}, or your own, such as my.py:make"
+        raise ValueError(text)
     return _LOADERS[name](data)
 
 
 def _generator(*keys: int) -> torch.Generator:
-    """A generator that every process seeds alike from `keys`; similar keys, unrelated streams."""
+    """Return a generator seeded by `keys`, equal in all processes. Similar keys are independent."""
     digest = blake2b(repr(keys).encode(), digest_size=4).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
 
 def _check_worker(worker: int, workers: int) -> None:
     if not 0 <= worker < workers:
-        raise ValueError(f"worker {worker} is not one of {workers} workers counted from 0")
+        raise ValueError(f"worker must be from 0 to {workers - 1}, not {worker}")
 
 
-# --- digits: 8x8 pictures of digits, an MLP ------------------------------------------------------
+# --- digits: 8x8 images of digits, an MLP ---------------------------------------------------------
 
 DIGITS_BATCH = 8
-"""Pictures per worker and step."""
-_DIGITS_HELD_OUT = 360  # of 1797: a fifth, and divisible into equal batches
+"""Images per worker and step."""
+_DIGITS_HELD_OUT = 360  # of 1797: a fifth, divisible into equal batches
 _DIGITS_VALIDATION_BATCH = 45
 
 
 def _digits(data: Path | None) -> Workload:
     if data is not None:
-        raise ValueError(f"the digits workload brings its own data: it takes no file ({data})")
+        raise ValueError(f"the digits workload has its own data: remove --data {data}")
     table = _digits_table()
     order = torch.randperm(len(table), generator=_generator(0))  # one split for every seed
     inputs = (table[:, :-1].float() / 16)[order]
@@ -134,14 +135,17 @@ def _digits(data: Path | None) -> Workload:
 
 
 def _digits_table() -> Tensor:
-    """A row for each picture: 64 shades from 0 to 16, and its class. What scikit-learn's
-    ``load_digits`` reads, from its file: importing the package takes every process a second."""
+    """Return a row per image: 64 gray levels from 0 to 16, and the class.
+
+    Reads the file behind scikit-learn's ``load_digits``, because importing the package takes every
+    process a second.
+    """
     package = importlib.util.find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
         raise ImportError("the digits workload needs the package scikit-learn")
-    place = Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
+    path = Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
     numpy = importlib.import_module("numpy")
-    return torch.from_numpy(numpy.loadtxt(place, delimiter=","))
+    return torch.from_numpy(numpy.loadtxt(path, delimiter=","))
 
 
 def _mlp() -> nn.Module:
@@ -160,17 +164,17 @@ def _classification_loss(model: nn.Module, batch: Batch) -> Tensor:
 def _digits_batches(
     inputs: Tensor, targets: Tensor, worker: int, workers: int, seed: int
 ) -> Iterator[Batch]:
-    """Every worker's own share of the pictures, all of it in every epoch."""
+    """Stream a worker's share of the images, all of it in every epoch."""
     _check_worker(worker, workers)
     if workers > len(targets):
-        raise ValueError(f"{workers} workers are too many for {len(targets)} training pictures")
-    own = torch.arange(worker, len(targets), workers)
+        raise ValueError(f"{workers} workers are too many for {len(targets)} training images")
+    share = torch.arange(worker, len(targets), workers)
 
     def stream() -> Iterator[Batch]:
-        queue = own[:0]
+        queue = share[:0]
         for epoch in count():
-            shuffled = torch.randperm(len(own), generator=_generator(seed, worker, epoch))
-            queue = torch.cat((queue, own[shuffled]))  # a batch may straddle two epochs
+            shuffled = torch.randperm(len(share), generator=_generator(seed, worker, epoch))
+            queue = torch.cat((queue, share[shuffled]))  # a batch may span two epochs
             while len(queue) >= DIGITS_BATCH:
                 batch, queue = queue[:DIGITS_BATCH], queue[DIGITS_BATCH:]
                 yield inputs[batch], targets[batch]
@@ -185,7 +189,7 @@ TEXT_BATCH = 16
 """Crops per worker and step: 1024 bytes, about 70 ms on one core."""
 _VALIDATION_CROPS = 640
 _CORPUS_BYTES = 4_000_000
-_NOT_PROSE = {"encodings", "pydoc_data"}  # tables and one giant string: nothing to learn from
+_NOT_PROSE = {"encodings", "pydoc_data"}  # tables and one giant string, nothing to learn from
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -193,7 +197,7 @@ def _text(data: Path | None) -> Workload:
     source = standard_library() if data is None else _read(data)
     if len(source) < 10 * (CONTEXT + 1):
         raise ValueError(
-            f"the text to learn is too small: {len(source)} bytes, need {10 * (CONTEXT + 1)}"
+            f"the training text is too small: {len(source)} bytes, need {10 * (CONTEXT + 1)}"
         )
     corpus = torch.frombuffer(bytearray(source), dtype=torch.uint8)
     split = len(corpus) * 9 // 10
@@ -211,14 +215,14 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ValueError(f"cannot read the text to learn: {path}: {error.strerror}") from error
+        raise ValueError(f"cannot read the training text: {path}: {error.strerror}") from error
 
 
 def standard_library() -> bytes:
-    """Source of Python's standard library: its modules in the order of their names, up to 4 MB.
+    """Return the source of Python's standard library: modules by name, up to 4 MB.
 
-    The same bytes for everyone with the same Python version: tests, installed packages and files
-    that an installation writes for itself are left out.
+    The bytes depend only on the Python version: tests, installed packages and files generated by
+    the installation are excluded.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = []
@@ -243,7 +247,7 @@ def standard_library() -> bytes:
 
 
 def _text_batches(corpus: Tensor, worker: int, workers: int, seed: int) -> Iterator[Batch]:
-    """Crops from anywhere in the corpus, drawn by a generator of each worker's own."""
+    """Stream random crops of the corpus, with a generator per worker."""
     _check_worker(worker, workers)
 
     def stream() -> Iterator[Batch]:
@@ -256,13 +260,13 @@ def _text_batches(corpus: Tensor, worker: int, workers: int, seed: int) -> Itera
 
 
 def _crops(corpus: Tensor, starts: Tensor) -> Batch:
-    """(crops, CONTEXT) bytes from each start, and the bytes that follow each of them."""
+    """Return (crops, CONTEXT) bytes from each start, and the byte that follows each of them."""
     crops = corpus[starts[:, None] + torch.arange(CONTEXT + 1)].long()
     return crops[:, :-1], crops[:, 1:]
 
 
 def _validation_crops(corpus: Tensor) -> tuple[Batch, ...]:
-    """Evenly spaced crops without overlap, in batches of equal size."""
+    """Return evenly spaced crops without overlap, in batches of equal size."""
     crops = min(_VALIDATION_CROPS, len(corpus) // (CONTEXT + 1))
     size = min(TEXT_BATCH, crops)
     crops -= crops % size
@@ -306,7 +310,7 @@ class ByteTransformer(nn.Module):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """(batch, length <= CONTEXT) bytes -> (batch, length, VOCABULARY) logits."""
+        """Map (batch, length <= CONTEXT) bytes to (batch, length, VOCABULARY) logits."""
         x = self.bytes(inputs) + self.positions.weight[: inputs.shape[1]]
         return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]
 

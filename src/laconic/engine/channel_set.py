@@ -1,0 +1,135 @@
+"""The channels of a parameter round: which tensors it is about, and their initial state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from laconic.algorithms.round import Round
+from laconic.algorithms.update import State
+from laconic.buckets import Fragment, Segment, parameters, state_dtype
+from laconic.engine.channel import Channel, is_owned, open_channels
+from laconic.engine.in_flight import RoundContext
+from laconic.links.link import Link
+
+Tensors = Sequence[Sequence[Tensor | Segment]]
+"""By parameter group."""
+
+
+class ChannelSet:
+    """The channels of ``round``.
+
+    The tensors that a round is about are fixed, or, where nothing keeps state for them (module
+    buffers, optimizer state), selected anew at each round: then they `vary`.
+    """
+
+    def __init__(self, round: Round, link: Link, replica: Link, context: RoundContext) -> None:
+        self._round = round
+        self._link = link
+        self._replica = replica
+        self._context = context
+        self.all: list[Channel] = []
+        self.joined: list[int] = []
+        """How many parameter groups were added each time: those share buckets."""
+
+    @property
+    def stateful(self) -> bool:
+        """Whether the update keeps state for the present tensors."""
+        return any(channel.state for channel in self.all)
+
+    @property
+    def vary(self) -> bool:
+        """Whether the tensors may come and go: they are not parameters, and no state belongs to
+        them."""
+        fixed = self._round.part is parameters or isinstance(self._round.part, Fragment)
+        return not fixed and not self.stateful and not any(c.exchange_state for c in self.all)
+
+    def add_groups(self) -> None:
+        """Open channels for the parameter groups added since the last call. x is x0 then."""
+        self._add(self._selected()[sum(self.joined) :])
+
+    def add_as(self, joined: Sequence[int]) -> None:
+        """Open channels as if parameter groups had been added in these numbers."""
+        groups = self._selected()
+        if sum(joined) != len(groups):
+            raise ValueError(f"the state was saved for {sum(joined)} groups, not {len(groups)}")
+        for count in joined:
+            start = sum(self.joined)
+            self._add(groups[start : start + count])
+
+    def replace(self, tensors: Tensors) -> None:
+        """Open channels for ``tensors``, which vary, in place of those before."""
+        self.all, self.joined = [], []
+        self._add(tensors)
+        if not self.vary:
+            raise ValueError(
+                f"{self._round.name}: its update or exchange keeps state, which begins with what "
+                "all workers start with, and its part= had nothing then: use ones without state"
+            )
+
+    def cut(self, tensors: Tensors, first_group: int = 0, number: int = 0) -> list[Channel]:
+        """See `open_channels`."""
+        at = self._round.update, self._round.exchange, self._link, self._replica
+        return open_channels(tensors, *at, first_group, number)
+
+    def varying(self) -> Sequence[dict[str, Tensor]]:
+        """The present tensors, by group and name, of a round whose tensors vary."""
+        assert not isinstance(self._round.part, Fragment), "parameters do not vary"
+        return self._round.part(self._context.model, self._context.optimizer)
+
+    def copies(self) -> list[dict[str, Tensor]]:
+        """Copies of the present tensors, of a round whose tensors vary."""
+        return [{k: t.detach().clone() for k, t in group.items()} for group in self.varying()]
+
+    def copied(self, copies: Sequence[dict[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """The present tensors of which there are ``copies`` of the same shape, each with its
+        copy."""
+        if not copies:
+            return []
+        pairs = [
+            (group[name].detach(), copy)
+            for group, named in zip(self.varying(), copies, strict=False)  # some groups are new
+            for name, copy in named.items()
+            if name in group
+        ]
+        return [(t, copy) for t, copy in pairs if (t.shape, t.dtype) == (copy.shape, copy.dtype)]
+
+    def _selected(self) -> Tensors:
+        part, model, optimizer = self._round.part, self._context.model, self._context.optimizer
+        if isinstance(part, Fragment):
+            return part.segments(model, optimizer)
+        return [list(group.values()) for group in part(model, optimizer)]
+
+    def _add(self, tensors: Tensors) -> None:
+        new = self.cut(tensors, sum(self.joined), len(self.all))
+        self.joined += [len(tensors)] if tensors else []
+        self.all += new
+        for channel in new:
+            channel.state = self._initial_state(channel)
+        for channel in new:
+            channel.exchange_state = self._initial_exchange_state(channel)
+
+    def _initial_state(self, channel: Channel) -> State:
+        """The update's state on its part of x0. Each state tensor gets a copy of its own."""
+        update, bucket = self._round.update, channel.bucket
+        x = bucket.pack(self._context.memory(bucket))
+        dtype = state_dtype(bucket.dtype)
+        owned = update.init(x[channel.region].to(dtype, copy=True))
+        if missing := sorted(owned.keys() - update.slots.keys()):
+            raise ValueError(
+                f"{type(update).__name__}.init makes state {missing} that its slots do not list: "
+                'say where each lives, "owner", "everywhere", "private" or "pooled"'
+            )
+        if all(t.dim() == 0 or is_owned(update, name, t) for name, t in owned.items()):
+            return owned
+        whole = update.init(x.to(dtype, copy=True))
+        return {name: owned[name] if is_owned(update, name, t) else t for name, t in whole.items()}
+
+    def _initial_exchange_state(self, channel: Channel) -> State:
+        """The exchange's state on the part of x0 that this rank carries."""
+        if not channel.exchange.slots:
+            return {}
+        bucket = channel.bucket
+        x = bucket.pack(self._context.memory(bucket))[channel.part]
+        return channel.exchange.init(x.to(state_dtype(bucket.dtype), copy=True), channel.owned)

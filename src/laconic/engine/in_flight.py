@@ -1,0 +1,65 @@
+"""What a parameter round shares with others, and what it has in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from laconic.algorithms.exchange import Arrival
+from laconic.algorithms.scores import Scores
+from laconic.buckets import Bucket, Scratch
+from laconic.engine.channel import Channel
+from laconic.engine.nonfinite import NonfiniteCheck
+from laconic.links.comm_thread import CommThread, Pending
+from laconic.links.link import Link
+
+
+@dataclass
+class RoundContext:
+    """What all rounds of one recipe run share. ``scratch``: memory for the message being sent;
+    ``beside``: for x next to it."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    comm: CommThread
+    scratch: Scratch
+    beside: Scratch
+    replica: Link
+    nonfinite: NonfiniteCheck
+    scores: Scores | None
+    seed: int
+
+    def memory(self, bucket: Bucket) -> Tensor:
+        """Memory for one flat copy of ``bucket``, until it is asked for again."""
+        return self.scratch.take(bucket.length, bucket.dtype, bucket.device)
+
+
+class InFlightBucket(NamedTuple):
+    """One bucket's message in flight. ``sent``: y, where the update needs it. ``message``: kept
+    until it has arrived, because a GPU may still be sending it."""
+
+    channel: Channel
+    sent: Tensor | None
+    pending: Pending[Arrival]
+    message: Tensor | None = None
+
+
+@dataclass
+class InFlightRound:
+    """One delayed round in flight, to be folded after step ``due``. ``copies``: what was sent of
+    tensors that come and go, by group and name. ``checked``: raises if a message was not finite."""
+
+    due: int
+    sent: Pending[list[InFlightBucket]]
+    copies: Sequence[dict[str, Tensor]] = ()
+    checked: Pending[None] = field(default_factory=lambda: Pending.of(None))
+
+    @property
+    def buckets(self) -> list[InFlightBucket]:
+        """Wait until it is known which buckets there are, and return them."""
+        self.checked.wait()
+        return self.sent.wait()

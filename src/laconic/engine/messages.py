@@ -1,0 +1,114 @@
+"""Messages of a parameter round: made from x, exchanged with the other workers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from laconic.algorithms.exchange import Arrival, Gossip, Scored
+from laconic.algorithms.round import Round
+from laconic.algorithms.scores import of_worker
+from laconic.algorithms.update import Clock, State
+from laconic.buckets import Bucket, state_dtype
+from laconic.engine.channel import Channel, is_owned
+from laconic.engine.in_flight import RoundContext
+from laconic.errors import NotFiniteError
+from laconic.links.link import Link
+
+
+class Messenger:
+    """Makes and exchanges the messages of ``round``. ``link``: to the other workers; ``replica``:
+    to the other ranks of this worker, which share its messages."""
+
+    def __init__(self, round: Round, link: Link, replica: Link, context: RoundContext) -> None:
+        self._round = round
+        self._link = link
+        self._replica = replica
+        self._context = context
+
+    def clock(self, bucket: Bucket, step: int, executed: int) -> Clock:
+        """What the update and the exchange know at ``step``, after ``executed`` rounds."""
+        update, exchange = self._round.update, self._round.exchange
+        group = self._context.optimizer.param_groups[bucket.group]
+        lr = float(group.get("lr", math.nan)) if update.uses_lr else math.nan
+        at = self._link.size, self._link.rank
+        seed, delay = self._context.seed, self._round.delay
+        clock = Clock(step, lr, executed, delay, *at, seed=seed, bucket=bucket.number)
+        if isinstance(exchange, Gossip):
+            clock = replace(clock, out_degree=exchange.out_degree(clock))
+        return clock
+
+    def stamped(self, clock: Clock, state: State) -> Clock:
+        """``clock`` with what travels with the message just made: its weight, and the score."""
+        weight, exchange = self._round.update.weight, self._round.exchange
+        if weight is not None:
+            clock = replace(clock, weight=float(state[weight]))
+        if isinstance(exchange, Scored) and self._context.scores is not None:
+            clock = replace(clock, score=self._context.scores.now(exchange.score_window))
+        return clock
+
+    def delayed(self, channel: Channel, clock: Clock) -> tuple[Tensor, Tensor | None]:
+        """Make a delayed round's message. Returns y with it, if `Update.fold` will need it."""
+        update = self._round.update
+        y = channel.bucket.pack(channel.bucket.empty())
+        message = update.send(y, channel.state, clock)
+        if update.keeps_sent and message is y:
+            message = y.clone()
+        return message, y if update.keeps_sent else None
+
+    def carry(self, channel: Channel, message: Tensor, clock: Clock) -> Arrival:
+        """Exchange the message with the other workers, with the outer step in between. The ranks of
+        one worker hold the same message: each carries its part across, then they share."""
+        update, state = self._round.update, channel.state
+
+        def combine(mean: Tensor) -> Tensor:
+            owned = {k: t for k, t in state.items() if not t.dim() or is_owned(update, k, t)}
+            result = update.combine(mean.to(state_dtype(mean.dtype)), owned, clock)
+            state.update(owned)  # an outer optimizer makes its state in its first step
+            return result
+
+        replica = self._replica
+        part = message.view(replica.size, -1)[replica.rank]
+        if isinstance(channel.exchange, Scored) and replica.size > 1:
+            ranks = replica.gather(torch.tensor(clock.score, dtype=torch.float64))
+            clock = replace(clock, score=of_worker(ranks))
+        error: NotFiniteError | None = None
+        try:
+            result = channel.exchange.run(self._link, part, combine, clock, channel.exchange_state)
+        except NotFiniteError as raised:
+            error = raised
+        if replica.size > 1 and channel.exchange.slots:  # the worker's other ranks must learn of it
+            failed = replica.gather(torch.tensor([float(error is not None)]))
+            if bool(failed.any()) and error is None:
+                error = NotFiniteError("what other ranks of this worker carry is not finite")
+        if error is not None:
+            self._context.nonfinite.report(error)
+            return Arrival(message)
+        if replica.size > 1:
+            replica.all_gather(result.flat, message)
+            return result._replace(flat=message, lent=False)
+        reads_only = update.replaces and not self._round.delay
+        if result.lent and not reads_only:
+            fits = message.dtype == result.flat.dtype
+            own = message.copy_(result.flat) if fits else result.flat.clone()
+            return result._replace(flat=own, lent=False)
+        return result
+
+    def gather_owned(self, owned: Tensor, channel: Channel) -> Tensor:
+        """A bucket's state tensor, from the slices of it that its owners keep."""
+        replica, length = self._replica, channel.bucket.length
+        owners = self._round.exchange.owners(self._link.size)
+        levels = (
+            (self._link, length // replica.size, owners),
+            (replica, length, replica.size),
+        )
+        for link, size, slices in levels:
+            if slices is not None and link.size > 1:
+                gathered = owned.new_empty(size)
+                link.all_gather(owned, gathered, slices)
+                owned = gathered
+        assert owned.numel() == length
+        return owned

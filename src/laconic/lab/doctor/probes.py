@@ -1,0 +1,172 @@
+"""Measure the network between two hosts: reachability, latency, clock offset and bandwidth."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+CONNECT_SECONDS = 3.0
+ANSWER_SECONDS = 10.0
+PINGS = 10
+SEND_SECONDS = 1.0
+SEND_MOST = 64 << 20
+PIECE = 64 << 10
+PING, SINK = b"P", b"S"
+
+
+@dataclass(frozen=True)
+class HostInfo:
+    """What a host announces to the others."""
+
+    rank: int
+    host: str
+    address: str
+    port: int
+    versions: Mapping[str, str]
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host}, {self.address})"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The connection from ``source`` to ``target``.
+
+    ``latency`` is half a round trip in seconds. The target's clock is ``offset`` seconds ahead,
+    within ``uncertainty``. ``error`` says why the target could not be reached, if so.
+    """
+
+    source: int
+    target: int
+    latency: float = 0.0
+    offset: float = 0.0
+    uncertainty: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Bits per second from ``source`` to its neighbor in a ring, with all hosts sending at once."""
+
+    source: int
+    target: int
+    rate: float
+    error: str = ""
+
+
+class Listener:
+    """Answers pings with the time, and counts the bytes that other hosts send."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        if socket.has_dualstack_ipv6():
+            self._server = socket.create_server(
+                ("::", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=256
+            )
+        else:
+            self._server = socket.create_server(("", 0), backlog=256)
+        self.port = int(self._server.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True, name="laconic-doctor-port").start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(ANSWER_SECONDS)
+            kind = connection.recv(1)
+            if kind == PING:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                while connection.recv(1):
+                    connection.sendall(struct.pack("!d", self._clock()))
+            elif kind == SINK:
+                size, start = 0, time.perf_counter()
+                while piece := connection.recv(PIECE):
+                    size += len(piece)
+                connection.sendall(struct.pack("!Qd", size, time.perf_counter() - start))
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
+        self._server.close()
+
+
+def ping(source: int, target: HostInfo, clock: Callable[[], float]) -> Pair:
+    """Measure latency and clock offset to a host, from the fastest of `PINGS` round trips.
+
+    As in NTP, the latency is half the round trip, and the target's clock is ahead by
+    ``remote - (sent + received) / 2``, with half the round trip as the uncertainty.
+    """
+    trips = []
+    try:
+        address = target.address, target.port
+        with socket.create_connection(address, CONNECT_SECONDS) as connection:
+            connection.settimeout(ANSWER_SECONDS)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(PING)
+            for _ in range(PINGS):
+                sent, start = clock(), time.perf_counter()
+                connection.sendall(b".")
+                (remote,) = struct.unpack("!d", _receive(connection, 8))
+                trip = time.perf_counter() - start
+                trips.append((trip, remote - (sent + trip / 2)))
+    except OSError as error:
+        return Pair(source, target.rank, error=reason(error))
+    trip, offset = min(trips)
+    return Pair(source, target.rank, trip / 2, offset, trip / 2)
+
+
+def send(source: int, target: HostInfo) -> Rate:
+    """Measure bits per second to a host, as it counts them, for 1 s or `SEND_MOST` bytes."""
+    piece = bytes(PIECE)
+    family = socket.AF_INET6 if ":" in target.address else socket.AF_INET
+    try:
+        with socket.socket(family) as connection:
+            # A small buffer, so that little is left to send when the time is over.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * PIECE)
+            connection.settimeout(CONNECT_SECONDS)
+            connection.connect((target.address, target.port))
+            connection.settimeout(ANSWER_SECONDS)
+            connection.sendall(SINK)
+            size, end = 0, time.monotonic() + SEND_SECONDS
+            while size < SEND_MOST and time.monotonic() < end:
+                connection.sendall(piece)
+                size += PIECE
+            connection.shutdown(socket.SHUT_WR)
+            received, seconds = struct.unpack("!Qd", _receive(connection, 16))
+    except OSError as error:
+        return Rate(source, target.rank, 0.0, reason(error))
+    return Rate(source, target.rank, 8 * received / seconds)
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        piece = connection.recv(size - len(data))
+        if not piece:
+            raise ConnectionResetError(errno.ECONNRESET, "connection reset by peer")
+        data += piece
+    return data
+
+
+def reason(error: OSError) -> str:
+    """Return why a connection failed."""
+    if isinstance(error, socket.gaierror):
+        return "the name does not resolve"
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    return (error.strerror or str(error)).lower()

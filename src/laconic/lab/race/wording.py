@@ -1,0 +1,139 @@
+"""Format the values and settings of a race as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from textwrap import shorten
+
+from laconic.lab.race.comparison import equal_steps, equal_time
+from laconic.lab.race.result import (
+    Result,
+    Row,
+    grouped,
+    number,
+)
+from laconic.units import format_rate
+
+
+def three_digits(value: float | None) -> str:
+    """Format ``value`` with three significant digits and no exponent, or as a dash if missing."""
+    if value is None or not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{min(digits, 6)}f}"
+
+
+def brief(value: float) -> str:
+    """Format like `three_digits`, without trailing zeros: 30, 2.5, 100."""
+    text = three_digits(value)
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def loss_format(result: Result) -> Callable[[float | None], str]:
+    """Return a formatter with as many decimals as the smallest loss of this result needs."""
+    smallest = min([*equal_time(result).values(), *equal_steps(result).values()], default=1.0)
+    decimals = 2 if smallest >= 1 else 3 if smallest >= 0.1 else 4
+    return lambda loss: "–" if loss is None else f"{loss:.{decimals}f}"
+
+
+def bandwidth(result: Result) -> str:
+    """Return the bandwidth, such as "100 Mbit/s", or "" if the network has no limit."""
+    bits = number(result, "bandwidth")
+    return format_rate(bits) if bits and math.isfinite(bits) else ""
+
+
+def network(result: Result) -> str:
+    """Describe the network: hosts, bandwidth, latency, and whether it is emulated or throttled."""
+    parts = []
+    hosts, per_host = number(result, "hosts"), number(result, "per_host")
+    if hosts is not None:
+        plural = "es" * (per_host != 1)
+        processes = f" × {per_host:.0f} process{plural}" if per_host is not None else ""
+        parts.append(f"{hosts:.0f} host{'s' * (hosts != 1)}{processes}")
+    size = number(result, "group_size")
+    parts.append(f"groups of {size:.0f}" if size else "")
+    parts.append(bandwidth(result))
+    for host, bits in _by_host(result, "host_bandwidth"):
+        parts.append(f"host {host}: {format_rate(bits)}")
+    for host, factor in _by_host(result, "slow_hosts"):
+        parts.append(f"host {host} computes {brief(factor)} times as long")
+    latency = number(result, "latency")
+    parts.append(f"{brief(latency * 1e3)} ms latency" if latency else "")
+    if result.settings.get("network") == "throttled":
+        parts.append("throttled link: this system does not allow network namespaces")
+    elif result.settings.get("network") == "emulated":
+        parts.append("emulated with network namespaces")
+    return ", ".join(part for part in parts if part)
+
+
+def _by_host(result: Result, key: str) -> list[tuple[str, float]]:
+    """Return a setting of single hosts, by host."""
+    values = result.settings.get(key)
+    items = values.items() if isinstance(values, dict) else ()
+    return sorted(items, key=lambda item: int(item[0]))
+
+
+def task(result: Result) -> str:
+    """Describe the workload: name, data, parameters, length of each run, seeds."""
+    parts = []
+    workload, data = result.settings.get("workload"), result.settings.get("data")
+    if workload is not None:
+        parts.append(f"workload {workload}" + (f" ({data})" if data else ""))
+    parameters, seconds = number(result, "parameters"), number(result, "seconds")
+    parts.append(f"{parameters:,.0f} parameters" if parameters else "")
+    steps = number(result, "steps")
+    if seconds:
+        parts.append(f"{brief(seconds)} s per recipe")
+    elif steps:
+        parts.append(f"{steps:,.0f} steps per recipe")
+    parts.append(_runs(result))
+    return ", ".join(part for part in parts if part)
+
+
+def _runs(result: Result) -> str:
+    """Describe how many runs each recipe has."""
+    counts = {len(runs) for runs in grouped(result.rows) if runs[0].status != "absent"}
+    if max(counts, default=1) == 1:
+        seed = number(result, "seed")
+        return "one run each" + (f", seed {seed:.0f}" if seed is not None else "")
+    least, most = min(counts), max(counts)
+    seeds = ", ".join(map(str, dict.fromkeys(row.seed for row in result.rows)))
+    return f"{most if least == most else f'{least} to {most}'} runs each, seeds {seeds}"
+
+
+def differences(result: Result) -> list[str]:
+    """Return a line per combined result with the settings in which they differ."""
+    runs = result.settings.get("runs")
+    if not isinstance(runs, dict):
+        return []
+    lines = []
+    for source, settings in runs.items():
+        hidden = {"seed"} if settings.get("seeds") else set()  # the seed is the first of the seeds
+        known = {k: v for k, v in settings.items() if v is not None and k not in hidden}
+        text = ", ".join(f"{key.replace('_', ' ')} {_setting(key, known[key])}" for key in known)
+        lines += [f"[{source}]: {text}"] if text else []
+    return lines
+
+
+def _setting(key: str, value: object) -> str:
+    if isinstance(value, dict):
+        parts = (f"{_setting(key, item)} of host {host}" for host, item in value.items())
+        return ", ".join(parts) or "equal for all hosts"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if key.endswith("bandwidth") and isinstance(value, (int, float)) and math.isfinite(value):
+        return format_rate(value)
+    if key == "latency" and isinstance(value, (int, float)):
+        return f"{brief(value * 1e3)} ms"
+    return brief(value) if isinstance(value, float) else str(value)
+
+
+def reason(row: Row) -> str:
+    """Return why a row has no result, in one line: "diverged: ...". "" if it finished."""
+    if row.status == "ok":
+        return ""
+    lines = (row.error or "").strip().splitlines()
+    return row.status + (f": {shorten(lines[0], 160, placeholder=' …')}" if lines else "")

@@ -1,0 +1,618 @@
+"""What is measured, what is recommended, and the command: the advisor."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import laconic as la
+from laconic.advisor import advice_on, measure
+from laconic.advisor.advice import recommend
+from laconic.advisor.choices import choices, rehearsed, steps_of
+from laconic.advisor.fit import Sample, fit
+from laconic.advisor.numbers import facts_from
+from laconic.advisor.rehearse import rehearsals, rehearse
+from laconic.algorithms.parse import parse_recipe, qualified
+from laconic.auto import candidates
+from laconic.cli import main
+from laconic.links import Throttled
+from laconic.links.cost import Cost
+from laconic.links.null import NullLink
+from laconic.links.tcp import TcpLink
+from laconic.predict import BACKWARD, Facts, predict, work_key
+
+import gloo
+
+LIKE = "4, 1, codec='int4', lr=0.7, momentum=0.6"
+"""What `laconic.streaming_diloco` was measured with."""
+TEXT = Facts(4, ((845, 1024),), 4, 0.15, 100e6, 1e-3)
+
+
+# -- the fit ----
+
+
+def samples(rate: float, latency: float, burst: float = 0.0) -> Iterator[Sample]:
+    """As a sweep has them: three of each size, of two messages, noise of 1%, and one in nine held
+    up by half a second."""
+    noise = random.Random(1)
+    for number in range(36):
+        size = 2 ** (8 + number // 3)
+        seconds = 2 * latency + 8 * max(size - burst, 0) / rate
+        yield Sample(size, 2, seconds * noise.uniform(0.99, 1.01) + 0.5 * (number % 9 == 4))
+
+
+@pytest.mark.parametrize("rate", [20e6, 1e9])
+@pytest.mark.parametrize("latency", [2e-4, 0.03])
+def test_a_fit_finds_rate_and_latency_past_outliers(rate: float, latency: float) -> None:
+    found = fit(list(samples(rate, latency)))
+    assert found.rate == pytest.approx(rate, rel=0.05)
+    assert found.latency == pytest.approx(latency, rel=0.03, abs=1e-4)
+    whole = Cost(2**19, 2)
+    assert found.seconds(whole) == pytest.approx(whole.seconds(rate, latency), rel=0.02)
+
+
+def test_a_fit_finds_what_passes_at_once() -> None:
+    found = fit(list(samples(20e6, 0.01, burst=2**15)))
+    assert found.burst == pytest.approx(2**15, rel=0.1)
+    assert found.latency == pytest.approx(0.01, rel=0.03)
+    assert found.rate == pytest.approx(20e6, rel=0.05)
+
+
+def test_what_does_not_grow_with_size_has_no_end_of_rate() -> None:
+    found = fit([Sample(2**k, 1, 0.01) for k in range(12, 20)])
+    assert found.rate > 1e12 and found.latency == pytest.approx(0.01)
+
+
+def test_two_sizes_are_no_sweep() -> None:
+    with pytest.raises(ValueError, match="three sizes"):
+        fit([Sample(1, 1, 0.1), Sample(2, 1, 0.2)])
+
+
+# -- the rehearsal ----
+
+
+def test_rounds_alike_are_rehearsed_once() -> None:
+    kinds = rehearsals([la.local_sgd(4), la.local_sgd(8, delay=1), la.streaming_diloco(8, 4)])
+    assert len(kinds) == 2
+
+
+@pytest.mark.parametrize("text", ["local_sgd(4)", "ddp(codec='int4')", "sgp()", "power_sgd(2)"])
+def test_a_round_over_silence_keeps_processors_busy(text: str) -> None:
+    recipe = parse_recipe(text)
+    assert isinstance(recipe, tuple)
+    facts = Facts(3, ((300, 500), (77,)), 4, 0.1, 1e8, 0.0)
+    device = torch.device("cpu")
+    small = rehearse(recipe[0], facts, torch.float32, device, lambda: None)
+    large = Facts(3, ((6000, 500), (77,)), 4, 0.1, 1e8, 0.0)
+    assert 0 <= small < rehearse(recipe[0], large, torch.float32, device, lambda: None) < 5
+
+
+def test_silence_brings_what_one_has_sent() -> None:
+    link, x = NullLink(3), torch.arange(6.0)
+    assert torch.equal(link.gather(x), torch.stack([x] * 3))
+    assert torch.equal(link.reduce_scatter(x.clone()), x[:2])
+    assert all(torch.equal(y, x) for y in link.swap(x, [1], [2]))
+    link.all_gather(x[:2], out := torch.empty(6))
+    assert torch.equal(out, x[:2].repeat(3))
+    link.all_to_all(x.view(3, 2), rows := torch.empty(3, 2))
+    assert torch.equal(rows, x.view(3, 2))
+
+
+# -- the recommendation ----
+
+
+def recommended(rate: float, workers: int = 4) -> str:
+    return advice_on(Facts(workers, TEXT.shapes, 4, 0.15, rate, 1e-4)).recommendation
+
+
+def test_ddp_is_kept_on_a_fast_network_and_left_on_a_slow_one() -> None:
+    fast = advice_on(Facts(4, TEXT.shapes, 4, 0.15, 1e11, 1e-5))
+    assert fast.recommendation == "ddp()" and fast.reason.startswith("Keep DDP")
+    assert fast.code == "sync = laconic.attach(model, optimizer, laconic.ddp())"
+    assert recommended(1e8) == "ddp(codec='int4')"
+    assert recommended(1e6).startswith(("streaming_diloco(", "sparse_loco("))
+
+
+def test_ddp_is_kept_where_another_gains_a_few_percent() -> None:
+    rates = [10 ** (k / 5) for k in range(42, 56)]
+    found = [advice_on(Facts(4, TEXT.shapes, 4, 0.15, rate, 1e-5)) for rate in rates]
+    within = [a for a in found if a.recommendation == "ddp()"]
+    assert any(a.fastest.seconds < 0.99 * a.rows[0].seconds for a in within)
+    for a in found:
+        best = min(row.seconds * row.steps for row in a.rows)
+        assert a.row.seconds * a.row.steps <= 1.05 * best
+        assert (a.recommendation == "ddp()") == (a.rows[0].seconds <= 1.05 * best)
+
+
+def test_every_text_is_its_recipe() -> None:
+    """Every recipe that can be recommended."""
+    for facts in (TEXT, facts_from(params=10**6, step_time=1, bandwidth=1e8, latency=0, nodes=16)):
+        for c in choices(facts):
+            assert parse_recipe(c.text) == c.recipe
+
+
+def pasted(rank: int, code: str) -> la.Synchronizer:
+    model = nn.Linear(3, 2)
+    known = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    exec(code, {"laconic": la}, known)
+    return known["sync"]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("rate", [1e11, 1e8, 1e6])
+def test_the_code_can_be_pasted(rate: float) -> None:
+    found = advice_on(Facts(2, TEXT.shapes, 4, 0.15, rate, 1e-4))
+    (sync, _) = la.simulate(lambda rank: pasted(rank, found.code), workers=2)
+    assert sync.recipe == parse_recipe(found.recommendation)
+
+
+@pytest.mark.parametrize("text", ["power_sgd", " power_sgd ", "slowmo(sgp, 48)", "ddp( )"])
+def test_the_code_of_a_recipe_without_parentheses_can_be_pasted(text: str) -> None:
+    code = f"sync = laconic.attach(model, optimizer, {qualified(text)})"
+    (sync, _, _) = la.simulate(lambda rank: pasted(rank, code), workers=3)
+    assert sync.recipe == parse_recipe(text)
+
+
+def test_two_workers_are_not_told_to_gossip_nor_three_to_have_momentum() -> None:
+    names = {n: [c.text for c in choices(Facts(n, ((64,),), 4, 1, 1e8, 0))] for n in (2, 3, 16)}
+    assert not any(text.startswith("sgp") for text in names[2])
+    assert any(text.startswith("sgp") for text in names[3])
+    assert not any(text.startswith("slowmo") for text in names[3])
+    assert any("momentum=0.6" in text for text in names[16])
+
+
+def test_steps_grow_with_the_period() -> None:
+    periods = [steps_of(la.local_sgd(h)).factor for h in (4, 16, 64, 256)]
+    assert periods[0] > 1 and periods == sorted(set(periods))
+    assert steps_of(la.ddp()).factor == steps_of(la.ddp(codec="int8")).factor == 1
+    assert steps_of(la.ddp(codec="bfloat16")).factor == 1
+    assert 1 < steps_of(la.ddp(codec="int4")).factor < periods[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "source"),
+    [
+        ("ddp()", "the same mathematics"),
+        ("ddp(codec='int8')", "measured (benchmarks.factors)"),
+        ("ddp(codec='bfloat16')", "assumed equal to Int8 gradients"),
+        ("ddp(codec='int4')", "measured (benchmarks.factors)"),
+        ("ddp(codec='int2')", "assumed equal to Int4 gradients"),
+        ("power_sgd(2)", "assumed equal to power_sgd(4, codec='int8')"),
+        ("power_sgd(4, codec='int8')", "measured (benchmarks.factors)"),
+        (f"streaming_diloco(16, {LIKE})", "measured (benchmarks.factors)"),
+        (f"streaming_diloco(16, {LIKE.replace('1', '2', 1)})", "measured with a delay of 1"),
+        (f"streaming_diloco(256, {LIKE})", "extrapolated from streaming_diloco(64)"),
+        ("streaming_diloco(16, lr=0.4, momentum=0.9)", "assumed equal to streaming_diloco(16)"),
+        ("local_sgd(16)", "assumed equal to streaming_diloco(16)"),
+        ("sgp()", "assumed equal to streaming_diloco(4)"),
+    ],
+)
+def test_it_is_told_where_steps_are_from(text: str, source: str) -> None:
+    recipe = parse_recipe(text)
+    assert isinstance(recipe, tuple)
+    assert steps_of(recipe).source == source
+
+
+def test_what_no_measurement_tells_apart_is_told() -> None:
+    for rate in (1e5, 1e6, 1e7, 1e8, 1e11):
+        advice = advice_on(Facts(16, TEXT.shapes, 4, 0.15, rate, 1e-4))
+        row = advice.row
+        tied = [
+            other.recipe
+            for other in advice.rows
+            if other is not row
+            and (other.steps, other.seconds <= 1.05 * row.seconds) == (row.steps, True)
+            and any(
+                r.steps_from.startswith(("assumed", "extrapolated", "measured with"))
+                for r in (row, other)
+            )
+        ]
+        assert ("Its steps were not measured" in advice.reason) == bool(tied)
+        assert all(text in advice.reason for text in tied)
+
+
+def test_a_tie_is_told_with_the_recipes_in_it() -> None:
+    rows = advice_on(Facts(16, TEXT.shapes, 4, 0.15, 1e6, 1e-4)).rows
+    ddp, plain, slow = (
+        next(r for r in rows if r.recipe.startswith(text))
+        for text in ("ddp()", "local_sgd(16)", "slowmo(local_sgd(16)")
+    )
+    ddp = replace(ddp, seconds=9.0)
+    taken, reason = recommend([ddp, replace(plain, seconds=1.0), replace(slow, seconds=0.98)])
+    assert taken.recipe == plain.recipe
+    assert f"Its steps were not measured against {slow.recipe}: assumed equal." in reason
+    assert "assumed equal to streaming_diloco(16)" in reason
+    _, reason = recommend([ddp, replace(plain, seconds=1.0), replace(slow, seconds=2.0)])
+    assert "not measured" not in reason
+
+
+# -- measured ----
+
+
+def training(rank: int, fail: bool = False) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 30))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        if fail:
+            raise RuntimeError("out of batches")
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(torch.randn(8, 40)), torch.ones(8, 30)).backward()
+        optimizer.step()
+
+    return model, optimizer, step
+
+
+def advised(rank: int, nprocs: int = 1, **options: Any) -> la.Advice:
+    model, optimizer, step = training(rank)
+    return la.advise(model, step, optimizer=optimizer, steps=4, nprocs_per_node=nprocs, **options)
+
+
+def test_workers_are_measured_and_told_the_same() -> None:
+    found = la.simulate(
+        lambda rank: advised(rank, recipes=("power_sgd(2)",)),
+        workers=3,
+        link=lambda link: Throttled(link, "20mbit", 0.002),
+    )
+    first = found[0]
+    assert all(other == first for other in found)
+    assert first.facts.workers == 3 and first.facts.elements == 21_330
+    assert first.facts.rate == pytest.approx(20e6, rel=0.25)
+    assert first.facts.net("peers").rate == pytest.approx(20e6, rel=0.25)
+    assert 0.0015 < first.facts.latency < 0.02
+    assert len(first.computes or ()) == 3 and first.facts.compute == max(first.computes or ())
+    assert first.facts.skew == 0.0, "they take turns"
+    assert first.rows[-1].recipe == "power_sgd(2)"
+    assert first.held == 4 * 4 * 21_330 + 4 * 4  # and AdamW's own steps, a number for each tensor
+    for c in choices(first.facts):
+        assert all(work_key(r) in first.facts.work for r in c.recipe), c.text
+    assert 0 < first.facts.backward < 1
+
+
+def test_workers_of_two_ranks() -> None:
+    found = la.simulate(lambda rank: advised(rank, nprocs=2), workers=4)
+    facts = found[0].facts
+    assert (facts.workers, facts.ranks) == (2, 2)
+    assert set(facts.nets) == {"workers", "peers", "replica", "world", "direct"}
+    assert "nprocs_per_node=2" in found[0].code
+    assert all(other == found[0] for other in found)
+
+
+def over_gloo(rank: int) -> str:
+    model, optimizer, step = training(rank)
+    found = la.advise(model, step, optimizer=optimizer, steps=4, link=gloo.link_of(2))
+    return found.to_json()
+
+
+def test_over_processes(pool: gloo.Pool) -> None:
+    first, second = pool.run(over_gloo, ranks=2)
+    assert first == second
+    told = json.loads(first)
+    assert told["facts"]["parameters"] == 21_330 and told["facts"]["rate"] > 1e6
+    assert told["recommendation"] in {row["recipe"] for row in told["rows"]}
+
+
+SLEEPS = {
+    "alike": lambda rank, step: 0.03,
+    "one is slower": lambda rank, step: 0.05 if rank == 1 else 0.03,
+    "in turn": lambda rank, step: 0.05 if step % 2 == rank else 0.03,
+}
+"""Seconds of a rank's step. In the last they take 0.04 on average, 0.05 if all meet after each."""
+
+
+def slept(rank: int, which: str) -> tuple[float, float]:
+    model, optimizer, step = training(rank)
+    steps = 0
+
+    def sleeps() -> None:
+        nonlocal steps
+        steps += 1
+        step()
+        time.sleep(SLEEPS[which](rank, steps))
+
+    link = gloo.link_of(2)
+    facts = la.advise(model, sleeps, optimizer=optimizer, steps=16, link=link).facts
+    return facts.compute, facts.skew
+
+
+@pytest.mark.parametrize(
+    ("which", "compute", "skew"),
+    [("alike", 0.03, 0.0), ("one is slower", 0.05, 0.0), ("in turn", 0.04, 0.01)],
+)
+def test_waiting_for_the_slowest_is_told_from_computing(
+    pool: gloo.Pool, which: str, compute: float, skew: float
+) -> None:
+    found = pool.run(slept, which, ranks=2)
+    assert found[0] == found[1]
+    assert found[0] == (pytest.approx(compute, abs=0.008), pytest.approx(skew, abs=0.005))
+
+
+def groups() -> int:
+    """Process groups that this process is a member of."""
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def failing(rank: int, where: str) -> tuple[str, int]:
+    """What a rank is told where rank 1 of four has no memory left; and the process groups that
+    stay behind."""
+
+    def exhausted(*_: Any) -> None:
+        raise MemoryError("no room\nfor it")
+
+    model, _, step = training(rank)
+    before = groups()
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == 1:
+            at: dict[str, tuple[Any, str]] = {
+                "a step": (nn.Linear, "forward"),
+                "a rehearsal": (NullLink, "reduce_scatter"),  # between two of its meetings
+                "preparing": (measure, "_peak"),
+                "a collective": (TcpLink, "swap"),
+            }
+            patched.setattr(*at[where], exhausted)
+        with pytest.raises((ValueError, la.LinkError)) as raised:
+            la.advise(model, step, steps=2, nprocs_per_node=2, timeout=20.0)
+    return f"{raised.typename}: {raised.value}", groups() - before
+
+
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        ("a step", "step_fn raised MemoryError: no room for it"),
+        (
+            "a rehearsal",
+            "timing OuterStep and ShardedMean raised MemoryError: no room for it",
+        ),
+        ("preparing", "MemoryError: no room for it"),
+    ],
+)
+def test_what_fails_on_one_rank_fails_on_all_in_the_same_words(
+    pool: gloo.Pool, where: str, told: str
+) -> None:
+    assert pool.run(failing, where, ranks=4) == [(f"FailedError: rank 1: {told}", 0)] * 4
+
+
+def test_a_collective_that_fails_on_one_rank_is_lost_on_all(pool: gloo.Pool) -> None:
+    answers = pool.run(failing, "a collective", ranks=4)
+    assert all(text.startswith("LinkError") and left == 0 for text, left in answers)
+    assert "swap of" in answers[1][0] and "no room" in answers[1][0]
+
+
+def test_an_error_in_a_step_is_one_of_simulated_workers_too() -> None:
+    def one(rank: int) -> str:
+        model, _, step = training(rank, fail=rank == 1)
+        with pytest.raises(ValueError) as raised:
+            la.advise(model, step, steps=2)
+        return str(raised.value)
+
+    told = "rank 1: step_fn raised RuntimeError: out of batches"
+    assert la.simulate(one, workers=2) == [told, told]
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "steps": ({"steps": 1}, "steps must be an integer of at least 2, not 1"),
+    "a recipe": ({"recipes": ("nonsense",)}, "no recipe 'nonsense'"),
+    "its timeout": ({"timeout": -1.0}, "timeout must be a finite number"),
+    "the optimizer": ({"other": True}, "the ranks' arguments differ: model, optimizer"),
+}
+"""What rank 1 alone has wrong, and what it is told."""
+
+
+def asking(rank: int, what: str) -> tuple[str, int]:
+    model, optimizer, step = training(rank)
+    given, before = dict(WRONG[what][0]) if rank == 1 else {}, groups()
+    params = [model[0].weight] if given.pop("other", False) else list(model.parameters())
+    optimizer = torch.optim.AdamW(params)
+    with pytest.raises(ValueError) as raised:
+        la.advise(model, step, optimizer=optimizer, **{"steps": 2, "timeout": 20.0, **given})
+    return str(raised.value), groups() - before
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_on_one_rank_is_told_to_all(pool: gloo.Pool, what: str) -> None:
+    said = pool.run(asking, what, ranks=4)
+    assert said[1][0].startswith(WRONG[what][1]) and [left for _, left in said] == [0] * 4
+    assert said[0] == said[2] == said[3] and "ranks" in said[0][0]
+
+
+def test_sharded_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("laconic.advisor.advise")
+    monkeypatch.setattr(module, "is_sharded", lambda p: p.dim() == 2)
+    with pytest.raises(ValueError, match="sharded"):
+        la.simulate(advised, workers=2)
+
+
+def test_gradients_that_come_at_once_are_not_taken_for_some_that_nobody_saw() -> None:
+    def one(rank: int, seen: bool) -> float:
+        model = nn.Linear(300, 300, bias=False)
+
+        def step() -> None:
+            if seen:
+                model(torch.ones(8, 300)).sum().backward()
+
+        return la.advise(model, step, steps=2).facts.backward
+
+    assert la.simulate(lambda rank: one(rank, True), workers=2) == [0.0, 0.0]
+    assert la.simulate(lambda rank: one(rank, False), workers=2) == [BACKWARD, BACKWARD]
+
+
+def over_own_groups(rank: int) -> tuple[str, int]:
+    model, optimizer, step = training(rank)
+    before = groups()
+    found = la.advise(model, step, optimizer=optimizer, steps=2, nprocs_per_node=2)
+    return found.to_json(), groups() - before
+
+
+def test_process_groups_made_for_measuring_are_destroyed(pool: gloo.Pool) -> None:
+    answers = pool.run(over_own_groups, ranks=4)
+    assert answers == [(answers[0][0], 0)] * 4
+
+
+def test_one_worker_has_nobody_to_talk_to() -> None:
+    with pytest.raises(ValueError, match="only one worker"):
+        la.simulate(advised, workers=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"steps": 1}, "steps"),
+        ({"step_fn": None}, "step_fn"),
+        ({"model": nn.ReLU()}, "no parameter"),
+        ({"recipes": ("nonsense(3)",)}, "nonsense"),
+        ({"recipes": ("auto()",)}, "nothing to predict"),
+        ({"recipes": ("hierarchical(2, 8)",)}, "groups"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: dict[str, Any], named: str) -> None:
+    def one(rank: int) -> None:
+        model, _, step = training(rank)
+        given: dict[str, Any] = {"model": model, "step_fn": step, "steps": 2, **options}
+        la.advise(given.pop("model"), given.pop("step_fn"), **given)
+
+    with pytest.raises(ValueError, match=named):
+        la.simulate(one, workers=2)
+
+
+# -- the command ----
+
+NUMBERS = [
+    "--params", "1.3B", "--step-time", "0.9s", "--bandwidth", "1gbit", "--latency", "30ms",
+    "--nodes", "8",
+]  # fmt: skip
+
+
+def test_from_numbers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "advice.png"
+    assert main(["advise", *NUMBERS, "--plot", str(picture), "--recipe", "power_sgd(2)"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1,300,000,000 parameters of 4 bytes" in said and "power_sgd(2)" in said
+    # 2 * 7/8 * 5.2 GB at 1 Gbit/s, and 2 latencies for each of 199 buckets
+    assert "H = 3: 84.7 s * (1 - 1/3) = 56.5 s against 540 ms: faster" in said
+    assert "sync = laconic.attach(model, optimizer, laconic." in said
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", *NUMBERS, "--nprocs-per-node", "8", "--json"]) == 0
+    said = capsys.readouterr().out
+    assert main(["advise", *NUMBERS, "--per-node", "8", "--json"]) == 0
+    assert capsys.readouterr().out == said
+    told = json.loads(said)
+    assert set(told) == {
+        "facts", "rows", "guide", "recommendation", "code", "reason", "computes", "held", "peak",
+    }  # fmt: skip
+    row = next(row for row in told["rows"] if row["recipe"] == "local_sgd(16)")
+    assert set(row) == {
+        "recipe", "period", "seconds", "hidden", "megabytes", "memory", "speedup", "share",
+        "steps", "steps_from", "quality",
+    }  # fmt: skip
+    facts = facts_from(
+        params=1_300_000_000, step_time=0.9, bandwidth=1e9, latency=0.03, nodes=8, nprocs_per_node=8
+    )
+    assert row["seconds"] == predict(la.local_sgd(16), facts).seconds
+    assert told["guide"][0]["pays_here"] is True
+    assert told["facts"]["parameters"] == 1_300_000_000 and told["peak"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ([], "--params, --step-time, --bandwidth, --latency, --nodes"),
+        (NUMBERS[2:], "needs --params"),
+        ([*NUMBERS, "--params", "many"], "not a count: 'many'"),
+        ([*NUMBERS, "--params", "1.5"], "not a count"),
+        ([*NUMBERS, "--params", "1300000000B"], "params must be at most 1e+13, not 1.3e+18"),
+        ([*NUMBERS, "--step-time", "0.9d"], "not a duration"),
+        ([*NUMBERS, "--bandwidth", "fast"], "not a rate"),
+        ([*NUMBERS, "--latency", "1mbit"], "not a duration"),
+        ([*NUMBERS, "--nodes", "1"], "nodes"),
+        ([*NUMBERS, "--dtype", "int3"], "'float32'"),
+        ([*NUMBERS, "--backward-share", "2"], "backward-share"),
+        ([*NUMBERS, "--local-bandwidth", "1gbit"], "nprocs-per-node > 1"),
+        ([*NUMBERS, "--hosts", "3"], "--hosts applies only to a measurement"),
+        ([*NUMBERS, "--recipe", "nonsense"], "nonsense"),
+        ([*NUMBERS, "--plot", "advice.docx"], "png"),
+        ([*NUMBERS, "--workload", "text"], "is measured with --workload"),
+        (["--workload", "chess"], "digits"),
+        (["--workload", "digits", "--hosts", "1"], "cannot communicate"),
+        (["--workload", "digits", "--hosts", "0"], "hosts"),
+        (["--workload", "digits", "--recipe", "nonsense"], "nonsense"),
+    ],
+)
+def test_mistakes_are_one_line(
+    capsys: pytest.CaptureFixture[str], options: list[str], named: str
+) -> None:
+    assert main(["advise", *options]) == 2
+    captured = capsys.readouterr()
+    assert named in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 8, 16])
+def test_all_that_is_compared_was_rehearsed(workers: int) -> None:
+    known = rehearsals(rehearsed(workers))
+    facts = replace(TEXT, workers=workers)
+    for c in choices(facts):
+        assert {work_key(r) for r in c.recipe} <= set(known), c.text
+
+
+def test_the_streaming_recipe_is_the_one_whose_quality_was_measured() -> None:
+    (found,) = (c for c in choices(TEXT) if c.text.startswith("streaming_diloco(16"))
+    delay = found.recipe[0].delay
+    assert found.recipe == parse_recipe(f"streaming_diloco(16, {LIKE.replace('1', str(delay), 1)})")
+
+
+@pytest.mark.parametrize("workers", [2, 4, 16])
+@pytest.mark.parametrize("rate", [1e5, 1e7, 1e9])
+def test_what_auto_chooses_from_is_in_the_advice(workers: int, rate: float) -> None:
+    """And nothing of its kind beside it, such as a period that auto leaves out."""
+    facts = replace(TEXT, workers=workers, rate=rate)
+    mine = {c.text: c.recipe for c in candidates(facts)}
+    kinds = ("ddp(", "streaming_diloco(")
+    assert {c.text: c.recipe for c in choices(facts) if c.text.startswith(kinds)} == mine
+
+
+def test_ranks_that_measure_different_things_are_told_so() -> None:
+    def one(rank: int) -> str:
+        model, _, step = training(rank)
+        with pytest.raises(ValueError, match="arguments differ") as raised:
+            la.advise(model, step, steps=2 + rank)
+        return str(raised.value)
+
+    assert len(set(la.simulate(one, workers=2))) == 1
+
+
+def test_a_model_that_averages_its_gradients_is_refused(pool: gloo.Pool) -> None:
+    assert pool.run(wrapped, ranks=1) == [
+        "the model already averages its gradients: give model.module"
+    ]
+
+
+def wrapped(rank: int) -> str:
+    model, _, step = training(rank)
+    try:
+        wrapped_model = DistributedDataParallel(model, process_group=gloo._groups[1])
+        la.advise(wrapped_model, step, link=gloo.link_of(1))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_network_of_long_latency_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the first message takes longer than the last one of a sweep should."""
+    monkeypatch.setattr(measure, "LONG", 0.01)
+    found = la.simulate(advised, workers=2, link=lambda link: Throttled(link, "50mbit", 0.02))
+    for advice in found:
+        assert 0.018 < advice.facts.latency < 0.04

@@ -1,0 +1,328 @@
+"""Recipes from text: every spelling that Python has for them, and no other Python."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+
+import laconic as la
+from laconic.algorithms.parse import parse_recipe
+from laconic.algorithms.recipes import RECIPES
+
+NAMES = ", ".join([*RECIPES, "auto"])
+
+SPELLINGS: dict[str, Callable[[], la.Recipe]] = {
+    "ddp": la.ddp,
+    "ddp()": la.ddp,
+    "(ddp)": la.ddp,
+    "  ddp ( ) \n": la.ddp,
+    "ddp  # all gradients": la.ddp,
+    "local_sgd(12)": lambda: la.local_sgd(12),
+    "local_sgd(+12,)": lambda: la.local_sgd(12),
+    "local_sgd(0x0C)": lambda: la.local_sgd(12),
+    "local_sgd(period=12)": lambda: la.local_sgd(12),
+    "local_sgd(\n  12,\n  delay=3,\n)": lambda: la.local_sgd(12, delay=3),
+    "local_sgd(delay=3, period=12)": lambda: la.local_sgd(12, delay=3),
+    "local_sgd(12, optimizer_state='average')": lambda: la.local_sgd(12, optimizer_state="average"),
+    'local_sgd(12, optimizer_state="reset")': lambda: la.local_sgd(12, optimizer_state="reset"),
+    "post_local_sgd(100, 16)": lambda: la.post_local_sgd(100, 16),
+    "post_local_sgd(start=0, period=16, delay=2)": lambda: la.post_local_sgd(0, 16, delay=2),
+    "diloco": la.diloco,
+    "diloco()": la.diloco,
+    "diloco(24, 1e-1, .5)": lambda: la.diloco(24, 0.1, 0.5),
+    "diloco(24, momentum=0, outer=None)": lambda: la.diloco(24, momentum=0.0),
+    "diloco(24, sharded=False, delay=4)": lambda: la.diloco(24, sharded=False, delay=4),
+    "diloco(24, delay=24, merge='eager')": lambda: la.diloco(24, delay=24, merge="eager"),
+    "noloco(50, gamma=0.5)": lambda: la.noloco(gamma=0.5),
+    "power_sgd(rank=2, start=100)": lambda: la.power_sgd(2, start=100),
+    "demo(k=16)": lambda: la.demo(k=16),
+    "ddp(codec='int4')": lambda: la.ddp(codec="int4"),
+    "streaming_diloco(24, 4, 2, codec='int4')": lambda: la.streaming_diloco(24, 4, 2, codec="int4"),
+    "sparse_loco(50, k=32)": lambda: la.sparse_loco(50, 32),
+    "hierarchical(3, period=12)": lambda: la.hierarchical(3, 12),
+    "sgp": la.sgp,
+    "sgp('ring', peers=2)": lambda: la.sgp("ring", 2),
+    'sgp(delay=1, graph="random")': lambda: la.sgp("random", delay=1),
+    "d_psgd('bipartite_linear')": lambda: la.d_psgd("bipartite_linear"),
+    "easgd(16, pull=.5)": lambda: la.easgd(16, 0.9, pull=0.5),
+    "eamsgd(16, beta=0.8)": lambda: la.eamsgd(16, 0.8),
+    "downpour(4)": lambda: la.downpour(4),
+    "lsgd(16)": lambda: la.lsgd(16, local_period=None, window=10),
+    "lsgd(16, local_period=0, pull=0.2)": lambda: la.lsgd(16, local_period=0, pull=0.2),
+    "slowmo(sgp(delay=2), 48)": lambda: la.slowmo(la.sgp(delay=2), 48),
+    "slowmo(None)": lambda: la.slowmo(None),
+    "slowmo(None, 24, 0.2, 2)": lambda: la.slowmo(None, 24, 0.2, 2),
+    "slowmo(ddp, average=False)": lambda: la.slowmo(la.ddp(), average=False),
+    "slowmo(ddp(), average=True, sharded=False)": lambda: la.slowmo(la.ddp(), sharded=False),
+    "slowmo(local_sgd(12), period=48)": lambda: la.slowmo(la.local_sgd(12), period=48),
+    "slowmo(base=local_sgd(period=12))": lambda: la.slowmo(la.local_sgd(12)),
+    "slowmo(slowmo(local_sgd(3), 12), 48)": lambda: la.slowmo(
+        la.slowmo(la.local_sgd(3), 12), period=48
+    ),
+}
+
+
+def refusal(text: str) -> str:
+    """What the user is told: a plain ValueError of one line, and no other exception."""
+    with pytest.raises(ValueError) as raised:
+        parse_recipe(text)
+    said = str(raised.value)
+    assert type(raised.value) is ValueError, raised.value
+    assert said and "\n" not in said
+    return said
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("text", SPELLINGS)
+def test_a_spelling_means_what_python_means_by_it(text: str) -> None:
+    assert parse_recipe(text) == SPELLINGS[text]()
+
+
+@pytest.mark.timeout(10)
+def test_every_recipe_has_a_spelling_here() -> None:
+    assert {name for name in RECIPES if any(text.startswith(name) for text in SPELLINGS)} == {
+        *RECIPES
+    }
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(
+    "text",
+    ["sgd", "sgd(3)", "Local_SGD(3)", "no communication", "slowmo(sgd(3))", "print", "None", "12"],
+)
+def test_an_unknown_recipe_is_told_the_known_ones(text: str) -> None:
+    said = refusal(text)
+    assert NAMES in said or "local_sgd(12)" in said  # what is no expression gets an example
+    assert text in said
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("text", ["sgd", "Local_SGD(3)", "slowmo(sgd(3))", "print(1)", "12"])
+def test_a_name_that_is_no_recipe_gets_all_of_them(text: str) -> None:
+    assert f"choose from {NAMES}" in refusal(text)
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "local_sgd(12, perod=3)",
+            "no option 'perod' (did you mean 'period'?): its options are period, delay, ",
+        ),
+        ("ddp(period=3)", "ddp has no option 'period': its options are codec"),
+        ("slowmo(local_sgd(12, base=1))", "local_sgd has no option 'base': its options are period"),
+        (
+            "local_sgd()",
+            "local_sgd(period, *, delay=0, codec=None, optimizer_state='keep'): missing",
+        ),
+        ("local_sgd", "missing a required argument: 'period'"),
+        ("slowmo(period=48)", "slowmo(base, period=48, momentum=None, lr=1.0, *, sharded=True, "),
+        ("slowmo(local_sgd)", "missing a required argument: 'period', in 'slowmo(local_sgd)'"),
+        ("post_local_sgd(100)", "missing a required argument: 'period'"),
+        (
+            "local_sgd(12, 3)",
+            "local_sgd(period, *, delay=0, codec=None, optimizer_state='keep'): too many",
+        ),
+        ("ddp(1)", "ddp(*, codec=None): too many positional arguments"),
+        ("local_sgd(12, period=3)", "multiple values for argument 'period'"),
+    ],
+)
+def test_a_call_that_does_not_fit_is_told_the_options(text: str, said: str) -> None:
+    assert said in refusal(text)
+
+
+@pytest.mark.timeout(10)
+def test_an_option_given_twice_is_refused() -> None:
+    """As in Python, rather than that the last one wins in silence."""
+    assert "period" in refusal("local_sgd(period=12, period=24)")
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("local_sgd(0)", "local_sgd: period must be an integer of at least 1, not 0"),
+        ("local_sgd(-3)", "local_sgd: period must be an integer of at least 1, not -3"),
+        ("local_sgd(1.5)", "local_sgd: period must be an integer of at least 1, not 1.5"),
+        ("local_sgd(True)", "local_sgd: period must be an integer of at least 1, not True"),
+        ("local_sgd('12')", "local_sgd: period must be an integer of at least 1, not '12'"),
+        ("local_sgd(None)", "local_sgd: period must be an integer of at least 1, not None"),
+        ("local_sgd(12, delay=-1)", "local_sgd: delay must be an integer of at least 0, not -1"),
+        ("local_sgd(12, optimizer_state='keeep')", "one of 'keep', 'average', 'reset', not 'keeep"),
+        ("diloco(period=0)", "diloco: period must be an integer of at least 1, not 0"),
+        ("diloco(lr=0)", "diloco: lr must be a finite number greater than 0, not 0"),
+        ("diloco(lr=-0.7)", "diloco: lr must be a finite number greater than 0, not -0.7"),
+        ("diloco(lr=1e999)", "diloco: lr must be a finite number greater than 0, not inf"),
+        ("diloco(momentum=1)", "diloco: momentum must be a finite number at least 0 and below 1"),
+        (
+            "diloco(outer='adam')",
+            "diloco: outer must be a function that makes an optimizer from tensors",
+        ),
+        ("slowmo(ddp, period=0)", "slowmo: period must be an integer of at least 1, not 0"),
+        (
+            "slowmo(3)",
+            "slowmo: base must be a recipe, such as laconic.local_sgd(12), or None, not 3",
+        ),
+        ("slowmo('ddp')", "slowmo: base must be a recipe, such as laconic.local_sgd(12), or None"),
+        ("post_local_sgd(-1, 4)", "post_local_sgd: "),
+        ("hierarchical(0, 4)", "hierarchical: group_period must be an integer of at least 1"),
+        ("sgp('circle')", "sgp: graph must be one of 'exponential', 'directed_exponential', "),
+        ("sgp('ring', peers=0)", "sgp: peers must be an integer of at least 1, not 0"),
+        ("sgp(2)", "sgp: graph must be one of 'exponential', "),
+        ("d_psgd(graph=None)", "'random', not None"),
+        ("easgd(4, 0)", "easgd: beta must be a finite number greater than 0 and at most 1, not 0"),
+        ("easgd(4, pull=1)", "easgd: pull must be a finite number at least 0 and below 1, not 1"),
+        ("eamsgd(True)", "eamsgd: period must be an integer of at least 1, not True"),
+        ("downpour(1.5)", "downpour: period must be an integer of at least 1, not 1.5"),
+        ("lsgd(0)", "lsgd: period must be an integer of at least 1, not 0"),
+        ("lsgd(4, window=0)", "lsgd: window must be an integer of at least 1, not 0"),
+        ("slowmo(sgp(peers=0))", "sgp: peers must be an integer of at least 1, not 0"),
+    ],
+)
+def test_a_bad_value_is_told_what_is_a_good_one(text: str, said: str) -> None:
+    assert said in refusal(text)
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(
+    "code",
+    [
+        "().__class__.__base__",
+        "la.ddp",
+        "lambda: 1",
+        "[x for x in (1,)]",
+        "{x: x for x in (1,)}",
+        "f'{1}'",
+        "f''",
+        "*(1,)",
+        "(x := 1)",
+        "1 if True else 2",
+        "1 + 1",
+        "2 ** 31",
+        "1 < 2",
+        "not 1",
+        "x",
+        "x[0]",
+        "...[0]",
+        "(yield)",
+        "{**{}}",
+        "{[]}",
+        "{[]: 1}",
+    ],
+)
+def test_code_in_place_of_a_value_is_refused(code: str) -> None:
+    for text in (f"local_sgd({code})", f"slowmo(ddp, {code})"):
+        said = refusal(text)
+        assert f"one of the recipes {NAMES}" in said, said
+        assert text in said
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os')",
+        "__import__('os').system('true')",
+        "local_sgd(__import__('os'))",
+        "local_sgd(eval('12'))",
+        "local_sgd.__globals__",
+        "local_sgd.__call__(12)",
+        "(lambda: ddp)()",
+        "[ddp][0]",
+        "ddp()()",
+        "ddp if True else ddp",
+        "ddp or ddp",
+        "await ddp",
+    ],
+)
+def test_code_in_place_of_a_recipe_is_refused(text: str) -> None:
+    assert f"choose from {NAMES}" in refusal(text)
+
+
+@pytest.mark.timeout(10)
+def test_nothing_is_run(capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("print('ran')", "local_sgd(print('ran'))", "local_sgd(12 or print('ran'))"):
+        assert "print" in refusal(text)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("text", ["local_sgd(*(12,))", "ddp(*())", "slowmo(ddp, *[48])"])
+def test_starred_arguments_are_refused(text: str) -> None:
+    assert "cannot read '*" in refusal(text)
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("text", ["local_sgd(**{'period': 12})", "ddp(**{})"])
+def test_a_starred_dictionary_is_refused(text: str) -> None:
+    assert "no options after **: its options are " in refusal(text)
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " \n\t",
+        "# nothing",
+        "local_sgd(12",
+        "local_sgd 12",
+        "local_sgd(12))",
+        "ddp; ddp",
+        "ddp\nddp",
+        "x = ddp",
+        "import os",
+        "local_sgd(012)",
+        "local_sgd(period=12, 3)",
+        "local_sgd(x:=12",
+        "ddp\0",
+        "ddp\udcff",
+        "'",
+        "£$%",
+    ],
+)
+def test_what_is_no_expression_gets_an_example(text: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        said = refusal(text)
+    assert repr(text) in said
+    assert "such as 'local_sgd(12)'" in said
+
+
+DEEP = 10_000
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(" * DEEP,
+        "(" * DEEP + "ddp" + ")" * DEEP,
+        "slowmo(" * DEEP + "ddp" + ")" * DEEP,
+        "local_sgd(" + "[" * DEEP + "]" * DEEP + ")",
+        "-" * DEEP + "1",
+        "local_sgd(" + "-" * DEEP + "1)",
+        "local_sgd(" + "not " * DEEP + "1)",
+        "local_sgd(" + "1+" * DEEP + "1)",
+        "ddp" + ".x" * DEEP,
+        "ddp" + "()" * DEEP,
+        "local_sgd(" + "lambda: " * DEEP + "1)",
+        "local_sgd(" + "9" * DEEP + ")",
+        "x" * 10 * DEEP,
+    ],
+    ids=lambda text: f"{text[:12]}...{text[-4:]}",
+)
+def test_text_without_end_is_refused_like_any_other(text: str) -> None:
+    assert refusal(text)
+
+
+@pytest.mark.timeout(10)
+def test_nesting_that_python_reads_is_read() -> None:
+    depth = 40
+    expected = la.ddp()
+    for _ in range(depth):
+        expected = la.slowmo(expected)
+    assert parse_recipe("slowmo(" * depth + "ddp" + ")" * depth) == expected

@@ -1,0 +1,340 @@
+"""SlowMoDistributedDataParallel against a re-statement of fairscale's order of operations, and what
+fairscale gets wrong."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import laconic as la
+from laconic import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
+
+import gloo
+import reference
+import reference_slowmo_ddp as ref
+import slowmo_training as loop
+import training
+from slowmo_training import Settings, Wide
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:slowmo_memory_efficient=True sends"),
+    pytest.mark.filterwarnings("ignore:there is one node only"),
+    pytest.mark.filterwarnings("ignore:the optimizer updates float16 parameters"),
+]
+SGP = SlowMoBaseAlgorithm.SGP
+
+
+def expected(settings: Settings, given: ref.Settings) -> ref.Trace:
+    rules = training.OPTIMISERS[settings.optimiser][1]
+    init = reference.initial(settings.ranks, settings.job_seed)
+    return ref.run(given, settings.steps, rules, settings.lr, settings.job.data(), init)
+
+
+def check(settings: Settings, given: ref.Settings, runs: list[list[dict[str, Any]]]) -> None:
+    """To 1e-10 after every call; replicas equal to the last bit after every slow step."""
+    trace = expected(settings, given)
+    agrees = given.base == "localsgd" or given.memory_efficient or given.sgp_average_params
+    for t in range(settings.steps):
+        for rank, run in enumerate(runs):
+            for name in reference.NAMES:
+                np.testing.assert_allclose(run[t][name], trace.z[t][rank][name], rtol=0, atol=1e-10)
+            if trace.slow[t] and agrees:
+                assert loop.equal(run[t], runs[0][t])
+    if given.momentum and given.nodes > 1:
+        assert any(trace.slow), "the slow step was seen"
+
+
+def options(given: ref.Settings) -> dict[str, Any]:
+    """The wrapper's, from the reference's."""
+    nodes = given.nodes
+    found: dict[str, Any] = {
+        "slowmo_base_algorithm": given.base,
+        "slowmo_momentum": given.momentum,
+        "slowmo_lr": given.slowmo_lr,
+        "slowmo_frequency": given.slowmo_frequency,
+        "localsgd_frequency": given.localsgd_frequency,
+        "slowmo_memory_efficient": given.memory_efficient,
+        "slowmo_sgp_average_params": given.sgp_average_params,
+        "push_sum": given.push_sum,
+    }
+    if given.base == "sgp" and nodes > 1:
+        found["graph"] = given.graph, given.peers_per_itr
+    return found
+
+
+def train(settings: Settings, rank: int) -> list[dict[str, Any]]:
+    """As `slowmo_training.train`, the graph made where its node is known."""
+    given = dict(settings.options)
+    if "graph" in given:
+        name, peers = given["graph"]
+        size = settings.nprocs_per_node
+        kind = getattr(la, name)
+        given["graph"] = kind(rank // size, settings.ranks // size, peers_per_itr=peers)
+    return loop.train(
+        Settings(
+            settings.ranks,
+            settings.nprocs_per_node,
+            settings.steps,
+            settings.optimiser,
+            settings.lr,
+            given,
+        ),
+        rank,
+    )
+
+
+def train_over_gloo(rank: int, settings: Settings) -> list[dict[str, Any]]:
+    with loop.over_gloo(settings.ranks), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return train(settings, rank)
+
+
+STEPS = 17
+"""Two slow steps of every frequency below, and one step more."""
+GRID = [
+    ref.Settings(nodes, 4 // nodes, base, momentum, 1.0, slow, local, efficient, average)
+    for nodes, base, momentum, (local, slow), (efficient, average) in itertools.product(
+        (4, 2),
+        ("localsgd", "sgp"),
+        (0.0, 0.5),
+        ((3, 6), (2, 8)),
+        ((True, False), (False, False), (False, True)),
+    )
+    if base == "sgp" or not average
+]
+
+
+def optimiser_of(given: ref.Settings) -> str:
+    """One of two, such that each meets every value of every setting, and every two of them."""
+    values = (given.nodes == 2, given.momentum == 0, given.slowmo_frequency == 8)
+    return ("nesterov", "adamw")[(sum(values) + given.memory_efficient) % 2]
+
+
+@pytest.mark.parametrize(
+    ("given", "optimiser"),
+    [(given, optimiser_of(given)) for given in GRID],
+    ids=str,
+)
+def test_equals_the_original_order_of_operations(given: ref.Settings, optimiser: str) -> None:
+    settings = Settings(4, given.ranks_per_node, STEPS, optimiser, options=options(given))
+    runs = la.simulate(partial(train, settings), workers=4)
+    check(settings, given, runs)
+
+
+@pytest.mark.filterwarnings("ignore:slowmo_frequency=8 is not a multiple")
+@pytest.mark.parametrize("efficient", [True, False])
+def test_a_slow_step_between_two_rounds_averages_too(efficient: bool) -> None:
+    """Which the original does where it is memory efficient alone."""
+    given = ref.Settings(4, 1, "localsgd", 0.5, 1.0, 8, 3, memory_efficient=efficient)
+    settings = Settings(4, options=options(given))
+    check(settings, given, la.simulate(partial(train, settings), workers=4))
+
+
+@pytest.mark.parametrize("given", GRID[::5], ids=str)
+def test_equals_it_over_gloo_and_the_simulation_bit_for_bit(
+    pool: gloo.Pool, given: ref.Settings
+) -> None:
+    settings = Settings(4, given.ranks_per_node, STEPS, options=options(given))
+    runs = pool.run(train_over_gloo, settings, ranks=4)
+    check(settings, given, runs)
+    again = la.simulate(partial(train, settings), workers=4)
+    pairs = zip(itertools.chain(*runs), itertools.chain(*again), strict=True)
+    assert all(loop.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize(
+    ("graph", "nodes", "efficient"),
+    [
+        (graph, nodes, (i + j) % 2 == 0)
+        for i, graph in enumerate(ref.GRAPHS)
+        for j, nodes in enumerate((2, 4, 6, 8) if "Bipartite" in graph else (2, 3, 4, 5, 8))
+    ],
+)
+def test_every_graph_gossips_as_the_original_does(graph: str, nodes: int, efficient: bool) -> None:
+    """Bipartite ones on even numbers of nodes: on odd ones the original fails."""
+    given = ref.Settings(nodes, 1, "sgp", 0.5, 0.9, 6, memory_efficient=efficient, graph=graph)
+    settings = Settings(nodes, steps=13, options=options(given))
+    runs = la.simulate(partial(train, settings), workers=nodes)
+    check(settings, given, runs)
+
+
+@pytest.mark.parametrize("graph", ["RingGraph", "DynamicDirectedExponentialGraph"])
+@pytest.mark.parametrize("peers", [1, 2])
+def test_two_peers_and_gossip_without_push_weights(graph: str, peers: int) -> None:
+    for push_sum in (True, False):
+        given = ref.Settings(
+            5, 1, "sgp", 0.5, 1.0, 6, graph=graph, peers_per_itr=peers, push_sum=push_sum
+        )
+        settings = Settings(5, steps=13, options=options(given))
+        check(settings, given, la.simulate(partial(train, settings), workers=5))
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_the_number_of_shards_changes_no_bit(pool: gloo.Pool, per_node: int) -> None:
+    runs = {}
+    for shards in (4, 1, 2, 3, 32):
+        given = {"slowmo_frequency": 6, "slowmo_num_shards": shards}
+        settings = Settings(4, per_node, 13, options=given)
+        runs[shards] = pool.run(train_over_gloo, settings, ranks=4)
+    for shards, found in runs.items():
+        pairs = zip(itertools.chain(*runs[4]), itertools.chain(*found), strict=True)
+        assert all(loop.equal(one, other) for one, other in pairs), f"{shards} shards"
+
+
+@pytest.mark.parametrize(("shards", "per_node"), [(1, 1), (2, 1), (3, 1), (4, 1), (32, 1), (2, 2)])
+def test_slow_state_is_two_over_shards_on_owners_and_nowhere_else(
+    shards: int, per_node: int
+) -> None:
+    """Counted in bytes of all tensors that the rounds keep, numbers aside."""
+
+    def run(rank: int) -> tuple[int, int]:
+        settings = Settings(4, per_node, 1, options={"slowmo_num_shards": shards})
+        model, optimizer = loop.build(settings, rank)
+        loop.step(settings, model, optimizer, settings.job.data()[rank][0], 1)
+        assert model.slowmo_num_shards == min(shards, 4)
+        state = model.synchronizer.state_dict()
+        kept = [t for r in state["rounds"] for s in r["state"] for t in s.values() if t.dim()]
+        params = sum(p.numel() for p in model.module.parameters())
+        return sum(t.numel() for t in kept), params
+
+    found = la.simulate(run, workers=4)
+    owners = min(shards, 4)
+    for rank, (kept, params) in enumerate(found):
+        padding = 2 * 2 * 4  # two tensors, two buckets, up to three elements each
+        most = 2 * params / owners + padding if rank < owners else 0
+        assert kept <= most
+        assert kept >= 2 * params / owners - padding or rank >= owners
+
+
+# -- traffic ----
+
+
+def test_by_default_three_times_less_goes_across_nodes_than_with_ddp() -> None:
+    steps = 48
+
+    def run(rank: int, wrap: bool) -> int:
+        torch.manual_seed(0)
+        model = Wide()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        wrapped = SlowMoDistributedDataParallel(model, 1, False) if wrap else model
+        sync = None if wrap else la.attach(model, optimizer, la.ddp(), buffers="keep")
+        before = 0
+        for t, x in enumerate(loop.batches(rank, steps + 1)):
+            if t == 1:  # what is sent once, at the start, aside
+                before = (wrapped.stats() if sync is None else sync.stats()).bytes_sent
+            wrapped(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if wrap:
+                wrapped.perform_slowmo(optimizer)
+        return (wrapped.stats() if sync is None else sync.stats()).bytes_sent - before
+
+    (slowmo, *_), (ddp, *_) = (
+        la.simulate(partial(run, wrap=wrap), workers=4) for wrap in (True, False)
+    )
+    assert ddp == pytest.approx(3 * slowmo, rel=0.001)
+
+
+def test_inside_a_node_gradients_and_across_nodes_a_part_for_each_rank() -> None:
+    """Across nodes every rank sends its part of the model, as if the node had one rank."""
+    sent = {}
+    for per_node in (1, 2):
+
+        def run(rank: int, size: int = per_node) -> Any:
+            settings = Settings(2 * size, size, 6, options={"slowmo_frequency": 6})
+            model, optimizer = loop.build(settings, rank)
+            before = dict(model.stats().bytes_by_set)
+            for t in range(1, 7):
+                loop.step(settings, model, optimizer, settings.job.data()[rank][t - 1], t)
+            after = model.stats().bytes_by_set
+            return after["workers"] - before.get("workers", 0), after.get("replica", 0)
+
+        sent[per_node] = la.simulate(run, workers=2 * per_node)
+    assert [inside for _, inside in sent[1]] == [0, 0]
+    assert all(inside > 0 for _, inside in sent[2])
+    per_node_1, per_node_2 = sent[1][0][0], sum(across for across, _ in sent[2][:2])
+    assert per_node_2 == pytest.approx(per_node_1, abs=2 * 2 * 2 * 8 * 4)  # padding
+
+
+def test_neither_forward_nor_eval_sends_anything() -> None:
+    def run(rank: int) -> None:
+        model = SlowMoDistributedDataParallel(Wide(), 1)
+        before = model.stats().bytes_sent
+        for mode in (True, False):
+            model.train(mode)
+            for x in loop.batches(rank, 3):
+                with torch.set_grad_enabled(mode):
+                    model(x)
+        model.state_dict()
+        assert model.stats().bytes_sent == before
+        assert not model.training and not model.module.training
+
+    la.simulate(run, workers=4)
+
+
+def test_buffers_are_averaged_at_rounds_and_kept_where_asked() -> None:
+    def run(rank: int, broadcast: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = SlowMoDistributedDataParallel(Wide(), 1, broadcast)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        means = []
+        for x in loop.batches(rank, 3):
+            loop.square_step(model, optimizer, x)
+            means.append(model.module.layers[1].running_mean.clone())  # type: ignore[operator, union-attr]
+        return means
+
+    for broadcast in (True, False):
+        runs = la.simulate(partial(run, broadcast=broadcast), workers=3)
+        apart = [not torch.equal(runs[0][t], runs[1][t]) for t in range(3)]
+        assert apart == [True, True, not broadcast]
+
+
+# -- graphs and mixing ----
+
+
+@pytest.mark.parametrize("name", ref.GRAPHS)
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 6, 8, 12])
+def test_graphs_name_the_peers_of_the_original(name: str, nodes: int) -> None:
+    nodes += "Bipartite" in name and nodes % 2
+    given = ref.Settings(nodes, base="sgp", graph=name)
+    graphs = [getattr(la, name)(rank, nodes) for rank in range(nodes)]
+    for k in range(7):
+        out = [ref.out_peers(given, rank, k) if nodes > 1 else [] for rank in range(nodes)]
+        for rank, graph in enumerate(graphs):
+            peers = graph.get_peers(rotate=k > 0)
+            came = [source for source in range(nodes) if rank in out[source]]
+            assert (sorted(peers[0]), sorted(peers[1])) == (sorted(out[rank]), came)
+
+
+def test_mixing_is_uniform() -> None:
+    mixing = la.UniformMixing(la.RingGraph(0, 4, peers_per_itr=2), torch.device("cpu"))
+    weights = mixing.get_mixing_weights()
+    assert weights["lo"].item() == pytest.approx(1 / 3)
+    assert weights["uniform"].item() == weights[1].item() == weights[3].item() == 1.0
+    assert mixing.get_mixing_weights(False)[1].item() == pytest.approx(1 / 3)
+    assert mixing.is_regular() and mixing.is_uniform()
+    with pytest.raises(ValueError, match="graph must be a GraphManager"):
+        la.UniformMixing("ring")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((4, 4), "rank 4 must be below world_size 4"),
+        ((0, 4, 1, 0, 0), "peers"),
+        ((0, 0), "world_size"),
+    ],
+)
+def test_graphs_check_their_arguments(arguments: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        la.RingGraph(*arguments)
+    with pytest.raises(ValueError, match=r"graph must be one of .*RingGraph"):
+        la.GraphManager(0, 4)

@@ -1,0 +1,806 @@
+"""Saved at any step, loaded elsewhere: the run goes on as if it had never stopped, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import laconic as la
+from laconic.algorithms.exchanges import Mean
+from laconic.algorithms.update import Clock, Slot, State, Update
+from laconic.buckets import optimizer_state
+
+import gloo
+import training
+from exact_rows import GROUPED, KINDS, ROWS
+from training import Job, build, plain_lr
+
+STEPS = 14
+SAVES = (1, 4, 5, 7, 8)
+"""Before a first round, right after rounds, mid-period, and with messages in flight."""
+NEXT = 6
+EVERY = [*ROWS, *GROUPED]
+Trace = list[Any]
+
+
+def job_of(row: str, optimiser: str) -> Job:
+    """Three workers, or two groups of two."""
+    if row in ROWS:
+        return Job(ROWS[row][0], 3, STEPS, optimiser, plain_lr)
+    return Job(GROUPED[row][0], 4, STEPS, optimiser, plain_lr, options=(("group_size", 2),))
+
+
+def attached(job: Job, rank: int, link: la.links.Link | None) -> tuple[Any, ...]:
+    model, optimizer = build(job, rank)
+    return model, optimizer, la.attach(model, optimizer, job.recipe, link=link, **dict(job.options))
+
+
+def onwards(job: Job, rank: int, parts: tuple[Any, ...], start: int, end: int) -> Iterator[int]:
+    """Train from after step ``start`` up to ``end``; yields every step taken."""
+    model, optimizer, sync = parts
+    data = job.data()[rank]
+    for t in range(start + 1, end + 1):
+        training.step(job, model, optimizer, data[t - 1], t, sync)
+        yield t
+
+
+def record(parts: tuple[Any, ...]) -> Any:
+    model, _, sync = parts
+    with sync.consensus(mean=False):
+        consensus = training.values(model)
+    return training.values(model), consensus
+
+
+def save(parts: tuple[Any, ...], path: Path) -> None:
+    names = ("model", "optimizer", "sync")
+    torch.save({k: v.state_dict() for k, v in zip(names, parts, strict=True)}, path)
+
+
+def file_of(folder: Path, step: int, rank: int) -> Path:
+    return folder / f"step{step}-rank{rank}.pt"
+
+
+def straight(
+    rank: int, job: Job, folder: Path | None, link: la.links.Link | None = None
+) -> tuple[Trace, list[dict[str, int]]]:
+    """The run that never stops; with ``folder`` it saves on its way. Also the bytes sent by the
+    time of each save and right after it."""
+    parts = attached(job, rank, link)
+    trace, bytes_at_save = [], []
+    for t in onwards(job, rank, parts, 0, STEPS):
+        if folder is not None and t in SAVES:
+            before = parts[2].stats().bytes_sent
+            save(parts, file_of(folder, t, rank))
+            bytes_at_save.append({"before": before, "after": parts[2].stats().bytes_sent})
+        trace.append(record(parts))
+    parts[2].detach()
+    return trace, bytes_at_save
+
+
+def resumed(
+    rank: int, job: Job, folder: Path, step: int, link: la.links.Link | None = None
+) -> Trace:
+    """The steps after ``step``, from what was saved there."""
+    parts = attached(job, rank, link)
+    saved = torch.load(file_of(folder, step, rank), weights_only=True)
+    for part, name in zip(parts, ("model", "optimizer", "sync"), strict=True):
+        part.load_state_dict(saved[name])
+    assert parts[2].step == step
+    steps = onwards(job, rank, parts, step, min(step + NEXT, STEPS))
+    trace = [record(parts), *(record(parts) for _ in steps)]
+    parts[2].detach()
+    return trace
+
+
+def same(whole: list[Trace], tails: list[Trace], step: int) -> bool:
+    """Whether ``tails`` is what ``whole`` was from after ``step`` on."""
+    end = min(step + NEXT, STEPS)
+    return training.same_bits([run[step - 1 : end] for run in whole], tails)
+
+
+# -- bit for bit, on both links ----
+
+
+@pytest.mark.parametrize("row", EVERY)
+def test_resume_in_a_fresh_simulation(row: str, tmp_path: Path) -> None:
+    job = job_of(row, "nesterov")
+    undisturbed = [t for t, _ in la.simulate(lambda r: straight(r, job, None), workers=job.workers)]
+    saving = la.simulate(lambda r: straight(r, job, tmp_path), workers=job.workers)
+    assert training.same_bits(undisturbed, [t for t, _ in saving]), "saving disturbed the run"
+    assert all(b["before"] == b["after"] for _, found in saving for b in found)
+    for step in SAVES:
+        tails = la.simulate(partial(_resumed, job, tmp_path, step), workers=job.workers)
+        assert same(undisturbed, tails, step), f"saved after step {step}"
+
+
+def _resumed(job: Job, folder: Path, step: int, rank: int) -> Trace:
+    return resumed(rank, job, folder, step)
+
+
+def over_gloo(rank: int, task: Callable[..., Any], job: Job, *arguments: Any) -> Any:
+    return task(rank, job, *arguments, gloo.link_of(job.workers))
+
+
+IN_PROCESSES = [
+    *KINDS,
+    "hierarchical(2, 6)",
+    "lsgd(4, local_period=2)",
+    "slowmo(lsgd(3, local_period=1), 6)",
+]
+"""That processes train as threads do, `test_links_agree` tests of every row."""
+
+
+@pytest.mark.parametrize("row", IN_PROCESSES)
+def test_resume_in_fresh_processes(pool: gloo.Pool, row: str, tmp_path: Path) -> None:
+    """What threads here saved goes on in processes that never ran it, and the other way round:
+    the links agree bit for bit."""
+    job = job_of(row, "adamw")
+    here, there = tmp_path / "threads", tmp_path / "processes"
+    here.mkdir()
+    there.mkdir()
+    threads = [t for t, _ in la.simulate(lambda r: straight(r, job, here), workers=job.workers)]
+    processes = [t for t, _ in pool.run(over_gloo, straight, job, there, ranks=job.workers)]
+    assert training.same_bits(threads, processes)
+    for step in SAVES[1:4]:
+        tails = pool.run(over_gloo, resumed, job, here, step, ranks=job.workers)
+        assert same(threads, tails, step), f"saved by threads after step {step}"
+    tails = la.simulate(partial(_resumed, job, there, SAVES[2]), workers=job.workers)
+    assert same(threads, tails, SAVES[2]), f"saved by processes after step {SAVES[2]}"
+
+
+def test_a_score_of_gradients_resumes(tmp_path: Path) -> None:
+    """What no loss was told for; the row of the table reports losses, over a window."""
+    job = replace(job_of("lsgd(4, local_period=2)", "nesterov"), reports=False)
+    saving = la.simulate(lambda r: straight(r, job, tmp_path), workers=4)
+    for step in SAVES:
+        tails = la.simulate(partial(_resumed, job, tmp_path, step), workers=4)
+        assert same([t for t, _ in saving], tails, step), f"saved after step {step}"
+    kept = torch.load(file_of(tmp_path, 5, 0), weights_only=True)["sync"]["scores"]
+    assert kept["losses"] == [] and kept["decrease"] != 0
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "local_sgd(4)",
+        "slowmo(local_sgd(2), 6)",
+        "diloco(4, delay=3)",
+        "sgp(ring, 2, delay=3)",
+        "slowmo(easgd(2, pull=0.2), 6)",
+        "lsgd(4, pulls)",
+    ],
+)
+def test_resume_with_workers_of_two_ranks(row: str, tmp_path: Path) -> None:
+    job = Job(ROWS[row][0], 4, STEPS, lr=plain_lr, options=(("nprocs_per_node", 2),))
+    saving = la.simulate(lambda r: straight(r, job, tmp_path), workers=4)
+    for step in SAVES:
+        tails = la.simulate(partial(_resumed, job, tmp_path, step), workers=4)
+        assert same([t for t, _ in saving], tails, step), f"saved after step {step}"
+
+
+@dataclass(frozen=True)
+class Homemade(Update):
+    """An update of a user's own, which needs all that may be kept: state of its own on every
+    worker, and the count of rounds before this one."""
+
+    slots: ClassVar[dict[str, Slot]] = {"sum": "private", "last": "private"}
+
+    def init(self, x: Tensor) -> State:
+        return {"sum": torch.zeros_like(x), "last": torch.tensor(0.0)}
+
+    def send(self, x: Tensor, state: State, clock: Clock) -> Tensor:
+        state["sum"] += x
+        state["last"].fill_(clock.step)
+        return x + 0.01 * state["sum"]
+
+    def combine(self, mean: Tensor, state: State, clock: Clock) -> Tensor:
+        return mean * (1.0 - 0.01 * clock.executed)
+
+
+HOMEMADE: dict[str, la.Recipe] = {
+    "at once": (la.Round(la.every(3), Homemade(), Mean()),),
+    "delayed": (la.Round(la.every(3), Homemade(), Mean(), delay=4),),
+}
+
+
+@pytest.mark.parametrize("name", HOMEMADE)
+def test_resume_of_an_update_of_ones_own(name: str, tmp_path: Path) -> None:
+    job = Job(HOMEMADE[name], 3, STEPS, lr=plain_lr)
+    saving = la.simulate(lambda r: straight(r, job, tmp_path), workers=3)
+    for step in SAVES:
+        tails = la.simulate(partial(_resumed, job, tmp_path, step), workers=3)
+        assert same([t for t, _ in saving], tails, step), f"saved after step {step}"
+
+
+def test_messages_are_in_flight_at_the_saves() -> None:
+    """The runs above do save with something in flight, and it is all there."""
+    job = Job(ROWS["local_sgd(3, delay=7)"][0], 2, STEPS)
+
+    def run(rank: int) -> list[int]:
+        parts = attached(job, rank, None)
+        counts = []
+        for t in onwards(job, rank, parts, 0, 8):
+            if t in SAVES:
+                (saved,) = parts[2].state_dict()["rounds"]
+                counts.append(len(saved["flights"]))
+        return counts
+
+    assert la.simulate(run, workers=2) == [[0, 1, 1, 2, 2]] * 2
+
+
+def test_what_was_saved_does_not_change_as_the_run_goes_on() -> None:
+    job = Job(ROWS["diloco(3, delay=5)"][0], 2, STEPS)
+
+    def run(rank: int) -> bool:
+        parts = attached(job, rank, None)
+        list(onwards(job, rank, parts, 0, 4))
+        state = parts[2].state_dict()
+        before = io.BytesIO()
+        torch.save(state, before)
+        list(onwards(job, rank, parts, 4, 12))
+        after = io.BytesIO()
+        torch.save(state, after)
+        return before.getvalue() == after.getvalue()
+
+    assert la.simulate(run, workers=2) == [True, True]
+
+
+def test_loading_copies_what_it_is_given() -> None:
+    """A state loaded into one run can be loaded into the next."""
+    job = Job(ROWS["slowmo(None, 4)"][0], 2, STEPS)
+
+    def first(rank: int) -> Any:
+        parts = attached(job, rank, None)
+        list(onwards(job, rank, parts, 0, 5))
+        return tuple(part.state_dict() for part in parts)
+
+    saved = la.simulate(first, workers=2)
+
+    def again(rank: int) -> Any:
+        parts = attached(job, rank, None)
+        model, optimizer, sync = saved[rank]
+        parts[0].load_state_dict(model)
+        parts[1].load_state_dict(copy.deepcopy(optimizer))  # torch keeps what it is given
+        parts[2].load_state_dict(sync)
+        list(onwards(job, rank, parts, 5, 12))
+        return [record(parts)]
+
+    assert training.same_bits(la.simulate(again, workers=2), la.simulate(again, workers=2))
+
+
+def test_one_rank_alone_may_ask_for_its_state(pool: gloo.Pool) -> None:
+    job = Job(ROWS["local_sgd(4, delay=2)"][0], 3, STEPS, "adamw")
+    runs = pool.run(rank_0_saves, job, ranks=3)
+    assert [count for _, count in runs] == [STEPS, 0, 0]
+    undisturbed = la.simulate(lambda r: straight(r, job, None)[0], workers=3)
+    assert training.same_bits([t for t, _ in runs], undisturbed)
+
+
+def rank_0_saves(rank: int, job: Job) -> tuple[Trace, int]:
+    parts = attached(job, rank, gloo.link_of(job.workers))
+    trace, saves = [], 0
+    for _ in onwards(job, rank, parts, 0, STEPS):
+        if rank == 0:
+            assert parts[2].state_dict()["rank"] == 0
+            saves += 1
+        trace.append(record(parts))
+    parts[2].detach()
+    return trace, saves
+
+
+def test_finished_and_saved_and_resumed(tmp_path: Path) -> None:
+    """`finish()` in mid-period is part of the run: resuming after it is resuming, too."""
+    job = Job(ROWS["slowmo(local_sgd(3, delay=4), 5)"][0], 3, STEPS, lr=plain_lr)
+
+    def run(rank: int, load: bool) -> Trace:
+        parts = attached(job, rank, None)
+        path = file_of(tmp_path, 7, rank)
+        if load:
+            saved = torch.load(path, weights_only=True)
+            for part, name in zip(parts, ("model", "optimizer", "sync"), strict=True):
+                part.load_state_dict(saved[name])
+        else:
+            list(onwards(job, rank, parts, 0, 7))
+            parts[2].finish()
+            save(parts, path)
+        return [record(parts) for _ in onwards(job, rank, parts, 7, STEPS)]
+
+    whole = la.simulate(lambda r: run(r, False), workers=3)
+    assert training.same_bits(whole, la.simulate(lambda r: run(r, True), workers=3))
+
+
+# -- what cannot be loaded is an error on every rank ----
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One way to load the wrong thing: what this rank hands over, given everyone's saved parts
+    (model, optimizer, sync), and what the error must say."""
+
+    hand_over: Callable[[int, list[Any]], tuple[Any, Any, Any]]
+    text: str
+    workers: int = 2
+    recipe: str = "slowmo(local_sgd(2), 6)"
+
+
+def only(rank: int, broken: int, right: Any, wrong: Any) -> Any:
+    return wrong if rank == broken else right
+
+
+WRONG = {
+    "the states swapped": Wrong(lambda r, s: (*s[r][:2], s[1 - r][2]), "its own"),
+    "one rank's state on both": Wrong(lambda r, s: (*s[r][:2], s[0][2]), "its own|ranks"),
+    "rank 0 loads rank 1's": Wrong(
+        lambda r, s: (*s[r][:2], only(r, 0, s[r][2], s[1][2])), "its own|ranks [0]"
+    ),
+    "another recipe": Wrong(lambda r, s: s[r], "was saved under slowmo", recipe="diloco(4)"),
+    "another period": Wrong(lambda r, s: s[r], "sync.switch", recipe="slowmo(None, 4)"),
+    "the model not loaded": Wrong(lambda r, s: (None, *s[r][1:]), "load the model"),
+    "the model not loaded on rank 1": Wrong(
+        lambda r, s: (only(r, 1, s[r][0], None), *s[r][1:]), "load the model|ranks [1]"
+    ),
+    "rank 0's model on both": Wrong(lambda r, s: (s[0][0], *s[r][1:]), "load the model|ranks"),
+    "rank 0's state alone, three ranks": Wrong(lambda r, s: s[0], "list of all", workers=3),
+    "too short a list": Wrong(
+        lambda r, s: (*s[0][:2], [s[0][2], s[1][2], s[1][2]]), "list of all", workers=3
+    ),
+    "the list in another order": Wrong(
+        lambda r, s: (*s[r][:2], [s[1][2], s[0][2]]), "by rank: number 0"
+    ),
+    "another version": Wrong(lambda r, s: (*s[r][:2], {**s[r][2], "version": 999}), "version|999"),
+    "something else altogether": Wrong(lambda r, s: (*s[r][:2], {"step": 3}), "state"),
+    "something else on one rank": Wrong(
+        lambda r, s: (*s[r][:2], only(r, 1, s[r][2], {"step": 3})), "state"
+    ),
+    "an empty list": Wrong(lambda r, s: (*s[r][:2], []), "state"),
+}
+
+
+def two_saved(row: str, steps: int) -> list[Any]:
+    job = Job(ROWS[row][0], 2, STEPS)
+
+    def run(rank: int) -> Any:
+        parts = attached(job, rank, None)
+        list(onwards(job, rank, parts, 0, steps))
+        return tuple(part.state_dict() for part in parts)
+
+    return la.simulate(run, workers=2)
+
+
+def refuse(rank: int, saved: list[Any], row: str, name: str, ranks: int, over: bool) -> str:
+    """The text of the ValueError; nothing else will do."""
+    job = Job(ROWS[row][0], ranks, STEPS)
+    parts = attached(job, rank, gloo.link_of(ranks) if over else None)
+    states = WRONG[name].hand_over(rank, saved)
+    for part, state in zip(parts[:2], states[:2], strict=True):
+        if state is not None:
+            part.load_state_dict(state)
+    with pytest.raises(ValueError) as caught:
+        parts[2].load_state_dict(states[2])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_loaded_is_refused_on_every_rank(name: str) -> None:
+    case, saved = WRONG[name], two_saved("slowmo(local_sgd(2), 6)", 7)
+    work = partial(_refuse, saved, case, name)
+    texts = la.simulate(work, workers=case.workers)
+    for text in texts:
+        assert any(part in text for part in case.text.split("|")), text
+
+
+def _refuse(saved: list[Any], case: Wrong, name: str, rank: int) -> str:
+    return refuse(rank, saved, case.recipe, name, case.workers, False)
+
+
+@pytest.mark.parametrize(
+    "name", ["rank 0 loads rank 1's", "the model not loaded on rank 1", "another recipe"]
+)
+def test_what_cannot_be_loaded_is_refused_in_every_process(pool: gloo.Pool, name: str) -> None:
+    case, saved = WRONG[name], two_saved("slowmo(local_sgd(2), 6)", 7)
+    texts = pool.run(refuse_over, saved, case.recipe, name, case.workers, ranks=case.workers)
+    for text in texts:
+        assert any(part in text for part in case.text.split("|")), text
+
+
+def refuse_over(rank: int, saved: list[Any], row: str, name: str, ranks: int) -> str:
+    return refuse(rank, saved, row, name, ranks, True)
+
+
+def with_norm(buffers: Any, rank: int, delay: int = 0) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    recipe = la.d_psgd(delay=delay) if delay > 1 else la.local_sgd(2, delay=delay)
+    return model, optimizer, la.attach(model, optimizer, recipe, buffers=buffers)
+
+
+@pytest.mark.parametrize(("before", "after"), [("average", "keep"), ("keep", "average")])
+def test_other_treatment_of_buffers_is_refused(before: str, after: str) -> None:
+    def run(rank: int) -> str:
+        states = [part.state_dict() for part in with_norm(before, rank)]
+        parts = with_norm(after, rank)
+        for part, state in zip(parts[:2], states[:2], strict=True):
+            part.load_state_dict(state)
+        with pytest.raises(ValueError) as caught:
+            parts[2].load_state_dict(states[2])
+        return str(caught.value)
+
+    assert all("buffers" in text for text in la.simulate(run, workers=2))
+
+
+@pytest.mark.parametrize("rebound", [False, True])
+@pytest.mark.parametrize("delay", [0, 1, 2])
+def test_buffers_resume_too(delay: int, rebound: bool) -> None:
+    """With a delay messages are in flight; with ``rebound`` the module puts another tensor in place
+    of a buffer in every step."""
+    torch.manual_seed(1)
+    batches = [[torch.randn(5, 3) for _ in range(8)] for _ in range(2)]
+
+    def go(parts: tuple[Any, ...], rank: int, start: int, end: int) -> list[Tensor]:
+        model, optimizer, _ = parts
+        for x in batches[rank][start:end]:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            if rebound:
+                model[1].running_mean = model[1].running_mean.clone()
+            optimizer.step()
+        return [t.clone() for t in model.state_dict().values()]
+
+    def run(rank: int) -> bool:
+        parts = with_norm("average", rank, delay)
+        go(parts, rank, 0, 2)
+        states = [{k: v for k, v in part.state_dict().items()} for part in parts]
+        states[0] = {k: v.clone() for k, v in states[0].items()}
+        buffer = io.BytesIO()
+        torch.save(states[1:], buffer)
+        whole = go(parts, rank, 2, 8)
+        buffer.seek(0)
+        states[1:] = torch.load(buffer, weights_only=True)
+        fresh = with_norm("average", rank, delay)
+        for part, state in zip(fresh, states, strict=True):
+            part.load_state_dict(state)
+        tail = go(fresh, rank, 2, 8)
+        return all(map(torch.equal, whole, tail))
+
+    assert la.simulate(run, workers=2) == [True, True]
+
+
+def test_delayed_averages_of_optimizer_state_resume() -> None:
+    """Of which there is none when they are attached."""
+    recipe = (
+        *la.local_sgd(2),
+        la.Round(la.every(2), la.updates.Average(), Mean(), optimizer_state, delay=1),
+    )
+
+    def parts() -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 4)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        return model, optimizer, la.attach(model, optimizer, recipe)
+
+    def go(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> list[Tensor]:
+        for step in range(2):
+            optimizer.zero_grad()
+            model(torch.full((2, 3), 1.0 + step + rank)).square().mean().backward()
+            optimizer.step()
+        return [s["momentum_buffer"].clone() for s in optimizer.state.values()]
+
+    def run(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+        before = parts()
+        go(*before[:2], rank)
+        saved = copy.deepcopy([part.state_dict() for part in before])
+        assert saved[2]["rounds"][1]["flights"][0]["received"]
+        whole = go(*before[:2], rank)
+        after = parts()
+        for part, state in zip(after, saved, strict=True):
+            part.load_state_dict(state)
+        return whole, go(*after[:2], rank)
+
+    found = la.simulate(run, workers=2)
+    assert all(map(torch.equal, *found[0])) and all(map(torch.equal, *found[1]))
+
+
+def test_other_buffers_in_flight_are_refused() -> None:
+    """Those of all that were there at first, of which one rank then had lost one."""
+
+    def parts() -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        model.register_buffer("own", torch.ones(2))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        return model, optimizer, la.attach(model, optimizer, la.local_sgd(2, delay=1))
+
+    def run(rank: int) -> str:
+        model, optimizer, sync = parts()
+        if rank:
+            del model.own
+        for _ in range(2):
+            model(torch.ones(2, 3) + rank).square().mean().backward()
+            optimizer.step()
+        saved, weights = sync.state_dict(), model.state_dict()
+        fresh, _, again = parts()
+        fresh.load_state_dict(weights, strict=False)
+        with pytest.raises(ValueError, match="of other tensors than there are now") as caught:
+            again.load_state_dict(saved)
+        return str(caught.value)
+
+    assert len(set(la.simulate(run, workers=2))) == 1
+
+
+# -- another number of workers: shared state is cut anew ----
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What one rank had right after an outer step."""
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    sync: dict[str, Any]
+    anchor: dict[str, Any]
+
+
+def save_at(job: Job, steps: int, rank: int) -> Saved:
+    parts = attached(job, rank, None)
+    list(onwards(job, rank, parts, 0, steps))
+    anchor = record(parts)[1]
+    model, optimizer, sync = (part.state_dict() for part in parts)
+    return Saved({k: v.clone() for k, v in model.items()}, optimizer, sync, anchor)
+
+
+def load_all(job: Job, saved: list[Saved], rank: int) -> Saved:
+    """Loaded from all ranks' states, and saved again at once."""
+    parts = attached(job, rank, None)
+    parts[0].load_state_dict(saved[0].model)
+    parts[1].load_state_dict(saved[0].optimizer)
+    parts[2].load_state_dict([s.sync for s in saved])
+    anchor = record(parts)[1]
+    model, optimizer, sync = (part.state_dict() for part in parts)
+    return Saved({k: v.clone() for k, v in model.items()}, optimizer, sync, anchor)
+
+
+def whole_slots(saved: list[Saved], sharded: bool) -> dict[tuple[int, str], Tensor]:
+    """Outer state by (bucket, name), put together from its slices without their padding. A worker
+    is one rank here, and rank r has the r-th slice."""
+    (last,) = {len(s.sync["rounds"]) - 1 for s in saved}
+    rounds = [s.sync["rounds"][last] for s in saved]
+    found = {}
+    for bucket, size in enumerate(rounds[0]["sizes"]):
+        for name, value in rounds[0]["state"][bucket].items():
+            slices = [r["state"][bucket][name] for r in rounds]
+            cut = sharded and value.dim() > 0
+            whole = torch.cat(slices) if cut else slices[0].reshape(-1)
+            found[bucket, name] = whole[:size].clone()
+    return found
+
+
+RECUT = [
+    "slowmo(None, 4)",
+    "slowmo(local_sgd(2), 6)",
+    "slowmo(local_sgd(2), 6, unsharded)",
+    "diloco(4)",
+    "diloco(4, unsharded)",
+    "diloco(4, Adam)",
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("row", RECUT)
+def test_outer_state_is_cut_anew_for_another_number_of_workers(row: str, ranks: int) -> None:
+    job, sharded = Job(ROWS[row][0], 4, 12), "unsharded" not in row
+    saved = la.simulate(partial(save_at, job, 12), workers=4)
+    loaded = la.simulate(partial(load_all, replace(job, workers=ranks), saved), workers=ranks)
+    before, after = whole_slots(saved, sharded), whole_slots(loaded, sharded)
+    assert before.keys() == after.keys()
+    assert {"u", "m", "outer.exp_avg"} & {name for _, name in before}
+    for key, value in before.items():
+        assert torch.equal(value, after[key]), key
+        assert value.any(), f"{key} is not worth the comparison"
+    for one in loaded:
+        assert all((one.anchor[k] == saved[0].anchor[k]).all() for k in one.anchor)
+        assert one.sync["step"] == 12
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_anchor_is_whole_again_with_workers_of_two_ranks(ranks: int) -> None:
+    """Six ranks, two to a worker, go on as four or two: slices are not in the order of ranks."""
+    options = (("nprocs_per_node", 2),)
+    job = Job(ROWS["slowmo(None, 4)"][0], 6, 12, options=options)
+    saved = la.simulate(partial(save_at, job, 8), workers=6)
+    fewer = replace(job, workers=2 * (ranks - 1))
+    loaded = la.simulate(partial(load_all, fewer, saved), workers=fewer.workers)
+    for one in loaded:
+        assert all((one.anchor[k] == saved[0].anchor[k]).all() for k in one.anchor)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_recipes_without_state_go_on_with_another_number(ranks: int) -> None:
+    job = Job(la.local_sgd(4), 4, 16)
+    saved = la.simulate(partial(save_at, job, 8), workers=4)
+    loaded = la.simulate(partial(load_all, replace(job, workers=ranks), saved), workers=ranks)
+    assert all(one.sync["step"] == 8 for one in loaded)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("row", ["easgd(2, 0.5, pull=0.3)", "downpour(3)"])
+def test_a_centre_goes_on_with_another_number(row: str, ranks: int) -> None:
+    job = Job(ROWS[row][0], 4, 12, lr=plain_lr)
+    saved = la.simulate(partial(save_at, job, 5), workers=4)
+    loaded = la.simulate(partial(load_all, replace(job, workers=ranks), saved), workers=ranks)
+    for one in loaded:
+        assert all((one.anchor[k] == saved[0].anchor[k]).all() for k in one.anchor)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    "recipe",
+    [la.sgp("bipartite_linear"), la.sgp(delay=2), la.d_psgd(), la.lsgd(3, local_period=0)],
+)
+def test_what_is_alike_on_all_goes_on_with_another_number(recipe: la.Recipe, ranks: int) -> None:
+    """Push weights are 1 again after `finish()`, and all workers follow one global leader."""
+    job = Job(recipe, 5, 12)
+
+    def finished(rank: int) -> Saved:
+        parts = attached(job, rank, None)
+        list(onwards(job, rank, parts, 0, 7))
+        parts[2].finish()
+        model, optimizer, sync = (part.state_dict() for part in parts)
+        return Saved({k: v.clone() for k, v in model.items()}, optimizer, sync, record(parts)[1])
+
+    saved = la.simulate(finished, workers=5)
+    loaded = la.simulate(partial(load_all, replace(job, workers=ranks), saved), workers=ranks)
+    for one in loaded:
+        for key, value in one.anchor.items():
+            assert abs(value - saved[0].anchor[key]).max() < 1e-15  # a mean of other many
+        for name, value in saved[0].sync["rounds"][0]["state"][0].items():
+            own = one.sync["rounds"][0]["state"][0][name]
+            assert torch.equal(own[:20], value[:20]) if own.dim() else own == value == 1
+
+
+class Pooled(Homemade):
+    """Of whose state the mean counts alone."""
+
+    slots: ClassVar[dict[str, Slot]] = {"sum": "pooled", "last": "pooled"}
+
+    def send(self, x: Tensor, state: State, clock: Clock) -> Tensor:
+        message = super().send(x, state, clock)
+        state["last"].fill_(clock.worker)
+        return message
+
+
+def test_of_pooled_state_the_mean_goes_on_with_another_number() -> None:
+    job = Job((la.Round(la.every(3), Pooled(), Mean()),), 4, 12, lr=plain_lr)
+    saved = la.simulate(partial(save_at, job, 6), workers=4)
+    loaded = la.simulate(partial(load_all, replace(job, workers=3), saved), workers=3)
+    before, after = (
+        [one.sync["rounds"][0]["state"][0] for one in ranks] for ranks in (saved, loaded)
+    )
+    numel = saved[0].sync["rounds"][0]["sizes"][0]
+    mean = sum(state["sum"][:numel] for state in before) / 4
+    assert float((before[0]["sum"][:numel] - mean).abs().max()) > 1e-3, "of which there are four"
+    for state in after:
+        assert float((state["sum"][:numel] - mean).abs().max()) < 1e-12
+        assert float(state["last"]) == (0 + 1 + 2 + 3) / 4
+
+
+def test_another_size_of_groups_is_another_recipe() -> None:
+    job = job_of("lsgd(4, local_period=2)", "nesterov")
+    saved = la.simulate(partial(save_at, job, 5), workers=4)
+
+    def run(rank: int) -> str:
+        parts = attached(replace(job, options=(("group_size", 4),)), rank, None)
+        parts[0].load_state_dict(saved[rank].model)
+        parts[1].load_state_dict(saved[rank].optimizer)
+        with pytest.raises(ValueError) as caught:
+            parts[2].load_state_dict(saved[rank].sync)
+        return str(caught.value)
+
+    assert all("group_size=2" in text for text in la.simulate(run, workers=4))
+
+
+@pytest.mark.parametrize("recipe", [la.local_sgd(2, delay=5), la.sgp(delay=3), la.d_psgd(delay=3)])
+def test_resume_with_messages_older_than_a_parameter_group(recipe: la.Recipe) -> None:
+    """In flight, for fewer parameters than there are by now."""
+    job = Job(recipe, 2, 12)
+
+    def run(rank: int, saved: list[Any] | None) -> Any:
+        model, optimizer = build(job, rank)
+        late = nn.Parameter(torch.full((3,), float(rank), dtype=torch.float64))
+
+        def go(start: int, end: int) -> Trace:
+            trace = []
+            for t in range(start + 1, end + 1):
+                if t == 4:
+                    optimizer.add_param_group({"params": [late], "lr": 0.1})
+                x, y = (torch.from_numpy(a) for a in job.data()[rank][t - 1])
+                optimizer.zero_grad()
+                (nn.functional.mse_loss(model(x), y) + late.square().sum()).backward()
+                optimizer.step()
+                trace.append(torch.cat([training.flat(model), late.detach()]).clone())
+            return trace
+
+        if saved is None:
+            sync = la.attach(model, optimizer, recipe)
+            go(0, 4)
+            parts = [part.state_dict() for part in (model, optimizer, sync)]
+            return copy.deepcopy([*parts, late.detach()]), go(4, 12)
+        optimizer.add_param_group({"params": [late], "lr": 0.1})
+        sync = la.attach(model, optimizer, recipe)
+        states = copy.deepcopy(saved[rank][0])
+        late.data.copy_(states.pop())
+        for part, state in zip((model, optimizer, sync), states, strict=True):
+            part.load_state_dict(state)
+        return go(4, 12)
+
+    saved = la.simulate(lambda rank: run(rank, None), workers=2)
+    tails = la.simulate(lambda rank: run(rank, saved), workers=2)
+    for (_, whole), tail in zip(saved, tails, strict=True):
+        assert len(whole) == len(tail) == 8
+        assert all(torch.equal(a, b) for a, b in zip(whole, tail, strict=True))
+
+
+# -- parts that are not of one run, and what a failed load leaves behind ----
+
+
+def saved_after(steps: int, workers: int = 4) -> list[Any]:
+    job = Job(ROWS["diloco(4)"][0], workers, STEPS)
+
+    def run(rank: int) -> Any:
+        parts = attached(job, rank, None)
+        list(onwards(job, rank, parts, 0, steps))
+        return tuple(part.state_dict() for part in parts)
+
+    return la.simulate(run, workers=workers)
+
+
+@pytest.mark.parametrize("which", ["one twice", "another step", "another recipe's"])
+def test_parts_that_are_not_of_one_run_are_not_cut_anew(which: str) -> None:
+    saved = [parts[2] for parts in saved_after(5)]
+    wrong = {
+        "one twice": saved[0],
+        "another step": saved_after(6)[1][2],
+        "another recipe's": {**saved[1], "recipe": "something else"},
+    }[which]
+
+    def run(rank: int) -> str:
+        parts = attached(Job(ROWS["diloco(4)"][0], 2, STEPS), rank, None)
+        before = training.values(parts[0])
+        with pytest.raises(ValueError, match="by rank: number 1") as caught:
+            parts[2].load_state_dict([saved[0], wrong, *saved[2:]])
+        assert training.same_bits([[(before, before)]], [[record(parts)[:1] * 2]])
+        return str(caught.value)
+
+    assert len(set(la.simulate(run, workers=2))) == 1
+
+
+def test_a_load_that_fails_on_one_rank_changes_nothing_on_any() -> None:
+    saved = saved_after(7, workers=2)
+    job = Job(ROWS["diloco(4)"][0], 2, STEPS)
+
+    def run(rank: int) -> None:
+        parts = attached(job, rank, None)
+        list(onwards(job, rank, parts, 0, 5))
+        before = copy.deepcopy(parts[2].state_dict())
+        for part, state in zip(parts[:2], saved[rank][:2], strict=True):
+            part.load_state_dict(copy.deepcopy(state))
+        state = copy.deepcopy(saved[rank][2])
+        if rank == 1:
+            state["rounds"][0]["state"][0]["m"] = torch.zeros(3)
+        with pytest.raises(ValueError):
+            parts[2].load_state_dict(state)
+        after = parts[2].state_dict()
+        assert after["step"] == before["step"] == 5
+        for name, value in before["rounds"][0]["state"][0].items():
+            assert torch.equal(after["rounds"][0]["state"][0][name], value)
+
+    la.simulate(run, workers=2)
