@@ -54,6 +54,7 @@ from typing import Any, ClassVar
 if __name__ == "__main__":  # before torch is imported, and for the processes of a pool
     os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
     os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
+    sys.path.append(str(Path(__file__).parent / "support"))
 
 import numpy as np
 import torch
@@ -833,9 +834,7 @@ def _replicas() -> Iterator[tuple[str, Case]]:
     for name, recipe in recipes.items():
         yield f"{name}, 2 ranks a worker", Case(recipe, 4, {"nprocs_per_node": 2})
     both = {"nprocs_per_node": 2, "group_size": 2}
-    # over processes `laconic.attach` hangs here: torch's new_group wants every rank of the world to
-    # make the same groups, and each of a worker's ranks makes those among its own peers alone
-    yield "hierarchical, 2 ranks a worker", Case(la.hierarchical(2, 6), 4, both, processes=False)
+    yield "hierarchical, 2 ranks a worker", Case(la.hierarchical(2, 6), 4, both)
 
 
 def _loops() -> Iterator[tuple[str, Case]]:

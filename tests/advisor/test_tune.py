@@ -26,6 +26,8 @@ from laconic.cli import main
 from laconic.lab.race import runner
 from laconic.predict import predict
 
+import programs
+
 SMALL = ("--workers", "2", "--steps", "16", "--compute", "1ms")
 """A trial of a tenth of a second."""
 RECIPE = "slowmo(local_sgd(4), period=8, momentum=momentum)"
@@ -332,7 +334,7 @@ def test_killed_it_goes_on_where_it_was(tmp_path: Path) -> None:
     """SIGKILL in the middle of a trial; the same command then ends like one that was not killed."""
 
     options = [RECIPE, "--workers", "2", "--steps", "64", "--compute", "1ms", "--trials", "6"]
-    command = [sys.executable, "-m", "laconic", "tune", *options, "--out", str(tmp_path)]
+    command = [*programs.NEW, "-m", "laconic", "tune", *options, "--out", str(tmp_path)]
     threads = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}  # sums depend on them
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command, env=threads, **quiet)  # type: ignore[call-overload]

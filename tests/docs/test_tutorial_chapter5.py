@@ -129,7 +129,7 @@ def test_the_slurm_script_starts_two_nodes_that_train_together(tmp_path: Path) -
             **os.environ,
             "PATH": f"{tmp_path}:{os.environ['PATH']}",
             "PYTHON": sys.executable,
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}",
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}",
             "SLURM_JOB_ID": str(os.getpid()),
             "SLURM_JOB_NODELIST": "host[0-1]",
             "SLURM_JOB_NUM_NODES": "2",

@@ -14,7 +14,7 @@ import pytest
 FOLDER = Path(__file__).parent / "preloaded"
 ADDRESS = "LACONIC_PRELOADED"
 NEW = [sys.executable, "-s"]
-"""A new interpreter, for programs whose process id, privileges or end the test is about. The Python
+"""A new interpreter, for programs whose process id, privileges or sudden end the test is about. The
 programs that it starts are preloaded again."""
 
 
