@@ -274,8 +274,8 @@ class Chooser:
             self._compare(step, [wall, each], compute)
 
     def _pace(self) -> list[float]:
-        """The median seconds of a step, the seconds of a byte on the link (0 if too few were sent to
-        measure it), and the median seconds of a step without its waiting."""
+        """The median seconds of a step, the seconds per byte on the link (0 if too few were sent),
+        and the median seconds of a step without its waiting."""
         spans, self._spans = self._spans[-WINDOW:], []
         traffic, each = self._sent(), 0.0
         sent, seconds = (now - then for now, then in zip(traffic, self._traffic, strict=True))

@@ -115,7 +115,7 @@ class _Mean:
 def _at_rest(
     running: ParameterRunner, saved: Saved, step: int, places: Mapping[str, tuple[int, int]]
 ) -> tuple[Saved, dict[int, float]]:
-    """Return a rank's `round_state` after ``finish()``, computed from what it ``saved`` at ``step``.
+    """Return a rank's `round_state` after ``finish()``, from its state ``saved`` at ``step``.
     The parameters are that rank's, and come to rest too. Also return their push weights, by tensor
     id, if gossip has given them some. Lost workers' weights are missing, so that the sum need not
     be the number of workers."""
