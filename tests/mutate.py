@@ -501,7 +501,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("engine/saved_state.py", "    if not same:\n        saved, now", "    if False:\n        saved, now", REGROUP),
     ("checkpoints/plan.py", "if same and not lost:", "if same:", REGROUP),
     ("checkpoints/plan.py", "        if rank in self.available:\n            return rank\n", "", REGROUP),
-    ("checkpoints/transfer.py", "path(source), sync, all_ranks)", "manifest.file(folder, source), sync, all_ranks)", REGROUP),
+    ("checkpoints/plan.py", "path(source), sync, all_ranks)", "manifest.file(folder, source), sync, all_ranks)", REGROUP),
     ("engine/synchronizer.py", "return _APART if bool(apart[2]) else None", "return None", REGROUP),
     ("engine/synchronizer.py", "regroup=load is not None", "regroup=False", REGROUP),
     ("engine/synchronizer.py", "            load(None)\n", "", REGROUP),
