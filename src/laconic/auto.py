@@ -212,12 +212,12 @@ class Chooser:
         self._extra: dict[str, float] = {}
         self._baseline: list[float] = []
         """The pace in the first review of the present recipe."""
-        self._comparison: Pending[Tensor] | None = None
+        self._paces: Pending[Tensor] | None = None
         self._facts: Facts | None = None
         self._facts_loaded = False
         """Whether the facts were loaded: they may be of another network."""
         self._steps, self._due = 0, 0
-        """Steps with the present recipe, and those at which `_comparison` ends."""
+        """Steps with the present recipe, and those at which `_paces` is read."""
         self._spans: list[tuple[float, float]] = []
         """Seconds of each step, and of its waiting."""
         self._last = self._traffic = (0.0, 0.0)
@@ -243,7 +243,8 @@ class Chooser:
         return self.now.recipe
 
     def after_step(self, step: int) -> bool:
-        """Whether the `recipe` has changed; every rank must call it after the same steps."""
+        """Measure the step, and return whether the `recipe` has changed. Every rank must call it
+        after the same steps."""
         if self._link.size == 1:
             return False
         now = time.perf_counter(), self._comm.seconds_waiting
@@ -262,15 +263,12 @@ class Chooser:
         if not self.choices:
             if self._steps >= FIRST_WARMUP + FIRST_WINDOW:
                 self._choose_anew(step)
-        elif self._comparison is None and (self._steps == first or self._steps % REVIEW == 0):
+        elif self._paces is None and (self._steps == first or self._steps % REVIEW == 0):
             own = torch.tensor(self._pace(), dtype=torch.float64, device=self._device)
-            self._comparison = self._comm.submit(
-                partial(self._world.gather, own), "comparing the pace"
-            )
-            # the comparison is behind the messages in flight
-            self._due = self._steps + max(LATER, self.now.recipe[0].delay)
-        elif self._comparison is not None and self._steps == self._due:
-            (wall, each, compute), self._comparison = self._comparison.wait().amax(0).tolist(), None
+            self._paces = self._comm.submit(partial(self._world.gather, own), "comparing the pace")
+            self._due = self._steps + max(LATER, self.now.recipe[0].delay)  # behind other messages
+        elif self._paces is not None and self._steps == self._due:
+            (wall, each, compute), self._paces = self._paces.wait().amax(0).tolist(), None
             self._compare(step, [wall, each], compute)
 
     def _pace(self) -> list[float]:
@@ -390,7 +388,7 @@ class Chooser:
             self.now = Candidate(_respelled(state["text"], recipe), recipe, 1.0)
         self._facts = None if state["facts"] is None else _facts(state["facts"])
         self.choices, self._steps, self._baseline, self._extra = choices, 0, [], {}
-        self._comparison, self._spans, self._facts_loaded = None, [], True
+        self._paces, self._spans, self._facts_loaded = None, [], True
         self._last = time.perf_counter(), self._comm.seconds_waiting
 
     def undo(self) -> Callable[[], None]:

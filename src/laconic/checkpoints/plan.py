@@ -66,17 +66,19 @@ def make_plan(folder: Path, manifest: Manifest, sync: Synchronizer, all_ranks: A
     per_worker, saved_per_worker = ranks // workers, manifest.ranks // manifest.workers
     same = (manifest.ranks, manifest.workers) == (ranks, workers)
     shards = per_worker if sync.sharded else 1
-    saved = f"saved by {manifest.workers} workers ({_count(manifest.ranks, 'rank')})"
+    saved = f"saved by {_count(manifest.workers, 'worker')} ({_count(manifest.ranks, 'rank')})"
     files = f"; the files of {rank_list(lost)} are lost" if lost else ""
     if not available:
-        raise all_ranks.error(f"{saved}{files}: there is nothing to go on from")
+        raise all_ranks.error(f"{saved}{files}: there is nothing to load")
     if shards > 1 and saved_per_worker != shards:
         raise all_ranks.error(
             f"{saved} with {saved_per_worker} ranks each, and each worker has {per_worker} now: a "
             "sharded model needs as many"
         )
     if {r % shards for r in available} != set(range(shards)):
-        raise all_ranks.error(f"{saved}{files}, and with them the last copy of a part of the model")
+        raise all_ranks.error(
+            f"{saved}{files}, and with them the last copy of a shard of the model"
+        )
     if same and not lost:
         return Plan(visible, available, available, False, shards, per_worker)
     complete = [
