@@ -639,7 +639,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "no process group": (lambda: attach_other_link(), r"laconic\.init\(\).*laconic\.simulate"),
     "optimizer of another model": (in_simulation(attach_other_model), "no parameter of the model"),
     "attached twice": (in_simulation(attach_twice), r"sync\.detach\(\) first"),
-    "on the meta device": (in_simulation(attach_meta), "materialise"),
+    "on the meta device": (in_simulation(attach_meta), "materialize"),
     "workers 0": (
         lambda: LOOSE.simulate(lambda rank: rank, workers=0),
         f"workers must be an {INTEGER}",
