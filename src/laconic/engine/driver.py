@@ -93,7 +93,7 @@ class Driver:
     def _listen(self, optimizer: Optimizer) -> None:
         self._handles = [optimizer.register_step_pre_hook(self._before_optimizer)]
         if self.session.settings.hooked:
-            after = optimizer.register_step_post_hook(lambda *_: self._after_step())
+            after = optimizer.register_step_post_hook(self._after_step)
             self._handles.append(after)
 
     def agree_on_binding(self, start: Tensor | None, problem: str | None) -> None:
@@ -155,11 +155,11 @@ class Driver:
         run.before_step(session.step + 1)
 
     @torch.no_grad()
-    def _after_step(self, *, skipped: bool = False) -> None:
+    def _after_step(self, *_: object, skipped: bool = False) -> None:
         self.count()
         self.observe()
         self.pull()
-        self.communicate()
+        self.rounds_done += self.run.communicate()
         self.note(skipped=skipped)
         policy = self.session.policy
         if policy is not None and policy.after_step(self.session.step):

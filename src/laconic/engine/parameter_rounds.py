@@ -92,13 +92,15 @@ class ParameterRunner:
 
     def start(self, step: int) -> None:
         """Send this round's messages after ``step``. Without a delay, also fold the answers."""
-        if self.set.vary and self.round.delay and self._can_select_later:
-            self.in_flight.append(self._launch_varying(step))
+        if self.set.vary and not (self.round.delay and self._can_select_later):
+            job = partial(held_by_all, self.link, self.set.varying())
+            self.set.replace(self._context.comm.call(job, self.label(0)))
+        if self.round.delay:
+            self.in_flight.append(self._launch(step))
         else:
-            if self.set.vary:
-                job = partial(held_by_all, self.link, self.set.varying())
-                self.set.replace(self._context.comm.call(job, self.label(0)))
-            self._start_channels(step)
+            for channel in self.channels:
+                self._exchange_now(channel, step)
+            self._context.nonfinite.check(self.exchange, self.label(step)).wait()
         self.executed += 1
         if self.round.optimizer_state == "reset":
             self._reset_optimizer()
@@ -111,18 +113,6 @@ class ParameterRunner:
         stateless = not exchange.slots and not update.slots
         special = update.uses_lr or isinstance(exchange, Scored) or isinstance(update, AfterSend)
         return stateless and not special
-
-    def _start_channels(self, step: int) -> None:
-        nonfinite, label = self._context.nonfinite, self.label(step)
-        if self.round.delay:
-            sent = [self._launch(channel, step) for channel in self.channels]
-            checked = nonfinite.check(self.exchange, label)
-            due = step + self.round.delay
-            self.in_flight.append(InFlightRound(due, Pending.of(sent), checked=checked))
-        else:
-            for channel in self.channels:
-                self._exchange_now(channel, step)
-            nonfinite.check(self.exchange, label).wait()
 
     def _exchange_now(self, channel: Channel, step: int) -> None:
         update, bucket, state = self.round.update, channel.bucket, channel.state
@@ -137,7 +127,15 @@ class ParameterRunner:
             received = update.fold(x, received, None, state, replace(clock, weight=weight))
         bucket.unpack(received)
 
-    def _launch(self, channel: Channel, step: int) -> InFlightBucket:
+    def _launch(self, step: int) -> InFlightRound:
+        """Send a delayed round's messages."""
+        if self.set.vary and self._can_select_later:
+            return self._launch_varying(step)
+        sent = [self._launch_channel(channel, step) for channel in self.channels]
+        checked = self._context.nonfinite.check(self.exchange, self.label(step))
+        return InFlightRound(step + self.round.delay, Pending.of(sent), checked=checked)
+
+    def _launch_channel(self, channel: Channel, step: int) -> InFlightBucket:
         update, bucket, state = self.round.update, channel.bucket, channel.state
         clock = self._clock(bucket, step)
         message, sent = self._messenger.delayed(channel, clock)

@@ -243,7 +243,9 @@ class RecipeRun:
         for running in self.rounds:
             running.fold_due(step)
             if now or running.round.when(step):
-                self._run(running)
+                self._prepare(running)
+                running.start(step)
+                self.session.status("computing")
                 ran += 1
         if self._averaging_ends():
             for running in self.rounds:
@@ -252,7 +254,8 @@ class RecipeRun:
                     running.start_here(step)
         return ran
 
-    def _run(self, running: ParameterRunner) -> None:
+    def _prepare(self, running: ParameterRunner) -> None:
+        """Quiesce the other rounds where ``running`` asks for it, and announce it."""
         step = self.session.step
         if running.round.update.quiesces_others:
             for other in self.rounds:
@@ -260,8 +263,6 @@ class RecipeRun:
                     other.quiesce(step, averaged=running.round.exchange.agrees)
         self.session.status(running.label(step))
         self._announce(running)
-        running.start(step)
-        self.session.status("computing")
 
     def _announce(self, running: ParameterRunner) -> None:
         """Tell the other ranks which round the next message belongs to."""

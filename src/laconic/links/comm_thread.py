@@ -37,7 +37,7 @@ class Pending(Generic[T]):
 
     def __init__(self, thread: CommThread | None, label: str = "") -> None:
         self._thread = thread
-        self._label = label
+        self.label = label
         self._event = threading.Event()
         self.error: BaseException | None = None
         self._result: T | None = None
@@ -60,7 +60,7 @@ class Pending(Generic[T]):
             start = time.perf_counter()
             try:
                 while not self._event.wait(CHECK_SECONDS):
-                    self._thread.check_peers(self._label)
+                    self._thread.check_peers(self.label)
             finally:
                 self._thread.record_wait(start)
         if self.error is not None:
@@ -81,10 +81,14 @@ class Pending(Generic[T]):
         """Run ``job`` in this thread and keep its result or error. ``stream``: where its work on an
         accelerator goes."""
         try:
-            self._result = job()
-            self._ready = None if stream is None else stream.record_event()
+            self.complete(job(), stream)
         except BaseException as error:  # any error belongs to the caller of `wait`
-            self.error = error
+            self.fail(error)
+
+    def complete(self, result: T, stream: Stream | None = None) -> None:
+        """End with ``result``. ``stream``: where the work on an accelerator went."""
+        self._ready = None if stream is None else stream.record_event()
+        self._result = result
         self._event.set()
 
     def fail(self, error: BaseException) -> None:
@@ -135,7 +139,8 @@ class CommThread:
             raise self._error
         start = time.perf_counter()
         try:
-            return self._with_preface(job, label)()
+            preface, self._preface = self._preface, None
+            return _labelled(job, label, preface)
         except BaseException as error:
             self._error = error
             raise
@@ -160,10 +165,10 @@ class CommThread:
         job that failed no other runs, as the ranks would no longer be in step: it gets the same
         error."""
         pending: Pending[T] = Pending(self, label)
-        whole = self._with_preface(job, label)
+        preface, self._preface = self._preface, None
         if not self._threaded:
             if self._error is None:
-                pending.run(whole)
+                pending.run(partial(_labelled, job, label, preface))
                 self._error = pending.error if isinstance(pending.error, Exception) else None
             else:
                 pending.fail(self._error)
@@ -178,20 +183,37 @@ class CommThread:
         stream = self.current_stream()
         if stream is not None:
             now = stream.record_event()
-            self._jobs.put(lambda: self._run_on_stream(pending, whole, now))
+            self._jobs.put(partial(self._run_on_stream, pending, job, preface, now))
         else:
-            self._jobs.put(lambda: self._run(pending, whole))
+            self._jobs.put(partial(self._run, pending, job, preface))
         return pending
 
-    def _run(self, pending: Pending[Any], job: Callable[[], Any]) -> None:
+    def _run(
+        self, pending: Pending[T], job: Callable[[], T], preface: Callable[[], object] | None
+    ) -> None:
+        """Run ``job`` in this thread, unless one before it failed."""
         self._waiting.popleft()
-        if self._error is None:
-            pending.run(job, self._stream)
-            self._error = self._error or pending.error
-        else:
+        if self._error is not None:
             pending.fail(self._error)
+            return
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                if preface is not None:
+                    preface()
+                result = job()
+            pending.complete(result, self._stream)
+        except BaseException as error:
+            labelled = _with_label(error, pending.label)
+            self._error = self._error or labelled
+            pending.fail(labelled)
 
-    def _run_on_stream(self, pending: Pending[T], job: Callable[[], T], after: Event) -> None:
+    def _run_on_stream(
+        self,
+        pending: Pending[T],
+        job: Callable[[], T],
+        preface: Callable[[], object] | None,
+        after: Event,
+    ) -> None:
         """Run ``job`` on this object's own stream, once the event ``after`` has happened."""
         assert self._accelerator is not None, "only accelerators have streams"
         try:
@@ -199,7 +221,7 @@ class CommThread:
                 self._stream = self._accelerator.new_stream(self.device)
             with self._accelerator.on_stream(self._stream):
                 after.wait(self._stream)
-                self._run(pending, job)
+                self._run(pending, job, preface)
         except BaseException as error:  # the accelerator's, before the job or after it
             self._error = self._error or error
             if not pending.done():
@@ -239,10 +261,6 @@ class CommThread:
         except LinkError as error:
             self._error = error
             raise
-
-    def _with_preface(self, job: Callable[[], T], label: str) -> Callable[[], T]:
-        preface, self._preface = self._preface, None
-        return partial(_labelled, job, label, preface)
 
 
 _threads: weakref.WeakSet[CommThread] = weakref.WeakSet()
@@ -284,5 +302,11 @@ def _labelled(job: Callable[[], T], label: str, preface: Callable[[], object] | 
                 preface()
             return job()
     except LinkError as error:
-        # it says all that its cause does
-        raise LinkError(f"{label}: {error}", ranks=error.ranks) from None
+        raise _with_label(error, label) from None  # it says all that its cause does
+
+
+def _with_label(error: BaseException, label: str) -> BaseException:
+    """``error``; a `LinkError` with ``label`` in front of its text."""
+    if isinstance(error, LinkError):
+        return LinkError(f"{label}: {error}", ranks=error.ranks)
+    return error

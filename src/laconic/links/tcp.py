@@ -129,11 +129,13 @@ class TcpLink:
         """Begin to send ``sends[r]`` to every other rank r that there is one for, and to receive
         ``receives[r]``. If not ``ready``, `_send` says when each can be sent."""
         others = hops(self.rank, self.size)[:-1]
-        return self._post(
-            {r: sends[r] for r in others if r < len(sends)},
-            {r: receives[r] for r in others if r < len(receives)},
-            ready=ready,
-        )
+        out = {r: sends[r] for r in others if r < len(sends)}
+        into = {r: receives[r] for r in others if r < len(receives)}
+        wire, header = self._wire, self._guard.header
+        with self._guard.blaming():
+            return Transfer(
+                wire.connections, out, into, header, wire.timeout, wire.names, ready=ready
+            )
 
     def _post(
         self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], *, ready: bool = True

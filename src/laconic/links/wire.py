@@ -137,12 +137,12 @@ class Transfer:
             raise LinkError("a forked process cannot use its parent's link: start it by spawn")
         if connections.busy:
             raise LinkError("a message on this link was left half-way: it cannot be used any more")
-        self._connections = connections  # as all of these, held while messages are under way
+        self.connections = connections  # as all of these, held while messages are under way
         self._tensors = [*receives.values(), *sends.values()]
         self._ranks = [*receives, *sends]
         self._indices = {r: index for index, r in enumerate(receives)}
         self._timeout = timeout
-        self._names = names
+        self.names = names
         self._messages = (_Message * len(self._ranks))()
         for index, (r, x) in enumerate(zip(self._ranks, self._tensors, strict=True)):
             if not x.is_contiguous() or x.device.type != "cpu":
@@ -169,7 +169,7 @@ class Transfer:
         if rank is None:
             assert all(m.ready == m.end for m in self._messages), "a message is not ready"
             self._move(_ALL)
-            self._connections.busy = False
+            self.connections.busy = False
         else:
             index = self._indices[rank]
             end = self._messages[index].end
@@ -192,9 +192,9 @@ class Transfer:
         if outcome == _OTHER:
             serial, call_id, size = _HEADER.unpack(message.got)
             expected = message.end - _HEADER.size
-            raise OtherCallError(rank, self._names[rank], (serial, call_id), size, expected)
+            raise OtherCallError(rank, self.names[rank], (serial, call_id), size, expected)
         why = "closed by it" if outcome == _CLOSED else os.strerror(error)
-        raise LostError(f"connection to rank {self._names[rank]}: {why}")
+        raise LostError(f"connection to rank {self.names[rank]}: {why}")
 
 
 def _move(
@@ -291,21 +291,21 @@ class Wire:
             forks.close_in_child(self._server)
         self._rank = rank
         self.timeout = timeout
-        self._names = names
+        self.names = names
         self._key = secrets.token_bytes(handshake.KEY_BYTES)
-        self._connections = Connections()
+        self.connections = Connections()
         self.address = str(Address(host, self._server.getsockname()[1], self._key.hex()))
 
     def connect(self, addresses: Sequence[str], secret: bytes, check: Callable[[], None]) -> None:
         """Connect to all ranks, at their ``addresses``. All of them know the ``secret``, and prove
         it to each other. ``check()`` is called every second, and raises where waiting is in
         vain."""
-        at = self._rank, self._names, self._key, secret, self.timeout, self._keep
+        at = self._rank, self.names, self._key, secret, self.timeout, self._keep
         try:
             with self._server:
                 Connecting(*at).run(self._server, addresses, check)
         except BaseException:
-            self._connections.close()  # else other ranks wait as long as the error lives
+            self.connections.close()  # else other ranks wait as long as the error lives
             raise
 
     def _keep(self, rank: int, connection: socket.socket) -> None:
@@ -314,18 +314,18 @@ class Wire:
         for name, value in KEEPALIVE.items():
             if name in vars(socket):  # not on every system
                 connection.setsockopt(socket.IPPROTO_TCP, vars(socket)[name], value)
-        self._connections.keep(rank, connection)
+        self.connections.keep(rank, connection)
 
     @property
     def forked(self) -> bool:
         """Whether this is a child's copy, whose connections were closed."""
-        return self._connections.forked
+        return self.connections.forked
 
     def closed(self) -> dict[int, bool]:
         """The ranks whose connections have ended, and whether by an error. Does not wait, and does
         not read, so messages under way are not disturbed."""
         poll, ranks = select.poll(), {}
-        for rank, fd in self._connections.items():
+        for rank, fd in self.connections.items():
             poll.register(fd, _HANG_UP)
             ranks[fd] = rank
         ended = select.POLLHUP | select.POLLERR | _HANG_UP
@@ -338,7 +338,7 @@ class Wire:
     def heard(self, rank: int) -> float:
         """Seconds since anything came from the host of ``rank``, acknowledgements included; 0 where
         the system does not report it."""
-        fd = self._connections.get(rank)
+        fd = self.connections.get(rank)
         if fd is None or not sys.platform.startswith("linux"):
             return 0.0
         borrowed = socket.socket(fileno=fd)
@@ -350,7 +350,7 @@ class Wire:
 
     def shutdown(self) -> None:
         """End all connections, here and at the other ranks, so that threads that wait return."""
-        for fd in self._connections.values():
+        for fd in self.connections.values():
             borrowed = socket.socket(fileno=fd)
             try:
                 borrowed.shutdown(socket.SHUT_RDWR)
@@ -371,10 +371,10 @@ class Wire:
         must do so with the same ``header`` (the call's serial
         number and id), and as many bytes. What is not
         ``ready`` is sent one by one (`Transfer.send`)."""
-        at = self.timeout, self._names
-        return Transfer(self._connections, sends, receives, header, *at, ready=ready)
+        at = self.timeout, self.names
+        return Transfer(self.connections, sends, receives, header, *at, ready=ready)
 
     def close(self) -> None:
         """Close the connections once no message is under way on them."""
-        self._connections = Connections()
+        self.connections = Connections()
         self._server.close()

@@ -4,7 +4,6 @@ them all."""
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 import all_recipes
 import gloo
 import golden
+import programs
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
@@ -50,7 +50,7 @@ def test_every_case_is_recorded() -> None:
 def test_simulated(part: int) -> None:
     """By the script, which pins the instructions of torch and MKL before they are loaded."""
     names = SIMULATED[part::PARTS]
-    script = [sys.executable, golden.__file__, "compare", "--simulated", "--only", *names]
+    script = [*programs.NEW, golden.__file__, "compare", "--simulated", "--only", *names]
     run = subprocess.run(script, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.startswith(f"{len(names)} cases, ")
