@@ -22,7 +22,7 @@ from laconic.engine.driver import Driver
 from laconic.engine.model_checks import check_devices, check_unwrapped
 from laconic.engine.session import Settings
 from laconic.engine.synchronizer import BUFFERS, Synchronizer
-from laconic.errors import TIMEOUT, check_choice, check_float, check_int, in_words
+from laconic.errors import TIMEOUT, check_choice, check_float, check_int, error_text
 from laconic.links import Link, rendezvous
 from laconic.links.attempts import open_store
 from laconic.links.rank_sets import agreed_link, layout_of, sets_of
@@ -125,7 +125,7 @@ def attach(
             raise ValueError(f"scaler must be a torch.amp.GradScaler, not {scaler!r}")
         places = check_metrics(metrics)
     except Exception as error:  # every rank raises it
-        problem = in_words(error)
+        problem = error_text(error)
     previous = _alive(_on_link.get(link)) if link is not None else None
     if previous is not None and link is not None:
         if previous.attached and link.threaded:

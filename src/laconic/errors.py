@@ -30,7 +30,7 @@ class NotFiniteError(ValueError):
     the round is then half done, so load a checkpoint."""
 
 
-def in_words(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """The message of ``error``, after its type unless it is a RuntimeError or ValueError."""
     plain = isinstance(error, (RuntimeError, ValueError))
     return str(error) if plain else f"{type(error).__name__}: {error}"

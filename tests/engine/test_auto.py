@@ -260,8 +260,8 @@ def test_it_chooses_again_when_a_byte_takes_another_time(
         self.steps = step
         original(self, step)
 
-    original = auto_module.Chooser._look
-    monkeypatch.setattr(auto_module.Chooser, "_look", look)
+    original = auto_module.Chooser._review
+    monkeypatch.setattr(auto_module.Chooser, "_review", look)
     monkeypatch.setattr(auto_module.Chooser, "_pace", lambda self: [0.15, 8 / rate(self), 0.15])
     monkeypatch.setattr(
         auto_module.Chooser,

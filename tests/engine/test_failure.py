@@ -639,7 +639,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "no process group": (lambda: attach_other_link(), r"laconic\.init\(\).*laconic\.simulate"),
     "optimizer of another model": (in_simulation(attach_other_model), "no parameter of the model"),
     "attached twice": (in_simulation(attach_twice), r"sync\.detach\(\) first"),
-    "on the meta device": (in_simulation(attach_meta), "materialise"),
+    "on the meta device": (in_simulation(attach_meta), "materialize"),
     "workers 0": (
         lambda: LOOSE.simulate(lambda rank: rank, workers=0),
         f"workers must be an {INTEGER}",
@@ -748,7 +748,7 @@ WRONG_ON_ONE: dict[str, tuple[dict[str, Any], str]] = {
     "metrics": ({"metrics": 3}, "metrics must be"),
     "nprocs_per_node": ({"nprocs_per_node": 0}, "nprocs_per_node"),
     "group_size": ({"group_size": 0}, "group_size must be"),
-    "no parameter": ({"other": True}, "holds no parameter of the model"),
+    "no parameter": ({"other": True}, "has no parameter of the model"),
     "mesh": ({"mesh": 3}, "AttributeError"),
 }
 """What rank 1 alone passes, and what it is told; the others wait for nobody."""

@@ -530,7 +530,7 @@ def test_other_buffers_in_flight_are_refused() -> None:
         saved, weights = sync.state_dict(), model.state_dict()
         fresh, _, again = parts()
         fresh.load_state_dict(weights, strict=False)
-        with pytest.raises(ValueError, match="of other tensors than there are now") as caught:
+        with pytest.raises(ValueError, match="its tensors are not those of this run") as caught:
             again.load_state_dict(saved)
         return str(caught.value)
 

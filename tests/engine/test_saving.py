@@ -1054,6 +1054,7 @@ def test_the_current_cards_generator_comes_back(
     card = [torch.arange(16, dtype=torch.uint8)]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: card[0].clone())
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: card.__setitem__(0, state))
 

@@ -20,7 +20,7 @@ from laconic.algorithms.round import Recipe, describe
 from laconic.attach import check_free
 from laconic.buckets import is_sharded
 from laconic.device import common_device
-from laconic.errors import TIMEOUT, check_float, check_int, in_words
+from laconic.errors import TIMEOUT, check_float, check_int, error_text
 from laconic.links.link import Link
 from laconic.links.rank_sets import agreed_link, layout_of, sets_of
 
@@ -87,7 +87,7 @@ def measured(
         _check(model, step_fn, params, optimizer)
         recipes(PLAIN.workers)  # raises for text that is not a recipe
     except Exception as error:  # raised on all ranks below
-        problem = in_words(error)
+        problem = error_text(error)
     device = params[0].device if params else common_device()
     with ExitStack() as stack:
         world = agreed_link(problem, link, device, agreed_timeout)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from laconic.errors import LinkError, in_words
+from laconic.errors import LinkError, error_text
 from laconic.links.link import Link
 
 MOST_FIGURES = 6
@@ -62,7 +62,7 @@ class Bench:
             raise  # the other ranks raise it too
         except Exception as error:
             try:
-                self._gather((), in_words(error))
+                self._gather((), error_text(error))
             except FailedError as failed:
                 raise failed from error
 

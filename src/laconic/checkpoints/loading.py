@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,10 @@ from typing import Any
 from laconic.buckets import is_sharded, on_mesh_of
 from laconic.checkpoints.all_ranks import AllRanks
 from laconic.checkpoints.manifest import Manifest, newest, read_manifest
-from laconic.checkpoints.plan import Plan, make_plan
+from laconic.checkpoints.plan import Plan, make_plan, received_files
 from laconic.checkpoints.random_state import check_random_state, load_random_state
 from laconic.checkpoints.rank_file import read_rank_file
 from laconic.checkpoints.training_state import Stateful, TrainingState, parameters
-from laconic.checkpoints.transfer import received_files
 
 log = logging.getLogger("laconic")
 
@@ -28,7 +27,7 @@ def load(
 ) -> dict[str, Any]:
     """Load the checkpoint in ``folder`` into ``training``; every rank calls it. Returns the user's
     plain data and the step."""
-    manifests = all_ranks.share(lambda: _as_json(read_manifest(folder)))
+    manifests = all_ranks.share(lambda: vars(m) if (m := read_manifest(folder)) else None)
     if missing_ok and not any(manifests):
         return {}
     manifest = newest([None if m is None else Manifest(**m) for m in manifests], all_ranks)
@@ -62,10 +61,6 @@ def load(
     if plan.note and sync.rank == 0:
         log.warning("%s", plan.note)
     return {**checked.saved["plain"], "step": sync.step}
-
-
-def _as_json(manifest: Manifest | None) -> dict[str, Any] | None:
-    return None if manifest is None else asdict(manifest)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,8 @@ def newest(manifests: Sequence[Manifest | None], all_ranks: AllRanks) -> Manifes
     by_rank = {rank: manifest for rank, manifest in enumerate(manifests) if manifest is not None}
     if not by_rank:
         raise all_ranks.error(
-            f"there is no {MANIFEST}, so no checkpoint of laconic.save, in that directory"
+            f"there is no {MANIFEST}, so no checkpoint of laconic.save, in that directory; pass "
+            "missing_ok=True to start without one"
         )
     serial = max(manifest.serial for manifest in by_rank.values())
     latest = {rank: manifest for rank, manifest in by_rank.items() if manifest.serial == serial}

@@ -17,9 +17,9 @@ from laconic.checkpoints.manifest import (
     serials,
     sync_folder,
 )
+from laconic.checkpoints.plan import RECEIVED
 from laconic.checkpoints.rank_file import write_rank_file
 from laconic.checkpoints.training_state import TrainingState
-from laconic.checkpoints.transfer import RECEIVED
 
 
 def save(folder: Path, training: TrainingState, all_ranks: AllRanks) -> None:

@@ -104,7 +104,9 @@ class TrainingState:
                 attached = sync
         elif dist is None and attached is not None and not attached.driver.hooked:
             raise ValueError(
-                "a front end follows this optimizer: pass it, as it has state of its own"
+                "a front end follows this optimizer: pass it, as it has state of its own (a "
+                "SlowMoDistributedDataParallel as model, a CommOptimizer as optimizer, a "
+                "DistOptimizer as sync)"
             )
         if attached is None:
             raise ValueError(
@@ -114,7 +116,7 @@ class TrainingState:
         if sync is not None and sync is not attached:
             raise ValueError(
                 "sync (or the wrapped module) is not what follows this optimizer: pass what "
-                "belongs together"
+                "laconic.attach returned for it, or leave sync out"
             )
         own: dict[str, Stateful] = {} if dist is None else {f"{_PREFIX}counter": _Counter(dist)}
         return cls(model, optimizer, attached, dict(others or {}), front, own)

@@ -117,8 +117,8 @@ def parts_of(
         )
     if first["rank"] != here["rank"]:
         raise ValueError(
-            f"this is rank {here['rank']}, and the state is rank {first['rank']}'s: save and load "
-            "each rank's own"
+            f"this is rank {here['rank']}, and the state is rank {first['rank']}'s: each rank "
+            "saves and loads its own"
         )
     return {int(first["rank"]): first}
 

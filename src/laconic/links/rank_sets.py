@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.errors import check_int, in_words
+from laconic.errors import check_int, error_text
 from laconic.links.agreement import agree
 from laconic.links.link import Link
 from laconic.links.simulated import current_link, single_link
@@ -78,7 +78,7 @@ def layout_of(
         layout = _layout(world, nprocs_per_node, mesh, bool(sharded))
         _check_shards(sharded, layout[world.rank // len(layout[0])])
     except Exception as error:
-        problem = in_words(error)
+        problem = error_text(error)
     inner = len(layout[0])
     said = world.gather(torch.tensor([problem is not None, inner, launched], dtype=torch.int64))
     failed, everyone, on_host = said.unbind(1)
