@@ -225,8 +225,8 @@ def _check(model: nn.Module, optimizer: Optimizer, recipe: Recipe) -> None:
 
 def _synchronizers_of(scaler: torch.amp.GradScaler) -> list[Synchronizer]:
     """The attached synchronizers with ``scaler``, in the order of `attach`."""
-    found = [_alive(reference) for reference in _by_scaler[scaler]]
-    return [sync for sync in found if sync is not None and sync.attached]
+    synchronizers = [_alive(reference) for reference in _by_scaler[scaler]]
+    return [sync for sync in synchronizers if sync is not None and sync.attached]
 
 
 def _watch(scaler: torch.amp.GradScaler) -> None:

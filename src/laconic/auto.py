@@ -397,7 +397,7 @@ class Chooser:
 
 
 def _respelled(text: str, recipe: Recipe) -> str:
-    """The text that `streaming` gives to ``recipe``, if it has made it; else ``text``. Older
+    """The text of ``recipe`` by `streaming`, if that makes the same recipe; else ``text``. Older
     versions saved all arguments. With one text per recipe, a choice that stays is no change."""
     first = recipe[0]
     if isinstance(first, GradientRound):

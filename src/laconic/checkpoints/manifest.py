@@ -13,8 +13,7 @@ from pathlib import Path
 from laconic.checkpoints.all_ranks import AllRanks, rank_list
 
 MANIFEST = "laconic.json"
-_KIND = ("laconic checkpoint", 1)
-"""Format and version."""
+_FORMAT, _VERSION = "laconic checkpoint", 1
 _RANK_FILE = re.compile(r"rank-\d+-of-\d+\.(\d+)-[0-9a-f]+\.(pt|json)")
 
 
@@ -34,8 +33,8 @@ class Manifest:
 
     def text(self) -> str:
         """The content of the manifest's file."""
-        kind = dict(zip(("format", "version"), _KIND, strict=True))
-        return json.dumps({**kind, **asdict(self)}, indent=1) + "\n"
+        content = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        return json.dumps(content, indent=1) + "\n"
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -47,13 +46,14 @@ def read_manifest(folder: Path) -> Manifest | None:
     try:
         saved = json.loads(text)
         kind = saved["format"], saved["version"]
-        known = {f.name: saved[f.name] for f in fields(Manifest)} if kind == _KIND else {}
+        readable = kind == (_FORMAT, _VERSION)
+        known = {f.name: saved[f.name] for f in fields(Manifest)} if readable else {}
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{MANIFEST} is damaged: {type(error).__name__}: {error}") from error
     if not known:
         raise ValueError(
-            f"{MANIFEST} has format and version {kind}, not {_KIND}: load it with the version of "
-            "laconic that saved it"
+            f"{MANIFEST} has format and version {kind}, not {(_FORMAT, _VERSION)}: load it with "
+            "the version of laconic that saved it"
         )
     manifest = Manifest(**known)
     numbers = (manifest.serial, manifest.ranks, manifest.workers, manifest.step)

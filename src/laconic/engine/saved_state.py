@@ -212,9 +212,8 @@ def load_exchange_state(
     """Return a function that loads results of `exchange_state`: ``parts[mine]``, or with None those
     of all ranks, combined. Elements that no rank has saved stay as they are."""
     slots = runner.exchange.slots
-    sizes = [channel.bucket.numel for channel in runner.channels]
-    if slots and any(part["sizes"] != sizes for part in parts):
-        raise ValueError("the state was saved for other parameters: their sizes differ")
+    for part in parts if slots else ():
+        _check_sizes(part, runner)
     states: list[State] = []
     for index, channel in enumerate(runner.channels):
         loaded = {}
@@ -243,6 +242,15 @@ def load_exchange_state(
             channel.exchange_state.update(loaded)
 
     return load
+
+
+def _check_sizes(saved: Saved, runner: Runner) -> None:
+    sizes = [channel.bucket.numel for channel in runner.channels]
+    if saved["sizes"] != sizes:
+        raise ValueError(
+            f"the state was saved for other parameters: {sum(saved['sizes'])} elements in "
+            f"{len(saved['sizes'])} buckets, and this run has {sum(sizes)} in {len(sizes)}"
+        )
 
 
 def _mean_of_pieces(
@@ -279,23 +287,19 @@ def load_round(
 
     Raises ``ValueError`` if the parts do not fit the model.
     """
-    own = parts[mine] if mine is not None else parts[0]
-    keeps_state = running.set.stateful
-    in_flight = own["flights"] and not running.set.vary
-    target, keeps = running, keeps_state or in_flight or running.exchange.slots
-    if keeps and own["joined"] != running.set.joined:
-        running = running.like(own["joined"])
-    sizes = [channel.bucket.numel for channel in running.channels]
-    if own["sizes"] != sizes and keeps:
-        raise ValueError("the state was saved for other parameters: their sizes differ")
-    if mine is None:
-        assert not any(part["flights"] for part in parts), "at rest nothing is in flight"
-    if mine is None and keeps:
-        running = running.like(own["joined"])  # begins at this x: lost state starts from it
+    own, target = parts[mine or 0], running
+    stateful, slots = running.set.stateful, running.exchange.slots
+    if stateful or slots or (own["flights"] and not running.set.vary):
+        if own["joined"] != running.set.joined:
+            running = running.like(own["joined"])
+        _check_sizes(own, running)
+        if mine is None:
+            running = running.like(own["joined"])  # begins at this x: lost state starts from it
+    assert mine is not None or not any(part["flights"] for part in parts), "they are at rest"
     executed = int(own["executed"])
     load_exchange = load_exchange_state(running, parts, mine)
     states = [
-        _load_state(running, index, parts, mine) if keeps_state else {}
+        _load_state(running, index, parts, mine) if stateful else {}
         for index in range(len(running.channels))
     ]
     flights = [_load_flight(running, flight) for flight in own["flights"]]
