@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,6 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
+from laconic.algorithms.exchanges import Mean
+from laconic.algorithms.round import Round
+from laconic.algorithms.schedules import every
+from laconic.algorithms.update import State
+from laconic.algorithms.updates import Replace
 
 from all_recipes import ROWS, Row, Run
 
@@ -43,6 +49,31 @@ def test_finish_leaves_the_mean_of_all_steps(name: str) -> None:
             assert torch.equal(finished, runs[0][2])
             if is_plain_mean(name):
                 assert float((finished - mean).abs().max()) < 1e-12
+
+
+@dataclass(frozen=True)
+class Resting(Replace):
+    """An update of the user's own: what arrives replaces x, whatever happened since it was sent."""
+
+    def quiesce(self, x: Tensor, state: State, averaged: bool) -> None:
+        assert averaged
+
+
+def test_messages_in_flight_stay_out_of_the_consensus() -> None:
+    """They are copies of an x that has moved on since."""
+
+    def run(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        own = Run(Row((Round(every(4), Resting(), Mean(), delay=3),)), 2, rank)
+        own.go(6)
+        x, agreed = own.flat(), own.consensus()
+        own.sync.finish()
+        return x, agreed, own.flat()
+
+    runs = la.simulate(run, workers=2)
+    mean = torch.stack([x for x, _, _ in runs]).mean(0)
+    for _, agreed, finished in runs:
+        assert torch.equal(agreed, finished)
+        assert float((agreed - mean).abs().max()) < 1e-12
 
 
 @pytest.mark.parametrize("name", ROWS)
