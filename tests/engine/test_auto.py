@@ -736,8 +736,6 @@ def test_a_switch_that_cannot_be_leaves_the_rounds_at_work() -> None:
     assert torch.equal(a, b)
 
 
-
-
 def test_rounds_that_take_longer_than_predicted_are_not_left_for_rarer_ones() -> None:
     """Which would take as much longer, as it is computing that does, and cost a change each."""
     slow = replace(TEXT, rate=1e7)
