@@ -435,7 +435,8 @@ def test_every_way_out_leaves_nothing(tmp_path: Path) -> None:
         ([], "2 labs started and ended, 2 of them without leaving anything\n", 0),
         (
             ["sleep 1000"],
-            "lab 2, a rank crashes: sleep 1000\n2 labs started and ended, 1 of them without leaving anything\n",
+            "lab 2, a rank crashes: sleep 1000\n"
+            "2 labs started and ended, 1 of them without leaving anything\n",
             1,
         ),
     ],
