@@ -146,6 +146,7 @@ def run(request: Request, files: list[int]) -> None:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     _end(code)
