@@ -79,7 +79,7 @@ def test_an_error_of_the_card_before_a_job_reaches_who_waits() -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch.cuda, "Stream", lambda _: None)
         patched.setattr(torch.cuda, "stream", lambda _: nullcontext())
-        lane._run_on_stream(pending, lambda: 2, Broken())  # type: ignore[arg-type]
+        lane._run_on_stream(pending, lambda: 2, None, Broken())  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="device-side assert"):
         pending.wait()
     assert isinstance(lane._error, RuntimeError)
@@ -187,10 +187,10 @@ import torch
 from laconic.links.comm_thread import CommThread
 
 lane = CommThread(True, torch.device("cpu"), lambda: None)
-x = torch.randn(300, 300)
+x = torch.randn(100, 100)
 
 def job():
-    for _ in range(400):
+    for _ in range(2000):
         x @ x
     print("done", flush=True)
 

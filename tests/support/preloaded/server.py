@@ -199,7 +199,7 @@ def _become(request: Request, files: list[int]) -> None:
     sys.path_importer_cache.clear()
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
     sys.modules["__main__"] = types.ModuleType("__main__")
-    sys.modules["__main__"].__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"].__dict__.update(__builtins__=__builtins__, __annotations__={})
     del sys.modules["server"]
     import numpy
     import torch
@@ -235,9 +235,10 @@ def _execute(kind: str, what: str, arguments: list[str]) -> None:
     if kind == "-c":
         exec(compile(what, "<string>", "exec"), names)
         return
-    names["__file__"] = what
-    with io.open_code(os.path.abspath(what)) as file:
-        code = compile(file.read(), what, "exec")
+    path = os.path.abspath(what)
+    names.update(__file__=path, __cached__=None)
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec")
     exec(code, names)
 
 
