@@ -648,7 +648,7 @@ def late(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, T
 def test_coded_rounds_of_what_comes_later_are_refused(delay: int) -> None:
     """Their reference would be another one on every worker."""
     exchange = CodedMean(SMALL, relative=True)
-    with pytest.raises(ValueError, match="a round of the optimiser's state is of an update"):
+    with pytest.raises(ValueError, match="a round of the optimizer's state needs an update"):
         la.Round(la.every(2), la.updates.Average(), exchange, optimizer_state)
     hidden = la.Round(la.every(2), la.updates.Average(), exchange, late, delay=delay)
 
