@@ -424,7 +424,7 @@ def asking(rank: int, what: str) -> tuple[str, int]:
 def test_what_is_wrong_on_one_rank_is_told_to_all(pool: gloo.Pool, what: str) -> None:
     said = pool.run(asking, what, ranks=4)
     assert said[1][0].startswith(WRONG[what][1]) and [left for _, left in said] == [0] * 4
-    assert said[0] == said[2] == said[3] and "ranks" in said[0][0]
+    assert said[0] == said[2] == said[3] and "rank" in said[0][0]
 
 
 def test_sharded_parameters_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

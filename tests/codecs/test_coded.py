@@ -999,7 +999,7 @@ def test_parameters_that_cannot_join_change_nothing(monkeypatch: pytest.MonkeyPa
         hooks, owed = dict(gradients._hooks), gradients.left_over()
         model.x[0].requires_grad_(True)
         with monkeypatch.context() as patched:
-            patched.setattr(gradients, "_init_carried", lambda *_: fail())
+            patched.setattr(gradients, "_open", lambda *_: fail())
             with pytest.raises(MemoryError):
                 gradients.refresh()
         again = gradients.left_over()

@@ -726,18 +726,14 @@ def test_a_switch_that_cannot_be_leaves_the_rounds_at_work() -> None:
         model, optimizer = build(0)
         sync = la.attach(model, optimizer, la.ddp(codec="int4"))
         step(model, optimizer, rank, 1)
-        for wrong, word in ((la.hierarchical(1, 2), "group_size"), (MANY, "at most 240")):
-            with pytest.raises(ValueError, match=word):
-                sync.switch(wrong)
+        with pytest.raises(ValueError, match="group_size"):
+            sync.switch(la.hierarchical(1, 2))
         for t in range(2, 5):
             step(model, optimizer, rank, t)
         return weights(model)
 
     a, b = la.simulate(one, workers=2)
     assert torch.equal(a, b)
-
-
-MANY = la.streaming_diloco(300, 250, 1)
 
 
 def test_rounds_that_take_longer_than_predicted_are_not_left_for_rarer_ones() -> None:

@@ -347,7 +347,7 @@ def test_without_permission_for_namespaces_a_throttled_link_stands_in(
     assert result.settings["network"] == "throttled"
     assert result.settings["reason"] == why
     assert result.command == "laconic compare 'on purpose'"
-    assert "5 Mbit/s, 10 ms latency, throttled link: this system does not permit" in ended.text
+    assert "5 Mbit/s, 10 ms latency, throttled link: this system does not allow" in ended.text
     assert "on a link throttled to 5 Mbit/s" in ended.text
     assert "emulated" not in ended.out
     ddp = ended.row("ddp()")
@@ -458,7 +458,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "hosts below zero": ("ddp --hosts=-2", "hosts must be"),
     "many hosts": ("ddp --hosts 1000", "hosts must be from 1 to 250, not 1000"),
     "processes": ("ddp --per-host 0", "per-host must be an integer of at least 1, not 0"),
-    "workers": ("ddp --hosts 200 --per-host 10", "2000 workers are too many for 1437 training pic"),
+    "workers": ("ddp --hosts 200 --per-host 10", "2000 workers are too many for 1437 training im"),
     "steps": ("ddp --steps 0", "steps must be an integer of at least 1, not 0"),
     "steps below zero": ("ddp --steps=-3", "steps must be an integer of at least 1, not -3"),
     "no seconds": ("ddp --seconds 0", "seconds must be a finite number of at least 1, not 0"),
@@ -499,7 +499,9 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
 @pytest.mark.usefixtures("_nothing_starts")
 def test_an_unknown_workload_is_told_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     said = mistake(["ddp", "--workload", "imagenet"], capsys)
-    assert "no workload 'imagenet': choose from digits, text, or your own, as my.py:make" in said
+    assert (
+        "no workload 'imagenet': choose from digits, text, or your own, such as my.py:make" in said
+    )
 
 
 @pytest.mark.timeout(20)

@@ -432,10 +432,11 @@ def test_every_way_out_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "said", "code"),
     [
-        ([], "2 labs started and ended: 2 left nothing\n", 0),
+        ([], "2 labs started and ended, 2 of them without leaving anything\n", 0),
         (
             ["sleep 1000"],
-            "lab 2, a rank crashes: sleep 1000\n2 labs started and ended: 1 left nothing\n",
+            "lab 2, a rank crashes: sleep 1000\n"
+            "2 labs started and ended, 1 of them without leaving anything\n",
             1,
         ),
     ],

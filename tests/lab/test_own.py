@@ -162,7 +162,9 @@ def test_every_adapter_is_found_and_pinned() -> None:
     for name in ADAPTERS:
         peer = rivals.find(name)
         assert peer.package in pinned or peer.package == "torch"
-        assert peer.rounds and all(isinstance(r, laconic.Round) for r in peer.rounds)
+        assert peer.rounds and all(
+            isinstance(r, (laconic.Round, laconic.GradientRound)) for r in peer.rounds
+        )
 
 
 def adapter(name: str) -> Any:
