@@ -326,7 +326,6 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("engine/gradient_rounds.py", "used = [p for p, share in zip(params, had.tolist(), strict=True) if share > 0]", "used = list(params)", CODED),
     ("engine/messages.py", "if bool(failed.any()) and error is None", "if False", CODED),
     ("engine/session.py", "first = [p for p in own if not hooked or id(p) in wanted]", "first = [p for p in params if id(p) in known]", CODED),
-    ("engine/switching.py", "            running.rebase()", "            pass", CODED),
     ("engine/driver.py", "            running.rebase()", "            pass", CODED),
     ("codecs/integers.py", "value=-1)  # s * q", "value=-0.5)  # s * q", KERNELS),
     ("codecs/codec.py", "x.sub_(less)", "x.add_(less)", KERNELS),
