@@ -16,15 +16,16 @@ import traceback
 from pathlib import Path
 
 import benchmarks.traps
-from benchmarks.traps import TRAPS, Trapped
+from benchmarks.traps import TRAPS, Trapped, earlier
 
 ROOT = Path(__file__).parents[2]
 
 
 def find() -> None:
     """Import the modules of this package, which register their traps."""
+    earlier.provide()
     for module in sorted(m.name for m in pkgutil.iter_modules(benchmarks.traps.__path__)):
-        if module != "__main__":
+        if module not in ("__main__", "earlier"):
             importlib.import_module(f"benchmarks.traps.{module}")
 
 
