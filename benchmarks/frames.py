@@ -61,10 +61,16 @@ def train(rank: int, port: int) -> None:
     CommThread.submit, wire._move = submit, move  # type: ignore[method-assign]
     sync.finish()
     if rank == 0:
-        above, below = handed[0], max(moved, key=len)
-        for title, stack in (("training thread", above), ("communication thread", below)):
+        above, send, wait = handed[0], moved[0], max(moved, key=len)
+        stacks = {
+            "training thread": above,
+            "communication thread, sending": send,
+            "communication thread, waiting": wait,
+        }
+        for title, stack in stacks.items():
             print(f"{title}:", *stack, sep="\n  ")
-        print(f"{len(above)} + {len(below)} = {len(above) + len(below)} frames")
+        for what, below in (("sending", send), ("waiting", wait)):
+            print(f"{what}: {len(above)} + {len(below)} = {len(above) + len(below)} frames")
         sys.stdout.flush()
 
 
