@@ -226,7 +226,7 @@ def show(result: Result, directory: Path, left: int = 0) -> None:
     console = Console()
     console.print(report.table(result))
     if left:
-        console.print(f"Interrupted: {left} runs did not start.", highlight=False)
+        console.print(f"Interrupted: {left} run{'s' * (left != 1)} did not start.", highlight=False)
     console.print(report.verdict(result), highlight=False, markup=False)
     paths = report.write(result, directory)
     console.print("Written: " + ", ".join(str(path) for path in paths), highlight=False)
