@@ -33,7 +33,7 @@ class Task:
     """What the workers train: a small network in float64, and a share of the samples for each.
 
     Args:
-        optimizer: makes an optimiser from parameters.
+        optimizer: makes an optimizer from parameters.
         workers: how many.
         alike: whether samples are dealt out like cards. Else they are ordered by their target
             first, so that one worker sees the small ones and another the large ones.
@@ -76,7 +76,7 @@ class Task:
 
 
 class Worker:
-    """One worker: its network, its optimiser and its batches."""
+    """One worker: its network, its optimizer and its batches."""
 
     def __init__(self, task: Task, rank: int) -> None:
         self.model = task.network()
@@ -116,7 +116,7 @@ class Team:
             worker.optimizer.step()
 
     def train(self) -> Tensor:
-        """A step of each worker's own optimiser along its own gradient; their losses."""
+        """A step of each worker's own optimizer along its own gradient; their losses."""
         losses = self.backward()
         self.step()
         return losses

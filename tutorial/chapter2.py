@@ -197,7 +197,7 @@ torch.testing.assert_close(torch.cat(halves, dim=1), layer(x))  # inside a layer
 # | each processor holds | all parameters (FSDP: fetched as needed) | its part of them |
 # | what is sent | gradients, once per step | activations, at every cut, forward and backward |
 # | what it needs | a batch large enough to split | a fast link at every cut |
-# | who waits | all processors, for the last one's gradients | each stage, for the previous one |
+# | what waits | all processors, for the last one's gradients | each stage, for the previous one |
 #
 # Large runs use both: model parallelism inside a host, where links are fast, and data parallelism
 # between hosts. Between hosts, gradients are sent over the slowest link of all. That is laconic's

@@ -67,7 +67,7 @@ show(Team.train, averaging.gradient_averaging, averaging.local_sgd)
 
 # %%
 def remembered(team, name):
-    """What the workers' optimisers keep under ``name``: a row for each."""
+    """What the workers' optimizers keep under ``name``: a row for each."""
     return torch.stack(
         [
             torch.cat([w.optimizer.state[p][name].flatten() for p in w.model.parameters()])
@@ -83,7 +83,7 @@ def apart(rows):
 
 print("30 steps, a period of 1\n")
 print(f"{'':12}{'parameters of the':>20}{'states differ between workers, averaging':>44}")
-print(f"{'optimiser':12}{'two ways differ by':>20}{'gradients':>26}{'parameters':>18}")
+print(f"{'optimizer':12}{'two ways differ by':>20}{'gradients':>26}{'parameters':>18}")
 differ, state = {}, {}
 for name, optimizer, kept in (
     ("SGD", SGD, None),

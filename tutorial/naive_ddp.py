@@ -87,7 +87,7 @@ def spawn_and_join(
     """
     check_backend(backend)
     # Each process is a copy of one that has imported already what takes seconds to import: torch,
-    # and what its optimisers import when the first one is made.
+    # and what its optimizers import when the first one is made.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch._dynamo", "tutorial.toy"])
     address = f"tcp://127.0.0.1:{free_port()}"

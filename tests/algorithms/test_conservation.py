@@ -26,7 +26,7 @@ EXACT = 1e-12
 
 @dataclass
 class Seen:
-    """One worker's step: x as the optimiser found and left it and as it is after the rounds; the
+    """One worker's step: x as the optimizer found and left it and as it is after the rounds; the
     push weight here and on its way here (of every bucket); x*w, here and on its way here; the
     anchor where there is one, else x."""
 
@@ -108,7 +108,7 @@ LRS = {"mixing alone": still, "training": training.changing_lr}
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_push_weights_and_what_they_weigh_are_conserved(graph: str, delay: int, lr: str) -> None:
     """Over workers and messages in flight: weights add up to n, and x*w to what it was, plus
-    what the optimisers did to x."""
+    what the optimizers did to x."""
     n, moved = 5, False
     steps = steps_of(Job(la.sgp(graph, 2, delay=delay), n, steps=10, lr=LRS[lr]))
     mass = total(steps[0], lambda seen: seen.before)

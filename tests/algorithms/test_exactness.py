@@ -15,17 +15,17 @@ from training import OPTIMISERS, Job, largest_difference, partly_zero_lr, same_b
 
 
 @pytest.mark.parametrize(
-    ("row", "workers", "optimiser"),
+    ("row", "workers", "optimizer"),
     [
-        (row, workers, optimiser)
+        (row, workers, optimizer)
         for row in ROWS
-        for workers, optimiser in ((1, "adamw"), (2, "nesterov"), (3, "nesterov"), (4, "adamw"))
+        for workers, optimizer in ((1, "adamw"), (2, "nesterov"), (3, "nesterov"), (4, "adamw"))
         if workers != IN_PROCESSES[row]  # which `test_links_agree` compares
     ],
 )
-def test_recipe_equals_its_reference(row: str, workers: int, optimiser: str) -> None:
+def test_recipe_equals_its_reference(row: str, workers: int, optimizer: str) -> None:
     recipe, expected = ROWS[row]
-    job = Job(recipe, workers, optimiser=optimiser)
+    job = Job(recipe, workers, optimizer=optimizer)
     assert largest_difference(simulated(job), job.expected(expected)) < 1e-10
 
 
@@ -60,10 +60,10 @@ def test_groups_of_workers(row: str, workers: int, size: int) -> None:
     assert largest_difference(simulated(job), job.expected(expected(size))) < 1e-10
 
 
-@pytest.mark.parametrize("optimiser", ["sgd", "adamw"])
-def test_leaders_by_gradient_score(optimiser: str) -> None:
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_leaders_by_gradient_score(optimizer: str) -> None:
     job = Job(GROUPED["lsgd(4, local_period=2)"][0], 4, options=(("group_size", 2),))
-    job = replace(job, reports=False, optimiser=optimiser)
+    job = replace(job, reports=False, optimizer=optimizer)
     options = dict(local_drift=0.4, local_pull=0.3, group_size=2)
     expected = leader.LSGD(4, 2, **options, score="gradient", score_includes_pulls=False)
     assert largest_difference(simulated(job), job.expected(expected)) < 1e-10
@@ -87,7 +87,7 @@ def test_workers_of_two_ranks(row: str) -> None:
         return np.concatenate([a[0], b[0]]), np.concatenate([a[1], b[1]])
 
     data = [list(map(join, one, two)), list(map(join, three, four))]
-    rules = OPTIMISERS[job.optimiser][1]
+    rules = OPTIMISERS[job.optimizer][1]
     trace = decade.run(expected, 2, job.steps, rules, job.lr, data, ref.initial(2, job.seed))
     runs = simulated(job)
     assert largest_difference([runs[0], runs[2]], trace) < 1e-10

@@ -39,7 +39,7 @@ CLOSE = 1e-10
 def settings(job: Job) -> tuple[Any, ...]:
     """The last arguments of the reference's special cases."""
     init = ref.initial(job.workers, job.seed)
-    return OPTIMISERS[job.optimiser][1], job.lr, job.data(), init
+    return OPTIMISERS[job.optimizer][1], job.lr, job.data(), init
 
 
 def workers_differ(job: Job, other: ref.Trace) -> float:
@@ -59,11 +59,11 @@ def workers_differ(job: Job, other: ref.Trace) -> float:
 
 @pytest.mark.parametrize("alpha", [0.5, 1.0, 1.3])
 @pytest.mark.parametrize("sharded", [True, False])
-@pytest.mark.parametrize("optimiser", ["nesterov", "adamw"])
+@pytest.mark.parametrize("optimizer", ["nesterov", "adamw"])
 def test_one_worker_without_momentum_is_lookahead(
-    alpha: float, sharded: bool, optimiser: str
+    alpha: float, sharded: bool, optimizer: str
 ) -> None:
-    job = Job(la.slowmo(None, 4, 0.0, alpha, sharded=sharded), 1, STEPS, optimiser)
+    job = Job(la.slowmo(None, 4, 0.0, alpha, sharded=sharded), 1, STEPS, optimizer)
     trace = ref.lookahead(4, alpha, STEPS, *settings(job))
     assert largest_difference(simulated(job), trace) < CLOSE
 
@@ -172,8 +172,8 @@ IDENTITIES: dict[str, tuple[la.Recipe, ref.Recipe, str]] = {
     ("name", "workers"), [(name, 2 + place % 2) for place, name in enumerate(IDENTITIES)]
 )
 def test_identity(name: str, workers: int) -> None:
-    recipe, other, optimiser = IDENTITIES[name]
-    job = Job(recipe, workers, STEPS, optimiser)
+    recipe, other, optimizer = IDENTITIES[name]
+    job = Job(recipe, workers, STEPS, optimizer)
     assert workers_differ(job, job.expected(other)) < CLOSE
 
 
@@ -184,7 +184,7 @@ def test_one_worker_that_averages_with_itself_trains_alone(recipe: la.Recipe) ->
 
 
 def test_local_sgd_at_every_step_of_adam_is_not_ddp() -> None:
-    """The identity needs an optimiser that is linear in the gradient: the bounds here can tell
+    """The identity needs an optimizer that is linear in the gradient: the bounds here can tell
     recipes apart."""
     job = Job(la.local_sgd(1), 3, STEPS, "adamw")
     assert workers_differ(job, job.expected(ref.ddp())) > 1e-4
@@ -223,7 +223,7 @@ def test_sharded_equals_unsharded(name: str, workers: int) -> None:
 
 def around_rounds(job: Job, rank: int) -> list[tuple[Tensor, Tensor]]:
     """x before and after the rounds of every step: hooks run in the order of registration, so
-    one registered before `laconic.attach` sees what the optimiser left."""
+    one registered before `laconic.attach` sees what the optimizer left."""
     model, optimizer = build(job, rank)
     before: list[Tensor] = []
     optimizer.register_step_post_hook(lambda *_: before.append(flat(model)))

@@ -1,4 +1,4 @@
-"""The references checked: against finite differences, torch's optimisers, and each other."""
+"""The references checked: against finite differences, torch's optimizers, and each other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reference import (
     SGD,
     SHAPES,
     AdamW,
-    Optimiser,
+    Optimizer,
     Rates,
     Recipe,
     Trace,
@@ -42,7 +42,7 @@ from reference import (
 
 n, steps = 3, 13
 data, init = make_data(n, steps, seed=1), initial(n, seed=2)
-rules: list[list[Optimiser]] = [
+rules: list[list[Optimizer]] = [
     [SGD(), SGD(weight_decay=0.1)],
     [SGD(0.9, weight_decay=0.01), SGD(0.5)],
     [SGD(0.9, nesterov=True), SGD(0.8, nesterov=True, weight_decay=0.02)],
@@ -64,12 +64,12 @@ def agree(what: str, difference: float, limit: float = 1e-12) -> None:
     assert difference <= limit, what
 
 
-def go(recipe: Recipe, optimiser: list[Optimiser] = nesterov, rate: Rates = lr) -> Trace:
-    return run(recipe, n, steps, optimiser, rate, data, init)
+def go(recipe: Recipe, optimizer: list[Optimizer] = nesterov, rate: Rates = lr) -> Trace:
+    return run(recipe, n, steps, optimizer, rate, data, init)
 
 
-def one(recipe: Recipe, optimiser: list[Optimiser] = nesterov) -> Trace:
-    return run(recipe, 1, steps, optimiser, lr, data, init)
+def one(recipe: Recipe, optimizer: list[Optimizer] = nesterov) -> Trace:
+    return run(recipe, 1, steps, optimizer, lr, data, init)
 
 
 def test_gradient_against_finite_differences() -> None:
@@ -84,8 +84,8 @@ def test_gradient_against_finite_differences() -> None:
     agree("gradient against finite differences", worst, 1e-8)
 
 
-@pytest.mark.parametrize("optimiser", rules, ids=["sgd", "heavy ball", "nesterov", "adamw"])
-def test_local_optimisers_are_those_of_torch(optimiser: list[Optimiser]) -> None:
+@pytest.mark.parametrize("optimizer", rules, ids=["sgd", "heavy ball", "nesterov", "adamw"])
+def test_local_optimizers_are_those_of_torch(optimizer: list[Optimizer]) -> None:
     net = torch.nn.Sequential(
         torch.nn.Linear(INPUT, HIDDEN), torch.nn.Tanh(), torch.nn.Linear(HIDDEN, OUTPUT)
     ).double()
@@ -94,14 +94,14 @@ def test_local_optimisers_are_those_of_torch(optimiser: list[Optimiser]) -> None
         tensors[name].data.copy_(torch.from_numpy(init[0][name]))
     groups = [
         {"params": [tensors[k] for k in names], **vars(rule)}
-        for names, rule in zip(GROUPS, optimiser, strict=True)
+        for names, rule in zip(GROUPS, optimizer, strict=True)
     ]
     theirs: torch.optim.Optimizer
-    if isinstance(optimiser[0], AdamW):
+    if isinstance(optimizer[0], AdamW):
         theirs = torch.optim.AdamW(groups, lr=1.0)
     else:
         theirs = torch.optim.SGD(groups, lr=1.0)
-    trace, worst = run(Recipe(), 1, steps, optimiser, lr, data, init), 0.0
+    trace, worst = run(Recipe(), 1, steps, optimizer, lr, data, init), 0.0
     for t in range(1, steps + 1):
         for group in (0, 1):
             theirs.param_groups[group]["lr"] = lr(group, t)
@@ -112,7 +112,7 @@ def test_local_optimisers_are_those_of_torch(optimiser: list[Optimiser]) -> None
         for name in NAMES:
             mine = trace.workers[t - 1][0][name]
             worst = max(worst, float(np.abs(mine - tensors[name].detach().numpy()).max()))
-    agree(f"torch, {optimiser}", worst)
+    agree(f"torch, {optimizer}", worst)
 
 
 def test_special_cases_agree() -> None:
@@ -133,7 +133,7 @@ def test_special_cases_agree() -> None:
     ahead = lookahead(4, 0.6, steps, adam, lr, data, init)
     agree("slowmo(n 1, beta 0) is Lookahead", same(one(slowmo(None, 4, 0.0, 0.6), adam), ahead))
     decay = 0.1
-    sgd: list[Optimiser] = [SGD(weight_decay=decay)] * 2
+    sgd: list[Optimizer] = [SGD(weight_decay=decay)] * 2
     large = large_batch_momentum(n, steps, 0.6, 0.8, lr, data, init, decay)
     for inner in (None, ddp()):
         agree("slowmo(tau 1) is large-batch", same(go(slowmo(inner, 1, 0.6, 0.8), sgd), large))

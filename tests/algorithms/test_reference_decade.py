@@ -14,7 +14,7 @@ from reference import (
     SGD,
     AdamW,
     Array,
-    Optimiser,
+    Optimizer,
     Params,
     Rates,
     Recipe,
@@ -45,9 +45,9 @@ from reference_leader import LSGD, lsgd
 
 n, steps = 4, 13
 data, init = make_data(6, 40, seed=1), initial(6, seed=2)
-plain: list[Optimiser] = [SGD(), SGD(weight_decay=0.1)]
-nesterov: list[Optimiser] = [SGD(0.9, nesterov=True), SGD(0.8, nesterov=True, weight_decay=0.02)]
-adam: list[Optimiser] = [AdamW(weight_decay=0.1), AdamW((0.8, 0.95), 1e-6, 0.0)]
+plain: list[Optimizer] = [SGD(), SGD(weight_decay=0.1)]
+nesterov: list[Optimizer] = [SGD(0.9, nesterov=True), SGD(0.8, nesterov=True, weight_decay=0.02)]
+adam: list[Optimizer] = [AdamW(weight_decay=0.1), AdamW((0.8, 0.95), 1e-6, 0.0)]
 
 
 def lr(group: int, t: int) -> float:
@@ -63,9 +63,9 @@ def zero(group: int, t: int) -> float:
 
 
 def go(
-    recipe: Recipe, optimiser: list[Optimiser] = nesterov, rate: Rates = lr, n: int = n
+    recipe: Recipe, optimizer: list[Optimizer] = nesterov, rate: Rates = lr, n: int = n
 ) -> Trace:
-    return run(recipe, n, steps, optimiser, rate, data, init)
+    return run(recipe, n, steps, optimizer, rate, data, init)
 
 
 def still(recipe: Recipe, n: int = n, steps: int = steps) -> Trace:
@@ -202,9 +202,9 @@ def test_d_psgd_conserves_the_mean(graph: Graph, delay: int) -> None:
         assert delay == 0 or max(map(gap, trace.workers[delay - 1], init)) == 0
 
 
-def test_the_optimiser_sees_x_and_the_gradient_at_z() -> None:
+def test_the_optimizer_sees_x_and_the_gradient_at_z() -> None:
     # Overlap on one pair: after step 1 all weights are 1/2, so at step 2 x = z/2.
-    decay: list[Optimiser] = [SGD(weight_decay=0.5), SGD(weight_decay=0.5)]
+    decay: list[Optimizer] = [SGD(weight_decay=0.5), SGD(weight_decay=0.5)]
     trace = run(sgp(delay=2), 2, 2, decay, constant, data, init)
     z = trace.workers[0]
     for i in (0, 1):
@@ -230,17 +230,17 @@ def test_a_delayed_push_arrives_exactly_then() -> None:
 
 
 def test_gossip_special_cases() -> None:
-    for optimiser in (plain, nesterov, adam):
-        each_step = go(local_sgd(1), optimiser)
-        same(go(sgp("complete"), optimiser), each_step)
-        same(go(d_psgd("complete"), optimiser), each_step)
-        same(go(d_psgd("complete", 3), optimiser), go(local_sgd(1, 3), optimiser))
-        two = go(local_sgd(1), optimiser, n=2)
-        same(go(sgp(), optimiser, n=2), two)
-        same(go(d_psgd(), optimiser, n=2), two)
-        same(go(sgp(pairs), optimiser, n=2), two)
+    for optimizer in (plain, nesterov, adam):
+        each_step = go(local_sgd(1), optimizer)
+        same(go(sgp("complete"), optimizer), each_step)
+        same(go(d_psgd("complete"), optimizer), each_step)
+        same(go(d_psgd("complete", 3), optimizer), go(local_sgd(1, 3), optimizer))
+        two = go(local_sgd(1), optimizer, n=2)
+        same(go(sgp(), optimizer, n=2), two)
+        same(go(d_psgd(), optimizer, n=2), two)
+        same(go(sgp(pairs), optimizer, n=2), two)
         for alone in (sgp(), sgp(delay=2), d_psgd(delay=2), sgp("complete")):
-            same(go(alone, optimiser, n=1), go(Recipe(), optimiser, n=1))
+            same(go(alone, optimizer, n=1), go(Recipe(), optimizer, n=1))
     # Three peers among four workers is the complete graph; one peer is not.
     same(go(sgp(peers=3)), go(sgp("complete")))
     # One peer: push is the mean with one's in-neighbour; D-PSGD's ring has both neighbours.
@@ -326,12 +326,12 @@ def test_easgd_pull_comes_every_step_and_before_the_round() -> None:
 
 
 def test_elastic_special_cases() -> None:
-    for optimiser in (plain, nesterov, adam):
-        same(go(easgd(3, 0.0), optimiser), go(Recipe(), optimiser), consensus=False)
-        same(go(downpour(3), optimiser, n=1), go(Recipe(), optimiser, n=1), consensus=False)
+    for optimizer in (plain, nesterov, adam):
+        same(go(easgd(3, 0.0), optimizer), go(Recipe(), optimizer), consensus=False)
+        same(go(downpour(3), optimizer, n=1), go(Recipe(), optimizer, n=1), consensus=False)
         # a + sum(x - a) = a - n*(a - xbar): a slow step with alpha = n.
-        many = go(slowmo(None, 2, 0.0, 4.0), optimiser)
-        same(go(downpour(2), optimiser), many, limit=1e-8)
+        many = go(slowmo(None, 2, 0.0, 4.0), optimizer)
+        same(go(downpour(2), optimizer), many, limit=1e-8)
     assert gap(go(easgd(3, 0.0)).consensus[-1], init[0]) == 0
     alone = go(downpour(3), n=1)
     assert gap(alone.consensus[5], alone.workers[5][0]) == 0
@@ -358,17 +358,17 @@ def quiet(period: int, **options: object) -> LSGD:
 
 
 def test_lsgd_special_cases() -> None:
-    for optimiser in (plain, nesterov, adam):
-        same(go(quiet(4, group_size=2), optimiser), go(Recipe(), optimiser))
-        same(go(lsgd(4), optimiser, n=1), go(lsgd(4, drift=0.1, pull=0.7), optimiser, n=1))
+    for optimizer in (plain, nesterov, adam):
+        same(go(quiet(4, group_size=2), optimizer), go(Recipe(), optimizer))
+        same(go(lsgd(4), optimizer, n=1), go(lsgd(4, drift=0.1, pull=0.7), optimizer, n=1))
         # Local leaders of one group of all are global ones.
         together = go(quiet(99, local_period=3, local_pull=0.4, local_drift=0.2, group_size=n))
         same(together, go(quiet(3, pull=0.4, drift=0.2)))
         # Full pull: after a round all hold the leader's parameters.
         recipe = quiet(3, pull=1.0)
-        trace = go(recipe, optimiser)
+        trace = go(recipe, optimizer)
         leader = recipe.leaders[0][2]
-        free = go(Recipe(), optimiser).workers[2][leader]
+        free = go(Recipe(), optimizer).workers[2][leader]
         assert max(gap(x, free) for x in trace.workers[2]) == 0
     assert lsgd(16).local_period is None and LSGD(16).group_size is None
     for period, local in ((16, 4), (7, 1), (3, 1)):
@@ -415,7 +415,7 @@ def test_lsgd_leads_by_the_mean_of_the_last_losses(window: int) -> None:
 
 def test_lsgd_gradient_score() -> None:
     # Plain SGD without pulls: (x_prev - x)*g is lr*g^2.
-    free: list[Optimiser] = [SGD(), SGD()]
+    free: list[Optimizer] = [SGD(), SGD()]
     recipe = quiet(2, score="gradient")
     trace = run(recipe, n, 12, free, lr, data, init)
     s = np.zeros(n)
@@ -532,16 +532,16 @@ def test_slowmo_over_any_base(base: Callable[[], Recipe]) -> None:
 
 
 def test_slowmo_over_sgp_special_cases() -> None:
-    for optimiser in (plain, nesterov, adam):
-        each = go(local_sgd(1), optimiser)
-        same(go(slowmo(sgp("complete"), 3, 0.0, 1.0), optimiser), each, consensus=False)
-        same(go(slowmo(d_psgd("complete"), 3, 0.0, 1.0), optimiser), each, consensus=False)
+    for optimizer in (plain, nesterov, adam):
+        each = go(local_sgd(1), optimizer)
+        same(go(slowmo(sgp("complete"), 3, 0.0, 1.0), optimizer), each, consensus=False)
+        same(go(slowmo(d_psgd("complete"), 3, 0.0, 1.0), optimizer), each, consensus=False)
         # No average, beta 0, alpha 1 on a regular graph: nothing but a skipped gossip.
         nothing = SlowMo(sgp(), 3, 0.0, 1.0, average=False, skip_base_round=False)
-        same(go(nothing, optimiser), go(sgp(), optimiser), consensus=False)
-        same(go(slowmo(None, 3, 0.0, 1.0, False), optimiser), go(Recipe(), optimiser), False)
-        one = run(slowmo(sgp(delay=1), 4, 0.0, 0.6), 1, steps, optimiser, lr, data, init)
-        same(one, lookahead(4, 0.6, steps, optimiser, lr, data, init))
+        same(go(nothing, optimizer), go(sgp(), optimizer), consensus=False)
+        same(go(slowmo(None, 3, 0.0, 1.0, False), optimizer), go(Recipe(), optimizer), False)
+        one = run(slowmo(sgp(delay=1), 4, 0.0, 0.6), 1, steps, optimizer, lr, data, init)
+        same(one, lookahead(4, 0.6, steps, optimizer, lr, data, init))
     # The state policies, as identities of one slow step per step.
     averaged = slowmo(sgp(), 1, 0.0, 1.0, optimizer_state="average")
     same(go(averaged, [SGD(0.9, nesterov=True)] * 2), go(ddp(), [SGD(0.9, nesterov=True)] * 2))

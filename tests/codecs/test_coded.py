@@ -1036,7 +1036,7 @@ def test_a_codec_tells_its_settings() -> None:
 
 
 def test_a_parameter_thawed_in_the_step_that_nobody_used_keeps_no_gradient() -> None:
-    """So that its optimiser leaves it alone, weight decay included."""
+    """So that its optimizer leaves it alone, weight decay included."""
 
     def run(rank: int) -> bool:
         model, optimizer = build()

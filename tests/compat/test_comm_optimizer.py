@@ -1,4 +1,4 @@
-"""CommOptimizer: a torch optimiser in all respects, and the algorithms exactly."""
+"""CommOptimizer: a torch optimizer in all respects, and the algorithms exactly."""
 
 from __future__ import annotations
 
@@ -341,7 +341,7 @@ def test_the_example_of_the_guide_as_printed(name: str | None) -> None:
     assert alike == (name is not None)
 
 
-# -- a torch optimiser in all respects ----
+# -- a torch optimizer in all respects ----
 
 Schedule = Callable[[torch.optim.Optimizer], Any]
 SCHEDULERS: dict[str, Schedule] = {
@@ -389,7 +389,7 @@ def test_schedulers_made_before_and_after(kind: str, when: str) -> None:
     la.simulate(run, workers=1)
 
 
-def test_hooks_groups_and_state_are_those_of_one_optimiser() -> None:
+def test_hooks_groups_and_state_are_those_of_one_optimizer() -> None:
     called: list[str] = []
 
     def note(name: str) -> Callable[..., None]:
@@ -437,7 +437,7 @@ def test_hooks_groups_and_state_are_those_of_one_optimiser() -> None:
 
 
 class Particular(torch.optim.SGD):
-    """An optimiser that does something about its groups."""
+    """An optimizer that does something about its groups."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group({**param_group, "label": "particular"})
@@ -467,7 +467,7 @@ def test_groups_added_to_either_join() -> None:
         assert x.tolist() == [1.0, 1.0, 5.0, 5.0, 5.0], "rank 0's"
 
 
-def test_whatever_the_optimiser_holds_starts_from_rank_0() -> None:
+def test_whatever_the_optimizer_holds_starts_from_rank_0() -> None:
     """Also what is not of the model, and where none is given; a plain tensor, too."""
 
     def run(rank: int, whole: bool) -> tuple[Tensor, Tensor]:
@@ -725,7 +725,7 @@ def test_resume_at_random_steps_in_other_processes(
         assert same_bits(expected, [tails[i] for tails in found]), f"saved after step {t}"
 
 
-def test_an_optimisers_state_alone_starts_communication_afresh() -> None:
+def test_an_optimizers_state_alone_starts_communication_afresh() -> None:
     """From the loaded parameters, that is: the old centre would pull back to before."""
 
     def run(rank: int) -> tuple[Tensor, Tensor]:
@@ -756,7 +756,7 @@ def test_an_optimisers_state_alone_starts_communication_afresh() -> None:
     assert torch.equal(a, b) and torch.equal(a, x) and not torch.equal(x, y)
 
 
-def test_a_plain_optimiser_takes_the_state() -> None:
+def test_a_plain_optimizer_takes_the_state() -> None:
     def run(rank: int) -> None:
         model, inner = small(0)
         optimizer = la.CommOptimizer(inner, "EASGD", 1, 4, 0.5)
@@ -913,7 +913,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "more ranks than there are": ({"world_size": 3}, r"world_size must be .* 2: .* \[3, 3\]"),
     "no time": ({"timeout": 0.0}, "timeout must be"),
     "no module": ({"model": 3}, "model must be a torch.nn.Module or None, not 3"),
-    "no optimiser": ({"optimizer": 3}, "optimizer must be a torch.optim.Optimizer"),
+    "no optimizer": ({"optimizer": 3}, "optimizer must be a torch.optim.Optimizer"),
 }
 
 
@@ -935,7 +935,7 @@ def test_bad_arguments_are_refused_at_construction(case: str) -> None:
     la.simulate(run, workers=2)
 
 
-def test_one_optimiser_is_followed_once() -> None:
+def test_one_optimizer_is_followed_once() -> None:
     def run(rank: int) -> None:
         model, inner = small(0)
         optimizer = la.CommOptimizer(inner, "EASGD", 1, 4, 0.5)
@@ -996,7 +996,7 @@ def test_a_recipe_of_ones_own() -> None:
 # -- what is refused, so that nothing goes wrong in silence ----
 
 
-def test_a_step_of_the_inner_optimiser_alone_is_an_error() -> None:
+def test_a_step_of_the_inner_optimizer_alone_is_an_error() -> None:
     """Under a GradScaler, too: nothing would be communicated."""
 
     def run(rank: int) -> bool:
@@ -1068,7 +1068,7 @@ def test_rounds_that_it_cannot_run_are_refused(recipe: la.Recipe) -> None:
     assert la.simulate(run, workers=1) == [True]
 
 
-def test_detached_it_is_the_inner_optimiser() -> None:
+def test_detached_it_is_the_inner_optimizer() -> None:
     def run(rank: int) -> tuple[int, Tensor]:
         model, inner = small(rank)
         optimizer = la.CommOptimizer(inner, "EASGD", 2, 2, 0.5)

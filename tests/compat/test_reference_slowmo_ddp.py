@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import reference
-from reference import NAMES, SGD, SHAPES, AdamW, Array, Data, Optimiser, Params
+from reference import NAMES, SGD, SHAPES, AdamW, Array, Data, Optimizer, Params
 from reference_slowmo_ddp import (
     GRAPHS,
     Cluster,
@@ -22,9 +22,9 @@ from reference_slowmo_ddp import (
 )
 
 steps = 13
-plain: list[Optimiser] = [SGD(weight_decay=0.1)] * 2
-nesterov: list[Optimiser] = [SGD(0.9, True), SGD(0.5, False, 0.1)]
-adamw: list[Optimiser] = [AdamW(weight_decay=0.1), AdamW((0.8, 0.95), weight_decay=0.0)]
+plain: list[Optimizer] = [SGD(weight_decay=0.1)] * 2
+nesterov: list[Optimizer] = [SGD(0.9, True), SGD(0.5, False, 0.1)]
+adamw: list[Optimizer] = [AdamW(weight_decay=0.1), AdamW((0.8, 0.95), weight_decay=0.0)]
 sgp = Settings(4, base="sgp", slowmo_frequency=4)
 
 
@@ -32,7 +32,7 @@ def lr(group: int, t: int) -> float:
     return (0.2, 0.1)[group] / (1 + 0.1 * t)
 
 
-def go(s: Settings, rules: list[Optimiser] = nesterov, rate: reference.Rates = lr) -> Trace:
+def go(s: Settings, rules: list[Optimizer] = nesterov, rate: reference.Rates = lr) -> Trace:
     ranks = s.nodes * s.ranks_per_node
     data = reference.make_data(ranks, steps, seed=1)
     return run(s, steps, rules, rate, data, reference.initial(ranks, seed=2))
@@ -53,7 +53,7 @@ def spread(ranks: list[Params]) -> float:
     return max(float(np.abs(p[name] - ranks[0][name]).max()) for p in ranks for name in NAMES)
 
 
-def against(s: Settings, recipe: reference.Recipe, rules: list[Optimiser]) -> float:
+def against(s: Settings, recipe: reference.Recipe, rules: list[Optimizer]) -> float:
     """Difference to the references of the recipes; one rank per node."""
     data, init = reference.make_data(s.nodes, steps, 1), reference.initial(s.nodes, 2)
     theirs = reference.run(recipe, s.nodes, steps, rules, lr, data, init)
@@ -62,7 +62,7 @@ def against(s: Settings, recipe: reference.Recipe, rules: list[Optimiser]) -> fl
 
 # ---------------------------------------------------------------- by hand: one parameter
 class Hand:
-    """A cluster of scalars: `call` adds to every rank what its optimiser would, then perform_slowmo
+    """A cluster of scalars: `call` adds to every rank what its optimizer would, then perform_slowmo
     at lr 1/2 unless told; what every rank then has."""
 
     def __init__(self, x0: float = 0.0, **settings: Any) -> None:
@@ -305,7 +305,7 @@ def test_momentum_0_and_slow_rate_1_are_local_sgd(ranks_per_node: int) -> None:
 
 
 @pytest.mark.parametrize("rules", [plain, nesterov, adamw], ids=["sgd", "nesterov", "adamw"])
-def test_against_the_recipes(rules: list[Optimiser]) -> None:
+def test_against_the_recipes(rules: list[Optimizer]) -> None:
     local, slowmo = reference.LocalSGD, reference.SlowMo
     for memory_efficient in (True, False):
         s = Settings(3, slowmo_frequency=6, slowmo_lr=0.8, memory_efficient=memory_efficient)
@@ -397,7 +397,7 @@ def test_a_node_is_one_rank_with_its_ranks_batches_together() -> None:
         assert difference([r[1::2] for r in go(s).z], whole.z) < 1e-13
 
 
-def test_the_optimiser_moves_the_numerator_by_the_gradient_at_z() -> None:
+def test_the_optimizer_moves_the_numerator_by_the_gradient_at_z() -> None:
     s = Settings(5, base="sgp", graph="DynamicBipartiteExponentialGraph")
     data, init = reference.make_data(5, 2, 1), reference.initial(1, 2)
     trace = run(s, 2, [SGD()] * 2, lr, data, init)
@@ -435,7 +435,7 @@ def formula_data(ranks: int) -> tuple[Data, Params]:
     return data, x0
 
 
-FAIRSCALE: list[tuple[Settings, list[Optimiser], list[float]]] = [
+FAIRSCALE: list[tuple[Settings, list[Optimizer], list[float]]] = [
     (
         Settings(4, slowmo_frequency=6, slowmo_lr=0.7),
         nesterov,
@@ -520,7 +520,7 @@ do, and all ranks starting alike. Chosen where the reference claims to follow it
 
 
 @pytest.mark.parametrize(("s", "rules", "expected"), FAIRSCALE)
-def test_against_fairscale(s: Settings, rules: list[Optimiser], expected: list[float]) -> None:
+def test_against_fairscale(s: Settings, rules: list[Optimizer], expected: list[float]) -> None:
     data, x0 = formula_data(s.nodes * s.ranks_per_node)
     last = run(s, 11, rules, lr, data, [x0]).z[-1]
     squares = [sum(float(np.sum(p[name] ** 2)) for name in NAMES) for p in last]

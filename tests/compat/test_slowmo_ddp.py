@@ -33,7 +33,7 @@ SGP = SlowMoBaseAlgorithm.SGP
 
 
 def expected(settings: Settings, given: ref.Settings) -> ref.Trace:
-    rules = training.OPTIMISERS[settings.optimiser][1]
+    rules = training.OPTIMISERS[settings.optimizer][1]
     init = reference.initial(settings.ranks, settings.job_seed)
     return ref.run(given, settings.steps, rules, settings.lr, settings.job.data(), init)
 
@@ -83,7 +83,7 @@ def train(settings: Settings, rank: int) -> list[dict[str, Any]]:
             settings.ranks,
             settings.nprocs_per_node,
             settings.steps,
-            settings.optimiser,
+            settings.optimizer,
             settings.lr,
             given,
         ),
@@ -112,19 +112,19 @@ GRID = [
 ]
 
 
-def optimiser_of(given: ref.Settings) -> str:
+def optimizer_of(given: ref.Settings) -> str:
     """One of two, such that each meets every value of every setting, and every two of them."""
     values = (given.nodes == 2, given.momentum == 0, given.slowmo_frequency == 8)
     return ("nesterov", "adamw")[(sum(values) + given.memory_efficient) % 2]
 
 
 @pytest.mark.parametrize(
-    ("given", "optimiser"),
-    [(given, optimiser_of(given)) for given in GRID],
+    ("given", "optimizer"),
+    [(given, optimizer_of(given)) for given in GRID],
     ids=str,
 )
-def test_equals_the_original_order_of_operations(given: ref.Settings, optimiser: str) -> None:
-    settings = Settings(4, given.ranks_per_node, STEPS, optimiser, options=options(given))
+def test_equals_the_original_order_of_operations(given: ref.Settings, optimizer: str) -> None:
+    settings = Settings(4, given.ranks_per_node, STEPS, optimizer, options=options(given))
     runs = la.simulate(partial(train, settings), workers=4)
     check(settings, given, runs)
 

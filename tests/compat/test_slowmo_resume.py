@@ -255,7 +255,7 @@ def test_state_of_other_settings_is_refused() -> None:
 
 
 class Masters:
-    """A half-precision module, its wrapper, and an optimiser of one flat master."""
+    """A half-precision module, its wrapper, and an optimizer of one flat master."""
 
     def __init__(self, rank: int, **given: Any) -> None:
         torch.manual_seed(rank)

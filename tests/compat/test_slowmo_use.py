@@ -212,7 +212,7 @@ def test_momentum_0_and_slow_lr_1_switch_the_slow_step_off() -> None:
 
 @pytest.mark.filterwarnings("ignore:the learning rate rose")
 def test_a_scaler_that_skips_a_step_on_one_rank_hangs_nobody() -> None:
-    """The first step, too, at which the wrapper learns of its optimiser."""
+    """The first step, too, at which the wrapper learns of its optimizer."""
 
     def run(rank: int) -> tuple[int, Tensor]:
         model, optimizer = tiny(0, nprocs_per_node=1, slowmo_frequency=6)
@@ -234,8 +234,8 @@ def test_a_scaler_that_skips_a_step_on_one_rank_hangs_nobody() -> None:
 
 
 def test_clipping_sees_the_nodes_mean_from_the_first_step_on() -> None:
-    """Gradients are averaged inside the node when backward() returns, before any optimiser step
-    told which optimiser there is."""
+    """Gradients are averaged inside the node when backward() returns, before any optimizer step
+    told which optimizer there is."""
 
     def run(rank: int) -> list[Tensor]:
         torch.manual_seed(rank)
@@ -492,7 +492,7 @@ def test_a_call_out_of_order_is_an_error_that_says_so() -> None:
         with pytest.raises(ValueError, match="another optimizer than the one that moved"):
             model.perform_slowmo(other)
         same = torch.optim.SGD(model.parameters(), lr=0.1)
-        model.perform_slowmo(same)  # the same parameters: a wrapper around the optimiser, say
+        model.perform_slowmo(same)  # the same parameters: a wrapper around the optimizer, say
         with pytest.raises(ValueError, match="attached already"):
             la.attach(model, same, la.ddp())
         model.perform_slowmo(optimizer)  # and back
@@ -759,7 +759,7 @@ def test_two_wrapped_modules_with_an_optimizer_each() -> None:
 
 
 def test_a_collective_of_the_users_after_a_skipped_first_step(pool: gloo.Pool) -> None:
-    """Nothing is sent while the optimiser steps, which one rank does not do."""
+    """Nothing is sent while the optimizer steps, which one rank does not do."""
     assert pool.run(_logs_in_between, ranks=2) == [True, True]
 
 

@@ -282,7 +282,7 @@ def test_torch_points_parameters_into_one_tensor(pool: gloo.Pool) -> None:
 
 
 def wrapped_optimizer(rank: int) -> tuple[float, float, list[str]]:
-    """Learning rates of the wrapper and the inner optimiser after loading and a scheduler's step,
+    """Learning rates of the wrapper and the inner optimizer after loading and a scheduler's step,
     and what is missing."""
     model = nn.Linear(1, 1)
     inner = torch.optim.SGD(model.parameters(), lr=1.0)

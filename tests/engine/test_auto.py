@@ -540,7 +540,7 @@ RECIPES = {
 @pytest.mark.parametrize("after", RECIPES)
 @pytest.mark.parametrize("before", RECIPES)
 def test_switching_starts_all_workers_from_the_consensus(before: str, after: str) -> None:
-    """Alike in x and in the optimiser's state; and what the recipe before would have ended with."""
+    """Alike in x and in the optimizer's state; and what the recipe before would have ended with."""
 
     def one(rank: int, switch: bool) -> Any:
         model, optimizer = build(rank)

@@ -301,7 +301,7 @@ def test_ranks_that_are_at_different_places(context: Any, recipe: str, deed: str
     for kind, text in said.values():
         assert kind == "LinkError", text
         assert f"rank {story.culprit}" in text
-        assert "same optimiser steps" in text, "no advice"
+        assert "same optimizer steps" in text, "no advice"
         assert ("finish()" in text) == (deed == "finishes" or recipe == "slowmo")
 
 

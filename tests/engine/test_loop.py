@@ -316,7 +316,7 @@ def test_a_backward_pass_that_raised_half_way_can_be_repeated(recipe: str) -> No
 
 
 def alternating(rank: int, recipe: la.Recipe, attach: bool, xs: list[Tensor]) -> list[Tensor]:
-    """One model, two optimisers that step in turn after one backward pass each."""
+    """One model, two optimizers that step in turn after one backward pass each."""
     model = network(rank)
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.SGD(model[0].parameters(), 0.2, momentum=0.9),
@@ -350,7 +350,7 @@ def alternating_over(rank: int, recipe: la.Recipe) -> list[Tensor]:
 
 @pytest.mark.parametrize("recipe", ["ddp", "delayed", "slowmo"])
 def test_two_optimizers_over_processes_by_the_front_door(pool: gloo.Pool, recipe: str) -> None:
-    """`laconic.attach` on the default process group, each optimiser with a link of its own."""
+    """`laconic.attach` on the default process group, each optimizer with a link of its own."""
     runs = pool.run(alternating_over, ALL[recipe], ranks=4)
     assert equal([x for (x,) in runs])
     simulated = la.simulate(lambda rank: alternating_over(rank, ALL[recipe]), workers=4)
@@ -464,7 +464,7 @@ def test_a_rank_without_any_gradient_in_a_step(recipe: str) -> None:
 
 
 def test_averaged_momenta_of_a_rank_that_had_no_gradient_yet() -> None:
-    """Its optimiser has no state at the first round: it takes part with zeros."""
+    """Its optimizer has no state at the first round: it takes part with zeros."""
 
     def run(rank: int) -> Tensor:
         model = network(rank)

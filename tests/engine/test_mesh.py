@@ -56,7 +56,7 @@ def sharded(rank: int, job: Job) -> list[Any]:
     groups = [
         {"params": [by_name[name] for name in names], "lr": 1.0} for names in reference.GROUPS
     ]
-    optimizer = OPTIMISERS[job.optimiser][0](groups)
+    optimizer = OPTIMISERS[job.optimizer][0](groups)
     sync = la.attach(model, optimizer, job.recipe, link=gloo.link_of(4), mesh=mesh)
 
     def values() -> dict[str, Any]:
@@ -73,9 +73,9 @@ def sharded(rank: int, job: Job) -> list[Any]:
 @pytest.mark.parametrize("row", SHARDED)
 def test_workers_sharded_by_fsdp(pool: gloo.Pool, row: str) -> None:
     recipe, expected = ROWS[row]
-    job = Job(recipe, 4, steps=12, optimiser="adamw")
+    job = Job(recipe, 4, steps=12, optimizer="adamw")
     runs = pool.run(sharded, job, ranks=4, timeout=100)  # torch's FSDP is slow to import
-    rules, init = OPTIMISERS[job.optimiser][1], reference.initial(2, job.seed)
+    rules, init = OPTIMISERS[job.optimizer][1], reference.initial(2, job.seed)
     trace = decade.run(expected, 2, job.steps, rules, job.lr, joined(job), init)
     end = reference.Trace(trace.workers[-1:], trace.consensus[-1:])
     assert largest_difference([runs[0], runs[2]], end) < 1e-10

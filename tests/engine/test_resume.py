@@ -32,11 +32,11 @@ EVERY = [*ROWS, *GROUPED]
 Trace = list[Any]
 
 
-def job_of(row: str, optimiser: str) -> Job:
+def job_of(row: str, optimizer: str) -> Job:
     """Three workers, or two groups of two."""
     if row in ROWS:
-        return Job(ROWS[row][0], 3, STEPS, optimiser, plain_lr)
-    return Job(GROUPED[row][0], 4, STEPS, optimiser, plain_lr, options=(("group_size", 2),))
+        return Job(ROWS[row][0], 3, STEPS, optimizer, plain_lr)
+    return Job(GROUPED[row][0], 4, STEPS, optimizer, plain_lr, options=(("group_size", 2),))
 
 
 def attached(job: Job, rank: int, link: la.links.Link | None) -> tuple[Any, ...]:

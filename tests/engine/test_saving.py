@@ -69,7 +69,7 @@ class Net(nn.Module):
 
 
 class Run:
-    """One worker's model, optimiser, schedule and synchroniser; ``seed`` of the generators."""
+    """One worker's model, optimizer, schedule and synchronizer; ``seed`` of the generators."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Run:
         return trace
 
     def values(self) -> Tensor:
-        """The model, the optimiser's state and its learning rates, flat."""
+        """The model, the optimizer's state and its learning rates, flat."""
         state = self.optimizer.state_dict()
         kept = [v.reshape(-1) for s in state["state"].values() for v in s.values()]
         lrs = torch.tensor([group["lr"] for group in state["param_groups"]])
@@ -679,7 +679,7 @@ def test_what_cannot_be_saved_is_an_error_on_all(name: str, tmp_path: Path) -> N
 
 
 def test_parameters_in_no_module_are_not_lost(tmp_path: Path) -> None:
-    """An optimiser may hold a head that the model does not."""
+    """An optimizer may hold a head that the model does not."""
 
     def run(rank: int) -> list[bool]:
         torch.manual_seed(rank)
@@ -718,7 +718,7 @@ def test_consensus_weights_are_not_taken_for_the_workers_own(tmp_path: Path) -> 
     la.simulate(run, workers=2)
 
 
-def test_a_synchroniser_is_needed_and_must_be_the_right_one(tmp_path: Path) -> None:
+def test_a_synchronizer_is_needed_and_must_be_the_right_one(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"laconic\.attach first"):
         la.save(tmp_path, model, sgd(model))
@@ -937,7 +937,7 @@ REFUSED = {
     "other names": Refused(
         "alone has 'more'", change=lambda run: run.model.register_buffer("more", torch.ones(1))
     ),
-    "another optimiser": Refused("AdamW was saved, this is SGD", change=other_class),
+    "another optimizer": Refused("AdamW was saved, this is SGD", change=other_class),
     "another order": Refused("the optimizer differs", change=other_order),
     "another recipe": Refused("this run follows ddp(): attach the saved recipe", recipe="ddp"),
     "an object is missing": Refused("others lacks 'own'", others=lambda rank: {}),

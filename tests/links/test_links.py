@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,9 +11,10 @@ import torch
 
 import laconic
 from laconic import simulate
-from laconic.links import Metered
+from laconic.links import Link, Metered
 from laconic.links.agreement import MOST_CHARACTERS, agree
 from laconic.links.calls import Call, CallPosition
+from laconic.links.rank_sets import sets_of
 from laconic.links.simulated import current_link
 from laconic.links.texts import exchange_texts
 
@@ -141,3 +142,25 @@ def code_of(path: Path) -> str:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             node.value = ""
     return ast.unparse(tree)
+
+
+def test_all_ranks_name_the_same_sets() -> None:
+    """Torch has every rank make every process group, in one order, its own or not."""
+    named: dict[int, list[list[list[int]]]] = {rank: [] for rank in range(8)}
+
+    class Noted(Metered):
+        def split(self, sets: Sequence[Sequence[int]]) -> Link:
+            named[self.rank].append([list(ranks) for ranks in sets])
+            return self.link.split(sets)
+
+    def run(rank: int) -> tuple[int, int]:
+        link = current_link.get()
+        assert link is not None
+        layout = [[0, 1], [2, 3], [4, 5], [6, 7]]
+        group = sets_of(Noted(link), layout, 2, False)["group"]
+        members = group.gather(torch.tensor([rank])).flatten().tolist()
+        assert members[group.rank] == rank and group.size == 2
+        return members[0], members[1]
+
+    assert simulate(run, workers=8) == [(0, 2), (1, 3)] * 2 + [(4, 6), (5, 7)] * 2
+    assert all(sets == named[0] for sets in named.values()) and len(named[0]) == 3

@@ -27,7 +27,7 @@ def over_gloo(rank: int, job: Job) -> list[Any]:
 @pytest.mark.parametrize(("row", "workers"), IN_PROCESSES.items())
 def test_gloo_equals_reference_and_simulation(pool: gloo.Pool, row: str, workers: int) -> None:
     recipe, expected = ROWS[row]
-    job = Job(recipe, workers, optimiser="adamw")
+    job = Job(recipe, workers, optimizer="adamw")
     trace, threads = job.expected(expected), simulated(job)
     processes = pool.run(over_gloo, job, ranks=workers)
     assert largest_difference(processes, trace) < 1e-10
@@ -52,7 +52,7 @@ def twice(rank: int) -> str:
     return "nothing"
 
 
-def test_one_link_carries_one_synchroniser(pool: gloo.Pool) -> None:
+def test_one_link_carries_one_synchronizer(pool: gloo.Pool) -> None:
     said = pool.run(twice, ranks=2)
     assert len(set(said)) == 1 and "a link for each" in said[0]
 

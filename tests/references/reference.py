@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 Array: TypeAlias = npt.NDArray[np.float64]
 Params: TypeAlias = dict[str, Array]  # in the order of NAMES
-State: TypeAlias = dict[str, Array]  # one parameter's optimiser state
+State: TypeAlias = dict[str, Array]  # one parameter's optimizer state
 Batch: TypeAlias = tuple[Array, Array]  # inputs (batch, INPUT), targets (batch, OUTPUT)
 Data: TypeAlias = list[list[Batch]]  # data[worker][step - 1]
 Rates: TypeAlias = Callable[[int, int], float]  # lr(group, step)
@@ -80,7 +80,7 @@ def gradient(p: Params, batch: Batch) -> Params:
     return {"w1": dz.T @ x, "b1": dz.sum(axis=0), "w2": dy.T @ h, "b2": dy.sum(axis=0)}
 
 
-# ---------------------------------------------------------------- optimisers, as in torch.optim
+# ---------------------------------------------------------------- optimizers, as in torch.optim
 @dataclass(frozen=True)
 class SGD:
     """g <- g + wd*x ; m <- mu*m + g (first m = g) ; x <- x - lr*(m, or g + mu*m if Nesterov)."""
@@ -101,7 +101,7 @@ class SGD:
 @dataclass(frozen=True)
 class AdamW:
     """x <- x*(1 - lr*wd) ; m <- b1*m + (1-b1)*g ; v <- b2*v + (1-b2)*g^2 ;
-    x <- x - lr * m/(1-b1^k) / (sqrt(v/(1-b2^k)) + eps), k counting this optimiser's steps."""
+    x <- x - lr * m/(1-b1^k) / (sqrt(v/(1-b2^k)) + eps), k counting this optimizer's steps."""
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -118,20 +118,20 @@ class AdamW:
         return x - lr * (m / (1.0 - b1**k)) / (np.sqrt(v / (1.0 - b2**k)) + self.eps)
 
 
-Optimiser: TypeAlias = SGD | AdamW
+Optimizer: TypeAlias = SGD | AdamW
 
 
 @dataclass
 class Worker:
-    """One worker's parameters and its local optimiser's state, by parameter name."""
+    """One worker's parameters and its local optimizer's state, by parameter name."""
 
     x: Params
     state: dict[str, State] = field(default_factory=lambda: {name: {} for name in NAMES})
 
-    def step(self, g: Params, optimiser: Sequence[Optimiser], lr: Rates, t: int) -> None:
+    def step(self, g: Params, optimizer: Sequence[Optimizer], lr: Rates, t: int) -> None:
         for name in NAMES:
             group = GROUP_OF[name]
-            rule = optimiser[group]
+            rule = optimizer[group]
             self.x[name] = rule.step(self.x[name], g[name], self.state[name], lr(group, t))
 
 
@@ -171,7 +171,7 @@ class Recipe:
         return False
 
     def after_step(self, t: int, workers: list[Worker], lr: Rates) -> None:
-        """The rounds of step t, after the local optimiser's step t."""
+        """The rounds of step t, after the local optimizer's step t."""
 
     def settle(self, workers: list[Worker]) -> None:
         """Fold everything still in flight, early."""
@@ -181,7 +181,7 @@ class Recipe:
 
 
 class DDP(Recipe):
-    """every step: g <- mean(g), before the local optimiser."""
+    """every step: g <- mean(g), before the local optimizer."""
 
     def averages_gradients(self, t: int) -> bool:
         return True
@@ -289,7 +289,7 @@ class DiLoCo(Recipe):
     lr: float = 0.7
     momentum: float = 0.9
     delay: int = 0
-    outer: tuple[Optimiser, float] | None = None  # another outer optimiser and its lr
+    outer: tuple[Optimizer, float] | None = None  # another outer optimizer and its lr
 
     def start(self, x0: Params, n: int) -> None:
         self.anchor = copy(x0)
@@ -331,7 +331,7 @@ def post_local_sgd(
 
 def adam_outer(
     lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
-) -> tuple[Optimiser, float]:
+) -> tuple[Optimizer, float]:
     """torch.optim.Adam, which is AdamW without weight decay."""
     return AdamW(betas, eps, weight_decay=0.0), lr
 
@@ -357,12 +357,12 @@ def run(
     recipe: Recipe,
     n: int,
     steps: int,
-    optimiser: Sequence[Optimiser],
+    optimizer: Sequence[Optimizer],
     lr: Rates,
     data: Data,
     init: Sequence[Params],
 ) -> Trace:
-    """`optimiser` holds one rule per parameter group; all workers start from init[0]."""
+    """`optimizer` holds one rule per parameter group; all workers start from init[0]."""
     workers = [Worker(copy(init[0])) for _ in range(n)]
     recipe.start(copy(init[0]), n)
     trace = Trace()
@@ -371,7 +371,7 @@ def run(
         if recipe.averages_gradients(t):
             grads = [mean(grads)] * n
         for w, g in zip(workers, grads, strict=True):
-            w.step(g, optimiser, lr, t)
+            w.step(g, optimizer, lr, t)
         recipe.after_step(t, workers, lr)
         trace.record(workers, recipe.consensus(workers))
     return trace
@@ -382,7 +382,7 @@ def lookahead(
     period: int,
     alpha: float,
     steps: int,
-    optimiser: Sequence[Optimiser],
+    optimizer: Sequence[Optimizer],
     lr: Rates,
     data: Data,
     init: Sequence[Params],
@@ -390,7 +390,7 @@ def lookahead(
     """every k: slow <- slow + alpha*(fast - slow) ; fast <- slow. (SlowMo: n = 1, beta = 0.)"""
     slow, fast, trace = copy(init[0]), Worker(copy(init[0])), Trace()
     for t in range(1, steps + 1):
-        fast.step(gradient(fast.x, data[0][t - 1]), optimiser, lr, t)
+        fast.step(gradient(fast.x, data[0][t - 1]), optimizer, lr, t)
         if t % period == 0:
             slow = {name: slow[name] + alpha * (fast.x[name] - slow[name]) for name in NAMES}
             fast.x = copy(slow)
@@ -427,7 +427,7 @@ def _blocks(
     n: int,
     steps: int,
     period: int,
-    optimiser: Sequence[Optimiser],
+    optimizer: Sequence[Optimizer],
     lr: Rates,
     data: Data,
     init: Sequence[Params],
@@ -438,7 +438,7 @@ def _blocks(
     workers = [Worker(copy(model)) for _ in range(n)]
     for t in range(1, steps + 1):
         for i, w in enumerate(workers):
-            w.step(gradient(w.x, data[i][t - 1]), optimiser, lr, t)
+            w.step(gradient(w.x, data[i][t - 1]), optimizer, lr, t)
         if t % period == 0:
             for name in NAMES:
                 xbar = np.mean([w.x[name] for w in workers], axis=0)
@@ -455,7 +455,7 @@ def heavy_ball_outer(
     period: int,
     momentum: float,
     outer_lr: float,
-    optimiser: Sequence[Optimiser],
+    optimizer: Sequence[Optimizer],
     lr: Rates,
     data: Data,
     init: Sequence[Params],
@@ -467,7 +467,7 @@ def heavy_ball_outer(
         v[name] = momentum * v[name] + (a - xbar)
         return a - outer_lr * v[name]
 
-    return _blocks(n, steps, period, optimiser, lr, data, init, outer)
+    return _blocks(n, steps, period, optimizer, lr, data, init, outer)
 
 
 def bmuf(
@@ -476,7 +476,7 @@ def bmuf(
     period: int,
     block_momentum: float,
     block_lr: float,
-    optimiser: Sequence[Optimiser],
+    optimizer: Sequence[Optimizer],
     lr: Rates,
     data: Data,
     init: Sequence[Params],
@@ -489,7 +489,7 @@ def bmuf(
         step[name] = block_momentum * step[name] + block_lr * (xbar - model)
         return model + step[name]
 
-    return _blocks(n, steps, period, optimiser, lr, data, init, outer)
+    return _blocks(n, steps, period, optimizer, lr, data, init, outer)
 
 
 def max_difference(one: Trace, other: Trace, consensus: bool = True) -> float:

@@ -12,7 +12,7 @@ then that element is off by one whole level; at a few hundred elements that is r
 Symbols: x a worker's parameters, m a message, v what is coded of it, e the residual (what worker
 i still owes), r the reference (what all workers last agreed upon), o the lag (what a slice's
 owner still owes), a the anchor, n workers, t the step, counted from 1. Parameters are a list of
-arrays, in the order of the optimiser's one parameter group; a vector is a flat array.
+arrays, in the order of the optimizer's one parameter group; a vector is a flat array.
 
     run(algorithm, n, steps, x0, gradient, lr, momentum=0.0, dtype=np.float64) -> Trace
 

@@ -1,13 +1,13 @@
 """What the further plain-loop references share: finer hooks, a loop that calls them, and SlowMo
 over any base. Gossip is in reference_gossip, EASGD in reference_elastic, LSGD in
-reference_leader; the problem, the optimisers and the workers are those of reference.
+reference_leader; the problem, the optimizers and the workers are those of reference.
 
 One step t, in this order, each line for all workers before the next line:
 
     loss_i, g_i at worker i's parameters   what the model holds between two steps: z for push-sum
     g <- mean(g)                           only where the recipe averages gradients
     rebias                                 push-sum: x <- w*z
-    the local optimiser's step             moves x; weight decay and AdamW's x*(1 - lr*wd) see x,
+    the local optimizer's step             moves x; weight decay and AdamW's x*(1 - lr*wd) see x,
                                            momentum and moments see the gradient as taken (at z)
     each_step                              elastic and leader pulls, statistics: every step
     after_step                             the rounds of step t: what is due first folds, then
@@ -25,7 +25,7 @@ from reference import (
     NAMES,
     Array,
     Data,
-    Optimiser,
+    Optimizer,
     Params,
     Rates,
     Recipe,
@@ -44,7 +44,7 @@ from reference import (
 class Seen:
     """What step t's forward and backward passes left behind, by worker."""
 
-    losses: list[float]  # of this step's batch, before the local optimiser's step
+    losses: list[float]  # of this step's batch, before the local optimizer's step
     grads: list[Params]  # as taken: without weight decay, not averaged
     before: list[Params]  # the parameters at which loss and gradient were taken
 
@@ -55,10 +55,10 @@ class Rounds(Recipe):
     averaged = True  # whether the slow step above takes the mean of x, which settling prepares
 
     def rebias(self, workers: list[Worker]) -> None:
-        """Before the local optimiser's step."""
+        """Before the local optimizer's step."""
 
     def each_step(self, t: int, workers: list[Worker], seen: Seen) -> None:
-        """After the local optimiser's step, at every step, whatever round is due or skipped."""
+        """After the local optimizer's step, at every step, whatever round is due or skipped."""
 
     def debias(self, workers: list[Worker]) -> None:
         """After all rounds of the step."""
@@ -106,7 +106,7 @@ def toward(x: Params, goal: Params, strength: float) -> Params:
 @dataclass
 class SlowMo(Rounds):
     """every tau:  settle the base
-                treat the local optimisers' state: keep, average over workers, or reset
+                treat the local optimizers' state: keep, average over workers, or reset
                 xbar = mean(x)          average=False: worker i's own x_i, with its own u_i, a_i
                 u <- beta*u + (a - xbar)/lr ;  a <- a - alpha*lr*u ;  x <- a
     at lr = 0:  a <- a - alpha*(a - xbar) ;  u unchanged ;  x <- a
@@ -180,7 +180,7 @@ def run(
     recipe: Recipe,
     n: int,
     steps: int,
-    optimiser: Sequence[Optimiser],
+    optimizer: Sequence[Optimizer],
     lr: Rates,
     data: Data,
     init: Sequence[Params],
@@ -202,7 +202,7 @@ def run(
         grads = [mean(seen.grads)] * n if rounds.averages_gradients(t) else seen.grads
         rounds.rebias(workers)
         for w, g in zip(workers, grads, strict=True):
-            w.step(g, optimiser, lr, t)
+            w.step(g, optimizer, lr, t)
         rounds.each_step(t, workers, seen)
         rounds.after_step(t, workers, lr)
         rounds.debias(workers)

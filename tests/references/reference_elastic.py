@@ -12,14 +12,14 @@ from reference_decade import Rounds, Seen, add, scale, toward
 
 @dataclass
 class EASGD(Rounds):
-    """every step, after the local optimiser's: x <- (1 - p/tau)*x + (p/tau)*a   (local pull p)
+    """every step, after the local optimizer's: x <- (1 - p/tau)*x + (p/tau)*a   (local pull p)
     every tau, after that:                     xbar = mean(x)
                                                x_i <- x_i - (beta/n)*(x_i - a)   (the old a)
                                                a <- (1 - beta)*a + beta*xbar
 
     With p > 0 the round sees, and its conservation sum_i dx_i = -da holds for, x as the local
     pull left it; the local pull itself is taken from nobody. EAMSGD is this with Nesterov SGD as
-    the local optimiser, which is the caller's to give."""
+    the local optimizer, which is the caller's to give."""
 
     period: int
     beta: float = 0.9

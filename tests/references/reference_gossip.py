@@ -144,7 +144,7 @@ def symmetric_matrix(graph: Graph, n: int, k: int, pairing: Pairing | None = Non
 @dataclass
 class SGP(Rounds):
     """w = 1 ; z = x/w, at which forward and backward run
-    each step: the local optimiser moves x (it sees x, and the gradient at z)
+    each step: the local optimizer moves x (it sees x, and the gradient at z)
                messages sent `delay` steps ago fold: x <- x + sum of received x ; w likewise
                lo = 1/(out_degree + 1) ; send lo*x, lo*w to each out-peer ; x <- lo*x, w <- lo*w
                delay 0: the messages just sent fold now
@@ -213,7 +213,7 @@ class SGP(Rounds):
 
 @dataclass
 class DPSGD(Rounds):
-    """every step, after the local optimiser's: y = x ; x_i <- sum_j W_ij y_j
+    """every step, after the local optimizer's: y = x ; x_i <- sum_j W_ij y_j
     Delayed: at t + delay, x_i <- x_i + (sum_j W_ij y_j - y_i), before the next message leaves.
     Consensus: mean(x), which the messages in flight do not change."""
 
@@ -255,7 +255,7 @@ class DPSGD(Rounds):
 class Hierarchical(Rounds):
     """every `group_period`: x <- mean(x) over the group ; every `period`: over all workers.
     Both due: over all only. Worker i is in group i // group_size. Delayed as local SGD:
-    x <- x + (mean(y) - y). The optimiser's state is treated when sent, over the same workers."""
+    x <- x + (mean(y) - y). The optimizer's state is treated when sent, over the same workers."""
 
     group_period: int
     period: int

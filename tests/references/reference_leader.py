@@ -11,7 +11,7 @@ from reference_decade import Rounds, Seen, toward
 
 @dataclass
 class LSGD(Rounds):
-    """every step, after the local optimiser's:
+    """every step, after the local optimizer's:
                   x <- (1 - p2/tau_g)*x + (p2/tau_g)*x_global
                   x <- (1 - p1/tau_l)*x + (p1/tau_l)*x_local
     every tau_l:  leader = argmin of the score in the group ; x <- (1-c1)*x + c1*leader

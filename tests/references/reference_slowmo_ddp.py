@@ -5,7 +5,7 @@ communication is a loop over the list. One iteration of `run`, counted from 1, i
 
     g_r = gradient of rank r's own batch at z_r = x_r / w_r      w is 1 but on uneven graphs
     g_r <- mean of g over the ranks of r's node
-    x_r <- the local optimiser's step from x_r with g_r
+    x_r <- the local optimizer's step from x_r with g_r
     perform_slowmo: gossip or exact mean over the masters, their x to their nodes, slow step
 
 Symbols: x parameters (under push-sum the numerator), w push weight, z = x/w the de-biased
@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 
 import reference
-from reference import NAMES, Array, Data, Optimiser, Params, Rates, State, copy, mean
+from reference import NAMES, Array, Data, Optimizer, Params, Rates, State, copy, mean
 
 GRAPHS = (
     "NPeerDynamicDirectedExponentialGraph",
@@ -129,7 +129,7 @@ class Rank:
 
 
 class Cluster:
-    """All ranks of all nodes. `perform_slowmo` follows every step of their local optimisers."""
+    """All ranks of all nodes. `perform_slowmo` follows every step of their local optimizers."""
 
     def __init__(self, settings: Settings, x0: Params) -> None:
         self.settings = settings
@@ -222,7 +222,7 @@ class Trace:
 def run(
     settings: Settings,
     steps: int,
-    rules: Sequence[Optimiser],
+    rules: Sequence[Optimizer],
     lr: Rates,
     data: Data,
     init: Sequence[Params],

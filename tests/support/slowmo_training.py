@@ -26,14 +26,14 @@ class Settings:
     ranks: int = 4
     nprocs_per_node: int = 1
     steps: int = 24
-    optimiser: str = "nesterov"
+    optimizer: str = "nesterov"
     lr: Callable[[int, int], float] = training.changing_lr
     options: dict[str, Any] = field(default_factory=dict)
     job_seed: int = 3
 
     @property
     def job(self) -> training.Job:
-        return training.Job((), self.ranks, self.steps, self.optimiser, self.lr, self.job_seed)
+        return training.Job((), self.ranks, self.steps, self.optimizer, self.lr, self.job_seed)
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def over_gloo(ranks: int) -> Iterator[None]:
 def build(
     settings: Settings, rank: int
 ) -> tuple[la.SlowMoDistributedDataParallel, torch.optim.Optimizer]:
-    """The wrapper over a model initialised differently on every rank, and its optimiser."""
+    """The wrapper over a model initialised differently on every rank, and its optimizer."""
     model, optimizer = training.build(settings.job, rank)
     wrapped = la.SlowMoDistributedDataParallel(model, settings.nprocs_per_node, **settings.options)
     return wrapped, optimizer

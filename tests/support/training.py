@@ -54,7 +54,7 @@ OPTIMISERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], list[Any]]] = 
         [reference.AdamW(weight_decay=0.1), reference.AdamW((0.8, 0.95), weight_decay=0.0)],
     ),
 }
-"""By name: the torch optimiser over two groups, and the reference's rules for them."""
+"""By name: the torch optimizer over two groups, and the reference's rules for them."""
 
 
 _data = cache(reference.make_data)
@@ -68,7 +68,7 @@ class Job:
     recipe: laconic.Recipe
     workers: int
     steps: int = 20
-    optimiser: str = "nesterov"
+    optimizer: str = "nesterov"
     lr: Callable[[int, int], float] = changing_lr
     seed: int = 3
     options: tuple[tuple[str, Any], ...] = ()
@@ -78,7 +78,7 @@ class Job:
         return _data(self.workers, self.steps, self.seed)
 
     def expected(self, recipe: reference.Recipe) -> reference.Trace:
-        rules = OPTIMISERS[self.optimiser][1]
+        rules = OPTIMISERS[self.optimizer][1]
         init = reference.initial(self.workers, self.seed)
         return reference_decade.run(
             recipe, self.workers, self.steps, rules, self.lr, self.data(), init
@@ -86,7 +86,7 @@ class Job:
 
 
 def build(job: Job, rank: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    """This worker's model, initialised differently from every other's, and optimiser."""
+    """This worker's model, initialised differently from every other's, and optimizer."""
     model = nn.Sequential(
         nn.Linear(reference.INPUT, reference.HIDDEN),
         nn.Tanh(),
@@ -100,7 +100,7 @@ def build(job: Job, rank: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     groups = [
         {"params": [by_name[name] for name in names], "lr": 1.0} for names in reference.GROUPS
     ]
-    return model, OPTIMISERS[job.optimiser][0](groups)
+    return model, OPTIMISERS[job.optimizer][0](groups)
 
 
 def step(

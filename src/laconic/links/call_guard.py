@@ -352,7 +352,7 @@ class CallGuard:
         where = "; ".join(f"rank {self.ranks[r]}: {positions[r]}" for r in sorted(positions))
         text = (
             f"the ranks are at different places ({where}). Every rank must take the same "
-            "optimiser steps and make the same laconic calls; a GradScaler that skips steps "
+            "optimizer steps and make the same laconic calls; a GradScaler that skips steps "
             "is passed as attach(..., scaler=)"
         )
         # a rank that has not seen it yet will only see this process end

@@ -171,12 +171,12 @@ def sets_of(
             f"group_size must divide the number of workers: {grouped} does not divide {len(layout)}"
         )
     sets = {"world": world, "workers": world, "replica": single_link(), "shards": single_link()}
+    crossing = list(zip(*layout, strict=True))  # the ranks at the same place in their workers
     if len(layout[0]) > 1:
-        sets["workers"] = world.split(list(zip(*layout, strict=True)))
+        sets["workers"] = world.split(crossing)
         sets["shards" if sharded else "replica"] = world.split(layout)
     if grouped:
-        workers = range(len(layout))
-        sets["group"] = sets["workers"].split(
-            [workers[i : i + grouped] for i in workers[::grouped]]
-        )
+        # of the world, so that every rank names the same sets, as torch's process groups need
+        starts = range(0, len(layout), grouped)
+        sets["group"] = world.split([ranks[i : i + grouped] for ranks in crossing for i in starts])
     return sets
