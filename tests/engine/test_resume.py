@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -558,12 +558,13 @@ def save_at(job: Job, steps: int, rank: int) -> Saved:
     return Saved({k: v.clone() for k, v in model.items()}, optimizer, sync, anchor)
 
 
-def load_all(job: Job, saved: list[Saved], rank: int) -> Saved:
-    """Loaded from all ranks' states, and saved again at once."""
+def load_all(job: Job, saved: Sequence[Saved | None], rank: int) -> Saved:
+    """Loaded from all ranks' states (None: lost), and saved again at once."""
+    first = next(s for s in saved if s is not None)
     parts = attached(job, rank, None)
-    parts[0].load_state_dict(saved[0].model)
-    parts[1].load_state_dict(saved[0].optimizer)
-    parts[2].load_state_dict([s.sync for s in saved])
+    parts[0].load_state_dict(first.model)
+    parts[1].load_state_dict(first.optimizer)
+    parts[2].load_state_dict([None if s is None else s.sync for s in saved])
     anchor = record(parts)[1]
     model, optimizer, sync = (part.state_dict() for part in parts)
     return Saved({k: v.clone() for k, v in model.items()}, optimizer, sync, anchor)
@@ -678,19 +679,37 @@ class Pooled(Homemade):
         return message
 
 
-def test_of_pooled_state_the_mean_goes_on_with_another_number() -> None:
+@pytest.mark.parametrize("workers", [2, 3, 6])
+def test_of_pooled_state_each_keeps_its_own_and_the_mean_stays(workers: int) -> None:
     job = Job((la.Round(la.every(3), Pooled(), Mean()),), 4, 12, lr=plain_lr)
     saved = la.simulate(partial(save_at, job, 6), workers=4)
-    loaded = la.simulate(partial(load_all, replace(job, workers=3), saved), workers=3)
+    loaded = la.simulate(partial(load_all, replace(job, workers=workers), saved), workers=workers)
     before, after = (
         [one.sync["rounds"][0]["state"][0] for one in ranks] for ranks in (saved, loaded)
     )
     numel = saved[0].sync["rounds"][0]["sizes"][0]
-    mean = sum(state["sum"][:numel] for state in before) / 4
-    assert float((before[0]["sum"][:numel] - mean).abs().max()) > 1e-3, "of which there are four"
+    old, new = (torch.stack([state["sum"][:numel] for state in ranks]) for ranks in (before, after))
+    assert float((old[0] - old.mean(0)).abs().max()) > 1e-3, "of which there are four"
+    assert float((new.mean(0) - old.mean(0)).abs().max()) < 1e-12
+    staying = min(workers, 4)
+    assert float(((new - new[0])[:staying] - (old - old[0])[:staying]).abs().max()) < 1e-12
+    if workers > 4:
+        assert torch.equal(new[:4], old)
     for state in after:
-        assert float((state["sum"][:numel] - mean).abs().max()) < 1e-12
         assert float(state["last"]) == (0 + 1 + 2 + 3) / 4
+
+
+def test_of_pooled_state_each_keeps_its_own_when_a_directory_is_lost() -> None:
+    job = Job((la.Round(la.every(3), Pooled(), Mean()),), 4, 12, lr=plain_lr)
+    saved = la.simulate(partial(save_at, job, 6), workers=4)
+    left = [None if rank == 2 else one for rank, one in enumerate(saved)]
+    loaded = la.simulate(partial(load_all, job, left), workers=4)
+    old, new = ([one.sync["rounds"][0]["state"][0]["sum"] for one in r] for r in (saved, loaded))
+    numel = saved[0].sync["rounds"][0]["sizes"][0]
+    for rank in (0, 1, 3):
+        assert torch.equal(new[rank][:numel], old[rank][:numel])
+    mean = (old[0] + old[1] + old[3])[:numel] / 3
+    assert float((new[2][:numel] - mean).abs().max()) < 1e-12
 
 
 def test_another_size_of_groups_is_another_recipe() -> None:

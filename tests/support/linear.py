@@ -209,3 +209,16 @@ def carried(training: Training, name: str) -> dict[int, Tensor]:
         for segment, values in zip(bucket.segments, bucket.split(state[name]), strict=True):
             found[numbers[id(segment.tensor)]] = values.clone()
     return found
+
+
+def check_pooled(before: list[dict[int, Tensor]], after: list[dict[int, Tensor]]) -> None:
+    """Check pooled state, by worker and parameter: with fewer workers the mean over them is what it
+    was, and workers differ by what they differed before."""
+    assert len(after) < len(before)
+    for i in before[0]:
+        old = torch.stack([state[i].double() for state in before])
+        new = torch.stack([state[i].double() for state in after])
+        bound = 1e-6 * float(old.abs().max())
+        assert float((new.mean(0) - old.mean(0)).abs().max()) <= bound
+        assert float(((new - new[0]) - (old - old[0])[: len(new)]).abs().max()) <= bound
+    assert any(float((before[1][i] - before[0][i]).abs().max()) > 0.1 for i in before[0])

@@ -32,8 +32,8 @@ Slot = Literal["owner", "everywhere", "private", "pooled"]
 
 ``owner``: the same value on every worker, needed only where a message is combined; a sharded
 exchange keeps one slice per worker. ``everywhere``: the same value, needed on every worker.
-``private``: this worker's own. ``pooled``: this worker's own, but only the mean over workers
-counts; when the number of workers changes, each gets that mean."""
+``private``: this worker's own. ``pooled``: this worker's own, and the mean over workers is what
+counts; when the number of workers changes, that mean stays the same."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from laconic.buckets import local, module_buffers
 from laconic.engine import regroup, saved_state
 from laconic.engine.gradient_rounds import GradientRunner
 from laconic.engine.recipe_run import RecipeRun
-from laconic.engine.saved_state import Saved
+from laconic.engine.saved_state import Others, Own, Saved, Source
 from laconic.engine.session import Session
 from laconic.engine.switching import successor
 from laconic.links.agreement import agree
@@ -105,7 +105,8 @@ class Loading:
             self._undo.append(policy.undo())
         mine = saved_state.own_part(parts, header(self.run), regroup=load_model is not None)
         saved = [parts[rank] for rank in sorted(parts)] if mine is None else [parts[mine]]
-        first, index_of_mine = saved[0], None if mine is None else 0
+        first = saved[0]
+        source: Source = Own(0) if mine is not None else _others(self.run.session, parts)
         self.run.refresh()
         if policy is not None:
             policy.load_state_dict(first["auto"])
@@ -118,10 +119,10 @@ class Loading:
             params = run.session.params()
             self.mark = (1, saved_state.digest(parts), saved_state.checksum(params))
         for running, states in zip(run.rounds, rounds, strict=True):
-            self._load.append(saved_state.load_round(running, states, index_of_mine))
+            self._load.append(saved_state.load_round(running, states, source))
         for index, gradients in enumerate(_stateful(run)):
             states = [part["gradients"][index] for part in saved]
-            self._load.append(saved_state.load_exchange_state(gradients, states, index_of_mine))
+            self._load.append(saved_state.load_exchange_state(gradients, states, source))
             self._load.append(partial(setattr, gradients, "scale", float(states[0]["scale"])))
         if run.scores is not None and mine is not None:
             self._load.append(run.scores.loader(first["scores"]))
@@ -162,6 +163,14 @@ def _disagreement(session: Session, marks: Tensor) -> str | None:
             "same list of all ranks' states, with None for the same ranks"
         )
     return _DIFFERENT_WEIGHTS if bool(apart[2]) else None
+
+
+def _others(session: Session, parts: Mapping[int, Saved]) -> Others:
+    """``parts``, by the rank that saved them, as the source of this rank's state."""
+    first = parts[min(parts)]
+    ranks_per_worker = first["ranks"] // first["workers"]
+    savers = [rank // ranks_per_worker for rank in sorted(parts)]
+    return Others(savers, session.workers.rank, session.workers.size)
 
 
 def _consensus_of(

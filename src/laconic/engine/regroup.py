@@ -8,7 +8,8 @@ flight. What a worker then continues with depends on the state's slot
     owner       divided again; elements that no worker has any more start anew from this x
     everywhere  unchanged
     private     the mean over the saved workers
-    pooled      the mean over the saved workers
+    pooled      unchanged where the same worker saved it, else the mean over the saved workers; a
+                common correction keeps the mean over workers when there are fewer
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from laconic.algorithms.update import Quiesce
 from laconic.buckets import local
 from laconic.engine.parameter_rounds import ParameterRunner
-from laconic.engine.saved_state import Saved, load_round, round_state
+from laconic.engine.saved_state import Own, Saved, load_round, round_state
 from laconic.links.simulated import idle_link
 
 
@@ -126,6 +127,6 @@ def _at_rest(
         return saved, {}
     over, replica = places[running.round.over], places["replica"]
     former = running.elsewhere(idle_link(*over), idle_link(*replica))
-    load_round(former, [saved], 0)()
+    load_round(former, [saved], Own(0))()
     weights = former.finish_weighted(step)
     return round_state(former), weights

@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from laconic.algorithms.exchange import Arrival, Exchange
-from laconic.algorithms.update import State
+from laconic.algorithms.update import Slot, State
 from laconic.buckets import Bucket, local
 from laconic.engine.channel import Channel, is_owned
 from laconic.engine.in_flight import InFlightBucket, InFlightRound
@@ -206,12 +206,31 @@ def exchange_state(runner: Runner) -> Saved:
     }
 
 
+class Own(NamedTuple):
+    """This rank's own is number ``part`` of the saved parts."""
+
+    part: int
+
+
+class Others(NamedTuple):
+    """The saved parts are those of other workers: ``saved`` is the worker that saved each. This
+    rank belongs to worker ``worker`` of ``workers``."""
+
+    saved: Sequence[int]
+    worker: int
+    workers: int
+
+
+Source = Own | Others
+"""What a rank loads: its own part, or the parts of all ranks, combined."""
+
+
 def load_exchange_state(
-    runner: Runner, parts: Sequence[Saved], mine: int | None
+    runner: Runner, parts: Sequence[Saved], source: Source
 ) -> Callable[[], None]:
-    """Return a function that loads results of `exchange_state`: ``parts[mine]``, or with None those
-    of all ranks, combined. Elements that no rank has saved stay as they are."""
-    slots = runner.exchange.slots
+    """Return a function that loads results of `exchange_state` from ``source``. Elements that no
+    rank has saved stay as they are."""
+    mine, slots = _index(source), runner.exchange.slots
     for part in parts if slots else ():
         _check_sizes(part, runner)
     states: list[State] = []
@@ -227,8 +246,8 @@ def load_exchange_state(
                 where = channel.region if owned else channel.part
                 starts = [part["starts" if owned else "parts"][index] for part in parts]
                 values = [part["carried"][index][name] for part in parts]
-                pieces = zip(starts, values, strict=True)
-                value = _mean_of_pieces(channel.bucket, pieces, where, now)
+                pieces = list(zip(starts, values, strict=True))
+                value = _of_pieces(channel.bucket, pieces, where, now, slots[name], source)
             if not bool(value.isfinite().all()):
                 raise ValueError(
                     f"{name!r} is not finite: the state was saved after a round that failed "
@@ -267,6 +286,35 @@ def _mean_of_pieces(
     return torch.where(count[where] > 0, mean[where].to(default.dtype), default.cpu())
 
 
+def _of_pieces(
+    bucket: Bucket,
+    pieces: Sequence[tuple[int, Tensor]],
+    where: slice,
+    default: Tensor,
+    slot: Slot,
+    source: Source,
+) -> Tensor:
+    """Elements ``where`` of a state tensor in ``slot``, from the (start, piece) of each saved rank.
+
+    The mean of the pieces. A worker that has saved a pooled tensor keeps its own, plus what the
+    mean over those that stay lacks of the mean over all: so the mean over workers is unchanged.
+    """
+    mean = _mean_of_pieces(bucket, pieces, where, default)
+    if slot != "pooled" or isinstance(source, Own):
+        return mean
+    by_worker = list(zip(source.saved, pieces, strict=True))
+    own = [piece for worker, piece in by_worker if worker == source.worker]
+    staying = [piece for worker, piece in by_worker if worker < source.workers]
+    if not own:
+        return mean
+    lacking = mean - _mean_of_pieces(bucket, staying, where, mean)
+    return _mean_of_pieces(bucket, own, where, mean) + lacking
+
+
+def _index(source: Source) -> int | None:
+    return source.part if isinstance(source, Own) else None
+
+
 def _flight_state(flight: InFlightRound) -> Saved:
     arrivals = [b.pending.wait() for b in flight.buckets]
     return {
@@ -279,14 +327,15 @@ def _flight_state(flight: InFlightRound) -> Saved:
 
 
 def load_round(
-    running: ParameterRunner, parts: Sequence[Saved], mine: int | None
+    running: ParameterRunner, parts: Sequence[Saved], source: Source
 ) -> Callable[[], None]:
-    """Return a function that loads results of `round_state`: ``parts[mine]``, or with None those of
-    all ranks of another run, at rest (`laconic.engine.regroup`), whose x this rank already has.
-    Nothing changes before it is called.
+    """Return a function that loads results of `round_state` from ``source``. Those of `Others` are
+    at rest (`laconic.engine.regroup`), and this rank already has their x. Nothing changes before
+    it is called.
 
     Raises ``ValueError`` if the parts do not fit the model.
     """
+    mine = _index(source)
     own, target = parts[mine or 0], running
     stateful, slots = running.set.stateful, running.exchange.slots
     if stateful or slots or (own["flights"] and not running.set.vary):
@@ -297,9 +346,9 @@ def load_round(
             running = running.like(own["joined"])  # begins at this x: lost state starts from it
     assert mine is not None or not any(part["flights"] for part in parts), "they are at rest"
     executed = int(own["executed"])
-    load_exchange = load_exchange_state(running, parts, mine)
+    load_exchange = load_exchange_state(running, parts, source)
     states = [
-        _load_state(running, index, parts, mine) if stateful else {}
+        _load_state(running, index, parts, source) if stateful else {}
         for index in range(len(running.channels))
     ]
     flights = [_load_flight(running, flight) for flight in own["flights"]]
@@ -317,18 +366,19 @@ def load_round(
 
 
 def _load_state(
-    running: ParameterRunner, index: int, parts: Sequence[Saved], mine: int | None
+    running: ParameterRunner, index: int, parts: Sequence[Saved], source: Source
 ) -> State:
     """The update's state on bucket ``index``."""
     bucket, region = running.channels[index].bucket, running.channels[index].region
     lengths = {bucket.length, region.stop - region.start}
     state = {}
+    mine = _index(source)
     for name in parts[mine or 0]["state"][index]:
         if mine is not None:
             value = parts[mine]["state"][index][name]
         else:
             pieces = [(part["starts"][index], part["state"][index][name]) for part in parts]
-            value = _combine(running, index, name, pieces)
+            value = _combine(running, index, name, pieces, source)
         if value.dim() and value.numel() not in lengths:
             expected = " or ".join(map(str, sorted(lengths)))
             raise ValueError(f"{name!r} has {value.numel()} elements, not {expected}")
@@ -337,7 +387,11 @@ def _load_state(
 
 
 def _combine(
-    running: ParameterRunner, index: int, name: str, pieces: Sequence[tuple[int, Tensor]]
+    running: ParameterRunner,
+    index: int,
+    name: str,
+    pieces: Sequence[tuple[int, Tensor]],
+    source: Source,
 ) -> Tensor:
     """This rank's piece of a state tensor, from the (start, piece) of each saved rank."""
     first = pieces[0][1]
@@ -351,7 +405,8 @@ def _combine(
     default = channel.state.get(name)
     if default is None:  # an outer optimizer makes its state in its first step
         default = first.new_zeros(where.stop - where.start)
-    return _mean_of_pieces(channel.bucket, pieces, where, default)
+    slot = running.round.update.slots.get(name, "owner")  # an outer optimizer names its own
+    return _of_pieces(channel.bucket, pieces, where, default, slot, source)
 
 
 def _load_flight(running: ParameterRunner, saved: Saved) -> InFlightRound:
