@@ -11,7 +11,7 @@ import reference as ref
 import reference_decade as decade
 import reference_leader as leader
 from exact_rows import GOSSIP, GROUPED, IN_PROCESSES, KINDS, NEWER, ROWS
-from training import OPTIMISERS, Job, largest_difference, partly_zero_lr, same_bits, simulated
+from training import OPTIMIZERS, Job, largest_difference, partly_zero_lr, same_bits, simulated
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_workers_of_two_ranks(row: str) -> None:
         return np.concatenate([a[0], b[0]]), np.concatenate([a[1], b[1]])
 
     data = [list(map(join, one, two)), list(map(join, three, four))]
-    rules = OPTIMISERS[job.optimizer][1]
+    rules = OPTIMIZERS[job.optimizer][1]
     trace = decade.run(expected, 2, job.steps, rules, job.lr, data, ref.initial(2, job.seed))
     runs = simulated(job)
     assert largest_difference([runs[0], runs[2]], trace) < 1e-10

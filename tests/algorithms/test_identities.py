@@ -22,7 +22,7 @@ import reference as ref
 import training
 from exact_rows import ROWS
 from training import (
-    OPTIMISERS,
+    OPTIMIZERS,
     Job,
     build,
     changing_lr,
@@ -39,7 +39,7 @@ CLOSE = 1e-10
 def settings(job: Job) -> tuple[Any, ...]:
     """The last arguments of the reference's special cases."""
     init = ref.initial(job.workers, job.seed)
-    return OPTIMISERS[job.optimizer][1], job.lr, job.data(), init
+    return OPTIMIZERS[job.optimizer][1], job.lr, job.data(), init
 
 
 def workers_differ(job: Job, other: ref.Trace) -> float:

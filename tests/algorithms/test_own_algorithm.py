@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
-from laconic.algorithms.exchanges import Mean
+from laconic import buckets
+from laconic.algorithms.exchanges import Mean, ShardedMean
 from laconic.algorithms.update import Clock, Slot, State, Update
 from laconic.algorithms.updates import Average, OuterStep
-from laconic.buckets import parameters
+from laconic.buckets import Fragment, parameters
+from laconic.engine import channel
 
 import reference as ref
 from training import Job, build, largest_difference, same_bits, simulated, step, values
@@ -114,12 +116,88 @@ class CoarseLoop(ref.Recipe):
             w.x = ref.copy(ref.mean(q))
 
 
+@dataclass(frozen=True)
+class MatrixStep(Update):
+    """u <- mu*u + (a - mean(x)) ;  a <- a - lr*orthogonal(u) for each matrix, a - lr*u for each
+    vector ;  x <- a. As Muon (Jordan et al. 2024), in outer steps."""
+
+    lr: float
+    momentum: float
+
+    slots: ClassVar[dict[str, Slot]] = {"a": "everywhere", "u": "everywhere"}
+    anchor = "a"
+    whole = True
+
+    def init(self, x: Tensor) -> State:
+        return {"a": x, "u": torch.zeros_like(x)}
+
+    def fold(
+        self, x: Tensor, received: Tensor, sent: Tensor | None, state: State, clock: Clock
+    ) -> Tensor:
+        a, u = state["a"], state["u"]
+        u.mul_(self.momentum).add_(a - received)
+        sizes = [shape.numel() for shape in clock.shapes]
+        pieces = (t[: sum(sizes)].split(sizes) for t in (a, u))
+        for shape, own, direction in zip(clock.shapes, *pieces, strict=True):
+            d = direction.view(shape)
+            own.sub_((orthogonal(d) if d.dim() == 2 else d).flatten(), alpha=self.lr)
+        return x.copy_(a)
+
+
+def orthogonal(d: Tensor) -> Tensor:
+    """Five Newton-Schulz steps."""
+    y = d / d.norm().clamp_min(1e-12)
+    for _ in range(5):
+        gram = y @ y.T
+        y = 3.4445 * y + (-4.7750 * gram + 2.0315 * gram @ gram) @ y
+    return y
+
+
+@dataclass
+class MatrixLoop(ref.Recipe):
+    """The same, over a list of workers."""
+
+    period: int
+    lr: float
+    momentum: float
+    a: ref.Params = field(default_factory=dict)
+    u: ref.Params = field(default_factory=dict)
+
+    def start(self, x0: ref.Params, n: int) -> None:
+        self.a = ref.copy(x0)
+        self.u = {k: np.zeros_like(v) for k, v in x0.items()}
+
+    def after_step(self, t: int, workers: list[ref.Worker], lr: ref.Rates) -> None:
+        if t % self.period:
+            return
+        mean = ref.mean([w.x for w in workers])
+        for k in self.a:
+            self.u[k] = self.momentum * self.u[k] + self.a[k] - mean[k]
+            step = self.u[k]
+            if step.ndim == 2:
+                left, sigma, right = np.linalg.svd(step, full_matrices=False)
+                sigma = sigma / np.sqrt((sigma**2).sum())
+                for _ in range(5):  # the polynomial acts on singular values
+                    sigma = 3.4445 * sigma - 4.7750 * sigma**3 + 2.0315 * sigma**5
+                step = left * sigma @ right
+            self.a[k] = self.a[k] - self.lr * step
+        for w in workers:
+            w.x = ref.copy(self.a)
+
+    def consensus(self, workers: list[ref.Worker]) -> ref.Params:
+        return self.a
+
+
 OWN: dict[str, tuple[la.Recipe, Callable[[], ref.Recipe]]] = {
     "elastic": (
         (la.Round(la.every(3), Elastic(0.9, 0.05), Mean()),),
         lambda: ElasticLoop(3, 0.9, 0.05),
     ),
     "coarse": ((la.Round(la.every(3), Coarse(), Mean()),), lambda: CoarseLoop(3)),
+    "matrices": (
+        (la.Round(la.every(3), MatrixStep(0.1, 0.6), Mean()),),
+        lambda: MatrixLoop(3, 0.1, 0.6),
+    ),
 }
 
 
@@ -190,6 +268,24 @@ def test_fragments_cover_the_model_like_one_round() -> None:
     whole = la.Round(la.every(4), OuterStep(0.7, 0.9), Mean())
     fragments = tuple(replace(whole, part=half(which)) for which in (0, 1))
     assert same_bits(simulated(Job(fragments, 3)), simulated(Job((whole,), 3)))
+
+
+def test_matrices_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In buckets smaller than they are, sharded exchanges, and fragments of layers."""
+    update = MatrixStep(0.1, 0.6)
+    one = simulated(Job((la.Round(la.every(3), update, Mean()),), 3))
+    fragments = [Fragment(index, 2, by="layers") for index in range(2)]
+    parts = tuple(la.Round(la.every(3), update, Mean(), part=part) for part in fragments)
+    assert same_bits(simulated(Job(parts, 3)), one)
+    for module in (buckets, channel):
+        monkeypatch.setattr(module, "BUCKET_BYTES", 24)
+    for exchange in (Mean(), ShardedMean()):
+        assert same_bits(simulated(Job((la.Round(la.every(3), update, exchange),), 3)), one)
+
+
+def test_a_fragment_that_may_cut_a_matrix_is_refused() -> None:
+    with pytest.raises(ValueError, match=r'needs whole tensors.*by="layers"'):
+        la.Round(la.every(3), MatrixStep(0.1, 0.6), Mean(), part=Fragment(0, 2))
 
 
 def test_a_round_of_its_own_on_the_workers_of_a_node() -> None:

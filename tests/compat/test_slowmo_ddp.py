@@ -33,7 +33,7 @@ SGP = SlowMoBaseAlgorithm.SGP
 
 
 def expected(settings: Settings, given: ref.Settings) -> ref.Trace:
-    rules = training.OPTIMISERS[settings.optimizer][1]
+    rules = training.OPTIMIZERS[settings.optimizer][1]
     init = reference.initial(settings.ranks, settings.job_seed)
     return ref.run(given, settings.steps, rules, settings.lr, settings.job.data(), init)
 

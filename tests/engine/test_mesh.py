@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import laconic as la
+from laconic.algorithms.exchanges import Mean
+from laconic.algorithms.update import Update
 from laconic.errors import NotFiniteError
 
 import gloo
@@ -18,7 +20,7 @@ import reference
 import reference_decade as decade
 import training
 from exact_rows import ROWS
-from training import OPTIMISERS, Job, largest_difference, same_bits
+from training import OPTIMIZERS, Job, largest_difference, same_bits
 
 SHARDED = [
     "ddp",
@@ -56,7 +58,7 @@ def sharded(rank: int, job: Job) -> list[Any]:
     groups = [
         {"params": [by_name[name] for name in names], "lr": 1.0} for names in reference.GROUPS
     ]
-    optimizer = OPTIMISERS[job.optimizer][0](groups)
+    optimizer = OPTIMIZERS[job.optimizer][0](groups)
     sync = la.attach(model, optimizer, job.recipe, link=gloo.link_of(4), mesh=mesh)
 
     def values() -> dict[str, Any]:
@@ -75,7 +77,7 @@ def test_workers_sharded_by_fsdp(pool: gloo.Pool, row: str) -> None:
     recipe, expected = ROWS[row]
     job = Job(recipe, 4, steps=12, optimizer="adamw")
     runs = pool.run(sharded, job, ranks=4, timeout=100)  # torch's FSDP is slow to import
-    rules, init = OPTIMISERS[job.optimizer][1], reference.initial(2, job.seed)
+    rules, init = OPTIMIZERS[job.optimizer][1], reference.initial(2, job.seed)
     trace = decade.run(expected, 2, job.steps, rules, job.lr, joined(job), init)
     end = reference.Trace(trace.workers[-1:], trace.consensus[-1:])
     assert largest_difference([runs[0], runs[2]], end) < 1e-10
@@ -133,6 +135,26 @@ def unsaid(rank: int) -> str:
     return "nothing"
 
 
+class Matrices(Update):
+    """Of whole tensors."""
+
+    whole = True
+
+
+def in_shards(rank: int) -> str:
+    """What is said of an update of whole tensors, for a sharded model."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    model = torch.nn.Linear(4, 4)
+    fully_shard(model, mesh=mesh["b"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recipe = (la.Round(la.every(2), Matrices(), Mean()),)
+    try:
+        la.attach(model, optimizer, recipe, link=gloo.link_of(4), mesh=mesh)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
 def test_mistakes_are_told_alike(pool: gloo.Pool) -> None:
     cases = {
         "one or two axes": ((1, 2, 2), {}),
@@ -144,6 +166,8 @@ def test_mistakes_are_told_alike(pool: gloo.Pool) -> None:
         assert len(set(said)) == 1 and words in said[0], said
     said = pool.run(unsaid, ranks=4)
     assert len(set(said)) == 1 and "mesh=" in said[0]
+    said = pool.run(in_shards, ranks=4)
+    assert len(set(said)) == 1 and "Matrices needs whole tensors" in said[0]
 
 
 def missharded(rank: int, shape: tuple[int, ...], shards: str, given: str) -> str:

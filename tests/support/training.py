@@ -36,7 +36,7 @@ def partly_zero_lr(group: int, step: int) -> float:
     return 0.0 if group == 1 and step > 4 else changing_lr(group, step)
 
 
-OPTIMISERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], list[Any]]] = {
+OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], list[Any]]] = {
     "sgd": (lambda g: torch.optim.SGD(g), [reference.SGD(), reference.SGD()]),
     "nesterov": (
         lambda g: torch.optim.SGD(
@@ -78,7 +78,7 @@ class Job:
         return _data(self.workers, self.steps, self.seed)
 
     def expected(self, recipe: reference.Recipe) -> reference.Trace:
-        rules = OPTIMISERS[self.optimizer][1]
+        rules = OPTIMIZERS[self.optimizer][1]
         init = reference.initial(self.workers, self.seed)
         return reference_decade.run(
             recipe, self.workers, self.steps, rules, self.lr, self.data(), init
@@ -100,7 +100,7 @@ def build(job: Job, rank: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
     groups = [
         {"params": [by_name[name] for name in names], "lr": 1.0} for names in reference.GROUPS
     ]
-    return model, OPTIMISERS[job.optimizer][0](groups)
+    return model, OPTIMIZERS[job.optimizer][0](groups)
 
 
 def step(

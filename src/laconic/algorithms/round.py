@@ -52,6 +52,11 @@ class Round:
                 f"parameters, and those of {type(self.update).__name__} are "
                 f"{self.update.models} times as long"
             )
+        if self.update.whole and isinstance(self.part, Fragment) and self.part.by == "bytes":
+            raise ValueError(
+                f"{type(self.update).__name__} needs whole tensors, and a fragment by bytes may "
+                'cut one: use Fragment(..., by="layers")'
+            )
         if self.part is optimizer_state and (self.exchange.slots or self.update.slots):
             raise ValueError(
                 "a round of the optimizer's state needs an update and an exchange that keep no "

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from laconic.algorithms.scores import NO_SCORE, Score
@@ -45,7 +46,8 @@ class Clock:
     ``delay``: the round's, in steps. ``workers``: how many take part; ``worker``: which this is.
     ``weight``: of the message sent, None if the update gives it none; in `Update.fold`, of what
     arrived. ``out_degree``: how many peers the message goes to. ``score``: this worker's, if the
-    exchange asks for one. ``seed``: the run's. ``bucket``: the bucket's number.
+    exchange asks for one. ``seed``: the run's. ``bucket``: the bucket's number. ``shapes``: if the
+    update is `Update.whole`, those of the tensors in x, one after the other, before padding.
     """
 
     step: int
@@ -59,14 +61,16 @@ class Clock:
     score: Score = NO_SCORE
     seed: int = 0
     bucket: int = 0
+    shapes: tuple[torch.Size, ...] = ()
 
 
 class Update:
     """The mathematics of a round, for one flat tensor ``x``.
 
-    All methods are elementwise in ``x`` and its state, so the same lines run on a bucket, on the
-    slice that a worker owns, or on one parameter. An update may also have the methods of
-    `BeforeStep`, `AfterStep`, `AfterSend` and `Quiesce`; the engine calls those that are there.
+    Unless it is `whole`, all methods are elementwise in ``x`` and its state, so the same lines run
+    on a bucket, on the slice that a worker owns, or on one parameter. An update may also have the
+    methods of `BeforeStep`, `AfterStep`, `AfterSend` and `Quiesce`; the engine calls those that are
+    there.
     """
 
     slots: ClassVar[Mapping[str, Slot]] = {}
@@ -82,6 +86,10 @@ class Update:
     """The state tensor, a number, that travels with every message; None if there is none."""
     models: ClassVar[int] = 1
     """How many times as long as x the message is."""
+    whole: ClassVar[bool] = False
+    """Whether x must consist of whole tensors, such as matrices, whose shapes are then in
+    ``clock.shapes``. `combine` may still get a slice: the mathematics of whole tensors belongs in
+    `send` and `fold`, and its state is ``everywhere``. For models that are not sharded."""
     quiesces_others: ClassVar[bool] = False
     """Whether every other round must fold what it has in flight first, as an outer step asks."""
 

@@ -59,8 +59,9 @@ def open_channels(
     # buckets span groups, since a few biases by themselves would need as many messages as the rest
     spans = groups if update.uses_lr else [[t for group in groups for t in group]]
     found = []
+    whole = exchange.whole or update.whole
     for bucket in bucketize(
-        spans, multiple, first_group=first_group, most_bytes=most_bytes, whole=exchange.whole
+        spans, multiple, first_group=first_group, most_bytes=most_bytes, whole=whole
     ):
         bucket.number, number = number, number + 1
         each = bucket.length // replica.size

@@ -36,7 +36,10 @@ class Messenger:
         lr = float(group.get("lr", math.nan)) if update.uses_lr else math.nan
         at = self._link.size, self._link.rank
         seed, delay = self._context.seed, self._round.delay
-        clock = Clock(step, lr, executed, delay, *at, seed=seed, bucket=bucket.number)
+        shapes = tuple(bucket.shapes) if update.whole else ()
+        clock = Clock(
+            step, lr, executed, delay, *at, seed=seed, bucket=bucket.number, shapes=shapes
+        )
         if isinstance(exchange, Gossip):
             clock = replace(clock, out_degree=exchange.out_degree(clock))
         return clock

@@ -275,7 +275,7 @@ class ParameterRunner:
             for index, segment in enumerate(bucket.segments):
                 x = segment.view() if views is None else views[index]
                 own = {name: tensors[index] for name, tensors in pieces.items()}
-                yield x, rest | own, clock
+                yield x, rest | own, replace(clock, shapes=clock.shapes[index : index + 1])
                 if views is None:
                     segment.write(x)
 
