@@ -65,6 +65,8 @@ CODED = ["tests/codecs/test_coded.py", "-k", "not process"]
 LOOP = ["tests/engine/test_loop.py", "-k", "frozen or reentrant"]
 MESH = ["tests/engine/test_mesh.py", "-k", "validation or nested or refuses or evaluated"]
 POOLED = ["tests/engine/test_resume.py", "-k", "pooled"]
+JOINT = ["tests/engine/test_joint_optimizer.py"]
+OWN_ALGORITHM = ["tests/algorithms/test_own_algorithm.py"]
 LANE = ["tests/links/test_lane.py"]
 CONSENSUS = ["tests/engine/test_consensus.py"]
 REGROUP = ["tests/engine/test_regroup.py", "-k", "not process and not sharded"]
@@ -166,6 +168,15 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("algorithms/scores.py", "(before - local(p)) * local(p.grad)", "(local(p) - before) * local(p.grad)", LEADER),
     ("algorithms/scores.py", "float(values.mean())", "float(values[0])", LEADER),
     ("engine/driver.py", "run.scores.skip_step()", "pass", LEADER),
+    ("engine/driver.py", "or bound.skip(optimizer):", "or True:", JOINT),
+    ("engine/joint_optimizer.py", "known = sum(owner == number for owner, _ in self._groups)", "known = 0", JOINT),
+    ("engine/joint_optimizer.py", "if p in optimizer.state:", "if True:", JOINT),
+    ("engine/joint_optimizer.py", "number not in self._done and self._complete(number)", "self._complete(number)", JOINT),
+    ("engine/joint_optimizer.py", "        if not self._done:\n            hook", "        if True:\n            hook", JOINT),
+    ("engine/joint_optimizer.py", "            self._done.clear()\n", "            pass\n", JOINT),
+    ("checkpoints/training_state.py", "members(bound) != members(one):", "False:", JOINT),
+    ("engine/channel.py", "exchange.whole or update.whole", "exchange.whole", OWN_ALGORITHM),
+    ("engine/parameter_rounds.py", "shapes=clock.shapes[index : index + 1]", "shapes=clock.shapes", OWN_ALGORITHM),
     # graphs
     ("algorithms/topology.py", "(rank + j * scale) % n for", "(rank - j * scale) % n for", TOPOLOGY),
     ("algorithms/topology.py", "base ** (k % (_log(base, n - 1) + 1))", "base ** (k % (_log(base, n - 1) + 2))", TOPOLOGY),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +20,7 @@ from laconic.auto import Auto, Chooser, start
 from laconic.buckets import is_sharded, reshard
 from laconic.device import common_device, select_own
 from laconic.engine.driver import Driver
+from laconic.engine.joint_optimizer import as_one, members
 from laconic.engine.model_checks import check_devices, check_unwrapped
 from laconic.engine.session import Settings
 from laconic.engine.synchronizer import BUFFERS, Synchronizer
@@ -66,7 +68,7 @@ def init() -> None:
 
 def attach(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     recipe: Recipe | Auto,
     *,
     nprocs_per_node: int | Literal["env"] = 1,
@@ -84,6 +86,9 @@ def attach(
     All ranks start from rank 0's parameters and buffers. From then on the optimizer's own
     ``step()`` runs the rounds; the training loop stays as it is. At its end call
     ``sync.finish()``, or use the synchronizer in a ``with``.
+
+    ``optimizer`` may be a list, such as Muon for the matrices and AdamW for the rest. The loop
+    calls ``step()`` of each once per training step, in any order; the last one runs the rounds.
 
     ``model`` is the plain module, on one device. A model in torch's DistributedDataParallel, which
     averages all gradients at every step, is an error. Buffers may be on the CPU and parameters on
@@ -114,6 +119,7 @@ def attach(
     try:
         seconds = check_float("timeout", timeout, 0.0, strict=True)
         reshard(model)
+        optimizer = as_one(optimizer)
         _check(model, optimizer, rounds)
         check_devices(model, _params(optimizer), cpu_buffers=True if link is not None else None)
         params = _params(optimizer)
@@ -137,6 +143,7 @@ def attach(
     device = params[0].device if params else common_device()
     with ExitStack() as on_error:
         world = agreed_link(problem, link, device, seconds)
+        assert not isinstance(optimizer, Sequence), "one by now, or a problem was raised"
         if link is None:
             on_error.callback(world.close)
         sharded = any(is_sharded(p) for p in params)
@@ -177,7 +184,8 @@ def attach(
 
 def claim(optimizer: Optimizer, sync: Synchronizer) -> None:
     """Record that ``sync`` follows ``optimizer``."""
-    _attached[optimizer] = weakref.ref(sync)
+    for each in (optimizer, *members(optimizer)):
+        _attached[each] = weakref.ref(sync)
 
 
 def synchronizer_of(optimizer: Optimizer) -> Synchronizer | None:
@@ -192,9 +200,9 @@ def release(optimizer: Optimizer) -> None:
 
 def check_free(optimizer: Optimizer) -> None:
     """Raise if a synchronizer follows ``optimizer``."""
-    sync = synchronizer_of(optimizer)
-    if sync is not None and sync.attached:
-        raise ValueError("this optimizer is attached already: call sync.detach() first")
+    for sync in map(synchronizer_of, members(optimizer)):
+        if sync is not None and sync.attached:
+            raise ValueError("this optimizer is attached already: call sync.detach() first")
 
 
 def _alive(reference: weakref.ref[Synchronizer] | None) -> Synchronizer | None:
@@ -244,7 +252,7 @@ def _watch(scaler: torch.amp.GradScaler) -> None:
         before = None if sync is None else sync.step
         result = scaler_step(optimizer, *args, **kwargs)
         if sync is not None and sync.attached and sync.driver.hooked and sync.step == before:
-            sync.driver.advance()
+            sync.driver.skip(optimizer)
         return result
 
     def update(*args: Any, **kwargs: Any) -> None:

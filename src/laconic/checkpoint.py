@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ _EVERY_RANK = (
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     sync: Synchronizer | DistOptimizer | None = None,
     *,
     others: Mapping[str, Any] | None = None,
@@ -37,9 +37,9 @@ def save(
     Each rank saves its own model, optimizer, synchronizer (``sync``; None: the one attached to
     ``optimizer``) with rounds in flight, and random state: Python's, torch's on the CPU, torch's on
     the current CUDA device if it is in use, and NumPy's global one if NumPy is loaded. ``model``
-    may be a `SlowMoDistributedDataParallel`, ``optimizer`` a `CommOptimizer`, ``sync`` a
-    `DistOptimizer`; their counters are saved too. So are parameters that the optimizer has beside
-    the model's, such as float32 masters.
+    may be a `SlowMoDistributedDataParallel`, ``optimizer`` a `CommOptimizer` or the list that was
+    given to `laconic.attach`, ``sync`` a `DistOptimizer`; their counters are saved too. So are
+    parameters that the optimizer has beside the model's, such as float32 masters.
 
     ``others``: each rank's own objects to save, by name. They have ``state_dict()`` and
     ``load_state_dict()`` (a scheduler, a GradScaler), or are plain data (numbers, strings, tensors,
@@ -66,7 +66,7 @@ def save(
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     sync: Synchronizer | DistOptimizer | None = None,
     *,
     others: Mapping[str, Any] | None = None,

@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 
 from laconic.errors import LinkError, error_text
+from laconic.links.agreement import agree
 from laconic.links.link import Link
 
 MOST_FIGURES = 6
 """Maximum number of figures per rank and call."""
-MOST_BYTES = 512
-"""Maximum length of an error message sent to other ranks."""
 
 
 class FailedError(ValueError):
-    """Something failed on at least one rank. All ranks raise it with the same message."""
+    """Something failed on at least one rank. All ranks raise it: see `agree`."""
 
 
 @contextmanager
@@ -71,14 +70,8 @@ class Bench:
         row = [float(problem is not None), *figures, *[0.0] * (MOST_FIGURES - len(figures))]
         tensor = torch.tensor(row, dtype=torch.float64, device=self.device)
         gathered = self.world.gather(tensor).cpu()
-        failed = [rank for rank, value in enumerate(gathered[:, 0].tolist()) if value]
-        if failed:
-            ranks = ", ".join(map(str, failed))
-            raise FailedError(f"rank {ranks}: {self._message(problem, failed[0])}")
+        try:
+            agree(self.world.gather, problem, gathered[:, 0])
+        except ValueError as failed:
+            raise FailedError(str(failed)) from None
         return gathered[:, 1 : 1 + len(figures)]
-
-    def _message(self, problem: str | None, rank: int) -> str:
-        """Return the error message of ``rank``."""
-        text = " ".join((problem or "").split()).encode()[:MOST_BYTES].ljust(MOST_BYTES)
-        rows = self.world.gather(torch.tensor(list(text), dtype=torch.uint8, device=self.device))
-        return bytes(rows[rank].tolist()).decode(errors="ignore").strip()

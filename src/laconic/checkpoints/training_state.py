@@ -16,6 +16,7 @@ from laconic.checkpoints.rank_file import plain
 from laconic.compat.comm_optimizer import CommOptimizer
 from laconic.compat.dist_optimizer import DistOptimizer
 from laconic.compat.fairscale import SlowMoDistributedDataParallel
+from laconic.engine.joint_optimizer import JointOptimizer, as_one, class_names, members
 from laconic.engine.synchronizer import Synchronizer
 
 _PREFIX = "laconic: "
@@ -79,7 +80,7 @@ class TrainingState:
     def of(
         cls,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         sync: Synchronizer | DistOptimizer | None,
         others: Mapping[str, Any] | None,
     ) -> TrainingState:
@@ -88,6 +89,7 @@ class TrainingState:
         is saved twice. Only this method knows front ends."""
         dist = sync if isinstance(sync, DistOptimizer) else None
         front: SlowMoDistributedDataParallel | None = None
+        optimizer = _attached_as_one(optimizer)
         if isinstance(optimizer, CommOptimizer) and optimizer.dist_optimizer is not None:
             dist, optimizer = optimizer.dist_optimizer, optimizer.optimizer
         if dist is not None:
@@ -179,7 +181,7 @@ class TrainingState:
             raise ValueError(
                 "the optimizer differs in its class, its groups or the parameters in them "
                 f"({saved['optimizer of'][0]} was saved, this is "
-                f"{type(self.optimizer).__name__}): make the same one"
+                f"{class_names(members(self.optimizer))}): make the same one"
             )
 
     def _groups(self) -> list[list[Tensor]]:
@@ -194,7 +196,22 @@ class TrainingState:
             for name, p in reversed(list(module.named_parameters()))
         }
         groups = [[names.get(id(p)) for p in group] for group in self._groups()]
-        return [type(self.optimizer).__name__, groups]
+        return [class_names(members(self.optimizer)), groups]
+
+
+def _attached_as_one(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
+    """``optimizer``, or of a list what `laconic.attach` made of the same list."""
+    one = as_one(optimizer)
+    attached = synchronizer_of(members(one)[0])
+    bound = None if attached is None else attached.driver.bound
+    if isinstance(one, JointOptimizer) or isinstance(bound, JointOptimizer):
+        if not isinstance(bound, JointOptimizer) or members(bound) != members(one):
+            raise ValueError(
+                f"optimizer is {class_names(members(one))}: pass the optimizers that were given to "
+                "laconic.attach, in the same order"
+            )
+        return bound
+    return one
 
 
 def parameters(value: object) -> list[nn.Parameter]:

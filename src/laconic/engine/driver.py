@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from laconic.algorithms.round import Recipe
 from laconic.buckets import module_buffers
 from laconic.engine import consensus, loading
+from laconic.engine.joint_optimizer import JointOptimizer
 from laconic.engine.loading import Loading, LoadModel
 from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.saved_state import Saved
@@ -170,6 +171,13 @@ class Driver:
         counts, too: after an overflow a GradScaler skips one, perhaps on this rank alone, and ranks
         that disagree on the step would wait in vain."""
         self._after_step(skipped=not self._in_step)
+
+    def skip(self, optimizer: Optimizer) -> None:
+        """A GradScaler has called ``optimizer``, perhaps one of several, and no step was counted:
+        count it if that completes a step."""
+        bound = self.session.optimizer
+        if not isinstance(bound, JointOptimizer) or bound.skip(optimizer):
+            self.advance()
 
     @torch.no_grad()
     def count(self) -> None:

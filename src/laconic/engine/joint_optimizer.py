@@ -1,0 +1,162 @@
+"""Several optimizers as one, such as Muon for the matrices beside AdamW for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+Hook = Callable[..., Any]
+
+
+class JointOptimizer(Optimizer):
+    """``optimizers`` as one, for the engine. The user's loop still calls each of them.
+
+    A step is taken when each has stepped once, or was skipped, in any order. ``param_groups`` are
+    those of the optimizers one after the other; groups added later come last.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        # not super().__init__, which would copy the groups
+        self.optimizers = tuple(optimizers)
+        self._groups: list[tuple[int, int]] = []
+        """The group's optimizer, and its place there, by group."""
+        self._done: set[int] = set()
+        """The optimizers that have stepped, or were skipped, in this step."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """All groups, in the order in which they were added."""
+        for number, optimizer in enumerate(self.optimizers):
+            known = sum(owner == number for owner, _ in self._groups)
+            self._groups += [(number, k) for k in range(known, len(optimizer.param_groups))]
+        return [self.optimizers[number].param_groups[k] for number, k in self._groups]
+
+    @property
+    def state(self) -> MutableMapping[Tensor, Any]:  # type: ignore[override]
+        """The state of each parameter, in its optimizer."""
+        return _JointState(self.optimizers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every optimizer's."""
+        return {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+
+    def register_step_pre_hook(self, hook: Hook) -> RemovableHandle:
+        """Call ``hook`` before the first of the optimizers steps."""
+        before = partial(self._before, hook)
+        return _Handles([o.register_step_pre_hook(before) for o in self.optimizers])
+
+    def register_step_post_hook(self, hook: Hook) -> RemovableHandle:
+        """Call ``hook`` after the last of the optimizers has stepped."""
+        after = partial(self._after, hook)
+        return _Handles([o.register_step_post_hook(after) for o in self.optimizers])
+
+    def skip(self, optimizer: Optimizer) -> bool:
+        """Record that the step of ``optimizer`` was skipped, unless it was taken. Returns whether
+        that completes the step of all, whose hook is not called."""
+        number = self._number(optimizer)
+        return number not in self._done and self._complete(number)
+
+    def _before(self, hook: Hook, optimizer: Optimizer, *arguments: Any) -> None:
+        if self._number(optimizer) in self._done:
+            missing = [o for k, o in enumerate(self.optimizers) if k not in self._done]
+            raise ValueError(
+                f"{type(optimizer).__name__} stepped twice before {class_names(missing)} did: in "
+                "each training step call step() once on each optimizer given to laconic.attach"
+            )
+        (positional, options) = arguments
+        if any(callable(value) for value in (*positional[1:], options.get("closure"))):
+            raise ValueError(
+                "closures work with one optimizer only: call backward() before the optimizers step"
+            )
+        if not self._done:
+            hook(self, (self,), {})
+
+    def _after(self, hook: Hook, optimizer: Optimizer, *_: Any) -> None:
+        if self._complete(self._number(optimizer)):
+            hook(self, (self,), {})
+
+    def _complete(self, number: int) -> bool:
+        self._done.add(number)
+        complete = len(self._done) == len(self.optimizers)
+        if complete:
+            self._done.clear()
+        return complete
+
+    def _number(self, optimizer: Optimizer) -> int:
+        return next(k for k, own in enumerate(self.optimizers) if own is optimizer)
+
+
+class _JointState(MutableMapping[Tensor, Any]):
+    """The states of several optimizers, by parameter."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def __getitem__(self, p: Tensor) -> Any:
+        return self._with(p).state[p]
+
+    def __setitem__(self, p: Tensor, state: Any) -> None:
+        self._with(p).state[p] = state
+
+    def __delitem__(self, p: Tensor) -> None:
+        del self._with(p).state[p]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (p for optimizer in self._optimizers for p in optimizer.state)
+
+    def __len__(self) -> int:
+        return sum(len(optimizer.state) for optimizer in self._optimizers)
+
+    def _with(self, p: Tensor) -> Optimizer:
+        for optimizer in self._optimizers:
+            if p in optimizer.state:
+                return optimizer
+        raise KeyError(p)
+
+
+class _Handles(RemovableHandle):
+    """Several handles, removed together."""
+
+    def __init__(self, handles: Sequence[RemovableHandle]) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        """Remove all."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def class_names(optimizers: Sequence[Optimizer]) -> str:
+    """The classes' names, such as ``Muon, AdamW``."""
+    return ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+
+
+def members(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """The optimizers that the user's loop calls."""
+    return optimizer.optimizers if isinstance(optimizer, JointOptimizer) else (optimizer,)
+
+
+def as_one(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
+    """``optimizer``, or a list of optimizers as one. Raises ``ValueError`` if a list is empty, or a
+    parameter is in two of them."""
+    if not isinstance(optimizer, (list, tuple)):
+        return optimizer  # type: ignore[return-value]
+    others = [o for o in optimizer if not isinstance(o, Optimizer)]
+    if not optimizer or others:
+        raise ValueError(f"optimizer must be an optimizer or a list of optimizers: {optimizer!r}")
+    params = [p for o in optimizer for group in o.param_groups for p in group["params"]]
+    if len({id(p) for p in params}) < len(params):
+        raise ValueError(
+            f"a parameter is in two of the optimizers ({class_names(optimizer)}): give each its own"
+        )
+    return optimizer[0] if len(optimizer) == 1 else JointOptimizer(optimizer)

@@ -1,0 +1,242 @@
+"""Several optimizers under one synchronizer: equal to one optimizer with as many groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import laconic as la
+
+from training import Job, build, same_bits, simulated, values
+
+RECIPES: dict[str, la.Recipe] = {
+    "ddp": la.ddp(),
+    "ddp, int8": la.ddp(codec="int8"),
+    "local_sgd": la.local_sgd(4),
+    "local_sgd, averaged state": la.local_sgd(4, optimizer_state="average"),
+    "local_sgd, reset state": la.local_sgd(4, optimizer_state="reset"),
+    "local_sgd, delay": la.local_sgd(4, delay=2),
+    "slowmo": la.slowmo(la.local_sgd(2), 4, 0.5),
+    "slowmo over sgp": la.slowmo(la.sgp(delay=2), 4, 0.5),
+    "diloco": la.diloco(4),
+    "streaming": la.streaming_diloco(6, 2, 2),
+    "easgd": la.easgd(4, 0.9),
+    "downpour": la.downpour(3),
+    "lsgd": la.lsgd(4, local_period=0),
+    "power_sgd": la.power_sgd(2),
+}
+
+
+def separate(optimizer: Optimizer) -> list[Optimizer]:
+    """An optimizer for each group of ``optimizer``."""
+    return [type(optimizer)([group]) for group in optimizer.param_groups]
+
+
+def train_jointly(job: Job, rank: int) -> list[Any]:
+    """As `training.train`, with one optimizer for each group, called in changing order."""
+    model, optimizer = build(job, rank)
+    optimizers = separate(optimizer)
+    sync = la.attach(model, optimizers, job.recipe)
+    trace = []
+    for t in range(1, job.steps + 1):
+        x, y = (torch.from_numpy(a) for a in job.data()[rank][t - 1])
+        for number, one in enumerate(optimizers):
+            one.param_groups[0]["lr"] = job.lr(number, t)
+            one.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        sync.report_loss(loss)
+        for one in optimizers[:: 1 if t % 2 else -1]:
+            one.step()
+        assert sync.step == t
+        with sync.consensus(mean=False):
+            consensus = values(model)
+        trace.append((values(model), consensus))
+    return trace
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("optimizer", ["nesterov", "adamw"])
+def test_a_list_of_optimizers_equals_one_with_as_many_groups(recipe: str, optimizer: str) -> None:
+    job = Job(RECIPES[recipe], 3, optimizer=optimizer)
+    runs = la.simulate(lambda rank: train_jointly(job, rank), workers=3)
+    assert same_bits(runs, simulated(job))
+
+
+class Task:
+    """A small model with Muon for the matrices and AdamW for the vectors."""
+
+    def __init__(self, rank: int, recipe: la.Recipe, **options: Any) -> None:
+        torch.manual_seed(rank)
+        self.rank = rank
+        self.model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+        params = list(self.model.parameters())
+        self.optimizers: list[Optimizer] = [
+            torch.optim.Muon([p for p in params if p.dim() == 2], lr=0.02),
+            torch.optim.AdamW([p for p in params if p.dim() == 1], lr=0.01),
+        ]
+        self.sync = la.attach(self.model, self.optimizers, recipe, **options)
+
+    def loss(self, t: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * self.rank + t)
+        return self.model(torch.randn(8, 4, generator=generator)).square().mean()
+
+    def steps(self, first: int, last: int) -> list[Tensor]:
+        trace = []
+        for t in range(first, last + 1):
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            self.loss(t).backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+            trace.append(flat(self.model))
+        return trace
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("recipe", ["local_sgd, delay", "slowmo", "streaming", "power_sgd"])
+def test_a_saved_list_goes_on_bit_for_bit(recipe: str, tmp_path: Path) -> None:
+    def run(rank: int) -> tuple[list[Tensor], list[Tensor], list[str]]:
+        task = Task(rank, RECIPES[recipe])
+        task.steps(1, 5)
+        la.save(tmp_path / "saved", task.model, task.optimizers)
+        expected = task.steps(6, 12)
+        again = Task(rank + 9, RECIPES[recipe])
+        wrong: list[Any] = [again.optimizers[::-1], again.optimizers[0], again.optimizers[:1]]
+        said = [refusal(again, optimizer, tmp_path / "saved") for optimizer in wrong]
+        la.load(tmp_path / "saved", again.model, again.optimizers)
+        again.rank = rank
+        return again.steps(6, 12), expected, said
+
+    for resumed, expected, said in la.simulate(run, workers=2):
+        assert all(torch.equal(a, b) for a, b in zip(resumed, expected, strict=True))
+        assert all("in the same order" in text for text in said)
+
+
+def refusal(task: Task, optimizer: Any, path: Path) -> str:
+    with pytest.raises(ValueError) as caught:
+        la.load(path, task.model, optimizer)
+    return str(caught.value)
+
+
+def test_a_checkpoint_of_other_optimizers_is_refused(tmp_path: Path) -> None:
+    def run(rank: int) -> str:
+        task = Task(rank, la.local_sgd(2))
+        task.steps(1, 3)
+        la.save(tmp_path, task.model, task.optimizers)
+        task.sync.detach()
+        optimizers = [torch.optim.SGD(o.param_groups[0]["params"], 0.1) for o in task.optimizers]
+        la.attach(task.model, optimizers, la.local_sgd(2))
+        with pytest.raises(ValueError) as caught:
+            la.load(tmp_path, task.model, optimizers)
+        return str(caught.value)
+
+    for said in la.simulate(run, workers=2):
+        assert "Muon, AdamW was saved, this is SGD, SGD" in said
+
+
+@pytest.mark.parametrize("recipe", [la.ddp(), la.local_sgd(2), la.slowmo(la.local_sgd(1), 3)])
+def test_steps_that_a_scaler_skips_are_counted_once(recipe: la.Recipe) -> None:
+    """Of one optimizer, of the other, and of both: on one rank where gradients differ."""
+
+    def run(rank: int) -> tuple[list[int], Tensor]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        task = Task(rank, recipe, scaler=scaler)
+        counts = []
+        for t in range(1, 9):
+            for optimizer in task.optimizers:
+                optimizer.zero_grad()
+            scaler.scale(task.loss(t)).backward()
+            for number, dim in ((2, 2), (3, 1), (5, 2), (5, 1)):
+                for p in task.model.parameters() if t == number and here(rank) else ():
+                    if p.dim() == dim and p.grad is not None:
+                        p.grad.fill_(float("inf"))
+            for optimizer in task.optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            counts.append(task.sync.step)
+        task.sync.finish()
+        return counts, flat(task.model)
+
+    def here(rank: int) -> bool:
+        return rank == 1 or isinstance(recipe[0], la.GradientRound)
+
+    runs = la.simulate(run, workers=2)
+    assert [counts for counts, _ in runs] == [list(range(1, 9))] * 2
+    assert torch.equal(runs[0][1], runs[1][1]) and bool(runs[0][1].isfinite().all())
+
+
+def test_groups_added_later() -> None:
+    """To the first optimizer: they come last."""
+
+    def run(rank: int, jointly: bool) -> Tensor:
+        torch.manual_seed(rank)
+        params = [nn.Parameter(torch.randn(3)) for _ in range(3)]
+        model = nn.ParameterList(params)
+        both = torch.optim.SGD([{"params": [p]} for p in params[:2]], lr=0.1, momentum=0.9)
+        optimizers: Sequence[Optimizer] = separate(both) if jointly else [both]
+        sync = la.attach(model, optimizers, la.slowmo(la.local_sgd(1), 2, 0.5))
+        for t in range(7):
+            if t == 3:
+                optimizers[0].add_param_group({"params": [params[2]], "lr": 0.1, "momentum": 0.9})
+            for p in params[: 3 if t >= 3 else 2]:
+                p.grad = p.detach() + rank
+            for optimizer in optimizers:
+                optimizer.step()
+        sync.finish()
+        return flat(model)
+
+    one, other = (la.simulate(lambda r, j=j: run(r, j), workers=2) for j in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_mistakes_name_the_remedy() -> None:
+    def run(rank: int) -> list[str]:
+        model = nn.Linear(2, 2)
+        weight = torch.optim.SGD([model.weight], 0.1)
+        bias = torch.optim.AdamW([model.bias], 0.1)
+        said = []
+        wrong: list[Any] = [[], [weight, "AdamW"], [weight, torch.optim.SGD(model.parameters())]]
+        for optimizers in wrong:
+            with pytest.raises(ValueError) as caught:
+                la.attach(model, optimizers, la.local_sgd(2))
+            said.append(str(caught.value))
+        sync = la.attach(model, [weight, bias], la.local_sgd(2))
+        with pytest.raises(ValueError) as caught:
+            la.attach(model, bias, la.local_sgd(2))
+        said.append(str(caught.value))
+        model(torch.ones(2) + rank).sum().backward()
+        weight.step()
+        with pytest.raises(ValueError) as caught:
+            weight.step()
+        said.append(str(caught.value))
+        with pytest.raises(ValueError) as caught:
+            bias.step(lambda: model(torch.ones(2)).sum())
+        said.append(str(caught.value))
+        assert sync.step == 0
+        bias.step()
+        assert sync.step == 1
+        sync.detach()
+        weight.step()
+        weight.step()  # the optimizers are free again
+        return said
+
+    words = [
+        "a list of optimizers: []",
+        "AdamW",
+        "a parameter is in two of the optimizers (SGD, SGD)",
+        "attached already",
+        "SGD stepped twice before AdamW did: in each training step call step() once",
+        "closures work with one optimizer only",
+    ]
+    for said in la.simulate(run, workers=2):
+        assert all(word in text for word, text in zip(words, said, strict=True)), said
