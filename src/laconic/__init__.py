@@ -32,7 +32,7 @@ from laconic.auto import auto
 from laconic.checkpoint import load, save
 from laconic.compat.comm_optimizer import CommOptimizer
 from laconic.compat.dist_optimizer import EASGD, LSGD, DistOptimizer
-from laconic.compat.fairscale import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
+from laconic.compat.fairscale import SlowMoDistributedDataParallel
 from laconic.compat.gossip_graphs import (
     DynamicBipartiteExponentialGraph,
     DynamicBipartiteLinearGraph,
@@ -43,6 +43,7 @@ from laconic.compat.gossip_graphs import (
     RingGraph,
     UniformMixing,
 )
+from laconic.compat.slowmo_arguments import SlowMoBaseAlgorithm
 from laconic.engine.synchronizer import Stats, Synchronizer
 from laconic.errors import LinkError
 from laconic.links import simulate

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import laconic as la
-from laconic import metrics
+from laconic.engine import recorder
 
 import gloo
 
@@ -329,7 +329,7 @@ def test_a_place_that_hangs_does_not_hold_up_the_training(monkeypatch: pytest.Mo
         def __copy__(self) -> Hanging:
             return self
 
-    for steps, said in ((metrics.UNWRITTEN + 20, "accepts no more"), (3, "not written within")):
+    for steps, said in ((recorder.UNWRITTEN + 20, "accepts no more"), (3, "not written within")):
         with pytest.warns(RuntimeWarning, match=said):
             run = partial(train, given=Hanging(every=0), steps=steps)
             ((_, stats),) = la.simulate(run, workers=1)

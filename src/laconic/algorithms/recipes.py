@@ -6,12 +6,10 @@ nesting calls: ``slowmo(local_sgd(3), period=48)``.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, get_args
 
-from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges import (
     Alone,
     FastComponents,
@@ -20,24 +18,28 @@ from laconic.algorithms.exchanges import (
     LowRank,
     Mean,
     Push,
-    ShardedMean,
-    coded,
 )
 from laconic.algorithms.named import named
+from laconic.algorithms.recipe_parts import (
+    CodecOption,
+    check_delay,
+    eager,
+    mean_over_workers,
+    outer_step,
+    skip,
+)
 from laconic.algorithms.round import (
-    AnyRound,
     GradientRound,
     OptimizerState,
     Recipe,
     Round,
     is_recipe,
 )
-from laconic.algorithms.schedules import Schedule, Unless, after, every, until
+from laconic.algorithms.schedules import Unless, after, every, until
 from laconic.algorithms.topology import Graph
 from laconic.algorithms.updates import (
     Average,
     Downpour,
-    Eager,
     Elastic,
     LeaderPull,
     Mix,
@@ -49,12 +51,8 @@ from laconic.algorithms.updates import (
 )
 from laconic.algorithms.updates.outer_step import Merge, OuterFactory
 from laconic.buckets import Fragment, parameters
-from laconic.codecs import Codec, Int2, TopK, codec_of
+from laconic.codecs import Int2, TopK, codec_of
 from laconic.errors import check_bool, check_choice, check_float, check_int
-
-CodecOption = Codec | str | None
-"""How messages are coded: a codec, the name of one in `laconic.codecs.CODECS`, or None for no
-coding. The next message sends what a code leaves out (error feedback)."""
 
 
 @named
@@ -65,7 +63,7 @@ def ddp(*, codec: CodecOption = None) -> Recipe:
     one step on an n times larger batch. ``codec``: how gradients are coded. ``"int4"`` takes an
     eighth of the bytes; see `CodedMean`.
     """
-    mean = _mean(codec, relative=False)
+    mean = mean_over_workers(codec, relative=False)
     return (GradientRound(every(1), Average(), mean, over="world"),)
 
 
@@ -85,8 +83,8 @@ def local_sgd(
     shows, and workers drift apart. ``codec``: how the changes of x since the last round are coded.
     ``optimizer_state``: whether a round keeps, averages, or resets the local optimizer's own state.
     """
-    _check_delay(delay, check_int("period", period, 1))
-    mean = _mean(codec)
+    check_delay(delay, check_int("period", period, 1))
+    mean = mean_over_workers(codec)
     return (Round(every(period), Average(), mean, delay=delay, optimizer_state=optimizer_state),)
 
 
@@ -122,7 +120,7 @@ def hierarchical(group_period: int, period: int, *, codec: CodecOption = None) -
     inside = Unless(every(check_int("group_period", group_period, 1)), over_all)
     return (
         Round(inside, Average(), Mean(), over="group"),
-        Round(over_all, Average(), _mean(codec)),
+        Round(over_all, Average(), mean_over_workers(codec)),
     )
 
 
@@ -145,7 +143,7 @@ def d_psgd(graph: str = "ring", *, delay: int = 0) -> Recipe:
     Lian et al., NeurIPS 2017, arXiv 1705.09056; see `Mix`. Each edge of ``graph`` is used in both
     directions, so a worker in the ring has two neighbors.
     """
-    _check_delay(delay, 1)
+    check_delay(delay, 1)
     return (Round(every(1), Mix(), Push(Graph(graph, both=True)), delay=delay),)
 
 
@@ -164,7 +162,7 @@ def easgd(
     when = every(period)
     check_float("beta", beta, 0.0, strict=True, most=1.0)
     check_float("pull", pull, 0.0, 1.0)
-    return (Round(when, Elastic(beta, pull / period), _mean(codec)),)
+    return (Round(when, Elastic(beta, pull / period), mean_over_workers(codec)),)
 
 
 @named
@@ -186,7 +184,7 @@ def downpour(period: int, *, codec: CodecOption = None) -> Recipe:
     Dean et al., NeurIPS 2012; see `Downpour`. It sums instead of averaging, as if one worker had
     taken all steps, so it needs a learning rate n times smaller. It is included for comparison.
     """
-    return (Round(every(period), Downpour(), _mean(codec, sharded=True)),)
+    return (Round(every(period), Downpour(), mean_over_workers(codec, sharded=True)),)
 
 
 @named
@@ -256,10 +254,10 @@ def slowmo(
     sharded, average = check_bool("sharded", sharded), check_bool("average", average)
     if not average and codec is not None:
         raise ValueError("average=False sends nothing, so there is nothing to code: omit codec=")
-    exchange = Alone() if not average else _mean(codec, sharded=sharded)
+    exchange = Alone() if not average else mean_over_workers(codec, sharded=sharded)
     update = SlowMomentum(momentum, lr)
     return (
-        *(_skip(r, slow) for r in base or ()),
+        *(skip(r, slow) for r in base or ()),
         Round(slow, update, exchange, optimizer_state=optimizer_state),
     )
 
@@ -293,11 +291,11 @@ def diloco(
     check_int("period", period, 1)
     if merge == "eager":
         check_float("mix", mix, 0.0, most=1.0)
-        return _eager(period, lr, momentum, outer, delay, codec, sharded)
+        return eager(period, lr, momentum, outer, delay, codec, sharded)
     check_choice("merge", merge, (*get_args(Merge), "eager"))
-    update = _outer_step(lr, momentum, outer, merge, mix)
-    exchange = _mean(codec, sharded=sharded)
-    _check_delay(delay, period)
+    update = outer_step(lr, momentum, outer, merge, mix)
+    exchange = mean_over_workers(codec, sharded=sharded)
+    check_delay(delay, period)
     return (Round(every(period), update, exchange, delay=delay),)
 
 
@@ -328,13 +326,13 @@ def streaming_diloco(
     of about equal bytes, or of whole layers: see `Fragment`. The other arguments are those of
     `diloco`. With one fragment, no delay, and no codec this is DiLoCo.
     """
-    update = _outer_step(lr, momentum, outer, merge, mix)
+    update = outer_step(lr, momentum, outer, merge, mix)
     check_int("period", period, 1)
     if check_int("fragments", fragments, 1) > period:
         raise ValueError(f"fragments must be at most the period, {period}, not {fragments}")
     check_choice("by", by, ("bytes", "layers"))
-    _check_delay(delay, period)
-    exchange = _mean(codec, sharded=True)
+    check_delay(delay, period)
+    exchange = mean_over_workers(codec, sharded=True)
     return tuple(
         Round(
             every(period, offset=(k + 1) * period // fragments),
@@ -420,65 +418,6 @@ def noloco(period: int = 50, lr: float = 0.7, momentum: float = 0.5, gamma: floa
     check_float("momentum", momentum, 0.0, 1.0)
     check_float("gamma", gamma, 0.0)
     return (Round(every(period), NoLoCo(lr, momentum, gamma), Push(Graph("random"))),)
-
-
-def _mean(codec: CodecOption, *, relative: bool = True, sharded: bool = False) -> Exchange:
-    """Return the mean over workers, coded or not."""
-    if codec is not None:
-        return coded(codec, relative=relative)
-    return ShardedMean() if sharded else Mean()
-
-
-def _outer_step(
-    lr: float, momentum: float, outer: OuterFactory | None, merge: Merge, mix: float
-) -> OuterStep:
-    check_float("momentum", momentum, 0.0, 1.0)
-    check_float("lr", lr, 0.0, strict=True)
-    check_float("mix", mix, 0.0, most=1.0)
-    check_choice("merge", merge, get_args(Merge))
-    if outer is not None and not callable(outer):
-        raise ValueError(
-            "outer must be a function that makes an optimizer from tensors, such as "
-            f"lambda tensors: torch.optim.Adam(tensors, lr=1e-3), not {outer!r}"
-        )
-    return OuterStep(lr, momentum, outer, mix, merge)
-
-
-def _eager(
-    period: int,
-    lr: float,
-    momentum: float,
-    outer: OuterFactory | None,
-    delay: int,
-    codec: CodecOption,
-    sharded: bool,
-) -> Recipe:
-    check_float("momentum", momentum, 0.0, 1.0)
-    check_float("lr", lr, 0.0, strict=True)
-    if not sharded:
-        raise ValueError("merge='eager' stores all state on every worker: omit sharded=")
-    if outer is not None:
-        raise ValueError("merge='eager' supports only Nesterov SGD as outer optimizer: omit outer=")
-    if check_int("delay", delay, 1) > period:
-        raise ValueError(f"delay must be at most the period, {period}, not {delay}")
-    mean = _mean(codec, relative=False)
-    return (Round(every(period), Eager(lr, momentum), mean, delay=delay),)
-
-
-def _check_delay(delay: int, period: int) -> None:
-    """Warn if a round is sent before the round before the last was folded in."""
-    if isinstance(delay, int) and delay > period:
-        warnings.warn(
-            f"delay={delay} is longer than the period of {period}, so workers drift apart: a "
-            f"difference is subtracted again before the first message is folded in. Use a delay of "
-            f"at most {period}",
-            stacklevel=4,  # the caller of the recipe function, past `named`
-        )
-
-
-def _skip(r: AnyRound, skipped: Schedule) -> AnyRound:
-    """Return ``r`` without the steps of ``skipped``. Rounds on gradients never skip a step."""
-    return r if isinstance(r, GradientRound) else replace(r, when=Unless(r.when, skipped))
 
 
 RECIPES: dict[str, Callable[..., Recipe]] = {

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -23,8 +22,9 @@ from laconic.algorithms.exchange import Collect, Exchange
 from laconic.algorithms.exchanges.mean import Mean
 from laconic.algorithms.round import GradientRound
 from laconic.algorithms.update import Clock, State
-from laconic.buckets import BUCKET_BYTES, Bucket, Segment, bucketize, is_sharded, local, state_dtype
+from laconic.buckets import BUCKET_BYTES, Bucket, Segment, bucketize, local, state_dtype
 from laconic.engine.channel import Channel
+from laconic.engine.flat_gradients import FlatGradients, nonzero, sample_positions
 from laconic.engine.nonfinite import NonfiniteCheck
 from laconic.errors import LinkError, NotFiniteError
 from laconic.links.comm_thread import CommThread, Pending
@@ -40,8 +40,6 @@ REENTRANT = (
     "checkpointing needs use_reentrant=False; put no_sync() around a pass with other passes in it, "
     "and optimizer.step() averages its gradients"
 )
-_SAMPLES = 8
-"""Elements of a gradient that are tested first for being nonzero."""
 
 
 def bucket_bytes(exchange: Exchange, total: int) -> tuple[int, int]:
@@ -63,17 +61,6 @@ def bucket_sizes(exchange: Exchange, total: int, largest: int = 0) -> list[int]:
     return [min(first, total), *[each] * whole, *([rest] if rest else [])]
 
 
-def _sample_positions(bucket: Bucket) -> Tensor:
-    """The positions of `_SAMPLES` elements of each segment. Any nonzero one proves that there is a
-    gradient. Int4 rounds many to zero, so one sample is not enough."""
-    starts = [0, *accumulate(bucket.sizes[:-1])]
-    rows = [
-        [start + size * k // _SAMPLES for k in range(_SAMPLES)]
-        for start, size in zip(starts, bucket.sizes, strict=True)
-    ]
-    return torch.tensor(rows, device=bucket.device)
-
-
 def _by_segment(bucket: Bucket, state: State) -> Iterator[tuple[str, Segment, Tensor]]:
     """The views of each segment in the tensors of ``state`` that are as long as ``bucket``."""
     for name, whole in state.items():
@@ -82,74 +69,8 @@ def _by_segment(bucket: Bucket, state: State) -> Iterator[tuple[str, Segment, Te
                 yield name, segment, values
 
 
-class _Flat:
-    """Memory for a bucket's gradients, ``whole``, with a view of each segment, which has its
-    tensor's shape if it is the whole tensor."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        self.whole = bucket.empty()
-        self.pieces = bucket.split(self.whole)
-        self._segments = bucket.segments
-        self._padding = self.whole[bucket.numel :]
-        self._views = [
-            piece.view(segment.tensor.shape) if _is_whole(segment) else piece
-            for segment, piece in zip(bucket.segments, self.pieces, strict=True)
-        ]
-
-    def gather(self) -> None:
-        """Copy the parameters' gradients to the views; None counts as zero."""
-        views, gradients = [], []
-        for segment, view in zip(self._segments, self._views, strict=True):
-            gradient = segment.tensor.grad
-            if gradient is None:
-                view.zero_()
-            elif gradient.is_sparse:
-                raise ValueError("sparse gradients cannot be averaged: use sparse=False")
-            else:
-                views.append(view)
-                gradients.append(_elements(gradient, segment))
-        _copy(gradients, views)
-        self._padding.zero_()
-
-    def scatter(self, unused: set[int]) -> None:
-        """Copy the views to the gradients, except those of ``unused`` parameters (ids)."""
-        views, gradients = [], []
-        for segment, view in zip(self._segments, self._views, strict=True):
-            p = segment.tensor
-            if id(p) in unused:
-                continue
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            elif local(p).is_contiguous() and not local(p.grad).is_contiguous():
-                # if p is cut its gradient must be too; other layouts stay, since fused optimizers
-                # read p and its gradient in the same order
-                p.grad = p.grad.contiguous()
-            if local(p.grad).is_contiguous():
-                views.append(view)
-                gradients.append(_elements(p.grad, segment))
-            else:
-                Segment(p.grad, segment.start, segment.stop).write(view.view(-1))
-        _copy(views, gradients)
-
-
-def _copy(sources: list[Tensor], to: list[Tensor]) -> None:
-    if to:  # torch raises for an empty list
-        torch._foreach_copy_(to, sources)
-
-
-def _is_whole(segment: Segment) -> bool:
-    return not is_sharded(segment.tensor) and segment.stop - segment.start == segment.tensor.numel()
-
-
-def _elements(gradient: Tensor, segment: Segment) -> Tensor:
-    """The segment's elements of the gradient, in the shape of `_Flat`'s view."""
-    if _is_whole(segment):
-        return gradient.detach()
-    return local(gradient).reshape(-1)[segment.start : segment.stop]
-
-
 @dataclass(frozen=True)
-class Host:
+class GradientContext:
     """What gradient rounds need of the engine. ``params()``: the parameters with gradients.
     ``scale()``: the loss scale of a GradScaler, or None. With a scaler, a gradient that is not
     finite becomes NaN on all ranks, and is no error, since the scaler skips the step."""
@@ -172,7 +93,7 @@ class GradientRunner:
         self,
         r: GradientRound,
         link: Link,
-        host: Host,
+        context: GradientContext,
         active: Callable[[], bool],
         announce: Callable[[], str],
         clock: Callable[[], Clock],
@@ -184,9 +105,8 @@ class GradientRunner:
         self.round = r
         self.exchange = r.exchange
         self._update = r.update
-        self._link = link
-        self._comm = host.comm
-        self._host = host
+        self._link, self._comm = link, context.comm
+        self._context = context
         self._active = active
         self._announce = announce
         self._clock = clock
@@ -194,7 +114,7 @@ class GradientRunner:
         self._trainable: list[int] = []
         self._params: list[Tensor] = []
         self._hooks: dict[int, RemovableHandle] = {}
-        self._flats: list[_Flat] = []
+        self._flats: list[FlatGradients] = []
         self._pending: list[Pending[None]] = []
         self._missing: list[int] = []
         """By bucket, how many parameters' gradients have not arrived."""
@@ -208,7 +128,9 @@ class GradientRunner:
         """Follow groups added and parameters frozen or thawed. Returns whether any were added. With
         ``keep``, in a backward pass, none is removed, since its gradient may still be needed."""
         before = {id(p) for p in self._params}
-        chosen = [p for p in self._host.params() if p.requires_grad or (keep and id(p) in before)]
+        chosen = [
+            p for p in self._context.params() if p.requires_grad or (keep and id(p) in before)
+        ]
         trainable = [id(p) for p in chosen]
         if trainable == self._trainable:
             return False
@@ -229,7 +151,7 @@ class GradientRunner:
             whole=self.exchange.whole,
         )
         channels = [self._open(bucket, unsent) for bucket in buckets]
-        samples = [_sample_positions(bucket) for bucket in buckets]
+        samples = [sample_positions(bucket) for bucket in buckets]
         # what may fail is done: change this object
         self._params, self.channels, self._unsent = params, channels, {}
         self._samples, self._flats = samples, []
@@ -239,7 +161,8 @@ class GradientRunner:
         for index, member in enumerate(members):
             for key in member:
                 self._buckets_of.setdefault(key, []).append(index)
-        self._remove_hooks(before - set(trainable))
+        for key in before - set(trainable):
+            self._hooks.pop(key).remove()
         self.listen()
         self._trainable = trainable
         return any(id(p) not in before for p in params)
@@ -289,11 +212,8 @@ class GradientRunner:
 
     def detach(self) -> None:
         """Remove the hooks."""
-        self._remove_hooks(self._hooks.keys())
-
-    def _remove_hooks(self, keys: Iterable[int]) -> None:
-        for key in list(keys):
-            self._hooks.pop(key).remove()
+        while self._hooks:
+            self._hooks.popitem()[1].remove()
 
     @property
     def broken(self) -> bool:
@@ -316,7 +236,7 @@ class GradientRunner:
         self._missing = list(self._counts)
         self._arrived = set()
         if not self._flats:
-            self._flats = [_Flat(channel.bucket) for channel in self.channels]
+            self._flats = [FlatGradients(channel.bucket) for channel in self.channels]
 
     def _discard(self) -> None:
         """Wait for the buckets of a backward pass that raised after it had sent all of them, since
@@ -347,7 +267,7 @@ class GradientRunner:
 
     def _rescale(self) -> None:
         """Bring gradients not sent yet to the scale of this pass."""
-        scale = 1.0 if self._host.scale is None else self._host.scale()
+        scale = 1.0 if self._context.scale is None else self._context.scale()
         if scale != self.scale:
             for channel in self.channels:
                 for name, values in channel.exchange_state.items():
@@ -375,8 +295,8 @@ class GradientRunner:
         try:
             mean = exchange.run(self._link, flat, combine, clock, state).flat
         except NotFiniteError as error:
-            if self._host.scale is None:
-                self._host.nonfinite.report(error)
+            if self._context.scale is None:
+                self._context.nonfinite.report(error)
             mean = flat.fill_(math.nan)
         if mean is not flat:
             flat.copy_(mean)
@@ -426,7 +346,7 @@ class GradientRunner:
         self._comm.call(partial(self._link.mean, had), label)
         used = [p for p, share in zip(params, had.tolist(), strict=True) if share > 0]
         for bucket in bucketize([used], self._link.size):
-            flat = _Flat(bucket)
+            flat = FlatGradients(bucket)
             flat.gather()
             again = partial(self._link.mean, flat.whole)
             first = partial(self._average, Mean(), flat.whole, {}, clock)
@@ -451,15 +371,10 @@ class GradientRunner:
         """The ids of parameters without a gradient on any rank. All ranks see the same means, so
         they agree which are all zeros. Only for these, which are rare, do they exchange who had a
         gradient, and for frozen ones, which may have a residual."""
-        nonzero: set[int] = set()
+        found: set[int] = set()
         for channel, flat, samples in zip(self.channels, self._flats, self._samples, strict=True):
-            found = flat.whole[samples].any(1).tolist()
-            for segment, piece, some in zip(
-                channel.bucket.segments, flat.pieces, found, strict=True
-            ):
-                if some or bool(piece.any()):
-                    nonzero.add(id(segment.tensor))
-        doubtful = [p for p in self._params if id(p) not in nonzero or not p.requires_grad]
+            found |= nonzero(channel.bucket, flat, samples)
+        doubtful = [p for p in self._params if id(p) not in found or not p.requires_grad]
         if not doubtful:
             return set()
         had = torch.tensor([float(p.grad is not None) for p in doubtful])

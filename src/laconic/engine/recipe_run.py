@@ -20,7 +20,7 @@ from laconic.algorithms.round import GradientRound, Recipe, Round, describe, rec
 from laconic.algorithms.scores import Scores
 from laconic.algorithms.update import Clock
 from laconic.buckets import Scratch, module_buffers
-from laconic.engine.gradient_rounds import GradientRunner, Host
+from laconic.engine.gradient_rounds import GradientContext, GradientRunner
 from laconic.engine.in_flight import RoundContext
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.session import Session
@@ -97,8 +97,10 @@ class RecipeRun:
             seed = session.settings.seed
             return Clock(step, math.nan, step - 1, 0, link.size, link.rank, seed=seed)
 
-        host = Host(session.comm, session.nonfinite, session.differentiated, session.settings.scale)
-        return GradientRunner(r, link, host, active, announce, clock, left)
+        settings = session.settings
+        at = session.comm, session.nonfinite, session.differentiated, settings.scale
+        context = GradientContext(*at)
+        return GradientRunner(r, link, context, active, announce, clock, left)
 
     def follow(self, optimizer: Optimizer) -> None:
         """Use ``optimizer``, which moves the same parameters, from now on."""

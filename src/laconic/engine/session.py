@@ -17,12 +17,12 @@ from laconic.algorithms.round import Recipe
 from laconic.buckets import bucketize, is_sharded, local, reshard
 from laconic.engine.batch_check import BatchCheck, check_first_gradients
 from laconic.engine.nonfinite import NonfiniteCheck
+from laconic.engine.recorder import Recorder
 from laconic.links.calls import Call
 from laconic.links.comm_thread import CommThread
 from laconic.links.link import Link
 from laconic.links.metered import Ledger, Metered
 from laconic.links.texts import exchange_texts
-from laconic.metrics import Recorder
 
 
 class Policy(Protocol):

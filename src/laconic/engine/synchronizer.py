@@ -17,9 +17,10 @@ from laconic.engine import consensus, loading
 from laconic.engine.driver import Driver
 from laconic.engine.loading import LoadModel
 from laconic.engine.recipe_run import RecipeRun
+from laconic.engine.recorder import Recorder
 from laconic.engine.saved_state import Saved
 from laconic.links.metered import CallTotals
-from laconic.metrics import Metrics, Recorder
+from laconic.metrics import Metrics
 
 if TYPE_CHECKING:
     from laconic.auto import Choice

@@ -1,0 +1,247 @@
+"""The records of a run: what happened since the last one, at most one per step."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import platform
+import queue
+import socket
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from laconic.errors import LinkError
+from laconic.links.metered import CallTotals, Ledger
+from laconic.metrics import Metrics, Record
+
+if TYPE_CHECKING:
+    from laconic.engine.synchronizer import Stats
+
+UNWRITTEN = 100
+"""The number of records that may be queued. A sink that falls further behind is closed."""
+CLOSING_SECONDS = 5.0
+"""How long the end of a run waits for the last records to be written."""
+
+
+class _Writer:
+    """Writes the records of one sink, in order, on a thread of its own."""
+
+    def __init__(self, sink: Metrics, rank: int) -> None:
+        self.sink = sink
+        self.problem: str | None = None
+        """Why writing has stopped."""
+        self._rank = rank
+        self._queue: queue.Queue[Record | None] = queue.Queue(UNWRITTEN)
+        self._thread = threading.Thread(target=self._work, daemon=True, name="laconic-metrics")
+        self._thread.start()
+
+    def put(self, record: Record | None) -> None:
+        """Queue ``record``. None ends the thread after the records queued before."""
+        try:
+            self._queue.put_nowait(record)
+        except queue.Full:
+            self.problem = f"{UNWRITTEN} records are waiting to be written: it accepts no more"
+
+    def _work(self) -> None:
+        try:
+            self.sink.open(self._rank)
+            while (record := self._queue.get()) is not None and self.problem is None:
+                self.sink.write(record)
+        except Exception as error:  # a user-defined sink may raise anything
+            self.problem = f"{type(error).__name__}: {error}"
+        try:
+            self.sink.close()
+        except Exception as error:
+            self.problem = self.problem or f"{type(error).__name__}: {error}"
+
+    def close(self) -> None:
+        """Wait up to CLOSING_SECONDS for the queued records to be written."""
+        self.put(None)
+        self._thread.join(CLOSING_SECONDS)
+        if self._thread.is_alive() and self.problem is None:
+            self.problem = f"its last records were not written within {CLOSING_SECONDS:g} s"
+
+
+@dataclass
+class _Track:
+    """One writer, and the counters at its last record."""
+
+    writer: _Writer
+    time: float
+    steps: int
+    stats: Stats
+    calls: Mapping[str, CallTotals]
+
+
+class Recorder:
+    """Creates the records of one synchronizer and passes them to the writers.
+
+    ``stats()`` returns the totals so far. ``about`` goes into the first record. Without ``sinks``
+    the recorder does nothing.
+    """
+
+    def __init__(
+        self,
+        sinks: Sequence[Metrics] = (),
+        stats: Callable[[], Stats] | None = None,
+        ledger: Ledger | None = None,
+        rates: Callable[[], Sequence[Any]] | None = None,
+        about: Record | None = None,
+    ) -> None:
+        self._due = math.inf
+        self._steps = self._skipped = 0
+        self._failure: BaseException | None = None
+        self._tracks: list[_Track] = []
+        if not sinks:
+            return
+        assert stats and ledger and rates and about
+        self._stats, self._ledger, self._rates = stats, ledger, rates
+        self._lock = threading.Lock()  # a link's error is recorded by the thread that meets it
+        ledger.failed = self._link_failed
+        now, calls = time.perf_counter(), self._calls()
+        for sink in sinks:
+            writer = _Writer(sink, about["rank"])
+            weakref.finalize(self, writer.put, None).atexit = False
+            self._tracks.append(_Track(writer, now, 0, stats(), calls))
+            writer.put({**_timestamped("start"), **about, **_versions(), "every": sink.every})
+        self._plan()
+        _open.add(self)
+
+    def after_step(self, *, skipped: bool = False) -> None:
+        """Count a step that was taken, or that a GradScaler skipped."""
+        self._steps += 1
+        self._skipped += skipped
+        if time.perf_counter() < self._due:
+            return
+        self._warn_of_problems()
+        now = time.perf_counter()
+        with self._lock:
+            for track in self._tracks:
+                if now >= track.time + track.writer.sink.every:
+                    self._write(track, "steps")
+            self._plan()
+
+    def event(self, event: str, **more: Any) -> None:
+        """Write a record immediately."""
+        if self._tracks:
+            with self._lock:
+                for track in self._tracks:
+                    self._write(track, event, **more)
+
+    def failed(self, error: BaseException) -> None:
+        """Record an error, unless it is the one recorded last."""
+        if self._failure is None or self._failure not in (error, error.__context__):
+            self.event("error", error=f"{type(error).__name__}: {error}")
+        self._failure = error
+
+    def close(self) -> None:
+        """Write a last record and wait up to CLOSING_SECONDS per sink for all to be written."""
+        self.event("end")
+        for track in self._tracks:
+            track.writer.close()
+        self._warn_of_problems()
+        self._tracks, self._due = [], math.inf
+        _open.discard(self)
+
+    def _link_failed(self, error: LinkError) -> None:
+        self._failure = error
+        self.event("error", error=f"LinkError: {self._ledger.call}: {error}")
+
+    def _plan(self) -> None:
+        dues = [track.time + track.writer.sink.every for track in self._tracks]
+        self._due = min(dues, default=math.inf)
+
+    def _warn_of_problems(self) -> None:
+        """Warn once about each sink that accepts no more records, and remove it."""
+        broken = [track.writer for track in self._tracks if track.writer.problem]
+        self._tracks = [track for track in self._tracks if track.writer not in broken]
+        self._plan()
+        for writer in broken:
+            text = f"metrics stopped, training continues: {writer.sink}: {writer.problem}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    def _write(self, track: _Track, event: str, **more: Any) -> None:
+        now, stats, calls = time.perf_counter(), self._stats(), self._calls()
+        before, seconds, steps = track.stats, now - track.time, self._steps - track.steps
+        waited = stats.seconds_waiting - before.seconds_waiting
+        record = {
+            **_timestamped(event),
+            "step": stats.steps,
+            "rounds": stats.rounds,
+            "skipped": self._skipped,
+            "bytes_sent": stats.bytes_sent,
+            "bytes_received": stats.bytes_received,
+            "seconds_waiting": round(stats.seconds_waiting, 6),
+            "seconds": round(seconds, 6),
+            "steps": steps,
+            "seconds_per_step": round(seconds / steps, 6) if steps else None,
+            "sent": stats.bytes_sent - before.bytes_sent,
+            "received": stats.bytes_received - before.bytes_received,
+            "waiting": round(min(waited / seconds, 1.0), 4) if seconds > 0 else 0.0,
+            "lr": [None if rate is None else float(rate) for rate in self._rates()],
+            "calls": _differences(calls, track.calls),
+            **more,
+        }
+        track.writer.put(record)
+        track.time, track.steps, track.stats, track.calls = now, self._steps, stats, calls
+
+    def _calls(self) -> dict[str, CallTotals]:
+        # The communication thread adds calls meanwhile. dict() copies in one go.
+        return {name: replace(call) for name, call in dict(self._ledger.by_call).items()}
+
+
+_open: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Write the last records of unfinished runs, and the exception that ends the program."""
+    error = getattr(sys, "last_value", None)
+    for recorder in list(_open):
+        if error is not None:
+            recorder.failed(error)
+        recorder.close()
+
+
+def _timestamped(event: str) -> dict[str, Any]:
+    return {"event": event, "time": round(time.time(), 3)}
+
+
+def _versions() -> dict[str, str | int]:
+    from laconic import __version__
+
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "laconic": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _differences(
+    calls: Mapping[str, CallTotals], before: Mapping[str, CallTotals]
+) -> list[dict[str, Any]]:
+    """Return what changed in ``calls`` since the last record, by name."""
+    nothing = CallTotals()
+    changed = [(name, call, before.get(name, nothing)) for name, call in calls.items()]
+    return [
+        {
+            "name": name,
+            "step": call.step,
+            "count": call.count - old.count,
+            "bytes": call.bytes - old.bytes,
+            "seconds": round(call.seconds - old.seconds, 6),
+        }
+        for name, call, old in changed
+        if call != old
+    ]
