@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import laconic as la
 from laconic import SlowMoBaseAlgorithm, SlowMoDistributedDataParallel
+from laconic.compat import fairscale
 
 import gloo
 import slowmo_training as loop
@@ -31,6 +32,20 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:the optimizer updates float16 parameters"),
 ]
 SGP = SlowMoBaseAlgorithm.SGP
+
+
+def test_the_timeout_is_that_of_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+
+    def own_link(device: torch.device, timeout: float) -> la.links.Link:
+        given.append(timeout)
+        return original(device, timeout)
+
+    original = fairscale.own_link
+    monkeypatch.setattr(fairscale, "own_link", own_link)
+    simulate(lambda rank: tiny(rank, timeout=7.0)[0].detach(), workers=2)
+    simulate(lambda rank: tiny(rank)[0].detach(), workers=1)
+    assert given == [7.0, 7.0, la.errors.TIMEOUT]
 
 
 # -- what the original gets wrong, and other hard places ----
@@ -398,6 +413,7 @@ def test_masters_travel_in_half_precision_and_slow_steps_in_float32() -> None:
         ({"slowmo_momentum": 1.0}, "slowmo_momentum must be"),
         ({"slowmo_momentum": "much"}, "slowmo_momentum must be"),
         ({"slowmo_lr": 0.0}, "slowmo_lr must be"),
+        ({"timeout": 0.0}, "timeout must be"),
         ({"slowmo_frequency": 0}, "slowmo_frequency must be"),
         ({"localsgd_frequency": 2.5}, "localsgd_frequency must be"),
         ({"slowmo_num_shards": 0}, "slowmo_num_shards must be"),

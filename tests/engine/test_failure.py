@@ -740,7 +740,7 @@ def test_ranks_that_attach_unlike_things_are_told_so_on_every_rank(what: str) ->
 
 WRONG_ON_ONE: dict[str, tuple[dict[str, Any], str]] = {
     "recipe": ({"recipe": "local_sgd(4)"}, "recipe must be what a recipe function returns"),
-    "groups": ({"recipe": la.lsgd(4, local_period=1)}, "say how many make up one"),
+    "groups": ({"recipe": la.lsgd(4, local_period=1)}, "give the number of workers in a group"),
     "buffers": ({"buffers": "mean"}, "'average', 'keep'"),
     "seed": ({"seed": -1}, "seed must be"),
     "scaler": ({"scaler": 1.0}, "scaler must be"),

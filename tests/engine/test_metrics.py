@@ -319,7 +319,7 @@ def test_a_place_that_fails_takes_no_other_along() -> None:
 
 
 def test_a_place_that_hangs_does_not_hold_up_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "CLOSING_SECONDS", 0.2)
+    monkeypatch.setattr(recorder, "CLOSING_SECONDS", 0.2)
     released = threading.Event()
 
     class Hanging(la.Metrics):

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from laconic.algorithms.exchange import Gossip, Scored
 from laconic.algorithms.exchanges import Mean
+from laconic.algorithms.recipes import WITH_GROUPS
 from laconic.algorithms.round import GradientRound, Recipe, Round
 from laconic.algorithms.schedules import Schedule, Unless, any_of, every
 from laconic.algorithms.updates import Average, Mix, Replace
@@ -73,19 +74,18 @@ def warn_of_groups(recipe: Recipe, group_size: int | None) -> None:
     if group_size and not in_groups(recipe):  # others are errors
         warnings.warn(
             f"group_size={group_size} has no effect: the recipe has no rounds inside groups of "
-            "workers. Leave it out, or attach one that has, as hierarchical(4, 16) or "
-            "lsgd(16, local_period=4)",
+            f"workers. Leave it out, or attach a recipe that has, such as {WITH_GROUPS}",
             stacklevel=3,
         )
 
 
 def check_groups(recipe: Recipe, grouped: bool) -> None:
-    """Raise ``ValueError`` where rounds are inside groups of workers, and nobody said how many make
-    up one."""
+    """Raise ``ValueError`` if ``recipe`` has rounds inside groups of workers, and there are no
+    groups (``grouped``)."""
     if not grouped and in_groups(recipe):
         raise ValueError(
-            "the recipe has rounds inside groups of workers: say how many make up one, as "
-            "attach(..., group_size=4)"
+            "the recipe has rounds inside groups of workers: give the number of workers in a "
+            "group, such as attach(..., group_size=4)"
         )
 
 

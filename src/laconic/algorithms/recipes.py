@@ -443,3 +443,5 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
     )
 }
 """All recipes by name, for the command line."""
+WITH_GROUPS = "hierarchical(4, 16) or lsgd(16, local_period=4)"
+"""Examples of recipes with rounds inside groups of workers."""

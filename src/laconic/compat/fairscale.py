@@ -84,7 +84,8 @@ class SlowMoDistributedDataParallel(nn.Module):
     every rank writes a torch profiler trace of the calls up to the second slow step to the current
     directory. ``process_rank``, ``process_world_size``, and the sizes of the groups are checked
     against the values that laconic finds; laconic creates its own process groups. ``comm_device``
-    must be the parameters' device. ``use_streams`` has no effect.
+    must be the parameters' device. ``use_streams`` has no effect. ``timeout``, laconic's own:
+    seconds after which a rank that does not answer is an error on all others.
 
     When to use it, and how to set it (fairscale's guide; ``docs/slowmo.md`` has the reasons): use
     it on more than two nodes with a slow network, where ``t_allreduce * (1 - 1/localsgd_frequency)
@@ -125,6 +126,8 @@ class SlowMoDistributedDataParallel(nn.Module):
         master_group: dist.ProcessGroup | None = None,
         local_node_group: dist.ProcessGroup | None = None,
         comm_device: torch.device | str | None = None,
+        *,
+        timeout: float = TIMEOUT,
     ) -> None:
         super().__init__()
         switches = {
@@ -160,7 +163,7 @@ class SlowMoDistributedDataParallel(nn.Module):
         )
         check_int("slowmo_num_shards", slowmo_num_shards, 1)
         check_int("synch_freq", synch_freq, 0)
-        world = own_link(device, TIMEOUT)
+        world = own_link(device, check_float("timeout", timeout, 0.0, strict=True))
         on_all_ranks(world, lambda: check_module(module))
         layout = layout_of(world, nprocs_per_node, None, [])
         nodes = len(layout)

@@ -17,6 +17,7 @@ import torch
 
 from laconic.algorithms.compile import in_groups
 from laconic.algorithms.parse import parse_recipe
+from laconic.algorithms.recipes import WITH_GROUPS
 from laconic.algorithms.round import Recipe, Round
 from laconic.algorithms.updates import OuterStep
 from laconic.auto import Auto
@@ -139,8 +140,7 @@ class Settings:
             if recipes and not any(isinstance(r, tuple) and in_groups(r) for r in recipes.values()):
                 raise ValueError(
                     "--group-size is for recipes with rounds inside groups of workers, such as "
-                    "hierarchical(4, 16) or lsgd(16, local_period=4), and none of these has any: "
-                    "remove it"
+                    f"{WITH_GROUPS}, and none of these has any: remove it"
                 )
             return
         for text, recipe in recipes.items():
