@@ -10,8 +10,11 @@ DOCS := $(VENV)/.docs
 demo: $(READY)            ## compare DDP, local SGD, SlowMo and DiLoCo on a 100 Mbit/s network
 	$(BIN)/laconic compare
 
+# Two processes for each processor: many tests wait for a timeout or another process.
+WORKERS := $(shell echo $$((2 * $$(nproc))))
+
 test: $(READY)            ## run the tests, on all processors
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 check: $(READY)           ## lint and type-check
 	$(BIN)/ruff format --check .

@@ -65,6 +65,7 @@ CODED = ["tests/codecs/test_coded.py", "-k", "not process"]
 LOOP = ["tests/engine/test_loop.py", "-k", "frozen or reentrant"]
 MESH = ["tests/engine/test_mesh.py", "-k", "validation or nested or refuses or evaluated"]
 POOLED = ["tests/engine/test_resume.py", "-k", "pooled"]
+LINKS = ["tests/links/test_links.py"]
 JOINT = ["tests/engine/test_joint_optimizer.py"]
 OWN_ALGORITHM = ["tests/algorithms/test_own_algorithm.py"]
 LANE = ["tests/links/test_lane.py"]
@@ -118,7 +119,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("algorithms/exchanges/mean.py", "combine(link.reduce_scatter(message, owners))", "link.reduce_scatter(message, owners)", EXACT),
     ("engine/parameter_rounds.py", 'if self.round.optimizer_state == "reset"', "if False", EXACT),
     ("algorithms/compile.py", 'if r.optimizer_state == "average"', "if False", EXACT),
-    ("engine/parameter_rounds.py", "update.after_step(x, state, clock)", "pass", OWN),
+    ("engine/parameter_rounds.py", "self._after.after_step(x, state, clock)", "pass", OWN),
     ("engine/messages.py", "at = self._link.size, self._link.rank", "at = 1, self._link.rank", OWN),
     # lo = 1/(out_degree + 1) ; x <- lo*x + sum of received ; w likewise ; z = x/w
     ("algorithms/updates/push_sum.py", "div_(clock.out_degree + 1)", "div_(clock.out_degree + 2)", CONSERVED),
@@ -234,6 +235,8 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("checkpoints/rank_file.py", "archive.testzip()", "None", LOADING),
     ("checkpoints/rank_file.py", 'payload.get("token") != manifest.token', "False", LOADING),
     ("checkpoints/loading.py", "                    restore()\n", "                    pass\n", LOADING),
+    ("links/simulated.py", 'if name == "MT19937" and not keeps_gaussian:', "if True:", LINKS),
+    ("links/simulated.py", "ctypes.string_at(self._address, self.BYTES) == self._memory", "True", LINKS),
     ("checkpoints/random_state.py", '    torch.set_rng_state(saved["torch"])\n', "", LOADING),
     # SlowMoDistributedDataParallel
     ("compat/slowmo_arguments.py", "(*(skipped if average else base), slow)", "(*base, slow)", ["tests/compat/test_slowmo_ddp.py", "-k", "less"]),
@@ -487,7 +490,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("algorithms/updates/eager.py", "torch.neg(own, out=late)", "torch.neg((a - x) / clock.workers, out=late)", EAGER),
     ("algorithms/updates/eager.py", "add_(m, alpha=self.momentum)", "add_(m)", EAGER),
     ("algorithms/updates/eager.py", 'x.copy_(state["anchor"])', "pass", EAGER),
-    ("engine/parameter_rounds.py", "if isinstance(update, AfterSend):", "if False:", EAGER),
+    ("engine/parameter_rounds.py", "if self._after_send is not None:", "if False:", EAGER),
     ("algorithms/recipe_parts.py", "mean_over_workers(codec, relative=False)\n    return (Round(every(period), Eager", "mean_over_workers(codec)\n    return (Round(every(period), Eager", EAGER),
     # bytes
     ("links/cost.py", "return Cost(2 * (n - 1) * size // n", "return Cost(2 * n * size // n", LEDGER),

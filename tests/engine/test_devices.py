@@ -138,7 +138,7 @@ def test_masters_on_another_gpu_are_refused() -> None:
 
     def one(_: int) -> str:
         model = la.SlowMoDistributedDataParallel(nn.Linear(2, 2), 1)
-        model._device = torch.device("cpu", 1)  # stands for where the module was
+        model._binding._device = torch.device("cpu", 1)  # stands for where the module was
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
         said = told(lambda: model.bind(optimizer))
         model.detach()

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -164,3 +165,28 @@ def test_all_ranks_name_the_same_sets() -> None:
 
     assert simulate(run, workers=8) == [(0, 2), (1, 3)] * 2 + [(4, 6), (5, 7)] * 2
     assert all(sets == named[0] for sets in named.values()) and len(named[0]) == 3
+
+
+def drawn(rank: int, workers: int) -> list[float]:
+    """Numbers from NumPy's global generator: some between messages, some not, some kept for the
+    next call (`randn` makes two at a time)."""
+    link = current_link.get()
+    assert link is not None
+    np.random.seed(rank)
+    found = []
+    for step in range(6):
+        if (step + rank) % 3:
+            found.append(float(np.random.randn()))
+        if step == 4:
+            np.random.set_state(np.random.RandomState(7 + rank).get_state())
+        if workers > 1:
+            link.mean(torch.zeros(1))
+    return found
+
+
+def test_each_simulated_worker_has_its_own_numpy_numbers() -> None:
+    before = np.random.get_state()[1].tolist()
+    together = simulate(lambda rank: drawn(rank, 3), workers=3)
+    alone = [simulate(lambda _, r=r: drawn(r, 1), workers=1)[0] for r in range(3)]  # type: ignore[misc]
+    assert together == alone
+    assert np.random.get_state()[1].tolist() == before

@@ -28,10 +28,13 @@ class Messenger:
         self._link = link
         self._replica = replica
         self._context = context
+        exchange = round.exchange
+        self._gossip = exchange if isinstance(exchange, Gossip) else None
+        self._scored = exchange if isinstance(exchange, Scored) else None
 
     def clock(self, bucket: Bucket, step: int, executed: int) -> Clock:
         """What the update and the exchange know at ``step``, after ``executed`` rounds."""
-        update, exchange = self._round.update, self._round.exchange
+        update = self._round.update
         group = self._context.optimizer.param_groups[bucket.group]
         lr = float(group.get("lr", math.nan)) if update.uses_lr else math.nan
         at = self._link.size, self._link.rank
@@ -40,17 +43,17 @@ class Messenger:
         clock = Clock(
             step, lr, executed, delay, *at, seed=seed, bucket=bucket.number, shapes=shapes
         )
-        if isinstance(exchange, Gossip):
-            clock = replace(clock, out_degree=exchange.out_degree(clock))
+        if self._gossip is not None:
+            clock = replace(clock, out_degree=self._gossip.out_degree(clock))
         return clock
 
     def stamped(self, clock: Clock, state: State) -> Clock:
         """``clock`` with what travels with the message just made: its weight, and the score."""
-        weight, exchange = self._round.update.weight, self._round.exchange
+        weight = self._round.update.weight
         if weight is not None:
             clock = replace(clock, weight=float(state[weight]))
-        if isinstance(exchange, Scored) and self._context.scores is not None:
-            clock = replace(clock, score=self._context.scores.now(exchange.score_window))
+        if self._scored is not None and self._context.scores is not None:
+            clock = replace(clock, score=self._context.scores.now(self._scored.score_window))
         return clock
 
     def delayed(self, channel: Channel, clock: Clock) -> tuple[Tensor, Tensor | None]:
@@ -75,7 +78,7 @@ class Messenger:
 
         replica = self._replica
         part = message.view(replica.size, -1)[replica.rank]
-        if isinstance(channel.exchange, Scored) and replica.size > 1:
+        if self._scored is not None and replica.size > 1:
             ranks = replica.gather(torch.tensor(clock.score, dtype=torch.float64))
             clock = replace(clock, score=of_worker(ranks))
         error: NotFiniteError | None = None

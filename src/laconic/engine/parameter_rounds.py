@@ -44,6 +44,12 @@ class ParameterRunner:
         self._context = context
         self.set = ChannelSet(round, link, self._replica, context)
         self._messenger = Messenger(round, link, self._replica, context)
+        update = round.update
+        # looked up once, since isinstance with a protocol takes longer than a short update
+        self._before = update if isinstance(update, BeforeStep) else None
+        self._after = update if isinstance(update, AfterStep) else None
+        self._after_send = update if isinstance(update, AfterSend) else None
+        self._quiescing = update if isinstance(update, Quiesce) else None
         self.executed = 0
         self.in_flight: list[InFlightRound] = []
 
@@ -111,7 +117,7 @@ class ParameterRunner:
         agree on them while training goes on."""
         update, exchange = self.round.update, self.exchange
         stateless = not exchange.slots and not update.slots
-        special = update.uses_lr or isinstance(exchange, Scored) or isinstance(update, AfterSend)
+        special = update.uses_lr or self._after_send or isinstance(exchange, Scored)
         return stateless and not special
 
     def _exchange_now(self, channel: Channel, step: int) -> None:
@@ -136,15 +142,15 @@ class ParameterRunner:
         return InFlightRound(step + self.round.delay, Pending.of(sent), checked=checked)
 
     def _launch_channel(self, channel: Channel, step: int) -> InFlightBucket:
-        update, bucket, state = self.round.update, channel.bucket, channel.state
+        bucket, state = channel.bucket, channel.state
         clock = self._clock(bucket, step)
         message, sent = self._messenger.delayed(channel, clock)
         clock = self._messenger.stamped(clock, state)
         job = partial(self._messenger.carry, channel, message, clock)
         pending = self._context.comm.submit(job, self.label(step))
-        if isinstance(update, AfterSend):
+        if self._after_send is not None:
             x = bucket.pack(self._context.memory(bucket))
-            update.after_send(x, state, clock)
+            self._after_send.after_send(x, state, clock)
             bucket.unpack(x)
         return InFlightBucket(channel, sent, pending, message)
 
@@ -236,28 +242,25 @@ class ParameterRunner:
         return self.round.update.weight is not None
 
     def _quiesce(self, states: Sequence[State], averaged: bool) -> None:
-        update = self.round.update
-        if isinstance(update, Quiesce):
+        if self._quiescing is not None:
             for channel, state in zip(self.channels, states, strict=True):
                 x = channel.bucket.pack(self._context.memory(channel.bucket))
-                update.quiesce(x, state, averaged)
+                self._quiescing.quiesce(x, state, averaged)
                 channel.bucket.unpack(x)
 
     # -- every step ----
 
     def before_step(self, step: int) -> None:
         """The update's `before_step` on every parameter. ``step``: the one about to be taken."""
-        update = self.round.update
-        if isinstance(update, BeforeStep):
+        if self._before is not None:
             for x, state, clock in self._tensors(step):
-                update.before_step(x, state, clock)
+                self._before.before_step(x, state, clock)
 
     def after_step(self, step: int) -> None:
         """The update's `after_step` on every parameter."""
-        update = self.round.update
-        if isinstance(update, AfterStep) and update.pulls:
+        if self._after is not None and self.round.update.pulls:
             for x, state, clock in self._tensors(step):
-                update.after_step(x, state, clock)
+                self._after.after_step(x, state, clock)
 
     def _tensors(self, step: int) -> Iterator[tuple[Tensor, State, Clock]]:
         """Each parameter, with its part of the state that lives on all workers. Changes made in
@@ -289,7 +292,7 @@ class ParameterRunner:
 
     def write_finished(self, step: int) -> None:
         """Write into x what `finish` would leave there. The round itself does not change."""
-        if not isinstance(self.round.update, Quiesce):
+        if self._quiescing is None:
             return
         states = [{k: t.clone() for k, t in c.state.items()} for c in self.channels]
         copies = {id(c): state for c, state in zip(self.channels, states, strict=True)}
