@@ -67,7 +67,7 @@ class Settings:
     ``average_buffers``: average the module's floating-point buffers with the rounds. ``scale()``:
     the GradScaler's scale, None without one. ``arrange``: adapts a recipe to the layout of ranks.
     ``policy``: what changes the recipe, if anything does. ``hooked``: the optimizer's hooks run the
-    rounds; otherwise the front end calls `Synchronizer.advance`.
+    rounds; otherwise the front end calls `Driver.advance`.
     """
 
     average_buffers: bool
