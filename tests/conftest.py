@@ -108,7 +108,7 @@ def _tracked() -> None:
 
 @pytest.fixture(autouse=True)
 def _as_it_was(_tracked: None) -> Iterator[None]:
-    """One thread for torch; afterwards, no synchronizer is left attached."""
+    """One thread for torch; afterward, no synchronizer is left attached."""
     import torch
 
     import synchronizers

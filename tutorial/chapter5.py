@@ -264,7 +264,7 @@ assert told == "python -m tutorial.full_ddp: training.pt is of a run with hl_siz
 # here in *bfloat16* on a CPU, which is a float32 with 16 bits cut off, or in *float16* on a GPU.
 # float16 has more digits but a small range, in which small gradients become zero. `GradScaler`
 # multiplies the loss by a large number before the backward pass, divides gradients by it
-# afterwards, and skips a step in which a value became infinite. DDP has averaged the gradients by
+# afterward, and skips a step in which a value became infinite. DDP has averaged the gradients by
 # then, so all ranks skip the same steps.
 
 # %%

@@ -100,7 +100,7 @@ def attach(
     ascending order. It is required if a worker's parameters are sharded over its ranks (FSDP's
     ``fully_shard``, over the one-dimensional mesh of these ranks). Each rank then communicates its
     shard, and FSDP averages gradients inside the worker.
-    ``group_size``: neighboring workers in one group, for recipes with rounds inside groups.
+    ``group_size``: consecutive workers in one group, for recipes with rounds inside groups.
     ``buffers``: average the module's floating-point buffers with the rounds, or keep each
     worker's. ``scaler``: the GradScaler, so that steps it skips are counted. ``link``: the
     network to use in place of torch's process group. ``timeout``: seconds after which, on that

@@ -86,7 +86,7 @@ def load(
     cannot see. If the number of ranks or workers has changed, or files are lost (a host with its
     directory), every rank continues from the consensus of the remaining workers: the model that
     ``sync.finish()`` would have left. One log line says so. Outer state is divided again, and
-    starts anew where it is lost; private state is averaged over the workers
+    starts again where it is lost; private state is averaged over the workers
     (`laconic.engine.regroup`). Rank r loads its own optimizer state, ``others``, and all that
     ``finish()`` does not average. If its file is lost, it loads those of a remaining rank (with a
     sharded model, one with the same shard). Random state is loaded only from a rank's own file and

@@ -382,7 +382,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "no budget": ("ddp --budget 0", "budget must be"),
     "trials": ("ddp --trials 0", "trials must be"),
     "steps": ("ddp --steps 3", "steps must be an integer of at least 8"),
-    "seconds": ("ddp --seconds 0.0001 --compute 1ms", "are too few for ddp()"),
+    "seconds": ("ddp --seconds 0.0001 --compute 1ms", "is too little for ddp()"),
     "megabytes of one worker": ("ddp --megabytes 1 --workers 1", "the recipe sends nothing"),
     "workers": ("ddp --workers 0", "workers must be"),
     "compute that is measured": ("ddp --emulated --compute 1ms", "--compute is for predicted"),

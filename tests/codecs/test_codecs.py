@@ -175,7 +175,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 @codecs
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(data=st.data())
 def test_is_what_the_plain_loops_give(codec: Codec, data: st.DataObject) -> None:
     x = data.draw(inputs(codec))
@@ -220,7 +220,7 @@ def test_the_law_of_bytes(codec: Codec, sizes: dict[int, int]) -> None:
 
 
 @codecs
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(data=st.data())
 def test_errors_are_within_the_bound(codec: Codec, data: st.DataObject) -> None:
     x = data.draw(inputs(codec))
@@ -240,7 +240,7 @@ def test_bounds_are_not_idle(codec: Codec) -> None:
 
 
 @codecs
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(data=st.data())
 def test_what_was_coded_codes_to_itself(codec: Codec, data: st.DataObject) -> None:
     once = coded(codec, data.draw(inputs(codec)))
@@ -250,7 +250,7 @@ def test_what_was_coded_codes_to_itself(codec: Codec, data: st.DataObject) -> No
 
 
 @codecs
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(data=st.data())
 def test_the_residual_is_exact(codec: Codec, data: st.DataObject) -> None:
     x = data.draw(inputs(codec))
@@ -329,7 +329,7 @@ def test_stochastic_rounding_is_unbiased(codec: Int8 | E3M0, seed: int) -> None:
 
 
 @pytest.mark.parametrize("codec", STOCHASTIC, ids=str)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(x=WIDEST, seed=st.integers(0, 99))
 def test_stochastic_errors_are_within_the_bound(codec: Codec, x: Tensor, seed: int) -> None:
     payload = codec.encode(x, torch.Generator().manual_seed(seed))
@@ -496,7 +496,7 @@ def test_what_is_not_as_x_is_refused(codec: Codec) -> None:
     for name in ("less", "plus"):
         for wrong in (torch.ones(1), torch.ones(10).double(), torch.ones(11)):
             with pytest.raises(
-                ValueError, match=f"{name} must have the dtype and shape of x, torch.float32"
+                ValueError, match=f"argument {name!r} must match x .dtype torch.float32"
             ):
                 codec.encode(x, subtract=True, **{name: wrong})
     with pytest.raises(ValueError, match="changed in place and must be contiguous"):

@@ -184,7 +184,7 @@ def test_weights_without_slowmo_state_are_refused_in_the_middle_of_a_training() 
     def run(rank: int) -> bool:
         model, optimizer = one(rank)
         go(model, optimizer, rank, 1, 2)
-        with pytest.raises(ValueError, match="to start afresh from other weights call detach"):
+        with pytest.raises(ValueError, match="to start over from other weights, call detach"):
             model.load_state_dict(model.module.state_dict())
         return True
 

@@ -736,7 +736,9 @@ def test_a_second_optimizer_of_the_same_module_is_an_error() -> None:
         body, head = (torch.optim.SGD(part, lr=0.1) for part in (halves[:2], halves[2:]))
         model(torch.ones(1, 6)).sum().backward()
         body.step()
-        with pytest.raises(ValueError, match="a second optimizer moves parameters of this module"):
+        with pytest.raises(
+            ValueError, match="a second optimizer updates parameters of this module"
+        ):
             head.step()
         return True
 

@@ -599,7 +599,7 @@ def test_ranks_that_switch_to_different_recipes_all_learn_of_it(first: Any) -> N
         model, optimizer = build(rank)
         sync = la.attach(model, optimizer, first)
         step(model, optimizer, rank, 1)
-        with pytest.raises(ValueError, match="attach something else than rank 0"):
+        with pytest.raises(ValueError, match="attach something other than rank 0"):
             sync.switch(la.diloco(4, lr=0.5 + 0.1 * rank))
         for t in range(2, 4):
             step(model, optimizer, rank, t)

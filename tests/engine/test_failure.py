@@ -170,7 +170,7 @@ class Run:
 
 @contextmanager
 def running(context: Any, story: Story) -> Iterator[Run]:
-    """The story under way; afterwards none of its processes is left, by force if need be."""
+    """The story under way; afterward none of its processes is left, by force if need be."""
     run, port = Run([], []), gloo.free_port()
     for rank in range(RANKS):
         ours, theirs = context.Pipe()
@@ -196,7 +196,7 @@ def ended(run: Run, ranks: list[int]) -> bool:
 
 
 def tell(run: Run, story: Story, signal_number: int | None) -> dict[int, tuple[str, str]]:
-    """Let the story happen; what the others say, each having ended well afterwards."""
+    """Let the story happen; what the others say, each having ended well afterward."""
     assert run.hear(story.culprit, 60) == ("acts", "")
     start = time.monotonic()
     if signal_number is not None:
@@ -686,7 +686,7 @@ def test_numbers_that_do_not_divide_are_refused_alike_on_every_rank(
 
 
 def test_a_refused_attach_leaves_the_optimizer_alone() -> None:
-    """What was refused can be done right afterwards; steps in between run no rounds."""
+    """What was refused can be done right afterward; steps in between run no rounds."""
 
     def run(rank: int) -> int:
         model, optimizer = job(rank)

@@ -414,7 +414,7 @@ def _live(rank: int, ranks: int, port: int, task: Any, arguments: Any, connectio
 
 @contextmanager
 def running(context: Any, ranks: int, task: Any, *arguments: Any) -> Iterator[Processes]:
-    """``task(rank, connection, *arguments)`` in processes, of which none is left afterwards."""
+    """``task(rank, connection, *arguments)`` in processes, of which none is left afterward."""
     here, port = Processes(), gloo.free_port()
     for rank in range(ranks):
         ours, theirs = context.Pipe()

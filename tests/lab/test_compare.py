@@ -452,7 +452,10 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "workload": ("ddp --workload imagenet", "digits"),
     "no data": ("ddp --workload text --data missing.txt", "missing.txt: No such file"),
     "a directory": ("ddp --workload text --data .", "Is a directory"),
-    "little data": ("ddp --workload text --data file", "the training text is too small: 3 bytes"),
+    "little data": (
+        "ddp --workload text --data file",
+        "the training text is too short: it has 3 bytes",
+    ),
     "data for digits": ("ddp --data file", "the digits workload has its own data"),
     "hosts": ("ddp --hosts 0", "hosts must be"),
     "hosts below zero": ("ddp --hosts=-2", "hosts must be"),

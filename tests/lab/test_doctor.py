@@ -56,12 +56,12 @@ def remedies(findings: list[Finding]) -> str:
 def routed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every remote host is reached through eth0, and names do not resolve."""
 
-    def towards(host: str) -> str | None:
+    def toward(host: str) -> str | None:
         if host == "localhost" or host.startswith("127."):
             return "127.0.0.1"
         return ETH.addresses[0] if host[0].isdigit() else None
 
-    monkeypatch.setattr(host_checks, "address_towards", towards)
+    monkeypatch.setattr(host_checks, "address_toward", toward)
 
 
 @pytest.mark.parametrize(

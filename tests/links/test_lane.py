@@ -60,7 +60,7 @@ def test_a_lane_that_was_closed_goes_on_after_what_it_still_had() -> None:
 
     lane.submit(slow, "a job under way")
     lane.close()
-    lane.submit(partial(ran.append, 2), "a job afterwards").wait()
+    lane.submit(partial(ran.append, 2), "a job afterward").wait()
     assert ran == [1, 2]
     lane.submit(slow, "another")
     lane.drain()

@@ -425,13 +425,13 @@ def test_it_refuses_to_be_compiled_differently() -> None:
 
 
 def test_the_interface_is_the_one_that_gloo_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "address_towards", lambda host: f"towards {host}")
+    monkeypatch.setattr(addresses, "address_toward", lambda host: f"toward {host}")
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     for named, address in [
-        ("", "towards 10.0.0.1"),
+        ("", "toward 10.0.0.1"),
         ("lo", "127.0.0.1"),
         ("lo,eth7", "127.0.0.1"),
-        ("none-such", "towards 10.0.0.1"),
+        ("none-such", "toward 10.0.0.1"),
     ]:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)
         assert addresses.own_address() == address
@@ -450,13 +450,13 @@ def test_the_interface_is_the_one_that_gloo_is_told(monkeypatch: pytest.MonkeyPa
 def test_the_address_without_an_interface(
     environ: dict[str, str], address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def towards(host: str) -> str:
+    def toward(host: str) -> str:
         return {"10.0.0.1": "10.0.0.9"}.get(host, host)
 
     for name in ("GLOO_SOCKET_IFNAME", "MASTER_ADDR", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(addresses, "address_towards", towards)
+    monkeypatch.setattr(addresses, "address_toward", toward)
     monkeypatch.setattr(socket, "gethostbyname", lambda _: "name")
     assert addresses.own_address() == address

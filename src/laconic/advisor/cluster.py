@@ -20,7 +20,7 @@ TIMEOUT = 60.0
 
 
 def check(spec: Spec, hosts: int, per_host: int, bandwidth: float) -> None:
-    """Raise ``ValueError`` for settings that would fail later, before anything is started."""
+    """Raise ``ValueError`` for settings that would fail later. Starts nothing."""
     check_hosts(hosts)
     check_rate(bandwidth)
     if hosts * per_host < 2:

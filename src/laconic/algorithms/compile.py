@@ -90,7 +90,8 @@ def check_groups(recipe: Recipe, grouped: bool) -> None:
 
 
 def within_workers(recipe: Recipe) -> Recipe:
-    """Gradient rounds inside each worker, wherever the recipe does not average over all ranks."""
+    """The gradient round inside each worker, at every step at which the recipe does not average
+    gradients over all ranks."""
     when: Schedule = every(1)
     over_all = [r.when for r in gradient_rounds(recipe) if r.over == "world"]
     if over_all:

@@ -39,7 +39,7 @@ class Exchange:
     communicates: ClassVar[bool] = True
     """Whether it sends anything."""
     agrees: ClassVar[bool] = False
-    """Whether all workers hold the same result afterwards."""
+    """Whether all workers hold the same result afterward."""
     whole: ClassVar[bool] = False
     """Whether a bucket must hold whole tensors, which `shaped` then describes."""
     for_gradients: ClassVar[bool] = False

@@ -75,12 +75,13 @@ def local_sgd(
     codec: CodecOption = None,
     optimizer_state: OptimizerState = "keep",
 ) -> Recipe:
-    """Average parameters: ``every period steps: x <- mean(x)``.
+    """Average the parameters every ``period`` steps: ``x <- mean(x)``.
 
-    Stich 2018, arXiv 1805.09767. ``delay``: steps between sending and folding in. Communication
-    overlaps with training, and each worker keeps its local progress in between. A delay longer than
-    ``period`` raises a warning: the same difference is subtracted twice before the first correction
-    shows, and workers drift apart. ``codec``: how the changes of x since the last round are coded.
+    Stich 2018, arXiv 1805.09767. ``delay``: the steps between sending a message and folding in
+    the result. Communication overlaps with training, and each worker keeps the progress it makes in
+    the meantime. A delay longer than ``period`` triggers a warning, because workers drift apart:
+    the same difference is subtracted again before the first message is folded in. ``codec``: how
+    the changes in x since the last round are encoded.
     ``optimizer_state``: whether a round keeps, averages, or resets the local optimizer's own state.
     """
     check_delay(delay, check_int("period", period, 1))
@@ -157,7 +158,7 @@ def easgd(
     (0, 1]: the fraction of the distance to the workers' mean that the center moves. Each worker
     moves beta/n of its distance to the center. ``pull``, in [0, 1): the fraction of the distance to
     the center that x moves over one period, in equal parts at every step. ``codec``: how the
-    changes of x since the last round are coded.
+    changes in x since the last round are encoded.
     """
     when = every(period)
     check_float("beta", beta, 0.0, strict=True, most=1.0)
@@ -239,8 +240,8 @@ def slowmo(
     the slow step averages exactly. ``momentum``, in [0, 1): None chooses it by the number of
     workers, as `momentum_for` does: 0 below 4, 0.2 for 4 to 7, 0.5 for 8 to 15, 0.6 for 16 or more.
     ``sharded``: each worker stores 1/n of the outer state. ``average=False``: the no-average
-    variant, in which each worker's slow step uses its own x. ``codec``: how the changes of x since
-    the last slow step are coded; a base has its own codec. Use ``optimizer_state="reset"`` for
+    variant, in which each worker's slow step uses its own x. ``codec``: how the changes in x since
+    the last slow step are encoded; a base has its own codec. Use ``optimizer_state="reset"`` for
     Nesterov SGD and ``"keep"`` for Adam.
     """
     slow = every(period)

@@ -1,4 +1,4 @@
-"""When to communicate: pure functions of the step, counted from 1.
+"""When to communicate: pure functions of the step number, which starts at 1.
 
 A schedule is a frozen value with ``schedule(step) -> bool``. It can be compared, printed, checked
 for equality between ranks, and evaluated ahead of time.

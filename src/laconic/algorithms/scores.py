@@ -117,6 +117,7 @@ def elect(scores: Tensor) -> int:
         )
     if bool((kinds != kinds[0]).any()) or float(kinds[0]) < 0:
         raise ValueError(
-            "some ranks report a loss and others do not: call sync.report_loss(loss) on every rank"
+            "some ranks have reported a loss and others have not: call sync.report_loss(loss) on "
+            "every rank"
         )
     return int(torch.argmin(values.nan_to_num(nan=math.inf)))

@@ -107,7 +107,7 @@ def _edges(graph: Graph, n: int, k: int, seed: int) -> tuple[tuple[int, ...], ..
 
 @lru_cache(maxsize=4096)
 def _listed_peers(name: str, rank: int, n: int, repeats: bool) -> tuple[int, ...]:
-    """Return the peers of ``rank`` in a graph that is given as a list."""
+    """Return the peers of ``rank`` in a graph that the table above defines by a list."""
     hops = [sign * d for d in _distances(name, n) for sign in (1, -1)]
     listed = [(rank + hop) % n for hop in hops]
     if not repeats:

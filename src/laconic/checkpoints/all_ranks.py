@@ -10,7 +10,8 @@ _MAX_LETTERS = 400
 
 
 class AllRanks:
-    """The ranks in ``call``. After each piece of work they exchange its outcomes by ``gather``."""
+    """Runs work on all ranks as part of one call, which error messages name ``call``. After each
+    piece of work, the ranks exchange the outcomes with ``gather``."""
 
     def __init__(self, call: str, gather: Callable[[Any], list[Any]]) -> None:
         self.call = call

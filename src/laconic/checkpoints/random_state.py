@@ -57,7 +57,7 @@ def load_random_state(saved: Mapping[str, Any]) -> None:
 
 
 def _numpy() -> Any:
-    """NumPy, which the run may import only later; None if it is not installed."""
+    """Import NumPy, even if the run has not yet, and return it. None if it is not installed."""
     try:
         return importlib.import_module("numpy")
     except ImportError:

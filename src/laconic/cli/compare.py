@@ -233,7 +233,7 @@ def show(result: Result, directory: Path, left: int = 0) -> None:
 
 
 class Display:
-    """Shows a progress bar per recipe during a race, or plain lines without a terminal."""
+    """Shows a progress bar per row during a race, or prints plain lines if there is no terminal."""
 
     def __init__(self, settings: Any) -> None:
         from rich.console import Console

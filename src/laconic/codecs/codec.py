@@ -138,8 +138,8 @@ class Codec(ABC):
         for name, other in (("less", less), ("plus", plus)):
             if other is not None and (other.shape != x.shape or other.dtype != x.dtype):
                 raise ValueError(
-                    f"{name} must have the dtype and shape of x, {x.dtype} and {tuple(x.shape)}, "
-                    f"not {other.dtype} and {tuple(other.shape)}"
+                    f"argument {name!r} must match x (dtype {x.dtype}, shape {tuple(x.shape)}), "
+                    f"and has dtype {other.dtype}, shape {tuple(other.shape)}"
                 )
         changed = subtract or less is not None or plus is not None
         if changed and not x.is_contiguous():

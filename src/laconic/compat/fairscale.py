@@ -301,8 +301,8 @@ class SlowMoDistributedDataParallel(nn.Module):
         self._binding.waiting = None if state is None else state["slowmo"]
         if self._binding.waiting is None and self._driver.bound is not None:
             raise ValueError(
-                "this state has no SlowMo state, and training has already started: to start afresh "
-                "from other weights call detach() and wrap the module again"
+                "this checkpoint has no SlowMo state, and training has already started: to start "
+                "over from other weights, call detach() and wrap the module again"
             )
         if state is None:
             warnings.warn(

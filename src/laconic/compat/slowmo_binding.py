@@ -203,8 +203,8 @@ class Binding:
             self._bind(optimizer)
         elif not _same_parameters(optimizer, bound):
             raise ValueError(
-                "a second optimizer moves parameters of this module: use one optimizer for all of "
-                "them, with the same groups"
+                "a second optimizer updates parameters of this module: use one optimizer for all "
+                "of them, with the same parameter groups as the first"
             )
         elif not _same_groups(optimizer, bound):
             self._follow(optimizer)

@@ -73,5 +73,6 @@ def open_channels(
 
 
 def is_owned(update: Update, name: str, tensor: Tensor) -> bool:
-    """Whether state tensor ``name`` of ``update`` is kept for this rank's `Channel.region` only."""
+    """Whether this rank keeps the state tensor ``name`` of ``update`` only for its
+    `Channel.region`, rather than for the whole bucket."""
     return tensor.dim() > 0 and update.slots.get(name, "owner") == "owner"

@@ -21,7 +21,7 @@ class ChannelSet:
     """The channels of ``round``.
 
     The tensors that a round is about are fixed, or, where nothing keeps state for them (module
-    buffers, optimizer state), selected anew at each round: then they `vary`.
+    buffers, optimizer state), selected again at each round: then they `vary`.
     """
 
     def __init__(self, round: Round, link: Link, replica: Link, context: RoundContext) -> None:
@@ -53,7 +53,10 @@ class ChannelSet:
         """Open channels as if parameter groups had been added in these numbers."""
         groups = self._selected()
         if sum(joined) != len(groups):
-            raise ValueError(f"the state was saved for {sum(joined)} groups, not {len(groups)}")
+            raise ValueError(
+                f"the state was saved with {sum(joined)} parameter groups, and the optimizer has "
+                f"{len(groups)}: add the same groups before loading it"
+            )
         for count in joined:
             start = sum(self.joined)
             self._add(groups[start : start + count])

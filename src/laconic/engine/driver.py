@@ -167,9 +167,9 @@ class Driver:
             self._switch(policy.recipe)
 
     def advance(self) -> None:
-        """Run what follows a step of the optimizer, where no hook does. A step that it did not take
-        counts, too: after an overflow a GradScaler skips one, perhaps on this rank alone, and ranks
-        that disagree on the step would wait in vain."""
+        """Do what follows an optimizer step, for a front end without hooks. Skipped steps count,
+        too. After an overflow, a GradScaler skips a step, perhaps on this rank alone. If ranks
+        disagreed on the step number, they would wait for messages that never come."""
         self._after_step(skipped=not self._in_step)
 
     def skip(self, optimizer: Optimizer) -> None:
@@ -258,7 +258,7 @@ class Driver:
     # -- a GradScaler ----
 
     def use_scaler(self, scaler: torch.amp.GradScaler) -> None:
-        """Keep ``scaler`` alike on all ranks where a switch asks for it."""
+        """Keep ``scaler`` the same on all ranks where a switch requires it."""
         self._switcher.scaler = scaler
 
     def scaler_steps(self) -> None:

@@ -170,9 +170,9 @@ class RecipeRun:
         other = [rank for rank, value in enumerate(everyone) if value != everyone[0]]
         if other:
             raise ValueError(
-                f"ranks {other} attach something else than rank 0: recipe, buffers=, the model's "
+                f"ranks {other} attach something other than rank 0: recipe, buffers=, the model's "
                 "parameters and buffers (shapes, dtypes) and the optimizer's groups (also "
-                "requires_grad) must be alike"
+                "requires_grad) must be the same"
             )
 
     @property

@@ -5,7 +5,7 @@ flight. What a worker then continues with depends on the state's slot
 (`laconic.algorithms.update.Slot`):
 
     x           the mean over the saved workers: their consensus
-    owner       divided again; elements that no worker has any more start anew from this x
+    owner       divided again; elements that no worker has any more start again from this x
     everywhere  unchanged
     private     the mean over the saved workers
     pooled      unchanged where the same worker saved it, else the mean over the saved workers; a
@@ -29,7 +29,7 @@ from laconic.links.simulated import idle_link
 
 @dataclass(frozen=True)
 class Former:
-    """The run that saved: ``ranks`` in ``workers`` workers of neighboring ranks, in groups of
+    """The run that saved: ``ranks`` in ``workers`` workers of consecutive ranks, in groups of
     ``group_size`` workers (0: none). ``sharded``: each rank of a worker had a shard of the model.
     """
 
@@ -44,7 +44,7 @@ class Former:
         return self.ranks // self.workers
 
     def places(self, rank: int) -> dict[str, tuple[int, int]]:
-        """For each named set of ranks: its size, and the position of ``rank`` in it."""
+        """The size of each named set of ranks, and the position of ``rank`` in it."""
         worker, within = divmod(rank, self.ranks_per_worker)
         return {
             "world": (self.ranks, rank),

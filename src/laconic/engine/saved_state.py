@@ -88,8 +88,8 @@ def own_part(parts: Mapping[int, Saved], here: Saved, *, regroup: bool) -> int |
         return None
     if parts[mine]["parameters"] != here["parameters"]:
         raise ValueError(
-            "the model's parameters are not those that were saved with this state: load the model "
-            "that this rank saved, after laconic.attach and before sync.load_state_dict"
+            "the model's parameters differ from those saved with this state: call laconic.attach "
+            "first, then load the model that this rank saved, then call sync.load_state_dict"
         )
     return mine
 

@@ -34,7 +34,7 @@ class Policy(Protocol):
 
     @property
     def description(self) -> str:
-        """All its options, which must be alike on all ranks and when a run is resumed."""
+        """All its options, which must be the same on all ranks and when a run is resumed."""
 
     @property
     def recipe(self) -> Recipe:
@@ -149,7 +149,7 @@ class Session:
     # -- calls that all ranks make together ----
 
     def status(self, text: str) -> None:
-        """Set what this rank is doing, for other ranks' error messages."""
+        """Record what this rank is doing, for other ranks' error messages."""
         self.world.status(f"{text} ({self.step} steps done)")
 
     def call(self, name: str, step: int | None = None) -> None:

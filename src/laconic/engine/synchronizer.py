@@ -85,9 +85,9 @@ class Synchronizer:
 
     def finish(self, *, mean: bool = True) -> None:
         """Leave every worker with the consensus model: the mean of the workers' models, which
-        contains every step taken. Nothing is in flight afterwards.
+        contains every step taken. Nothing is in flight afterward.
 
-        Every rank must call it, after the same number of steps. Training may go on afterwards.
+        Every rank must call it, after the same number of steps. Training may go on afterward.
         ``mean=False``: see `consensus`; it discards the steps since the last outer step.
         """
         self.driver.finish(mean=mean)
@@ -95,10 +95,10 @@ class Synchronizer:
     def switch(self, recipe: Recipe) -> None:
         """Go on under another ``recipe``; every rank must call it, after the same step.
 
-        Nothing is in flight afterwards, and all workers start anew from the consensus, the mean of
+        Nothing is in flight afterward, and all workers start again from the consensus, the mean of
         their models, and from the mean of their optimizers' state where they differed: with AdamW
-        that sends about as much as four models. State that some ranks lack begins anew. Numbers in
-        it, and the GradScaler, continue as rank 0's. The state that rounds keep begins anew, too,
+        that sends about as much as four models. State that some ranks lack starts again. Numbers in
+        it, and the GradScaler, continue as rank 0's. The state that rounds keep starts again, too,
         except for gradients that a codec has not sent yet, where the new recipe codes gradients.
 
         Raises ``ValueError``, on every rank, where they ask for different ones.
@@ -168,7 +168,7 @@ class Synchronizer:
 
         For another number of ranks, or where some are lost, load the consensus weights, the same on
         every rank, before it (`consensus_state_dict`). Outer state is then cut for the new ranks,
-        and begins anew where it is lost; of each worker's private state the mean is loaded; what
+        and starts again where it is lost; of each worker's private state the mean is loaded; what
         was in flight is folded.
 
         Raises ``ValueError`` on every rank where any of them cannot load its part.
@@ -189,8 +189,8 @@ class Synchronizer:
         session = self._session
         if session.holds_consensus is not None:
             raise ValueError(
-                "inside sync.consensus() the model holds the consensus weights and not this "
-                "worker's own: save and load outside it"
+                "inside sync.consensus(), the model holds the consensus weights, not this worker's "
+                "own: save and load outside that block"
             )
 
         def gather(value: Any) -> list[Any]:

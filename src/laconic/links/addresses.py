@@ -32,8 +32,8 @@ class Address(NamedTuple):
         raise ValueError(f"an address is host|port|key, not {clean(text)[:80]!r}")
 
 
-def address_towards(host: str) -> str | None:
-    """The address of this host's interface towards ``host``; None if there is no route."""
+def address_toward(host: str) -> str | None:
+    """The address of this host's interface toward ``host``; None if there is no route."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -58,12 +58,12 @@ def address_of(interface: str) -> str | None:
 
 def own_address() -> str:
     """This host's address for other ranks. It is the address of the first interface that
-    GLOO_SOCKET_IFNAME names; else the one towards MASTER_ADDR; else the one that the host's name
+    GLOO_SOCKET_IFNAME names; else the one toward MASTER_ADDR; else the one that the host's name
     resolves to. The last also replaces a loopback address where there are several hosts."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip()
     named = address_of(interface) if interface else None
     master = os.environ.get("MASTER_ADDR")
-    found = named or (address_towards(master) if master else None)
+    found = named or (address_toward(master) if master else None)
     world = os.environ.get("WORLD_SIZE")
     several = os.environ.get("LOCAL_WORLD_SIZE", world) != world
     if found is None or (found.startswith("127.") and several and not named):
@@ -73,6 +73,6 @@ def own_address() -> str:
 
 def _address_of_name() -> str | None:
     try:
-        return address_towards(socket.gethostbyname(socket.gethostname()))
+        return address_toward(socket.gethostbyname(socket.gethostname()))
     except OSError:
         return None

@@ -15,7 +15,8 @@ from typing import Protocol
 
 
 class Closable(Protocol):
-    """An object with file descriptors, which forgets them when it closes them."""
+    """An object that has file descriptors. Once it has closed them, closing it again does
+    nothing."""
 
     def close(self) -> None:
         """Close the descriptors. Closing again does nothing."""

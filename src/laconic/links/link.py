@@ -151,7 +151,7 @@ class Link(Protocol):
         ...
 
     def status(self, text: str) -> None:
-        """Set what this rank is doing, for other ranks' error messages."""
+        """Record what this rank is doing, for other ranks' error messages."""
         ...
 
     def close(self) -> None:

@@ -26,6 +26,12 @@ LATENCY_VARIABLE = "LACONIC_LATENCY"
 """Set by ``laconic lab`` where the system cannot slow down a host's network interface, or delay
 packets: the link over torch's process group is then throttled to that rate per rank and latency."""
 
+_SHARD_INSIDE = (
+    "Shard them inside each worker: mesh = init_device_mesh('cuda', (workers, ranks_per_worker), "
+    "mesh_dim_names=('workers', 'shards')); fully_shard(model, mesh=mesh['shards']); "
+    "laconic.attach(..., mesh=mesh)"
+)
+
 
 def own_link(device: torch.device, timeout: float) -> Link:
     """This process's link to all ranks: the simulated worker's, or one for torch's process
@@ -85,8 +91,8 @@ def layout_of(
     agree(world.gather, problem, failed)
     if world.size % inner or bool((everyone != inner).any()):
         raise ValueError(
-            "nprocs_per_node (or the mesh's second axis) must be alike on all ranks and divide "
-            f"their number: there are {world.size} ranks, and they say {everyone.tolist()}"
+            "nprocs_per_node (or the mesh's second axis) must be the same on all ranks and divide "
+            f"their number: there are {world.size} ranks; by rank, it is {everyone.tolist()}"
         )
     if mesh is None and bool((on_host % inner != 0).any()):
         raise ValueError(
@@ -103,10 +109,7 @@ def _check_dimensions(sharded: Sequence[Tensor]) -> None:
         if over.ndim != 1:
             raise ValueError(
                 f"the parameters are sharded over a mesh of {over.ndim} dimensions, and FSDP would "
-                "average over all its ranks at every step: shard them over the ranks of one worker "
-                "alone, as mesh = init_device_mesh('cuda', (workers, ranks of a worker), "
-                "mesh_dim_names=('workers', 'shards')); fully_shard(model, mesh=mesh['shards']); "
-                "attach(..., mesh=mesh)"
+                f"average over all its ranks at every step. {_SHARD_INSIDE}"
             )
 
 
@@ -117,10 +120,8 @@ def _check_shards(sharded: Sequence[Tensor], worker: list[int]) -> None:
         if over != worker:
             raise ValueError(
                 f"the parameters are sharded over {len(over)} ranks, which are not the ranks of "
-                f"one worker (by mesh= a worker is {len(worker)} neighboring ranks): shard them "
-                "inside each worker, as mesh = init_device_mesh('cuda', (workers, ranks of a "
-                "worker), mesh_dim_names=('workers', 'shards')); fully_shard(model, "
-                "mesh=mesh['shards']); attach(..., mesh=mesh)"
+                "one worker (according to mesh=, a worker is "
+                f"{len(worker)} consecutive ranks). {_SHARD_INSIDE}"
             )
 
 
@@ -165,7 +166,9 @@ def sets_of(
     agree(world.gather, problem, said[:, 0])
     everyone = said[:, 1].tolist()
     if any(said != grouped for said in everyone):
-        raise ValueError(f"group_size must be alike on all ranks: they say {everyone}")
+        raise ValueError(
+            f"group_size must be the same on all ranks; by rank, it is {everyone} (0: not given)"
+        )
     if grouped and len(layout) % grouped:
         raise ValueError(
             f"group_size must divide the number of workers: {grouped} does not divide {len(layout)}"

@@ -1,9 +1,9 @@
 """Workers as threads of one process: exact, fast, the same from run to run.
 
 Only one worker runs at a time. A worker runs until it waits on a link; then the next one runs, with
-its own random state. Sums are taken in rank order, as by `TcpLink`, so a simulated run equals the
-real run on CPUs, bit for bit. (NCCL sums in an order of its own; with three workers or more the
-last digits differ.)
+its own random state. Sums are taken in rank order, as in `TcpLink`, so a simulated run gives the
+same bits as a real run on CPUs. (NCCL sums in its own order, so with three or more workers the last
+digits differ from these.)
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class _RandomState:
 
 class _NumpyState:
     """NumPy's global random state. To read or write it takes 45 us, as long as a small step, and
-    few programs draw from it. So whether it has changed is told by the generator's memory, where
-    that is known to be all of the state."""
+    few programs draw from it. So a change is detected in the generator's memory, where that is
+    known to be all of the state."""
 
     BYTES = 624 * 4 + 4
     """Of the Mersenne Twister's memory: its words and the position in them."""
@@ -194,7 +194,7 @@ class SimulatedLink:
     def _join(
         self, call: str, x: Tensor, compute: Compute, shape: torch.Size | None = None
     ) -> Tensor:
-        """``shape``: what must be alike on all ranks, if not the shape of ``x``."""
+        """``shape``: what must be the same on all ranks, if not the shape of ``x``."""
         self._count += 1
         call = f"{call}{list(shape or x.shape)}"
         result, self.joined = self._stage.join(

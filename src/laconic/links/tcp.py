@@ -56,7 +56,7 @@ class TcpLink:
         owned: bool = False,
     ) -> TcpLink:
         """A link over the ranks of ``group``, which exchange their addresses and a secret over it,
-        and do not need it afterwards; ``owned``: it is destroyed then. Every rank must call it."""
+        and do not need it afterward; ``owned``: it is destroyed then. Every rank must call it."""
         ranks = range(group.size())
         wire = Wire(group.rank(), own_address(), timeout.total_seconds(), ranks)
         try:

@@ -1,4 +1,4 @@
-"""The journal of a search: an Optuna journal in a file that survives any end of the process."""
+"""The journal of a search: an Optuna journal in a file, usable however the process ends."""
 
 from __future__ import annotations
 

@@ -123,8 +123,8 @@ class Task:
             steps = self.length.steps(recipe, predict(recipe, self.facts))
             if steps < VALIDATIONS:
                 raise ValueError(
-                    f"{self.length.amount:g} {self.length.unit} are too few for {text}: "
-                    f"{steps} steps, but at least {VALIDATIONS} are needed"
+                    f"{self.length.amount:g} {self.length.unit} is too little for {text}: "
+                    f"it allows {steps} steps, and at least {VALIDATIONS} are needed"
                 )
 
     def run(self, text: str, lr: float, report: Report) -> Run:

@@ -119,7 +119,7 @@ def space_of(
     space = Space(text, grids, start)
     if space.size > MOST_SETTINGS:
         raise ValueError(
-            f"the grid has {space.size} settings, more than {MOST_SETTINGS}: give fewer values"
+            f"the grid has {space.size} settings; the maximum is {MOST_SETTINGS}: give fewer values"
         )
     _check(space, rules)
     return space
@@ -134,7 +134,7 @@ def parse_values(text: str) -> tuple[str, tuple[Value, ...]]:
     words = [word.strip() for word in listed.split(",")]
     if not equals or not name.strip().isidentifier() or not all(words):
         raise ValueError(
-            f"--param must be NAME=VALUE,VALUE,..., such as momentum=0,0.2,0.4, not {text!r}"
+            f"--param must be NAME=VALUE,VALUE,... (for example, momentum=0,0.2,0.4), not {text!r}"
         )
     return name.strip(), tuple(_value(word) for word in words)
 

@@ -160,7 +160,7 @@ def best(trials: Sequence[Trial]) -> Trial:
     if not done:
         if any(trial.status == "stopped" for trial in trials):
             raise ValueError("no trial finished: give more --trials, or --no-stop")
-        raise ValueError("every trial diverged: give smaller values of lr")
+        raise ValueError("every trial diverged: try smaller values of lr")
     return min(done, key=lambda trial: trial.run.loss)
 
 

@@ -125,7 +125,7 @@ class _Coded(Exchange):
 
 @dataclass(frozen=True)
 class CodedMean(_Coded):
-    """The mean with codes in both directions. All workers hold the same bits afterwards.
+    """The mean with codes in both directions. All workers hold the same bits afterward.
 
     1. Slices are coded and exchanged by an all-to-all.
     2. Each owner decodes and sums its slices in rank order, in float32 (float64 for float64

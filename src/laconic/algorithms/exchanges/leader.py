@@ -17,10 +17,11 @@ from laconic.links.link import Link
 
 @dataclass(frozen=True)
 class Leader(Exchange):
-    """Gather the scores (16 bytes each), then broadcast the message of the worker with the lowest.
+    """Gather the scores (16 bytes each), then broadcast the message of the worker whose score is
+    lowest.
 
-    If scores are equal, the lowest rank wins. ``window`` is the number of recent losses that a
-    score averages.
+    If scores are equal, the lowest rank wins. ``window``: how many recent losses a score averages,
+    if losses are reported.
     """
 
     window: int

@@ -28,7 +28,7 @@ from laconic.device import ACCELERATORS
 from laconic.errors import install
 from laconic.lab.emulation.cluster import Cluster, NamespacesUnavailable
 from laconic.links import wire
-from laconic.links.addresses import address_of, address_towards
+from laconic.links.addresses import address_of, address_toward
 
 Level = Literal["ok", "warning", "problem"]
 Environment = Mapping[str, str]
@@ -141,7 +141,7 @@ def software(environ: Environment) -> list[Finding]:
 
 
 def _kernels() -> Finding:
-    """Check whether the C extensions of codecs and messages are available."""
+    """Check whether the C extensions for codecs and messages are available."""
     parts = {"the codec kernels": kernels.library(), "the message transport": wire.library()}
     missing = [name for name, library in parts.items() if library is None]
     if not missing:
@@ -238,7 +238,7 @@ def _is_loopback(address: str) -> bool:
 
 def _route(master: str, usable: Mapping[str, Interface], named: Sequence[str]) -> Finding:
     """Check which interface leads to the host of rank 0."""
-    address = address_towards(master)
+    address = address_toward(master)
     if address is None:
         remedy = "set it to the address of rank 0's host, or add the name to /etc/hosts"
         text = f"MASTER_ADDR={master} does not resolve, or there is no route to it"
@@ -277,7 +277,7 @@ def _hostname(master: str, others: Sequence[str], resolved: Sequence[str] | None
         what = f"the host name {name} resolves to {addresses[0]}, where no other host reaches gloo"
     else:
         what = f"the host name {name} does not resolve, so gloo listens on loopback only"
-    remote = bool(master) and not _is_loopback(address_towards(master) or "127.0.0.1")
+    remote = bool(master) and not _is_loopback(address_toward(master) or "127.0.0.1")
     text = what if remote else f"{what} (a single host works)"
     return [Finding("problem" if remote else "warning", "network", text, remedy)]
 

@@ -31,7 +31,7 @@ from laconic.lab.doctor.network_findings import (
 )
 from laconic.lab.doctor.probes import CONNECT_SECONDS, HostInfo, Listener, Pair, Rate, ping, reason
 from laconic.lab.doctor.probes import send as send_bulk
-from laconic.links.addresses import address_towards
+from laconic.links.addresses import address_toward
 
 AT_ONCE = 16
 GRACE_SECONDS = 15.0
@@ -101,7 +101,7 @@ def check_network(
     info = HostInfo(
         rendezvous.rank,
         socket.gethostname(),
-        address or address_towards(rendezvous.host) or "127.0.0.1",
+        address or address_toward(rendezvous.host) or "127.0.0.1",
         0,
         known or versions(),
     )

@@ -158,7 +158,9 @@ def _receive(connection: socket.socket, size: int) -> bytes:
     while len(data) < size:
         piece = connection.recv(size - len(data))
         if not piece:
-            raise ConnectionResetError(errno.ECONNRESET, "connection reset by peer")
+            raise ConnectionResetError(
+                errno.ECONNRESET, "the connection closed before the answer was complete"
+            )
         data += piece
     return data
 

@@ -1,7 +1,7 @@
-"""Emulate a cluster on one machine: hosts with their own network, and programs that run on them.
+"""Emulate a cluster on one machine: hosts with a network stack each, and the programs on them.
 
-`Cluster` is the network. `Loopback` has the same interface without network emulation. `launch`
-starts one program on every host with the environment variables that torchrun sets.
+`Cluster` is the network. `Loopback` has the same methods, and does not emulate a network. `launch`
+starts the same program on every host, with the environment variables that torchrun sets.
 """
 
 from __future__ import annotations

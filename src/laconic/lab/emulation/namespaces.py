@@ -222,7 +222,9 @@ def _build(plan: Plan) -> tuple[bool, list[int]]:
     try:
         pyroute2 = importlib.import_module("pyroute2")
     except ImportError as error:
-        raise OSError(0, f"pyroute2 is needed to set up the network ({error})") from error
+        raise OSError(
+            0, f"pyroute2 is needed to set up the network ({error}): pip install pyroute2"
+        ) from error
     try:
         with pyroute2.IPRoute() as route:
             route.link("add", ifname="switch", kind="bridge", mtu=_MTU, state="up")

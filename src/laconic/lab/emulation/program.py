@@ -80,7 +80,7 @@ class Settings:
     out: Path | None = None
 
     def check(self) -> None:
-        """Raise ``ValueError`` for bad settings before anything is started."""
+        """Raise ``ValueError`` for bad settings. Starts nothing."""
         if not self.argv:
             raise ValueError("no program given: try laconic lab -- python train.py")
         self.network.check()

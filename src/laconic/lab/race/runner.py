@@ -84,7 +84,7 @@ class Settings:
     lr: float = 1.0
 
     def check(self) -> None:
-        """Raise ``ValueError`` for anything that would fail later, before anything is started."""
+        """Raise ``ValueError`` for anything that would fail later. Starts nothing."""
         if not (self.recipes or self.rivals or self.baseline):
             raise ValueError("give at least one recipe, like 'local_sgd(12)'")
         rules = self.user_recipes()
@@ -258,7 +258,7 @@ def _row(
     seed: int,
     watch: Watch,
 ) -> tuple[Row, int]:
-    """Run one row. Return it and the number of the model's parameters."""
+    """Run one row. Return the row and the model's parameter count."""
     name = text or NO_COMMUNICATION
     hosts = range(settings.hosts)
     rates = [settings.host_bandwidth.get(host, settings.bandwidth) for host in hosts]

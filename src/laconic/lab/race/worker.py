@@ -74,7 +74,7 @@ class Spec:
 
 
 def interface_bytes(interface: str | None) -> float:
-    """Return the bytes that ``interface`` has sent so far, NaN if there is none to read."""
+    """Return the number of bytes that ``interface`` has sent so far, NaN if it does not exist."""
     return math.nan if interface is None else interface_counts(interface)[0]
 
 

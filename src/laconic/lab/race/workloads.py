@@ -114,7 +114,7 @@ _DIGITS_VALIDATION_BATCH = 45
 
 def _digits(data: Path | None) -> Workload:
     if data is not None:
-        raise ValueError(f"the digits workload has its own data: remove --data {data}")
+        raise ValueError(f"the digits workload uses built-in data: omit --data (you gave {data})")
     table = _digits_table()
     order = torch.randperm(len(table), generator=_generator(0))  # one split for every seed
     inputs = (table[:, :-1].float() / 16)[order]
@@ -197,7 +197,8 @@ def _text(data: Path | None) -> Workload:
     source = standard_library() if data is None else _read(data)
     if len(source) < 10 * (CONTEXT + 1):
         raise ValueError(
-            f"the training text is too small: {len(source)} bytes, need {10 * (CONTEXT + 1)}"
+            f"the training text is too short: it has {len(source)} bytes, and at least "
+            f"{10 * (CONTEXT + 1)} are needed"
         )
     corpus = torch.frombuffer(bytearray(source), dtype=torch.uint8)
     split = len(corpus) * 9 // 10
