@@ -44,12 +44,14 @@ class ParameterRunner:
         self._context = context
         self.set = ChannelSet(round, link, self._replica, context)
         self._messenger = Messenger(round, link, self._replica, context)
-        update = round.update
         # looked up once, since isinstance with a protocol takes longer than a short update
+        update = round.update
         self._before = update if isinstance(update, BeforeStep) else None
         self._after = update if isinstance(update, AfterStep) else None
         self._after_send = update if isinstance(update, AfterSend) else None
         self._quiescing = update if isinstance(update, Quiesce) else None
+        self._sends_part_of_x = update.weight is not None
+        """Whether what is in flight is missing from x."""
         self.executed = 0
         self.in_flight: list[InFlightRound] = []
 
@@ -236,11 +238,6 @@ class ParameterRunner:
         while self.in_flight:
             self._fold(self.in_flight.pop(0), step, write=self._sends_part_of_x)
 
-    @property
-    def _sends_part_of_x(self) -> bool:
-        """Whether what is in flight is missing from x."""
-        return self.round.update.weight is not None
-
     def _quiesce(self, states: Sequence[State], averaged: bool) -> None:
         if self._quiescing is not None:
             for channel, state in zip(self.channels, states, strict=True):
@@ -328,9 +325,8 @@ class ParameterRunner:
         """x is the anchor on all workers now."""
         if self.round.update.anchor and self.exchange.agrees:
             for channel in self.channels:
-                _rebase(
-                    channel, channel.bucket.pack(self._context.memory(channel.bucket))[channel.part]
-                )
+                bucket = channel.bucket
+                _rebase(channel, bucket.pack(self._context.memory(bucket))[channel.part])
 
 
 def _rebase(channel: Channel, x: Tensor) -> None:
