@@ -64,6 +64,8 @@ EAGER = ["tests/algorithms/test_eager.py", "-k", "not gloo"]
 CODED = ["tests/codecs/test_coded.py", "-k", "not process"]
 LOOP = ["tests/engine/test_loop.py", "-k", "frozen or reentrant"]
 MESH = ["tests/engine/test_mesh.py", "-k", "validation or nested or refuses or evaluated"]
+SHARDS = ["tests/engine/test_mesh.py", "-k", "own_shard"]
+LAST = ["tests/engine/test_resume.py", "-k", "pooled or counts_once"]
 POOLED = ["tests/engine/test_resume.py", "-k", "pooled"]
 LINKS = ["tests/links/test_links.py"]
 JOINT = ["tests/engine/test_joint_optimizer.py"]
@@ -173,7 +175,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("engine/joint_optimizer.py", "known = sum(owner == number for owner, _ in self._groups)", "known = 0", JOINT),
     ("engine/joint_optimizer.py", "if p in optimizer.state:", "if True:", JOINT),
     ("engine/joint_optimizer.py", "number not in self._done and self._complete(number)", "self._complete(number)", JOINT),
-    ("engine/joint_optimizer.py", "        if not self._done:\n            hook", "        if True:\n            hook", JOINT),
+    ("engine/joint_optimizer.py", "        hook(self, (self,), {})\n\n    def _after", "        if not self._done:\n            hook(self, (self,), {})\n\n    def _after", JOINT),
     ("engine/joint_optimizer.py", "            self._done.clear()\n", "            pass\n", JOINT),
     ("checkpoints/training_state.py", "members(bound) != members(one):", "False:", JOINT),
     ("engine/channel.py", "exchange.whole or update.whole", "exchange.whole", OWN_ALGORITHM),
@@ -324,7 +326,14 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("algorithms/exchanges/coded.py", "                out.fill_(NOT_FINITE)\n            else", "                pass\n            else", CODED),
     ("links/tcp.py", "own[part].copy_(mine[part])", "pass", CODED_LINKS),
     ("engine/saved_state.py", "if not bool(value.isfinite().all()):", "if False:", CODED),
-    ("engine/saved_state.py", "where, mean) + lacking", "where, mean)", POOLED),
+    ("engine/loading.py", "if mine is None and self.run.session.sharded:", "if False:", SHARDS),
+    ("engine/saved_state.py", "where, mean - lacking) + lacking", "where, mean) + lacking", LAST),
+    ("engine/saved_state.py", "if not owned and isinstance(source, Others):", "if False:", LAST),
+    ("algorithms/compile.py", "replace(r, over=\"world\") if over_workers else r", "r", OWN_ALGORITHM),
+    ("engine/driver.py", "            self.run.detach()  # else", "            pass  # else", OWN_ALGORITHM),
+    ("engine/driver.py", "            self._complete_gradients()  # before the others", "            pass  # before the others", JOINT),
+    ("engine/driver.py", "            self.session.optimizer.reset()", "            pass", JOINT),
+    ("engine/saved_state.py", "mean - lacking) + lacking", "mean)", POOLED),
     ("engine/saved_state.py", "    if not own:\n", "    if True:\n", POOLED),
     ("engine/saved_state.py", "if worker < source.workers]", "if True]", POOLED),
     ("engine/saved_state.py", ".mean().to(first.dtype)", "[0].to(first.dtype)", POOLED),
@@ -389,7 +398,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("engine/gradient_rounds.py", "self.refresh(keep=self._active() and not self._averaged)", "self.refresh()", LOOP),
     ("engine/gradient_rounds.py", "        self._end()\n        self.refresh()\n", "        self._end()\n", LOOP),
     ("engine/gradient_rounds.py", "if torch._C._current_autograd_node() is not None:", "if False:", LOOP),
-    ("engine/driver.py", "            run.average_gradients()\n            run.check_gradients()\n", "            run.average_gradients()\n", MESH),
+    ("engine/driver.py", "        if not closure:\n            run.check_gradients()\n", "", MESH),
     ("engine/driver.py", "        if self._closure:\n            run.check_gradients()\n", "        if self._closure:\n", MESH),
     ("attach.py", "        reshard(model)\n", "", MESH),
     ("engine/driver.py", "run.refresh(keep=True)", "run.refresh()", LOOP),

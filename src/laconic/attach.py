@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from laconic.algorithms.compile import check_groups, warn_of_groups, within_workers
+from laconic.algorithms.compile import check_groups, warn_of_groups, with_replicas
 from laconic.algorithms.round import Recipe, is_recipe, renamed
 from laconic.auto import Auto, Chooser, start
 from laconic.buckets import is_sharded, reshard
@@ -89,6 +89,7 @@ def attach(
 
     ``optimizer`` may be a list, such as Muon for the matrices and AdamW for the rest. The loop
     calls ``step()`` of each once per training step, in any order; the last one runs the rounds.
+    With gossip that is weighted (`sgp`), compute all gradients before the first of them steps.
 
     ``model`` is the plain module, on one device. A model in torch's DistributedDataParallel, which
     averages all gradients at every step, is an error. Buffers may be on the CPU and parameters on
@@ -159,7 +160,7 @@ def attach(
             if sharded:
                 alone = (replace(r, over="workers") if r.over == "world" else r for r in recipe)
                 return renamed(recipe, alone)
-            whole = (*within_workers(recipe), *recipe) if len(ranks[0]) > 1 else recipe
+            whole = with_replicas(recipe) if len(ranks[0]) > 1 else recipe
             return renamed(recipe, whole)
 
         policy = Chooser(recipe, sets["workers"].size) if isinstance(recipe, Auto) else None

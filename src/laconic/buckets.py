@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from laconic.errors import check_choice, check_int
+
 BUCKET_BYTES = 25 * 2**20
 """Most bytes in a bucket: enough that a round's time depends on its bytes, not its messages."""
 
@@ -71,6 +73,12 @@ class Fragment:
     index: int
     count: int
     by: str = "bytes"
+
+    def __post_init__(self) -> None:
+        check_int("count", self.count, 1)
+        if check_int("index", self.index, 0) >= self.count:
+            raise ValueError(f"index must be below count, {self.count}, not {self.index}")
+        check_choice("by", self.by, ("bytes", "layers"))
 
     def segments(self, model: nn.Module, optimizer: Optimizer) -> list[list[Segment]]:
         """Its segments of the parameters, by parameter group."""

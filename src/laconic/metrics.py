@@ -14,20 +14,18 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from laconic.errors import check_float
+from laconic.errors import check_float, error_text
+from laconic.links.agreement import agree
 from laconic.links.link import Link
-
-if TYPE_CHECKING:
-    pass
 
 Record = Mapping[str, Any]
 
 MOST_SINKS = 8
-NOT_GIVEN, READY, DIRECTORY, MISSING = range(4)
+NOT_GIVEN, READY, DIRECTORY, MISSING, FAILED = range(5)
 
 
 class Metrics:
@@ -182,6 +180,8 @@ def check_metrics(metrics: MetricsArgument) -> list[Metrics]:
     sinks: list[Metrics] = []
     for value in values:
         if isinstance(value, Metrics):
+            if not hasattr(value, "every"):
+                raise ValueError(f"{type(value).__name__}.__init__ must call super().__init__()")
             sinks.append(copy.copy(value))  # an open file belongs to one run
         elif isinstance(value, (str, os.PathLike)):
             sinks.append(JsonLines(value))
@@ -196,12 +196,19 @@ def check_metrics(metrics: MetricsArgument) -> list[Metrics]:
 def agree_on_metrics(sinks: Sequence[Metrics], link: Link) -> list[Metrics]:
     """Return the ``sinks`` that this rank writes. Call it on every rank, also without sinks.
 
-    Raises ``ValueError`` on every rank if the directory to write in is missing on one of them. Any
-    other problem is reported as a warning on the affected rank only.
+    Raises ``ValueError`` on every rank if the directory to write in is missing on one of them, or
+    if a sink's `Metrics.survey` or `Metrics.writes` raises. Any other problem is a warning on the
+    affected rank only.
     """
-    codes = [sink.survey(link.rank) for sink in sinks]
+    codes, problem = [], None
+    try:
+        codes = [sink.survey(link.rank) for sink in sinks]
+        own = [sink for sink in sinks if sink.writes(link.rank)]
+    except Exception as error:  # of a user's own sink
+        codes, problem = [FAILED], error_text(error)
     padded = codes + [NOT_GIVEN] * (MOST_SINKS - len(codes))
     gathered = link.gather(torch.tensor(padded)).cpu()
+    agree(link.gather, problem, (gathered == FAILED).any(1))
     for index, column in enumerate(gathered.unbind(1)):
         codes = column.tolist()
         shared = DIRECTORY in codes
@@ -210,7 +217,7 @@ def agree_on_metrics(sinks: Sequence[Metrics], link: Link) -> list[Metrics]:
             which = f"metrics={str(sinks[index])!r}" if index < len(sinks) else "metrics"
             ranks = f"rank{'s' * (len(lacking) > 1)} {', '.join(map(str, lacking))}"
             raise ValueError(f"{which}: no such directory on {ranks}: create it first")
-    return [sink for sink in sinks if sink.writes(link.rank)]
+    return own
 
 
 def _finite(value: Any) -> Any:

@@ -43,7 +43,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from laconic.algorithms.compile import within_workers
+from laconic.algorithms.compile import with_replicas
 from laconic.algorithms.exchange import Exchange, Gossip
 from laconic.algorithms.round import (
     AnyRound,
@@ -177,7 +177,7 @@ def predict(recipe: Recipe, facts: Facts) -> Prediction:
 
     Rounds inside a group, and all processor work that ``facts`` lacks, count as free.
     """
-    rounds = (*within_workers(recipe), *recipe) if facts.ranks > 1 else recipe
+    rounds = with_replicas(recipe) if facts.ranks > 1 else recipe
     exposed = network = waited = least = serial = sent = synchronous = 0.0
     for r in rounds:
         share = often(r)

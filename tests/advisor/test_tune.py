@@ -258,7 +258,7 @@ def test_lengths_in_time_and_bytes_are_steps_of_the_cost_model() -> None:
     assert Length("steps", 21).steps(recipe, cost) == 21
     assert Length("seconds", 21 * cost.seconds).steps(recipe, cost) == 16, "after a round"
     assert Length("megabytes", 33.5 * cost.bytes / 1e6).steps(recipe, cost) == 32
-    with pytest.raises(ValueError, match=r"too few for local_sgd\(8\): 4 steps"):
+    with pytest.raises(ValueError, match=r"too little for local_sgd\(8\): it allows 4 steps"):
         task(Length("seconds", cost.seconds * 4)).check(["local_sgd(8)"])
 
 
@@ -371,7 +371,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "a word for a number": ("slowmo --param period=often", "period must be an integer"),
     "too many": (
         "slowmo --param lr=" + ",".join(map(str, range(1, 3000))),
-        "settings, more than 10000",
+        "settings; the maximum is 10000",
     ),
     "auto": ("auto", "nothing to tune"),
     "workload": ("ddp --workload imagenet", "no workload 'imagenet'"),

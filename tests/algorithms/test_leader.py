@@ -99,7 +99,7 @@ UNKNOWN: dict[str, tuple[Report, bool, str]] = {
     "losses on one rank, gradients on all": (
         lambda r, t: 1.0 if r == 1 else None,
         True,
-        "some ranks report a loss and others do not",
+        "some ranks have reported a loss and others have not",
     ),
     "losses on one rank, nothing else": (
         lambda r, t: 1.0 if r == 1 else None,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -302,3 +302,69 @@ def test_a_round_of_its_own_on_the_workers_of_a_node() -> None:
         return model.weight.item()
 
     assert la.simulate(run, workers=4) == [0.5, 0.5, 2.5, 2.5]
+
+
+def test_gradients_of_workers_of_two_ranks_are_averaged_over_all() -> None:
+    """A gradient round over the workers, as is the default, beside the one inside each worker."""
+
+    def run(rank: int, over: str) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        recipe = (la.GradientRound(la.every(1), Average(), Mean(), over=over),)
+        groups = 1 if over == "group" else None
+        la.attach(model, optimizer, recipe, nprocs_per_node=2, group_size=groups)
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3, generator=generator)).square().sum().backward()
+            optimizer.step()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    workers, world = (
+        la.simulate(lambda rank, over=over: run(rank, over), workers=4)  # type: ignore[misc]
+        for over in ("workers", "world")
+    )
+    assert all(torch.equal(x, world[0]) for x in (*workers, *world))
+    with pytest.raises(ValueError, match="needs workers of one rank"):
+        la.simulate(lambda rank: run(rank, "group"), workers=4)
+
+
+def test_whole_tensors_are_refused_for_gradients() -> None:
+    class Matrices(Average):
+        whole = True
+
+    with pytest.raises(ValueError, match="Matrices needs whole tensors, which rounds on gradients"):
+        la.GradientRound(la.every(1), Matrices(), Mean())
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ((0, 2, "layer"), "by must be"),
+        ((2, 2), "index must be below count"),
+        ((0, 0), "count must"),
+    ],
+)
+def test_a_fragment_that_is_none_is_refused(given: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Fragment(*given)
+
+
+def test_an_attach_that_failed_leaves_no_hooks() -> None:
+    class NoSlots(Average):
+        def init(self, x: Tensor) -> State:
+            return {"forgotten": x}
+
+    def run(rank: int) -> list[float]:
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrong = (*la.ddp(), la.Round(la.every(2), NoSlots(), Mean()))
+        with pytest.raises(ValueError, match="slots do not list"):
+            la.attach(model, optimizer, wrong)
+        la.attach(model, optimizer, la.local_sgd(2))
+        model(torch.ones(1, 1) + rank).sum().backward()
+        assert model.weight.grad is not None
+        return model.weight.grad.flatten().tolist()
+
+    assert la.simulate(run, workers=2) == [[1.0], [2.0]]

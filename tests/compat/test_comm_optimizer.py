@@ -803,11 +803,11 @@ def test_the_state_of_other_parameters_is_refused() -> None:
         for parts in ((model, optimizer), copied):
             with torch.no_grad():
                 next(parts[0].parameters()).add_(1.0)
-        with pytest.raises(ValueError, match="not those that were saved") as caught:
+        with pytest.raises(ValueError, match="differ from those saved with this state") as caught:
             optimizer.load_state_dict(state)
         assert optimizer.sync is sync
         for _ in range(2):
-            with pytest.raises(ValueError, match="not those that were saved"):
+            with pytest.raises(ValueError, match="differ from those saved with this state"):
                 copied[1].step()
         assert copied[1].sync is None
         assert not copied[1].optimizer._optimizer_step_pre_hooks, "the attempts left nothing"
@@ -955,11 +955,11 @@ def test_one_optimizer_is_followed_once() -> None:
 
 
 UNLIKE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "name": (("LSGD", 2, 4, 0.5), "attach something else"),
-    "gradients": (("DDP", 2), "attach something else"),
-    "period": (("EASGD", 2, 5, 0.5), "attach something else"),
-    "strength": (("EASGD", 2, 4, 0.6), "attach something else"),
-    "local strength": (("EASGD", 2, 4, 0.5, 0.1), "attach something else"),
+    "name": (("LSGD", 2, 4, 0.5), "attach something other"),
+    "gradients": (("DDP", 2), "attach something other"),
+    "period": (("EASGD", 2, 5, 0.5), "attach something other"),
+    "strength": (("EASGD", 2, 4, 0.6), "attach something other"),
+    "local strength": (("EASGD", 2, 4, 0.5, 0.1), "attach something other"),
     "world_size": (("EASGD", 3, 4, 0.5), r"must be the number of ranks, 2: .* \[2, 3\]"),
 }
 

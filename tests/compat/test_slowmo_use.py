@@ -451,7 +451,7 @@ def test_gossip_without_push_weights_refuses_uneven_graphs() -> None:
 
 def test_ranks_that_say_different_things_all_get_an_error() -> None:
     def run(rank: int) -> bool:
-        with pytest.raises(ValueError, match="attach something else than rank 0"):
+        with pytest.raises(ValueError, match="attach something other than rank 0"):
             SlowMoDistributedDataParallel(nn.Linear(2, 2), 1, slowmo_frequency=9 + 3 * (rank == 2))
         return True
 

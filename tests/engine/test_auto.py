@@ -619,7 +619,7 @@ def test_a_refused_switch_leaves_nothing_owed_twice() -> None:
         for t in range(1, 5):
             step(model, optimizer, rank, t)
         before = float(carried(sync)["lag"].abs().max())
-        with pytest.raises(ValueError, match="attach something else"):
+        with pytest.raises(ValueError, match="attach something other"):
             sync.switch(la.local_sgd(3 + rank))
         state = carried(sync)
         x = weights(model)

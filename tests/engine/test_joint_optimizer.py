@@ -240,3 +240,91 @@ def test_mistakes_name_the_remedy() -> None:
     ]
     for said in la.simulate(run, workers=2):
         assert all(word in text for word, text in zip(words, said, strict=True)), said
+
+
+def test_gradients_between_the_steps_are_averaged() -> None:
+    """Those of the second optimizer come after the first has stepped, under no_sync()."""
+
+    def run(rank: int) -> Tensor:
+        task = Task(rank, la.ddp())
+        for t in range(1, 4):
+            for optimizer in task.optimizers:
+                optimizer.zero_grad()
+                with task.sync.no_sync():
+                    task.loss(t).backward()
+                optimizer.step()
+        return flat(task.model)
+
+    runs = la.simulate(run, workers=2)
+    assert torch.equal(runs[0], runs[1])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_gradients_are_averaged_before_any_step_where_one_is_skipped(first: int) -> None:
+    """One optimizer's gradients overflow on all ranks, in passes that did not average them."""
+
+    def run(rank: int) -> Tensor:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        task = Task(rank, la.ddp(), scaler=scaler)
+        with task.sync.no_sync():
+            scaler.scale(task.loss(1)).backward()
+        for group in task.optimizers[first].param_groups:
+            for p in group["params"]:
+                p.grad.fill_(float("inf"))
+        for optimizer in task.optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        assert task.sync.step == 1
+        return flat(task.model)
+
+    runs = la.simulate(run, workers=2)
+    assert torch.equal(runs[0], runs[1])
+
+
+def test_the_order_of_groups_does_not_depend_on_who_looks() -> None:
+    def run(rank: int) -> list[float]:
+        params = [nn.Parameter(torch.full((2,), float(k))) for k in range(4)]
+        model = nn.ParameterList(params)
+        optimizers = [torch.optim.SGD([params[k]], lr=0.0) for k in range(2)]
+        sync = la.attach(model, optimizers, la.local_sgd(1))
+        optimizers[1].add_param_group({"params": [params[3]]})
+        if rank == 0:
+            assert not sync.sharded  # reads the groups
+        optimizers[0].add_param_group({"params": [params[2]]})
+        for p in params:
+            p.grad = torch.ones(2) + rank
+        for optimizer in optimizers:
+            optimizer.step()
+        return [p[0].item() for p in params]
+
+    assert la.simulate(run, workers=2) == [[0.0, 1.0, 2.0, 3.0]] * 2
+
+
+def test_a_load_begins_a_step_again(tmp_path: Path) -> None:
+    """After an optimizer's step has raised."""
+
+    def run(rank: int) -> int:
+        task = Task(rank, la.local_sgd(2))
+        task.steps(1, 3)
+        la.save(tmp_path, task.model, task.optimizers)
+        task.loss(4).backward()
+        task.optimizers[0].step()
+        la.load(tmp_path, task.model, task.optimizers)
+        task.steps(4, 6)
+        return task.sync.step
+
+    assert la.simulate(run, workers=2) == [6, 6]
+
+
+def test_inside_the_consensus_no_optimizer_moves() -> None:
+    def run(rank: int) -> bool:
+        task = Task(rank, la.local_sgd(2))
+        task.loss(1).backward()
+        task.optimizers[0].step()
+        with task.sync.consensus():
+            before = flat(task.model)
+            with pytest.raises(ValueError, match=r"inside sync\.consensus"):
+                task.optimizers[1].step()
+            return torch.equal(flat(task.model), before)
+
+    assert la.simulate(run, workers=2) == [True, True]

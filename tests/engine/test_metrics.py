@@ -490,3 +490,25 @@ def test_without_tensorboard_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch
 def test_a_directory_for_tensorboard_is_a_path(directory: Any) -> None:
     with pytest.raises(ValueError, match="directory must be the path of a directory"):
         la.TensorBoard(directory)
+
+
+def test_a_sink_that_fails_at_the_start_is_an_error_on_all_ranks() -> None:
+    class Uninitialized(la.Metrics):
+        def __init__(self) -> None:
+            pass
+
+    class Broken(la.Metrics):
+        def survey(self, rank: int) -> int:
+            raise OSError("no such place")
+
+    def run(rank: int, sink: type[la.Metrics]) -> str:
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError) as caught:
+            la.attach(model, optimizer, la.local_sgd(1), metrics=sink() if rank == 0 else None)
+        la.attach(model, optimizer, la.local_sgd(1))
+        return str(caught.value)
+
+    for sink, words in ((Uninitialized, "must call super().__init__()"), (Broken, "no such place")):
+        for said in la.simulate(lambda rank, sink=sink: run(rank, sink), workers=2):  # type: ignore[misc]
+            assert words in said

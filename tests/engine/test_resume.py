@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
+from laconic import buckets
 from laconic.algorithms.exchanges import Mean
 from laconic.algorithms.update import Clock, Slot, State, Update
 from laconic.buckets import optimizer_state
+from laconic.engine import saved_state
 
 import gloo
 import training
@@ -710,6 +712,39 @@ def test_of_pooled_state_each_keeps_its_own_when_a_directory_is_lost() -> None:
         assert torch.equal(new[rank][:numel], old[rank][:numel])
     mean = (old[0] + old[1] + old[3])[:numel] / 3
     assert float((new[2][:numel] - mean).abs().max()) < 1e-12
+
+
+def test_of_pooled_state_the_mean_stays_where_one_rank_of_a_worker_is_lost() -> None:
+    """Three workers of two ranks, one of which is lost, are two workers now."""
+    bucket = buckets.Bucket([buckets.whole_of(torch.zeros(4))], 0, 1)
+    pieces = [(0, 1.0), (2, 1.0), (0, 2.0), (0, 6.0), (2, 6.0)]
+    given = [(start, torch.full((2,), value)) for start, value in pieces]
+    found = [
+        saved_state._of_pieces(
+            bucket,
+            given,
+            slice(0, 4),
+            torch.zeros(4),
+            "pooled",
+            saved_state.Others([0, 0, 1, 2, 2], worker, 2),
+        ).tolist()
+        for worker in range(2)
+    ]
+    assert found == [[2.5, 2.5, 3.5, 3.5], [3.5, 3.5, 3.5, 3.5]]
+
+
+def test_a_worker_counts_once_whatever_ranks_of_it_are_left() -> None:
+    job = Job((la.Round(la.every(3), Pooled(), Mean()),), 6, 12, lr=plain_lr)
+    job = replace(job, options=(("nprocs_per_node", 2),))
+    saved = la.simulate(partial(save_at, job, 6), workers=6)
+    left = [None if rank == 3 else one for rank, one in enumerate(saved)]
+    loaded = la.simulate(partial(load_all, replace(job, workers=4), left), workers=4)
+    old, new = (
+        torch.stack([one.sync["rounds"][0]["state"][0]["sum"] for one in ranks])
+        for ranks in (saved[::2], loaded[::2])
+    )
+    numel = saved[0].sync["rounds"][0]["sizes"][0]
+    assert float((new.mean(0)[:numel] - old.mean(0)[:numel]).abs().max()) < 1e-12
 
 
 def test_another_size_of_groups_is_another_recipe() -> None:

@@ -456,7 +456,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "ddp --workload text --data file",
         "the training text is too short: it has 3 bytes",
     ),
-    "data for digits": ("ddp --data file", "the digits workload has its own data"),
+    "data for digits": ("ddp --data file", "the digits workload uses built-in data"),
     "hosts": ("ddp --hosts 0", "hosts must be"),
     "hosts below zero": ("ddp --hosts=-2", "hosts must be"),
     "many hosts": ("ddp --hosts 1000", "hosts must be from 1 to 250, not 1000"),

@@ -225,9 +225,9 @@ def test_load_refuses_files_it_cannot_use(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot read"):
         load("text", data=tmp_path)
     (tmp_path / "small.txt").write_bytes(b"too little")
-    with pytest.raises(ValueError, match="too small: 10 bytes"):
+    with pytest.raises(ValueError, match="too short: it has 10 bytes"):
         load("text", data=tmp_path / "small.txt")
-    with pytest.raises(ValueError, match="remove --data"):
+    with pytest.raises(ValueError, match="omit --data"):
         load("digits", data=tmp_path / "small.txt")
 
 

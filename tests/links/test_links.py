@@ -12,7 +12,7 @@ import torch
 
 import laconic
 from laconic import simulate
-from laconic.links import Link, Metered
+from laconic.links import Link, Metered, simulated
 from laconic.links.agreement import MOST_CHARACTERS, agree
 from laconic.links.calls import Call, CallPosition
 from laconic.links.rank_sets import sets_of
@@ -190,3 +190,24 @@ def test_each_simulated_worker_has_its_own_numpy_numbers() -> None:
     alone = [simulate(lambda _, r=r: drawn(r, 1), workers=1)[0] for r in range(3)]  # type: ignore[misc]
     assert together == alone
     assert np.random.get_state()[1].tolist() == before
+
+
+def test_a_gaussian_kept_for_later_stays_with_its_worker() -> None:
+    """Two workers at the same place of the same numbers, one of which has one left over."""
+    np.random.seed(0)
+    expected = [float(np.random.randn()) for _ in range(4)]
+    np.random.seed(0)
+    a, b = simulated._RandomState(), simulated._RandomState()
+    found_a = [float(np.random.randn())]
+    a.save()
+    b.restore()
+    found_b = [float(np.random.randn()) for _ in range(2)]
+    b.save()
+    a.restore()
+    a.save()
+    b.restore()
+    found_b.append(float(np.random.randn()))
+    b.save()
+    a.restore()
+    found_a.append(float(np.random.randn()))
+    assert (found_a, found_b) == (expected[:2], expected[:3])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from laconic.advisor.choices import KNOWN, Choice, choices, steps_of
-from laconic.algorithms.compile import within_workers
+from laconic.algorithms.compile import with_replicas
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges import Mean
 from laconic.algorithms.parse import qualified
@@ -240,7 +240,7 @@ def memory(recipe: Recipe, facts: Facts) -> float:
     They are the state of updates and exchanges, gradient buckets, and messages in flight. Temporary
     buckets, at most two of 25 MiB, come on top.
     """
-    rounds = (*within_workers(recipe), *recipe) if facts.ranks > 1 else recipe
+    rounds = with_replicas(recipe) if facts.ranks > 1 else recipe
     return sum(_round_bytes(r, facts) for r in rounds if often(r))
 
 

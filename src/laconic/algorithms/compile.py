@@ -9,7 +9,7 @@ from dataclasses import replace
 from laconic.algorithms.exchange import Gossip, Scored
 from laconic.algorithms.exchanges import Mean
 from laconic.algorithms.recipes import WITH_GROUPS
-from laconic.algorithms.round import GradientRound, Recipe, Round
+from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round
 from laconic.algorithms.schedules import Schedule, Unless, any_of, every
 from laconic.algorithms.updates import Average, Mix, Replace
 from laconic.buckets import module_buffers, optimizer_state
@@ -89,11 +89,21 @@ def check_groups(recipe: Recipe, grouped: bool) -> None:
         )
 
 
-def within_workers(recipe: Recipe) -> Recipe:
-    """The gradient round inside each worker, at every step at which the recipe does not average
-    gradients over all ranks."""
+def with_replicas(recipe: Recipe) -> Recipe:
+    """``recipe`` for workers of several ranks: gradients are averaged inside each worker, too, at
+    every step at which the recipe does not average them over all ranks. A gradient round over the
+    workers becomes one over all ranks, which gives the same mean."""
+    rounds: list[AnyRound] = []
+    for r in recipe:
+        if isinstance(r, GradientRound) and r.over == "group":
+            raise ValueError(
+                "a gradient round over 'group' needs workers of one rank: use over='world', or "
+                "workers without nprocs_per_node and mesh"
+            )
+        over_workers = isinstance(r, GradientRound) and r.over == "workers"
+        rounds.append(replace(r, over="world") if over_workers else r)
     when: Schedule = every(1)
-    over_all = [r.when for r in gradient_rounds(recipe) if r.over == "world"]
+    over_all = [r.when for r in gradient_rounds(tuple(rounds)) if r.over == "world"]
     if over_all:
         when = Unless(when, any_of(*over_all))
-    return (GradientRound(when, Average(), Mean(), over="replica"),)
+    return (GradientRound(when, Average(), Mean(), over="replica"), *rounds)

@@ -91,6 +91,11 @@ class GradientRound:
         check_choice("over", self.over, SETS)
         update = self.update
         combines_only = update.replaces and not update.slots and not abilities(update)
+        if update.whole:
+            raise ValueError(
+                f"{type(update).__name__} needs whole tensors, which rounds on gradients do not "
+                "have: use it in a Round"
+            )
         if not combines_only or type(update).send is not Update.send or not self.exchange.averages:
             raise ValueError(
                 "a round on gradients is Average, or an update with nothing but a `combine`, over "

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from laconic.algorithms.compile import within_workers
+from laconic.algorithms.compile import with_replicas
 from laconic.algorithms.round import NamedRecipe, unchanged
 from laconic.buckets import module_buffers
 from laconic.compat.gossip_graphs import GraphManager, UniformMixing
@@ -183,7 +183,7 @@ class SlowMoDistributedDataParallel(nn.Module):
         if nodes == 1 and broadcast_buffers and module_buffers(module)[0]:
             rounds = (slow_step.buffers(), *rounds)
         if nprocs_per_node > 1:
-            rounds = (*within_workers(rounds), *rounds)
+            rounds = with_replicas(rounds)
         slow_step.warn(nodes, use_streams, synch_freq > 0 and not overlap, graph or mixing)
         sets = sets_of(world, layout, None, False)
         rounds = NamedRecipe(rounds, slow_step.text())

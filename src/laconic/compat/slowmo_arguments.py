@@ -26,6 +26,7 @@ from laconic.compat.gossip_graphs import (
 )
 from laconic.engine.model_checks import check_devices, check_unwrapped
 from laconic.engine.saved_state import WRAPPER
+from laconic.errors import error_text
 from laconic.links import Link
 from laconic.links.agreement import agree
 
@@ -181,8 +182,8 @@ def on_all_ranks(world: Link, check: Callable[[], T]) -> T:
     problem, result = None, None
     try:
         result = check()
-    except ValueError as error:
-        problem = str(error)
+    except Exception as error:  # the other ranks would wait for this one
+        problem = error_text(error)
     agree(world.gather, problem)
     return result  # type: ignore[return-value]
 

@@ -7,6 +7,7 @@ DistributedDataParallel has averaged them already are an error.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 
@@ -50,7 +51,9 @@ def check_first_gradients(everyone: Sequence[Sequence[float]]) -> None:
     if len(everyone) == 1:
         return
     total, squares, _ = everyone[0]
-    identical = squares > 0 and all(tuple(row[:2]) == (total, squares) for row in everyone)
+    identical = 0 < squares < math.inf and all(
+        tuple(row[:2]) == (total, squares) for row in everyone
+    )
     ddp = max((row[2] for row in everyone), default=NO_DDP)
     if ddp == USED_DDP or (identical and ddp == IDLE_DDP):
         raise ValueError(AVERAGED_BY_DDP)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from laconic.algorithms.round import Round
 from laconic.algorithms.update import State
-from laconic.buckets import Fragment, Segment, is_sharded, parameters, state_dtype
+from laconic.buckets import Fragment, Segment, parameters, state_dtype
 from laconic.engine.channel import Channel, is_owned, open_channels
 from laconic.engine.in_flight import RoundContext
 from laconic.links.link import Link
@@ -116,11 +116,6 @@ class ChannelSet:
     def _initial_state(self, channel: Channel) -> State:
         """The update's state on its part of x0. Each state tensor gets a copy of its own."""
         update, bucket = self._round.update, channel.bucket
-        if update.whole and any(is_sharded(segment.tensor) for segment in bucket.segments):
-            raise ValueError(
-                f"{type(update).__name__} needs whole tensors, and each rank has a shard of this "
-                "model: use another update, or a model that is not sharded"
-            )
         x = bucket.pack(self._context.memory(bucket))
         dtype = state_dtype(bucket.dtype)
         owned = update.init(x[channel.region].to(dtype, copy=True))

@@ -67,10 +67,14 @@ class Driver:
             session.policy.start(session)
         session.broadcast([*model.parameters(), *model.buffers(), *session.params()])
         session.note_order()
-        self.run.start_gradient_rounds({})
-        if optimizer is not None:
-            self.run.start(optimizer)
-            self._listen(optimizer)
+        try:
+            self.run.start_gradient_rounds({})
+            if optimizer is not None:
+                self.run.start(optimizer)
+                self._listen(optimizer)
+        except BaseException:
+            self.run.detach()  # else its hooks would average the gradients of the next attempt
+            raise
         session.status("computing")
 
     # -- the optimizer ----
@@ -146,14 +150,21 @@ class Driver:
         if closure:
             run.refresh(keep=True)
         else:
-            if session.step == 0:
-                session.batch_check.note(session.params(), session.device)
-            run.average_gradients()
-            run.check_gradients()
+            self._complete_gradients()
         if self._in_step:  # it raised, or takes several steps that count as one
             return
+        if not closure:
+            run.check_gradients()
         self._in_step = True
         run.before_step(session.step + 1)
+
+    @torch.no_grad()
+    def _complete_gradients(self) -> None:
+        """Average the gradients that no backward pass has averaged."""
+        session = self.session
+        if session.step == 0:
+            session.batch_check.note(session.params(), session.device)
+        self.run.average_gradients()
 
     @torch.no_grad()
     def _after_step(self, *_: object, skipped: bool = False) -> None:
@@ -178,6 +189,8 @@ class Driver:
         bound = self.session.optimizer
         if not isinstance(bound, JointOptimizer) or bound.skip(optimizer):
             self.advance()
+        else:
+            self._complete_gradients()  # before the others step
 
     @torch.no_grad()
     def count(self) -> None:
@@ -327,3 +340,5 @@ class Driver:
         loaded.complete()
         self.run = loaded.run
         self.session.step, self._in_step = loaded.step, loaded.in_step
+        if isinstance(self.session.optimizer, JointOptimizer):
+            self.session.optimizer.reset()

@@ -17,7 +17,7 @@ class JointOptimizer(Optimizer):
     """``optimizers`` as one, for the engine. The user's loop still calls each of them.
 
     A step is taken when each has stepped once, or was skipped, in any order. ``param_groups`` are
-    those of the optimizers one after the other; groups added later come last.
+    those of the optimizers one after the other; groups added after `keep_order` come last.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -31,10 +31,19 @@ class JointOptimizer(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """All groups, in the order in which they were added."""
+        return [self.optimizers[number].param_groups[k] for number, k in self._order()]
+
+    def keep_order(self) -> None:
+        """Groups added from now on come after those of now. Every rank must call it at the same
+        place."""
+        self._groups = self._order()
+
+    def _order(self) -> list[tuple[int, int]]:
+        order = list(self._groups)
         for number, optimizer in enumerate(self.optimizers):
             known = sum(owner == number for owner, _ in self._groups)
-            self._groups += [(number, k) for k in range(known, len(optimizer.param_groups))]
-        return [self.optimizers[number].param_groups[k] for number, k in self._groups]
+            order += [(number, k) for k in range(known, len(optimizer.param_groups))]
+        return order
 
     @property
     def state(self) -> MutableMapping[Tensor, Any]:  # type: ignore[override]
@@ -51,7 +60,7 @@ class JointOptimizer(Optimizer):
             optimizer.load_state_dict(state)
 
     def register_step_pre_hook(self, hook: Hook) -> RemovableHandle:
-        """Call ``hook`` before the first of the optimizers steps."""
+        """Call ``hook`` before each of the optimizers steps, since gradients may come between."""
         before = partial(self._before, hook)
         return _Handles([o.register_step_pre_hook(before) for o in self.optimizers])
 
@@ -59,6 +68,10 @@ class JointOptimizer(Optimizer):
         """Call ``hook`` after the last of the optimizers has stepped."""
         after = partial(self._after, hook)
         return _Handles([o.register_step_post_hook(after) for o in self.optimizers])
+
+    def reset(self) -> None:
+        """Forget which optimizers have stepped: a state was loaded."""
+        self._done.clear()
 
     def skip(self, optimizer: Optimizer) -> bool:
         """Record that the step of ``optimizer`` was skipped, unless it was taken. Returns whether
@@ -78,8 +91,7 @@ class JointOptimizer(Optimizer):
             raise ValueError(
                 "closures work with one optimizer only: call backward() before the optimizers step"
             )
-        if not self._done:
-            hook(self, (self,), {})
+        hook(self, (self,), {})
 
     def _after(self, hook: Hook, optimizer: Optimizer, *_: Any) -> None:
         if self._complete(self._number(optimizer)):

@@ -104,6 +104,8 @@ class Loading:
         if policy is not None:
             self._undo.append(policy.undo())
         mine = saved_state.own_part(parts, header(self.run), regroup=load_model is not None)
+        if mine is None and self.run.session.sharded:
+            parts = _of_own_shard(self.run.session, parts)
         saved = [parts[rank] for rank in sorted(parts)] if mine is None else [parts[mine]]
         first = saved[0]
         source: Source = Own(0) if mine is not None else _others(self.run.session, parts)
@@ -163,6 +165,21 @@ def _disagreement(session: Session, marks: Tensor) -> str | None:
             "same list of all ranks' states, with None for the same ranks"
         )
     return _DIFFERENT_WEIGHTS if bool(apart[2]) else None
+
+
+def _of_own_shard(session: Session, parts: Mapping[int, Saved]) -> dict[int, Saved]:
+    """Those of ``parts``, by the rank that saved them, that have the same shard of the model."""
+    shards = session.world.size // session.workers.size
+    first = parts[min(parts)]
+    if first["ranks"] != shards * first["workers"]:
+        raise ValueError(
+            f"the state was saved with {first['ranks'] // first['workers']} ranks in each worker, "
+            f"and there are {shards} now: a sharded model needs as many"
+        )
+    own = {r: part for r, part in parts.items() if r % shards == session.world.rank % shards}
+    if not own:
+        raise ValueError("the last copy of this rank's shard of the state is lost")
+    return own
 
 
 def _others(session: Session, parts: Mapping[int, Saved]) -> Others:

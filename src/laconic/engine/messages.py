@@ -70,9 +70,11 @@ class Messenger:
         one worker hold the same message: each carries its part across, then they share."""
         update, state = self._round.update, channel.state
 
+        slice_clock = replace(clock, shapes=()) if clock.shapes else clock
+
         def combine(mean: Tensor) -> Tensor:
             owned = {k: t for k, t in state.items() if not t.dim() or is_owned(update, k, t)}
-            result = update.combine(mean.to(state_dtype(mean.dtype)), owned, clock)
+            result = update.combine(mean.to(state_dtype(mean.dtype)), owned, slice_clock)
             state.update(owned)  # an outer optimizer makes its state in its first step
             return result
 

@@ -22,6 +22,7 @@ from laconic.algorithms.update import Clock
 from laconic.buckets import Scratch, module_buffers
 from laconic.engine.gradient_rounds import GradientContext, GradientRunner
 from laconic.engine.in_flight import RoundContext
+from laconic.engine.joint_optimizer import JointOptimizer
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.session import Session
 from laconic.links.calls import GRADIENTS, Call
@@ -49,8 +50,17 @@ class RecipeRun:
     # -- starting ----
 
     def start(self, optimizer: Optimizer) -> None:
-        """Make the parameter rounds, and their state, from the present x."""
+        """Make the parameter rounds, and their state, from the present x. Raises ``ValueError``,
+        on every rank alike, if an update needs whole tensors and the model is sharded."""
         session = self.session
+        whole = [type(r.update).__name__ for r in self._planned if r.update.whole]
+        if whole and session.sharded:
+            raise ValueError(
+                f"{whole[0]} needs whole tensors, and each rank has a shard of this model: use "
+                "another update, or a model that is not sharded"
+            )
+        if isinstance(optimizer, JointOptimizer):
+            optimizer.keep_order()
         self._context = RoundContext(
             session.model,
             optimizer,
@@ -72,7 +82,8 @@ class RecipeRun:
     def start_gradient_rounds(self, left: Mapping[tuple[str, int], Tensor]) -> None:
         """Make the gradient rounds, and have the parameters' hooks call them. ``left``: gradients
         that the rounds before these have not sent."""
-        self.gradients = [self._gradient_round(r, left) for r in gradient_rounds(self.recipe)]
+        for r in gradient_rounds(self.recipe):  # one by one: `detach` finds those that were made
+            self.gradients.append(self._gradient_round(r, left))
 
     def _gradient_round(
         self, r: GradientRound, left: Mapping[tuple[str, int], Tensor]
@@ -116,6 +127,8 @@ class RecipeRun:
         session.call("groups added")
         self.check_alike()
         session.broadcast([p for group in new for p in group])
+        if isinstance(session.optimizer, JointOptimizer):
+            session.optimizer.keep_order()
         for running in self.rounds:
             running.set.add_groups()
         self.groups = len(session.groups())

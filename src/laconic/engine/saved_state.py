@@ -213,8 +213,8 @@ class Own(NamedTuple):
 
 
 class Others(NamedTuple):
-    """The saved parts are those of other workers: ``saved`` is the worker that saved each. This
-    rank belongs to worker ``worker`` of ``workers``."""
+    """The saved parts are those of all workers: ``saved`` is the worker that saved each. This rank
+    belongs to worker ``worker`` of ``workers``."""
 
     saved: Sequence[int]
     worker: int
@@ -308,7 +308,7 @@ def _of_pieces(
     if not own:
         return mean
     lacking = mean - _mean_of_pieces(bucket, staying, where, mean)
-    return _mean_of_pieces(bucket, own, where, mean) + lacking
+    return _mean_of_pieces(bucket, own, where, mean - lacking) + lacking
 
 
 def _index(source: Source) -> int | None:
@@ -395,13 +395,15 @@ def _combine(
 ) -> Tensor:
     """This rank's piece of a state tensor, from the (start, piece) of each saved rank."""
     first = pieces[0][1]
+    channel, owned = running.channels[index], is_owned(running.round.update, name, first)
+    if not owned and isinstance(source, Others):  # a worker's ranks all have the same
+        firsts = [source.saved.index(worker) for worker in sorted({*source.saved})]
+        pieces = [(0, pieces[k][1]) for k in firsts]
+        source = source._replace(saved=sorted({*source.saved}))
     if first.dim() == 0:
         values = torch.stack([piece.to(torch.float64) for _, piece in pieces])
         return first + (values - first).mean().to(first.dtype)
-    channel, owned = running.channels[index], is_owned(running.round.update, name, first)
     where = channel.region if owned else slice(0, channel.bucket.length)
-    if not owned:
-        pieces = [(0, piece) for _, piece in pieces]
     default = channel.state.get(name)
     if default is None:  # an outer optimizer makes its state in its first step
         default = first.new_zeros(where.stop - where.start)

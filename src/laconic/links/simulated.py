@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,6 +47,9 @@ class _Collective:
 class _RandomState:
     """torch's, Python's and (where loaded) NumPy's global random state, of one worker."""
 
+    current: ClassVar[_NumpyState | None] = None
+    """NumPy's state that was saved or restored last, by any worker."""
+
     def __init__(self) -> None:
         self.numpy: _NumpyState | None = None
         self.save()
@@ -54,14 +57,17 @@ class _RandomState:
     def save(self) -> None:
         self.torch = torch.get_rng_state()
         self.python = random.getstate()
-        if "numpy" in sys.modules and not (self.numpy and self.numpy.is_current()):
-            self.numpy = _NumpyState()
+        if "numpy" in sys.modules:
+            if self.numpy is None or not self.numpy.is_unchanged():
+                self.numpy = _NumpyState()
+            _RandomState.current = self.numpy
 
     def restore(self) -> None:
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
-        if self.numpy is not None and not self.numpy.is_current():
+        if self.numpy is not None and not self.numpy.equals(_RandomState.current):
             self.numpy.restore()
+        _RandomState.current = self.numpy
 
 
 class _NumpyState:
@@ -83,12 +89,18 @@ class _NumpyState:
                 self._generator, self._address = generator, generator.ctypes.state_address
                 self._memory = ctypes.string_at(self._address, self.BYTES)
 
-    def is_current(self) -> bool:
-        """Whether the global state is certain to be this one."""
+    def is_unchanged(self) -> bool:
+        """Whether the global state is certain to be this one, if it was when it was seen last."""
         if self._memory is None:
             return False
         same = sys.modules["numpy"].random.get_bit_generator() is self._generator
         return same and ctypes.string_at(self._address, self.BYTES) == self._memory
+
+    def equals(self, other: _NumpyState | None) -> bool:
+        """Whether ``other`` is certain to be the same state."""
+        if other is None or self._memory is None or other._memory is None:
+            return False
+        return self._generator is other._generator and self._memory == other._memory
 
     def restore(self) -> None:
         sys.modules["numpy"].random.set_state(self._state)
