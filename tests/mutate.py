@@ -331,7 +331,6 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("engine/saved_state.py", "if not owned and isinstance(source, Others):", "if False:", LAST),
     ("algorithms/compile.py", "replace(r, over=\"world\") if over_workers else r", "r", OWN_ALGORITHM),
     ("engine/driver.py", "            self.run.detach()  # else", "            pass  # else", OWN_ALGORITHM),
-    ("engine/driver.py", "            self._complete_gradients()  # before the others", "            pass  # before the others", JOINT),
     ("engine/driver.py", "            self.session.optimizer.reset()", "            pass", JOINT),
     ("engine/saved_state.py", "mean - lacking) + lacking", "mean)", POOLED),
     ("engine/saved_state.py", "    if not own:\n", "    if True:\n", POOLED),

@@ -150,21 +150,15 @@ class Driver:
         if closure:
             run.refresh(keep=True)
         else:
-            self._complete_gradients()
+            if session.step == 0:
+                session.batch_check.note(session.params(), session.device)
+            run.average_gradients()
         if self._in_step:  # it raised, or takes several steps that count as one
             return
         if not closure:
             run.check_gradients()
         self._in_step = True
         run.before_step(session.step + 1)
-
-    @torch.no_grad()
-    def _complete_gradients(self) -> None:
-        """Average the gradients that no backward pass has averaged."""
-        session = self.session
-        if session.step == 0:
-            session.batch_check.note(session.params(), session.device)
-        self.run.average_gradients()
 
     @torch.no_grad()
     def _after_step(self, *_: object, skipped: bool = False) -> None:
@@ -189,8 +183,6 @@ class Driver:
         bound = self.session.optimizer
         if not isinstance(bound, JointOptimizer) or bound.skip(optimizer):
             self.advance()
-        else:
-            self._complete_gradients()  # before the others step
 
     @torch.no_grad()
     def count(self) -> None:
