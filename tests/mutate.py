@@ -174,7 +174,6 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("engine/driver.py", "or bound.skip(optimizer):", "or True:", JOINT),
     ("engine/joint_optimizer.py", "known = sum(owner == number for owner, _ in self._groups)", "known = 0", JOINT),
     ("engine/joint_optimizer.py", "if p in optimizer.state:", "if True:", JOINT),
-    ("engine/joint_optimizer.py", "number not in self._done and self._complete(number)", "self._complete(number)", JOINT),
     ("engine/joint_optimizer.py", "        hook(self, (self,), {})\n\n    def _after", "        if not self._done:\n            hook(self, (self,), {})\n\n    def _after", JOINT),
     ("engine/joint_optimizer.py", "            self._done.clear()\n", "            pass\n", JOINT),
     ("checkpoints/training_state.py", "members(bound) != members(one):", "False:", JOINT),

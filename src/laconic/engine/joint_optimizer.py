@@ -76,8 +76,7 @@ class JointOptimizer(Optimizer):
     def skip(self, optimizer: Optimizer) -> bool:
         """Record that the step of ``optimizer`` was skipped, unless it was taken. Returns whether
         that completes the step of all, whose hook is not called."""
-        number = self._number(optimizer)
-        return number not in self._done and self._complete(number)
+        return self._complete(self._number(optimizer))
 
     def _before(self, hook: Hook, optimizer: Optimizer, *arguments: Any) -> None:
         if self._number(optimizer) in self._done:
