@@ -239,7 +239,7 @@ def gossip() -> str:
 
 
 def easgd() -> str:
-    t = Timeline(*workers(), "centre")
+    t = Timeline(*workers(), "center")
     at, pulls = 0.0, []
     for k in range(3):
         at = t.waits(t.steps(at, 4, 23), 52, "parameters")

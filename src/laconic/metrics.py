@@ -200,15 +200,19 @@ def agree_on_metrics(sinks: Sequence[Metrics], link: Link) -> list[Metrics]:
     if a sink's `Metrics.survey` or `Metrics.writes` raises. Any other problem is a warning on the
     affected rank only.
     """
-    codes, problem = [], None
+    codes, caught = [], None
     try:
         codes = [sink.survey(link.rank) for sink in sinks]
         own = [sink for sink in sinks if sink.writes(link.rank)]
     except Exception as error:  # of a user's own sink
-        codes, problem = [FAILED], error_text(error)
+        codes, caught = [FAILED], error
     padded = codes + [NOT_GIVEN] * (MOST_SINKS - len(codes))
     gathered = link.gather(torch.tensor(padded)).cpu()
-    agree(link.gather, problem, (gathered == FAILED).any(1))
+    try:
+        problem = None if caught is None else error_text(caught)
+        agree(link.gather, problem, (gathered == FAILED).any(1))
+    except ValueError as refused:
+        raise refused from caught
     for index, column in enumerate(gathered.unbind(1)):
         codes = column.tolist()
         shared = DIRECTORY in codes

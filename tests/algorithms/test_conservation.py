@@ -1,5 +1,5 @@
 """What rounds must not create or destroy: push weights and the x that goes with them, the mean of
-x, and what elastic workers lose to their centre. Read from the running rounds, with the mixing
+x, and what elastic workers lose to their center. Read from the running rounds, with the mixing
 alone (lr 0) and with training in between."""
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def test_mixing_keeps_the_mean(name: str, lr: str) -> None:
 @pytest.mark.parametrize("lr", LRS)
 @pytest.mark.parametrize("beta", [0.5, 0.9, 1.0])
 @pytest.mark.parametrize("n", [2, 5])
-def test_what_elastic_workers_lose_the_centre_gains(n: int, beta: float, lr: str) -> None:
+def test_what_elastic_workers_lose_the_center_gains(n: int, beta: float, lr: str) -> None:
     """sum_i dx_i = -da in every round, and nothing moves in between."""
     steps = steps_of(Job(la.easgd(3, beta), n, steps=9, lr=LRS[lr]))
     anchor = steps[0][0].anchor
@@ -175,12 +175,12 @@ def test_what_elastic_workers_lose_the_centre_gains(n: int, beta: float, lr: str
         lost = total(step, lambda seen: seen.moved - seen.after)
         assert gap(lost, change) < EXACT
         assert (float(change.abs().max()) > 1e-3) == (t % 3 == 0)
-        assert all(torch.equal(seen.anchor, step[0].anchor) for seen in step), "one centre"
+        assert all(torch.equal(seen.anchor, step[0].anchor) for seen in step), "one center"
         anchor = step[0].anchor
 
 
 def test_elastic_workers_of_two_ranks_and_pulls() -> None:
-    """The sum is over workers, not ranks; a local pull takes from x what the centre never gets."""
+    """The sum is over workers, not ranks; a local pull takes from x what the center never gets."""
     job = Job(la.easgd(2), 4, steps=6, options=(("nprocs_per_node", 2),))
     steps = steps_of(job)
     for before, step in itertools.pairwise(steps):

@@ -1,5 +1,5 @@
 """Algorithms written by a user, with what the shipped recipes do not use: a pull at every step, a
-centre on every worker, a private residual, a part of the parameters."""
+center on every worker, a private residual, a part of the parameters."""
 
 from __future__ import annotations
 

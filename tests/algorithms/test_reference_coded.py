@@ -302,7 +302,7 @@ def test_slowmo_keeps_two_references() -> None:
     np.testing.assert_array_equal(flat(trace.workers[1][0]), algorithm.base.mean.r[:length])
 
 
-def test_easgd_what_workers_lose_the_centre_gains() -> None:
+def test_easgd_what_workers_lose_the_center_gains() -> None:
     algorithm = easgd(1, exact(), 0.8)
     algorithm.start(x0, n)
     rng = np.random.default_rng(0)
@@ -529,7 +529,7 @@ def test_power_sgd_owes_what_it_does_not_send() -> None:
 
 
 def test_only_the_span_of_q_matters() -> None:
-    """Why it makes no difference whether Q is orthonormalised too."""
+    """Why it makes no difference whether Q is orthonormalized too."""
     mixed = [q if q is None else q @ np.array([[2.0, 1.0], [0.5, -3.0]]) for q in queries(2)]
     assert difference(go(power_sgd(queries(2))), go(power_sgd(mixed))) < 1e-10
     assert difference(go(power_sgd(queries(2))), go(power_sgd(queries(1)))) > 1e-3

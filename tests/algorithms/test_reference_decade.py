@@ -319,10 +319,10 @@ def test_easgd_pull_comes_every_step_and_before_the_round() -> None:
         assert gap(trace.workers[t - 1][1], toward(init[1], a, 1 - keep**t)) < 1e-12
     pulled = [toward(x, a, 1 - keep**3) for x in init[:n]]
     after = [toward(x, a, beta / n) for x in pulled]
-    centre = toward(a, mean(pulled), beta)
+    center = toward(a, mean(pulled), beta)
     assert max(map(gap, trace.workers[2], after)) < 1e-12
-    assert gap(trace.consensus[2], centre) < 1e-12
-    assert gap(trace.workers[3][1], toward(after[1], centre, p / period)) < 1e-12
+    assert gap(trace.consensus[2], center) < 1e-12
+    assert gap(trace.workers[3][1], toward(after[1], center, p / period)) < 1e-12
 
 
 def test_elastic_special_cases() -> None:
@@ -335,11 +335,11 @@ def test_elastic_special_cases() -> None:
     assert gap(go(easgd(3, 0.0)).consensus[-1], init[0]) == 0
     alone = go(downpour(3), n=1)
     assert gap(alone.consensus[5], alone.workers[5][0]) == 0
-    # beta = n: the centre moves as DOWNPOUR's, the workers to where it was.
+    # beta = n: the center moves as DOWNPOUR's, the workers to where it was.
     full, sums = still(easgd(3, float(n)), steps=3), still(downpour(3), steps=3)
     assert gap(full.consensus[2], sums.consensus[2]) < 1e-12
     assert max(gap(x, init[0]) for x in full.workers[2]) < 1e-12
-    # p = tau: the workers are at the centre after every step, which then never moves.
+    # p = tau: the workers are at the center after every step, which then never moves.
     assert gap(go(easgd(2, 0.9, 2.0)).consensus[-1], init[0]) < 1e-12
     for one, other in [
         (easgd(3), easgd(3, 0.5)),

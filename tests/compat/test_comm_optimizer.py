@@ -726,7 +726,7 @@ def test_resume_at_random_steps_in_other_processes(
 
 
 def test_an_optimizers_state_alone_starts_communication_afresh() -> None:
-    """From the loaded parameters, that is: the old centre would pull back to before."""
+    """From the loaded parameters, that is: the old center would pull back to before."""
 
     def run(rank: int) -> tuple[Tensor, Tensor]:
         model, inner = small(rank)
@@ -746,7 +746,7 @@ def test_an_optimizers_state_alone_starts_communication_afresh() -> None:
         assert all(map(torch.equal, own, loaded))
         start = flat(fresh)
         with again.consensus():
-            assert torch.equal(flat(fresh), start), "the centre is where they are"
+            assert torch.equal(flat(fresh), start), "the center is where they are"
         for _ in steps((fresh, again), rank, 7, 10):
             pass
         assert again.stats().rounds == 2
@@ -1013,7 +1013,7 @@ def test_a_step_of_the_inner_optimizer_alone_is_an_error() -> None:
 
 
 def test_weights_loaded_after_wrapping_are_an_error() -> None:
-    """The centre would pull back to what was there before."""
+    """The center would pull back to what was there before."""
 
     def run(rank: int) -> bool:
         model, inner = small(rank)

@@ -506,6 +506,8 @@ def test_a_sink_that_fails_at_the_start_is_an_error_on_all_ranks() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(ValueError) as caught:
             la.attach(model, optimizer, la.local_sgd(1), metrics=sink() if rank == 0 else None)
+        own_cause = rank == 0 and sink is Broken
+        assert isinstance(caught.value.__cause__, OSError) == own_cause, "where it was raised"
         la.attach(model, optimizer, la.local_sgd(1))
         return str(caught.value)
 

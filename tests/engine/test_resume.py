@@ -636,7 +636,7 @@ def test_recipes_without_state_go_on_with_another_number(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 @pytest.mark.parametrize("row", ["easgd(2, 0.5, pull=0.3)", "downpour(3)"])
-def test_a_centre_goes_on_with_another_number(row: str, ranks: int) -> None:
+def test_a_center_goes_on_with_another_number(row: str, ranks: int) -> None:
     job = Job(ROWS[row][0], 4, 12, lr=plain_lr)
     saved = la.simulate(partial(save_at, job, 5), workers=4)
     loaded = la.simulate(partial(load_all, replace(job, workers=ranks), saved), workers=ranks)

@@ -8,4 +8,4 @@ from benchmarks.traps import network
 
 @pytest.mark.timeout(200)
 def test_an_isolated_host_is_named_long_before_the_time_out() -> None:
-    network.isolated_host()
+    assert network.isolated_host().startswith("after ")

@@ -22,7 +22,7 @@ from laconic.errors import LinkError
 from laconic.links import call_guard, forks, handshake, health
 from laconic.links.addresses import Address
 from laconic.links.calls import Call, CallPosition
-from laconic.links.comm_thread import _labelled
+from laconic.links.comm_thread import _labeled
 from laconic.links.handshake import RefusedError
 from laconic.links.health import Request, Verdict
 from laconic.links.tcp import TcpLink
@@ -142,8 +142,8 @@ def test_an_address_is_read_or_refused(text: str) -> None:
 def converse(
     caller: handshake.Exchange, callee: handshake.Exchange
 ) -> tuple[bytes | None, bytes | None, list[bytes]]:
-    """What both get (None: refused), and all that travelled."""
-    ends, got, travelled = [caller, callee], [None, None], []
+    """What both get (None: refused), and all that traveled."""
+    ends, got, traveled = [caller, callee], [None, None], []
     says: list[tuple[bytes, int] | None] = [next(end) for end in ends]
     mail = [b"", b""]
     while any(says):
@@ -154,7 +154,7 @@ def converse(
                 continue
             out, wanted = now
             if out:
-                travelled.append(out)
+                traveled.append(out)
                 mail[1 - i] += out
                 says[i], moved = (b"", wanted), True
             if len(mail[i]) >= wanted:
@@ -168,7 +168,7 @@ def converse(
                     says[i] = None
         if not moved:
             break
-    return got[0], got[1], travelled
+    return got[0], got[1], traveled
 
 
 def callee(secret: bytes = SECRET, purpose: bytes = b"beacon") -> handshake.Exchange:
@@ -178,11 +178,11 @@ def callee(secret: bytes = SECRET, purpose: bytes = b"beacon") -> handshake.Exch
 
 
 def test_who_knows_the_secret_gets_an_answer() -> None:
-    own, theirs, travelled = converse(
+    own, theirs, traveled = converse(
         handshake.call(SECRET, b"beacon", b"k" * 8, 3, b"asks"), callee()
     )
     assert own == b"reply" and theirs is not None and theirs.endswith(b"asks")
-    assert not any(SECRET in piece or SECRET.hex().encode() in piece for piece in travelled)
+    assert not any(SECRET in piece or SECRET.hex().encode() in piece for piece in traveled)
 
 
 @pytest.mark.parametrize(
@@ -194,9 +194,9 @@ def test_who_knows_the_secret_gets_an_answer() -> None:
     ],
 )
 def test_who_does_not_prove_it_gets_nothing(secret: bytes, purpose: bytes, key: bytes) -> None:
-    own, theirs, travelled = converse(handshake.call(secret, purpose, key, 3, b"asks"), callee())
+    own, theirs, traveled = converse(handshake.call(secret, purpose, key, 3, b"asks"), callee())
     assert own is None and theirs is None
-    assert not any(b"reply" in piece for piece in travelled)
+    assert not any(b"reply" in piece for piece in traveled)
 
 
 def test_a_callee_that_does_not_know_the_secret_is_not_believed() -> None:
@@ -435,7 +435,7 @@ def test_a_link_error_keeps_who_is_to_blame() -> None:
         raise LinkError("rank 3 is gone", ranks=[3, 1])
 
     with pytest.raises(LinkError, match="a round: rank 3 is gone") as raised:
-        _labelled(fail, "a round")
+        _labeled(fail, "a round")
     assert raised.value.ranks == (1, 3) and LinkError("who knows").ranks == ()
     copy = pickle.loads(pickle.dumps(raised.value))
     assert (str(copy), copy.ranks) == (str(raised.value), (1, 3))

@@ -45,12 +45,12 @@ def make_data(n: int, steps: int, seed: int, batch: int = 4) -> Data:
     data: Data = []
     for worker in range(n):
         own = np.random.default_rng([seed, worker, 0])
-        centre = own.standard_normal(INPUT)
+        center = own.standard_normal(INPUT)
         teacher = own.standard_normal((OUTPUT, INPUT))
         data.append([])
         for step in range(1, steps + 1):
             rng = np.random.default_rng([seed, worker, step])
-            x = centre + rng.standard_normal((batch, INPUT))
+            x = center + rng.standard_normal((batch, INPUT))
             t = np.sin(x @ teacher.T) + 0.1 * rng.standard_normal((batch, OUTPUT))
             data[worker].append((x, t))
     return data

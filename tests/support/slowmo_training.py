@@ -49,7 +49,7 @@ def over_gloo(ranks: int) -> Iterator[None]:
 def build(
     settings: Settings, rank: int
 ) -> tuple[la.SlowMoDistributedDataParallel, torch.optim.Optimizer]:
-    """The wrapper over a model initialised differently on every rank, and its optimizer."""
+    """The wrapper over a model initialized differently on every rank, and its optimizer."""
     model, optimizer = training.build(settings.job, rank)
     wrapped = la.SlowMoDistributedDataParallel(model, settings.nprocs_per_node, **settings.options)
     return wrapped, optimizer

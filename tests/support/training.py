@@ -86,7 +86,7 @@ class Job:
 
 
 def build(job: Job, rank: int) -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    """This worker's model, initialised differently from every other's, and optimizer."""
+    """This worker's model, initialized differently from every other's, and optimizer."""
     model = nn.Sequential(
         nn.Linear(reference.INPUT, reference.HIDDEN),
         nn.Tanh(),

@@ -179,12 +179,15 @@ def base_algorithm(given: SlowMoBaseAlgorithm) -> SlowMoBaseAlgorithm:
 
 def on_all_ranks(world: Link, check: Callable[[], T]) -> T:
     """Return what ``check`` returns. If it raises on any rank, all ranks raise."""
-    problem, result = None, None
+    result, caught = None, None
     try:
         result = check()
     except Exception as error:  # the other ranks would wait for this one
-        problem = error_text(error)
-    agree(world.gather, problem)
+        caught = error
+    try:
+        agree(world.gather, None if caught is None else error_text(caught))
+    except ValueError as refused:
+        raise refused from caught
     return result  # type: ignore[return-value]
 
 

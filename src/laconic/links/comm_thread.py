@@ -140,7 +140,7 @@ class CommThread:
         start = time.perf_counter()
         try:
             preface, self._preface = self._preface, None
-            return _labelled(job, label, preface)
+            return _labeled(job, label, preface)
         except BaseException as error:
             self._error = error
             raise
@@ -168,7 +168,7 @@ class CommThread:
         preface, self._preface = self._preface, None
         if not self._threaded:
             if self._error is None:
-                pending.run(partial(_labelled, job, label, preface))
+                pending.run(partial(_labeled, job, label, preface))
                 self._error = pending.error if isinstance(pending.error, Exception) else None
             else:
                 pending.fail(self._error)
@@ -203,9 +203,9 @@ class CommThread:
                 result = job()
             pending.complete(result, self._stream)
         except BaseException as error:
-            labelled = _with_label(error, pending.label)
-            self._error = self._error or labelled
-            pending.fail(labelled)
+            labeled = _with_label(error, pending.label)
+            self._error = self._error or labeled
+            pending.fail(labeled)
 
     def _run_on_stream(
         self,
@@ -257,7 +257,7 @@ class CommThread:
         """Raise if the collective that the caller waits for will not complete. No job begins after
         that."""
         try:
-            _labelled(self._check, label)
+            _labeled(self._check, label)
         except LinkError as error:
             self._error = error
             raise
@@ -295,7 +295,7 @@ def _tensors(value: object) -> list[torch.Tensor]:
     return [tensor for part in parts for tensor in _tensors(part)]
 
 
-def _labelled(job: Callable[[], T], label: str, preface: Callable[[], object] | None = None) -> T:
+def _labeled(job: Callable[[], T], label: str, preface: Callable[[], object] | None = None) -> T:
     try:
         with torch.inference_mode(False), torch.no_grad():  # its tensors outlive the caller's mode
             if preface is not None:
