@@ -44,6 +44,7 @@ from laconic.compat.gossip_graphs import (
     UniformMixing,
 )
 from laconic.compat.slowmo_arguments import SlowMoBaseAlgorithm
+from laconic.elastic import Elastic
 from laconic.engine.synchronizer import Stats, Synchronizer
 from laconic.errors import LinkError
 from laconic.links import simulate
@@ -66,6 +67,7 @@ __all__ = [
     "DynamicBipartiteLinearGraph",
     "DynamicDirectedExponentialGraph",
     "DynamicDirectedLinearGraph",
+    "Elastic",
     "Exchange",
     "GradientRound",
     "GraphManager",

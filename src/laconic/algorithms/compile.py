@@ -9,7 +9,7 @@ from dataclasses import replace
 from laconic.algorithms.exchange import Gossip, Scored
 from laconic.algorithms.exchanges import Mean
 from laconic.algorithms.recipes import WITH_GROUPS
-from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round
+from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round, renamed
 from laconic.algorithms.schedules import Schedule, Unless, any_of, every
 from laconic.algorithms.updates import Average, Mix, Replace
 from laconic.buckets import module_buffers, optimizer_state
@@ -47,6 +47,42 @@ def _buffer_rounds(rounds: Sequence[Round]) -> list[Round]:
 def gradient_rounds(recipe: Recipe) -> list[GradientRound]:
     """The recipe's rounds on gradients."""
     return [r for r in recipe if isinstance(r, GradientRound)]
+
+
+def replicated(recipe: Recipe) -> Recipe:
+    """``recipe`` for workers that come and go: every worker keeps all outer state. Raises
+    ``ValueError`` for rounds for which that is impossible."""
+    rounds: list[AnyRound] = []
+    for r in recipe:
+        if r.over not in ("world", "workers"):
+            raise ValueError(
+                f"{r.name} is inside groups of workers, or inside a worker: where workers come and "
+                "go, rounds are over all workers, and a worker is one rank"
+            )
+        try:
+            rounds.append(replace(r, exchange=r.exchange.replicated()))
+        except ValueError as error:
+            raise ValueError(
+                f"{r.name}: {error}. Recipes for elastic runs: {', '.join(ELASTIC)}"
+            ) from None
+    return renamed(recipe, rounds)
+
+
+ELASTIC = (
+    "ddp",
+    "local_sgd",
+    "post_local_sgd",
+    "slowmo",
+    "diloco",
+    "streaming_diloco",
+    "sparse_loco",
+    "easgd",
+    "sgp",
+    "d_psgd",
+    "noloco",
+    "auto",
+)
+"""The recipes for workers that come and go."""
 
 
 def workers_differ(recipe: Recipe) -> bool:

@@ -20,11 +20,12 @@ Combine = Callable[[Tensor], Tensor]
 class Arrival(NamedTuple):
     """What an exchange brings: a tensor as long as the message, and the sum of its weights.
     ``lent``: the tensor is state of the exchange; it may be read until its next round, but not
-    changed."""
+    changed. ``workers``: how many took part, where that may differ from when it was sent."""
 
     flat: Tensor
     weight: float = 1.0
     lent: bool = False
+    workers: int | None = None
 
 
 class Exchange:
@@ -84,6 +85,12 @@ class Exchange:
         that of the slice ``owned``. A tensor of two dimensions has a size of its own, and is the
         same on all workers."""
         return {}
+
+    def replicated(self) -> Exchange:
+        """The same exchange with all outer state on every worker, for messages of any length and
+        any number of workers: so no lost worker takes state with it. Its state changes only after
+        its last collective. Raises ``ValueError`` where there is none."""
+        raise ValueError(f"{type(self).__name__} cannot be used where workers come and go")
 
     def cost(self, length: int, itemsize: int, n: int) -> Cost:
         """What one of ``n`` ranks sends for a message of ``length`` elements of ``itemsize`` bytes:

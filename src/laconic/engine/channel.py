@@ -44,14 +44,16 @@ def open_channels(
     replica: Link,
     first_group: int = 0,
     number: int = 0,
+    *,
+    elastic: bool = False,
 ) -> list[Channel]:
     """Cut ``groups`` of tensors into buckets, and give each a channel without state.
 
     ``link``: to the other workers; ``replica``: to the other ranks of this worker, which share its
     messages. ``first_group``: the optimizer's number of the first group; ``number``: of the first
-    bucket.
+    bucket. ``elastic``: nothing may depend on the number of workers.
     """
-    workers = link.size
+    workers = 1 if elastic else link.size
     owners = exchange.owners(workers) or workers
     multiple = exchange.multiple(workers) * replica.size
     # each owner gets a slice from every other worker: with fewer owners buckets are smaller

@@ -74,7 +74,8 @@ class ChannelSet:
     def cut(self, tensors: Tensors, first_group: int = 0, number: int = 0) -> list[Channel]:
         """See `open_channels`."""
         at = self._round.update, self._round.exchange, self._link, self._replica
-        return open_channels(tensors, *at, first_group, number)
+        elastic = self._context.elastic
+        return open_channels(tensors, *at, first_group, number, elastic=elastic)
 
     def varying(self) -> Sequence[dict[str, Tensor]]:
         """The present tensors, by group and name, of a round whose tensors vary."""

@@ -73,12 +73,14 @@ def _by_segment(bucket: Bucket, state: State) -> Iterator[tuple[str, Segment, Te
 class GradientContext:
     """What gradient rounds need of the engine. ``params()``: the parameters with gradients.
     ``scale()``: the loss scale of a GradScaler, or None. With a scaler, a gradient that is not
-    finite becomes NaN on all ranks, and is no error, since the scaler skips the step."""
+    finite becomes NaN on all ranks, and is no error, since the scaler skips the step.
+    ``elastic``: workers come and go, so a bucket may be averaged again among others."""
 
     comm: CommThread
     nonfinite: NonfiniteCheck
     params: Callable[[], Iterable[Tensor]]
     scale: Callable[[], float] | None
+    elastic: bool = False
 
 
 class GradientRunner:
@@ -145,7 +147,7 @@ class GradientRunner:
         first, each = bucket_bytes(self.exchange, total)
         buckets = bucketize(
             [params[::-1]],
-            self.exchange.multiple(self._link.size),
+            self.exchange.multiple(1 if self._context.elastic else self._link.size),
             most_bytes=each,
             first_bytes=first,
             whole=self.exchange.whole,
@@ -292,8 +294,12 @@ class GradientRunner:
         def combine(mean: Tensor) -> Tensor:
             return self._update.combine(mean, {}, clock)
 
+        message = flat
+        if self._context.elastic:
+            clock = replace(clock, workers=self._link.size, worker=self._link.rank)
+            message = flat.clone() if exchange.slots else flat
         try:
-            mean = exchange.run(self._link, flat, combine, clock, state).flat
+            mean = exchange.run(self._link, message, combine, clock, state).flat
         except NotFiniteError as error:
             if self._context.scale is None:
                 self._context.nonfinite.report(error)

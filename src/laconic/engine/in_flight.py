@@ -21,7 +21,8 @@ from laconic.links.link import Link
 @dataclass
 class RoundContext:
     """What all rounds of one recipe run share. ``scratch``: memory for the message being sent;
-    ``beside``: for x next to it."""
+    ``beside``: for x next to it. ``elastic``: workers come and go, so a message may be
+    exchanged again among others."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -32,6 +33,7 @@ class RoundContext:
     nonfinite: NonfiniteCheck
     scores: Scores | None
     seed: int
+    elastic: bool = False
 
     def memory(self, bucket: Bucket) -> Tensor:
         """Memory for one flat copy of ``bucket``, until it is asked for again."""

@@ -69,7 +69,9 @@ class Messenger:
         """Exchange the message with the other workers, with the outer step in between. The ranks of
         one worker hold the same message: each carries its part across, then they share."""
         update, state = self._round.update, channel.state
-
+        if self._context.elastic:  # another attempt may be among others, and needs the message
+            clock = replace(clock, workers=self._link.size, worker=self._link.rank)
+            message = message.clone() if channel.exchange.slots else message
         slice_clock = replace(clock, shapes=()) if clock.shapes else clock
 
         def combine(mean: Tensor) -> Tensor:
@@ -86,6 +88,8 @@ class Messenger:
         error: NotFiniteError | None = None
         try:
             result = channel.exchange.run(self._link, part, combine, clock, channel.exchange_state)
+            if self._context.elastic:
+                result = result._replace(workers=clock.workers)
         except NotFiniteError as raised:
             error = raised
         if replica.size > 1 and channel.exchange.slots:  # the worker's other ranks must learn of it

@@ -128,11 +128,14 @@ class ParameterRunner:
         message = update.send(bucket.pack(self._context.memory(bucket)), state, clock)
         clock = self._messenger.stamped(clock, state)
         job = partial(self._messenger.carry, channel, message, clock)
-        received, weight, _ = self._context.comm.call(job, self.label(step))
+        arrival = self._context.comm.call(job, self.label(step))
+        received = arrival.flat
         if not update.replaces:
             beside = self._context.beside
             x = bucket.pack(beside.take(bucket.length, bucket.dtype, bucket.device))
-            received = update.fold(x, received, None, state, replace(clock, weight=weight))
+            workers = arrival.workers or clock.workers
+            clock = replace(clock, weight=arrival.weight, workers=workers)
+            received = update.fold(x, received, None, state, clock)
         bucket.unpack(received)
 
     def _launch(self, step: int) -> InFlightRound:
@@ -195,7 +198,8 @@ class ParameterRunner:
         for tensor, copy in copied:
             copy.copy_(tensor)
         for channel, sent, pending, _ in buckets:
-            received, weight, _ = pending.wait()
+            arrival = pending.wait()
+            received, weight = arrival.flat, arrival.weight
             bucket, state = channel.bucket, channel.state
             if copies is not None:
                 received, state = received.clone(), copies[id(channel)]

@@ -46,6 +46,8 @@ class RecipeRun:
         self.gradients: list[GradientRunner] = []
         self.groups = 0
         """Parameter groups that the rounds know."""
+        self._announced = -1
+        """The step in which a round was announced last."""
 
     # -- starting ----
 
@@ -71,6 +73,7 @@ class RecipeRun:
             session.nonfinite,
             self.scores,
             session.settings.seed,
+            session.elastic is not None,
         )
         self.rounds = [
             ParameterRunner(r, session.links[r.over], self._context) for r in self._planned
@@ -99,7 +102,7 @@ class RecipeRun:
                 session.batch_check.note(session.params(), session.device)
             label = f"{r.name} of step {session.step + 1}"
             session.status(label)
-            call = Call(session.step, GRADIENTS)
+            call = Call(session.step, GRADIENTS, self._starts(session.step + 1))
             session.comm.before_next(partial(link.begin_call, call, wait=False))
             return label
 
@@ -110,7 +113,7 @@ class RecipeRun:
 
         settings = session.settings
         at = session.comm, session.nonfinite, session.differentiated, settings.scale
-        context = GradientContext(*at)
+        context = GradientContext(*at, session.elastic is not None)
         return GradientRunner(r, link, context, active, announce, clock, left)
 
     def follow(self, optimizer: Optimizer) -> None:
@@ -282,8 +285,14 @@ class RecipeRun:
     def _announce(self, running: ParameterRunner) -> None:
         """Tell the other ranks which round the next message belongs to."""
         if running.communicates:
-            call = Call(self.session.step, running.round.name)
+            step = self.session.step
+            call = Call(step, running.round.name, self._starts(step))
             self.session.comm.before_next(partial(running.link.begin_call, call, wait=False))
+
+    def _starts(self, step: int) -> bool:
+        """Whether no round was announced in ``step`` before."""
+        before, self._announced = self._announced, step
+        return before != step
 
     def _averaging_ends(self) -> bool:
         """Whether gradients were averaged over all workers in every step so far, and are not in the

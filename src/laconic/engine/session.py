@@ -20,6 +20,7 @@ from laconic.engine.nonfinite import NonfiniteCheck
 from laconic.engine.recorder import Recorder
 from laconic.links.calls import Call
 from laconic.links.comm_thread import CommThread
+from laconic.links.elastic.link import ElasticLink
 from laconic.links.link import Link
 from laconic.links.metered import Ledger, Metered
 from laconic.links.texts import exchange_texts
@@ -67,7 +68,8 @@ class Settings:
     ``average_buffers``: average the module's floating-point buffers with the rounds. ``scale()``:
     the GradScaler's scale, None without one. ``arrange``: adapts a recipe to the layout of ranks.
     ``policy``: what changes the recipe, if anything does. ``hooked``: the optimizer's hooks run the
-    rounds; otherwise the front end calls `Driver.advance`.
+    rounds; otherwise the front end calls `Driver.advance`. ``elastic``: the link to all workers,
+    where they come and go.
     """
 
     average_buffers: bool
@@ -76,6 +78,7 @@ class Settings:
     scale: Callable[[], float] | None = None
     policy: Policy | None = None
     hooked: bool = True
+    elastic: ElasticLink | None = None
 
 
 class Session:
@@ -96,8 +99,13 @@ class Session:
         self.ledger = Ledger()
         self.links = {name: Metered(link, self.ledger, name) for name, link in sets.items()}
         self.world, self.workers = self.links["world"], self.links["workers"]
-        threaded = self.world.threaded and self.world.size > 1
-        self.comm = CommThread(threaded, device, self.world.check)
+        self.elastic = settings.elastic
+        if self.elastic is None:
+            threaded = self.world.threaded and self.world.size > 1
+            self.comm = CommThread(threaded, device, self.world.check)
+        else:
+            self.comm = CommThread(True, device, self.world.check, self.elastic.unit)
+            self.elastic.wake = self.comm.poke
         self.nonfinite = NonfiniteCheck(self.links["shards"], self.comm)
         self.recorder = Recorder()
         self.batch_check = BatchCheck(model)
@@ -162,11 +170,15 @@ class Session:
 
     def gather(self, x: Tensor) -> Tensor:
         """All ranks' ``x``, stacked."""
-        return self.comm.call(partial(self.world.gather, x.to(self.device)), "comparing the ranks")
+        return self.comm.call(partial(self._gather, x), "comparing the ranks")
 
     def gather_json(self, value: Any) -> list[Any]:
         """What each rank passes (anything that JSON can hold), by rank."""
-        return [json.loads(text) for text in exchange_texts(self.gather, json.dumps(value))]
+        job = partial(exchange_texts, self._gather, json.dumps(value))
+        return [json.loads(text) for text in self.comm.call(job, "comparing the ranks")]
+
+    def _gather(self, x: Tensor) -> Tensor:
+        return self.world.gather(x.to(self.device))
 
     def from_rank_0(self, numbers: Sequence[float]) -> list[float]:
         """Rank 0's numbers, as many on every rank."""

@@ -13,10 +13,12 @@ FINISH = "finish()"
 
 class Call(NamedTuple):
     """One thing that all ranks do together, such as a round: its ``name``, and the number of
-    optimizer steps taken before it. A call may consist of several collectives."""
+    optimizer steps taken before it. A call may consist of several collectives. ``starts``: it is
+    the first of the rounds of its step, from which newcomers can take part."""
 
     step: int
     name: str
+    starts: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} after {self.step} steps"

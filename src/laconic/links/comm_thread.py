@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -30,6 +30,29 @@ EXIT_SECONDS = 5.0
 """How long a process that ends waits for its last job, which other ranks may be waiting for."""
 CHECK_SECONDS = 1.0
 """How often a caller that waits checks the other ranks. The link decides what it asks them then."""
+
+
+class Around(Protocol):
+    """Runs a job, such as `laconic.links.elastic.link.ElasticLink.unit`."""
+
+    def __call__(self, job: Callable[[], T], /) -> T: ...
+
+
+def _just_run(job: Callable[[], T], /) -> T:
+    return job()
+
+
+def _with(preface: Callable[[], object] | None, job: Callable[[], T]) -> Callable[[], T]:
+    """``job`` after ``preface``, if there is one."""
+    if preface is None:
+        return job
+    first = preface
+
+    def both() -> T:
+        first()
+        return job()
+
+    return both
 
 
 class Pending(Generic[T]):
@@ -102,16 +125,23 @@ class CommThread:
 
     ``threaded``: in a thread of its own; otherwise at once, as simulated workers need. ``device``:
     where the tensors are. ``check`` raises a `LinkError` if another rank is known not to come to
-    the collective that this one waits for.
+    the collective that this one waits for. ``around`` runs each job, perhaps several times.
     """
 
-    def __init__(self, threaded: bool, device: torch.device, check: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        threaded: bool,
+        device: torch.device,
+        check: Callable[[], None],
+        around: Around = _just_run,
+    ) -> None:
         self.seconds_waiting = 0.0
         self.observer: Callable[[float, float], None] | None = None
         self.device = device
         self._threaded = threaded
         self._accelerator = accelerator(device)
         self._check = check
+        self._around = around
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._before: threading.Thread | None = None
@@ -140,7 +170,7 @@ class CommThread:
         start = time.perf_counter()
         try:
             preface, self._preface = self._preface, None
-            return _labeled(job, label, preface)
+            return _labeled(partial(self._around, _with(preface, job)), label)
         except BaseException as error:
             self._error = error
             raise
@@ -168,7 +198,7 @@ class CommThread:
         preface, self._preface = self._preface, None
         if not self._threaded:
             if self._error is None:
-                pending.run(partial(_labeled, job, label, preface))
+                pending.run(partial(_labeled, partial(self._around, _with(preface, job)), label))
                 self._error = pending.error if isinstance(pending.error, Exception) else None
             else:
                 pending.fail(self._error)
@@ -198,9 +228,7 @@ class CommThread:
             return
         try:
             with torch.inference_mode(False), torch.no_grad():
-                if preface is not None:
-                    preface()
-                result = job()
+                result = self._around(_with(preface, job))
             pending.complete(result, self._stream)
         except BaseException as error:
             labeled = _with_label(error, pending.label)
@@ -226,6 +254,11 @@ class CommThread:
             self._error = self._error or error
             if not pending.done():
                 pending.fail(error)
+
+    def poke(self, task: Callable[[], None]) -> None:
+        """Have the thread, if there is one, run ``task`` between two jobs. It must not raise."""
+        if self._thread is not None:
+            self._jobs.put(task)
 
     def close(self) -> None:
         """Let the thread end after the jobs that it has. A later job starts another thread, which
@@ -295,11 +328,9 @@ def _tensors(value: object) -> list[torch.Tensor]:
     return [tensor for part in parts for tensor in _tensors(part)]
 
 
-def _labeled(job: Callable[[], T], label: str, preface: Callable[[], object] | None = None) -> T:
+def _labeled(job: Callable[[], T], label: str) -> T:
     try:
         with torch.inference_mode(False), torch.no_grad():  # its tensors outlive the caller's mode
-            if preface is not None:
-                preface()
             return job()
     except LinkError as error:
         raise _with_label(error, label) from None  # it says all that its cause does

@@ -26,7 +26,8 @@ class Connecting:
     """Connects rank ``rank`` to the other ranks of its link.
 
     ``names``: what ranks are called in errors; ``key``: what callers of this rank must name;
-    ``secret``: what all ranks of the link know; ``keep``: receives each rank's connection.
+    ``secret``: what all ranks of the link know; ``keep``: receives each rank's connection;
+    ``check_seconds``: the time between two checks of whether waiting is in vain.
     """
 
     def __init__(
@@ -37,11 +38,13 @@ class Connecting:
         secret: bytes,
         timeout: float,
         keep: Callable[[int, socket.socket], None],
+        check_seconds: float = CHECK_SECONDS,
     ) -> None:
         self._rank, self._names = rank, names
         self._key, self._secret = key, secret
         self._timeout, self._deadline = timeout, time.monotonic() + timeout
         self._keep_connection = keep
+        self._check_seconds = check_seconds
         self._connected: set[int] = set()
         self._addresses: dict[int, Address] = {}
         """Of the ranks to call."""
@@ -54,10 +57,10 @@ class Connecting:
         self, server: socket.socket, addresses: Sequence[str], check: Callable[[], None]
     ) -> None:
         """Connect to all ranks. ``addresses``: where each of them listens, by rank. ``check()`` is
-        called every second, and raises where waiting is in vain."""
+        called every so many seconds, and raises where waiting is in vain."""
         self._addresses = {r: Address.parse(a) for r, a in enumerate(addresses[: self._rank])}
         self._callers = set(range(self._rank + 1, len(addresses)))
-        check_at = time.monotonic() + CHECK_SECONDS
+        check_at = time.monotonic() + self._check_seconds
         talks = Talks()
         talks.serve(server, self._answer, HELLO_SECONDS, self._answered)
         try:
@@ -70,7 +73,7 @@ class Connecting:
                     )
                 if now >= check_at:
                     check()
-                    check_at = now + CHECK_SECONDS
+                    check_at = now + self._check_seconds
                 call_at = self._call_all(talks, now)
                 talks.turn(max(min(self._deadline, check_at, call_at) - now, 0))
         finally:

@@ -105,7 +105,7 @@ NOTHING = Request()
 def pack_answer(status: str, position: CallPosition, verdict: Verdict | None) -> bytes:
     """The answer of a beacon."""
     serial, call, left, broken = position
-    where = [serial, None if call is None else list(shown(call)), left, broken]
+    where = [serial, None if call is None else [*shown(call)[:2]], left, broken]
     return _json([clean(status)[:MOST_STATUS], where, _plain(verdict)])
 
 
@@ -212,10 +212,10 @@ class LinkRecord:
 
 class Beacon:
     """Answers callers that know a link's secret, from a thread of its own, and adopts the verdicts
-    that they send. ``links``: by key."""
+    that they send. ``links``: by key. ``host``: the address to listen at; None: `own_address`."""
 
-    def __init__(self) -> None:
-        host = own_address()
+    def __init__(self, host: str | None = None) -> None:
+        host = host or own_address()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with forks.guard:
             self._server = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)

@@ -137,9 +137,10 @@ class Link(Protocol):
         """``x`` <- rank ``root``'s ``x``, in place."""
         ...
 
-    def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor]:
+    def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> Sequence[Tensor | None]:
         """Send ``x`` to each of the ranks ``to``, and return what the ranks ``source`` send to this
-        one, in that order: as many elements each. Valid until the next call."""
+        one, in that order: as many elements each, or None if that rank was lost and training goes
+        on without it. Valid until the next call."""
         ...
 
     def gather(self, x: Tensor) -> Tensor:

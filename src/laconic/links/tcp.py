@@ -1,14 +1,8 @@
-"""The link between processes on CPUs: a TCP connection between every two ranks.
-
-Every rank sends straight to every other and sums in rank order, which the simulator can repeat to
-the bit. Measured with 4 ranks and 3.5 MB at 100 Mbit/s, a mean takes 1.01 times bytes over rate, as
-gloo's all-reduce does; gloo's own all-to-all takes 1.2 times and its reduce-scatter 2.1 times.
-"""
+"""The link between processes on CPUs: a TCP connection between every two ranks."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -16,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.buckets import Scratch, mean_in_rank_order
 from laconic.errors import LinkError
 from laconic.links.addresses import own_address
 from laconic.links.call_guard import CallGuard
 from laconic.links.calls import Call
-from laconic.links.link import Link, Parts, arrivals, hops
+from laconic.links.collectives import Collectives
+from laconic.links.link import Link
 from laconic.links.texts import exchange_texts
-from laconic.links.wire import Transfer, Wire
+from laconic.links.wire import Wire
 
 
 def gather_over(group: dist.ProcessGroup, device: torch.device, x: Tensor) -> Tensor:
@@ -34,17 +28,15 @@ def gather_over(group: dist.ProcessGroup, device: torch.device, x: Tensor) -> Te
     return torch.stack(rows)
 
 
-class TcpLink:
+class TcpLink(Collectives):
     """Collectives on CPU tensors over connections of laconic's own. Made by `over`; ``guard`` and
     ``wire`` are those of the link, and connected."""
 
     threaded = True
 
     def __init__(self, guard: CallGuard, wire: Wire) -> None:
-        self._guard, self._wire = guard, wire
-        self.rank, self.size = guard.rank, guard.size
-        self._scratch = Scratch()
-        self.joined = time.perf_counter()
+        super().__init__(guard, wire)
+        self._calls, self._own_wire = guard, wire
 
     @classmethod
     def over(
@@ -88,11 +80,11 @@ class TcpLink:
 
     def split(self, sets: Sequence[Sequence[int]]) -> Link:
         members = next(ranks for ranks in sets if self.rank in ranks)
-        ranks = [self._guard.ranks[r] for r in members]
-        wire = Wire(members.index(self.rank), own_address(), self._wire.timeout, ranks)
+        ranks = [self._calls.ranks[r] for r in members]
+        wire = Wire(members.index(self.rank), own_address(), self._own_wire.timeout, ranks)
         try:
             addresses = exchange_texts(self.gather, wire.address)
-            guard = self._guard.split(members, wire)
+            guard = self._calls.split(members, wire)
             return self._connected(guard, wire, [addresses[r] for r in members])
         except BaseException:
             wire.close()
@@ -101,170 +93,22 @@ class TcpLink:
     # -- calls ----
 
     def begin_call(self, call: Call, *, wait: bool) -> bool:
-        self._guard.begin(call)
+        self._calls.begin(call)
         if wait:  # else the first message shows whether all ranks are in it
-            self._guard.compare(call, self.gather)
+            self._calls.compare(call, self.gather)
         return wait
 
     def check(self) -> None:
-        self._guard.check()
+        self._calls.check()
 
     def check_peers(self) -> None:
-        self._guard.check_peers(self.joined)
+        self._calls.check_peers(self.joined)
 
     def leave(self, broken: bool) -> None:
-        self._guard.leave(broken)
+        self._calls.leave(broken)
 
     def status(self, text: str) -> None:
-        self._guard.status(text)
+        self._calls.status(text)
 
     def close(self) -> None:
-        self._wire.close()
-
-    # -- messages ----
-
-    def _post_all(
-        self, sends: Sequence[Tensor], receives: Sequence[Tensor], *, ready: bool = True
-    ) -> Transfer:
-        """Begin to send ``sends[r]`` to every other rank r that there is one for, and to receive
-        ``receives[r]``. If not ``ready``, `_send` says when each can be sent."""
-        others = hops(self.rank, self.size)[:-1]
-        out = {r: sends[r] for r in others if r < len(sends)}
-        into = {r: receives[r] for r in others if r < len(receives)}
-        wire, header = self._wire, self._guard.header
-        with self._guard.blaming():
-            return Transfer(
-                wire.connections, out, into, header, wire.timeout, wire.names, ready=ready
-            )
-
-    def _post(
-        self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], *, ready: bool = True
-    ) -> Transfer:
-        with self._guard.blaming():
-            return self._wire.post(sends, receives, self._guard.header, ready=ready)
-
-    def _send(self, transfer: Transfer, rank: int, size: int) -> None:
-        """The first ``size`` bytes for ``rank`` can be sent."""
-        with self._guard.blaming():
-            transfer.send(rank, size)
-
-    def _wait(self, transfer: Transfer, rank: int | None = None, size: int | None = None) -> None:
-        """Wait for the first ``size`` bytes (None: all) from ``rank``; None: until all messages
-        have come and are sent."""
-        with self._guard.blaming():
-            transfer.wait(rank, size)
-        self.joined = time.perf_counter()
-
-    # -- collectives ----
-
-    def mean(self, x: Tensor) -> None:
-        if self.size == 1:
-            return
-        if x.numel() % self.size:
-            x.copy_(mean_in_rank_order(self.gather(x).unbind()))
-        else:
-            self.all_gather(self.reduce_scatter(x), x)
-
-    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
-        slices = x.view(owners or self.size, -1).unbind()
-        if self.rank >= len(slices):
-            self._wait(self._post_all(slices, []))
-            return x[:0]
-        length = slices[0].numel()
-        room = self._scratch.take((self.size - 1) * length, x.dtype, x.device)
-        pieces = list(torch.split(room, length)) if self.size > 1 else []
-        pieces.insert(self.rank, slices[self.rank])
-        transfer = self._post_all(slices, pieces)
-
-        def arrived() -> Iterator[Tensor]:
-            for r, piece in enumerate(pieces):
-                if r != self.rank:
-                    self._wait(transfer, r)
-                yield piece
-
-        mean = mean_in_rank_order(arrived(), reuse=True, out=slices[self.rank])
-        self._wait(transfer)
-        return mean
-
-    def all_gather(
-        self,
-        mine: Tensor,
-        out: Tensor,
-        owners: int | None = None,
-        parts: Parts | None = None,
-    ) -> None:
-        slices = list(out.view(owners or self.size, -1).unbind())
-        order = [r for r in arrivals(self.rank, self.size) if r < len(slices)]
-        parts = parts or Parts([len(slices[0])])
-        if len(parts.ends) == 1:
-            parts.fill_all([r for r in order if r == self.rank])
-        if self.rank not in order:
-            transfer = self._post_all([], slices)
-        else:
-            own = slices[self.rank]
-            fill = parts.fill if len(parts.ends) > 1 else None
-            if fill is None and mine.data_ptr() != own.data_ptr():
-                own.copy_(mine)
-            transfer = self._post_all([own] * self.size, slices, ready=fill is None)
-            if fill is not None:
-                for part in parts:
-                    fill(self.rank, part)
-                    if mine.data_ptr() != own.data_ptr():
-                        own[part].copy_(mine[part])
-                    for r in hops(self.rank, self.size)[:-1]:
-                        self._send(transfer, r, part.stop * out.element_size())
-        self._receive(transfer, parts, order, out.element_size())
-
-    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
-        order = hops(self.rank, self.size)
-        parts = parts or Parts([x.shape[1]])
-        if len(parts.ends) == 1:
-            parts.fill_all(order)
-        rows, fill = list(out.unbind()), parts.fill if len(parts.ends) > 1 else None
-        transfer = self._post_all(x.unbind(), rows, ready=fill is None)
-        if fill is not None:
-            for part in parts:
-                for r in order:
-                    fill(r, part)
-                    if r != self.rank:
-                        self._send(transfer, r, part.stop * x.element_size())
-        rows[self.rank].copy_(x[self.rank])
-        self._receive(transfer, parts, arrivals(self.rank, self.size), x.element_size())
-
-    def _receive(
-        self, transfer: Transfer, parts: Parts, order: Sequence[int], itemsize: int
-    ) -> None:
-        """Wait for all messages, and use each of the ``parts`` once it has come."""
-        use = parts.use
-        if use is not None:
-            for part in parts:
-                for r in order:
-                    if r != self.rank:
-                        self._wait(transfer, r, part.stop * itemsize)
-                    use(r, part)
-        self._wait(transfer)
-
-    def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor]:
-        room = self._scratch.take(x.numel() * len(source), x.dtype, x.device)
-        pieces = list(room.view(-1, x.numel()).unbind())
-        assert len({*to}) == len(to) and len({*source}) == len(source), "one message each"
-        self._wait(self._post(dict.fromkeys(to, x), dict(zip(source, pieces, strict=True))))
-        return pieces
-
-    def broadcast(self, x: Tensor, root: int = 0) -> None:
-        # a binomial tree: counted from the root, the parent of a rank lacks its lowest bit
-        place = (self.rank - root) % self.size
-        reach = (place & -place) if place else 1 << (self.size - 1).bit_length()
-        if place:
-            self._wait(self._post({}, {(place - reach + root) % self.size: x}))
-        while reach := reach >> 1:  # the largest subtree first
-            if place + reach < self.size:
-                self._wait(self._post({(place + reach + root) % self.size: x}, {}))
-
-    def gather(self, x: Tensor) -> Tensor:
-        x = x.cpu()
-        everyone = x.new_empty(self.size, *x.shape)
-        everyone[self.rank] = x
-        rows = list(everyone.unbind())
-        self._wait(self._post_all([rows[self.rank]] * self.size, rows))
-        return everyone
+        self._own_wire.close()

@@ -109,6 +109,17 @@ class Connections(dict[int, int]):
         while self:
             os.close(self.popitem()[1])
 
+    def shutdown(self) -> None:
+        """End all connections, here and at the other ranks, so that threads that wait return."""
+        for fd in self.values():
+            borrowed = socket.socket(fileno=fd)
+            try:
+                borrowed.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue  # it has ended already
+            finally:
+                borrowed.detach()
+
     def __del__(self) -> None:
         self.close()
 
@@ -279,6 +290,15 @@ def _step(message: _Message) -> tuple[int, int]:
     return _FINE, 0
 
 
+def configure(connection: socket.socket) -> None:
+    """Set the options of a connection for messages."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if name in vars(socket):  # not on every system
+            connection.setsockopt(socket.IPPROTO_TCP, vars(socket)[name], value)
+
+
 class Wire:
     """The connections of rank ``rank`` of a link to all other ranks. ``host``: its own address;
     ``names``: what ranks are called in errors. Every rank sends the others its `address` before it
@@ -309,11 +329,7 @@ class Wire:
             raise
 
     def _keep(self, rank: int, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in KEEPALIVE.items():
-            if name in vars(socket):  # not on every system
-                connection.setsockopt(socket.IPPROTO_TCP, vars(socket)[name], value)
+        configure(connection)
         self.connections.keep(rank, connection)
 
     @property
@@ -350,14 +366,7 @@ class Wire:
 
     def shutdown(self) -> None:
         """End all connections, here and at the other ranks, so that threads that wait return."""
-        for fd in self.connections.values():
-            borrowed = socket.socket(fileno=fd)
-            try:
-                borrowed.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue  # it has ended already
-            finally:
-                borrowed.detach()
+        self.connections.shutdown()
 
     def post(
         self,

@@ -101,7 +101,7 @@ class Wrapped:
         at = size, self.size, owners, self.rank
         return cost.reduce_scatter(*at), cost.all_gather(*at)
 
-    def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor]:
+    def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> Sequence[Tensor | None]:
         amount = cost.swap(size_of(x), len(to))
         with self.around("swap", amount, size_of(x) * len(source)):
             return self.link.swap(x, to, source)

@@ -1,7 +1,7 @@
 """With whom a message is exchanged, and how it is encoded."""
 
 from laconic.algorithms.exchanges.alone import Alone
-from laconic.algorithms.exchanges.coded import CodedMean, GatheredMean, coded
+from laconic.algorithms.exchanges.coded import CodedMean, GatheredMean, ReplicatedMean, coded
 from laconic.algorithms.exchanges.demo import FastComponents
 from laconic.algorithms.exchanges.leader import Leader
 from laconic.algorithms.exchanges.low_rank import LowRank
@@ -17,6 +17,7 @@ __all__ = [
     "LowRank",
     "Mean",
     "Push",
+    "ReplicatedMean",
     "ShardedMean",
     "coded",
 ]

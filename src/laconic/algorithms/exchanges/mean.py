@@ -24,6 +24,9 @@ class Mean(Exchange):
     def averages(self) -> bool:
         return True
 
+    def replicated(self) -> Exchange:
+        return self
+
     def cost(self, length: int, itemsize: int, n: int) -> Cost:
         return cost.mean(length * itemsize, n, length % n == 0)
 
@@ -54,6 +57,14 @@ class ShardedMean(Exchange):
     def __post_init__(self) -> None:
         if self.shards is not None:
             check_int("shards", self.shards, 1)
+
+    def replicated(self) -> Exchange:
+        if self.shards is not None:
+            raise ValueError(
+                f"outer state in {self.shards} shards is lost with the workers that own it: where "
+                "workers come and go, every worker stores all of it"
+            )
+        return Mean()
 
     def owners(self, n: int) -> int | None:
         return n if self.shards is None else min(self.shards, n)

@@ -31,6 +31,9 @@ class Push(Exchange):
         at = clock.worker, clock.workers, clock.executed, clock.seed
         return len(self.graph.out_peers(*at))
 
+    def replicated(self) -> Exchange:
+        return self
+
     def cost(self, length: int, itemsize: int, n: int) -> Cost:
         peers = max(len(self.graph.out_peers(rank, n, 0, 0)) for rank in range(n))
         return cost.swap(length * itemsize, peers)
@@ -39,13 +42,15 @@ class Push(Exchange):
         self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
     ) -> Arrival:
         at = link.size, clock.executed, clock.seed
-        sources = self.graph.in_peers(link.rank, *at)
+        sources, peers = self.graph.in_peers(link.rank, *at), self.graph.out_peers(link.rank, *at)
         weighted = clock.weight is not None
         parcel = message if clock.weight is None else _with_weight(message, clock.weight)
-        parcels = link.swap(parcel, self.graph.out_peers(link.rank, *at), sources)
+        parcels = link.swap(parcel, peers, sources)
         total = torch.zeros_like(message, dtype=state_dtype(message.dtype))
         weight = 0.0
         for source, received in zip(sources, parcels, strict=True):
+            if received is None:  # that worker is lost, with what it had
+                continue
             share = 1.0 if weighted else self.graph.share(link.rank, source, *at)
             total.add_(received[: len(message)], alpha=share)
             weight += _weight(received[len(message) :]) if weighted else share

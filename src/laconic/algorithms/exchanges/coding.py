@@ -1,0 +1,258 @@
+"""What all coded means share: the codec, the residual, and rows that are coded while they travel.
+
+The symbols and the mathematics are in `laconic.algorithms.exchanges.coded`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from laconic.algorithms.exchange import Exchange
+from laconic.algorithms.update import Clock, Slot, State
+from laconic.buckets import state_dtype
+from laconic.codecs import Codec
+from laconic.codecs.codec import check_repr
+from laconic.errors import NotFiniteError, check_bool, check_float
+from laconic.links.link import Link, Parts, hops
+
+NOT_FINITE = 255
+"""Marks a message that its codec could not encode. The sender fills the last part of every row with
+bytes of this value. No code consists of such bytes alone, so all ranks learn of the failure from
+the message itself and raise the same error."""
+SPLITS = (1, 4, 7, 8)
+"""Where the parts of a row end, in eighths. The first and last parts are short, so little work
+precedes the first send and follows the last arrival."""
+MIN_ROW_BYTES, OVERLAP_FACTOR = 2**16, 4
+"""Rows of at least this many bytes are split into parts. Each part costs processor time, so rounds
+that overlap with training split only rows that are ``OVERLAP_FACTOR`` times longer: nothing waits
+for those rows except the end of a backward pass (``python -m benchmarks processor``)."""
+
+
+@dataclass(frozen=True)
+class Coded(Exchange):
+    """``codec``: how messages are coded. ``relative``: code the difference from the last result.
+    Parameters need this, because they change little between rounds. Gradients are coded as they
+    are. ``feedback``: b, in [0, 1]. With 0 there is no residual."""
+
+    codec: Codec
+    relative: bool
+    feedback: float = 1.0
+
+    agrees = True
+    slots: ClassVar[dict[str, Slot]] = {
+        "reference": "everywhere",
+        "residual": "pooled",
+        "lag": "owner",
+    }
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.codec, Codec):
+            raise ValueError(
+                f"codec must be a laconic.codecs.Codec, such as laconic.codecs.Int4(), not "
+                f"{self.codec!r}"
+            )
+        check_repr(self.codec)
+        check_bool("relative", self.relative)
+        check_float("feedback", self.feedback, 0.0, most=1.0)
+
+    @property
+    def averages(self) -> bool:
+        return not self.relative
+
+    def init(self, x: Tensor, owned: slice) -> State:
+        if not x.is_floating_point():
+            raise ValueError(
+                f"{self.codec} codes floating-point parameters only, not {x.dtype}: choose a "
+                "recipe without codec="
+            )
+        state = {"reference": x} if self.relative else {}
+        if self.feedback:
+            state["residual"] = torch.zeros_like(x)
+        return state
+
+    def rebase(self, x: Tensor, state: State) -> None:
+        if self.relative:
+            state["reference"].copy_(x)
+
+    def _residual(self, state: State, at: slice) -> Tensor | None:
+        """Return b*e for the elements ``at``."""
+        if "residual" not in state:
+            return None
+        residual = state["residual"][at]
+        return residual if self.feedback == 1 else self.feedback * residual
+
+    def code(
+        self,
+        x: Tensor,
+        generator: torch.Generator,
+        less: Tensor | None,
+        plus: Tensor | None,
+        out: Tensor,
+    ) -> str:
+        """Encode x - less + plus into ``out``. With feedback, leave the coding error in x.
+
+        If the codec cannot encode x, fill ``out`` with `NOT_FINITE` and return the reason.
+        Otherwise return the empty string.
+        """
+        subtract = bool(self.feedback)
+        try:
+            self.codec.encode(x, generator, less=less, plus=plus, subtract=subtract, out=out)
+        except NotFiniteError as error:
+            out.fill_(NOT_FINITE)
+            return str(error) or f"{self.codec} could not encode it"
+        return ""
+
+
+@dataclass(frozen=True)
+class SlicedMean(Coded):
+    """A mean whose messages are coded by slices, one for each worker."""
+
+    def split(self, length: int, clock: Clock, device: torch.device) -> _Split:
+        """Return how to split rows of ``length`` elements. Rows on an accelerator are not split."""
+        overlaps = clock.delay or not self.relative
+        row_bytes = MIN_ROW_BYTES * (OVERLAP_FACTOR if overlaps else 1)
+        least = row_bytes if device.type == "cpu" else math.inf
+        grain = self.codec.grain
+        return _Split.of(grain, self.codec.nbytes(grain), length // grain, least)
+
+    def reduce_scatter(
+        self, link: Link, message: Tensor, clock: Clock, state: State
+    ) -> tuple[Tensor, Tensor]:
+        """Return v - q, and the mean of the codes received for this rank's slice."""
+        n, order = link.size, hops(link.rank, link.size)
+        residual = message.to(state_dtype(message.dtype)).contiguous()
+        each = residual.numel() // n
+        payload = torch.empty(n, self.codec.nbytes(each), dtype=torch.uint8, device=residual.device)
+        rows, mean = torch.empty_like(payload), residual.new_empty(each)
+        split = self.split(each, clock, residual.device)
+        generator, failure = generator_for(clock, residual.device, 0), ""
+
+        def code(start: int, stop: int, out: Tensor) -> None:
+            nonlocal failure
+            at = slice(start, stop)
+            less = state["reference"][at] if self.relative else None
+            if failure:
+                out.fill_(NOT_FINITE)
+            else:
+                failure = self.code(residual[at], generator, less, self._residual(state, at), out)
+                failure += offset_note(start) if failure else ""
+
+        def fill(r: int, part: slice, elements: slice) -> None:
+            if part != split.last:
+                code(r * each + elements.start, r * each + elements.stop, payload[r, part])
+            elif r == order[0]:  # encode all last parts before any is sent: a failure marks all
+                if part.start == 0:
+                    code(0, len(residual), payload.view(-1))
+                else:
+                    for row in order:
+                        code(
+                            row * each + elements.start,
+                            row * each + elements.stop,
+                            payload[row, part],
+                        )
+                if failure:
+                    payload[:, part].fill_(NOT_FINITE)
+
+        suspects: list[tuple[slice, slice]] = []
+
+        def use(r: int, part: slice, elements: slice) -> None:
+            if r == order[0]:  # the last row to arrive
+                if nonfinite_rows(rows[:, part]):
+                    suspects.append((part, elements))  # not a code if a whole row is marked
+                else:
+                    self.codec.decode_mean(rows[:, part], mean[elements])
+
+        link.all_to_all(payload, rows, split.parts(fill, use))
+        raise_if_nonfinite(rows[:, split.end], failure)
+        for part, elements in suspects:
+            self.codec.decode_mean(rows[:, part], mean[elements])
+        return residual, mean
+
+
+def generator_for(clock: Clock, device: torch.device, direction: int = 0) -> torch.Generator:
+    """Return a generator for stochastic rounding.
+
+    Its numbers differ by worker, step, bucket, and direction, and are the same after a resume.
+    """
+    seed = hash((clock.seed, clock.step, clock.bucket, clock.worker, direction))
+    return torch.Generator(device).manual_seed(seed % 2**63)
+
+
+def add_decoded(codec: Codec, payload: Tensor, x: Tensor) -> None:
+    """Compute ``x <- x + Q``, where ``payload`` is the code of Q."""
+    if x.dtype == torch.float32:
+        codec.decode(payload, len(x), x, add=True)
+    else:
+        x += codec.decode(payload, len(x))
+
+
+@dataclass(frozen=True)
+class _Split:
+    """How rows of codes are split into parts.
+
+    ``ends``: where the parts end, in grains. ``grain``: elements in a grain. ``size``: bytes in a
+    grain.
+    """
+
+    grain: int
+    size: int
+    ends: tuple[int, ...]
+
+    @classmethod
+    @lru_cache(maxsize=256)
+    def of(cls, grain: int, size: int, grains: int, least: float) -> _Split:
+        """Split rows of ``grains`` grains. Rows of fewer than ``least`` bytes have one part."""
+        eighths = SPLITS if grains * size >= least else SPLITS[-1:]
+        ends = {grains * k // SPLITS[-1] for k in eighths} - {0}
+        return cls(grain, size, tuple(sorted(ends)))
+
+    @property
+    def last(self) -> slice:
+        """Return the bytes of the last part."""
+        start, stop = (0, *self.ends)[-2:]
+        return slice(start * self.size, stop * self.size)
+
+    @property
+    def end(self) -> slice:
+        """Return the bytes of the last grain, which belongs to the last part of any split."""
+        return slice(-self.size, None)
+
+    def parts(self, fill: _OnPart, use: _OnPart | None = None) -> Parts:
+        """Return `Parts` that call ``fill`` and ``use`` with a rank, the bytes of a part of its
+        row, and the elements that those bytes code."""
+
+        def with_elements(call: _OnPart) -> Callable[[int, slice], None]:
+            return lambda r, part: call(r, part, self._elements(part))
+
+        ends = [end * self.size for end in self.ends]
+        return Parts(ends, with_elements(fill), None if use is None else with_elements(use))
+
+    def _elements(self, part: slice) -> slice:
+        return slice(part.start // self.size * self.grain, part.stop // self.size * self.grain)
+
+
+_OnPart = Callable[[int, slice, slice], None]
+
+
+def offset_note(start: int) -> str:
+    return f", counting from element {start}" if start else ""
+
+
+def nonfinite_rows(rows: Tensor) -> list[int]:
+    """Return the indices of the ``rows`` that hold nothing but `NOT_FINITE`."""
+    suspects = (rows[:, 0] == NOT_FINITE).tolist()
+    return [r for r, odd in enumerate(suspects) if odd and bool((rows[r] == NOT_FINITE).all())]
+
+
+def raise_if_nonfinite(rows: Tensor, own: str) -> None:
+    """Raise the same error on every rank if any row holds nothing but `NOT_FINITE`."""
+    if ranks := nonfinite_rows(rows):
+        here = f"; on this rank: {own}" if own else ""
+        raise NotFiniteError(f"ranks {ranks} of its link had NaN or infinite values to send{here}")

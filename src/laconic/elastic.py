@@ -1,0 +1,53 @@
+"""`Elastic`: workers that come and go."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from laconic.errors import check_float, check_int
+from laconic.links.elastic.registry import parse_address
+
+COORDINATOR_VARIABLE = "LACONIC_COORDINATOR"
+"""Names the coordinator where ``coordinator`` is not given."""
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """Train with workers that come and go: ``attach(..., elastic=Elastic("host:29400"))``.
+
+    ``coordinator``: where ``laconic coordinator`` runs, as ``"host:port"``; None: what the
+    environment variable LACONIC_COORDINATOR says. ``min_workers``: the least number of workers with
+    which training goes on; with fewer, the others wait. None: more than half of the workers of the
+    view before. ``workers``: how many workers the start waits for; None: ``min_workers``, or 2.
+    ``job``: tells several runs with one coordinator apart. ``wait``: how many seconds to wait for
+    enough workers.
+    """
+
+    coordinator: str | None = None
+    min_workers: int | None = None
+    workers: int | None = None
+    job: str = "default"
+    wait: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.coordinator is not None:
+            parse_address(self.coordinator)
+        if self.min_workers is not None:
+            check_int("min_workers", self.min_workers, 1)
+        if self.workers is not None:
+            check_int("workers", self.workers, self.min_workers or 1)
+        check_float("wait", self.wait, 0.0, strict=True)
+        if not isinstance(self.job, str) or not self.job or not self.job.isprintable():
+            raise ValueError(f"job must be a name, not {self.job!r}")
+
+    def address(self) -> str:
+        """The coordinator's address; raises ``ValueError`` if there is none."""
+        found = self.coordinator or os.environ.get(COORDINATOR_VARIABLE)
+        if not found:
+            raise ValueError(
+                'no coordinator is given: pass Elastic("host:29400"), or set '
+                f"{COORDINATOR_VARIABLE}=host:29400, and run `laconic coordinator` on that host"
+            )
+        parse_address(found)
+        return found

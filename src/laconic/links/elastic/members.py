@@ -1,0 +1,354 @@
+"""Who is alive, and which view comes next.
+
+Two threads run beside the training. One asks the beacons of other workers for signs of life. The
+other reads from the coordinator which view was decided, and proposes the next one. A suspicion is
+local; only a decided view counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from laconic.errors import LinkError
+from laconic.links import health
+from laconic.links.calls import CallPosition
+from laconic.links.elastic.registry import CoordinatorError, Registry
+from laconic.links.elastic.view import Member, View
+
+log = logging.getLogger("laconic")
+
+BEAT, FAST_BEAT = 0.5, 0.05
+"""Seconds between questions to a beacon; the second while the connections are broken."""
+NEIGHBORS = 3
+"""How many of the next members a worker asks. While the connections are broken, it asks all."""
+READ, FAST_READ = 0.25, 0.02
+"""Seconds between looks for a new view."""
+SHORTEST, LONGEST, ROUNDS = 5.0, 30.0, 2.0
+"""A worker counts as lost after a silence of ``ROUNDS`` times the time between rounds, but at least
+``SHORTEST`` and at most ``LONGEST`` seconds."""
+STUCK_SHORTEST, STUCK_ROUNDS = 60.0, 20.0
+"""The same for a worker that answers and does not come to the round that others wait in."""
+RECONNECT = 1.0
+"""Seconds after which broken connections are made again, if nobody was found to be lost."""
+SETTLE = 1.0
+"""Seconds without another worker after which the first view is proposed."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """``min_workers``: the least workers with which training goes on; None: more than half of those
+    in the view before. ``workers``: how many to wait for at the start; None: the least number.
+    ``wait``: seconds to wait for enough workers. ``limit``: the longest silence in seconds."""
+
+    min_workers: int | None
+    workers: int | None
+    wait: float
+    limit: float
+
+    def least(self, workers: int) -> int:
+        """How many workers the view must have that follows one with so many ``workers``."""
+        return self.min_workers or workers // 2 + 1
+
+
+class Members:
+    """The members of one run, as the worker ``me`` knows them. `start` begins the threads.
+
+    ``on_view`` is called, in the second thread, when a view was decided.
+    """
+
+    def __init__(
+        self, registry: Registry, me: Member, secret: bytes, about: str, rules: Rules
+    ) -> None:
+        self.registry, self.me, self.secret, self.rules = registry, me, secret, rules
+        self._about = about
+        self.on_view: Callable[[View], None] = lambda view: None
+        self.pace = 0.0
+        """The longest recent time between rounds, in seconds."""
+        self.waiting_since: float | None = None
+        """Since when (`time.monotonic`) this worker is in a call, and `position` in the calls."""
+        self.position = CallPosition()
+        self.active: set[str] = set()
+        """The ids of the members that take part in rounds."""
+        self.ended = False
+        """Whether this worker needs no further view, unless a call begins."""
+        self._view: View | None = None
+        self._changed = threading.Condition()
+        self._removed = ""
+        self._newcomers: dict[str, Member] = {}
+        self._leaving = False
+        self._broken_since: float | None = None
+        self._gone: set[str] = set()
+        self._silent_since: dict[str, float] = {}
+        self._positions: dict[str, CallPosition] = {}
+        self._short: tuple[int, int] | None = None
+        """How many workers are left and how many are needed, where too few are left."""
+        self._coordinator_lost = ""
+        self._wake_beat, self._wake_read = threading.Event(), threading.Event()
+        self._closed = False
+
+    # -- what is known ----
+
+    @property
+    def view(self) -> View:
+        """The latest decided view."""
+        assert self._view is not None, "the run has begun"
+        return self._view
+
+    @property
+    def deadline(self) -> float:
+        """Seconds of silence after which a worker counts as lost."""
+        return min(max(SHORTEST, ROUNDS * self.pace), LONGEST, self.rules.limit)
+
+    @property
+    def stuck_deadline(self) -> float:
+        """Seconds after which a worker counts as lost that does not come to a round."""
+        return min(max(STUCK_SHORTEST, STUCK_ROUNDS * self.pace), self.rules.limit)
+
+    def steps(self) -> int:
+        """The most steps that any member is known to have taken."""
+        calls = [p.call.step for p in list(self._positions.values()) if p.call is not None]
+        return max(calls, default=0)
+
+    def _others(self, view: View) -> list[Member]:
+        place = view.place(self.me.id)
+        members = list(view.members)
+        return members if place is None else [*members[place + 1 :], *members[:place]]
+
+    # -- the start ----
+
+    def found(self) -> View | None:
+        """Wait for the first view of the run, and return it; None if a run is under way, which this
+        worker can join."""
+        end = time.monotonic() + self.rules.wait
+        number = self.registry.enter(self.me)
+        need = self.rules.workers or self.rules.min_workers or 2
+        known: dict[int, Member] = {}
+        changed, base = time.monotonic(), 0
+        while True:
+            latest = self.registry.latest()
+            if latest is not None and latest.place(self.me.id) is not None:
+                self._view = latest
+                return latest
+            if latest is not None and self._alive(latest.members):
+                self._view = latest
+                return None
+            base = latest.epoch if latest is not None else 0
+            new = self.registry.entered(max(known, default=0))
+            if new:
+                known.update(new)
+                changed = time.monotonic()
+            living = self._alive(list(known.values()))
+            first = min((n for n, m in known.items() if m in living), default=number)
+            now = time.monotonic()
+            settled = now - changed >= SETTLE or self.rules.workers == len(living)
+            if first == number and len(living) >= need and settled:
+                members = tuple(m for _, m in sorted(known.items()) if m in living)
+                self.registry.propose(View(base + 1, members, "the run begins"))
+            elif now >= end:
+                raise LinkError(
+                    f"{len(living)} of {need} workers have come to the coordinator at "
+                    f"{self.registry.host}:{self.registry.port} within {self.rules.wait:g} s: "
+                    "start more workers, or lower min_workers"
+                )
+            else:
+                time.sleep(0.05)
+
+    def _alive(self, members: Sequence[Member]) -> list[Member]:
+        """Those of ``members`` whose beacons answer, this worker included."""
+        others = [m for m in members if m.id != self.me.id]
+        answers = health.ask_all([m.beacon for m in others], self.secret)
+        living = {m.id for m, a in zip(others, answers, strict=True) if not a.lost}
+        return [m for m in members if m.id == self.me.id or m.id in living]
+
+    def start(self, view: View) -> None:
+        """Follow the run from ``view`` on."""
+        self._view = view
+        for work, name in ((self._beat, "laconic-heartbeat"), (self._read, "laconic-members")):
+            threading.Thread(target=work, daemon=True, name=name).start()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._closed = True
+        self._wake_beat.set()
+        self._wake_read.set()
+
+    # -- for the link ----
+
+    def broken(self) -> None:
+        """The connections of the present view are broken: find out why, and propose a view."""
+        self._broken_since = self._broken_since or time.monotonic()
+        self._wake_beat.set()
+        self._wake_read.set()
+
+    def mended(self) -> None:
+        """The connections of the latest view stand."""
+        self._broken_since = None
+
+    def next(self, epoch: int) -> View:
+        """Wait for a view after ``epoch``, and return the latest. Raises `LinkError` if this worker
+        is not in it, or there are too few workers for too long."""
+        short_since: float | None = None
+        while True:
+            with self._changed:
+                if not self._removed and self.view.epoch <= epoch:
+                    self._changed.wait(0.5)
+            if self._removed:
+                raise LinkError(
+                    f"the other workers go on without this one ({self._removed}): start it again, "
+                    "and it joins them"
+                )
+            if self.view.epoch > epoch:
+                return self.view
+            stalled = self._stalled()
+            short_since = (short_since or time.monotonic()) if stalled else None
+            if short_since is not None and time.monotonic() - short_since >= self.rules.wait:
+                raise LinkError(f"{stalled}, and not within {self.rules.wait:g} s")
+
+    def _stalled(self) -> str:
+        """Why no view can be decided at present; empty if one can."""
+        if self._short is not None:
+            left, least = self._short
+            return f"{left} of at least {least} workers are left: training goes on with {least}"
+        if self._coordinator_lost:
+            return f"a worker was lost, and {self._coordinator_lost}"
+        return ""
+
+    def add(self, newcomer: Member) -> None:
+        """Propose a view with ``newcomer``."""
+        self._newcomers[newcomer.id] = newcomer
+        self._wake_read.set()
+
+    def leave(self) -> None:
+        """Propose a view without this worker, and wait until one was decided."""
+        self._leaving = True
+        self._wake_read.set()
+        end = time.monotonic() + 2 * self.deadline
+        with self._changed:
+            while not self._removed and time.monotonic() < end:
+                self._changed.wait(0.5)
+
+    # -- signs of life ----
+
+    def _beat(self) -> None:
+        while not self._closed:
+            view, broken = self.view, self._broken_since is not None
+            asked = self._others(view)
+            if not broken and self.waiting_since is None:
+                asked = asked[:NEIGHBORS]
+            start = time.monotonic()
+            answers = health.ask_all([m.beacon for m in asked], self.secret)
+            for member, answer in zip(asked, answers, strict=True):
+                self._heard(member.id, answer, start)
+            if any(answer.lost for answer in answers):
+                self._wake_read.set()
+            self._wake_beat.wait(FAST_BEAT if broken else BEAT)
+            self._wake_beat.clear()
+
+    def _heard(self, id: str, answer: health.Answer, asked: float) -> None:
+        left = answer.position is not None and answer.position.left
+        if answer.missing == "gone" or left:
+            self._gone.add(id)
+        elif answer.lost:
+            self._silent_since.setdefault(id, asked)
+        else:
+            self._silent_since.pop(id, None)
+            if answer.position is not None:
+                self._positions[id] = answer.position
+
+    def _lost(self, view: View) -> dict[str, str]:
+        """The members that count as lost, and why."""
+        now, lost = time.monotonic(), dict[str, str]()
+        waiting = self.waiting_since
+        stuck = waiting is not None and now - waiting >= self.stuck_deadline
+        for member in self._others(view):
+            id = member.id
+            silence = now - self._silent_since.get(id, now)
+            position = self._positions.get(id)
+            if id in self._gone:
+                lost[id] = "has ended"
+            elif silence >= self.deadline:
+                lost[id] = f"has not answered for {silence:.0f} s"
+            elif stuck and position is not None and position.serial < self.position.serial:
+                lost[id] = f"has not come to {self.position} for {self.stuck_deadline:.0f} s"
+        return lost
+
+    # -- views ----
+
+    def _read(self) -> None:
+        while not self._closed and not self._removed:
+            try:
+                self._turn()
+            except CoordinatorError as error:
+                if not self._coordinator_lost:
+                    log.warning("%s; training goes on with the workers of now", error)
+                self._coordinator_lost = str(error)
+            except Exception as error:
+                log.exception("the thread that follows the members failed")
+                self._coordinator_lost = str(error)
+            self._wake_read.wait(FAST_READ if self._broken_since is not None else READ)
+            self._wake_read.clear()
+
+    def _turn(self) -> None:
+        """Follow the views that were decided, and propose one where that is due."""
+        if self._coordinator_lost:
+            if not self.registry.restore(self.secret, self._about, self.view):
+                raise CoordinatorError("the coordinator now serves another job of this name")
+            log.warning("the coordinator is back")
+            self._coordinator_lost = ""
+        view = self.view
+        while (newer := self.registry.view(view.epoch + 1)) is not None:
+            self._decided(newer)
+            view = newer
+        if view.place(self.me.id) is None:
+            return
+        lost = {} if self.ended and self.waiting_since is None else self._lost(view)
+        if self._leaving:
+            lost[self.me.id] = "leaves"
+        new = [m for m in self._newcomers.values() if view.place(m.id) is None]
+        broken = self._broken_since
+        again = broken is not None and time.monotonic() - broken >= RECONNECT
+        if (lost or new or again) and self._may(view, lost):
+            self._decided(self.registry.propose(view.after(lost, new)))
+
+    def _may(self, view: View, lost: dict[str, str]) -> bool:
+        """Whether the view without the ``lost`` members may follow ``view``."""
+        before = [m.id for m in view.members if m.id in self.active]
+        active = [id for id in before if id not in lost]
+        if self._leaving and active:
+            return True
+        left, least = len(active), self.rules.least(len(before))
+        self._short = None
+        if left < least:
+            left += len(self._alive([m for m in self._entered() if view.place(m.id) is None]))
+        if left < least or not active:
+            self._short = left, least
+            return False
+        silent = [id for id in lost if id not in self._gone]
+        if silent and 2 * len(active) <= len(before) - (len(lost) - len(silent)):
+            # the others may be a majority on the far side of a partition: let them be first
+            now = time.monotonic()
+            since = (self._silent_since.get(id, now) for id in silent)
+            return now - max(since) >= 2 * self.deadline
+        return True
+
+    def _entered(self) -> list[Member]:
+        return list(self.registry.entered(0).values())
+
+    def _decided(self, view: View) -> None:
+        with self._changed:
+            if view.epoch <= self.view.epoch:
+                return
+            self._view = view
+            if view.place(self.me.id) is None:
+                self._removed = view.why or "it was removed"
+            if self._broken_since is not None:
+                self._broken_since = time.monotonic()
+            for id in {m.id for m in view.members} & set(self._newcomers):
+                del self._newcomers[id]
+            self._changed.notify_all()
+        log.info("view %d, %d workers: %s", view.epoch, len(view.members), view.why)
+        self.on_view(view)

@@ -1,0 +1,71 @@
+"""The connections between the members of one view."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+
+from laconic.errors import LinkError
+from laconic.links.addresses import Address
+from laconic.links.connect import Connecting
+from laconic.links.elastic.view import Member, View
+from laconic.links.handshake import KEY_BYTES
+from laconic.links.wire import Connections, LostError, configure
+
+CHECK_SECONDS = 0.05
+"""How often a worker that connects looks whether another view was decided."""
+
+
+class Interrupted(Exception):  # noqa: N818  not an error: the unit runs again
+    """The connections have ended."""
+
+
+class Mesh:
+    """The connections of the member ``me`` of ``view`` to all others. Ranks are places in the
+    view."""
+
+    def __init__(self, view: View, me: Member, timeout: float) -> None:
+        self.view = view
+        self.place = view.ids.index(me.id)
+        self.timeout = timeout
+        self.names: Sequence[int] = range(len(view.members))
+        self.connections = Connections()
+
+    def connect(self, server: socket.socket, secret: bytes, check: Callable[[], None]) -> None:
+        """Connect to all members, which must do so too. ``server`` accepts those that call;
+        ``check()`` raises where waiting is in vain."""
+        key = blake2b(str(self.view.epoch).encode(), key=secret, digest_size=KEY_BYTES).digest()
+
+        def keep(rank: int, connection: socket.socket) -> None:
+            configure(connection)
+            self.connections.keep(rank, connection)
+
+        addresses = [str(Address.parse(m.mesh)._replace(key=key.hex())) for m in self.view.members]
+        at = self.place, self.names, key, secret, self.timeout, keep, CHECK_SECONDS
+        try:
+            Connecting(*at).run(server, addresses, check)
+        except LinkError as error:
+            raise Interrupted(str(error)) from error
+
+
+class Guard:
+    """What a `Collectives` over the first ``size`` members of ``mesh`` asks about a call."""
+
+    def __init__(self, mesh: Mesh, size: int, header: Callable[[], tuple[int, int]]) -> None:
+        self.rank, self.size, self.ranks = mesh.place, size, range(size)
+        self._header = header
+
+    @property
+    def header(self) -> tuple[int, int]:
+        """What the messages of the present call carry, and must carry."""
+        return self._header()
+
+    @contextmanager
+    def blaming(self) -> Iterator[None]:
+        """A context for messages: raises `Interrupted` where a connection has ended."""
+        try:
+            yield
+        except LostError as error:
+            raise Interrupted(str(error)) from error

@@ -1,0 +1,241 @@
+"""The coordinator's store, as the workers of one job use it.
+
+The store (torch's ``TCPStore``) keeps a chain of views. A view is decided by the first worker that
+writes it: `Registry.propose`. The store is not on the data path. Where it can't be reached, only
+changes of the membership stop. A store that was started again, and is empty, gets what the workers
+know: `Registry.restore`.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+
+from laconic.errors import LinkError
+from laconic.links.elastic.view import Member, View
+from laconic.links.handshake import SECRET_BYTES
+from laconic.links.texts import clean
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+T = TypeVar("T")
+
+PORT = 29400
+"""The coordinator's port where none is given."""
+CALL_SECONDS = 5.0
+"""How long one call of the store may take. A store that was stopped never answers."""
+RETRY_SECONDS = 0.5
+SECRET, ABOUT, LATEST, TICKETS = "secret", "about", "latest", "tickets"
+
+
+class CoordinatorError(LinkError):
+    """The coordinator can't be reached."""
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """The host and port of ``"host:port"``, ``"host"`` or ``"[address]:port"``; raises
+    ``ValueError``."""
+    host, separator, port = text.rpartition(":")
+    if not separator or (":" in host and not host.endswith("]")):
+        host, port = text, str(PORT)
+    host = host.strip("[]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(
+            f"a coordinator is given as host:port, such as 10.0.0.1:29400, not {text!r}"
+        )
+    return host, int(port)
+
+
+def serve(host: str, port: int) -> Store:
+    """Start a coordinator in this process, on the interface of ``host``. It ends with the returned
+    object. Raises `OSError` where the port is taken."""
+    address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listening = socket.create_server(address[4][:2], family=address[0], backlog=socket.SOMAXCONN)
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        *(host, port, None, True),
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+
+
+class _Client:
+    """A connection to the store, used by a thread of its own, since a call of the store may block
+    for good."""
+
+    def __init__(self, host: str, port: int, job: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._at = host, port, job
+        self._store: Any = None
+        threading.Thread(target=self._work, daemon=True, name="laconic-registry").start()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+        self._store = None
+
+    def call(self, operation: Callable[[Any], T]) -> T:
+        """``operation`` on the store; raises `CoordinatorError`."""
+        result: list[T] = []
+        errors: list[Exception] = []
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                if self._store is None:
+                    self._store = self._connect()
+                result.append(operation(self._store))
+            except Exception as error:
+                errors.append(error)
+            done.set()
+
+        self._jobs.put(run)
+        host, port, _ = self._at
+        if not done.wait(CALL_SECONDS + 1):
+            raise CoordinatorError(f"the coordinator at {host}:{port} does not answer")
+        if errors:
+            reason = clean(str(errors[0]).splitlines()[0] if str(errors[0]) else "no reason given")
+            raise CoordinatorError(
+                f"no coordinator answers at {host}:{port}: start one by "
+                f"`laconic coordinator --port {port}` on that host, or correct the address "
+                f"({reason})"
+            ) from errors[0]
+        return result[0]
+
+    def _connect(self) -> Any:
+        host, port, job = self._at
+        with socket.create_connection((host, port), CALL_SECONDS):
+            pass  # torch's own client retries for long, and logs each attempt
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, None, False, timedelta(seconds=CALL_SECONDS), False
+        )
+        return dist.PrefixStore(f"laconic/{job}", store)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Let the thread end, once the call that it is in returns."""
+        self._jobs.put(None)
+
+
+class Registry:
+    """What the workers of ``job`` share through the coordinator at ``address``. Every method raises
+    `CoordinatorError` where it can't be reached; the next one connects again."""
+
+    def __init__(self, address: str, job: str) -> None:
+        self.host, self.port = parse_address(address)
+        self._job = job
+        self._client: _Client | None = None
+        self._lock = threading.Lock()
+
+    def _call(self, operation: Callable[[Any], T]) -> T:
+        with self._lock:
+            if self._client is None:
+                self._client = _Client(self.host, self.port, self._job)
+            try:
+                return self._client.call(operation)
+            except CoordinatorError:
+                self._client.close()
+                self._client = None
+                raise
+
+    def connect(self, until: float) -> None:
+        """Wait for the coordinator, at most until the time ``until`` (`time.monotonic`)."""
+        while True:
+            try:
+                self._call(lambda store: store.check([SECRET]))
+                return
+            except CoordinatorError:
+                if time.monotonic() >= until:
+                    raise
+            time.sleep(RETRY_SECONDS)
+
+    def _first(self, key: str, value: str) -> str:
+        """Write ``value`` unless there is one; returns what is there."""
+        found: bytes = self._call(lambda store: store.compare_set(key, "", value))
+        return found.decode(errors="replace")
+
+    def _read(self, key: str) -> str | None:
+        def read(store: Any) -> str | None:
+            if not store.check([key]):
+                return None
+            value: bytes = store.get(key)
+            return value.decode(errors="replace")
+
+        return self._call(read)
+
+    def secret(self) -> bytes:
+        """The job's secret, which the first worker draws."""
+        try:
+            secret = bytes.fromhex(self._first(SECRET, secrets.token_hex(SECRET_BYTES)))
+        except ValueError:
+            secret = b""
+        if len(secret) != SECRET_BYTES:
+            raise LinkError(f"what is at {self.host}:{self.port} is no coordinator of laconic's")
+        return secret
+
+    def about(self, text: str) -> str:
+        """What the job is about: ``text``, unless another worker has said it before."""
+        return self._first(ABOUT, text)
+
+    def restore(self, secret: bytes, about: str, view: View) -> bool:
+        """Write what this worker knows into a store that has lost it. Returns whether the store is
+        of the same job, and has no other view of this epoch."""
+        same = self._first(SECRET, secret.hex()) == secret.hex()
+        same = same and self._first(ABOUT, about) == about
+        return same and self.propose(view).members == view.members
+
+    # -- workers that come ----
+
+    def enter(self, member: Member) -> int:
+        """Add ``member`` to those that want to take part; returns its number."""
+        number = int(self._call(lambda store: store.add(TICKETS, 1)))
+        text = View(1, (member,)).pack()
+        self._call(lambda store: store.set(f"ticket/{number}", text))
+        return number
+
+    def entered(self, above: int) -> dict[int, Member]:
+        """The members that have entered, by number, from ``above`` on."""
+        last = int(self._call(lambda store: store.add(TICKETS, 0)))
+        found = {}
+        for number in range(above + 1, last + 1):
+            text = self._read(f"ticket/{number}")
+            if text is not None:  # else it is being written
+                found[number] = View.unpack(text).members[0]
+        return found
+
+    # -- views ----
+
+    def view(self, epoch: int) -> View | None:
+        """The view that was decided for ``epoch``, if one was."""
+        text = self._read(f"view/{epoch}")
+        return None if text is None else View.unpack(text)
+
+    def latest(self) -> View | None:
+        """The latest view, if there is any."""
+        text = self._read(LATEST)
+        if text is None or not text.isdecimal():
+            return None
+        epoch, found = int(text), None
+        while (view := self.view(epoch)) is not None:  # the number may be late
+            found, epoch = view, epoch + 1
+        return found
+
+    def propose(self, view: View) -> View:
+        """Decide ``view`` for its epoch, unless another one was; returns the one that counts."""
+        decided = View.unpack(self._first(f"view/{view.epoch}", view.pack()))
+        epoch = str(decided.epoch)
+
+        def note(store: Any) -> None:
+            before = store.get(LATEST) if store.check([LATEST]) else b"0"
+            if int(before) < int(epoch):
+                store.set(LATEST, epoch)
+
+        self._call(note)
+        return decided

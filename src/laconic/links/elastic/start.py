@@ -1,0 +1,82 @@
+"""Starts a worker of an elastic run: finds the coordinator and the other workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+
+from laconic.errors import LinkError
+from laconic.links import forks
+from laconic.links.addresses import Address, address_of, address_toward, own_address
+from laconic.links.elastic.link import ElasticLink
+from laconic.links.elastic.members import Members, Rules
+from laconic.links.elastic.registry import Registry
+from laconic.links.elastic.view import Member, new_id
+from laconic.links.handshake import KEY_BYTES
+from laconic.links.health import Beacon, key_of
+from laconic.links.texts import clean
+
+NO_KEY = "00" * KEY_BYTES
+
+
+def start(address: str, job: str, about: dict[str, str], rules: Rules) -> ElasticLink:
+    """Find the other workers of ``job`` by the coordinator at ``address``, and connect to them.
+    ``about``: what must be the same on all workers, by name. The link of a newcomer to a run under
+    way is not connected yet. Raises ``ValueError`` where the others are about something else."""
+    registry = Registry(address, job)
+    registry.connect(time.monotonic() + rules.wait)
+    secret = registry.secret()
+    text = json.dumps(about)
+    _check_same(registry.about(text), about, job, address)
+    host = _host_toward(registry.host)
+    beacon = Beacon(host)
+    health = beacon.enroll(secret)
+    mesh, service = _listen(host), _listen(host)
+    member = Member(new_id(), _address(host, mesh), _address(host, service), health)
+    members = Members(registry, member, secret, text, rules)
+    link = ElasticLink(members, mesh, service, beacon, beacon.links[key_of(health)])
+    try:
+        view = members.found()
+        if view is not None:
+            members.start(view)
+            link.begin(view)
+    except BaseException:
+        link.close()
+        raise
+    return link
+
+
+def _check_same(said: str, about: dict[str, str], job: str, address: str) -> None:
+    try:
+        others = dict(json.loads(said))
+    except (ValueError, TypeError):
+        raise LinkError(f"what is at {clean(address)} is no coordinator of laconic's") from None
+    for name, own in about.items():
+        if others.get(name) != own:
+            there = clean(str(others.get(name)))[:200]
+            raise ValueError(
+                f"the job {job!r} at {address} has another {name}: {there}, and this worker has "
+                f"{own}: start the same program everywhere, or give this one another job="
+            )
+
+
+def _host_toward(coordinator: str) -> str:
+    """This host's address for other workers: that of the interface which GLOO_SOCKET_IFNAME names,
+    else the one toward the coordinator."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip()
+    named = address_of(interface) if interface else None
+    return named or address_toward(coordinator) or own_address()
+
+
+def _listen(host: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with forks.guard:
+        server = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
+        forks.close_in_child(server)
+    return server
+
+
+def _address(host: str, server: socket.socket) -> str:
+    return str(Address(host, int(server.getsockname()[1]), NO_KEY))

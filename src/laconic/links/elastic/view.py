@@ -1,0 +1,104 @@
+"""Views: who takes part. A worker has a permanent id; its rank is its place in the view."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from laconic.links.addresses import Address
+from laconic.links.texts import clean
+
+ID_CHARACTERS = 12
+MOST_MEMBERS = 4096
+MOST_WHY = 1000
+
+
+class Member(NamedTuple):
+    """One worker. ``id`` is drawn when its process attaches, and never used again. ``mesh``,
+    ``service`` and ``beacon``: where it accepts the connections of a view, newcomers, and questions
+    about its health (`laconic.links.addresses.Address` as text)."""
+
+    id: str
+    mesh: str
+    service: str
+    beacon: str
+
+    @property
+    def name(self) -> str:
+        """How messages name it."""
+        return f"{self.id} at {self.mesh.partition('|')[0]}"
+
+
+@dataclass(frozen=True)
+class View:
+    """``epoch`` counts the views of a run from 1. A member's place in ``members`` is its rank.
+    Newcomers are at the end; they are active from the next step on."""
+
+    epoch: int
+    members: tuple[Member, ...]
+    why: str = ""
+    """What has changed, for messages."""
+
+    @property
+    def ids(self) -> list[str]:
+        """The members' ids, in order."""
+        return [member.id for member in self.members]
+
+    def place(self, id: str) -> int | None:
+        """The position of a member; None if it is not in this view."""
+        return self.ids.index(id) if id in self.ids else None
+
+    def after(self, lost: Mapping[str, str], newcomers: Sequence[Member]) -> View:
+        """The next view, without the ``lost`` members (by id, and why) and with ``newcomers`` at
+        its end."""
+        members = [m for m in self.members if m.id not in lost]
+        new = [m for m in newcomers if self.place(m.id) is None]
+        why = [f"{m.name} {lost[m.id]}" for m in self.members if m.id in lost]
+        why += [f"{m.name} joins" for m in new]
+        text = "; ".join(why) or "the connections are made again"
+        return View(self.epoch + 1, (*members, *new), text[:MOST_WHY])
+
+    def pack(self) -> str:
+        """As text."""
+        members = [list(member) for member in self.members]
+        return json.dumps([self.epoch, members, self.why])
+
+    @classmethod
+    def unpack(cls, text: str) -> View:
+        """From any text; raises ``ValueError``."""
+        try:
+            epoch, members, why = json.loads(text)
+            known = tuple(unpack_member(m) for m in members)
+            view = cls(_count(epoch, 2**62), known, clean(str(why))[:MOST_WHY])
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"not a view of laconic's: {error}") from None
+        if not 1 <= len(view.members) <= MOST_MEMBERS:
+            raise ValueError(f"a view has 1 to {MOST_MEMBERS} members")
+        if len(set(view.ids)) < len(view.ids):
+            raise ValueError("not a view of laconic's: a member is in it twice")
+        return view
+
+
+def unpack_member(value: Any) -> Member:
+    """From what JSON holds; raises ``ValueError``."""
+    match value:
+        case [str(id), str(mesh), str(service), str(beacon)] if len(id) == ID_CHARACTERS:
+            int(id, 16)
+            for address in (mesh, service, beacon):
+                Address.parse(address)
+            return Member(id, mesh, service, beacon)
+    raise ValueError("a member is an id and three addresses")
+
+
+def new_id() -> str:
+    """A permanent id for a worker."""
+    return secrets.token_hex(ID_CHARACTERS // 2)
+
+
+def _count(value: Any, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        raise ValueError(f"{value!r} is not a number from 0 to {most}")
+    return value

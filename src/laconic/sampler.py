@@ -1,0 +1,320 @@
+"""`ElasticSampler`: each sample once per epoch, for workers that come and go."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import threading
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from laconic.errors import check_bool, check_choice, check_int
+
+__all__ = ["ElasticSampler", "Progress"]
+
+_LOST = ("again", "counted")
+_COUNTS = ("frontier", "worker", "workers", "drawn", "contributed", "samples_lost")
+_KEYS = {"num_samples", "shuffle", "seed", "gaps", *_COUNTS}
+
+
+class Progress(NamedTuple):
+    """A worker's progress since the last deal, in samples of its share.
+
+    ``drawn``: how many it has drawn. ``contributed``: how many it had drawn at the last
+    `ElasticSampler.mark`; 0 if there was none.
+    """
+
+    drawn: int
+    contributed: int
+
+
+@dataclass(frozen=True)
+class _Remaining:
+    """The positions that are not drawn: ``gaps`` (ascending, below ``frontier``), and all from
+    ``frontier`` on.
+
+    Position ``frontier - 1`` is drawn, so equal sets have equal fields.
+    """
+
+    gaps: list[int]
+    frontier: int
+
+    def __getitem__(self, index: int) -> int:
+        """The remaining position that has ``index`` remaining positions before it."""
+        beyond = index - len(self.gaps)
+        return self.gaps[index] if beyond < 0 else self.frontier + beyond
+
+    def share(self, worker: int, workers: int, total: int) -> int:
+        """How many positions below ``total`` are in the share of ``worker``."""
+        return len(range(worker, len(self.gaps) + total - self.frontier, workers))
+
+    def after(self, drawn: Sequence[int]) -> _Remaining:
+        """What remains when worker r has drawn ``drawn[r]`` of its share, for each r."""
+        workers = len(drawn)
+        end = max((r + workers * (n - 1) + 1 for r, n in enumerate(drawn) if n), default=0)
+        passed = sorted(
+            i for r, n in enumerate(drawn) for i in range(r + workers * n, end, workers)
+        )
+        gaps = [self[i] for i in passed] + self.gaps[end:]
+        return _Remaining(gaps, self.frontier + max(0, end - len(self.gaps)))
+
+
+class ElasticSampler(Sampler[int]):
+    """Deals the samples of a dataset to workers that come and go.
+
+    The samples of all epochs form one sequence: the n samples in the order of epoch 0, then in that
+    of epoch 1, and so on. A position is an index into this sequence, so sample i of an epoch's
+    order is at position ``epoch * n + i``. With ``shuffle``, the order of an epoch is
+    ``torch.randperm(n)`` from a generator seeded with the first 4 bytes, little-endian, of the
+    SHA-256 of the text ``"{seed},{epoch}"``. Without it the order is 0 to n - 1.
+
+    A deal shares out the positions that are not drawn yet. With k workers, worker r gets the r-th
+    of them in ascending order, the (r + k)-th, the (r + 2k)-th, and so on. Before the first deal,
+    a single worker has all positions. When a worker joins, leaves or is lost, the engine deals
+    again what remains of all shares. So each position is drawn exactly once, however often the
+    workers change, except for what a lost worker has drawn (``lost``).
+
+    Each iterator continues where the last one stopped, and continues under the new deal when a deal
+    changes. This also holds for a new `DataLoader` and after `load_state_dict`. There is no
+    ``set_epoch``::
+
+        sampler = ElasticSampler(dataset, seed=1, epochs=3)
+        loader = DataLoader(dataset, batch_size=32, sampler=sampler)
+        for batch in loader:  # this worker's share of all three epochs
+            ...
+
+    A `DataLoader` with ``num_workers > 0`` draws indices ahead of training, up to
+    ``num_workers * prefetch_factor`` batches. This worker has then drawn those samples. It must
+    train on them too: samples that its `DataLoader` drops, such as the prefetched batches of an
+    abandoned iterator or an incomplete batch under ``drop_last``, are not dealt again.
+
+    ``data_source``: anything with a length, or the number of samples itself.
+    ``epochs``: how many to draw; None: iterators never end.
+    ``lost``: what happens to samples that a lost worker drew after its last contribution (`mark`).
+    With ``"again"`` other workers draw them again. With ``"counted"`` they count as drawn, although
+    their effect is lost, and `samples_lost` counts them.
+
+    All workers need the same arguments. Methods may be called by different threads.
+    """
+
+    def __init__(
+        self,
+        data_source: Sized | int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        epochs: int | None = None,
+        lost: str = "again",
+    ) -> None:
+        if isinstance(data_source, Sized):
+            self.num_samples = check_int("len(data_source)", len(data_source), 1)
+        else:
+            name = "data_source, unless it has a length,"
+            self.num_samples = check_int(name, data_source, 1)
+        self.shuffle = check_bool("shuffle", shuffle)
+        self.seed = check_int("seed", seed, 0)
+        self.epochs = None if epochs is None else check_int("epochs, unless None,", epochs, 1)
+        self.lost = check_choice("lost", lost, _LOST)
+
+        self._condition = threading.Condition()
+        self._frozen = False
+        self._remaining = _Remaining([], 0)
+        self._worker = 0
+        self._workers = 1
+        self._drawn = 0
+        self._contributed = 0
+        self._samples_lost = 0
+        # A share is ascending, so it needs one epoch's order at a time.
+        self._order: tuple[int, Tensor] | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        while (sample := self._draw()) is not None:
+            yield sample
+
+    def __len__(self) -> int:
+        """The number of samples left for this worker under the current deal.
+
+        Raises ``TypeError`` if ``epochs`` is None.
+        """
+        if self.epochs is None:
+            raise TypeError("ElasticSampler has no length with epochs=None: it never ends")
+        total = self.num_samples * self.epochs
+        with self._condition:
+            return self._remaining.share(self._worker, self._workers, total) - self._drawn
+
+    @property
+    def samples_lost(self) -> int:
+        """How many samples count as drawn although their effect is lost with their worker."""
+        with self._condition:
+            return self._samples_lost
+
+    def mark(self) -> None:
+        """Record that all samples drawn so far have contributed to other workers.
+
+        The engine calls it after each round that sent this worker's progress to others.
+        """
+        with self._condition:
+            self._contributed = self._drawn
+
+    def freeze(self) -> Progress:
+        """Block draws until the next `deal`. Returns this worker's progress."""
+        with self._condition:
+            self._frozen = True
+            return Progress(self._drawn, self._contributed)
+
+    def counts_for(self, drawn: int, contributed: int) -> tuple[int, int]:
+        """Return what to pass to `deal` for a lost worker last heard with this progress.
+
+        The first number counts as drawn, the second as lost samples.
+        """
+        check_int("contributed", contributed, 0)
+        check_int("drawn", drawn, contributed)
+        return (contributed, 0) if self.lost == "again" else (drawn, drawn - contributed)
+
+    def deal(self, drawn: Sequence[int], worker: int, workers: int, lost: int = 0) -> None:
+        """Deal what remains of all shares to ``workers`` workers. This one is ``worker``.
+
+        ``drawn[r]`` is the number of samples that worker r of the old deal has drawn of its share,
+        or for a lost worker the number from `counts_for`. ``lost`` is added to `samples_lost`.
+        Every worker calls it with the same arguments, except for ``worker``. A newcomer first
+        freezes its sampler and loads the state of another worker from before the deal.
+
+        Raises ``ValueError``, and changes nothing, if ``drawn`` does not have one number for each
+        worker of the old deal, or if a number exceeds that worker's share.
+        """
+        check_int("workers", workers, 1)
+        check_int("worker", worker, 0)
+        if worker >= workers:
+            raise ValueError(f"worker must be below workers ({workers}), not {worker}")
+        check_int("lost", lost, 0)
+        counts = [check_int(f"drawn[{r}]", count, 0) for r, count in enumerate(drawn)]
+        with self._condition:
+            if len(counts) != self._workers:
+                raise ValueError(
+                    f"drawn must have {self._workers} numbers, one for each worker of the old "
+                    f"deal, not {len(counts)}"
+                )
+            for r, count in enumerate(counts):
+                self._check_share(f"drawn[{r}]", count, self._remaining, r, self._workers)
+            self._remaining = self._remaining.after(counts)
+            self._worker = worker
+            self._workers = workers
+            self._drawn = self._contributed = 0
+            self._samples_lost += lost
+            self._frozen = False
+            self._condition.notify_all()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all workers' deal and of this worker's progress, as plain data.
+
+        Only ``"worker"``, ``"drawn"`` and ``"contributed"`` differ between workers. ``"gaps"``
+        holds the positions that remain among drawn ones. There are at most as many as the number of
+        workers times the difference in draws between the fastest and the slowest worker, in the
+        deal where this was largest. All else is single numbers.
+        """
+        with self._condition:
+            return {
+                "num_samples": self.num_samples,
+                "shuffle": self.shuffle,
+                "seed": self.seed,
+                "gaps": list(self._remaining.gaps),
+                "frontier": self._remaining.frontier,
+                "worker": self._worker,
+                "workers": self._workers,
+                "drawn": self._drawn,
+                "contributed": self._contributed,
+                "samples_lost": self._samples_lost,
+            }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned, from this worker or another. Frozen draws stay frozen.
+
+        ``epochs`` may differ from the saved run's, if all workers agree and nothing beyond it is
+        drawn. Raises ``ValueError``, and changes nothing, if the number of samples, ``shuffle`` or
+        ``seed`` differ, and for other data.
+        """
+        if not isinstance(state_dict, Mapping) or set(state_dict) != _KEYS:
+            names = list(state_dict) if isinstance(state_dict, Mapping) else type(state_dict)
+            raise ValueError(
+                f"not a state of an ElasticSampler: it must have {sorted(_KEYS)}, not {names}"
+            )
+        saved = {
+            "num_samples": check_int("num_samples in the state", state_dict["num_samples"], 1),
+            "shuffle": check_bool("shuffle in the state", state_dict["shuffle"]),
+            "seed": check_int("seed in the state", state_dict["seed"], 0),
+        }
+        for name, value in saved.items():
+            if value != getattr(self, name):
+                raise ValueError(
+                    f"the state was saved with {name}={value}, "
+                    f"this ElasticSampler has {name}={getattr(self, name)}"
+                )
+        counts = {name: check_int(f"{name} in the state", state_dict[name], 0) for name in _COUNTS}
+        for low, high in (("worker", counts["workers"] - 1), ("contributed", counts["drawn"])):
+            if counts[low] > high:
+                raise ValueError(f"{low} in the state must be at most {high}, not {counts[low]}")
+        gaps = state_dict["gaps"]
+        if not isinstance(gaps, list):
+            raise ValueError(f"gaps in the state must be a list of integers, not {gaps!r}")
+        for gap in gaps:
+            check_int("a gap in the state", gap, 0)
+        last = counts["frontier"] - 1
+        if gaps and any(low >= high for low, high in itertools.pairwise([*gaps, last])):
+            raise ValueError(
+                f"gaps in the state must ascend and be below the last drawn position ({last}), "
+                f"not {gaps}"
+            )
+        remaining = _Remaining(list(gaps), counts["frontier"])
+        if self.epochs is not None and remaining.frontier > self.num_samples * self.epochs:
+            reached = (remaining.frontier - 1) // self.num_samples + 1
+            raise ValueError(f"the state has drawn from epoch {reached} of epochs={self.epochs}")
+        self._check_share(
+            "drawn in the state", counts["drawn"], remaining, counts["worker"], counts["workers"]
+        )
+        with self._condition:
+            self._remaining = remaining
+            self._worker = counts["worker"]
+            self._workers = counts["workers"]
+            self._drawn = counts["drawn"]
+            self._contributed = counts["contributed"]
+            self._samples_lost = counts["samples_lost"]
+
+    def _draw(self) -> int | None:
+        """Count and return the next sample of this worker's share; None if there is none."""
+        with self._condition:
+            while self._frozen:
+                self._condition.wait()
+            position = self._remaining[self._worker + self._workers * self._drawn]
+            epoch, index = divmod(position, self.num_samples)
+            if self.epochs is not None and epoch >= self.epochs:
+                return None
+            sample = int(self._epoch_order(epoch)[index]) if self.shuffle else index
+            self._drawn += 1
+            return sample
+
+    def _epoch_order(self, epoch: int) -> Tensor:
+        if self._order is None or self._order[0] != epoch:
+            self._order = None  # frees the memory of the last epoch's order
+            digest = hashlib.sha256(f"{self.seed},{epoch}".encode()).digest()
+            # torch's CPU generator uses 32 bits of a seed.
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
+            order = torch.randperm(self.num_samples, generator=generator, device="cpu")
+            self._order = epoch, order
+        return self._order[1]
+
+    def _check_share(
+        self, name: str, count: int, remaining: _Remaining, worker: int, workers: int
+    ) -> None:
+        if self.epochs is None:
+            return
+        share = remaining.share(worker, workers, self.num_samples * self.epochs)
+        if count > share:
+            raise ValueError(
+                f"{name} must be at most {share}, the share of worker {worker} of {workers} in "
+                f"epochs={self.epochs}, not {count}"
+            )

@@ -1,0 +1,606 @@
+"""`ElasticSampler` against a reference that keeps the set of remaining positions."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from laconic.sampler import ElasticSampler, Progress
+
+TIMEOUT = 20.0
+COMMON = ("num_samples", "shuffle", "seed", "gaps", "frontier", "workers", "samples_lost")
+
+
+# -- the reference ----
+
+
+def order(samples: int, shuffle: bool, seed: int, epoch: int) -> list[int]:
+    if not shuffle:
+        return list(range(samples))
+    digest = hashlib.sha256(f"{seed},{epoch}".encode()).digest()
+    generator = torch.Generator()
+    generator.manual_seed(int.from_bytes(digest[:4], "little"))
+    return torch.randperm(samples, generator=generator).tolist()
+
+
+def sequence(samples: int, shuffle: bool, seed: int, epochs: int) -> list[int]:
+    return [s for epoch in range(epochs) for s in order(samples, shuffle, seed, epoch)]
+
+
+@dataclass
+class Worker:
+    sampler: ElasticSampler
+    number: int
+    drawn: int = 0
+    contributed: int = 0
+    positions: list[int] = field(default_factory=list)
+    """The positions of its share that it has drawn."""
+
+
+class Simulation:
+    """Workers with samplers, beside a set of remaining positions and the shares dealt from it."""
+
+    def __init__(self, samples: int, shuffle: bool, epochs: int | None, lost: str) -> None:
+        self.arguments: dict[str, Any] = {
+            "shuffle": shuffle,
+            "seed": 7,
+            "epochs": epochs,
+            "lost": lost,
+        }
+        self.samples = samples
+        # For epochs=None, more than any test draws.
+        self.sequence = sequence(samples, shuffle, 7, epochs or math.ceil(4000 / samples))
+        self.remaining = set(range(len(self.sequence)))
+        self.final: Counter[int] = Counter()
+        """How often each position was drawn, without draws that are to be repeated."""
+        self.forgotten = 0
+        self.largest_bound = 0
+        self.workers = [Worker(self.sampler(), 0)]
+        self.share_out()
+
+    def sampler(self) -> ElasticSampler:
+        return ElasticSampler(self.samples, **self.arguments)
+
+    def share_out(self) -> None:
+        ascending = sorted(self.remaining)
+        self.shares = [ascending[r :: len(self.workers)] for r in range(len(self.workers))]
+
+    def draw(self, worker: Worker, count: int) -> None:
+        share = self.shares[worker.number]
+        for sample in itertools.islice(worker.sampler, count):
+            position = share[worker.drawn]
+            assert sample == self.sequence[position]
+            worker.positions.append(position)
+            worker.drawn += 1
+        if self.arguments["epochs"] is not None:
+            assert len(worker.sampler) == len(share) - worker.drawn
+
+    def mark(self, worker: Worker) -> None:
+        worker.sampler.mark()
+        worker.contributed = worker.drawn
+
+    def deal(self, lost: set[int], rotation: int, newcomers: int) -> None:
+        counts, lost_samples = [], 0
+        for worker in self.workers:
+            assert worker.sampler.freeze() == Progress(worker.drawn, worker.contributed)
+            count = worker.drawn
+            if worker.number in lost:
+                count, more = worker.sampler.counts_for(worker.drawn, worker.contributed)
+                lost_samples += more
+            counts.append(count)
+            self.final.update(worker.positions[:count])
+            self.remaining -= set(worker.positions[:count])
+        spread = max(counts) - min(counts)
+        self.largest_bound = max(self.largest_bound, len(counts) * spread)
+        self.forgotten += lost_samples
+
+        stay = [worker for worker in self.workers if worker.number not in lost]
+        saved = stay[-1].sampler.state_dict()
+        joined = [Worker(self.sampler(), 0) for _ in range(newcomers)]
+        for worker in joined:
+            worker.sampler.freeze()
+            worker.sampler.load_state_dict(json.loads(json.dumps(saved)))
+        everyone = [*joined, *stay]
+        rotation %= len(everyone)
+        self.workers = everyone[rotation:] + everyone[:rotation]
+        for number, worker in enumerate(self.workers):
+            worker.sampler.deal(counts, number, len(self.workers), lost_samples)
+            worker.number, worker.drawn, worker.contributed, worker.positions = number, 0, 0, []
+        self.share_out()
+        self.check_states()
+
+    def check_states(self) -> None:
+        states = [worker.sampler.state_dict() for worker in self.workers]
+        common = [{key: state[key] for key in COMMON} for state in states]
+        assert all(state == common[0] for state in common)
+        for number, state in enumerate(states):
+            assert (state["worker"], state["drawn"], state["contributed"]) == (number, 0, 0)
+        drawn = set(range(len(self.sequence))) - self.remaining
+        frontier = max(drawn, default=-1) + 1
+        assert states[0]["frontier"] == frontier
+        assert states[0]["gaps"] == sorted(p for p in self.remaining if p < frontier)
+        assert len(states[0]["gaps"]) <= self.largest_bound
+        assert states[0]["samples_lost"] == self.forgotten == self.workers[0].sampler.samples_lost
+
+    def finish(self) -> None:
+        for worker in self.workers:
+            self.draw(worker, len(self.sequence) + 1)
+            self.final.update(worker.positions)
+
+
+@given(data=st.data())
+@settings(deadline=None, max_examples=150)
+def test_each_position_is_drawn_once_in_any_history(data: st.DataObject) -> None:
+    samples = data.draw(st.integers(1, 30), "samples")
+    epochs = data.draw(st.sampled_from([None, 1, 2, 5]), "epochs")
+    lost = data.draw(st.sampled_from(["again", "counted"]), "lost")
+    simulation = Simulation(samples, data.draw(st.booleans(), "shuffle"), epochs, lost)
+    for _ in range(data.draw(st.integers(0, 6), "deals")):
+        for _ in range(data.draw(st.integers(0, 6), "draws")):
+            worker = data.draw(st.sampled_from(simulation.workers), "worker")
+            simulation.draw(worker, data.draw(st.integers(0, 15), "count"))
+            if data.draw(st.booleans(), "mark"):
+                simulation.mark(worker)
+        present = len(simulation.workers)
+        numbers = st.sets(st.integers(0, present - 1), max_size=present - 1)
+        simulation.deal(
+            data.draw(numbers, "lost workers"),
+            data.draw(st.integers(0, 5), "rotation"),
+            data.draw(st.integers(0, 3 if present < 5 else 0), "newcomers"),
+        )
+    if epochs is not None:
+        simulation.finish()
+        assert simulation.final == dict.fromkeys(range(samples * epochs), 1)
+
+
+# -- the sequence ----
+
+
+def test_one_worker_draws_the_sequence() -> None:
+    """The seeds must not change: a resumed run continues in the order of the saved one."""
+    assert list(ElasticSampler(3, shuffle=False, epochs=2)) == [0, 1, 2, 0, 1, 2]
+    drawn = list(ElasticSampler(range(5), seed=3, epochs=3))
+    assert drawn == sequence(5, True, 3, 3)
+    epochs = [drawn[i : i + 5] for i in (0, 5, 10)]
+    assert all(sorted(epoch) == [0, 1, 2, 3, 4] for epoch in epochs)
+
+
+def test_orders_differ_by_seed_and_epoch() -> None:
+    orders = []
+    for seed in range(4):
+        drawn = iter(ElasticSampler(20, seed=seed))
+        orders += [tuple(itertools.islice(drawn, 20)) for _ in range(4)]
+    assert len(set(orders)) == 16
+
+
+def test_no_end_without_epochs() -> None:
+    drawn = list(itertools.islice(ElasticSampler(7), 7 * 50))
+    assert Counter(drawn) == dict.fromkeys(range(7), 50)
+
+
+def test_shares_cross_the_boundary_of_epochs() -> None:
+    """5 samples, 3 workers: worker 1 has positions 1, 4, 7, 10, ..."""
+    sampler = ElasticSampler(5, shuffle=False, epochs=3)
+    sampler.deal([0], worker=1, workers=3)
+    assert len(sampler) == 5
+    assert list(sampler) == [1, 4, 2, 0, 3]
+    assert list(sampler) == [] and len(sampler) == 0
+
+
+def test_draws_leave_the_global_generator_alone() -> None:
+    before = torch.get_rng_state()
+    list(ElasticSampler(10, epochs=2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_one_permutation_per_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    randperm = torch.randperm
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(args)
+        return randperm(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "randperm", counted)
+    sampler = ElasticSampler(100, epochs=4)
+    assert not calls, "it is made when the first sample is drawn"
+    next(iter(sampler))
+    assert len(calls) == 1
+    list(sampler)
+    assert len(calls) == 4
+
+
+def test_draws_on_the_cpu_under_another_default_device() -> None:
+    with torch.device("meta"):
+        drawn = list(ElasticSampler(5, seed=3, epochs=1))
+    assert drawn == order(5, True, 3, 0)
+
+
+# -- deals ----
+
+
+def test_deal_by_hand() -> None:
+    """2 workers have drawn 0, 2, 4 and 1; 3, 5, 6, 7, ... remain for 3 workers."""
+    sampler = ElasticSampler(100, shuffle=False)
+    sampler.deal([0], 0, 2)
+    sampler.deal([3, 1], 1, 3)
+    state = sampler.state_dict()
+    assert (state["gaps"], state["frontier"]) == ([3], 5)
+    assert list(itertools.islice(sampler, 3)) == [5, 8, 11]
+
+
+def test_iterator_continues_through_a_deal() -> None:
+    sampler = ElasticSampler(10, shuffle=False, epochs=1)
+    drawn = iter(sampler)
+    assert [next(drawn), next(drawn)] == [0, 1]
+    assert sampler.freeze() == (2, 0)
+    sampler.deal([2], worker=1, workers=2)
+    assert list(drawn) == [3, 5, 7, 9]
+    sampler.deal([1, 4], worker=0, workers=1)
+    assert len(sampler) == 3
+    assert list(sampler) == [4, 6, 8], "a new iterator draws what a lost worker left"
+
+
+def test_iterators_share_one_place() -> None:
+    sampler = ElasticSampler(6, shuffle=False, epochs=1)
+    first, second = iter(sampler), iter(sampler)
+    assert [next(first), next(second), next(first)] == [0, 1, 2]
+    assert list(sampler) == [3, 4, 5]
+
+
+def test_progress() -> None:
+    sampler = ElasticSampler(10)
+    drawn = iter(sampler)
+    next(drawn)
+    assert sampler.freeze() == Progress(drawn=1, contributed=0)
+    sampler.deal([1], 0, 1)
+    next(drawn), next(drawn)
+    sampler.mark()
+    next(drawn)
+    assert sampler.freeze() == Progress(drawn=3, contributed=2)
+    assert sampler.freeze() == (3, 2), "no effect the second time"
+    sampler.deal([3], 0, 1)
+    assert sampler.freeze() == (0, 0)
+
+
+def test_counts_of_a_lost_worker() -> None:
+    assert ElasticSampler(10).counts_for(7, 4) == (4, 0)
+    assert ElasticSampler(10, lost="counted").counts_for(7, 4) == (7, 3)
+
+
+def test_samples_lost_add_up() -> None:
+    sampler = ElasticSampler(10)
+    assert sampler.samples_lost == 0
+    sampler.deal([0], 0, 1, lost=3)
+    sampler.deal([0], 0, 1, 2)
+    assert sampler.samples_lost == 5
+    other = ElasticSampler(10)
+    other.load_state_dict(sampler.state_dict())
+    assert other.samples_lost == 5
+
+
+def test_state_stays_small() -> None:
+    """2000 deals over 100 epochs: gaps are bounded by the difference in one deal, 4 * 3."""
+    simulated = [ElasticSampler(1000) for _ in range(4)]
+    for number, sampler in enumerate(simulated):
+        sampler.deal([0], number, 4)
+    total = 0
+    for deal in range(2000):
+        counts = [12 + (deal + r) % 4 for r in range(4)]
+        total += sum(counts)
+        for number, sampler in enumerate(simulated):
+            sampler.deal(counts, number, 4)
+        assert len(simulated[0].state_dict()["gaps"]) <= 12
+    state = simulated[0].state_dict()
+    assert total > 100_000 and len(json.dumps(state)) < 300
+    assert state["frontier"] - len(state["gaps"]) == total
+    single = ElasticSampler(10**6)
+    assert len(list(itertools.islice(single, 3000))) == 3000
+    single.deal([3000], 0, 1)
+    assert single.state_dict()["gaps"] == [], "drawn in order, nothing is left behind"
+
+
+def test_cost_of_a_deal_does_not_depend_on_what_is_drawn() -> None:
+    """A loop over 10**15 drawn positions would not end."""
+    sampler = ElasticSampler(10, shuffle=False)
+    sampler.deal([0], 0, 2)
+    sampler.deal([10**15 + 1, 10**15], 1, 2)
+    state = sampler.state_dict()
+    assert (state["gaps"], state["frontier"]) == ([], 2 * 10**15 + 1)
+    sampler.deal([2, 0], 0, 1)
+    state = sampler.state_dict()
+    assert (state["gaps"], state["frontier"]) == ([2 * 10**15 + 2], 2 * 10**15 + 4)
+
+
+# -- threads ----
+
+
+class Drawing(threading.Thread):
+    """Draws ``count`` samples in a thread."""
+
+    def __init__(self, sampler: ElasticSampler, count: int) -> None:
+        super().__init__(daemon=True)
+        self.sampler, self.count = sampler, count
+        self.drawn: list[int] = []
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        for sample in itertools.islice(self.sampler, self.count):
+            self.drawn.append(sample)
+        self.ended.set()
+
+
+def test_draws_block_between_freeze_and_deal() -> None:
+    sampler = ElasticSampler(100, shuffle=False)
+    waits = threading.Event()
+    wait = sampler._condition.wait
+
+    def noted(timeout: float | None = None) -> bool:
+        assert timeout is None, "a draw must not poll"
+        waits.set()
+        return wait(timeout)
+
+    sampler._condition.wait = noted  # type: ignore[method-assign]
+    sampler.freeze()
+    thread = Drawing(sampler, 3)
+    thread.start()
+    assert waits.wait(TIMEOUT)
+    sampler.mark()
+    sampler.load_state_dict(sampler.state_dict())
+    assert not thread.ended.wait(0.05) and not thread.drawn
+    assert sampler.freeze() == (0, 0), "the blocked draw does not count"
+    with pytest.raises(ValueError, match="drawn must have 1 numbers"):
+        sampler.deal([0, 0], 0, 1)
+    assert not thread.ended.wait(0.05), "a deal that raised does not end it"
+    sampler.deal([0], worker=1, workers=2)
+    assert thread.ended.wait(TIMEOUT)
+    assert thread.drawn == [1, 3, 5]
+
+
+def test_an_exhausted_share_blocks_too() -> None:
+    """The deal may give this worker more, so its iterator must not end before."""
+    sampler = ElasticSampler(4, shuffle=False, epochs=1)
+    sampler.deal([0], worker=0, workers=2)
+    drawn = iter(sampler)
+    assert [next(drawn), next(drawn)] == [0, 2]
+    sampler.freeze()
+    thread = Drawing(sampler, 10)
+    thread.start()
+    assert not thread.ended.wait(0.05)
+    sampler.deal([2, 0], worker=0, workers=1)
+    assert thread.ended.wait(TIMEOUT)
+    assert thread.drawn == [1, 3]
+
+
+def test_deals_while_threads_draw() -> None:
+    """Two threads draw from each of three samplers while the main thread deals 200 times."""
+    samplers = [ElasticSampler(40, seed=2, epochs=100) for _ in range(3)]
+    for number, sampler in enumerate(samplers):
+        sampler.deal([0], number, 3)
+    threads = [Drawing(sampler, 10**9) for sampler in samplers * 2]
+    for thread in threads:
+        thread.start()
+    for _ in range(200):
+        progress = [sampler.freeze() for sampler in samplers]
+        for number, sampler in enumerate(samplers):
+            sampler.deal([drawn for drawn, _ in progress], number, 3)
+    for thread in threads:
+        assert thread.ended.wait(TIMEOUT)
+    drawn = Counter(sample for thread in threads for sample in thread.drawn)
+    # A thread whose share was exhausted ended, and a later deal may have given it more.
+    for sampler in samplers:
+        drawn.update(sampler)
+    assert drawn == dict.fromkeys(range(40), 100)
+
+
+# -- states ----
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_resume_in_the_middle(shuffle: bool) -> None:
+    sampler = ElasticSampler(11, shuffle=shuffle, seed=5, epochs=4)
+    sampler.deal([0], 0, 2)
+    sampler.deal([9, 3], worker=2, workers=3, lost=1)
+    list(itertools.islice(sampler, 2))
+    sampler.mark()
+    next(iter(sampler))
+    state = sampler.state_dict()
+    assert state["gaps"], "else this test shows less"
+    resumed = ElasticSampler(11, shuffle=shuffle, seed=5, epochs=4)
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    assert resumed.state_dict() == state
+    assert len(resumed) == len(sampler) == 7
+    assert resumed.freeze() == sampler.freeze() == (3, 2)
+    for each in (sampler, resumed):
+        each.deal([1, 0, 3], worker=0, workers=2)
+    assert resumed.state_dict() == sampler.state_dict()
+    continuation = list(sampler)
+    assert len(continuation) == 14 and list(resumed) == continuation
+
+
+def test_state_is_a_copy() -> None:
+    sampler = ElasticSampler(10, shuffle=False)
+    sampler.deal([0], 0, 2)
+    sampler.deal([3, 0], 0, 1)
+    state = sampler.state_dict()
+    other = ElasticSampler(10, shuffle=False)
+    other.load_state_dict(state)
+    state["gaps"].clear()
+    assert sampler.state_dict()["gaps"] == other.state_dict()["gaps"] == [1, 3]
+
+
+def test_more_epochs_after_the_last() -> None:
+    sampler = ElasticSampler(4, seed=1, epochs=1)
+    list(sampler)
+    longer = ElasticSampler(4, seed=1, epochs=2)
+    longer.load_state_dict(sampler.state_dict())
+    assert list(longer) == order(4, True, 1, 1)
+
+
+# -- DataLoader ----
+
+
+def test_data_loader() -> None:
+    """A `DataLoader` made in the middle continues, and a deal between batches takes effect."""
+    dataset = TensorDataset(torch.arange(10) * 10)
+    sampler = ElasticSampler(dataset, seed=4, epochs=2)
+    loader = DataLoader(dataset, batch_size=4, sampler=sampler)
+    assert len(loader) == 5
+    expected = [10 * sample for sample in sequence(10, True, 4, 2)]
+    batches = iter(loader)
+    assert next(batches)[0].tolist() == expected[:4]
+    assert len(loader) == 4
+    sampler.deal([sampler.freeze().drawn], worker=1, workers=2)
+    assert next(batches)[0].tolist() == expected[5:12:2]
+    loader = DataLoader(dataset, batch_size=3, sampler=sampler)
+    assert [batch.tolist() for (batch,) in loader] == [expected[13:18:2], expected[19:]]
+    assert list(loader) == []
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_prefetched_samples_are_drawn() -> None:
+    dataset = TensorDataset(torch.arange(100))
+    sampler = ElasticSampler(dataset, shuffle=False, epochs=1)
+    loader = DataLoader(
+        dataset, batch_size=2, sampler=sampler, num_workers=1, prefetch_factor=3, timeout=TIMEOUT
+    )
+    batches = iter(loader)
+    assert sampler.freeze().drawn == 6
+    sampler.deal([6], worker=0, workers=2)
+    assert torch.cat([batch for (batch,) in batches]).tolist() == [*range(6), *range(6, 100, 2)]
+
+
+# -- errors ----
+
+
+class Stream(IterableDataset[int]):
+    """A dataset without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"data_source": 0}, "data_source, unless it has a length, must be an integer of at"),
+        ({"data_source": 2.5}, "must be an integer of at least 1, not 2.5"),
+        ({"data_source": True}, "must be an integer of at least 1, not True"),
+        ({"data_source": Stream()}, "data_source, unless it has a length, must be"),
+        ({"data_source": []}, r"len\(data_source\) must be an integer of at least 1, not 0"),
+        ({"shuffle": 1}, "shuffle must be True or False, not 1"),
+        ({"seed": -1}, "seed must be an integer of at least 0, not -1"),
+        ({"seed": None}, "seed must be an integer"),
+        ({"epochs": 0}, "epochs, unless None, must be an integer of at least 1, not 0"),
+        ({"epochs": "3"}, "epochs, unless None, must be an integer of at least 1, not '3'"),
+        ({"lost": "agian"}, "lost must be one of 'again', 'counted', not 'agian'.*mean 'again'"),
+    ],
+)
+def test_arguments(arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        ElasticSampler(**{"data_source": 10, **arguments})
+
+
+def test_no_length_without_epochs() -> None:
+    with pytest.raises(TypeError, match="no length with epochs=None"):
+        len(ElasticSampler(10))
+
+
+@pytest.mark.parametrize(
+    ("drawn", "worker", "workers", "lost", "match"),
+    [
+        ([1], 0, 2, 0, "drawn must have 2 numbers, one for each worker of the old deal, not 1"),
+        ([1, 1, 1], 0, 3, 0, "drawn must have 2 numbers"),
+        ([1, -1], 0, 2, 0, r"drawn\[1\] must be an integer of at least 0, not -1"),
+        ([1.0, 1], 0, 2, 0, r"drawn\[0\] must be an integer of at least 0, not 1.0"),
+        ([1, 4], 0, 2, 0, r"drawn\[1\] must be at most 3, the share of worker 1 of 2 in epochs=1"),
+        ([5, 3], 0, 2, 0, r"drawn\[0\] must be at most 4"),
+        ([1, 1], 0, 0, 0, "workers must be an integer of at least 1, not 0"),
+        ([1, 1], 2, 2, 0, r"worker must be below workers \(2\), not 2"),
+        ([1, 1], -1, 2, 0, "worker must be an integer of at least 0, not -1"),
+        ([1, 1], 0, 2, -1, "lost must be an integer of at least 0, not -1"),
+    ],
+)
+def test_deals_that_do_not_fit(
+    drawn: list[int], worker: int, workers: int, lost: int, match: str
+) -> None:
+    sampler = ElasticSampler(7, epochs=1)
+    sampler.deal([0], 1, 2)
+    before = sampler.state_dict()
+    with pytest.raises(ValueError, match=match):
+        sampler.deal(drawn, worker, workers, lost)
+    assert sampler.state_dict() == before
+    sampler.deal([4, 3], 0, 1)
+    assert len(sampler) == 0
+
+
+@pytest.mark.parametrize(
+    ("drawn", "contributed", "match"),
+    [
+        (2, 3, "drawn must be an integer of at least 3, not 2"),
+        (2, -1, "contributed must be an integer of at least 0, not -1"),
+    ],
+)
+def test_progress_that_cannot_be(drawn: int, contributed: int, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        ElasticSampler(10).counts_for(drawn, contributed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"num_samples": 11}, "saved with num_samples=11, this ElasticSampler has num_samples=10"),
+        ({"shuffle": True}, "saved with shuffle=True, this ElasticSampler has shuffle=False"),
+        ({"seed": 4}, "saved with seed=4, this ElasticSampler has seed=0"),
+        ({"num_samples": None}, "num_samples in the state must be an integer"),
+        ({"shuffle": 0}, "shuffle in the state must be True or False, not 0"),
+        ({"seed": torch.zeros(2)}, "seed in the state must be an integer"),
+        ({"extra": 1}, "not a state of an ElasticSampler: it must have .*'extra'"),
+        ({"worker": 2}, "worker in the state must be at most 1, not 2"),
+        ({"workers": 0}, "worker in the state must be at most -1"),
+        ({"drawn": -1}, "drawn in the state must be an integer of at least 0, not -1"),
+        ({"contributed": 3}, "contributed in the state must be at most 2, not 3"),
+        ({"samples_lost": "1"}, "samples_lost in the state must be an integer"),
+        ({"frontier": None}, "frontier in the state must be an integer"),
+        ({"gaps": 3}, "gaps in the state must be a list of integers, not 3"),
+        ({"gaps": [1, "3"]}, "a gap in the state must be an integer of at least 0, not '3'"),
+        ({"gaps": [3, 1]}, "gaps in the state must ascend"),
+        ({"gaps": [1, 1]}, "gaps in the state must ascend"),
+        ({"gaps": [1, 4]}, r"below the last drawn position \(4\), not \[1, 4\]"),
+        ({"frontier": 0}, r"below the last drawn position \(-1\)"),
+        ({"frontier": 21}, "the state has drawn from epoch 3 of epochs=2"),
+        ({"drawn": 10}, "drawn in the state must be at most 8, the share of worker 1 of 2"),
+    ],
+)
+def test_states_that_do_not_fit(changes: dict[str, Any], match: str) -> None:
+    saved = ElasticSampler(10, shuffle=False)
+    saved.deal([0], 0, 2)
+    saved.deal([3, 0], 1, 2)
+    list(itertools.islice(saved, 2))
+    state = saved.state_dict()
+    sampler = ElasticSampler(10, shuffle=False, epochs=2)
+    before = sampler.state_dict()
+    with pytest.raises(ValueError, match=match):
+        sampler.load_state_dict({**state, **changes})
+    assert sampler.state_dict() == before
+    sampler.load_state_dict(state)
+    assert sampler.state_dict() == state
+
+
+@pytest.mark.parametrize("state", [None, [], {}, {"frontier": 0}])
+def test_data_that_is_no_state(state: Any) -> None:
+    with pytest.raises(ValueError, match="not a state of an ElasticSampler"):
+        ElasticSampler(10).load_state_dict(state)
