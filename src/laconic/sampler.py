@@ -56,7 +56,7 @@ class _Remaining:
     def after(self, drawn: Sequence[int]) -> _Remaining:
         """What remains when worker r has drawn ``drawn[r]`` of its share, for each r."""
         workers = len(drawn)
-        end = max((r + workers * (n - 1) + 1 for r, n in enumerate(drawn) if n), default=0)
+        end = max(r + workers * (n - 1) + 1 for r, n in enumerate(drawn))
         passed = sorted(
             i for r, n in enumerate(drawn) for i in range(r + workers * n, end, workers)
         )

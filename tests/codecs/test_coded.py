@@ -39,7 +39,7 @@ import reference_coded as ref
 STEPS = 14
 SHAPES = ((7, 5), (7,), (11, 7), (11,), (3, 40))
 CLOSE = 1e-9
-MODULE = importlib.import_module("laconic.algorithms.exchanges.coded")  # whose name is a function's
+MODULE = importlib.import_module("laconic.algorithms.exchanges.coding")
 
 
 # -- the problem: sum(log cosh(x - target)), whose gradient is tanh(x - target) ----
@@ -824,7 +824,7 @@ def test_what_is_taken_off_is_what_is_decoded(codec: Codec, dtype: torch.dtype) 
 
 def test_every_message_is_rounded_by_numbers_of_its_own() -> None:
     """Of each worker, step, bucket and way, and of another run of the same seed the same."""
-    generator = sys.modules["laconic.algorithms.exchanges.coded"]._generator
+    generator = sys.modules["laconic.algorithms.exchanges.coding"].generator_for
     seeds = [
         generator(Clock(t, math.nan, 0, 0, 3, worker, bucket=bucket), torch.device("cpu"), way)
         for t, worker, bucket, way in product((1, 2), (0, 1, 2), (0, 1), (0, 1))
