@@ -24,6 +24,7 @@ from laconic.elastic import COORDINATOR_VARIABLE, Elastic
 from laconic.engine.driver import Driver
 from laconic.engine.joint_optimizer import as_one, members
 from laconic.engine.model_checks import check_devices, check_unwrapped
+from laconic.engine.newcomers import Donor, Newcomer
 from laconic.engine.session import Settings
 from laconic.engine.synchronizer import BUFFERS, Synchronizer
 from laconic.errors import TIMEOUT, check_choice, check_float, check_int, error_text
@@ -191,6 +192,12 @@ def attach(
         settings = Settings(buffers == "average", arrange, seed, scale, policy, elastic=joined)
         driver = Driver(model, optimizer, rounds, sets, device, settings)
         on_error.pop_all()  # the synchronizer keeps the links open
+    if joined is not None:
+        if joined.replaying:
+            Newcomer(driver, joined).catch_up()
+        donor = Donor(driver, joined)
+        driver.before_steps.append(donor.before_step)
+        driver.after_steps.append(donor.after_step)
     sync = Synchronizer(driver)
     sync.record(places)
     if scaler is not None:

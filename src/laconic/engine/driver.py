@@ -55,6 +55,9 @@ class Driver:
         self._handles: list[RemovableHandle] = []
         self.rounds_done = 0
         self._in_step = False
+        self.before_steps: list[Callable[[], None]] = []
+        self.after_steps: list[Callable[[], None]] = []
+        """Called before the optimizer's step, and after all of the step's rounds."""
         self._closure = False
         """Whether a closure computes this step's gradients."""
         self._past_choices: list[Choice] = []
@@ -158,6 +161,8 @@ class Driver:
         if not closure:
             run.check_gradients()
         self._in_step = True
+        for each in self.before_steps:
+            each()
         run.before_step(session.step + 1)
 
     @torch.no_grad()
@@ -170,6 +175,8 @@ class Driver:
         policy = self.session.policy
         if policy is not None and policy.after_step(self.session.step):
             self._switch(policy.recipe)
+        for each in self.after_steps:
+            each()
 
     def advance(self) -> None:
         """Do what follows an optimizer step, for a front end without hooks. Skipped steps count,

@@ -68,7 +68,8 @@ class ParameterRunner:
     @property
     def communicates(self) -> bool:
         """Whether its messages leave this rank."""
-        across = self.link.size > 1 and self.round.exchange.communicates
+        several = self.link.size > 1 or self._context.elastic
+        across = several and self.round.exchange.communicates
         empty = isinstance(self.round.part, Fragment) and not self.channels
         return not empty and (across or self._replica.size > 1)
 

@@ -44,10 +44,18 @@ class Push(Exchange):
         at = link.size, clock.executed, clock.seed
         sources, peers = self.graph.in_peers(link.rank, *at), self.graph.out_peers(link.rank, *at)
         weighted = clock.weight is not None
-        parcel = message if clock.weight is None else _with_weight(message, clock.weight)
-        parcels = link.swap(parcel, peers, sources)
         total = torch.zeros_like(message, dtype=state_dtype(message.dtype))
-        weight = 0.0
+        weight, parcel = 0.0, message
+        if clock.weight is not None:
+            # x and w were divided for `out_degree` peers; workers may have come and gone since
+            share, own = clock.out_degree / len(peers) if peers else 0.0, clock.out_degree
+            if not peers:
+                total.add_(message, alpha=own)
+                weight = own * clock.weight
+            elif share != 1:
+                message = message * share
+            parcel = _with_weight(message, clock.weight * share)
+        parcels = link.swap(parcel, peers, sources)
         for source, received in zip(sources, parcels, strict=True):
             if received is None:  # that worker is lost, with what it had
                 continue

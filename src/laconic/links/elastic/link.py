@@ -36,9 +36,10 @@ from laconic.links.calls import FINISH, Call, CallPosition
 from laconic.links.collectives import Collectives
 from laconic.links.elastic.members import Members
 from laconic.links.elastic.mesh import Guard, Interrupted, Mesh
+from laconic.links.elastic.relay import Record, Relay, Start
 from laconic.links.elastic.view import View
 from laconic.links.health import Beacon, LinkRecord, shown
-from laconic.links.link import Link, Parts
+from laconic.links.link import Link, Parts, arrivals
 from laconic.links.texts import exchange_texts
 from laconic.links.wire import OtherCallError
 
@@ -102,6 +103,15 @@ class ElasticLink:
         """Of the unit under way, and of the last one that was completed."""
         self._call = Call(0, "setting up")
         self._failure: LinkError | None = None
+        self.relays: list[Relay] = []
+        """The newcomers that receive what this worker's collectives bring."""
+        self.feed: Callable[[Call], Record] | None = None
+        """Where a newcomer gets the next unit of a call."""
+        self._played: list[Tensor] | None = None
+        self._replaying_in: int | None = None
+        """The thread that replays a unit."""
+        self._outputs: list[Tensor] = []
+        self._workers = 1
         self._begun: deque[float] = deque(maxlen=PACES + 1)
         self.wake: Callable[[Callable[[], None]], None] = lambda task: None
         self.report: Callable[[], Any] = lambda: None
@@ -115,15 +125,56 @@ class ElasticLink:
         self._set_active(view.ids)
         self.adopt()
 
+    # -- newcomers ----
+
+    @property
+    def replaying(self) -> bool:
+        """Whether this worker is a newcomer that catches up."""
+        return self.done is None
+
+    def take_part_from(self, start: Start) -> None:
+        """This newcomer has caught up, and takes part from then on."""
+        self._set_active(start.active)
+        self._ranks = list(start.ranks)
+        self.done, self.feed = start.serial - 1, None
+
+    def _replay(self, job: Callable[[], T]) -> T:
+        """Run ``job`` with what the donor's collectives have brought; before there is a donor, as
+        the only worker."""
+        self._played, self._replaying_in = None, threading.get_ident()
+        try:
+            return job()
+        finally:
+            self._replaying_in = None
+
+    def _fetch(self) -> list[Tensor] | None:
+        """What the collectives of the present unit have brought to the donor, those that are left;
+        None: there is no donor."""
+        if self._played is None and self.feed is not None:
+            record = self.feed(self._call)
+            self._workers, self._played = record.workers, list(record.outputs)
+        return self._played
+
+    def _next_output(self) -> Tensor | None:
+        outputs = self._fetch()
+        return None if outputs is None else outputs.pop(0)
+
     # -- who takes part ----
 
     @property
     def rank(self) -> int:
-        return self._ranks.index(self.members.me.id)
+        if self.replaying:
+            return 0
+        me = self.members.me.id
+        return self._ranks.index(me) if me in self._ranks else len(self._ranks)
 
     @property
     def size(self) -> int:
-        return len(self._ranks)
+        if not self.replaying:
+            return len(self._ranks)
+        if self._replaying_in == threading.get_ident():
+            self._fetch()
+        return self._workers
 
     def _take_part(self, ids: Sequence[str]) -> None:
         """The unit under way is among the workers ``ids``, the first members of the view."""
@@ -142,6 +193,8 @@ class ElasticLink:
         """Run ``job``, which makes collectives, all or nothing."""
         if self._failure is not None:
             raise self._failure
+        if self.replaying:
+            return self._replay(job)
         assert not self._in_unit and self.done is not None, "one unit follows another"
         serial = self.done + 1
         self._in_unit = True
@@ -156,14 +209,24 @@ class ElasticLink:
             self.members.waiting_since = None
         if self._index and self.done < serial:
             self._complete(self._outcome)
+        if self._index:
+            self._send_record()
         self.members.ended = self._call.name == FINISH
         return result
+
+    def _send_record(self) -> None:
+        """Send what the unit's collectives have brought to the newcomers."""
+        self.relays = [relay for relay in self.relays if not relay.ended]
+        if self.relays:
+            record = Record(self._call, len(self._ranks), self._outputs)
+            for relay in self.relays:
+                relay.put(record)
 
     def _attempts(self, job: Callable[[], T]) -> T:
         while True:
             self.adopt()
             self._take_part(self.active)
-            self._index, self._outcome = 0, Outcome()
+            self._index, self._outcome, self._outputs = 0, Outcome(), []
             try:
                 return job()
             except Interrupted:
@@ -196,6 +259,8 @@ class ElasticLink:
             if not self._resolve():
                 raise
             result = passed_on(self._outcome)
+        if self.relays and self._outcome.output is not None:
+            self._outputs.append(self._outcome.output.clone())
         self.joined = time.perf_counter()
         return result
 
@@ -204,6 +269,8 @@ class ElasticLink:
     def adopt(self) -> None:
         """Connect to the members of the latest view, if that is not done yet. In the communication
         thread, between two units."""
+        if self.replaying and self.members.view.place(self.members.me.id) is None:
+            return
         while self._mesh is None or self.members.view.epoch > self._epoch:
             self._resolve()
 
@@ -335,6 +402,8 @@ class ElasticLink:
 
     def begin_call(self, call: Call, *, wait: bool) -> bool:
         self._call = call
+        if self.replaying:
+            return False
         assert self.done is not None and self._mesh is not None, "a unit is under way"
         position = CallPosition(self.done + 1, shown(call))
         self._record.position = self.members.position = position
@@ -343,6 +412,9 @@ class ElasticLink:
         self.members.pace = max((b - a for a, b in pairwise(self._begun)), default=0.0)
         if call.starts and len(self._mesh.view.members) > len(self._ranks):
             self._take_part(self._mesh.view.ids)  # newcomers begin with this step
+            for relay in self.relays:
+                if relay.newcomer.id in self._ranks:
+                    relay.finish(Start(self.done + 1, call, self.active, self._ranks))
         if wait and self.size > 1:
             ids = self.gather(torch.tensor([call.id])).flatten().tolist()
             if any(number != call.id for number in ids):
@@ -377,6 +449,11 @@ class ElasticLink:
     # -- collectives ----
 
     def mean(self, x: Tensor) -> None:
+        if self.replaying:
+            output = self._next_output()
+            if output is not None:
+                x.copy_(_like(output, x, x.numel()).view(x.shape))
+            return
         n = self.size
         each = -(-x.numel() // n)
 
@@ -404,6 +481,13 @@ class ElasticLink:
     ) -> None:
         assert owners in (None, self.size), "all workers own a slice"
         assert parts is None or parts.use is None, "nothing is used before all is complete"
+        if self.replaying:
+            output = self._next_output()
+            value = mine if output is None else _like(output, out, out.numel())
+            if parts is not None and output is None:
+                parts.fill_all([self.rank])
+            out.copy_(value.view(out.shape))
+            return
 
         def run(link: Collectives) -> None:
             link.all_gather(mine, out, owners, parts)
@@ -415,12 +499,25 @@ class ElasticLink:
         self._collective(run, passed_on)
 
     def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
+        if self.replaying:  # what all_gather brings then depends on nothing here
+            if parts is not None:
+                parts.fill_all(range(self.size))
+            out.copy_(x)
+            if parts is not None:
+                parts.use_all(arrivals(0, self.size))
+            return
+
         def run(link: Collectives) -> None:
             link.all_to_all(x, out, parts)
 
         self._collective(run, _never)
 
     def gather(self, x: Tensor) -> Tensor:
+        if self.replaying:
+            output = self._next_output()
+            if output is None:
+                return x.clone()[None]
+            return _like(output, x, self.size * x.numel()).view(self.size, *x.shape)
         shape = self.size, *x.shape
 
         def run(link: Collectives) -> Tensor:
@@ -434,6 +531,12 @@ class ElasticLink:
         return self._collective(run, passed_on)
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
+        if self.replaying:
+            output = self._next_output()
+            if output is not None:
+                x.copy_(_like(output, x, x.numel()).view(x.shape))
+            return
+
         def run(link: Collectives) -> None:
             nothing, others = x.reshape(-1)[:0], [r for r in range(link.size) if r != link.rank]
             sends = dict.fromkeys(others, x if link.rank == root else nothing)
@@ -446,6 +549,8 @@ class ElasticLink:
         self._collective(run, passed_on)
 
     def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor | None]:
+        if self.replaying:
+            return [None] * len(source)
         ranks = self._ranks
         ids = [ranks[r] for r in to], [ranks[r] for r in source]
         self._outcome = Outcome(None, x.clone() if self.size > 1 else x, *ids)

@@ -78,6 +78,8 @@ class Members:
         self._view: View | None = None
         self._changed = threading.Condition()
         self._removed = ""
+        self._entered_view = False
+        """Whether this worker has been in a view."""
         self._newcomers: dict[str, Member] = {}
         self._leaving = False
         self._broken_since: float | None = None
@@ -167,6 +169,7 @@ class Members:
     def start(self, view: View) -> None:
         """Follow the run from ``view`` on."""
         self._view = view
+        self._entered_view = view.place(self.me.id) is not None
         for work, name in ((self._beat, "laconic-heartbeat"), (self._read, "laconic-members")):
             threading.Thread(target=work, daemon=True, name=name).start()
 
@@ -237,7 +240,9 @@ class Members:
         while not self._closed:
             view, broken = self.view, self._broken_since is not None
             asked = self._others(view)
-            if not broken and self.waiting_since is None:
+            if view.place(self.me.id) is None:
+                asked = []  # a newcomer: its donor looks after it
+            elif not broken and self.waiting_since is None:
                 asked = asked[:NEIGHBORS]
             start = time.monotonic()
             answers = health.ask_all([m.beacon for m in asked], self.secret)
@@ -343,7 +348,9 @@ class Members:
             if view.epoch <= self.view.epoch:
                 return
             self._view = view
-            if view.place(self.me.id) is None:
+            if view.place(self.me.id) is not None:
+                self._entered_view = True
+            elif self._entered_view:
                 self._removed = view.why or "it was removed"
             if self._broken_since is not None:
                 self._broken_since = time.monotonic()

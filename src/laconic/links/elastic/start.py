@@ -39,8 +39,8 @@ def start(address: str, job: str, about: dict[str, str], rules: Rules) -> Elasti
     link = ElasticLink(members, mesh, service, beacon, beacon.links[key_of(health)])
     try:
         view = members.found()
+        members.start(members.view)
         if view is not None:
-            members.start(view)
             link.begin(view)
     except BaseException:
         link.close()

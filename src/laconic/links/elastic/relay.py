@@ -1,0 +1,264 @@
+"""How a newcomer gets the state of a run: one worker, its donor, sends it in the background.
+
+Over one connection the donor sends a `Snapshot`, then a `Record` of each unit that completes, and
+the `Settings` of each step. When the newcomer has taken all of that in, it says so; the donor
+proposes a view with it, and sends `Start` in front of the first unit that the newcomer takes part
+in.
+"""
+
+from __future__ import annotations
+
+import io
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic.links import forks, handshake
+from laconic.links.addresses import Address
+from laconic.links.calls import Call
+from laconic.links.elastic.view import Member, View
+
+PURPOSE = b"join"
+KEY = bytes(handshake.KEY_BYTES)
+HANDSHAKE_SECONDS = 5.0
+_LENGTH = struct.Struct(">Q")
+READY = b"ready"
+
+
+class RelayError(RuntimeError):
+    """The connection between a donor and its newcomer has ended."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All state of the donor between two steps, as plain data."""
+
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the collectives of a unit have brought, and how many ``workers`` took part."""
+
+    call: Call
+    workers: int
+    outputs: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """The numbers in the optimizer's parameter groups, for the step after ``step`` steps."""
+
+    step: int
+    groups: list[dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Start:
+    """The newcomer takes part from the unit ``serial`` on, which begins ``call``. ``active``: the
+    ids of the workers before; ``ranks``: from then on."""
+
+    serial: int
+    call: Call
+    active: list[str]
+    ranks: list[str]
+
+
+Frame = Snapshot | Record | StepSettings | Start
+_KINDS: dict[str, Any] = {
+    "snapshot": Snapshot,
+    "record": Record,
+    "settings": StepSettings,
+    "start": Start,
+}
+
+
+class Stream:
+    """Frames over a connected socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        forks.close_in_child(self)
+
+    def send(self, frame: Frame) -> None:
+        """Send ``frame``; raises `RelayError`."""
+        kind = next(name for name, cls in _KINDS.items() if cls is type(frame))
+        values = dict(vars(frame))
+        if "call" in values:
+            values["call"] = list(values["call"])
+        buffer = io.BytesIO()
+        torch.save({"kind": kind, **values}, buffer)
+        try:
+            self._connection.sendall(_LENGTH.pack(buffer.tell()))
+            self._connection.sendall(buffer.getbuffer())
+        except OSError as error:
+            raise RelayError(str(error)) from error
+
+    def receive(self) -> Frame:
+        """Wait for the next frame; raises `RelayError`."""
+        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+        values: dict[str, Any] = torch.load(io.BytesIO(self._exactly(length)), weights_only=True)
+        cls = _KINDS[values.pop("kind")]
+        if "call" in values:
+            values["call"] = Call(*values["call"])
+        frame: Frame = cls(**values)
+        return frame
+
+    def _exactly(self, length: int) -> bytearray:
+        data, done = bytearray(length), 0
+        view = memoryview(data)
+        while done < length:
+            try:
+                received = self._connection.recv_into(view[done:])
+            except OSError as error:
+                raise RelayError(str(error)) from error
+            if not received:
+                raise RelayError("the other worker has closed the connection")
+            done += received
+        return data
+
+    def say_ready(self) -> None:
+        """Tell the donor that all of its frames so far were taken in."""
+        try:
+            self._connection.sendall(READY)
+        except OSError as error:
+            raise RelayError(str(error)) from error
+
+    def wait_until_ready(self) -> None:
+        """Wait for `say_ready`; raises `RelayError`."""
+        if bytes(self._exactly(len(READY))) != READY:
+            raise RelayError("the newcomer violates the protocol")
+
+    def close(self) -> None:
+        """End the connection."""
+        self._connection.close()
+
+
+def _converse(connection: socket.socket, exchange: handshake.Exchange) -> bytes:
+    """Carry out a handshake over a blocking socket; returns the other side's text."""
+    connection.settimeout(HANDSHAKE_SECONDS)
+    data = b""
+    try:
+        out, wanted = next(exchange)
+        while True:
+            connection.sendall(out)
+            data = b""
+            while len(data) < wanted:
+                piece = connection.recv(wanted - len(data))
+                if not piece:
+                    raise RelayError("the other worker has closed the connection")
+                data += piece
+            out, wanted = exchange.send(data)
+    except StopIteration as stop:
+        connection.settimeout(None)
+        text: bytes = stop.value
+        return text
+    except (OSError, handshake.RefusedError) as error:
+        raise RelayError(str(error)) from error
+
+
+def call_donor(donor: Member, secret: bytes, newcomer: Member) -> Stream:
+    """Ask ``donor`` for the state of the run; raises `RelayError`."""
+    address = Address.parse(donor.service)
+    try:
+        with forks.guard:
+            connection = socket.create_connection((address.host, address.port), HANDSHAKE_SECONDS)
+            stream = Stream(connection)
+    except OSError as error:
+        raise RelayError(str(error)) from error
+    text = View(1, (newcomer,)).pack().encode()
+    _converse(connection, handshake.call(secret, PURPOSE, KEY, 0, text))
+    return stream
+
+
+class Relay:
+    """Sends the frames for one newcomer, from a thread of its own. ``ready``: called when the
+    newcomer has taken in what was sent; ``closed``: when the connection has ended."""
+
+    def __init__(self, newcomer: Member, stream: Stream, ready: Callable[[Member], None]) -> None:
+        self.newcomer = newcomer
+        self.ended = False
+        self._stream, self._ready = stream, ready
+        self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+
+    def begin(self, snapshot: Snapshot) -> None:
+        """Send the ``snapshot`` first."""
+        self.put(snapshot)
+        for work in (self._send, self._listen):
+            threading.Thread(target=work, daemon=True, name="laconic-relay").start()
+
+    def put(self, frame: Frame) -> None:
+        """Send ``frame`` after those before."""
+        self._frames.put(frame)
+
+    def finish(self, start: Start) -> None:
+        """Send ``start``, the last frame."""
+        self.put(start)
+        self._frames.put(None)
+        self.ended = True
+
+    def _send(self) -> None:
+        try:
+            while (frame := self._frames.get()) is not None:
+                self._stream.send(frame)
+        except RelayError:
+            self.ended = True
+
+    def _listen(self) -> None:
+        try:
+            self._stream.wait_until_ready()
+            self._ready(self.newcomer)
+            self._stream.wait_until_ready()  # returns when the newcomer has closed
+        except RelayError:
+            self.ended = True
+            self._stream.close()
+
+
+class Service:
+    """Accepts newcomers that know the ``secret``, from a thread of its own. ``relays``: those that
+    wait for a snapshot."""
+
+    def __init__(
+        self, server: socket.socket, secret: bytes, ready: Callable[[Member], None]
+    ) -> None:
+        self.waiting: queue.SimpleQueue[Relay] = queue.SimpleQueue()
+        self._server, self._secret, self._ready = server, secret, ready
+        threading.Thread(target=self._serve, daemon=True, name="laconic-service").start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        stream = Stream(connection)
+        try:
+            exchange = handshake.answer(PURPOSE, lambda key: self._secret, lambda hello, text: b"")
+            said = _converse(connection, exchange)
+            newcomer = View.unpack(said[handshake.HELLO_BYTES :].decode()).members[0]
+        except (RelayError, ValueError):
+            stream.close()
+            return
+        self.waiting.put(Relay(newcomer, stream, self._ready))
+
+
+def numbers_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """The numbers in an optimizer's parameter groups, such as learning rates."""
+    return [
+        {
+            name: value
+            for name, value in group.items()
+            if isinstance(value, (int, float)) and not isinstance(value, bool)
+        }
+        for group in groups
+    ]
