@@ -449,7 +449,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("engine/switching.py", "states.pop(p, None)", "pass", AUTO),
     ("engine/switching.py", "        run.add_new_groups()\n", "", AUTO),
     ("links/comm_thread.py", "before.join()", "pass", LANE),
-    ("links/comm_thread.py", "pending.fail(error)\n\n    def close", "pass\n\n    def close", LANE),
+    ("links/comm_thread.py", "pending.fail(error)\n\n    def poke", "pass\n\n    def poke", LANE),
     ("predict.py", "names = (\"peers\", \"workers\") if", "names = (\"workers\", \"workers\") if", PREDICT),
     ("advisor/advice.py", "(1 - 1 / self.frequency)", "1", PREDICT),
     ("advisor/advice.py", "self.saved > max(self.backward, self.node)", "self.pays_there", PREDICT),

@@ -189,6 +189,7 @@ class Newcomer:
             if feed.idle() and not self._said_ready:
                 self._said_ready = True
                 stream.say_ready()
+                self._link.members.expect()
             frame = feed.peek()
             if isinstance(frame, Start):
                 self._start(frame, feed)

@@ -78,6 +78,8 @@ class Members:
         self._view: View | None = None
         self._changed = threading.Condition()
         self._removed = ""
+        self.expecting = False
+        """Whether this worker waits for the first view with it."""
         self._entered_view = False
         """Whether this worker has been in a view."""
         self._newcomers: dict[str, Member] = {}
@@ -225,6 +227,11 @@ class Members:
         self._newcomers[newcomer.id] = newcomer
         self._wake_read.set()
 
+    def expect(self) -> None:
+        """A view with this worker is about to be proposed."""
+        self.expecting = True
+        self._wake_read.set()
+
     def leave(self) -> None:
         """Propose a view without this worker, and wait until one was decided."""
         self._leaving = True
@@ -294,7 +301,8 @@ class Members:
             except Exception as error:
                 log.exception("the thread that follows the members failed")
                 self._coordinator_lost = str(error)
-            self._wake_read.wait(FAST_READ if self._broken_since is not None else READ)
+            fast = self._broken_since is not None or self.expecting
+            self._wake_read.wait(FAST_READ if fast else READ)
             self._wake_read.clear()
 
     def _turn(self) -> None:
@@ -349,7 +357,7 @@ class Members:
                 return
             self._view = view
             if view.place(self.me.id) is not None:
-                self._entered_view = True
+                self._entered_view, self.expecting = True, False
             elif self._entered_view:
                 self._removed = view.why or "it was removed"
             if self._broken_since is not None:
