@@ -45,7 +45,7 @@ from laconic.compat.gossip_graphs import (
 )
 from laconic.compat.slowmo_arguments import SlowMoBaseAlgorithm
 from laconic.elastic import Elastic
-from laconic.engine.synchronizer import Stats, Synchronizer
+from laconic.engine.synchronizer import Stats, Synchronizer, WorkersView
 from laconic.errors import LinkError
 from laconic.links import simulate
 from laconic.metrics import JsonLines, Metrics, TensorBoard
@@ -85,6 +85,7 @@ __all__ = [
     "TensorBoard",
     "UniformMixing",
     "Update",
+    "WorkersView",
     "advise",
     "after",
     "any_of",

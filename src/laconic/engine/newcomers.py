@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import signal
 import threading
 import time
 from typing import Any
@@ -46,6 +47,14 @@ class Donor:
     def __init__(self, driver: Driver, link: ElasticLink) -> None:
         self._driver, self._link = driver, link
         self._service = Service(link.service, link.members.secret, link.members.add)
+        self._leaving = False
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._leave)
+
+    def _leave(self, *_: object) -> None:
+        log.info("SIGTERM: this worker leaves after the present step")
+        self._leaving = True
 
     def before_step(self) -> None:
         """Send the settings of the step that begins."""
@@ -56,7 +65,13 @@ class Donor:
                 relay.put(StepSettings(self._driver.session.step, groups))
 
     def after_step(self) -> None:
-        """Between two steps: begin to send to the newcomers that have called."""
+        """Between two steps: begin to send to the newcomers that have called; leave the run if
+        this process is to end."""
+        if self._leaving:
+            self._driver.session.comm.drain()
+            self._link.members.leave()
+            self._link.close()
+            raise SystemExit(0)
         while not self._service.waiting.empty():
             relay = self._service.waiting.get()
             snapshot = Snapshot(self._state())
@@ -227,11 +242,13 @@ class Newcomer:
             session.optimizer.step()  # its hook averages the gradients: those of the donor
         else:
             self._driver.advance()
+        session.comm.drain()  # delayed rounds take their records in the communication thread
 
     def _skip_to(self, steps: int) -> None:
         """Count steps in which there was no round."""
         while self._driver.session.step < steps:
             self._driver.advance()
+            self._driver.session.comm.drain()
 
     def _use(self, groups: list[dict[str, float]]) -> None:
         optimizer = self._driver.session.optimizer

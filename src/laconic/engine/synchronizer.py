@@ -51,6 +51,16 @@ class Stats:
     seconds_waiting: float
 
 
+@dataclass(frozen=True)
+class WorkersView:
+    """Who takes part. ``epoch`` counts the changes of an elastic run; it is 0 where workers do not
+    come and go. ``workers``: their permanent ids, by rank. ``place``: this worker's rank."""
+
+    epoch: int
+    workers: tuple[str, ...]
+    place: int
+
+
 class Synchronizer:
     """Keeps a model in step with the other ranks' by the rounds of a recipe; made by
     `laconic.attach`, which says what happens in each step. ``driver``: for front ends."""
@@ -227,6 +237,30 @@ class Synchronizer:
     def workers(self) -> int:
         """Number of workers."""
         return self._session.workers.size
+
+    @property
+    def view(self) -> WorkersView:
+        """Who takes part in the rounds now."""
+        session = self._session
+        if session.elastic is None:
+            size = session.workers.size
+            return WorkersView(0, tuple(map(str, range(size))), session.workers.rank)
+        link = session.elastic
+        return WorkersView(link.members.view.epoch, tuple(link.active), link.rank)
+
+    def on_change(self, callback: Callable[[WorkersView], None]) -> None:
+        """Have ``callback`` called with the new `view`, after the step in which workers have come
+        or gone."""
+        last = self.view.workers
+
+        def compare() -> None:
+            nonlocal last
+            now = self.view
+            if now.workers != last:
+                last = now.workers
+                callback(now)
+
+        self.driver.after_steps.append(compare)
 
     @property
     def sharded(self) -> bool:

@@ -216,10 +216,11 @@ class ElasticLink:
 
     def _send_record(self) -> None:
         """Send what the unit's collectives have brought to the newcomers."""
-        self.relays = [relay for relay in self.relays if not relay.ended]
-        if self.relays:
-            record = Record(self._call, len(self._ranks), self._outputs)
-            for relay in self.relays:
+        record = Record(self._call, len(self._ranks), self._outputs)
+        for relay in list(self.relays):
+            if relay.ended:
+                self.relays.remove(relay)
+            else:
                 relay.put(record)
 
     def _attempts(self, job: Callable[[], T]) -> T:

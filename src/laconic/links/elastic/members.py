@@ -7,9 +7,11 @@ local; only a decided view counts.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -34,6 +36,8 @@ STUCK_SHORTEST, STUCK_ROUNDS = 60.0, 20.0
 """The same for a worker that answers and does not come to the round that others wait in."""
 RECONNECT = 1.0
 """Seconds after which broken connections are made again, if nobody was found to be lost."""
+EXIT_SECONDS = 5.0
+"""How long a process that ends waits for its threads."""
 SETTLE = 1.0
 """Seconds without another worker after which the first view is proposed."""
 
@@ -93,6 +97,7 @@ class Members:
         self._coordinator_lost = ""
         self._wake_beat, self._wake_read = threading.Event(), threading.Event()
         self._closed = False
+        self._threads: list[threading.Thread] = []
 
     # -- what is known ----
 
@@ -173,13 +178,23 @@ class Members:
         self._view = view
         self._entered_view = view.place(self.me.id) is not None
         for work, name in ((self._beat, "laconic-heartbeat"), (self._read, "laconic-members")):
-            threading.Thread(target=work, daemon=True, name=name).start()
+            thread = threading.Thread(target=work, daemon=True, name=name)
+            self._threads.append(thread)
+            thread.start()
+        _open.add(self)
 
     def close(self) -> None:
         """End the threads."""
         self._closed = True
         self._wake_beat.set()
         self._wake_read.set()
+
+    def end(self, until: float) -> None:
+        """End the threads, and wait for that until the time ``until``."""
+        self.close()
+        for thread in self._threads:
+            thread.join(max(until - time.monotonic(), 0))
+        self.registry.close(until)
 
     # -- for the link ----
 
@@ -367,3 +382,15 @@ class Members:
             self._changed.notify_all()
         log.info("view %d, %d workers: %s", view.epoch, len(view.members), view.why)
         self.on_view(view)
+
+
+_open: weakref.WeakSet[Members] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """The interpreter stops threads wherever they are. If one of them is inside torch's store, the
+    process ends with SIGABRT."""
+    until = time.monotonic() + EXIT_SECONDS
+    for members in list(_open):
+        members.end(until)

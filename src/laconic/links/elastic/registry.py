@@ -75,7 +75,8 @@ class _Client:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._at = host, port, job
         self._store: Any = None
-        threading.Thread(target=self._work, daemon=True, name="laconic-registry").start()
+        self._thread = threading.Thread(target=self._work, daemon=True, name="laconic-registry")
+        self._thread.start()
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -119,9 +120,11 @@ class _Client:
         )
         return dist.PrefixStore(f"laconic/{job}", store)  # type: ignore[attr-defined]
 
-    def close(self) -> None:
-        """Let the thread end, once the call that it is in returns."""
+    def close(self, until: float = 0.0) -> None:
+        """Let the thread end, once the call that it is in returns. Wait for that until the time
+        ``until``."""
         self._jobs.put(None)
+        self._thread.join(max(until - time.monotonic(), 0))
 
 
 class Registry:
@@ -144,6 +147,11 @@ class Registry:
                 self._client.close()
                 self._client = None
                 raise
+
+    def close(self, until: float) -> None:
+        """Close the connection; wait for that until the time ``until``."""
+        if self._client is not None:
+            self._client.close(until)
 
     def connect(self, until: float) -> None:
         """Wait for the coordinator, at most until the time ``until`` (`time.monotonic`)."""

@@ -1,0 +1,133 @@
+"""Elastic runs over processes: survivors go on with the same bits, whatever happens to a worker."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from elastic_runs import Run, Worker
+from laconic.links.elastic.registry import serve
+
+RECIPES = [
+    "laconic.ddp()",
+    "laconic.ddp(codec='int4')",
+    "laconic.local_sgd(4)",
+    "laconic.local_sgd(4, delay=2, codec='int8')",
+    "laconic.post_local_sgd(300, 4)",
+    "laconic.slowmo(laconic.local_sgd(3), period=6)",
+    "laconic.diloco(8)",
+    "laconic.diloco(8, merge='eager', delay=3)",
+    "laconic.streaming_diloco(8)",
+    "laconic.sparse_loco(6)",
+    "laconic.easgd(3)",
+    "laconic.sgp()",
+    "laconic.sgp(delay=1)",
+    "laconic.d_psgd()",
+    "laconic.noloco(4)",
+]
+
+pytestmark = pytest.mark.timeout(150)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_killed_worker_and_its_replacement(recipe: str) -> None:
+    with Run(recipe, count=3, steps=900) as run:
+        replacement = run.add(hold=True)
+        for worker in run.workers[:3]:
+            worker.wait_for("ready")
+        killed = run.workers[1]
+        at = killed.send(signal.SIGKILL)
+        first = run.workers[0].wait_for("view", workers=2)
+        assert first["time"] - at < 2.0
+        replacement.go()
+        ready = replacement.wait_for("ready")
+        assert 0 < ready["step"] < 900, "it goes on where the others are"
+        run.workers[0].wait_for("view", workers=3)
+        digests = run.digests(killed)
+    assert len(digests) == 3 and len(set(digests)) == 1
+
+
+def test_a_worker_that_hangs_is_left_behind() -> None:
+    with Run("laconic.local_sgd(2)", count=3, steps=1200) as run:
+        for worker in run.workers:
+            worker.wait_for("ready")
+        hung = run.workers[2]
+        at = hung.send(signal.SIGSTOP)
+        view = run.workers[0].wait_for("view", workers=2)
+        assert view["time"] - at < 5.0 + 4.0, "the deadline, and the time to ask"
+        digests = run.digests(hung)
+        assert len(set(digests)) == 1
+        hung.send(signal.SIGCONT)
+        assert hung.end() == 1
+        assert "the other workers go on without this one" in hung.errors
+
+
+def test_a_worker_leaves_on_sigterm() -> None:
+    with Run("laconic.local_sgd(2)", count=3, steps=1200) as run:
+        for worker in run.workers:
+            worker.wait_for("ready")
+        run.workers[0].send(signal.SIGTERM)
+        assert run.workers[0].end() == 0
+        run.workers[1].wait_for("view", workers=2)
+        digests = run.digests(run.workers[0])
+    assert len(set(digests)) == 1
+
+
+def test_the_coordinator_is_killed_and_started_again_empty() -> None:
+    with Run("laconic.local_sgd(2)", count=3, steps=1500) as run:
+        for worker in run.workers:
+            worker.wait_for("ready")
+        run.store = None
+        time.sleep(1.0)  # training goes on
+        run.store = serve("127.0.0.1", run.port)
+        killed = run.workers[0]
+        killed.send(signal.SIGKILL)
+        run.workers[1].wait_for("view", workers=2)
+        run.add().wait_for("ready")
+        digests = run.digests(killed)
+    assert len(digests) == 3 and len(set(digests)) == 1
+
+
+def test_too_few_workers_wait_for_others() -> None:
+    with Run("laconic.local_sgd(2)", count=3, steps=400, min_workers=3) as run:
+        for worker in run.workers:
+            worker.wait_for("ready")
+        killed = run.workers[0]
+        killed.send(signal.SIGKILL)
+        run.workers[1].wait_for_nothing(2.0)
+        run.add()
+        digests = run.digests(killed)
+    assert len(digests) == 3 and len(set(digests)) == 1
+
+
+def test_too_few_workers_end_with_one_line() -> None:
+    with Run("laconic.local_sgd(2)", count=2, steps=4000, min_workers=2, wait=3.0) as run:
+        for worker in run.workers:
+            worker.wait_for("ready")
+        run.workers[0].send(signal.SIGKILL)
+        assert run.workers[1].end() == 1
+        assert "1 of at least 2 workers are left" in run.workers[1].errors
+
+
+def test_no_coordinator() -> None:
+    worker = Worker(1, "laconic.local_sgd(2)", 10, "127.0.0.1:9", wait=1.0)
+    assert worker.end() == 1
+    assert "no coordinator answers at 127.0.0.1:9: start one by" in worker.errors
+
+
+def test_another_program_under_the_same_name() -> None:
+    with Run("laconic.local_sgd(2)", count=2, steps=1500) as run:
+        run.workers[0].wait_for("ready")
+        other = Worker(9, "laconic.local_sgd(3)", 10, run.address)
+        assert other.end() == 1
+        assert "the job 'default' at 127.0.0.1" in other.errors
+        assert "has another recipe" in other.errors
+
+
+def test_fewer_workers_than_needed_at_the_start() -> None:
+    with Run("laconic.local_sgd(2)", 0, 10, workers=2, wait=2.0) as run:
+        run.add()
+        assert run.workers[0].end() == 1
+        assert "of 2 workers have come" in run.workers[0].errors
