@@ -50,7 +50,7 @@ def test_a_killed_worker_and_its_replacement(recipe: str) -> None:
 
 
 def test_a_worker_that_hangs_is_left_behind() -> None:
-    with Run("laconic.local_sgd(2)", count=3, steps=2500) as run:
+    with Run("laconic.local_sgd(2)", count=3, steps=600, fresh=True) as run:
         for worker in run.workers:
             worker.wait_for("ready")
         hung = run.workers[2]

@@ -16,6 +16,7 @@ from typing import Any
 from laconic.links.elastic.registry import serve
 
 import gloo
+import programs
 
 SECONDS = 60.0
 
@@ -27,7 +28,9 @@ class Worker:
         self, name: int, recipe: str, steps: int, coordinator: str, **options: Any
     ) -> None:
         script = str(Path(__file__).parent / "elastic_worker.py")
-        command = [sys.executable, script, str(name), recipe, str(steps), coordinator]
+        # a stopped stand-in of a preloaded process would not stop that process
+        python = programs.NEW if options.pop("fresh", False) else [sys.executable]
+        command = [*python, script, str(name), recipe, str(steps), coordinator]
         pipes = {
             "stdin": subprocess.PIPE,
             "stdout": subprocess.PIPE,
