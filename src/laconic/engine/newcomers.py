@@ -193,12 +193,12 @@ class Newcomer:
                 time.sleep(RETRY_SECONDS)
 
     def _follow(self, feed: _Feed, stream: Stream) -> None:
-        self._link.feed = None
+        self._link.replay.feed = None
         snapshot = feed.pop()
         if not isinstance(snapshot, Snapshot):
             raise RelayError("the donor violates the protocol")
         self._load(snapshot.state)
-        self._link.feed = feed.record
+        self._link.replay.feed = feed.record
         names = {running.round.name for running in self._driver.run.rounds}
         while True:
             if feed.idle() and not self._said_ready:

@@ -246,7 +246,7 @@ class Synchronizer:
             size = session.workers.size
             return WorkersView(0, tuple(map(str, range(size))), session.workers.rank)
         link = session.elastic
-        return WorkersView(link.members.view.epoch, tuple(link.active), link.rank)
+        return WorkersView(link.members.view.epoch, tuple(link.units.active), link.rank)
 
     def on_change(self, callback: Callable[[WorkersView], None]) -> None:
         """Have ``callback`` called with the new `view`, after the step in which workers have come

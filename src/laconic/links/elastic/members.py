@@ -117,11 +117,6 @@ class Members:
         """Seconds after which a worker counts as lost that does not come to a round."""
         return min(max(STUCK_SHORTEST, STUCK_ROUNDS * self.pace), self.rules.limit)
 
-    def steps(self) -> int:
-        """The most steps that any member is known to have taken."""
-        calls = [p.call.step for p in list(self._positions.values()) if p.call is not None]
-        return max(calls, default=0)
-
     def _others(self, view: View) -> list[Member]:
         place = view.place(self.me.id)
         members = list(view.members)

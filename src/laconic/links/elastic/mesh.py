@@ -7,8 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 
+import torch
+from torch import Tensor
+
 from laconic.errors import LinkError
 from laconic.links.addresses import Address
+from laconic.links.collectives import Collectives
 from laconic.links.connect import Connecting
 from laconic.links.elastic.view import Member, View
 from laconic.links.handshake import KEY_BYTES
@@ -69,3 +73,19 @@ class Guard:
             yield
         except LostError as error:
             raise Interrupted(str(error)) from error
+
+
+class Everyone(Collectives):
+    """Collectives in which every worker hears from every other, so that none is two units ahead of
+    another."""
+
+    def broadcast(self, x: Tensor, root: int = 0) -> None:
+        nothing, others = x.reshape(-1)[:0], [r for r in range(self.size) if r != self.rank]
+        sends = dict.fromkeys(others, x if self.rank == root else nothing)
+        self.exchange(sends, {r: x if r == root else nothing for r in others})
+
+    def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor]:
+        nothing, others = x[:0], [r for r in range(self.size) if r != self.rank]
+        pieces = {r: torch.empty_like(x) if r in source else nothing for r in others}
+        self.exchange({r: x if r in to else nothing for r in others}, pieces)
+        return [pieces[r] for r in source]

@@ -1,0 +1,200 @@
+"""Where the members of a new view meet: they connect, and compare how far each of them is.
+
+A collective needs a message from every worker, so no worker is in the unit after the next one of
+another worker. If a connection ends, every worker stops, closes all connections, and waits for the
+next view (`laconic.links.elastic.members`). Its members connect to each other and compare how many
+units each has completed:
+
+- Some have completed a unit and others have not: one that has passes on the result of its last
+  collective, and the unit is complete for all, with the same contributors.
+- Nobody has: the unit runs again in the new view, from its inputs.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from laconic.errors import LinkError
+from laconic.links.calls import Call
+from laconic.links.elastic.members import Members
+from laconic.links.elastic.mesh import Everyone, Guard, Interrupted, Mesh
+from laconic.links.elastic.units import Outcome, Units
+from laconic.links.elastic.view import View
+from laconic.links.texts import exchange_texts
+
+COMPARING = Call(0, "comparing the workers of a view").id
+COLLECTIVE_BITS = 16
+
+
+class Rendezvous:
+    """Connects this worker, which has done ``units``, to the others of its view. ``server`` accepts
+    their connections. All methods but `decided` run in the communication thread.
+
+    ``report()`` and ``hear(reports)``, by id in the order of the view, exchange what the members of
+    a new view must agree on.
+    """
+
+    def __init__(self, members: Members, server: socket.socket, units: Units) -> None:
+        self._members, self._server, self._units = members, server, units
+        self._lock = threading.Lock()
+        self._mesh: Mesh | None = None
+        self._epoch = 0
+        """Of the latest view that this worker has tried to adopt."""
+        self.link: Everyone | None = None
+        """To the workers of the unit under way."""
+        self.report: Callable[[], Any] = lambda: None
+        self.hear: Callable[[Mapping[str, Any]], None] = lambda reports: None
+
+    @property
+    def ids(self) -> list[str]:
+        """The members of the view that this worker is connected to, by place."""
+        assert self._mesh is not None, "a unit is under way"
+        return self._mesh.view.ids
+
+    def adopt(self) -> None:
+        """Connect to the members of the latest view, if that is not done yet. Between two units."""
+        members = self._members
+        if self._units.done is None and members.view.place(members.me.id) is None:
+            return  # a newcomer that is in no view yet
+        while self._mesh is None or members.view.epoch > self._epoch:
+            self.resolve()
+
+    def decided(self, view: View) -> None:
+        """A view was decided: if there is a unit under way, it ends. In another thread."""
+        with self._lock:
+            if self._mesh is not None and self._mesh.view.epoch < view.epoch:
+                self._mesh.connections.shutdown()
+
+    def take_part(self, ids: Sequence[str]) -> None:
+        """The unit under way is among the workers ``ids``, the first members of the view."""
+        assert self._mesh is not None and self.ids[: len(ids)] == list(ids), "newcomers come last"
+        self._units.ranks = list(ids)
+        self.link = Everyone(Guard(self._mesh, len(ids), self._header), self._mesh)
+
+    def _header(self) -> tuple[int, int]:
+        units = self._units
+        return units.serial << COLLECTIVE_BITS | units.collectives, units.call.id
+
+    def close(self) -> None:
+        """Close the connections."""
+        with self._lock:
+            mesh, self._mesh = self._mesh, None
+            if mesh is not None:
+                mesh.connections.close()
+
+    def resolve(self) -> bool:
+        """Adopt the next view. Returns whether the unit under way is complete then, because another
+        worker has completed it."""
+        self.close()
+        self._members.broken()
+        while True:
+            view = self._members.next(self._epoch)
+            self._epoch = view.epoch
+            mesh = Mesh(view, self._members.me, self._members.rules.limit)
+            try:
+                check = partial(self._check_latest, view)
+                mesh.connect(self._server, self._members.secret, check)
+                with self._lock:
+                    self._mesh = mesh
+                check()
+                completed = self._compare(mesh)
+            except Interrupted:
+                self.close()
+                mesh.connections.close()
+                self._members.broken()
+                continue
+            self._members.mended()
+            return completed
+
+    def _check_latest(self, view: View) -> None:
+        if self._members.view.epoch > view.epoch:
+            raise Interrupted("another view was decided")
+
+    # -- comparing ----
+
+    def _compare(self, mesh: Mesh) -> bool:
+        """Compare the units that the members of a view have completed, and complete the last one
+        for all. Returns whether that was the one under way here."""
+        header = (1 << 62) + mesh.view.epoch, COMPARING
+        everyone = Everyone(Guard(mesh, len(mesh.view.members), lambda: header), mesh)
+        texts = exchange_texts(everyone.gather, json.dumps(self._status()))
+        statuses = [json.loads(text) for text in texts]
+        top = max((s["done"] for s in statuses if s["done"] is not None), default=None)
+        if top is None:
+            raise LinkError("all workers of the run are lost, and newcomers have no state yet")
+        behind = [r for r, s in enumerate(statuses) if s["done"] is not None and s["done"] < top]
+        assert all(statuses[r]["done"] == top - 1 for r in behind), "one unit at most"
+        root = next(r for r, s in enumerate(statuses) if s["done"] == top)
+        first, outcome = statuses[root], None
+        if behind and first["swap"]:
+            outcome = self._pass_on_messages(everyone, statuses, behind)
+        elif behind:
+            outcome = self._pass_on_output(everyone, first["bytes"], behind, root)
+        units = self._units
+        if outcome is not None:
+            assert units.under_way, "it waits in that unit"
+            units.outcome = outcome
+            units.complete()
+        units.active = [id for id in mesh.view.ids if id in first["active"]]
+        self._members.active = set(units.active)
+        if not units.under_way and units.done is not None:
+            self.take_part(units.active)
+        self.hear({s["id"]: s["report"] for s in statuses})
+        return outcome is not None
+
+    def _status(self) -> dict[str, Any]:
+        """What the members of a new view compare."""
+        units = self._units
+        output = units.kept.output
+        return {
+            "id": units.me,
+            "done": units.done,
+            "active": units.active,
+            "bytes": 0 if output is None else output.numel() * output.element_size(),
+            "swap": units.kept.sent is not None,
+            "source": list(units.outcome.source) if units.under_way else [],
+            "report": self.report(),
+        }
+
+    def _pass_on_output(
+        self, everyone: Everyone, size: int, behind: Sequence[int], root: int
+    ) -> Outcome | None:
+        """Send the last unit's output, ``size`` bytes, from ``root`` to the ranks ``behind``."""
+        if everyone.rank == root:
+            assert self._units.kept.output is not None, "its size was sent"
+            raw = self._units.kept.output.contiguous().view(-1).view(torch.uint8)
+            everyone.exchange(dict.fromkeys(behind, raw), {})
+        elif everyone.rank in behind:
+            raw = torch.empty(size, dtype=torch.uint8)
+            everyone.exchange({}, {root: raw})
+            return Outcome(raw)
+        return None
+
+    def _pass_on_messages(
+        self, everyone: Everyone, statuses: Sequence[Mapping[str, Any]], behind: Sequence[int]
+    ) -> Outcome | None:
+        """Send the messages of the last unit, a `Link.swap`, to the ranks ``behind``. A message of
+        a lost worker is lost."""
+        me, ranks = everyone.rank, {status["id"]: r for r, status in enumerate(statuses)}
+        own = self._units.outcome if me in behind else self._units.kept
+        sends, receives = dict[int, Tensor](), dict[int, Tensor]()
+        for to in behind:
+            for source in (ranks[id] for id in statuses[to]["source"] if id in ranks):
+                assert own.sent is not None, "every worker is in the same unit"
+                if source == me:
+                    sends[to] = own.sent
+                if to == me:
+                    receives[source] = torch.empty_like(own.sent)
+        everyone.exchange(sends, receives)
+        if me not in behind:
+            return None
+        return replace(own, pieces=[receives.get(ranks.get(id, -1)) for id in own.source])

@@ -1,0 +1,85 @@
+"""Units: what the workers of an elastic run do all or nothing.
+
+A *unit* is what the communication thread runs at a time, such as the exchange of one bucket: a few
+collectives, the last of which brings what the unit changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from laconic.links.calls import Call
+
+
+@dataclass
+class Outcome:
+    """What a unit's last collective has brought. ``output``: a tensor that all workers receive.
+    ``sent``: a worker's own message, where only some receive it (`Link.swap`). ``source``: the ids
+    of the workers whose messages this one receives then. ``pieces``: these messages, where another
+    worker has completed the unit; None for a message that is lost."""
+
+    output: Tensor | None = None
+    sent: Tensor | None = None
+    source: Sequence[str] = ()
+    pieces: list[Tensor | None] = field(default_factory=list)
+
+
+class Units:
+    """How far the worker ``me`` is, and with whom.
+
+    ``note(event)`` is told who takes part, as a trace has it (`laconic.Trace`).
+    """
+
+    def __init__(self, me: str) -> None:
+        self.me = me
+        self.done: int | None = None
+        """How many units are complete; None for a newcomer that has not caught up."""
+        self.active: list[str] = []
+        """The ids of the workers that take part, by rank."""
+        self.ranks: list[str] = []
+        """The same in the unit under way, which newcomers may begin with."""
+        self.under_way = False
+        self.call = Call(0, "setting up")
+        """The call that the unit under way, or the last one, belongs to."""
+        self.outcome, self.kept = Outcome(), Outcome()
+        """Of the unit under way, and of the last one that was completed."""
+        self.outputs: list[Tensor] = []
+        """What the collectives of the unit under way have brought so far, for newcomers."""
+        self.collectives = 0
+        """How many the unit under way has made so far."""
+        self.note: Callable[[dict[str, Any]], None] = lambda event: None
+        self._noted: list[str] = []
+
+    @property
+    def serial(self) -> int:
+        """The number of the unit under way, or of the next one, counted from 1."""
+        assert self.done is not None, "a newcomer takes part in nothing"
+        return self.done + 1
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank in the unit under way."""
+        return self.ranks.index(self.me) if self.me in self.ranks else len(self.ranks)
+
+    def attempt(self, ranks: Sequence[str]) -> None:
+        """Begin the unit (again) among the workers ``ranks``."""
+        self.ranks = list(ranks)
+        self.collectives, self.outcome, self.outputs = 0, Outcome(), []
+
+    def complete(self) -> None:
+        """The unit under way is complete: its outcome counts."""
+        self._note()
+        self.done, self.kept = self.serial, self.outcome
+        self.active = list(self.ranks)
+
+    def _note(self) -> None:
+        known = zip(self.outcome.source, self.outcome.pieces, strict=False)
+        missing = [id for id, piece in known if piece is None]
+        if missing or self.ranks != self._noted:
+            self._noted = list(self.ranks)
+            event = {"unit": self.serial, "call": str(self.call), "workers": self._noted}
+            self.note(event | ({"missing": missing} if missing else {}))
