@@ -49,6 +49,7 @@ from laconic.engine.synchronizer import Stats, Synchronizer, WorkersView
 from laconic.errors import LinkError
 from laconic.links import simulate
 from laconic.metrics import JsonLines, Metrics, TensorBoard
+from laconic.sampler import ElasticSampler
 
 if TYPE_CHECKING:
     from laconic.advisor import Advice, advise
@@ -68,6 +69,7 @@ __all__ = [
     "DynamicDirectedExponentialGraph",
     "DynamicDirectedLinearGraph",
     "Elastic",
+    "ElasticSampler",
     "Exchange",
     "GradientRound",
     "GraphManager",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import weakref
 from collections.abc import Sequence
@@ -16,25 +15,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laconic.algorithms.compile import check_groups, replicated, warn_of_groups, with_replicas
-from laconic.algorithms.round import Recipe, describe, is_recipe, renamed
+from laconic.algorithms.round import Recipe, is_recipe, renamed
 from laconic.auto import Auto, Chooser, start
 from laconic.buckets import is_sharded, reshard
 from laconic.device import common_device, select_own
-from laconic.elastic import COORDINATOR_VARIABLE, Elastic
+from laconic.elastic import Elastic
+from laconic.engine import elastic_runs
 from laconic.engine.driver import Driver
+from laconic.engine.elastic_runs import Joined, asked_for
 from laconic.engine.joint_optimizer import as_one, members
 from laconic.engine.model_checks import check_devices, check_unwrapped
-from laconic.engine.newcomers import Donor, Newcomer
 from laconic.engine.session import Settings
 from laconic.engine.synchronizer import BUFFERS, Synchronizer
 from laconic.errors import TIMEOUT, check_choice, check_float, check_int, error_text
 from laconic.links import Link, rendezvous
 from laconic.links.attempts import open_store
-from laconic.links.elastic.link import ElasticLink
-from laconic.links.elastic.members import Rules
-from laconic.links.elastic.start import start as start_elastic
 from laconic.links.rank_sets import agreed_link, layout_of, sets_of
-from laconic.links.simulated import current_link
 from laconic.metrics import Metrics, MetricsArgument, agree_on_metrics, check_metrics
 
 if TYPE_CHECKING:
@@ -138,10 +134,10 @@ def attach(
         warn_of_groups(rounds, group_size)
         check_choice("buffers", buffers, BUFFERS)
         check_int("seed", seed, 0)
-        elastic = _elastic(elastic, link, nprocs_per_node, group_size, mesh)
+        elastic = asked_for(elastic, link, nprocs_per_node, group_size, mesh)
         if elastic is not None:
             rounds = replicated(rounds)
-            _check_elastic(params)
+            elastic_runs.check(elastic, params)
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise ValueError(f"scaler must be a torch.amp.GradScaler, not {scaler!r}")
         places = check_metrics(metrics)
@@ -157,13 +153,14 @@ def attach(
         previous.drain()
     device = params[0].device if params else common_device()
     with ExitStack() as on_error:
+        joined: Joined | None = None
         if elastic is None:
             world = agreed_link(problem, link, device, seconds)
-            joined = None
         elif problem is not None:
             raise ValueError(problem)
         else:
-            world = joined = _join(elastic, rounds, params, buffers, seed, seconds)
+            joined = elastic_runs.join(elastic, rounds, params, buffers, seed, seconds)
+            world = joined.link
         assert not isinstance(optimizer, Sequence), "one by now, or a problem was raised"
         if link is None:
             on_error.callback(world.close)
@@ -189,15 +186,12 @@ def attach(
         rounds = rounds if policy is None else policy.recipe
         # a disabled scaler does not check for overflow
         scale = scaler.get_scale if scaler is not None and scaler.is_enabled() else None
-        settings = Settings(buffers == "average", arrange, seed, scale, policy, elastic=joined)
+        at = buffers == "average", arrange, seed, scale, policy
+        settings = Settings(*at, elastic=None if joined is None else joined.link)
         driver = Driver(model, optimizer, rounds, sets, device, settings)
         on_error.pop_all()  # the synchronizer keeps the links open
     if joined is not None:
-        if joined.replaying:
-            Newcomer(driver, joined).catch_up()
-        donor = Donor(driver, joined)
-        driver.before_steps.append(donor.before_step)
-        driver.after_steps.append(donor.after_step)
+        joined.take_part(driver)
     sync = Synchronizer(driver)
     sync.record(places)
     if scaler is not None:
@@ -209,60 +203,6 @@ def attach(
     if link is not None:
         _on_link[link] = weakref.ref(sync)
     return sync
-
-
-def _elastic(
-    elastic: Elastic | None, link: Link | None, nprocs: object, group: object, mesh: object
-) -> Elastic | None:
-    """The argument ``elastic``, or what the environment asks for."""
-    if elastic is None:
-        if link is not None or current_link.get() is not None:
-            return None
-        return Elastic() if os.environ.get(COORDINATOR_VARIABLE) else None
-    if not isinstance(elastic, Elastic):
-        raise ValueError(f"elastic must be a laconic.Elastic, not {elastic!r}")
-    given = {"link": link, "group_size": group, "mesh": mesh}
-    named = [name for name, value in given.items() if value is not None]
-    if nprocs not in (1, "env"):
-        named.append("nprocs_per_node")
-    if named:
-        raise ValueError(
-            f"{' and '.join(named)} cannot be used with elastic=: there each process is a worker "
-            "that comes and goes on its own"
-        )
-    return elastic
-
-
-def _check_elastic(params: Sequence[Tensor]) -> None:
-    """Raise ``ValueError`` for parameters that an elastic run cannot average."""
-    if any(is_sharded(p) for p in params):
-        raise ValueError(
-            "the parameters are sharded (FSDP), and elastic= is for workers of one rank: if a "
-            "worker loses a rank, all of it is lost"
-        )
-    if any(p.device.type != "cpu" for p in params):
-        raise ValueError("elastic= is for models on the CPU so far")
-
-
-def _join(
-    elastic: Elastic,
-    recipe: Recipe,
-    params: Sequence[Tensor],
-    buffers: str,
-    seed: int,
-    timeout: float,
-) -> ElasticLink:
-    """Find the other workers, which must run the same ``recipe`` on the same parameters."""
-    from laconic import __version__
-
-    shapes = repr([(tuple(p.shape), str(p.dtype), p.requires_grad) for p in params])
-    about = {
-        "version of laconic": __version__,
-        "recipe": f"{describe(recipe)}, buffers={buffers!r}, seed={seed}",
-        "model": hashlib.sha256(shapes.encode()).hexdigest()[:16],
-    }
-    rules = Rules(elastic.min_workers, elastic.workers, elastic.wait, timeout)
-    return start_elastic(elastic.address(), elastic.job, about, rules)
 
 
 def claim(optimizer: Optimizer, sync: Synchronizer) -> None:

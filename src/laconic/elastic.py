@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from laconic.errors import check_float, check_int
 from laconic.links.elastic.registry import parse_address
@@ -22,6 +24,12 @@ class Elastic:
     view before. ``workers``: how many workers the start waits for; None: ``min_workers``, or 2.
     ``job``: tells several runs with one coordinator apart. ``wait``: how many seconds to wait for
     enough workers.
+
+    ``others``: objects with ``state_dict()`` and ``load_state_dict()``, by name, such as a learning
+    rate scheduler. A newcomer loads another worker's state of them. The samples of an
+    `ElasticSampler` among them are dealt to the workers of the moment. The names are the same on
+    all workers. While a worker joins, another one copies their state in every step: they should be
+    small.
     """
 
     coordinator: str | None = None
@@ -29,6 +37,7 @@ class Elastic:
     workers: int | None = None
     job: str = "default"
     wait: float = 600.0
+    others: Mapping[str, Any] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.coordinator is not None:
@@ -40,6 +49,9 @@ class Elastic:
         check_float("wait", self.wait, 0.0, strict=True)
         if not isinstance(self.job, str) or not self.job or not self.job.isprintable():
             raise ValueError(f"job must be a name, not {self.job!r}")
+        named = isinstance(self.others, Mapping) and all(isinstance(n, str) for n in self.others)
+        if self.others is not None and not named:
+            raise ValueError(f"others must be objects by name, not {self.others!r}")
 
     def address(self) -> str:
         """The coordinator's address; raises ``ValueError`` if there is none."""

@@ -153,19 +153,38 @@ class ElasticSampler(Sampler[int]):
         with self._condition:
             return self._samples_lost
 
-    def mark(self) -> None:
-        """Record that all samples drawn so far have contributed to other workers.
+    def about(self) -> str:
+        """The arguments, which must be the same on all workers."""
+        return (
+            f"{self.num_samples} samples, shuffle={self.shuffle}, seed={self.seed}, "
+            f"epochs={self.epochs}, lost={self.lost!r}"
+        )
+
+    def progress(self) -> Progress:
+        """This worker's progress since the last deal."""
+        with self._condition:
+            return Progress(self._drawn, self._contributed)
+
+    def mark(self, drawn: int | None = None) -> None:
+        """Record that the first ``drawn`` samples since the last deal (None: all that were drawn)
+        have contributed to other workers.
 
         The engine calls it after each round that sent this worker's progress to others.
         """
         with self._condition:
-            self._contributed = self._drawn
+            self._contributed = self._drawn if drawn is None else drawn
 
     def freeze(self) -> Progress:
-        """Block draws until the next `deal`. Returns this worker's progress."""
+        """Block draws until the next `deal` or `release`. Returns this worker's progress."""
         with self._condition:
             self._frozen = True
-            return Progress(self._drawn, self._contributed)
+        return self.progress()
+
+    def release(self) -> None:
+        """Let draws go on without a deal: the run has ended for this worker."""
+        with self._condition:
+            self._frozen = False
+            self._condition.notify_all()
 
     def counts_for(self, drawn: int, contributed: int) -> tuple[int, int]:
         """Return what to pass to `deal` for a lost worker last heard with this progress.

@@ -58,6 +58,7 @@ class Driver:
         self.before_steps: list[Callable[[], None]] = []
         self.after_steps: list[Callable[[], None]] = []
         """Called before the optimizer's step, and after all of the step's rounds."""
+        self.after_finish: list[Callable[[], None]] = []
         self._closure = False
         """Whether a closure computes this step's gradients."""
         self._past_choices: list[Choice] = []
@@ -244,6 +245,8 @@ class Driver:
         consensus.write_consensus(run, self.had_buffers, mean=mean)
         for running in () if mean else run.rounds:
             running.rebase()
+        for each in self.after_finish:
+            each()
         session.recorder.event("finish")
         session.status("finished")
 

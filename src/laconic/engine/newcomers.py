@@ -10,19 +10,22 @@ else the newcomer has the donor's, without the steps since.
 from __future__ import annotations
 
 import logging
-import queue
 import signal
 import threading
 import time
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
-import torch
+from torch import Tensor
 
 from laconic.algorithms.exchange import Gossip
+from laconic.checkpoints.rank_file import plain
 from laconic.engine.driver import Driver
+from laconic.engine.reports import Reports
 from laconic.errors import LinkError
 from laconic.links.calls import GRADIENTS, Call
-from laconic.links.elastic.link import ElasticLink
+from laconic.links.elastic.link import ElasticLink, Settings
 from laconic.links.elastic.relay import (
     Frame,
     Record,
@@ -41,11 +44,32 @@ log = logging.getLogger("laconic")
 RETRY_SECONDS = 0.5
 
 
-class Donor:
-    """Sends the state of ``driver`` to newcomers that ask for it."""
+class Stateful(Protocol):
+    """An object with state, such as a scheduler."""
 
-    def __init__(self, driver: Driver, link: ElasticLink) -> None:
-        self._driver, self._link = driver, link
+    def state_dict(self) -> Any:
+        """Return the state as plain data."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Load it."""
+
+
+class Donor:
+    """Sends the state of ``driver`` to newcomers that ask for it, with that of the ``others``, the
+    user's objects."""
+
+    def __init__(
+        self, driver: Driver, link: ElasticLink, reports: Reports, others: Mapping[str, Stateful]
+    ) -> None:
+        self._driver, self._link, self._reports = driver, link, reports
+        self._others = others
+        self._settings: dict[int, Settings] = {}
+        """By the number of steps before the one that begins with them."""
+        self._rounds = 0
+        link.settings = self._settings_for
+        driver.before_steps.append(self._before_step)
+        driver.after_steps.append(self._after_step)
+        driver.after_finish.append(self._after_finish)
         self._service = Service(link.service, link.members.secret, link.members.add)
         self._leaving = False
         main = threading.current_thread() is threading.main_thread()
@@ -56,17 +80,36 @@ class Donor:
         log.info("SIGTERM: this worker leaves after the present step")
         self._leaving = True
 
-    def before_step(self) -> None:
+    def _before_step(self) -> None:
         """Send the settings of the step that begins."""
-        optimizer = self._driver.session.optimizer
-        if self._link.relays and optimizer is not None:
-            groups = numbers_of(optimizer.param_groups)
-            for relay in self._link.relays:
-                relay.put(StepSettings(self._driver.session.step, groups))
+        if not self._link.relays:
+            self._settings.clear()
+            return
+        step = self._driver.session.step
+        self._settings[step] = self._settings_now()
+        for relay in self._link.relays:
+            relay.put(StepSettings(step, self._settings[step][0]))
 
-    def after_step(self) -> None:
+    def _settings_now(self) -> Settings:
+        optimizer = self._driver.session.optimizer
+        assert optimizer is not None, "bound from the start"
+        others = {name: _copied(each.state_dict()) for name, each in self._others.items()}
+        return numbers_of(optimizer.param_groups), others
+
+    def _settings_for(self, call: Call) -> Settings:
+        """In the communication thread. In front of a gradient round the step has not begun, and
+        nothing else changes its settings."""
+        if call.name == GRADIENTS:
+            return self._settings_now()
+        return self._settings[_steps_before(call)]
+
+    def _after_step(self) -> None:
         """Between two steps: begin to send to the newcomers that have called; leave the run if
         this process is to end."""
+        session, rounds = self._driver.session, self._driver.rounds_done
+        began = rounds > self._rounds or self._driver.run.averages_gradients(session.step)
+        self._rounds = rounds
+        self._reports.after_step(session.step, began=began, idle=session.comm.idle)
         if self._leaving:
             self._driver.session.comm.drain()
             self._link.members.leave()
@@ -79,31 +122,42 @@ class Donor:
             relay.begin(snapshot)
             log.info("sending the state after step %d to a newcomer", self._driver.session.step)
 
+    def _after_finish(self) -> None:
+        """Newcomers repeat rounds only: they begin again with the state that `finish` has left."""
+        for relay in self._link.relays:
+            relay.put(Snapshot(self._state()))
+
     def _state(self) -> dict[str, Any]:
         session = self._driver.session
         session.comm.drain()
         assert session.optimizer is not None, "bound from the start"
-        model = {k: v.detach().clone() for k, v in session.model.state_dict().items()}
-        state = {"model": model, "optimizer": _copied(session.optimizer.state_dict())}
-        return {**state, "sync": self._driver.state_dict()}
+        state = {
+            "model": session.model.state_dict(),
+            "optimizer": session.optimizer.state_dict(),
+            "sync": self._driver.state_dict(),
+        }
+        return {name: _copied(value) for name, value in state.items()}
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_copied(item) for item in value]
-    return value
+def _copied(state: Any) -> Any:
+    """A copy of a ``state``, as plain data."""
+    if isinstance(state, Tensor):
+        return state.detach().clone()
+    if isinstance(state, Mapping):
+        return {key: _copied(item) for key, item in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [_copied(item) for item in state]
+    return plain(state)
 
 
 class _Feed:
-    """The frames of one donor, read by a thread, and taken by the engine in their order."""
+    """The frames of one donor, read by a thread, and taken by the engine in their order.
+    ``awake()`` is called by the thread that waits for a frame after `wake`."""
 
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-        self._frames: queue.SimpleQueue[Frame | RelayError] = queue.SimpleQueue()
+    def __init__(self, stream: Stream, awake: Callable[[], None]) -> None:
+        self._stream, self._awake = stream, awake
+        self._frames: deque[Frame | RelayError] = deque()
+        self._changed, self._woken = threading.Condition(), False
         self._seen: list[Frame] = []
         self.settings: dict[int, list[dict[str, float]]] = {}
         threading.Thread(target=self._read, daemon=True, name="laconic-feed").start()
@@ -112,19 +166,40 @@ class _Feed:
         try:
             while True:
                 frame = self._stream.receive()
-                self._frames.put(frame)
+                self._put(frame)
                 if isinstance(frame, Start):
                     return
         except RelayError as error:
-            self._frames.put(error)
+            self._put(error)
+
+    def _put(self, frame: Frame | RelayError) -> None:
+        with self._changed:
+            self._frames.append(frame)
+            self._changed.notify()
+
+    def wake(self) -> None:
+        """Let the thread that waits look around."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify()
+
+    def _next(self) -> Frame | RelayError:
+        while True:
+            with self._changed:
+                while not self._frames and not self._woken:
+                    self._changed.wait()
+                if self._frames:
+                    return self._frames.popleft()
+                self._woken = False
+            self._awake()
 
     def idle(self) -> bool:
         """Whether all frames that have come were taken."""
-        return not self._seen and self._frames.empty()
+        return not self._seen and not self._frames
 
     def wait(self) -> None:
         """Take in the next frame."""
-        frame = self._frames.get()
+        frame = self._next()
         if isinstance(frame, RelayError):
             raise frame
         if isinstance(frame, StepSettings):
@@ -158,8 +233,8 @@ class _Feed:
 class Newcomer:
     """Catches up with a run, in front of the first step of this worker."""
 
-    def __init__(self, driver: Driver, link: ElasticLink) -> None:
-        self._driver, self._link = driver, link
+    def __init__(self, driver: Driver, link: ElasticLink, others: Mapping[str, Stateful]) -> None:
+        self._driver, self._link, self._others = driver, link, others
         self._said_ready = False
         """Whether this worker may be in a view: then the others wait for it."""
 
@@ -174,7 +249,7 @@ class Newcomer:
             try:
                 stream = call_donor(donor, members.secret, members.me)
                 try:
-                    self._follow(_Feed(stream), stream)
+                    self._follow(_Feed(stream, self._link.replay.awake), stream)
                     return
                 finally:
                     stream.close()
@@ -198,7 +273,7 @@ class Newcomer:
         if not isinstance(snapshot, Snapshot):
             raise RelayError("the donor violates the protocol")
         self._load(snapshot.state)
-        self._link.replay.feed = feed.record
+        self._link.replay.feed, self._link.replay.wake = feed.record, feed.wake
         names = {running.round.name for running in self._driver.run.rounds}
         while True:
             if feed.idle() and not self._said_ready:
@@ -207,13 +282,18 @@ class Newcomer:
                 self._link.members.expect()
             frame = feed.peek()
             if isinstance(frame, Start):
-                self._start(frame, feed)
+                self._start(frame)
                 return
-            assert isinstance(frame, Record), "one snapshot, and settings were taken out"
+            if isinstance(frame, Snapshot):
+                feed.pop()
+                self._load(frame.state)
+                continue
+            assert isinstance(frame, Record), "settings were taken out"
             if frame.call.name == GRADIENTS or frame.call.name in names:
                 self._replay(frame.call, feed)
             else:
                 feed.pop()
+                self._link.replay.note(frame)
 
     def _load(self, state: dict[str, Any]) -> None:
         driver, session = self._driver, self._driver.session
@@ -256,12 +336,12 @@ class Newcomer:
         for group, numbers in zip(optimizer.param_groups, groups, strict=True):
             group.update(numbers)
 
-    def _start(self, start: Start, feed: _Feed) -> None:
+    def _start(self, start: Start) -> None:
         """Take part from the unit on that ``start`` names."""
         self._skip_to(_steps_before(start.call))
-        latest = max(feed.settings, default=None)
-        if latest is not None:
-            self._use(feed.settings[latest])
+        self._use(start.groups)
+        for name, state in start.others.items():
+            self._others[name].load_state_dict(state)
         run = self._driver.run
         channels = [c for r in run.rounds for c in r.channels]
         channels += [c for g in run.gradients for c in g.channels]

@@ -236,6 +236,10 @@ class RecipeRun:
             label = f"{gradients.round.name} of step {step}"
             self.session.nonfinite.check(gradients.exchange, label).wait()
 
+    def averages_gradients(self, step: int) -> bool:
+        """Whether gradients are averaged in that step."""
+        return any(True for _ in self._due(step))
+
     def _due(self, step: int) -> Iterator[GradientRunner]:
         return (g for g in self.gradients if g.round.when(step))
 

@@ -39,7 +39,9 @@ class Stats:
     ``bytes_by_set``: sent to the other ``"workers"``, to those of the own ``"group"``, inside a
     worker (``"replica"``; ``"shards"`` where its model is sharded), and to all ranks (``"world"``).
     ``seconds_waiting``: host time in which training waited for a round. On CUDA a round without a
-    delay is waited for on the GPU, which this does not measure.
+    delay is waited for on the GPU, which this does not measure. ``workers_lost``: in an elastic
+    run, the workers that were lost or have left since its start. ``steps_lost``: how many of their
+    steps no other worker has received, as far as the others had heard of them.
     """
 
     steps: int
@@ -49,6 +51,8 @@ class Stats:
     bytes_by_collective: Mapping[str, int]
     bytes_by_set: Mapping[str, int]
     seconds_waiting: float
+    workers_lost: int = 0
+    steps_lost: int = 0
 
 
 @dataclass(frozen=True)
@@ -313,6 +317,13 @@ class Synchronizer:
             "schedule": [f"{r.name}, {r.when}" for r in run.recipe if r.over != "replica"],
         }
         session.recorder = Recorder(places, self.stats, session.ledger, self._rates, about)
+        if places and session.elastic is not None:
+            self.on_change(self._record_view)
+
+    def _record_view(self, view: WorkersView) -> None:
+        lost = dict(zip(("workers_lost", "steps_lost"), self._lost(), strict=True))
+        about = {"epoch": view.epoch, "ids": list(view.workers), "workers": len(view.workers)}
+        self._session.recorder.event("view", **about, **lost)
 
     @property
     def rounds(self) -> int:
@@ -334,7 +345,12 @@ class Synchronizer:
             dict(ledger.by_collective),
             dict(ledger.by_set),
             self._session.comm.seconds_waiting,
+            *self._lost(),
         )
+
+    def _lost(self) -> tuple[int, int]:
+        link = self._session.elastic
+        return (0, 0) if link is None else (link.reports.workers_lost, link.reports.steps_lost)
 
     def _rates(self) -> list[object]:
         optimizer = self._session.optimizer

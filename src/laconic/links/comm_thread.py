@@ -278,6 +278,11 @@ class CommThread:
         if self._latest is not None:
             self._latest.wait_quietly()
 
+    @property
+    def idle(self) -> bool:
+        """Whether all jobs have ended."""
+        return self._latest is None or self._latest.done()
+
     def abandon(self) -> bool:
         """Begin no more jobs. Returns whether other ranks may be waiting for one: some were not
         begun, or one failed on this rank alone."""

@@ -9,6 +9,7 @@ and all raise the same.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -19,7 +20,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -37,8 +38,9 @@ RETRY_SECONDS = 0.05
 MOST_AT_ONCE = 128
 """How many beacons are asked at a time: many systems allow a process 1024 file descriptors."""
 MOST_TEXT, MOST_STATUS, MOST_NAME, MOST_RANKS = 10_000, 500, 200, 1000
-"""The longest verdict, status and call's name, in characters, and the most ranks to blame. All
-together fit one frame."""
+MOST_NOTE = 1000
+"""The longest verdict, status, call's name and note, in characters, and the most ranks to blame.
+All together fit one frame."""
 
 
 class Verdict(NamedTuple):
@@ -55,11 +57,12 @@ class Answer:
     """What a beacon answered about a link: the status of its process, the position in the link's
     calls, and the verdict that it knows. ``missing``, if there was no answer: ``"gone"`` (no
     program listens there any more), ``"silent"`` (the connection is open, and no answer came) or
-    ``"unreachable"`` (no connection)."""
+    ``"unreachable"`` (no connection). ``note``: what else the process says about the link."""
 
     status: str
     position: CallPosition | None = None
     verdict: Verdict | None = None
+    note: str = ""
     missing: Literal["", "gone", "silent", "unreachable"] = ""
 
     @property
@@ -102,19 +105,23 @@ class Request(NamedTuple):
 NOTHING = Request()
 
 
-def pack_answer(status: str, position: CallPosition, verdict: Verdict | None) -> bytes:
+def pack_answer(
+    status: str, position: CallPosition, verdict: Verdict | None, note: str = ""
+) -> bytes:
     """The answer of a beacon."""
     serial, call, left, broken = position
     where = [serial, None if call is None else [*shown(call)[:2]], left, broken]
-    return _json([clean(status)[:MOST_STATUS], where, _plain(verdict)])
+    more = [note[:MOST_NOTE]] if note else []
+    return _json([clean(status)[:MOST_STATUS], where, _plain(verdict), *more])
 
 
 def unpack_answer(data: bytes) -> Answer:
     """From any bytes; raises ``ValueError``."""
     match _parse(data):
-        case [str(status), [serial, call, bool(left), bool(broken)], verdict]:
+        case [str(status), [serial, call, bool(left), bool(broken)], verdict, *more]:
             position = CallPosition(_integer(serial), _call_of(call), left, broken)
-            return Answer(clean(status)[:MOST_STATUS], position, _verdict_of(verdict))
+            note = "".join(clean(text)[:MOST_NOTE] for text in more[:1] if isinstance(text, str))
+            return Answer(clean(status)[:MOST_STATUS], position, _verdict_of(verdict), note=note)
     raise ValueError("an answer is a list of a status, a position and a verdict")
 
 
@@ -193,7 +200,7 @@ class LinkRecord:
 
     ``secret``: None until the ranks share one. ``left``: the ranks whose programs have ended in
     order, and after how many calls. ``rank``, ``others``: this rank, and the addresses of the other
-    ranks' beacons, for when this program ends itself.
+    ranks' beacons, for when this program ends itself. ``note()``: what else callers are told.
     """
 
     secret: bytes | None = None
@@ -202,6 +209,7 @@ class LinkRecord:
     left: dict[int, int] = field(default_factory=dict)
     rank: int = 0
     others: dict[int, str] = field(default_factory=dict)
+    note: Callable[[], str] = str
 
     def adopt(self, verdict: Verdict) -> Verdict:
         """Adopt ``verdict`` unless the one before counts; returns the one that does."""
@@ -221,6 +229,7 @@ class Beacon:
             self._server = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
             forks.close_in_child(self._server)
         self._host, self._port = host, int(self._server.getsockname()[1])
+        self._closed = False
         self.status = "starting"
         self.links: dict[str, LinkRecord] = {}
         self._since = time.monotonic()
@@ -265,8 +274,16 @@ class Beacon:
     def _serve(self) -> None:
         talks = Talks()
         talks.serve(self._server, self._exchange, ANSWER_SECONDS, lambda talk, error: None)
-        while True:
+        while not self._closed:
             talks.turn()
+        talks.close()
+        self._server.close()
+
+    def close(self) -> None:
+        """Answer nobody from now on."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread
 
     def _exchange(self) -> handshake.Exchange:
         return handshake.answer(PURPOSE, self._secret_of, self._reply)
@@ -286,7 +303,9 @@ class Beacon:
         if request.left is not None:
             link.left[hello.number] = request.left
         seconds = time.monotonic() - self._since
-        return pack_answer(f"{self.status}, for {seconds:.0f} s", link.position, link.verdict)
+        return pack_answer(
+            f"{self.status}, for {seconds:.0f} s", link.position, link.verdict, link.note()
+        )
 
 
 @functools.cache

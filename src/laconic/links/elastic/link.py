@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,15 +22,17 @@ from laconic.links.calls import FINISH, Call, CallPosition
 from laconic.links.elastic.members import Members
 from laconic.links.elastic.mesh import Everyone, Interrupted
 from laconic.links.elastic.relay import Record, Relay, Start
-from laconic.links.elastic.rendezvous import Rendezvous
+from laconic.links.elastic.rendezvous import Rendezvous, Reporting
 from laconic.links.elastic.replay import Replay, like
 from laconic.links.elastic.units import Outcome, Units
 from laconic.links.elastic.view import View
-from laconic.links.health import Beacon, LinkRecord, shown
+from laconic.links.health import Beacon, shown
 from laconic.links.link import Link, Parts
 from laconic.links.wire import OtherCallError
 
 T = TypeVar("T")
+Settings = tuple[list[dict[str, float]], dict[str, Any]]
+"""The numbers in the optimizer's parameter groups, and the state of the user's objects."""
 
 PACES = 8
 """The longest of so many times between calls counts as the time between rounds."""
@@ -40,7 +42,8 @@ class ElasticLink:
     """The link of one worker to the others of its run. A newcomer's is a `Replay` until it has
     caught up.
 
-    ``wake(task)`` has the communication thread run ``task`` soon.
+    ``wake(task)`` has the communication thread run ``task`` soon. ``settings(call)``: what a
+    newcomer needs for the step that begins with ``call`` (`Start`).
     """
 
     threaded = True
@@ -51,20 +54,22 @@ class ElasticLink:
         server: socket.socket,
         service: socket.socket,
         beacon: Beacon,
-        record: LinkRecord,
+        reports: Reporting,
     ) -> None:
         self.members = members
         self.service = service
         """Where newcomers call."""
-        self._server, self._beacon, self._record = server, beacon, record
+        self._server, self._beacon = server, beacon
         self.units = Units(members.me.id)
-        self.rendezvous = Rendezvous(members, server, self.units)
-        self.replay = Replay()
+        self.rendezvous = Rendezvous(members, server, self.units, reports)
+        self.reports = reports
+        self.replay = Replay(self.rendezvous.adopt)
         self.relays: list[Relay] = []
         """The newcomers that receive what this worker's collectives bring."""
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
         self._begun: deque[float] = deque(maxlen=PACES + 1)
         self.wake: Callable[[Callable[[], None]], None] = lambda task: None
+        self.settings: Callable[[Call], Settings] = lambda call: ([], {})
         self.joined = time.perf_counter()
         members.on_view = self._view_decided
 
@@ -83,6 +88,7 @@ class ElasticLink:
         """This newcomer has caught up, and takes part from then on."""
         self.units.active, self.units.ranks = list(start.active), list(start.ranks)
         self.members.active = set(start.active)
+        self.units.kept = Outcome(self.replay.latest)  # others may not have it yet
         self.units.done, self.replay.feed = start.serial - 1, None
 
     @property
@@ -108,7 +114,7 @@ class ElasticLink:
         try:
             result = self._attempts(job)
         except LinkError as error:
-            self._failure = error
+            self._fail(error)
             raise
         finally:
             units.under_way = False
@@ -162,6 +168,7 @@ class ElasticLink:
     def _view_decided(self, view: View) -> None:
         """Called in another thread."""
         self.rendezvous.decided(view)
+        self.replay.wake()
         self.wake(self._adopt_idle)
 
     def _adopt_idle(self) -> None:
@@ -169,7 +176,11 @@ class ElasticLink:
         try:
             self.rendezvous.adopt()
         except Exception as error:
-            self._failure = error  # the next unit raises it
+            self._fail(error)  # the next unit raises it
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        self.reports.release()
 
     # -- calls ----
 
@@ -179,15 +190,15 @@ class ElasticLink:
             return False
         units, rendezvous = self.units, self.rendezvous
         units.call = call
-        position = CallPosition(units.serial, shown(call))
-        self._record.position = self.members.position = position
+        self.members.is_at(CallPosition(units.serial, shown(call)))
         self._begun.append(time.monotonic())
         self.members.pace = max((b - a for a, b in pairwise(self._begun)), default=0.0)
         if call.starts and len(rendezvous.ids) > len(units.ranks):
             rendezvous.take_part(rendezvous.ids)  # newcomers begin with this step
             for relay in self.relays:
                 if relay.newcomer.id in units.ranks:
-                    relay.finish(Start(units.serial, call, units.active, units.ranks))
+                    at = units.serial, call, units.active, units.ranks
+                    relay.finish(Start(*at, *self.settings(call)))
         if wait and self.size > 1:
             ids = self.gather(torch.tensor([call.id])).flatten().tolist()
             if any(number != call.id for number in ids):
@@ -201,7 +212,8 @@ class ElasticLink:
         """Do nothing: a thread of its own looks after the other workers."""
 
     def leave(self, broken: bool) -> None:
-        self._record.position = self._record.position._replace(left=True, broken=broken)
+        record = self.members.record
+        record.position = record.position._replace(left=True, broken=broken)
 
     def status(self, text: str) -> None:
         self._beacon.set(text)

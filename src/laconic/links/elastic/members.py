@@ -13,13 +13,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from laconic.errors import LinkError
 from laconic.links import health
 from laconic.links.calls import CallPosition
 from laconic.links.elastic.registry import CoordinatorError, Registry
 from laconic.links.elastic.view import Member, View
+from laconic.links.health import LinkRecord
 
 log = logging.getLogger("laconic")
 
@@ -58,6 +59,10 @@ class Rules:
         return self.min_workers or workers // 2 + 1
 
 
+class RestoredError(Exception):
+    """A run that is older than this worker goes on with the coordinator: begin again."""
+
+
 class Members:
     """The members of one run, as the worker ``me`` knows them. `start` begins the threads.
 
@@ -75,10 +80,14 @@ class Members:
         self.waiting_since: float | None = None
         """Since when (`time.monotonic`) this worker is in a call, and `position` in the calls."""
         self.position = CallPosition()
+        self.record = LinkRecord()
+        """What the other members hear when they ask."""
         self.active: set[str] = set()
         """The ids of the members that take part in rounds."""
         self.ended = False
         """Whether this worker needs no further view, unless a call begins."""
+        self.number = 0
+        """Counts the workers that have come to the coordinator."""
         self._view: View | None = None
         self._changed = threading.Condition()
         self._removed = ""
@@ -92,9 +101,13 @@ class Members:
         self._gone: set[str] = set()
         self._silent_since: dict[str, float] = {}
         self._positions: dict[str, CallPosition] = {}
+        self.notes: dict[str, str] = {}
+        """What the others have said last (`Answer.note`), by id."""
+        self.farewell: Callable[[], str] = str
+        """This worker's last note, where it leaves by itself."""
         self._short: tuple[int, int] | None = None
         """How many workers are left and how many are needed, where too few are left."""
-        self._coordinator_lost = ""
+        self._coordinator_lost = self._damage = ""
         self._wake_beat, self._wake_read = threading.Event(), threading.Event()
         self._closed = False
         self._threads: list[threading.Thread] = []
@@ -126,13 +139,15 @@ class Members:
 
     def found(self) -> View | None:
         """Wait for the first view of the run, and return it; None if a run is under way, which this
-        worker can join."""
+        worker can join. Raises `RestoredError` if such a run has just told the coordinator."""
         end = time.monotonic() + self.rules.wait
-        number = self.registry.enter(self.me)
+        number = self.number = self.registry.enter(self.me)
         need = self.rules.workers or self.rules.min_workers or 2
         known: dict[int, Member] = {}
         changed, base = time.monotonic(), 0
         while True:
+            if self.registry.secret() != self.secret:
+                raise RestoredError
             latest = self.registry.latest()
             if latest is not None and latest.place(self.me.id) is not None:
                 self._view = latest
@@ -141,7 +156,7 @@ class Members:
                 self._view = latest
                 return None
             base = latest.epoch if latest is not None else 0
-            new = self.registry.entered(max(known, default=0))
+            new = self.registry.entered(known)
             if new:
                 known.update(new)
                 changed = time.monotonic()
@@ -193,14 +208,21 @@ class Members:
 
     # -- for the link ----
 
+    def is_at(self, position: CallPosition) -> None:
+        """This worker begins the call at ``position``."""
+        self.position = self.record.position = position
+
     def broken(self) -> None:
         """The connections of the present view are broken: find out why, and propose a view."""
+        # it waits for others: nobody waits for it to come to another call
+        self.record.position = self.position._replace(serial=self.position.serial + 1)
         self._broken_since = self._broken_since or time.monotonic()
         self._wake_beat.set()
         self._wake_read.set()
 
     def mended(self) -> None:
         """The connections of the latest view stand."""
+        self.record.position = self.position
         self._broken_since = None
 
     def next(self, epoch: int) -> View:
@@ -228,8 +250,8 @@ class Members:
         if self._short is not None:
             left, least = self._short
             return f"{left} of at least {least} workers are left: training goes on with {least}"
-        if self._coordinator_lost:
-            return f"a worker was lost, and {self._coordinator_lost}"
+        if self._coordinator_lost or self._damage:
+            return f"a worker was lost, and {self._coordinator_lost or self._damage}"
         return ""
 
     def add(self, newcomer: Member) -> None:
@@ -280,6 +302,8 @@ class Members:
             self._silent_since.pop(id, None)
             if answer.position is not None:
                 self._positions[id] = answer.position
+            if answer.note:
+                self.notes[id] = answer.note
 
     def _lost(self, view: View) -> dict[str, str]:
         """The members that count as lost, and why."""
@@ -308,9 +332,10 @@ class Members:
                 if not self._coordinator_lost:
                     log.warning("%s; training goes on with the workers of now", error)
                 self._coordinator_lost = str(error)
-            except Exception as error:
-                log.exception("the thread that follows the members failed")
-                self._coordinator_lost = str(error)
+            except LinkError as error:  # what the coordinator has is damaged
+                if self._damage != str(error):
+                    log.error("%s; training goes on with the workers of now", error)
+                self._damage = str(error)
             fast = self._broken_since is not None or self.expecting
             self._wake_read.wait(FAST_READ if fast else READ)
             self._wake_read.clear()
@@ -318,48 +343,67 @@ class Members:
     def _turn(self) -> None:
         """Follow the views that were decided, and propose one where that is due."""
         if self._coordinator_lost:
-            if not self.registry.restore(self.secret, self._about, self.view):
-                raise CoordinatorError("the coordinator now serves another job of this name")
-            log.warning("the coordinator is back")
-            self._coordinator_lost = ""
+            self._restore()
         view = self.view
         while (newer := self.registry.view(view.epoch + 1)) is not None:
             self._decided(newer)
             view = newer
         if view.place(self.me.id) is None:
             return
-        lost = {} if self.ended and self.waiting_since is None else self._lost(view)
         if self._leaving:
-            lost[self.me.id] = "leaves"
+            lost = {self.me.id: "leaves"}  # whom it suspects is for the others to say
+        else:
+            lost = {} if self.ended and self.waiting_since is None else self._lost(view)
         new = [m for m in self._newcomers.values() if view.place(m.id) is None]
         broken = self._broken_since
         again = broken is not None and time.monotonic() - broken >= RECONNECT
         if (lost or new or again) and self._may(view, lost):
-            self._decided(self.registry.propose(view.after(lost, new)))
+            proposed = view.after(lost, new)
+            if self._leaving:
+                proposed = replace(proposed, farewell=(self.me.id, self.farewell()))
+            self._decided(self.registry.propose(proposed))
+
+    def _restore(self) -> None:
+        """The coordinator answers again, and may have lost all that it knew."""
+        view = self.view
+        found = self.registry.restore(self.secret, self._about, view)
+        if found is None:
+            raise CoordinatorError("the coordinator now serves another job of this name")
+        if found.place(self.me.id) is None and view.place(self.me.id) is not None:
+            self._remove("another view was decided while the coordinator was lost")
+        elif found.members != view.members:  # some had not heard of this worker's view
+            both = tuple(m for m in view.members if found.place(m.id) is not None)
+            self._decided(self.registry.propose(View(view.epoch + 1, both, found.why)))
+        log.warning("the coordinator is back")
+        self._coordinator_lost = ""
+
+    def _remove(self, why: str) -> None:
+        with self._changed:
+            self._removed = why
+            self._changed.notify_all()
 
     def _may(self, view: View, lost: dict[str, str]) -> bool:
         """Whether the view without the ``lost`` members may follow ``view``."""
-        before = [m.id for m in view.members if m.id in self.active]
-        active = [id for id in before if id not in lost]
-        if self._leaving and active:
+        before = {m.id for m in view.members if m.id in self.active}
+        left = len(before - lost.keys())
+        if self._leaving and left:
             return True
-        left, least = len(active), self.rules.least(len(before))
+        active, least = left, self.rules.least(len(before))
         self._short = None
         if left < least:
             left += len(self._alive([m for m in self._entered() if view.place(m.id) is None]))
         if left < least or not active:
             self._short = left, least
             return False
-        silent = [id for id in lost if id not in self._gone]
-        if silent and 2 * len(active) <= len(before) - (len(lost) - len(silent)):
+        silent = [id for id in lost if id in before - self._gone and id in self._silent_since]
+        if silent and 2 * active <= len(before - self._gone):
             # the others may be a majority on the far side of a partition: let them be first
-            now = time.monotonic()
-            since = (self._silent_since.get(id, now) for id in silent)
-            return now - max(since) >= 2 * self.deadline
+            since = max(self._silent_since[id] for id in silent)
+            return time.monotonic() - since >= 2 * self.deadline
         return True
 
     def _entered(self) -> list[Member]:
-        return list(self.registry.entered(0).values())
+        return list(self.registry.entered().values())
 
     def _decided(self, view: View) -> None:
         with self._changed:
@@ -372,6 +416,8 @@ class Members:
                 self._removed = view.why or "it was removed"
             if self._broken_since is not None:
                 self._broken_since = time.monotonic()
+            if view.farewell is not None:
+                self.notes.update([view.farewell])
             for id in {m.id for m in view.members} & set(self._newcomers):
                 del self._newcomers[id]
             self._changed.notify_all()

@@ -9,11 +9,12 @@ know: `Registry.restore`.
 from __future__ import annotations
 
 import queue
+import re
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,6 +35,8 @@ PORT = 29400
 CALL_SECONDS = 5.0
 """How long one call of the store may take. A store that was stopped never answers."""
 RETRY_SECONDS = 0.5
+_ADDRESS = re.compile(r"\[([0-9a-fA-F:.]+)\](?::(\d{1,5}))?|([\w.-]+)(?::(\d{1,5}))?", re.ASCII)
+"""A host name, an IPv4 address, or an IPv6 address in brackets; and a port."""
 SECRET, ABOUT, LATEST, TICKETS = "secret", "about", "latest", "tickets"
 
 
@@ -44,11 +47,9 @@ class CoordinatorError(LinkError):
 def parse_address(text: str) -> tuple[str, int]:
     """The host and port of ``"host:port"``, ``"host"`` or ``"[address]:port"``; raises
     ``ValueError``."""
-    host, separator, port = text.rpartition(":")
-    if not separator or (":" in host and not host.endswith("]")):
-        host, port = text, str(PORT)
-    host = host.strip("[]")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+    match = _ADDRESS.fullmatch(text)
+    host, port = (match[1] or match[3], match[2] or match[4] or PORT) if match else ("", 0)
+    if not host or not 0 < int(port) < 2**16:
         raise ValueError(
             f"a coordinator is given as host:port, such as 10.0.0.1:29400, not {text!r}"
         )
@@ -94,7 +95,7 @@ class _Client:
                 if self._store is None:
                     self._store = self._connect()
                 result.append(operation(self._store))
-            except Exception as error:
+            except (OSError, RuntimeError) as error:  # torch's errors are RuntimeErrors
                 errors.append(error)
             done.set()
 
@@ -192,12 +193,21 @@ class Registry:
         """What the job is about: ``text``, unless another worker has said it before."""
         return self._first(ABOUT, text)
 
-    def restore(self, secret: bytes, about: str, view: View) -> bool:
-        """Write what this worker knows into a store that has lost it. Returns whether the store is
-        of the same job, and has no other view of this epoch."""
-        same = self._first(SECRET, secret.hex()) == secret.hex()
-        same = same and self._first(ABOUT, about) == about
-        return same and self.propose(view).members == view.members
+    def restore(self, secret: bytes, about: str, view: View) -> View | None:
+        """Write what this worker knows into a store that has lost it. Returns the view that counts
+        for the epoch of ``view``; None if the store is of another job."""
+        said = self._first(SECRET, secret.hex())
+        if said != secret.hex() and self._read(LATEST) is None:
+            # workers have come that would begin a run: they notice (`Members.found`)
+            def replace(store: Any) -> str:
+                store.set(ABOUT, about)
+                found: bytes = store.compare_set(SECRET, said, secret.hex())
+                return found.decode(errors="replace")
+
+            said = self._call(replace)
+        if said != secret.hex() or self._first(ABOUT, about) != about:
+            return None
+        return self.propose(view)
 
     # -- workers that come ----
 
@@ -208,42 +218,61 @@ class Registry:
         self._call(lambda store: store.set(f"ticket/{number}", text))
         return number
 
-    def entered(self, above: int) -> dict[int, Member]:
-        """The members that have entered, by number, from ``above`` on."""
+    def entered(self, known: Container[int] = ()) -> dict[int, Member]:
+        """The members that have entered, by number, without those ``known``."""
         last = int(self._call(lambda store: store.add(TICKETS, 0)))
         found = {}
-        for number in range(above + 1, last + 1):
-            text = self._read(f"ticket/{number}")
-            if text is not None:  # else it is being written
-                found[number] = View.unpack(text).members[0]
+        for number in range(1, last + 1):
+            if number not in known:
+                ticket = self._view_at(f"ticket/{number}")
+                if ticket is not None:  # else it is being written
+                    found[number] = ticket.members[0]
         return found
 
     # -- views ----
 
     def view(self, epoch: int) -> View | None:
         """The view that was decided for ``epoch``, if one was."""
-        text = self._read(f"view/{epoch}")
-        return None if text is None else View.unpack(text)
+        view = self._view_at(f"view/{epoch}")
+        if view is not None and view.epoch != epoch:
+            raise self._damaged(f"view/{epoch}", f"it is of epoch {view.epoch}")
+        return view
+
+    def _view_at(self, key: str) -> View | None:
+        text = self._read(key)
+        try:
+            return None if text is None else View.unpack(text)
+        except ValueError as error:
+            raise self._damaged(key, str(error)) from None
+
+    def _damaged(self, key: str, why: str) -> LinkError:
+        return LinkError(f"what the coordinator at {self.host}:{self.port} has as {key}: {why}")
 
     def latest(self) -> View | None:
         """The latest view, if there is any."""
         text = self._read(LATEST)
-        if text is None or not text.isdecimal():
+        if text is None:
             return None
-        epoch, found = int(text), None
+        epoch, found = _number(text), None
         while (view := self.view(epoch)) is not None:  # the number may be late
             found, epoch = view, epoch + 1
         return found
 
     def propose(self, view: View) -> View:
         """Decide ``view`` for its epoch, unless another one was; returns the one that counts."""
-        decided = View.unpack(self._first(f"view/{view.epoch}", view.pack()))
-        epoch = str(decided.epoch)
+        self._first(f"view/{view.epoch}", view.pack())
+        decided = self.view(view.epoch)
+        assert decided is not None, "views stay"
 
         def note(store: Any) -> None:
-            before = store.get(LATEST) if store.check([LATEST]) else b"0"
-            if int(before) < int(epoch):
-                store.set(LATEST, epoch)
+            before = store.get(LATEST).decode(errors="replace") if store.check([LATEST]) else ""
+            if _number(before) < view.epoch:
+                store.set(LATEST, str(view.epoch))
 
         self._call(note)
         return decided
+
+
+def _number(text: str) -> int:
+    """The epoch in ``text``, 0 if there is none."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else 0

@@ -13,6 +13,7 @@ import queue
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,9 @@ from laconic.links.elastic.view import Member, View
 PURPOSE = b"join"
 KEY = bytes(handshake.KEY_BYTES)
 HANDSHAKE_SECONDS = 5.0
+RETRY_SECONDS = 0.1
+MOST_AT_ONCE = 2**24
+"""How many bytes are received into memory that was reserved for them."""
 _LENGTH = struct.Struct(">Q")
 READY = b"ready"
 
@@ -63,12 +67,16 @@ class StepSettings:
 @dataclass(frozen=True)
 class Start:
     """The newcomer takes part from the unit ``serial`` on, which begins ``call``. ``active``: the
-    ids of the workers before; ``ranks``: from then on."""
+    ids of the workers before; ``ranks``: from then on. ``groups``: the numbers in the optimizer's
+    parameter groups for its first step; ``others``: the state of the user's objects then, by
+    name."""
 
     serial: int
     call: Call
     active: list[str]
     ranks: list[str]
+    groups: list[dict[str, float]]
+    others: dict[str, Any]
 
 
 Frame = Snapshot | Record | StepSettings | Start
@@ -104,14 +112,21 @@ class Stream:
     def receive(self) -> Frame:
         """Wait for the next frame; raises `RelayError`."""
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
-        values: dict[str, Any] = torch.load(io.BytesIO(self._exactly(length)), weights_only=True)
-        cls = _KINDS[values.pop("kind")]
-        if "call" in values:
-            values["call"] = Call(*values["call"])
-        frame: Frame = cls(**values)
+        data = io.BytesIO()
+        while data.tell() < length:  # a false length takes no memory
+            data.write(self._exactly(min(length - data.tell(), MOST_AT_ONCE)))
+        data.seek(0)
+        try:
+            values: dict[str, Any] = torch.load(data, weights_only=True)
+            cls = _KINDS[values.pop("kind")]
+            if "call" in values:
+                values["call"] = Call(*values["call"])
+            frame: Frame = cls(**values)
+        except Exception as error:  # torch.load raises anything
+            raise RelayError(f"what came is no frame of laconic's: {error}") from error
         return frame
 
-    def _exactly(self, length: int) -> bytearray:
+    def _exactly(self, length: int) -> bytes:
         data, done = bytearray(length), 0
         view = memoryview(data)
         while done < length:
@@ -122,7 +137,7 @@ class Stream:
             if not received:
                 raise RelayError("the other worker has closed the connection")
             done += received
-        return data
+        return bytes(data)
 
     def say_ready(self) -> None:
         """Tell the donor that all of its frames so far were taken in."""
@@ -133,7 +148,7 @@ class Stream:
 
     def wait_until_ready(self) -> None:
         """Wait for `say_ready`; raises `RelayError`."""
-        if bytes(self._exactly(len(READY))) != READY:
+        if self._exactly(len(READY)) != READY:
             raise RelayError("the newcomer violates the protocol")
 
     def close(self) -> None:
@@ -143,14 +158,15 @@ class Stream:
 
 def _converse(connection: socket.socket, exchange: handshake.Exchange) -> bytes:
     """Carry out a handshake over a blocking socket; returns the other side's text."""
-    connection.settimeout(HANDSHAKE_SECONDS)
-    data = b""
+    end, data = time.monotonic() + HANDSHAKE_SECONDS, b""
     try:
         out, wanted = next(exchange)
         while True:
+            connection.settimeout(max(end - time.monotonic(), 0.001))
             connection.sendall(out)
             data = b""
             while len(data) < wanted:
+                connection.settimeout(max(end - time.monotonic(), 0.001))
                 piece = connection.recv(wanted - len(data))
                 if not piece:
                     raise RelayError("the other worker has closed the connection")
@@ -237,7 +253,10 @@ class Service:
             try:
                 connection, _ = self._server.accept()
             except OSError:
-                return
+                if self._server.fileno() < 0:
+                    return  # it was closed
+                time.sleep(RETRY_SECONDS)  # perhaps too many files are open
+                continue
             threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:

@@ -15,10 +15,10 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,15 +35,36 @@ COMPARING = Call(0, "comparing the workers of a view").id
 COLLECTIVE_BITS = 16
 
 
+class Reporting(Protocol):
+    """What `laconic.engine.reports.Reports` has for the link."""
+
+    heard: Mapping[str, str]
+    workers_lost: int
+    steps_lost: int
+
+    def note(self) -> str:
+        """What this worker says with its signs of life."""
+
+    def report(self) -> Any:
+        """What it says to the members of a new view, as JSON can hold it."""
+
+    def hear(self, reports: Mapping[str, Any], me: str) -> None:
+        """What all members have said, by id in the order of the view."""
+
+    def release(self) -> None:
+        """This worker's run has failed: no view follows."""
+
+
 class Rendezvous:
     """Connects this worker, which has done ``units``, to the others of its view. ``server`` accepts
     their connections. All methods but `decided` run in the communication thread.
 
-    ``report()`` and ``hear(reports)``, by id in the order of the view, exchange what the members of
-    a new view must agree on.
+    ``reports``: what the members of a new view tell each other besides.
     """
 
-    def __init__(self, members: Members, server: socket.socket, units: Units) -> None:
+    def __init__(
+        self, members: Members, server: socket.socket, units: Units, reports: Reporting
+    ) -> None:
         self._members, self._server, self._units = members, server, units
         self._lock = threading.Lock()
         self._mesh: Mesh | None = None
@@ -51,8 +72,7 @@ class Rendezvous:
         """Of the latest view that this worker has tried to adopt."""
         self.link: Everyone | None = None
         """To the workers of the unit under way."""
-        self.report: Callable[[], Any] = lambda: None
-        self.hear: Callable[[Mapping[str, Any]], None] = lambda reports: None
+        self._reports = reports
 
     @property
     def ids(self) -> list[str]:
@@ -135,7 +155,7 @@ class Rendezvous:
         assert all(statuses[r]["done"] == top - 1 for r in behind), "one unit at most"
         root = next(r for r, s in enumerate(statuses) if s["done"] == top)
         first, outcome = statuses[root], None
-        if behind and first["swap"]:
+        if any(statuses[r]["swaps"] for r in behind):
             outcome = self._pass_on_messages(everyone, statuses, behind)
         elif behind:
             outcome = self._pass_on_output(everyone, first["bytes"], behind, root)
@@ -148,7 +168,7 @@ class Rendezvous:
         self._members.active = set(units.active)
         if not units.under_way and units.done is not None:
             self.take_part(units.active)
-        self.hear({s["id"]: s["report"] for s in statuses})
+        self._reports.hear({s["id"]: s["report"] for s in statuses}, units.me)
         return outcome is not None
 
     def _status(self) -> dict[str, Any]:
@@ -160,9 +180,9 @@ class Rendezvous:
             "done": units.done,
             "active": units.active,
             "bytes": 0 if output is None else output.numel() * output.element_size(),
-            "swap": units.kept.sent is not None,
+            "swaps": units.under_way and units.outcome.sent is not None,
             "source": list(units.outcome.source) if units.under_way else [],
-            "report": self.report(),
+            "report": self._reports.report(),
         }
 
     def _pass_on_output(
@@ -189,10 +209,9 @@ class Rendezvous:
         sends, receives = dict[int, Tensor](), dict[int, Tensor]()
         for to in behind:
             for source in (ranks[id] for id in statuses[to]["source"] if id in ranks):
-                assert own.sent is not None, "every worker is in the same unit"
-                if source == me:
+                if source == me and own.sent is not None:
                     sends[to] = own.sent
-                if to == me:
+                if to == me and own.sent is not None:
                     receives[source] = torch.empty_like(own.sent)
         everyone.exchange(sends, receives)
         if me not in behind:

@@ -18,14 +18,19 @@ T = TypeVar("T")
 
 class Replay:
     """A link of one worker, until there is a donor. With a donor, ``feed(call)`` gives what its
-    collectives have brought in the next unit of ``call``."""
+    collectives have brought in the next unit of ``call``. Whoever waits for that calls `awake`
+    after `wake` was called."""
 
     rank = 0
 
-    def __init__(self) -> None:
+    def __init__(self, adopt: Callable[[], None]) -> None:
+        self._adopt = adopt
+        self.wake: Callable[[], None] = lambda: None
         self.feed: Callable[[Call], Record] | None = None
         self._call = Call(0, "setting up")
         self._outputs: list[Tensor] | None = None
+        self.latest: Tensor | None = None
+        """What the last collective of the latest unit has brought."""
         self._workers = 1
         self._thread: int | None = None
 
@@ -36,6 +41,17 @@ class Replay:
             return job()
         finally:
             self._thread = None
+
+    def awake(self) -> None:
+        """A view was decided. Its members, who complete what this worker waits for, wait for this
+        worker to connect. Where the communication thread is not the one that waits, it does so by
+        itself."""
+        if self._thread == threading.get_ident():
+            self._adopt()
+
+    def note(self, record: Record) -> None:
+        """This was the latest unit."""
+        self.latest = record.outputs[-1] if record.outputs else None
 
     def begin_call(self, call: Call) -> None:
         """The next units belong to ``call``."""
@@ -52,6 +68,7 @@ class Replay:
         if self._outputs is None and self.feed is not None:
             record = self.feed(self._call)
             self._workers, self._outputs = record.workers, list(record.outputs)
+            self.note(record)
         return self._outputs
 
     def _next(self) -> Tensor | None:

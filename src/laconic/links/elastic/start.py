@@ -6,13 +6,15 @@ import json
 import os
 import socket
 import time
+from contextlib import ExitStack
 
 from laconic.errors import LinkError
 from laconic.links import forks
 from laconic.links.addresses import Address, address_of, address_toward, own_address
 from laconic.links.elastic.link import ElasticLink
-from laconic.links.elastic.members import Members, Rules
+from laconic.links.elastic.members import Members, RestoredError, Rules
 from laconic.links.elastic.registry import Registry
+from laconic.links.elastic.rendezvous import Reporting
 from laconic.links.elastic.view import Member, new_id
 from laconic.links.handshake import KEY_BYTES
 from laconic.links.health import Beacon, key_of
@@ -21,30 +23,46 @@ from laconic.links.texts import clean
 NO_KEY = "00" * KEY_BYTES
 
 
-def start(address: str, job: str, about: dict[str, str], rules: Rules) -> ElasticLink:
+def start(
+    address: str, job: str, about: dict[str, str], rules: Rules, reports: Reporting
+) -> ElasticLink:
     """Find the other workers of ``job`` by the coordinator at ``address``, and connect to them.
-    ``about``: what must be the same on all workers, by name. The link of a newcomer to a run under
+    ``about``: what must be the same on all workers, by name. ``reports``: what this worker tells
+    the others besides. The link of a newcomer to a run under
     way is not connected yet. Raises ``ValueError`` where the others are about something else."""
     registry = Registry(address, job)
     registry.connect(time.monotonic() + rules.wait)
-    secret = registry.secret()
-    text = json.dumps(about)
-    _check_same(registry.about(text), about, job, address)
+    while True:
+        try:
+            return _begin(registry, job, about, rules, reports)
+        except RestoredError:
+            continue
+
+
+def _begin(
+    registry: Registry, job: str, about: dict[str, str], rules: Rules, reports: Reporting
+) -> ElasticLink:
+    secret, text = registry.secret(), json.dumps(about)
+    _check_same(registry.about(text), about, job, f"{registry.host}:{registry.port}")
     host = _host_toward(registry.host)
-    beacon = Beacon(host)
-    health = beacon.enroll(secret)
-    mesh, service = _listen(host), _listen(host)
-    member = Member(new_id(), _address(host, mesh), _address(host, service), health)
-    members = Members(registry, member, secret, text, rules)
-    link = ElasticLink(members, mesh, service, beacon, beacon.links[key_of(health)])
-    try:
+    with ExitStack() as on_error:
+        beacon = Beacon(host)
+        on_error.callback(beacon.close)
+        health = beacon.enroll(secret)
+        mesh = on_error.enter_context(_listen(host))
+        service = on_error.enter_context(_listen(host))
+        member = Member(new_id(), _address(host, mesh), _address(host, service), health)
+        members = Members(registry, member, secret, text, rules)
+        members.record = beacon.links[key_of(health)]
+        members.record.note = members.farewell = reports.note
+        reports.heard = members.notes
+        link = ElasticLink(members, mesh, service, beacon, reports)
+        on_error.callback(link.close)
         view = members.found()
         members.start(members.view)
         if view is not None:
             link.begin(view)
-    except BaseException:
-        link.close()
-        raise
+        on_error.pop_all()
     return link
 
 

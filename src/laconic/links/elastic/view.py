@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from laconic.links.addresses import Address
 from laconic.links.texts import clean
 
 ID_CHARACTERS = 12
+_ID = re.compile(f"[0-9a-f]{{{ID_CHARACTERS}}}")
 MOST_MEMBERS = 4096
 MOST_WHY = 1000
 
@@ -41,6 +43,8 @@ class View:
     members: tuple[Member, ...]
     why: str = ""
     """What has changed, for messages."""
+    farewell: tuple[str, str] | None = None
+    """The id of the worker that has left by itself, and its last note."""
 
     @property
     def ids(self) -> list[str]:
@@ -55,7 +59,7 @@ class View:
         """The next view, without the ``lost`` members (by id, and why) and with ``newcomers`` at
         its end."""
         members = [m for m in self.members if m.id not in lost]
-        new = [m for m in newcomers if self.place(m.id) is None]
+        new = [m for m in newcomers if self.place(m.id) is None][: MOST_MEMBERS - len(members)]
         why = [f"{m.name} {lost[m.id]}" for m in self.members if m.id in lost]
         why += [f"{m.name} joins" for m in new]
         text = "; ".join(why) or "the connections are made again"
@@ -64,16 +68,17 @@ class View:
     def pack(self) -> str:
         """As text."""
         members = [list(member) for member in self.members]
-        return json.dumps([self.epoch, members, self.why])
+        return json.dumps([self.epoch, members, self.why, self.farewell])
 
     @classmethod
     def unpack(cls, text: str) -> View:
         """From any text; raises ``ValueError``."""
         try:
-            epoch, members, why = json.loads(text)
+            epoch, members, why, farewell = json.loads(text)
             known = tuple(unpack_member(m) for m in members)
-            view = cls(_count(epoch, 2**62), known, clean(str(why))[:MOST_WHY])
-        except (TypeError, ValueError, RecursionError) as error:
+            said = None if farewell is None else (str(farewell[0]), clean(str(farewell[1])))
+            view = cls(_count(epoch, 2**62), known, clean(str(why))[:MOST_WHY], said)
+        except (TypeError, ValueError, LookupError, RecursionError) as error:
             raise ValueError(f"not a view of laconic's: {error}") from None
         if not 1 <= len(view.members) <= MOST_MEMBERS:
             raise ValueError(f"a view has 1 to {MOST_MEMBERS} members")
@@ -85,11 +90,10 @@ class View:
 def unpack_member(value: Any) -> Member:
     """From what JSON holds; raises ``ValueError``."""
     match value:
-        case [str(id), str(mesh), str(service), str(beacon)] if len(id) == ID_CHARACTERS:
-            int(id, 16)
-            for address in (mesh, service, beacon):
-                Address.parse(address)
-            return Member(id, mesh, service, beacon)
+        case [str(id), *texts] if _ID.fullmatch(id) and len(texts) == 3:
+            addresses = [str(Address.parse(str(text))) for text in texts]
+            if all(address.isprintable() for address in addresses):
+                return Member(id, *addresses)
     raise ValueError("a member is an id and three addresses")
 
 

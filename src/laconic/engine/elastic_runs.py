@@ -1,0 +1,108 @@
+"""What `laconic.attach` does for a run whose workers come and go."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from laconic.algorithms.round import Recipe, describe
+from laconic.buckets import is_sharded
+from laconic.elastic import COORDINATOR_VARIABLE, Elastic
+from laconic.engine.driver import Driver
+from laconic.engine.newcomers import Donor, Newcomer, Stateful
+from laconic.engine.reports import Reports
+from laconic.links import Link
+from laconic.links.elastic.link import ElasticLink
+from laconic.links.elastic.members import Rules
+from laconic.links.elastic.start import start
+from laconic.links.simulated import current_link
+from laconic.sampler import ElasticSampler
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A worker that has found the others. ``others``: the user's objects that a newcomer needs the
+    state of, by name."""
+
+    link: ElasticLink
+    reports: Reports
+    others: Mapping[str, Stateful]
+
+    def take_part(self, driver: Driver) -> None:
+        """Return when this worker takes part in the rounds of ``driver``."""
+        if self.link.replaying:
+            Newcomer(driver, self.link, self.others).catch_up()
+        Donor(driver, self.link, self.reports, self.others)
+
+
+def asked_for(
+    elastic: Elastic | None, link: Link | None, nprocs: object, group: object, mesh: object
+) -> Elastic | None:
+    """The argument ``elastic`` of `laconic.attach`, or what the environment asks for. Raises
+    ``ValueError`` for other arguments that exclude it."""
+    if elastic is None:
+        if link is not None or current_link.get() is not None:
+            return None
+        return Elastic() if os.environ.get(COORDINATOR_VARIABLE) else None
+    if not isinstance(elastic, Elastic):
+        raise ValueError(f"elastic must be a laconic.Elastic, not {elastic!r}")
+    given = {"link": link, "group_size": group, "mesh": mesh}
+    named = [name for name, value in given.items() if value is not None]
+    if nprocs not in (1, "env"):
+        named.append("nprocs_per_node")
+    if named:
+        raise ValueError(
+            f"{' and '.join(named)} cannot be used with elastic=: there each process is a worker "
+            "that comes and goes on its own"
+        )
+    return elastic
+
+
+def check(elastic: Elastic, params: Sequence[Tensor]) -> None:
+    """Raise ``ValueError`` for parameters that an elastic run cannot average, and objects that have
+    no state to send."""
+    if any(is_sharded(p) for p in params):
+        raise ValueError(
+            "the parameters are sharded (FSDP), and elastic= is for workers of one rank: if a "
+            "worker loses a rank, all of it is lost"
+        )
+    if any(p.device.type != "cpu" for p in params):
+        raise ValueError("elastic= is for models on the CPU so far")
+    for name, value in (elastic.others or {}).items():
+        if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
+            raise ValueError(
+                f"others: {name!r} must have state_dict() and load_state_dict(), as a scheduler "
+                f"has, not be {value!r}"
+            )
+
+
+def join(
+    elastic: Elastic,
+    recipe: Recipe,
+    params: Sequence[Tensor],
+    buffers: str,
+    seed: int,
+    timeout: float,
+) -> Joined:
+    """Find the other workers, which must run the same ``recipe`` on the same parameters."""
+    from laconic import __version__
+
+    others = dict(elastic.others or {})
+    samplers = {k: s for k, s in others.items() if isinstance(s, ElasticSampler)}
+    shapes = repr([(tuple(p.shape), str(p.dtype), p.requires_grad) for p in params])
+    about = {
+        "version of laconic": __version__,
+        "recipe": f"{describe(recipe)}, buffers={buffers!r}, seed={seed}",
+        "model": hashlib.sha256(shapes.encode()).hexdigest()[:16],
+        "list of others": ", ".join(sorted(others)) or "none",
+        **{f"sampler ({name})": sampler.about() for name, sampler in sorted(samplers.items())},
+    }
+    rules = Rules(elastic.min_workers, elastic.workers, elastic.wait, timeout)
+    reports = Reports(samplers)
+    link = start(elastic.address(), elastic.job, about, rules, reports)
+    stateful = {name: each for name, each in others.items() if name not in samplers}
+    return Joined(link, reports, stateful)

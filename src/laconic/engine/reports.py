@@ -1,0 +1,143 @@
+"""What the workers of an elastic run tell each other: with every sign of life, and at every view.
+
+From that all compute the same: which samples each of them draws from now on, and what was lost with
+the workers that are gone.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from laconic.sampler import ElasticSampler
+
+
+class Heard(NamedTuple):
+    """How far a worker is. ``deal``: counts the deals of samples. ``step``: optimizer steps taken;
+    ``sent``: those that others have received. ``drawn``: of each sampler, what was drawn in this
+    deal, and what of it others have received."""
+
+    deal: int
+    step: int
+    sent: int
+    drawn: tuple[tuple[int, int], ...]
+
+    def pack(self) -> str:
+        """As text."""
+        return json.dumps(self)
+
+    @classmethod
+    def unpack(cls, text: str, samplers: int) -> Heard | None:
+        """From any text; None if it is not that of a run with so many ``samplers``."""
+        try:
+            match json.loads(text):
+                case [int(deal), int(step), int(sent), [*drawn]] if len(drawn) == samplers:
+                    pairs = tuple((max(int(d), int(c), 0), max(int(c), 0)) for d, c in drawn)
+                    return cls(deal, step, sent, pairs)
+        except (TypeError, ValueError, RecursionError):
+            pass
+        return None
+
+
+class Reports:
+    """Those of this worker, and what follows from those of all. ``samplers``: the same on all
+    workers, by name."""
+
+    def __init__(self, samplers: Mapping[str, ElasticSampler]) -> None:
+        self._names = sorted(samplers)
+        self._samplers = [samplers[name] for name in self._names]
+        self._lock = threading.Lock()
+        self._deal, self._ids = 0, list[str]()
+        self._step = self._sent = 0
+        self._sending: tuple[int, list[int]] | None = None
+        """The steps that a round under way sends, and what was drawn for them."""
+        self.workers_lost = self.steps_lost = 0
+        """Over the whole run: workers that are gone, and those of their steps that no other worker
+        has received, as far as they were heard of."""
+        self.heard: Mapping[str, str] = {}
+        """What this worker has heard of others, by id."""
+
+    # -- this worker ----
+
+    def note(self) -> str:
+        """How far this worker is, to be sent with signs of life."""
+        with self._lock:
+            return self._own().pack()
+
+    def _own(self) -> Heard:
+        drawn = tuple((p.drawn, p.contributed) for p in (s.progress() for s in self._samplers))
+        return Heard(self._deal, self._step, self._sent, drawn)
+
+    def after_step(self, step: int, *, began: bool, idle: bool) -> None:
+        """``step`` steps are taken. ``began``: a round was begun after the last one. ``idle``: all
+        rounds that were begun are complete."""
+        with self._lock:
+            self._step = step
+            if began and self._sending is None:
+                self._sending = step, [s.progress().drawn for s in self._samplers]
+            if idle and self._sending is not None:
+                self._sent, drawn = self._sending
+                self._sending = None
+                for sampler, count in zip(self._samplers, drawn, strict=True):
+                    sampler.mark(count)
+
+    def release(self) -> None:
+        """No deal will come: the run has failed here."""
+        for sampler in self._samplers:
+            sampler.release()
+
+    # -- all workers ----
+
+    def report(self) -> dict[str, Any]:
+        """This worker's report for a new view. Nothing is drawn until `hear`."""
+        for sampler in self._samplers:
+            sampler.freeze()
+        with self._lock:
+            return {
+                "ids": self._ids,
+                "own": self._own().pack(),
+                "deals": [sampler.state_dict() for sampler in self._samplers],
+                "heard": {id: self.heard[id] for id in self._ids if id in self.heard},
+                "lost": [self.workers_lost, self.steps_lost],
+            }
+
+    def hear(self, reports: Mapping[str, Mapping[str, Any]], me: str) -> None:
+        """Deal the samples to the workers with these ``reports``, by id in the order of their
+        view. The latest deal counts before: others may not know of it."""
+        own = {id: Heard.unpack(r["own"], len(self._samplers)) for id, r in reports.items()}
+        known = {id: heard for id, heard in own.items() if heard is not None}
+        assert len(known) == len(reports), "all run the same program"
+        deal = max(heard.deal for heard in known.values())
+        base = next(reports[id] for id, heard in known.items() if heard.deal == deal)
+        gone = [id for id in base["ids"] if id not in reports]
+        last = {id: self._last(id, deal, reports) for id in gone}
+        with self._lock:
+            self.workers_lost, self.steps_lost = base["lost"]
+            self.workers_lost += len(gone)
+            self.steps_lost += sum(max(h.step - h.sent, 0) for h in last.values())
+            self._deal, self._ids, self._sending = deal + 1, list(reports), None
+            for index, sampler in enumerate(self._samplers):
+                state, lost = base["deals"][index], 0
+                counts = dict.fromkeys(range(state["workers"]), 0)
+                for worker, id in enumerate(base["ids"]):
+                    if id in gone:
+                        counts[worker], missing = sampler.counts_for(*last[id].drawn[index])
+                        lost += missing
+                    elif known[id].deal == deal:  # else it has drawn nothing of this deal
+                        counts[worker] = known[id].drawn[index][0]
+                if not base["ids"]:  # the run begins, perhaps where a saved one ended
+                    for report in reports.values():
+                        own_state = report["deals"][index]
+                        counts[own_state["worker"]] = own_state["drawn"]
+                sampler.load_state_dict(state)
+                sampler.deal(list(counts.values()), self._ids.index(me), len(reports), lost)
+
+    def _last(self, id: str, deal: int, reports: Mapping[str, Mapping[str, Any]]) -> Heard:
+        """What any worker has heard last of ``id``."""
+        texts = [report["heard"].get(id, "") for report in reports.values()]
+        found = [Heard.unpack(text, len(self._samplers)) for text in texts]
+        nothing = ((0, 0),) * len(self._samplers)
+        best = max((h for h in found if h is not None), default=Heard(deal, 0, 0, nothing))
+        return best if best.deal == deal else best._replace(drawn=nothing)
