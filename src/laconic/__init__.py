@@ -48,6 +48,7 @@ from laconic.elastic import Elastic
 from laconic.engine.synchronizer import Stats, Synchronizer, WorkersView
 from laconic.errors import LinkError
 from laconic.links import simulate
+from laconic.links.elastic.faults import Faults, Trace
 from laconic.metrics import JsonLines, Metrics, TensorBoard
 from laconic.sampler import ElasticSampler
 
@@ -71,6 +72,7 @@ __all__ = [
     "Elastic",
     "ElasticSampler",
     "Exchange",
+    "Faults",
     "GradientRound",
     "GraphManager",
     "JsonLines",
@@ -85,6 +87,7 @@ __all__ = [
     "Stats",
     "Synchronizer",
     "TensorBoard",
+    "Trace",
     "UniformMixing",
     "Update",
     "WorkersView",

@@ -30,6 +30,8 @@ class Elastic:
     `ElasticSampler` among them are dealt to the workers of the moment. The names are the same on
     all workers. While a worker joins, another one copies their state in every step: they should be
     small.
+
+    ``trace``: a directory, in which each worker records who took part in what, for `Trace`.
     """
 
     coordinator: str | None = None
@@ -38,6 +40,7 @@ class Elastic:
     job: str = "default"
     wait: float = 600.0
     others: Mapping[str, Any] | None = field(default=None, compare=False)
+    trace: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if self.coordinator is not None:
@@ -49,6 +52,8 @@ class Elastic:
         check_float("wait", self.wait, 0.0, strict=True)
         if not isinstance(self.job, str) or not self.job or not self.job.isprintable():
             raise ValueError(f"job must be a name, not {self.job!r}")
+        if self.trace is not None and not isinstance(self.trace, (str, os.PathLike)):
+            raise ValueError(f"trace must be the path of a directory, not {self.trace!r}")
         named = isinstance(self.others, Mapping) and all(isinstance(n, str) for n in self.others)
         if self.others is not None and not named:
             raise ValueError(f"others must be objects by name, not {self.others!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,6 +32,18 @@ class Progress(NamedTuple):
 
     drawn: int
     contributed: int
+
+
+class Recorded(NamedTuple):
+    """A deal of a recorded run: this worker had ``drawn`` so many samples of the deal before, had
+    the ``state`` then, and called `ElasticSampler.deal` with the other values."""
+
+    drawn: int
+    state: dict[str, Any]
+    counts: list[int]
+    worker: int
+    workers: int
+    lost: int
 
 
 @dataclass(frozen=True)
@@ -121,7 +134,7 @@ class ElasticSampler(Sampler[int]):
         self.epochs = None if epochs is None else check_int("epochs, unless None,", epochs, 1)
         self.lost = check_choice("lost", lost, _LOST)
 
-        self._condition = threading.Condition()
+        self._condition = threading.Condition(threading.RLock())
         self._frozen = False
         self._remaining = _Remaining([], 0)
         self._worker = 0
@@ -129,6 +142,7 @@ class ElasticSampler(Sampler[int]):
         self._drawn = 0
         self._contributed = 0
         self._samples_lost = 0
+        self._recorded: deque[Recorded] = deque()
         # A share is ascending, so it needs one epoch's order at a time.
         self._order: tuple[int, Tensor] | None = None
 
@@ -152,6 +166,10 @@ class ElasticSampler(Sampler[int]):
         """How many samples count as drawn although their effect is lost with their worker."""
         with self._condition:
             return self._samples_lost
+
+    def follow(self, deals: Sequence[Recorded]) -> None:
+        """Repeat the ``deals`` of a recorded run, each once its number of samples is drawn."""
+        self._recorded.extend(deals)
 
     def about(self) -> str:
         """The arguments, which must be the same on all workers."""
@@ -308,6 +326,10 @@ class ElasticSampler(Sampler[int]):
         with self._condition:
             while self._frozen:
                 self._condition.wait()
+            while self._recorded and self._drawn == self._recorded[0].drawn:
+                recorded = self._recorded.popleft()
+                self.load_state_dict(recorded.state)
+                self.deal(*recorded[2:])
             position = self._remaining[self._worker + self._workers * self._drawn]
             epoch, index = divmod(position, self.num_samples)
             if self.epochs is not None and epoch >= self.epochs:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -16,8 +18,10 @@ from laconic.engine.driver import Driver
 from laconic.engine.newcomers import Donor, Newcomer, Stateful
 from laconic.engine.reports import Reports
 from laconic.links import Link
+from laconic.links.elastic.faults import Recording
 from laconic.links.elastic.link import ElasticLink
 from laconic.links.elastic.members import Rules
+from laconic.links.elastic.simulated import SimulatedElasticLink, current_part
 from laconic.links.elastic.start import start
 from laconic.links.simulated import current_link
 from laconic.sampler import ElasticSampler
@@ -44,6 +48,8 @@ def asked_for(
 ) -> Elastic | None:
     """The argument ``elastic`` of `laconic.attach`, or what the environment asks for. Raises
     ``ValueError`` for other arguments that exclude it."""
+    if current_part.get() is not None and link is None:
+        elastic = elastic or Elastic()  # a simulated run with faults
     if elastic is None:
         if link is not None or current_link.get() is not None:
             return None
@@ -93,6 +99,11 @@ def join(
 
     others = dict(elastic.others or {})
     samplers = {k: s for k, s in others.items() if isinstance(s, ElasticSampler)}
+    reports = Reports(samplers)
+    rest = {k: each for k, each in others.items() if k not in samplers}
+    part = current_part.get()
+    if part is not None:
+        return Joined(SimulatedElasticLink(*part, reports), reports, rest)
     shapes = repr([(tuple(p.shape), str(p.dtype), p.requires_grad) for p in params])
     about = {
         "version of laconic": __version__,
@@ -102,7 +113,13 @@ def join(
         **{f"sampler ({name})": sampler.about() for name, sampler in sorted(samplers.items())},
     }
     rules = Rules(elastic.min_workers, elastic.workers, elastic.wait, timeout)
-    reports = Reports(samplers)
-    link = start(elastic.address(), elastic.job, about, rules, reports)
-    stateful = {name: each for name, each in others.items() if name not in samplers}
-    return Joined(link, reports, stateful)
+    trace = None if elastic.trace is None else Path(elastic.trace).expanduser()
+    if trace is not None:
+        trace.mkdir(parents=True, exist_ok=True)
+
+    def record(id: str) -> Callable[[dict[str, Any]], None]:
+        return (lambda event: None) if trace is None else Recording(trace / f"{id}.jsonl").add
+
+    return Joined(
+        start(elastic.address(), elastic.job, about, rules, reports, record), reports, rest
+    )

@@ -37,7 +37,9 @@ class Messenger:
         update = self._round.update
         group = self._context.optimizer.param_groups[bucket.group]
         lr = float(group.get("lr", math.nan)) if update.uses_lr else math.nan
-        at = self._link.size, self._link.rank
+        rank = self._link.rank
+        # an elastic run's view may change between the two, and not yet include this worker
+        at = max(self._link.size, rank + 1), rank
         seed, delay = self._context.seed, self._round.delay
         shapes = tuple(bucket.shapes) if update.whole else ()
         clock = Clock(

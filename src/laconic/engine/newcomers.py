@@ -9,12 +9,13 @@ else the newcomer has the donor's, without the steps since.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import signal
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import closing
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -25,17 +26,15 @@ from laconic.engine.driver import Driver
 from laconic.engine.reports import Reports
 from laconic.errors import LinkError
 from laconic.links.calls import GRADIENTS, Call
+from laconic.links.elastic.feed import Feed
 from laconic.links.elastic.link import ElasticLink, Settings
 from laconic.links.elastic.relay import (
     Frame,
     Record,
     RelayError,
-    Service,
     Snapshot,
     Start,
     StepSettings,
-    Stream,
-    call_donor,
     numbers_of,
 )
 
@@ -70,7 +69,7 @@ class Donor:
         driver.before_steps.append(self._before_step)
         driver.after_steps.append(self._after_step)
         driver.after_finish.append(self._after_finish)
-        self._service = Service(link.service, link.members.secret, link.members.add)
+        link.reception.open()
         self._leaving = False
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -115,9 +114,8 @@ class Donor:
             self._link.members.leave()
             self._link.close()
             raise SystemExit(0)
-        while not self._service.waiting.empty():
-            relay = self._service.waiting.get()
-            snapshot = Snapshot(self._state())
+        for relay in self._link.reception.callers(session.step):
+            snapshot = Snapshot(session.step, self._state())
             self._link.relays.append(relay)
             relay.begin(snapshot)
             log.info("sending the state after step %d to a newcomer", self._driver.session.step)
@@ -125,7 +123,7 @@ class Donor:
     def _after_finish(self) -> None:
         """Newcomers repeat rounds only: they begin again with the state that `finish` has left."""
         for relay in self._link.relays:
-            relay.put(Snapshot(self._state()))
+            relay.put(Snapshot(self._driver.session.step, self._state()))
 
     def _state(self) -> dict[str, Any]:
         session = self._driver.session
@@ -150,86 +148,6 @@ def _copied(state: Any) -> Any:
     return plain(state)
 
 
-class _Feed:
-    """The frames of one donor, read by a thread, and taken by the engine in their order.
-    ``awake()`` is called by the thread that waits for a frame after `wake`."""
-
-    def __init__(self, stream: Stream, awake: Callable[[], None]) -> None:
-        self._stream, self._awake = stream, awake
-        self._frames: deque[Frame | RelayError] = deque()
-        self._changed, self._woken = threading.Condition(), False
-        self._seen: list[Frame] = []
-        self.settings: dict[int, list[dict[str, float]]] = {}
-        threading.Thread(target=self._read, daemon=True, name="laconic-feed").start()
-
-    def _read(self) -> None:
-        try:
-            while True:
-                frame = self._stream.receive()
-                self._put(frame)
-                if isinstance(frame, Start):
-                    return
-        except RelayError as error:
-            self._put(error)
-
-    def _put(self, frame: Frame | RelayError) -> None:
-        with self._changed:
-            self._frames.append(frame)
-            self._changed.notify()
-
-    def wake(self) -> None:
-        """Let the thread that waits look around."""
-        with self._changed:
-            self._woken = True
-            self._changed.notify()
-
-    def _next(self) -> Frame | RelayError:
-        while True:
-            with self._changed:
-                while not self._frames and not self._woken:
-                    self._changed.wait()
-                if self._frames:
-                    return self._frames.popleft()
-                self._woken = False
-            self._awake()
-
-    def idle(self) -> bool:
-        """Whether all frames that have come were taken."""
-        return not self._seen and not self._frames
-
-    def wait(self) -> None:
-        """Take in the next frame."""
-        frame = self._next()
-        if isinstance(frame, RelayError):
-            raise frame
-        if isinstance(frame, StepSettings):
-            self.settings[frame.step] = frame.groups
-        else:
-            self._seen.append(frame)
-
-    def peek(self) -> Frame:
-        """The next frame that is no settings."""
-        while not self._seen:
-            self.wait()
-        return self._seen[0]
-
-    def pop(self) -> Frame:
-        """Take that frame."""
-        frame = self.peek()
-        self._seen.pop(0)
-        return frame
-
-    def record(self, call: Call) -> Record:
-        """The next unit of ``call``."""
-        while True:
-            frame = self.peek()
-            if not isinstance(frame, Record):
-                raise RelayError(f"the donor has sent nothing for {call}")
-            self.pop()
-            if frame.call[:2] == call[:2]:
-                return frame
-
-
 class Newcomer:
     """Catches up with a run, in front of the first step of this worker."""
 
@@ -240,19 +158,13 @@ class Newcomer:
 
     def catch_up(self) -> None:
         """Return when this worker takes part from the next step on."""
-        members = self._link.members
-        end, number = time.monotonic() + members.rules.wait, 0
-        while True:
-            latest = members.registry.latest() or members.view
-            donor = latest.members[number % len(latest.members)]
-            number += 1
+        reception, wait = self._link.reception, self._link.members.rules.wait
+        end = time.monotonic() + wait
+        for number in itertools.count():
             try:
-                stream = call_donor(donor, members.secret, members.me)
-                try:
-                    self._follow(_Feed(stream, self._link.replay.awake), stream)
-                    return
-                finally:
-                    stream.close()
+                with closing(reception.call_donor(number, self._link.replay.awake)) as feed:
+                    self._follow(feed)
+                return
             except RelayError as error:
                 if self._said_ready:
                     self._link.leave(broken=True)
@@ -262,28 +174,20 @@ class Newcomer:
                 log.info("a donor was lost (%s): asking another one", error)
                 if time.monotonic() >= end:
                     raise LinkError(
-                        f"no worker of the run has sent its state within {members.rules.wait:g} s: "
-                        f"{error}"
+                        f"no worker of the run has sent its state within {wait:g} s: {error}"
                     ) from None
                 time.sleep(RETRY_SECONDS)
 
-    def _follow(self, feed: _Feed, stream: Stream) -> None:
-        self._link.replay.feed = None
+    def _follow(self, feed: Feed) -> None:
+        replay = self._link.replay
+        replay.feed = None
         snapshot = feed.pop()
         if not isinstance(snapshot, Snapshot):
             raise RelayError("the donor violates the protocol")
         self._load(snapshot.state)
-        self._link.replay.feed, self._link.replay.wake = feed.record, feed.wake
+        replay.feed, replay.wake = feed.record, feed.wake
         names = {running.round.name for running in self._driver.run.rounds}
-        while True:
-            if feed.idle() and not self._said_ready:
-                self._said_ready = True
-                stream.say_ready()
-                self._link.members.expect()
-            frame = feed.peek()
-            if isinstance(frame, Start):
-                self._start(frame)
-                return
+        while not isinstance(frame := self._next(feed), Start):
             if isinstance(frame, Snapshot):
                 feed.pop()
                 self._load(frame.state)
@@ -293,7 +197,17 @@ class Newcomer:
                 self._replay(frame.call, feed)
             else:
                 feed.pop()
-                self._link.replay.note(frame)
+                replay.note(frame)
+        self._start(frame)
+        self._link.units.note({"donor": feed.donor, "step": feed.first_step})
+
+    def _next(self, feed: Feed) -> Frame:
+        """The next frame. Where none has come, this worker has caught up, and says so."""
+        if feed.idle() and not self._said_ready:
+            self._said_ready = True
+            feed.say_ready()
+            self._link.members.expect()
+        return feed.peek()
 
     def _load(self, state: dict[str, Any]) -> None:
         driver, session = self._driver, self._driver.session
@@ -308,7 +222,7 @@ class Newcomer:
             if isinstance(running.round.exchange, Gossip):
                 running.in_flight.clear()
 
-    def _replay(self, call: Call, feed: _Feed) -> None:
+    def _replay(self, call: Call, feed: Feed) -> None:
         """Repeat the step that ``call`` belongs to."""
         session, run = self._driver.session, self._driver.run
         self._skip_to(_steps_before(call))

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from laconic.sampler import ElasticSampler
+from laconic.sampler import ElasticSampler, Recorded
 
 
 class Heard(NamedTuple):
@@ -58,6 +58,8 @@ class Reports:
         has received, as far as they were heard of."""
         self.heard: Mapping[str, str] = {}
         """What this worker has heard of others, by id."""
+        self.record: Callable[[dict[str, Any]], None] = lambda event: None
+        """Told of each deal (`laconic.Trace`)."""
 
     # -- this worker ----
 
@@ -88,6 +90,12 @@ class Reports:
         for sampler in self._samplers:
             sampler.release()
 
+    def follow(self, events: Sequence[Sequence[Sequence[Any]]]) -> None:
+        """Repeat the deals that a run has recorded."""
+        for event in events:
+            for sampler, values in zip(self._samplers, event, strict=True):
+                sampler.follow([Recorded(*values)])
+
     # -- all workers ----
 
     def report(self) -> dict[str, Any]:
@@ -113,6 +121,7 @@ class Reports:
         base = next(reports[id] for id, heard in known.items() if heard.deal == deal)
         gone = [id for id in base["ids"] if id not in reports]
         last = {id: self._last(id, deal, reports) for id in gone}
+        deals = list[Recorded]()
         with self._lock:
             self.workers_lost, self.steps_lost = base["lost"]
             self.workers_lost += len(gone)
@@ -131,8 +140,13 @@ class Reports:
                     for report in reports.values():
                         own_state = report["deals"][index]
                         counts[own_state["worker"]] = own_state["drawn"]
+                place = self._ids.index(me), len(reports), lost
+                drawn = sampler.progress().drawn
+                deals.append(Recorded(drawn, state, list(counts.values()), *place))
                 sampler.load_state_dict(state)
-                sampler.deal(list(counts.values()), self._ids.index(me), len(reports), lost)
+                sampler.deal(*deals[-1][2:])
+        if deals:
+            self.record({"deals": deals})
 
     def _last(self, id: str, deal: int, reports: Mapping[str, Mapping[str, Any]]) -> Heard:
         """What any worker has heard last of ``id``."""

@@ -2,7 +2,7 @@
 
 from laconic.links.link import Link, Parts
 from laconic.links.metered import Ledger, Metered
-from laconic.links.simulated import simulate
+from laconic.links.simulation import simulate
 from laconic.links.throttled import Throttled
 from laconic.links.torch_link import TorchLink, world_link
 

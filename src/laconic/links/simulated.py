@@ -16,13 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from laconic.buckets import mean_in_rank_order
-from laconic.errors import LinkError, check_int
+from laconic.errors import LinkError
 from laconic.links.calls import Call
 from laconic.links.link import Link, Parts, arrivals, hops
 
@@ -44,7 +44,7 @@ class _Collective:
     joined: float = 0.0
 
 
-class _RandomState:
+class RandomState:
     """torch's, Python's and (where loaded) NumPy's global random state, of one worker."""
 
     current: ClassVar[_NumpyState | None] = None
@@ -60,14 +60,14 @@ class _RandomState:
         if "numpy" in sys.modules:
             if self.numpy is None or not self.numpy.is_unchanged():
                 self.numpy = _NumpyState()
-            _RandomState.current = self.numpy
+            RandomState.current = self.numpy
 
     def restore(self) -> None:
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
-        if self.numpy is not None and not self.numpy.equals(_RandomState.current):
+        if self.numpy is not None and not self.numpy.equals(RandomState.current):
             self.numpy.restore()
-        _RandomState.current = self.numpy
+        RandomState.current = self.numpy
 
 
 class _NumpyState:
@@ -106,7 +106,7 @@ class _NumpyState:
         sys.modules["numpy"].random.set_state(self._state)
 
 
-class _Stage:
+class Stage:
     """Lets one worker at a time run, and brings the members of a collective together. Only the
     worker whose turn it is reads or writes the attributes."""
 
@@ -115,7 +115,7 @@ class _Stage:
         for turn in self.turns[1:]:
             turn.acquire()  # rank 0 begins; passing the turn to a rank releases its lock
         self.runnable = [True] * workers
-        self.random = [_RandomState() for _ in range(workers)]
+        self.random = [RandomState() for _ in range(workers)]
         self.collectives: dict[tuple[tuple[int, ...], int], _Collective] = {}
         self.failure: str | None = None
         self.blamed: list[int] = []
@@ -194,7 +194,7 @@ class SimulatedLink:
 
     threaded = False
 
-    def __init__(self, stage: _Stage, me: int, members: Sequence[int]) -> None:
+    def __init__(self, stage: Stage, me: int, members: Sequence[int]) -> None:
         self._stage = stage
         self._me = me
         self._members = members
@@ -282,52 +282,9 @@ class SimulatedLink:
 
 def single_link() -> Link:
     """The link of a set of one rank. It sends nothing."""
-    return SimulatedLink(_Stage(1), 0, [0])
+    return SimulatedLink(Stage(1), 0, [0])
 
 
 def idle_link(size: int, rank: int) -> Link:
     """A link that reports ``rank`` and ``size``, and must not be used for collectives."""
-    return SimulatedLink(_Stage(1), rank, range(size))
-
-
-def simulate(
-    worker_fn: Callable[[int], T],
-    workers: int = 8,
-    link: Callable[[Link], Link] | None = None,
-) -> list[T]:
-    """Run ``worker_fn(rank)`` for every rank below ``workers``, as threads that take turns.
-
-    `laconic.attach` inside ``worker_fn`` finds its link by itself. ``link`` wraps each worker's,
-    for instance ``lambda link: Throttled(link, "100mbit")``. Every worker starts from the
-    caller's random state. Returns what the workers return, by rank.
-
-    Raises ``ValueError`` for fewer than one worker, and the first worker's own exception if one
-    fails; the others then get a `LinkError` at their next round and end too.
-    """
-    check_int("workers", workers, 1)
-    stage = _Stage(workers)
-    results: dict[int, Any] = {}
-    errors: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        error: BaseException | None = None
-        stage.take_turn(rank)
-        try:
-            own: Link = SimulatedLink(stage, rank, range(workers))
-            current_link.set(own if link is None else link(own))
-            results[rank] = worker_fn(rank)
-        except BaseException as caught:
-            error = caught
-            errors.append(caught)
-        stage.leave(rank, error)
-
-    before = _RandomState()
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    before.restore()
-    if errors:
-        raise errors[0]
-    return [results[rank] for rank in range(workers)]
+    return SimulatedLink(Stage(1), rank, range(size))

@@ -7,10 +7,10 @@ returns only.
 
 from __future__ import annotations
 
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -21,12 +21,13 @@ from laconic.errors import LinkError
 from laconic.links.calls import FINISH, Call, CallPosition
 from laconic.links.elastic.members import Members
 from laconic.links.elastic.mesh import Everyone, Interrupted
+from laconic.links.elastic.reception import Reception
 from laconic.links.elastic.relay import Record, Relay, Start
 from laconic.links.elastic.rendezvous import Rendezvous, Reporting
 from laconic.links.elastic.replay import Replay, like
 from laconic.links.elastic.units import Outcome, Units
 from laconic.links.elastic.view import View
-from laconic.links.health import Beacon, shown
+from laconic.links.health import shown
 from laconic.links.link import Link, Parts
 from laconic.links.wire import OtherCallError
 
@@ -46,24 +47,19 @@ class ElasticLink:
     newcomer needs for the step that begins with ``call`` (`Start`).
     """
 
-    threaded = True
-
     def __init__(
         self,
         members: Members,
-        server: socket.socket,
-        service: socket.socket,
-        beacon: Beacon,
+        units: Units,
+        rendezvous: Rendezvous,
+        reception: Reception,
         reports: Reporting,
+        *,
+        threaded: bool = True,
     ) -> None:
-        self.members = members
-        self.service = service
-        """Where newcomers call."""
-        self._server, self._beacon = server, beacon
-        self.units = Units(members.me.id)
-        self.rendezvous = Rendezvous(members, server, self.units, reports)
-        self.reports = reports
-        self.replay = Replay(self.rendezvous.adopt)
+        self.members, self.units, self.rendezvous = members, units, rendezvous
+        self.reception, self.reports, self.threaded = reception, reports, threaded
+        self.replay = Replay(rendezvous.adopt)
         self.relays: list[Relay] = []
         """The newcomers that receive what this worker's collectives bring."""
         self._failure: Exception | None = None
@@ -73,10 +69,10 @@ class ElasticLink:
         self.joined = time.perf_counter()
         members.on_view = self._view_decided
 
-    def begin(self, view: View) -> None:
-        """Connect to the other members of the first ``view``."""
-        self.units.done, self.units.active = 0, view.ids
-        self.members.active = set(view.ids)
+    def begin(self, ids: Sequence[str]) -> None:
+        """The run begins with these workers."""
+        self.units.done, self.units.active = 0, list(ids)
+        self.members.active = set(ids)
         self.rendezvous.adopt()
 
     @property
@@ -88,6 +84,7 @@ class ElasticLink:
         """This newcomer has caught up, and takes part from then on."""
         self.units.active, self.units.ranks = list(start.active), list(start.ranks)
         self.members.active = set(start.active)
+        self.units.call = start.call
         self.units.kept = Outcome(self.replay.latest)  # others may not have it yet
         self.units.done, self.replay.feed = start.serial - 1, None
 
@@ -216,14 +213,13 @@ class ElasticLink:
         record.position = record.position._replace(left=True, broken=broken)
 
     def status(self, text: str) -> None:
-        self._beacon.set(text)
+        self.members.status(text)
 
     def close(self) -> None:
         self.leave(False)
         self.members.close()
         self.rendezvous.close()
-        self._server.close()
-        self.service.close()
+        self.reception.close()
 
     def split(self, sets: Sequence[Sequence[int]]) -> Link:
         raise ValueError("the workers of an elastic run cannot be divided into sets")
@@ -287,6 +283,8 @@ class ElasticLink:
     def gather(self, x: Tensor) -> Tensor:
         if self.replaying:
             return self.replay.gather(x)
+        if not self.units.under_way:  # before there is a communication thread
+            return self.unit(partial(self.gather, x))
         shape = self.size, *x.shape
 
         def run(link: Everyone) -> Tensor:

@@ -82,6 +82,8 @@ class Members:
         self.position = CallPosition()
         self.record = LinkRecord()
         """What the other members hear when they ask."""
+        self.status: Callable[[str], None] = lambda text: None
+        """Sets what they are told that this process is doing."""
         self.active: set[str] = set()
         """The ids of the members that take part in rounds."""
         self.ended = False
@@ -395,10 +397,12 @@ class Members:
         if left < least or not active:
             self._short = left, least
             return False
-        silent = [id for id in lost if id in before - self._gone and id in self._silent_since]
-        if silent and 2 * active <= len(before - self._gone):
-            # the others may be a majority on the far side of a partition: let them be first
-            since = max(self._silent_since[id] for id in silent)
+        # the others may be a majority on the far side of a partition: let them be first
+        quiet = (before - self._gone) & self._silent_since.keys()
+        if quiet & lost.keys() and 2 * len(before - lost.keys() - quiet) <= len(
+            before - self._gone
+        ):
+            since = max(self._silent_since[id] for id in quiet & lost.keys())
             return time.monotonic() - since >= 2 * self.deadline
         return True
 

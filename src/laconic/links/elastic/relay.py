@@ -42,8 +42,9 @@ class RelayError(RuntimeError):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All state of the donor between two steps, as plain data."""
+    """All state of the donor after ``step`` steps, as plain data."""
 
+    step: int
     state: dict[str, Any]
 
 

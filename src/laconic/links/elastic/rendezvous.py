@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -41,6 +41,7 @@ class Reporting(Protocol):
     heard: Mapping[str, str]
     workers_lost: int
     steps_lost: int
+    record: Callable[[dict[str, Any]], None]
 
     def note(self) -> str:
         """What this worker says with its signs of life."""
@@ -53,6 +54,9 @@ class Reporting(Protocol):
 
     def release(self) -> None:
         """This worker's run has failed: no view follows."""
+
+    def follow(self, events: Sequence[Any]) -> None:
+        """Repeat what `hear` has recorded in another run."""
 
 
 class Rendezvous:
@@ -105,7 +109,11 @@ class Rendezvous:
         return units.serial << COLLECTIVE_BITS | units.collectives, units.call.id
 
     def close(self) -> None:
-        """Close the connections."""
+        """Accept no connections any more."""
+        self._drop()
+        self._server.close()
+
+    def _drop(self) -> None:
         with self._lock:
             mesh, self._mesh = self._mesh, None
             if mesh is not None:
@@ -114,7 +122,7 @@ class Rendezvous:
     def resolve(self) -> bool:
         """Adopt the next view. Returns whether the unit under way is complete then, because another
         worker has completed it."""
-        self.close()
+        self._drop()
         self._members.broken()
         while True:
             view = self._members.next(self._epoch)
@@ -128,7 +136,7 @@ class Rendezvous:
                 check()
                 completed = self._compare(mesh)
             except Interrupted:
-                self.close()
+                self._drop()
                 mesh.connections.close()
                 self._members.broken()
                 continue

@@ -6,15 +6,19 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 from laconic.errors import LinkError
 from laconic.links import forks
 from laconic.links.addresses import Address, address_of, address_toward, own_address
 from laconic.links.elastic.link import ElasticLink
 from laconic.links.elastic.members import Members, RestoredError, Rules
+from laconic.links.elastic.reception import Reception
 from laconic.links.elastic.registry import Registry
-from laconic.links.elastic.rendezvous import Reporting
+from laconic.links.elastic.rendezvous import Rendezvous, Reporting
+from laconic.links.elastic.units import Units
 from laconic.links.elastic.view import Member, new_id
 from laconic.links.handshake import KEY_BYTES
 from laconic.links.health import Beacon, key_of
@@ -24,23 +28,33 @@ NO_KEY = "00" * KEY_BYTES
 
 
 def start(
-    address: str, job: str, about: dict[str, str], rules: Rules, reports: Reporting
+    address: str,
+    job: str,
+    about: dict[str, str],
+    rules: Rules,
+    reports: Reporting,
+    recording: Callable[[str], Callable[[dict[str, Any]], None]],
 ) -> ElasticLink:
     """Find the other workers of ``job`` by the coordinator at ``address``, and connect to them.
     ``about``: what must be the same on all workers, by name. ``reports``: what this worker tells
-    the others besides. The link of a newcomer to a run under
-    way is not connected yet. Raises ``ValueError`` where the others are about something else."""
+    the others besides. ``recording(id)``: what is told of this worker's events. The link of a
+    newcomer to a run under way is not connected yet. Raises ``ValueError`` where the others are about something else."""
     registry = Registry(address, job)
     registry.connect(time.monotonic() + rules.wait)
     while True:
         try:
-            return _begin(registry, job, about, rules, reports)
+            return _begin(registry, job, about, rules, reports, recording)
         except RestoredError:
             continue
 
 
 def _begin(
-    registry: Registry, job: str, about: dict[str, str], rules: Rules, reports: Reporting
+    registry: Registry,
+    job: str,
+    about: dict[str, str],
+    rules: Rules,
+    reports: Reporting,
+    recording: Callable[[str], Callable[[dict[str, Any]], None]],
 ) -> ElasticLink:
     secret, text = registry.secret(), json.dumps(about)
     _check_same(registry.about(text), about, job, f"{registry.host}:{registry.port}")
@@ -56,12 +70,16 @@ def _begin(
         members.record = beacon.links[key_of(health)]
         members.record.note = members.farewell = reports.note
         reports.heard = members.notes
-        link = ElasticLink(members, mesh, service, beacon, reports)
+        members.status = beacon.set
+        units = Units(member.id)
+        units.note = reports.record = recording(member.id)
+        rendezvous = Rendezvous(members, mesh, units, reports)
+        link = ElasticLink(members, units, rendezvous, Reception(members, service), reports)
         on_error.callback(link.close)
         view = members.found()
         members.start(members.view)
         if view is not None:
-            link.begin(view)
+            link.begin(view.ids)
         on_error.pop_all()
     return link
 

@@ -31,7 +31,7 @@ class Outcome:
 class Units:
     """How far the worker ``me`` is, and with whom.
 
-    ``note(event)`` is told who takes part, as a trace has it (`laconic.Trace`).
+    ``note(event)`` is told who takes part (`laconic.Trace`).
     """
 
     def __init__(self, me: str) -> None:

@@ -1,0 +1,200 @@
+"""Who takes part in a simulated elastic run: what a trace has recorded, or a plan in steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from laconic.errors import check_float, check_int
+from laconic.links.calls import Call
+
+
+class Plan(Protocol):
+    """Who takes part. Workers are numbers from 0."""
+
+    @property
+    def workers(self) -> int:
+        """How many there are over the whole run."""
+
+    def joins(self, worker: int) -> tuple[int, int] | None:
+        """The donor of a newcomer, and after which step it sends its state; None for a worker of
+        the start."""
+
+    def present(self, serial: int, call: Call) -> list[int]:
+        """Those that take part in the unit ``serial`` of ``call``, in order of their ranks."""
+
+    def missing(self, worker: int, serial: int) -> Sequence[int]:
+        """Those whose messages this worker has not received in that unit."""
+
+    def deals(self, worker: int) -> list[Any] | None:
+        """The recorded deals of samples; None: they are dealt when workers come and go."""
+
+
+@dataclass(frozen=True)
+class _Join:
+    donor: str
+    step: int
+
+
+class Recording:
+    """The file of one worker's events. Each is written before the worker goes on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Append ``event``."""
+        with self._path.open("a") as file:
+            file.write(json.dumps(event) + "\n")
+
+
+class Trace:
+    """What the workers of an elastic run have recorded in a directory (``Elastic(trace=)``): who
+    took part in what. ``laconic.simulate(..., faults=Trace(directory))`` repeats the run: with the
+    same program, it gives the same bits.
+
+    ``ids``: the workers, in the order in which they came; the simulator numbers them by it.
+
+    Raises ``ValueError`` if the directory has no such records, or if they contradict each other.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self._by_unit: dict[int, list[str]] = {}
+        self._missing: dict[tuple[str, int], list[str]] = {}
+        self._joins: dict[str, _Join] = {}
+        self._deals: dict[str, list[Any]] = {}
+        files = sorted(Path(directory).glob("*.jsonl"))
+        if not files:
+            raise ValueError(f"no worker has recorded anything in {os.fspath(directory)}")
+        for file in files:
+            for line in file.read_text().splitlines(keepends=True):
+                if line.endswith("\n"):  # else its worker was killed while it wrote
+                    self._add(file, json.loads(line))
+        self._changes = sorted(self._by_unit)
+        self.ids: list[str] = []
+        for unit in self._changes:
+            self.ids += [id for id in self._by_unit[unit] if id not in self.ids]
+
+    def _add(self, file: Path, event: Mapping[str, Any]) -> None:
+        id = file.stem
+        if "donor" in event:
+            self._joins[id] = _Join(event["donor"], event["step"])
+            return
+        if "deals" in event:
+            self._deals.setdefault(id, []).append(event["deals"])
+            return
+        unit, ids = event["unit"], event["workers"]
+        if self._by_unit.setdefault(unit, ids) != ids:
+            raise ValueError(f"{file}: other workers in unit {unit} than another file has")
+        if "missing" in event:
+            self._missing[id, unit] = event["missing"]
+
+    @property
+    def workers(self) -> int:
+        """How many workers there were."""
+        return len(self.ids)
+
+    def joins(self, worker: int) -> tuple[int, int] | None:
+        """See `Plan.joins`."""
+        join = self._joins.get(self.ids[worker])
+        return None if join is None else (self.ids.index(join.donor), join.step)
+
+    def present(self, serial: int, call: Call) -> list[int]:
+        """See `Plan.present`."""
+        at = bisect_right(self._changes, serial)
+        return [self.ids.index(id) for id in self._by_unit[self._changes[max(at, 1) - 1]]]
+
+    def missing(self, worker: int, serial: int) -> list[int]:
+        """See `Plan.missing`."""
+        return [self.ids.index(id) for id in self._missing.get((self.ids[worker], serial), ())]
+
+    def deals(self, worker: int) -> list[Any]:
+        """See `Plan.deals`."""
+        return self._deals.get(self.ids[worker], [])
+
+
+@dataclass(frozen=True)
+class Faults:
+    """A plan for `laconic.simulate`, in steps.
+
+    ``start``: the workers at the start. ``kill``: (worker, step) pairs: the worker ends after that
+    step, before the rounds that follow it. ``join``: steps; after each, a new worker gets the state
+    of the first one, and takes part from its next step on. New workers are numbered in that order
+    after those of the start.
+    """
+
+    start: int
+    kill: tuple[tuple[int, int], ...] = ()
+    join: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_int("start", self.start, 1)
+        for step in self.join:
+            check_int("a step in join", step, 1)
+        if list(self.join) != sorted(self.join):
+            raise ValueError(f"the steps in join must ascend, not {list(self.join)}")
+        for worker, step in self.kill:
+            check_int("a step in kill", step, 0)
+            if not 0 <= worker < self.workers:
+                raise ValueError(f"kill: there are workers 0 to {self.workers - 1}, not {worker}")
+        if len({worker for worker, _ in self.kill}) < len(self.kill):
+            raise ValueError("kill: a worker is killed once")
+        for step in (*self.join, *(step for _, step in self.kill)):
+            if not self._alive(step):
+                raise ValueError(f"no worker is left after step {step}")
+
+    @classmethod
+    def random(
+        cls, start: int, steps: int, mtbf: float, *, seed: int = 0, restart: int = 1
+    ) -> Faults:
+        """Kills at random over so many ``steps``, on average one every ``mtbf`` steps (the times in
+        between are exponential). ``restart`` steps later a new worker joins."""
+        check_float("mtbf", mtbf, 0.0, strict=True)
+        chance, alive, time = random.Random(seed), dict.fromkeys(range(start), 0), 0.0
+        kill, join = list[tuple[int, int]](), list[int]()
+        while (time := time + chance.expovariate(1 / mtbf)) < steps:
+            step = int(time)
+            able = [worker for worker, since in alive.items() if since < step]
+            if len(able) > 1:
+                worker = chance.choice(able)
+                del alive[worker]
+                kill.append((worker, step))
+                if step + restart < steps:
+                    alive[start + len(join)] = step + restart + 1
+                    join.append(step + restart)
+        return cls(start, tuple(kill), tuple(join))
+
+    @property
+    def workers(self) -> int:
+        """How many workers there are over the whole run."""
+        return self.start + len(self.join)
+
+    def _born(self, worker: int) -> int:
+        return -1 if worker < self.start else self.join[worker - self.start]
+
+    def _alive(self, step: int) -> list[int]:
+        """Those that take part in what follows ``step`` steps."""
+        dead = {worker for worker, last in self.kill if last <= step}
+        return [w for w in range(self.workers) if self._born(w) < step and w not in dead]
+
+    def joins(self, worker: int) -> tuple[int, int] | None:
+        """See `Plan.joins`."""
+        step = self._born(worker)
+        return None if step < 0 else (self._alive(step)[0], step)
+
+    def present(self, serial: int, call: Call) -> list[int]:
+        """See `Plan.present`."""
+        return self._alive(call.step)
+
+    def missing(self, worker: int, serial: int) -> Sequence[int]:
+        """See `Plan.missing`."""
+        return ()
+
+    def deals(self, worker: int) -> None:
+        """See `Plan.deals`."""

@@ -1,0 +1,229 @@
+"""The links of a simulated elastic run: the same units, among the workers that a plan names."""
+
+from __future__ import annotations
+
+import contextvars
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from laconic.links.calls import Call
+from laconic.links.elastic.faults import Plan
+from laconic.links.elastic.feed import Feed
+from laconic.links.elastic.link import ElasticLink
+from laconic.links.elastic.relay import Frame, Snapshot, Start
+from laconic.links.elastic.rendezvous import Reporting
+from laconic.links.elastic.units import Units
+from laconic.links.health import LinkRecord
+from laconic.links.simulated import SimulatedLink, Stage
+
+current_part: contextvars.ContextVar[tuple[Cast, int] | None] = contextvars.ContextVar(
+    "part", default=None
+)
+"""The simulated run that this thread's worker is in, and its number."""
+
+
+class EndedError(BaseException):
+    """The plan has this worker end here. No ``except Exception`` of a program catches it."""
+
+
+@dataclass
+class Cast:
+    """What the workers of one simulated run share. ``feeds``: what each newcomer receives.
+    ``reporting``: the reports of each worker that has attached. ``dealt``: whom samples were dealt
+    to last."""
+
+    plan: Plan
+    stage: Stage
+    feeds: dict[int, list[Frame]] = field(default_factory=dict)
+    reporting: dict[int, Reporting] = field(default_factory=dict)
+    dealt: list[int] = field(default_factory=list)
+    dealt_in: int = -1
+    """In which unit."""
+
+    def deal(self, members: Sequence[int], serial: int) -> None:
+        """Deal the samples to these ``members`` in the unit ``serial``, once all have attached."""
+        changed = members != self.dealt and serial > self.dealt_in
+        if changed and all(w in self.reporting for w in members):
+            self.dealt, self.dealt_in = [*members], serial
+            reports = {str(w): self.reporting[w].report() for w in members}
+            for worker in members:
+                self.reporting[worker].hear(json.loads(json.dumps(reports)), str(worker))
+
+
+class _Links(SimulatedLink):
+    """The collectives of one unit. ``lost``: the ranks whose messages do not come."""
+
+    lost: Sequence[int] = ()
+
+    def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Any]:
+        pieces = super().swap(x, to, source)
+        return [None if r in self.lost else p for r, p in zip(source, pieces, strict=True)]
+
+
+class _Rendezvous:
+    """In place of `laconic.links.elastic.rendezvous.Rendezvous`: nothing is ever interrupted, since
+    the plan knows beforehand who completes a unit."""
+
+    def __init__(self, cast: Cast, me: int, units: Units) -> None:
+        self._cast, self._me, self._units = cast, me, units
+        self.link: _Links | None = None
+
+    @property
+    def ids(self) -> list[str]:
+        """Those that the unit under way can be among."""
+        return [str(worker) for worker in self._present()]
+
+    def _present(self) -> list[int]:
+        return self._cast.plan.present(self._units.serial, self._units.call)
+
+    def adopt(self) -> None:
+        """Drop the workers that are gone."""
+        if self._units.done is None:
+            return
+        present = self._present()
+        if self._me not in present:
+            raise EndedError
+        self._units.active = [id for id in self._units.active if int(id) in present]
+        if not self._units.under_way:
+            self.take_part(self._units.active)
+
+    def take_part(self, ids: Sequence[str]) -> None:
+        """The unit under way is among the workers ``ids``."""
+        self._units.ranks = list(ids)
+        workers = [int(id) for id in ids]
+        if self._me not in workers:
+            return  # a newcomer: it begins with the next call that starts a step's rounds
+        self.link = _Links(self._cast.stage, self._me, workers)
+        missing = self._cast.plan.missing(self._me, self._units.serial)
+        self.link.lost = [workers.index(worker) for worker in missing]
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class _Relay:
+    """In place of `laconic.links.elastic.relay.Relay`: the ``newcomer`` begins when all frames are
+    there."""
+
+    def __init__(self, cast: Cast, newcomer: int) -> None:
+        self._cast, self._number = cast, newcomer
+        self.newcomer = SimpleNamespace(id=str(newcomer))
+        self.ended = False
+
+    def begin(self, snapshot: Snapshot) -> None:
+        """See `Relay.begin`."""
+        self._cast.feeds[self._number] = [snapshot]
+
+    def put(self, frame: Frame) -> None:
+        """See `Relay.put`. After the last frame the newcomer needs nothing."""
+        if self.ended:
+            return
+        self._cast.feeds[self._number].append(frame)
+
+    def finish(self, start: Start) -> None:
+        """See `Relay.finish`."""
+        self.put(start)
+        self.ended = True
+        self._cast.stage.runnable[self._number] = True
+
+
+class _Stream:
+    """In place of `laconic.links.elastic.relay.Stream`: all ``frames`` are there."""
+
+    def __init__(self, frames: Sequence[Frame]) -> None:
+        self._frames = iter(frames)
+
+    def receive(self) -> Frame:
+        """See `Stream.receive`."""
+        return next(self._frames)
+
+    def say_ready(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class _Reception:
+    """In place of `laconic.links.elastic.reception.Reception`."""
+
+    def __init__(self, cast: Cast, me: int) -> None:
+        self._cast, self._me = cast, me
+
+    def open(self) -> None:
+        """Do nothing."""
+
+    def callers(self, step: int) -> list[_Relay]:
+        """The newcomers that the plan has this worker send its state to after ``step`` steps."""
+        plan = self._cast.plan
+        called = [w for w in range(plan.workers) if plan.joins(w) == (self._me, step)]
+        return [_Relay(self._cast, w) for w in called if w not in self._cast.feeds]
+
+    def call_donor(self, number: int, awake: Callable[[], None]) -> Feed:
+        """See `Reception.call_donor`."""
+        join = self._cast.plan.joins(self._me)
+        assert join is not None, "a newcomer"
+        frames = self._cast.feeds.get(self._me, [])
+        if not frames or not isinstance(frames[-1], Start):
+            raise EndedError  # the run has ended before this worker could take part
+        return Feed(_Stream(frames), str(join[0]), awake)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _members(me: int) -> Any:
+    """What a link needs of `laconic.links.elastic.members.Members`."""
+
+    def nothing(*_: object) -> None:
+        pass
+
+    return SimpleNamespace(
+        me=SimpleNamespace(id=str(me)),
+        view=SimpleNamespace(epoch=1),
+        rules=SimpleNamespace(wait=0.0),
+        record=LinkRecord(),
+        is_at=nothing,
+        status=nothing,
+        expect=nothing,
+        close=nothing,
+    )
+
+
+class SimulatedElasticLink(ElasticLink):
+    """The link of the worker ``me`` of a simulated run."""
+
+    def __init__(self, cast: Cast, me: int, reports: Reporting) -> None:
+        units = Units(str(me))
+        parts: Any = _Rendezvous(cast, me, units), _Reception(cast, me), reports
+        super().__init__(_members(me), units, *parts, threaded=False)
+        self._cast = cast
+        cast.reporting[me] = reports
+        deals = cast.plan.deals(me)
+        self._deals = deals is None
+        if deals is not None:
+            reports.follow(deals)
+        if cast.plan.joins(me) is None:
+            self.begin([str(w) for w in cast.plan.present(1, units.call)])
+            self._deal(units.active, 0)
+        elif me in cast.feeds:
+            start = cast.feeds[me][-1]
+            assert isinstance(start, Start), "it begins once all frames are there"
+            self._deal(start.ranks, start.serial)
+
+    def _deal(self, ids: Sequence[str], serial: int) -> None:
+        if self._deals:
+            self._cast.deal([int(id) for id in ids], serial)
+
+    def begin_call(self, call: Call, *, wait: bool) -> bool:
+        if not self.replaying:  # a plan in steps needs the call to say who is gone
+            self.units.call = call
+            self.rendezvous.adopt()
+            self.rendezvous.take_part(self.units.active)
+            self._deal(self.units.active, self.units.serial)
+        return super().begin_call(call, wait=wait)

@@ -1,0 +1,79 @@
+"""`simulate`: runs workers as threads of one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from laconic.errors import check_int
+from laconic.links.elastic.faults import Plan
+from laconic.links.elastic.simulated import Cast, EndedError, current_part
+from laconic.links.link import Link
+from laconic.links.simulated import RandomState, SimulatedLink, Stage, current_link
+
+T = TypeVar("T")
+
+
+def simulate(
+    worker_fn: Callable[[int], T],
+    workers: int | None = None,
+    link: Callable[[Link], Link] | None = None,
+    faults: Plan | None = None,
+) -> list[T]:
+    """Run ``worker_fn(rank)`` for every rank below ``workers`` (None: 8), as threads that take
+    turns.
+
+    `laconic.attach` inside ``worker_fn`` finds its link by itself. ``link`` wraps each worker's,
+    for instance ``lambda link: Throttled(link, "100mbit")``. Every worker starts from the
+    caller's random state. Returns what the workers return, by rank.
+
+    ``faults``: workers come and go, as in an elastic run: a `Trace` of one, or a plan in steps
+    (`Faults`). These say how many workers there are. ``rank`` then numbers them, and a worker that
+    the plan has end returns None.
+
+    Raises ``ValueError`` for fewer than one worker, and the first worker's own exception if one
+    fails; the others then get a `LinkError` at their next round and end too.
+    """
+    if faults is None:
+        count = check_int("workers", 8 if workers is None else workers, 1)
+    elif link is not None or workers not in (None, faults.workers):
+        raise ValueError(
+            f"faults= says that there are {faults.workers} workers: leave out workers= and link="
+        )
+    else:
+        count = faults.workers
+    stage = Stage(count)
+    cast = None if faults is None else Cast(faults, stage)
+    results: dict[int, Any] = {}
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        error: BaseException | None = None
+        stage.take_turn(rank)
+        try:
+            if cast is not None:
+                current_part.set((cast, rank))
+            own: Link = SimulatedLink(stage, rank, range(count))
+            current_link.set(own if link is None else link(own))
+            results[rank] = worker_fn(rank)
+        except EndedError:
+            pass
+        except BaseException as caught:
+            error = caught
+            errors.append(caught)
+        stage.leave(rank, error)
+
+    before = RandomState()
+    if faults is not None:
+        for rank in range(1, count):
+            stage.runnable[rank] = faults.joins(rank) is None  # others begin when they are fed
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    before.restore()
+    if errors:
+        raise errors[0]
+    return [results.get(rank) for rank in range(count)]  # type: ignore[misc]

@@ -1,0 +1,129 @@
+"""Samples are dealt to the workers of each view, whatever the history of views."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+
+import pytest
+
+from laconic import ElasticSampler
+from laconic.engine.reports import Heard, Reports
+
+
+class Worker:
+    """One worker, without a network: what it has drawn, and what others have heard of it."""
+
+    def __init__(self, samples: int, lost: str) -> None:
+        self.sampler = ElasticSampler(samples, seed=3, epochs=1, lost=lost)
+        self.reports = Reports({"data": self.sampler})
+        self.reports.heard = {}
+        self.drawn: list[int] = []
+        """Since the last deal."""
+        self.all: list[int] = []
+        self.step = 0
+        self.iterator = iter(self.sampler)
+
+    def draw(self, count: int) -> None:
+        for _ in range(count):
+            sample = next(self.iterator, None)
+            if sample is not None:
+                self.drawn.append(sample)
+                self.all.append(sample)
+        self.step += 1
+
+    def finish_step(self, *, began: bool, idle: bool) -> None:
+        self.reports.after_step(self.step, began=began, idle=idle)
+
+
+def meet(view: list[tuple[str, Worker]], interrupted: set[str]) -> None:
+    """The members of a view exchange reports; some are interrupted before they have all."""
+    texts = {id: json.dumps(worker.reports.report()) for id, worker in view}
+    reports = {id: json.loads(text) for id, text in texts.items()}
+    for id, worker in view:
+        if id not in interrupted:
+            worker.reports.hear(reports, id)
+            worker.drawn = []
+
+
+@pytest.mark.parametrize("lost", ["again", "counted"])
+@pytest.mark.parametrize("seed", range(12))
+def test_every_sample_once_under_any_history_of_views(seed: int, lost: str) -> None:
+    chance = random.Random(seed)
+    samples = chance.randrange(200, 400)
+    view = [(f"w{i}", Worker(samples, lost)) for i in range(3)]
+    count, gone = 3, list[tuple[Worker, int]]()
+    meet(view, set())
+    steps_lost = 0
+    for _ in range(30):
+        for _, worker in view:
+            worker.draw(chance.randrange(3))
+            worker.finish_step(began=chance.random() < 0.5, idle=chance.random() < 0.7)
+        for id, worker in view:  # signs of life
+            for other, teller in view:
+                if other != id and chance.random() < 0.3:
+                    worker.reports.heard = {**worker.reports.heard, other: teller.reports.note()}
+        if chance.random() < 0.4:
+            if len(view) > 1 and chance.random() < 0.6:
+                id, worker = view.pop(chance.randrange(len(view)))
+                notes = [w.reports.heard.get(id) for _, w in view]
+                heard = [h for h in (Heard.unpack(n, 1) for n in notes if n) if h is not None]
+                now = Heard.unpack(worker.reports.note(), 1)
+                assert now is not None
+                last = max((h for h in heard if h.deal == now.deal), default=None)
+                known = (0, 0) if last is None else last.drawn[0]
+                best = max(heard, default=None)
+                steps_lost += 0 if best is None else best.step - best.sent
+                kept = known[0] if lost == "counted" else known[1]
+                gone.append((worker, len(worker.drawn) - kept))
+            else:
+                view.append((f"w{count}", Worker(samples, lost)))
+                count += 1
+            if chance.random() < 0.3:  # some do not hear the end, and a second view follows
+                meet(view, {id for id, _ in view if chance.random() < 0.5})
+            meet(view, set())
+    while any(len(worker.sampler) for _, worker in view):
+        for _, worker in view:
+            worker.draw(1)
+    read = Counter(s for _, worker in view for s in worker.all)
+    for worker, unheard in gone:
+        read.update(worker.all[: len(worker.all) - unheard])
+    assert read == dict.fromkeys(range(samples), 1)
+    stats = view[0][1].reports
+    assert stats.workers_lost == len(gone) and stats.steps_lost == steps_lost
+    states = [worker.sampler.state_dict() for _, worker in view]
+    shared = [{k: s[k] for k in ("gaps", "frontier", "workers", "samples_lost")} for s in states]
+    assert all(state == shared[0] for state in shared)
+    if lost == "again":
+        assert shared[0]["samples_lost"] == 0
+
+
+def test_a_run_begins_where_a_saved_one_ended() -> None:
+    before = [Worker(100, "again") for _ in range(2)]
+    meet([("a", before[0]), ("b", before[1])], set())
+    for worker in before:
+        worker.draw(10)
+    states = [worker.sampler.state_dict() for worker in before]
+    after = [Worker(100, "again") for _ in range(3)]
+    for worker, state in zip(after, [*states, states[0]], strict=True):
+        worker.sampler.load_state_dict(state)
+    meet([("c", after[0]), ("d", after[1]), ("e", after[2])], set())
+    while any(len(worker.sampler) for worker in after):
+        for worker in after:
+            worker.draw(1)
+    read = Counter(s for worker in (*before, *after) for s in worker.all)
+    assert read == dict.fromkeys(range(100), 1)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[1, 2]", '[1, 2, 3, "x"]', "[1, 2, 3, [[1]]]", "{"])
+def test_garbage_is_heard_as_nothing(text: str) -> None:
+    assert Heard.unpack(text, 1) is None
+
+
+def test_draws_go_on_when_the_run_has_failed() -> None:
+    worker = Worker(10, "again")
+    worker.reports.report()
+    worker.reports.release()
+    worker.draw(1)
+    assert len(worker.all) == 1
