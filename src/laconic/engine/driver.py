@@ -243,6 +243,8 @@ class Driver:
         for running in run.rounds:
             running.finish(session.step)
         consensus.write_consensus(run, self.had_buffers, mean=mean)
+        if session.elastic is not None:
+            session.gather_json(None)  # after that all have it, and any may end
         for running in () if mean else run.rounds:
             running.rebase()
         for each in self.after_finish:
@@ -253,6 +255,11 @@ class Driver:
     @torch.no_grad()
     def switch(self, recipe: Recipe) -> None:
         """See `Synchronizer.switch`."""
+        if self.session.elastic is not None:
+            raise ValueError(
+                "an elastic run cannot switch, since newcomers start with the recipe of the start: "
+                "finish, and attach again under another job= with the new recipe"
+            )
         self._switch(recipe)
         if not self._switcher.scaling:
             self._switcher.align_scaler()
@@ -293,6 +300,8 @@ class Driver:
             handle.remove()
         self._handles = []
         self.run.detach()
+        if self.session.elastic is not None:
+            self.session.comm.poke(self.session.elastic.close)  # the others go on without it
         self.session.comm.close()
         self.session.recorder.close()
         self.session.status("detached")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import signal
 import threading
 import time
@@ -19,11 +20,14 @@ from contextlib import closing
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from laconic.algorithms.exchange import Gossip
 from laconic.checkpoints.rank_file import plain
 from laconic.engine.driver import Driver
 from laconic.engine.reports import Reports
+from laconic.engine.saved_state import checksum
+from laconic.engine.session import Session
 from laconic.errors import LinkError
 from laconic.links.calls import GRADIENTS, Call
 from laconic.links.elastic.feed import Feed
@@ -62,7 +66,7 @@ class Donor:
     ) -> None:
         self._driver, self._link, self._reports = driver, link, reports
         self._others = others
-        self._settings: dict[int, Settings] = {}
+        self._settings: dict[int, tuple[list[dict[str, Any]], dict[str, Any]]] = {}
         """By the number of steps before the one that begins with them."""
         self._rounds = 0
         link.settings = self._settings_for
@@ -76,6 +80,9 @@ class Donor:
             signal.signal(signal.SIGTERM, self._leave)
 
     def _leave(self, *_: object) -> None:
+        if self._leaving or self._link.members.ended or not self._driver.attached:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
         log.info("SIGTERM: this worker leaves after the present step")
         self._leaving = True
 
@@ -84,23 +91,29 @@ class Donor:
         if not self._link.relays:
             self._settings.clear()
             return
-        step = self._driver.session.step
+        step, begun = self._driver.session.step, self._link.units.call.step
+        for old in [s for s in self._settings if s < begun - 1]:
+            del self._settings[old]
         self._settings[step] = self._settings_now()
-        for relay in self._link.relays:
+        for relay in list(self._link.relays):
             relay.put(StepSettings(step, self._settings[step][0]))
 
-    def _settings_now(self) -> Settings:
-        optimizer = self._driver.session.optimizer
-        assert optimizer is not None, "bound from the start"
+    def _settings_now(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        optimizer = _optimizer(self._driver.session)
         others = {name: _copied(each.state_dict()) for name, each in self._others.items()}
         return numbers_of(optimizer.param_groups), others
 
-    def _settings_for(self, call: Call) -> Settings:
-        """In the communication thread. In front of a gradient round the step has not begun, and
-        nothing else changes its settings."""
-        if call.name == GRADIENTS:
-            return self._settings_now()
-        return self._settings[_steps_before(call)]
+    def _settings_for(self, call: Call) -> tuple[Settings, Snapshot | None]:
+        """See `ElasticLink.settings`. In the communication thread. In front of a gradient round the
+        step has not begun, and nothing changes the state. All workers have the same then, and a
+        newcomer that has another asks for it: gradients may have been changed (clipped) after they
+        were averaged."""
+        session = self._driver.session
+        if call.name != GRADIENTS:
+            return (0, *self._settings[_steps_before(call)]), None
+        state = {"model": session.model.state_dict(), "optimizer": _optimizer(session).state_dict()}
+        snapshot = Snapshot(session.step, _copied(state))
+        return (_digest(session), *self._settings_now()), snapshot
 
     def _after_step(self) -> None:
         """Between two steps: begin to send to the newcomers that have called; leave the run if
@@ -128,10 +141,9 @@ class Donor:
     def _state(self) -> dict[str, Any]:
         session = self._driver.session
         session.comm.drain()
-        assert session.optimizer is not None, "bound from the start"
         state = {
             "model": session.model.state_dict(),
-            "optimizer": session.optimizer.state_dict(),
+            "optimizer": _optimizer(session).state_dict(),
             "sync": self._driver.state_dict(),
         }
         return {name: _copied(value) for name, value in state.items()}
@@ -198,7 +210,8 @@ class Newcomer:
             else:
                 feed.pop()
                 replay.note(frame)
-        self._start(frame)
+        feed.pop()
+        self._start(frame, feed)
         self._link.units.note({"donor": feed.donor, "step": feed.first_step})
 
     def _next(self, feed: Feed) -> Frame:
@@ -210,10 +223,8 @@ class Newcomer:
         return feed.peek()
 
     def _load(self, state: dict[str, Any]) -> None:
-        driver, session = self._driver, self._driver.session
-        session.model.load_state_dict(state["model"])
-        assert session.optimizer is not None, "bound from the start"
-        session.optimizer.load_state_dict(state["optimizer"])
+        driver = self._driver
+        self._load_model(state)
         own = {**state["sync"], "ranks": 1, "workers": 1, "rank": 0}
         problem = driver.load_here(own)
         if problem is not None:
@@ -221,6 +232,11 @@ class Newcomer:
         for running in driver.run.rounds:
             if isinstance(running.round.exchange, Gossip):
                 running.in_flight.clear()
+
+    def _load_model(self, state: dict[str, Any]) -> None:
+        session = self._driver.session
+        session.model.load_state_dict(state["model"])
+        _optimizer(session).load_state_dict(state["optimizer"])
 
     def _replay(self, call: Call, feed: Feed) -> None:
         """Repeat the step that ``call`` belongs to."""
@@ -245,14 +261,16 @@ class Newcomer:
             self._driver.session.comm.drain()
 
     def _use(self, groups: list[dict[str, float]]) -> None:
-        optimizer = self._driver.session.optimizer
-        assert optimizer is not None, "bound from the start"
+        optimizer = _optimizer(self._driver.session)
         for group, numbers in zip(optimizer.param_groups, groups, strict=True):
             group.update(numbers)
 
-    def _start(self, start: Start) -> None:
+    def _start(self, start: Start, feed: Feed) -> None:
         """Take part from the unit on that ``start`` names."""
         self._skip_to(_steps_before(start.call))
+        if start.digest and start.digest != _digest(self._driver.session):
+            log.info("this worker has repeated other steps: it gets the state of another one again")
+            self._load_model(feed.ask_for_state().state)
         self._use(start.groups)
         for name, state in start.others.items():
             self._others[name].load_state_dict(state)
@@ -273,6 +291,18 @@ class Newcomer:
         for p in session.params():
             p.grad = None
         log.info("caught up after step %d", session.step)
+
+
+def _optimizer(session: Session) -> Optimizer:
+    assert session.optimizer is not None, "bound from the start"
+    return session.optimizer
+
+
+def _digest(session: Session) -> int:
+    """Differs if any bit of the parameters or of the optimizer's state differs; not 0."""
+    states = [_optimizer(session).state.get(p, {}) for p in session.params()]
+    tensors = [t for state in states for _, t in sorted(state.items()) if isinstance(t, Tensor)]
+    return 1 + checksum([*session.params(), *tensors])
 
 
 def _steps_before(call: Call) -> int:

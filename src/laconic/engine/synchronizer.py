@@ -250,7 +250,9 @@ class Synchronizer:
             size = session.workers.size
             return WorkersView(0, tuple(map(str, range(size))), session.workers.rank)
         link = session.elastic
-        return WorkersView(link.members.view.epoch, tuple(link.units.active), link.rank)
+        active, me = link.units.active, link.units.me
+        workers = tuple(active if me in active else [*active, me])  # it takes part in the next step
+        return WorkersView(link.members.view.epoch, workers, workers.index(me))
 
     def on_change(self, callback: Callable[[WorkersView], None]) -> None:
         """Have ``callback`` called with the new `view`, after the step in which workers have come

@@ -5,17 +5,20 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from laconic.links.calls import Call
 from laconic.links.elastic.relay import (
+    READY,
+    STATE,
     Frame,
     Record,
     RelayError,
     Snapshot,
-    Start,
     StepSettings,
 )
+
+CHECK_SECONDS = 1.0
 
 
 class Frames(Protocol):
@@ -24,8 +27,8 @@ class Frames(Protocol):
     def receive(self) -> Frame:
         """Wait for the next frame; raises `RelayError`."""
 
-    def say_ready(self) -> None:
-        """Tell the donor that all of its frames so far were taken in."""
+    def say(self, word: bytes) -> None:
+        """Tell the donor `READY` or `STATE`."""
 
     def close(self) -> None:
         """End the connection."""
@@ -33,25 +36,29 @@ class Frames(Protocol):
 
 class Feed:
     """The frames of one donor, read by a thread, and taken by the engine in their order.
-    ``awake()`` is called by the thread that waits for a frame after `wake`. ``donor``: its id."""
+    ``donor``: its id. The thread that waits for a frame calls ``awake()`` after `wake`, and now and
+    then ``check()``, which raises `RelayError` if the donor is lost."""
 
-    def __init__(self, stream: Frames, donor: str, awake: Callable[[], None]) -> None:
-        self._stream, self.donor, self._awake = stream, donor, awake
+    def __init__(
+        self,
+        stream: Frames,
+        donor: str,
+        awake: Callable[[], None],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._stream, self.donor, self._awake, self._check = stream, donor, awake, check
         self.first_step = 0
         """After which step the donor has begun to send its state."""
         self._frames: deque[Frame | RelayError] = deque()
         self._changed, self._woken = threading.Condition(), False
         self._seen: list[Frame] = []
-        self.settings: dict[int, list[dict[str, float]]] = {}
+        self.settings: dict[int, list[dict[str, Any]]] = {}
         threading.Thread(target=self._read, daemon=True, name="laconic-feed").start()
 
     def _read(self) -> None:
         try:
             while True:
-                frame = self._stream.receive()
-                self._put(frame)
-                if isinstance(frame, Start):
-                    return
+                self._put(self._stream.receive())
         except RelayError as error:
             self._put(error)
 
@@ -69,15 +76,20 @@ class Feed:
     def _next(self) -> Frame | RelayError:
         while True:
             with self._changed:
-                while not self._frames and not self._woken:
-                    self._changed.wait()
+                if not self._frames and not self._woken:
+                    self._changed.wait(CHECK_SECONDS)
                 if self._frames:
                     return self._frames.popleft()
-                self._woken = False
-            self._awake()
+                woken, self._woken = self._woken, False
+            if woken:
+                self._awake()
+            else:
+                self._check()
 
     def idle(self) -> bool:
         """Whether all frames that have come were taken."""
+        while self._frames and isinstance(self._frames[0], StepSettings):
+            self.wait()
         return not self._seen and not self._frames
 
     def wait(self) -> None:
@@ -106,7 +118,15 @@ class Feed:
 
     def say_ready(self) -> None:
         """Tell the donor that all of its frames so far were taken in."""
-        self._stream.say_ready()
+        self._stream.say(READY)
+
+    def ask_for_state(self) -> Snapshot:
+        """The donor's state as of `Start`."""
+        self._stream.say(STATE)
+        frame = self.pop()
+        if not isinstance(frame, Snapshot):
+            raise RelayError("the donor violates the protocol")
+        return frame
 
     def close(self) -> None:
         """End the connection."""

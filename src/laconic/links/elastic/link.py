@@ -22,7 +22,7 @@ from laconic.links.calls import FINISH, Call, CallPosition
 from laconic.links.elastic.members import Members
 from laconic.links.elastic.mesh import Everyone, Interrupted
 from laconic.links.elastic.reception import Reception
-from laconic.links.elastic.relay import Record, Relay, Start
+from laconic.links.elastic.relay import Record, Relay, Snapshot, Start
 from laconic.links.elastic.rendezvous import Rendezvous, Reporting
 from laconic.links.elastic.replay import Replay, like
 from laconic.links.elastic.units import Outcome, Units
@@ -32,8 +32,8 @@ from laconic.links.link import Link, Parts
 from laconic.links.wire import OtherCallError
 
 T = TypeVar("T")
-Settings = tuple[list[dict[str, float]], dict[str, Any]]
-"""The numbers in the optimizer's parameter groups, and the state of the user's objects."""
+Settings = tuple[int, list[dict[str, Any]], dict[str, Any]]
+"""The last three values of a `Start`."""
 
 PACES = 8
 """The longest of so many times between calls counts as the time between rounds."""
@@ -44,7 +44,7 @@ class ElasticLink:
     caught up.
 
     ``wake(task)`` has the communication thread run ``task`` soon. ``settings(call)``: what a
-    newcomer needs for the step that begins with ``call`` (`Start`).
+    newcomer needs for the step that begins with ``call``, see `Relay.finish`; set by the engine.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ElasticLink:
         self._failure: Exception | None = None
         self._begun: deque[float] = deque(maxlen=PACES + 1)
         self.wake: Callable[[Callable[[], None]], None] = lambda task: None
-        self.settings: Callable[[Call], Settings] = lambda call: ([], {})
+        self.settings: Callable[[Call], tuple[Settings, Snapshot | None]]
         self.joined = time.perf_counter()
         members.on_view = self._view_decided
 
@@ -81,9 +81,8 @@ class ElasticLink:
         return self.units.done is None
 
     def take_part_from(self, start: Start) -> None:
-        """This newcomer has caught up, and takes part from then on."""
-        self.units.active, self.units.ranks = list(start.active), list(start.ranks)
-        self.members.active = set(start.active)
+        """This newcomer has caught up, and takes part from then on. Who is active, the members of
+        its view have told it."""
         self.units.call = start.call
         self.units.kept = Outcome(self.replay.latest)  # others may not have it yet
         self.units.done, self.replay.feed = start.serial - 1, None
@@ -115,7 +114,7 @@ class ElasticLink:
             raise
         finally:
             units.under_way = False
-            self.members.waiting_since = None
+            self.members.idle()
         if units.collectives:
             if units.serial == serial:
                 units.complete()
@@ -137,11 +136,9 @@ class ElasticLink:
     def _send_record(self) -> None:
         """Send what the unit's collectives have brought to the newcomers."""
         record = Record(self.units.call, len(self.units.ranks), self.units.outputs)
-        for relay in list(self.relays):
-            if relay.ended:
-                self.relays.remove(relay)
-            else:
-                relay.put(record)
+        self.relays = [relay for relay in self.relays if not relay.ended]
+        for relay in self.relays:
+            relay.put(record)
 
     def _collective(self, run: Callable[[Everyone], T], passed_on: Callable[[Outcome], T]) -> T:
         """Make a collective by ``run``. Where it is interrupted, and another worker has completed
@@ -177,6 +174,7 @@ class ElasticLink:
 
     def _fail(self, error: Exception) -> None:
         self._failure = error
+        self.rendezvous.drop()
         self.reports.release()
 
     # -- calls ----
@@ -194,8 +192,13 @@ class ElasticLink:
             rendezvous.take_part(rendezvous.ids)  # newcomers begin with this step
             for relay in self.relays:
                 if relay.newcomer.id in units.ranks:
-                    at = units.serial, call, units.active, units.ranks
-                    relay.finish(Start(*at, *self.settings(call)))
+                    settings, state = self.settings(call)
+                    relay.finish(Start(units.serial, call, *settings), state)
+        if units.me not in units.ranks:
+            raise LinkError(
+                f"this worker has just joined the run, and {call} comes before its first round: "
+                "take an optimizer step first"
+            )
         if wait and self.size > 1:
             ids = self.gather(torch.tensor([call.id])).flatten().tolist()
             if any(number != call.id for number in ids):
@@ -278,6 +281,7 @@ class ElasticLink:
         def never(outcome: Outcome) -> None:
             raise AssertionError("no unit ends with this collective")
 
+        self.units.outcome = Outcome()
         self._collective(lambda link: link.all_to_all(x, out, parts), never)
 
     def gather(self, x: Tensor) -> Tensor:

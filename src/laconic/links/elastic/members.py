@@ -37,8 +37,12 @@ STUCK_SHORTEST, STUCK_ROUNDS = 60.0, 20.0
 """The same for a worker that answers and does not come to the round that others wait in."""
 RECONNECT = 1.0
 """Seconds after which broken connections are made again, if nobody was found to be lost."""
+NEWCOMER_SECONDS = 2.0
+"""How long a newcomer that is ready waits at least until it interrupts a transfer."""
 EXIT_SECONDS = 5.0
 """How long a process that ends waits for its threads."""
+FOUND_SECONDS = 0.05
+"""How long a worker that starts waits before it looks again."""
 SETTLE = 1.0
 """Seconds without another worker after which the first view is proposed."""
 
@@ -61,6 +65,30 @@ class Rules:
 
 class RestoredError(Exception):
     """A run that is older than this worker goes on with the coordinator: begin again."""
+
+
+class _Before:
+    """Whether the run that a coordinator knows of has ended. If none of its workers answers, its
+    hosts may be down, or only out of reach from here."""
+
+    def __init__(self) -> None:
+        self.unclear = False
+        self._since = 0.0
+        self._over = 0
+        """The epoch of a run that has ended."""
+
+    def is_alive(self, view: View, secret: bytes) -> bool:
+        """Whether a member of ``view`` answers."""
+        if view.epoch == self._over:
+            return False
+        answers = health.ask_all([m.beacon for m in view.members], secret)
+        now = time.monotonic()
+        self._since = self._since or now
+        if all(a == health.GONE for a in answers) or now - self._since >= 2 * LONGEST:
+            self._over = view.epoch
+        alive = not all(answer.lost for answer in answers)
+        self.unclear = not alive and view.epoch != self._over
+        return alive
 
 
 class Members:
@@ -98,6 +126,8 @@ class Members:
         self._entered_view = False
         """Whether this worker has been in a view."""
         self._newcomers: dict[str, Member] = {}
+        self._called: dict[str, float] = {}
+        """When these were ready."""
         self._leaving = False
         self._broken_since: float | None = None
         self._gone: set[str] = set()
@@ -110,6 +140,8 @@ class Members:
         self._short: tuple[int, int] | None = None
         """How many workers are left and how many are needed, where too few are left."""
         self._coordinator_lost = self._damage = ""
+        self._reconnects = 0
+        """How many of the latest views had no other members than the view before."""
         self._wake_beat, self._wake_read = threading.Event(), threading.Event()
         self._closed = False
         self._threads: list[threading.Thread] = []
@@ -146,7 +178,7 @@ class Members:
         number = self.number = self.registry.enter(self.me)
         need = self.rules.workers or self.rules.min_workers or 2
         known: dict[int, Member] = {}
-        changed, base = time.monotonic(), 0
+        changed, before = time.monotonic(), _Before()
         while True:
             if self.registry.secret() != self.secret:
                 raise RestoredError
@@ -154,10 +186,9 @@ class Members:
             if latest is not None and latest.place(self.me.id) is not None:
                 self._view = latest
                 return latest
-            if latest is not None and self._alive(latest.members):
+            if latest is not None and before.is_alive(latest, self.secret):
                 self._view = latest
                 return None
-            base = latest.epoch if latest is not None else 0
             new = self.registry.entered(known)
             if new:
                 known.update(new)
@@ -166,9 +197,15 @@ class Members:
             first = min((n for n, m in known.items() if m in living), default=number)
             now = time.monotonic()
             settled = now - changed >= SETTLE or self.rules.workers == len(living)
-            if first == number and len(living) >= need and settled:
+            if before.unclear and now >= end:
+                raise LinkError(
+                    f"the workers of the run at {self.registry.host}:{self.registry.port} cannot "
+                    "be reached from here: do their addresses and ports let in?"
+                )
+            elif first == number and len(living) >= need and settled and not before.unclear:
                 members = tuple(m for _, m in sorted(known.items()) if m in living)
-                self.registry.propose(View(base + 1, members, "the run begins"))
+                epoch = 1 if latest is None else latest.epoch + 1
+                self.registry.propose(View(epoch, members, "the run begins"))
             elif now >= end:
                 raise LinkError(
                     f"{len(living)} of {need} workers have come to the coordinator at "
@@ -176,7 +213,7 @@ class Members:
                     "start more workers, or lower min_workers"
                 )
             else:
-                time.sleep(0.05)
+                time.sleep(FOUND_SECONDS)
 
     def _alive(self, members: Sequence[Member]) -> list[Member]:
         """Those of ``members`` whose beacons answer, this worker included."""
@@ -213,6 +250,7 @@ class Members:
     def is_at(self, position: CallPosition) -> None:
         """This worker begins the call at ``position``."""
         self.position = self.record.position = position
+        self._reconnects = 0
 
     def broken(self) -> None:
         """The connections of the present view are broken: find out why, and propose a view."""
@@ -257,9 +295,19 @@ class Members:
         return ""
 
     def add(self, newcomer: Member) -> None:
-        """Propose a view with ``newcomer``."""
+        """Propose a view with ``newcomer``. Raises `LinkError` if it does not answer: the others
+        would wait for it in vain."""
+        if health.ask(newcomer.beacon, self.secret).lost:
+            raise LinkError(f"{newcomer.name} does not answer: do its address and ports let in?")
+        self._called[newcomer.id] = time.monotonic()
         self._newcomers[newcomer.id] = newcomer
         self._wake_read.set()
+
+    def idle(self) -> None:
+        """No transfer is under way."""
+        self.waiting_since = None
+        if self._newcomers:
+            self._wake_read.set()
 
     def expect(self) -> None:
         """A view with this worker is about to be proposed."""
@@ -268,6 +316,8 @@ class Members:
 
     def leave(self) -> None:
         """Propose a view without this worker, and wait until one was decided."""
+        if self.active == {self.me.id}:
+            return
         self._leaving = True
         self._wake_read.set()
         end = time.monotonic() + 2 * self.deadline
@@ -287,6 +337,8 @@ class Members:
                 asked = asked[:NEIGHBORS]
             start = time.monotonic()
             answers = health.ask_all([m.beacon for m in asked], self.secret)
+            if time.monotonic() - start > health.ANSWER_SECONDS + 1:
+                continue  # this process was stopped meanwhile: the silence was its own
             for member, answer in zip(asked, answers, strict=True):
                 self._heard(member.id, answer, start)
             if any(answer.lost for answer in answers):
@@ -296,7 +348,7 @@ class Members:
 
     def _heard(self, id: str, answer: health.Answer, asked: float) -> None:
         left = answer.position is not None and answer.position.left
-        if answer.missing == "gone" or left:
+        if answer == health.GONE or left:
             self._gone.add(id)
         elif answer.lost:
             self._silent_since.setdefault(id, asked)
@@ -356,14 +408,23 @@ class Members:
             lost = {self.me.id: "leaves"}  # whom it suspects is for the others to say
         else:
             lost = {} if self.ended and self.waiting_since is None else self._lost(view)
-        new = [m for m in self._newcomers.values() if view.place(m.id) is None]
+        new = self._due_newcomers(view)
         broken = self._broken_since
-        again = broken is not None and time.monotonic() - broken >= RECONNECT
+        patience = min(RECONNECT * 2**self._reconnects, LONGEST)
+        again = broken is not None and time.monotonic() - broken >= patience
         if (lost or new or again) and self._may(view, lost):
             proposed = view.after(lost, new)
             if self._leaving:
                 proposed = replace(proposed, farewell=(self.me.id, self.farewell()))
             self._decided(self.registry.propose(proposed))
+
+    def _due_newcomers(self, view: View) -> list[Member]:
+        """Those to be in the next view. A view ends the transfers under way, so they wait until
+        there is none, within limits."""
+        limit = time.monotonic() - max(NEWCOMER_SECONDS, 2 * self.pace)
+        waiting = [m for id, m in self._newcomers.items() if view.place(id) is None]
+        busy = self.waiting_since is not None
+        return [m for m in waiting if not busy or self._called.get(m.id, limit) <= limit]
 
     def _restore(self) -> None:
         """The coordinator answers again, and may have lost all that it knew."""
@@ -413,6 +474,8 @@ class Members:
         with self._changed:
             if view.epoch <= self.view.epoch:
                 return
+            again = self._view is not None and view.members == self._view.members
+            self._reconnects = self._reconnects + 1 if again else 0
             self._view = view
             if view.place(self.me.id) is not None:
                 self._entered_view, self.expecting = True, False

@@ -40,7 +40,7 @@ class Mesh:
     def connect(self, server: socket.socket, secret: bytes, check: Callable[[], None]) -> None:
         """Connect to all members, which must do so too. ``server`` accepts those that call;
         ``check()`` raises where waiting is in vain."""
-        key = blake2b(str(self.view.epoch).encode(), key=secret, digest_size=KEY_BYTES).digest()
+        key = blake2b(self.view.pack().encode(), key=secret, digest_size=KEY_BYTES).digest()
 
         def keep(rank: int, connection: socket.socket) -> None:
             configure(connection)

@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 from laconic.links.elastic.feed import Feed
 from laconic.links.elastic.members import Members
-from laconic.links.elastic.relay import Relay, Service, call_donor
+from laconic.links.elastic.relay import Relay, RelayError, Service, call_donor
 
 
 class Reception:
@@ -37,8 +37,13 @@ class Reception:
         members = self._members
         latest = (members.registry.latest() or members.view).members
         donor = latest[number % len(latest)]
+
+        def check() -> None:
+            if members.view.place(donor.id) is None:
+                raise RelayError(f"the run goes on without {donor.name}")
+
         stream = call_donor(donor, members.secret, members.me)
-        return Feed(stream, donor.id, awake)
+        return Feed(stream, donor.id, awake, check)
 
     def close(self) -> None:
         """Answer nobody from now on."""

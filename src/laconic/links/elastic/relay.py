@@ -8,7 +8,9 @@ in.
 
 from __future__ import annotations
 
+import contextlib
 import io
+import logging
 import queue
 import socket
 import struct
@@ -21,19 +23,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laconic.errors import LinkError
 from laconic.links import forks, handshake
 from laconic.links.addresses import Address
 from laconic.links.calls import Call
 from laconic.links.elastic.view import Member, View
 
+log = logging.getLogger("laconic")
+
 PURPOSE = b"join"
 KEY = bytes(handshake.KEY_BYTES)
 HANDSHAKE_SECONDS = 5.0
 RETRY_SECONDS = 0.1
+MOST_WAITING = 2**26
+"""How many bytes more than two snapshots may wait to be sent to a newcomer."""
 MOST_AT_ONCE = 2**24
 """How many bytes are received into memory that was reserved for them."""
 _LENGTH = struct.Struct(">Q")
-READY = b"ready"
+READY, STATE = b"ready", b"state"
 
 
 class RelayError(RuntimeError):
@@ -62,21 +69,20 @@ class StepSettings:
     """The numbers in the optimizer's parameter groups, for the step after ``step`` steps."""
 
     step: int
-    groups: list[dict[str, float]]
+    groups: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Start:
-    """The newcomer takes part from the unit ``serial`` on, which begins ``call``. ``active``: the
-    ids of the workers before; ``ranks``: from then on. ``groups``: the numbers in the optimizer's
-    parameter groups for its first step; ``others``: the state of the user's objects then, by
-    name."""
+    """The newcomer takes part from the unit ``serial`` on, which begins ``call``. ``groups``: the
+    numbers in the optimizer's parameter groups for its first step; ``others``: the state of the
+    user's objects then, by name. ``digest``: of the model and the optimizer then, where all workers
+    have the same."""
 
     serial: int
     call: Call
-    active: list[str]
-    ranks: list[str]
-    groups: list[dict[str, float]]
+    digest: int
+    groups: list[dict[str, Any]]
     others: dict[str, Any]
 
 
@@ -140,20 +146,23 @@ class Stream:
             done += received
         return bytes(data)
 
-    def say_ready(self) -> None:
-        """Tell the donor that all of its frames so far were taken in."""
+    def say(self, word: bytes) -> None:
+        """Tell the donor `READY`: all of its frames so far were taken in; or `STATE`: send the
+        state again, as of `Start`. Raises `RelayError`."""
         try:
-            self._connection.sendall(READY)
+            self._connection.sendall(word)
         except OSError as error:
             raise RelayError(str(error)) from error
 
-    def wait_until_ready(self) -> None:
-        """Wait for `say_ready`; raises `RelayError`."""
-        if self._exactly(len(READY)) != READY:
+    def wait_for(self, word: bytes) -> None:
+        """Wait for `say`; raises `RelayError`."""
+        if self._exactly(len(word)) != word:
             raise RelayError("the newcomer violates the protocol")
 
     def close(self) -> None:
-        """End the connection."""
+        """End the connection. Threads that use it raise `RelayError`."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
 
@@ -191,7 +200,11 @@ def call_donor(donor: Member, secret: bytes, newcomer: Member) -> Stream:
     except OSError as error:
         raise RelayError(str(error)) from error
     text = View(1, (newcomer,)).pack().encode()
-    _converse(connection, handshake.call(secret, PURPOSE, KEY, 0, text))
+    try:
+        _converse(connection, handshake.call(secret, PURPOSE, KEY, 0, text))
+    except RelayError:
+        stream.close()
+        raise
     return stream
 
 
@@ -204,19 +217,35 @@ class Relay:
         self.ended = False
         self._stream, self._ready = stream, ready
         self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        self._state: Snapshot | None = None
+        self._limit = self._waiting = 0
+        """How many bytes may wait to be sent, and how many do."""
 
     def begin(self, snapshot: Snapshot) -> None:
         """Send the ``snapshot`` first."""
+        self._limit = MOST_WAITING + 2 * _bytes(vars(snapshot))
         self.put(snapshot)
         for work in (self._send, self._listen):
             threading.Thread(target=work, daemon=True, name="laconic-relay").start()
 
     def put(self, frame: Frame) -> None:
-        """Send ``frame`` after those before."""
-        self._frames.put(frame)
+        """Send ``frame`` after those before. A newcomer that takes in too little is given up."""
+        self._waiting += _bytes(vars(frame))
+        if self._waiting > self._limit:
+            self._give_up("it takes in less than the workers exchange")
+        else:
+            self._frames.put(frame)
 
-    def finish(self, start: Start) -> None:
-        """Send ``start``, the last frame."""
+    def _give_up(self, why: str) -> None:
+        self._state = None
+        if not self.ended:
+            log.info("a newcomer is not taken in: %s", why)
+        self.ended = True
+        self._stream.close()
+
+    def finish(self, start: Start, state: Snapshot | None) -> None:
+        """Send ``start``, the last frame, and ``state`` after it if the newcomer asks for it."""
+        self._state = state
         self.put(start)
         self._frames.put(None)
         self.ended = True
@@ -225,17 +254,19 @@ class Relay:
         try:
             while (frame := self._frames.get()) is not None:
                 self._stream.send(frame)
-        except RelayError:
-            self.ended = True
+                self._waiting -= _bytes(vars(frame))
+        except RelayError as error:
+            self._give_up(str(error))
 
     def _listen(self) -> None:
         try:
-            self._stream.wait_until_ready()
+            self._stream.wait_for(READY)
             self._ready(self.newcomer)
-            self._stream.wait_until_ready()  # returns when the newcomer has closed
-        except RelayError:
-            self.ended = True
-            self._stream.close()
+            self._stream.wait_for(STATE)  # or the newcomer closes
+            if self._state is not None:
+                self._stream.send(self._state)
+        except (RelayError, LinkError) as error:
+            self._give_up(str(error))
 
 
 class Service:
@@ -272,13 +303,28 @@ class Service:
         self.waiting.put(Relay(newcomer, stream, self._ready))
 
 
-def numbers_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
-    """The numbers in an optimizer's parameter groups, such as learning rates."""
+def numbers_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The numbers, and tuples of numbers, in an optimizer's parameter groups, such as learning
+    rates."""
     return [
         {
             name: value
             for name, value in group.items()
-            if isinstance(value, (int, float)) and not isinstance(value, bool)
+            if _is_number(value)
+            or (isinstance(value, tuple) and value and all(map(_is_number, value)))
         }
         for group in groups
     ]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _bytes(value: Any) -> int:
+    """The bytes of all tensors in ``value``."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, Mapping):
+        return sum(map(_bytes, value.values()))
+    return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 0

@@ -110,10 +110,11 @@ class Rendezvous:
 
     def close(self) -> None:
         """Accept no connections any more."""
-        self._drop()
+        self.drop()
         self._server.close()
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """Close the connections."""
         with self._lock:
             mesh, self._mesh = self._mesh, None
             if mesh is not None:
@@ -122,7 +123,7 @@ class Rendezvous:
     def resolve(self) -> bool:
         """Adopt the next view. Returns whether the unit under way is complete then, because another
         worker has completed it."""
-        self._drop()
+        self.drop()
         self._members.broken()
         while True:
             view = self._members.next(self._epoch)
@@ -134,13 +135,13 @@ class Rendezvous:
                 with self._lock:
                     self._mesh = mesh
                 check()
+                self._members.mended()  # what follows may take long
                 completed = self._compare(mesh)
             except Interrupted:
-                self._drop()
+                self.drop()
                 mesh.connections.close()
                 self._members.broken()
                 continue
-            self._members.mended()
             return completed
 
     def _check_latest(self, view: View) -> None:

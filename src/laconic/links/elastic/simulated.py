@@ -15,7 +15,7 @@ from laconic.links.calls import Call
 from laconic.links.elastic.faults import Plan
 from laconic.links.elastic.feed import Feed
 from laconic.links.elastic.link import ElasticLink
-from laconic.links.elastic.relay import Frame, Snapshot, Start
+from laconic.links.elastic.relay import Frame, RelayError, Snapshot, Start
 from laconic.links.elastic.rendezvous import Reporting
 from laconic.links.elastic.units import Units
 from laconic.links.health import LinkRecord
@@ -102,6 +102,9 @@ class _Rendezvous:
         missing = self._cast.plan.missing(self._me, self._units.serial)
         self.link.lost = [workers.index(worker) for worker in missing]
 
+    def drop(self) -> None:
+        """Do nothing."""
+
     def close(self) -> None:
         """Do nothing."""
 
@@ -125,9 +128,11 @@ class _Relay:
             return
         self._cast.feeds[self._number].append(frame)
 
-    def finish(self, start: Start) -> None:
-        """See `Relay.finish`."""
+    def finish(self, start: Start, state: Snapshot | None) -> None:
+        """See `Relay.finish`. The newcomer looks at the state if it needs it."""
         self.put(start)
+        if state is not None:
+            self.put(state)
         self.ended = True
         self._cast.stage.runnable[self._number] = True
 
@@ -140,9 +145,12 @@ class _Stream:
 
     def receive(self) -> Frame:
         """See `Stream.receive`."""
-        return next(self._frames)
+        frame = next(self._frames, None)
+        if frame is None:
+            raise RelayError("there is nothing more")
+        return frame
 
-    def say_ready(self) -> None:
+    def say(self, word: bytes) -> None:
         """Do nothing."""
 
     def close(self) -> None:
@@ -169,7 +177,7 @@ class _Reception:
         join = self._cast.plan.joins(self._me)
         assert join is not None, "a newcomer"
         frames = self._cast.feeds.get(self._me, [])
-        if not frames or not isinstance(frames[-1], Start):
+        if not any(isinstance(frame, Start) for frame in frames):
             raise EndedError  # the run has ended before this worker could take part
         return Feed(_Stream(frames), str(join[0]), awake)
 
@@ -191,6 +199,7 @@ def _members(me: int) -> Any:
         is_at=nothing,
         status=nothing,
         expect=nothing,
+        idle=nothing,
         close=nothing,
     )
 
@@ -210,20 +219,19 @@ class SimulatedElasticLink(ElasticLink):
             reports.follow(deals)
         if cast.plan.joins(me) is None:
             self.begin([str(w) for w in cast.plan.present(1, units.call)])
-            self._deal(units.active, 0)
-        elif me in cast.feeds:
-            start = cast.feeds[me][-1]
-            assert isinstance(start, Start), "it begins once all frames are there"
-            self._deal(start.ranks, start.serial)
+            self._deal([int(id) for id in units.active], 0)
+        elif any(isinstance(frame, Start) for frame in cast.feeds.get(me, [])):
+            start = next(frame for frame in cast.feeds[me] if isinstance(frame, Start))
+            self._deal(cast.plan.present(start.serial, start.call), start.serial)
 
-    def _deal(self, ids: Sequence[str], serial: int) -> None:
+    def _deal(self, workers: Sequence[int], serial: int) -> None:
         if self._deals:
-            self._cast.deal([int(id) for id in ids], serial)
+            self._cast.deal(workers, serial)
 
     def begin_call(self, call: Call, *, wait: bool) -> bool:
         if not self.replaying:  # a plan in steps needs the call to say who is gone
             self.units.call = call
             self.rendezvous.adopt()
             self.rendezvous.take_part(self.units.active)
-            self._deal(self.units.active, self.units.serial)
+            self._deal([int(id) for id in self.units.active], self.units.serial)
         return super().begin_call(call, wait=wait)

@@ -38,7 +38,8 @@ def start(
     """Find the other workers of ``job`` by the coordinator at ``address``, and connect to them.
     ``about``: what must be the same on all workers, by name. ``reports``: what this worker tells
     the others besides. ``recording(id)``: what is told of this worker's events. The link of a
-    newcomer to a run under way is not connected yet. Raises ``ValueError`` where the others are about something else."""
+    newcomer to a run under way is not connected yet. Raises ``ValueError`` where the others are
+    about something else."""
     registry = Registry(address, job)
     registry.connect(time.monotonic() + rules.wait)
     while True:
