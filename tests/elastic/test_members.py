@@ -140,8 +140,10 @@ def silent(members: Members, seconds: float, *places: int) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("count", "lost", "may"),
-    [(1, 0, True), (2, 0, True), (2, 1, False), (3, 1, True), (3, 2, False)]
-    + [(4, 1, True), (4, 2, False), (5, 2, True), (5, 3, False), (6, 3, False), (7, 3, True)],
+    [
+        *[(1, 0, True), (2, 0, True), (2, 1, False), (3, 1, True), (3, 2, False)],
+        *[(4, 1, True), (4, 2, False), (5, 2, True), (5, 3, False), (6, 3, False), (7, 3, True)],
+    ],
 )
 def test_more_than_half_must_be_left(
     clock: Clock, dead: set[str], count: int, lost: int, may: bool
@@ -211,9 +213,11 @@ def test_the_one_that_was_silent_last_counts(clock: Clock, dead: set[str]) -> No
 
 @pytest.mark.parametrize(
     ("count", "ended", "unheard", "at_once"),
-    [(4, 0, 2, False), (4, 0, 1, True), (5, 0, 3, False), (5, 0, 2, True), (2, 0, 1, False)]
-    + [(4, 2, 0, True), (4, 1, 1, True), (5, 1, 2, False), (6, 2, 2, False), (6, 3, 1, True)]
-    + [(3, 2, 0, True)],
+    [
+        *[(4, 0, 2, False), (4, 0, 1, True), (5, 0, 3, False), (5, 0, 2, True), (2, 0, 1, False)],
+        *[(4, 2, 0, True), (4, 1, 1, True), (5, 1, 2, False), (6, 2, 2, False), (6, 3, 1, True)],
+        (3, 2, 0, True),
+    ],
 )
 def test_those_that_have_ended_are_on_no_far_side(
     clock: Clock, dead: set[str], count: int, ended: int, unheard: int, at_once: bool
@@ -274,7 +278,7 @@ def test_a_worker_that_leaves_is_not_in_the_next_view(clock: Clock, dead: set[st
     view = store(members).views[2]
     assert list(view.members) == ALL[1:3] and view.why == f"{ME.name} leaves"
     assert members._removed == view.why
-    with pytest.raises(LinkError, match="go on without this one .*: start it again"):
+    with pytest.raises(LinkError, match=r"go on without this one .*: start it again"):
         members.next(1)
 
 
