@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from laconic.links.handshake import SECRET_BYTES
 
 import gloo
 
+pytestmark = pytest.mark.timeout(20)
 KEY = "00" * 8
 JOBS = itertools.count()
 
@@ -49,23 +51,38 @@ def job() -> str:
 
 
 @pytest.fixture
-def make(port: int, job: str) -> Iterator[Made]:
+def make(monkeypatch: pytest.MonkeyPatch, port: int, job: str) -> Iterator[Made]:
     """Makes another worker's registry of the test's job."""
     registries: list[Registry] = []
 
     def make() -> Registry:
-        registries.append(Registry(f"127.0.0.1:{port}", job))
-        return registries[-1]
+        registry = Registry(f"127.0.0.1:{port}", job)
+        registries.append(registry)
+        with monkeypatch.context() as patched:
+            # of 50 connections of torch's client one is never made
+            patched.setattr(module, "CALL_SECONDS", 1.0)
+            patched.setattr(module, "RETRY_SECONDS", 0.0)
+            registry.connect(time.monotonic() + 15)
+        return registry
 
     yield make
     for registry in registries:
         registry.close(time.monotonic() + 5)
 
 
+@pytest.fixture(scope="module")
+def store(port: int) -> Any:
+    """A connection of the tests' own."""
+    for _ in range(10):
+        with suppress(dist.DistNetworkError):
+            return dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=1))
+    raise AssertionError("no connection to the store")
+
+
 @pytest.fixture
-def raw(port: int, job: str) -> Any:
+def raw(store: Any, job: str) -> Any:
     """The job's keys and values."""
-    return dist.PrefixStore(f"laconic/{job}", dist.TCPStore("127.0.0.1", port, None, False))
+    return dist.PrefixStore(f"laconic/{job}", store)
 
 
 # -- addresses ----
@@ -174,6 +191,7 @@ def test_it_ends_and_is_started_again_empty() -> None:
     port = gloo.free_port()
     store = serve("127.0.0.1", port)
     registry = Registry(f"127.0.0.1:{port}", "job")
+    registry.connect(time.monotonic() + 15)
     secret, about, view = registry.secret(), registry.about("mine"), View(4, (A, B), "why")
     registry.propose(view)
     del store
@@ -182,6 +200,7 @@ def test_it_ends_and_is_started_again_empty() -> None:
     with pytest.raises(CoordinatorError):
         registry.view(4)
     store = serve("127.0.0.1", port)
+    registry.connect(time.monotonic() + 15)
     assert registry.view(4) is None and registry.latest() is None
     assert registry.restore(secret, about, view)
     assert registry.secret() == secret and registry.about("others'") == about
@@ -209,6 +228,7 @@ def test_the_first_worker_draws_the_secret(make: Made) -> None:
 
 def test_jobs_are_apart(port: int, make: Made) -> None:
     other = Registry(f"127.0.0.1:{port}", "another job")
+    other.connect(time.monotonic() + 15)
     one = make()
     assert one.secret() != other.secret()
     one.propose(View(1, (A,)))
@@ -360,6 +380,7 @@ def test_the_count_of_tickets_is_none(make: Made, raw: Any) -> None:
     registry = make()
     with pytest.raises(CoordinatorError):
         registry.entered(0)
+    registry.connect(time.monotonic() + 15)
     assert registry.latest() is None
 
 
