@@ -101,27 +101,27 @@ def silent(connection: socket.socket) -> None:
 
 
 def half_a_hello(connection: socket.socket) -> None:
-    connection.sendall(handshake.Hello(connect.PURPOSE, key_of(1), 1, bytes(16)).pack()[:20])
+    connection.sendall(handshake.Hello(connect.PURPOSE, key_of(2), 1, bytes(16)).pack()[:20])
 
 
 def without_secret(connection: socket.socket) -> None:
-    said(connection, bytes(32), connect.PURPOSE, key_of(1), 1)
+    said(connection, bytes(32), connect.PURPOSE, key_of(2), 1)
 
 
 def of_another_view(connection: socket.socket) -> None:
-    said(connection, SECRET, connect.PURPOSE, key_of(2), 1)
+    said(connection, SECRET, connect.PURPOSE, key_of(1), 1)
 
 
 def for_something_else(connection: socket.socket) -> None:
-    said(connection, SECRET, b"join", key_of(1), 1)
+    said(connection, SECRET, b"join", key_of(2), 1)
 
 
 def of_no_rank(connection: socket.socket) -> None:
-    said(connection, SECRET, connect.PURPOSE, key_of(1), 77)
+    said(connection, SECRET, connect.PURPOSE, key_of(2), 77)
 
 
 def as_the_callee(connection: socket.socket) -> None:
-    said(connection, SECRET, connect.PURPOSE, key_of(1), 0)
+    said(connection, SECRET, connect.PURPOSE, key_of(2), 0)
 
 
 def said(connection: socket.socket, secret: bytes, purpose: bytes, key: bytes, number: int) -> None:
@@ -154,7 +154,7 @@ def test_strangers_disturb_nothing(
     hosts: list[Host], behave: Callable[[socket.socket], None]
 ) -> None:
     """They call before, and while one member is still to come."""
-    view, begin = view_of(hosts), time.monotonic()
+    view, begin = view_of(hosts, 2), time.monotonic()
     port = hosts[0][1].getsockname()[1]
     strangers = [socket.create_connection(("127.0.0.1", port), SOON) for _ in range(4)]
     for stranger in strangers:
