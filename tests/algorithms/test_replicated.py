@@ -1,0 +1,285 @@
+"""`ReplicatedMean` against its formulas, written as loops, with another n in every round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from laconic.algorithms.exchange import Combine
+from laconic.algorithms.exchanges.coded import GatheredMean, ReplicatedMean, coded
+from laconic.algorithms.exchanges.mean import Mean, ShardedMean
+from laconic.algorithms.update import Clock, State
+from laconic.codecs import E3M0, Cast, Codec, Int2, Int4, Int8
+from laconic.errors import NotFiniteError
+from laconic.links.simulated import current_link, simulate
+
+CODECS: list[Codec] = [
+    Cast("float32"),
+    Cast("bfloat16"),
+    Int8(block=4),
+    Int4(block=8),
+    Int2(block=4),
+    E3M0(block=4),
+]
+ROUNDS = [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [0, 2, 3, 4], [2, 3, 4], [2, 4], [4], [4, 5], [4, 5, 6]]
+"""The ids of the workers of each round, by rank. Those that were lost never come again."""
+
+
+def halfway(mean: Tensor) -> Tensor:
+    """An outer step without state."""
+    return mean.mul_(0.5).add_(0.25)
+
+
+def unchanged(mean: Tensor) -> Tensor:
+    return mean
+
+
+def clock_of(step: int, rank: int, n: int) -> Clock:
+    return Clock(step, 0.1, step - 1, 0, n, worker=rank, seed=3)
+
+
+def q(codec: Codec, x: Tensor) -> Tensor:
+    """Q(x)."""
+    return codec.decode(codec.encode(x.clone()), x.numel()).to(x.dtype)
+
+
+@dataclass
+class Loop:
+    """The round on one tensor of ``length`` elements, for any n, as loops over workers and
+    owners. ``e``, ``o``: by worker."""
+
+    codec: Codec
+    relative: bool
+    b: float
+    r: Tensor
+    e: dict[int, Tensor]
+    o: dict[int, Tensor]
+
+    def round(self, messages: dict[int, Tensor], combine: Combine) -> Tensor:
+        """The result for all of the workers that have a message, by rank."""
+        n, length = len(messages), self.r.numel()
+        slices = self.slices(n, length)
+        end = slices[-1].stop
+        r = self.padded(self.r, end) if self.relative else torch.zeros(end, dtype=self.r.dtype)
+        arrived = {}
+        for i, m in messages.items():
+            v = self.padded(m, end) - r + self.b * self.padded(self.e[i], end)
+            arrived[i] = torch.cat([q(self.codec, v[at]) for at in slices])
+            self.e[i] = (v - arrived[i])[:length]
+        p = torch.zeros_like(r)
+        for owner, at in zip(messages, slices, strict=True):
+            total = torch.zeros_like(p[at])
+            for i in messages:
+                total += arrived[i][at]
+            w = total / n + self.b * self.padded(self.o[owner], end)[at]
+            p[at] = q(self.codec, w)
+            for k in range(length):
+                if at.start <= k < at.stop:
+                    self.o[owner][k] = w[k - at.start] - p[k]
+                else:  # it was the owner there: the next mean divides it by n
+                    self.e[owner][k] += n * self.o[owner][k]
+                    self.o[owner][k] = 0
+        if not self.b:
+            self.e = {i: torch.zeros_like(self.r) for i in self.e}
+            self.o = {i: torch.zeros_like(self.r) for i in self.o}
+        result = combine((r + p)[:length])
+        if self.relative:
+            self.r = result.clone()
+        return result
+
+    def padded(self, t: Tensor, length: int) -> Tensor:
+        return torch.cat([t, torch.zeros(length - t.numel(), dtype=t.dtype)])
+
+    def slices(self, n: int, length: int) -> list[slice]:
+        """Of as many whole units for each owner as are enough."""
+        each = self.codec.grain
+        while n * each < length:
+            each += self.codec.grain
+        return [slice(k * each, (k + 1) * each) for k in range(n)]
+
+
+def together(
+    exchange: ReplicatedMean | Mean,
+    states: dict[int, State],
+    messages: dict[int, Tensor],
+    step: int,
+    combine: Combine,
+) -> dict[int, Tensor]:
+    """One round of the simulated workers ``messages``; returns their results by id."""
+    ids = list(messages)
+
+    def work(rank: int) -> Tensor:
+        link, i = current_link.get(), ids[rank]
+        assert link is not None and link.size == len(ids)
+        clock = clock_of(step, rank, len(ids))
+        return exchange.run(link, messages[i].clone(), combine, clock, states[i]).flat.clone()
+
+    return dict(zip(ids, simulate(work, len(ids)), strict=True))
+
+
+def state_of(exchange: ReplicatedMean, start: Tensor) -> State:
+    return exchange.init(start.clone(), slice(0, start.numel()))
+
+
+def rounds(
+    exchange: ReplicatedMean, rounds: Iterable[Sequence[int]], length: int, dtype: torch.dtype
+) -> tuple[Loop, dict[int, State]]:
+    """Check rounds of workers that come and go, bit for bit; returns the states after them."""
+    generator = torch.Generator().manual_seed(length)
+    start = torch.randn(length, generator=generator).to(dtype)
+    loop = Loop(exchange.codec, exchange.relative, exchange.feedback, start.clone(), {}, {})
+    states: dict[int, State] = {}
+    combine: Callable[[Tensor], Tensor] = halfway if exchange.relative else unchanged
+    for step, ids in enumerate(rounds, 1):
+        for i in set(ids) - set(states):  # as newcomers begin: what all have, no residuals
+            states[i] = state_of(exchange, loop.r)
+            loop.e[i], loop.o[i] = torch.zeros_like(start), torch.zeros_like(start)
+        messages = {i: torch.randn(length, generator=generator).to(dtype) for i in ids}
+        expected = loop.round({i: m.clone() for i, m in messages.items()}, combine)
+        results = together(exchange, states, messages, step, combine)
+        for i, result in results.items():
+            assert result.dtype == dtype
+            assert torch.equal(result, expected), f"round {step}, worker {i}"
+            if exchange.feedback:
+                assert torch.equal(states[i]["residual"], loop.e[i]), f"e of {i}, round {step}"
+                assert torch.equal(states[i]["lag"], loop.o[i]), f"o of {i}, round {step}"
+            if exchange.relative:
+                assert torch.equal(states[i]["reference"], loop.r)
+    return loop, states
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize("feedback", [0.0, 0.5, 1.0])
+def test_the_rounds_of_workers_that_come_and_go(
+    codec: Codec, relative: bool, feedback: float
+) -> None:
+    rounds(ReplicatedMean(codec, relative, feedback), ROUNDS, 13, torch.float32)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("length", [1, 7, 16, 41])
+def test_lengths_that_are_no_multiple(n: int, length: int) -> None:
+    """Some owners' slices then lie behind the end."""
+    rounds(ReplicatedMean(Int4(block=4), True), [range(n)] * 3, length, torch.float32)
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_float64(relative: bool) -> None:
+    rounds(ReplicatedMean(Int8(block=4), relative), ROUNDS, 13, torch.float64)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_what_is_sent_and_what_is_left_equals_the_messages(codec: Codec) -> None:
+    """With b = 1, in every round: n*result + sum of e + n*(sum of o) = what was left + messages."""
+    exchange = ReplicatedMean(codec, False)
+    generator = torch.Generator().manual_seed(1)
+    states: dict[int, State] = {}
+
+    def left(ids: Sequence[int]) -> Tensor:
+        e = sum((states[i]["residual"] for i in ids), start=torch.zeros(19, dtype=torch.float64))
+        return e + len(ids) * sum(states[i]["lag"] for i in ids)
+
+    for step, ids in enumerate(ROUNDS, 1):
+        for i in set(ids) - set(states):
+            states[i] = state_of(exchange, torch.zeros(19, dtype=torch.float64))
+        m = {i: torch.randn(19, generator=generator, dtype=torch.float64) for i in ids}
+        total = sum(m.values()) + left(ids)
+        results = together(exchange, states, m, step, unchanged)
+        sent = len(ids) * results[ids[0]]
+        torch.testing.assert_close(sent + left(ids), total, rtol=0, atol=1e-13)
+        assert step > 1 or isinstance(codec, Cast) or not torch.allclose(sent, total, atol=1e-3)
+
+
+def test_a_lost_worker_takes_its_residual_only() -> None:
+    _, states = rounds(ReplicatedMean(Int2(block=4), True), ROUNDS[:2], 23, torch.float32)
+    before = {i: {k: t.clone() for k, t in s.items()} for i, s in states.items()}
+    rest = [0, 2, 3, 4]
+    messages = {i: torch.zeros(23) for i in rest}
+    together(ReplicatedMean(Int2(block=4), True), states, messages, 3, unchanged)
+    for name, t in before[1].items():
+        assert torch.equal(states[1][name], t), "it was not there"
+    assert all(bool(before[i]["residual"].any()) for i in rest), "there was something to keep"
+
+
+@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_message_that_is_not_finite_changes_no_state(relative: bool, n: int) -> None:
+    exchange = ReplicatedMean(Int8(block=4), relative)
+    _, states = rounds(exchange, [range(n)] * 2, 23, torch.float32)
+    before = {i: {k: t.clone() for k, t in s.items()} for i, s in states.items()}
+
+    def work(rank: int) -> str:
+        link = current_link.get()
+        assert link is not None
+        message = torch.full((23,), float("nan") if rank == n - 1 else 1.0)
+        with pytest.raises(NotFiniteError) as error:
+            exchange.run(link, message, unchanged, clock_of(3, rank, n), states[rank])
+        return str(error.value).partition(";")[0]
+
+    said = simulate(work, n)
+    assert said == [f"ranks [{n - 1}] of its link had NaN or infinite values to send"] * n
+    for i, state in states.items():
+        assert all(torch.equal(t, before[i][k]) for k, t in state.items())
+
+
+def test_a_mean_that_cannot_be_coded_changes_no_state() -> None:
+    """The codes of two large messages are fine, their sum is not."""
+    exchange = ReplicatedMean(Cast("float32"), False)
+    _, states = rounds(exchange, [range(2)] * 2, 6, torch.float32)
+    before = {i: {k: t.clone() for k, t in s.items()} for i, s in states.items()}
+
+    def work(rank: int) -> bool:
+        link = current_link.get()
+        assert link is not None
+        message = torch.full((6,), torch.finfo(torch.float32).max)
+        with pytest.raises(NotFiniteError):
+            exchange.run(link, message, unchanged, clock_of(3, rank, 2), states[rank])
+        return all(torch.equal(t, before[rank][k]) for k, t in states[rank].items())
+
+    assert simulate(work, 2) == [True, True]
+
+
+def test_all_workers_now_hold_x() -> None:
+    """After `rebase` messages are relative to x, and nothing is left to send."""
+    exchange = ReplicatedMean(Int4(block=4), True)
+    _, states = rounds(exchange, [range(3)] * 2, 10, torch.float32)
+    x = torch.arange(10.0)
+    assert all(bool(states[i]["lag"].any()) for i in range(3))
+    for state in states.values():
+        exchange.rebase(x, state)
+        assert torch.equal(state["reference"], x) and not state["lag"].any()
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_without_a_codec_there_is_no_state(n: int) -> None:
+    exchange = ShardedMean().replicated()
+    assert exchange == Mean() and exchange.replicated() is exchange and not exchange.slots
+    messages = {i: torch.arange(7.0) * (i + 1) for i in range(n)}
+    results = together(Mean(), {i: {} for i in range(n)}, messages, 1, halfway)
+    expected = torch.arange(7.0) * ((n + 1) / 2) * 0.5 + 0.25
+    assert all(torch.allclose(result, expected) for result in results.values())
+    assert all(torch.equal(result, results[0]) for result in results.values())
+
+
+def test_which_exchanges_are_replicated() -> None:
+    codec = Int8(block=4)
+    made = coded(codec, relative=True, feedback=0.5).replicated()
+    assert made == ReplicatedMean(codec, True, 0.5) and made.replicated() is made
+    gathered = coded("top64", relative=True)
+    assert isinstance(gathered, GatheredMean) and gathered.replicated() is gathered
+    with pytest.raises(ValueError, match="outer state in 2 shards is lost"):
+        ShardedMean(2).replicated()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+@pytest.mark.parametrize("length", [7, 24])
+def test_what_it_sends(n: int, length: int) -> None:
+    """2(n-1)/n of the coded message, padded to n slices of whole blocks."""
+    each = -(-length // (4 * n)) * (4 + 2)  # bytes: 4 elements of a byte each, and a scale
+    cost = ReplicatedMean(Int8(block=4), False).cost(length, 4, n)
+    assert cost.bytes == 2 * (n - 1) * each
