@@ -154,6 +154,8 @@ def torchft(task: Task, recorder: Recorder, directory: Path) -> None:
         hostname=host,
         init_sync=False,
     )
+    # Before torchft's own hook, in which a newcomer may lose the step that it has just computed.
+    optimizer.register_step_post_hook(lambda *_: recorder.step())
     outer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM, nesterov=True)
     recorder.say("attached", round=manager.current_step())
     # Bucketized: one message per round. Otherwise it sends one per tensor.
@@ -162,7 +164,6 @@ def torchft(task: Task, recorder: Recorder, directory: Path) -> None:
             before = manager.current_step()
             due = d._local_step + 1 == PERIOD
             task.train(before * PERIOD + d._local_step)
-            recorder.step()
             if manager.current_step() > before:
                 if recorder.round(manager.current_step()):
                     break
