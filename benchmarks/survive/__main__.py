@@ -47,8 +47,11 @@ OUT = Path("laconic-survive")
 RESTART = 5.0
 AHEAD = 2
 """Rounds between the decision to end and the end. A worker is at most one round behind."""
-GRACE = 60.0
-"""Seconds from the end of the first worker to the end of the run."""
+GRACE = 20.0
+"""Seconds from the end of the first worker to the end of the run. A worker that was about to join
+may wait for others that are gone."""
+CURVE = 900.0
+"""The same for the undisturbed run, in which one worker computes the losses on the way."""
 STUCK = 120.0
 """Seconds without any round after which a run is ended."""
 
@@ -111,7 +114,8 @@ def run(system: str, options: argparse.Namespace) -> dict[str, Any]:
             command(system, directory, options), stdout=output, stderr=subprocess.STDOUT, env=env
         )
         try:
-            how = follow(lab, directory, options.settle + 60 * options.minutes)
+            seconds = options.settle + 60 * options.minutes
+            how = follow(lab, directory, seconds, CURVE if system == "undisturbed" else GRACE)
         finally:
             lab.terminate()
             lab.wait(60)
@@ -127,7 +131,7 @@ def run(system: str, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def follow(lab: subprocess.Popen[bytes], directory: Path, seconds: float) -> str:
+def follow(lab: subprocess.Popen[bytes], directory: Path, seconds: float, grace: float) -> str:
     """Wait for the end of a run, and tell the workers when to end. Return how it ended."""
     begin = latest = time.monotonic()
     number, first_end = 0, float("inf")
@@ -145,8 +149,7 @@ def follow(lab: subprocess.Popen[bytes], directory: Path, seconds: float) -> str
         finals = sum(bool(process.of("final")) for process in processes)
         if finals:
             first_end = min(first_end, now)
-        curves = any(process.of("final") and process.host == 0 for process in processes)
-        if finals == HOSTS or (now > first_end + GRACE and (curves or first_end + 900 < now)):
+        if finals == HOSTS or now > first_end + grace:
             return "ended"
         if now > latest + STUCK and not finals:
             return f"stuck: no round in {STUCK:g} s"
