@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
 
-.PHONY: demo test check traps bench science race validate-model peers mutations stress look docs pictures tutorial clean
+.PHONY: demo test check traps bench science race survive validate-model peers mutations stress look docs pictures tutorial clean
 
 demo: $(READY)            ## compare DDP, local SGD, SlowMo and DiLoCo on a 100 Mbit/s network
 	$(BIN)/laconic compare
@@ -41,6 +41,11 @@ RACE ?=
 
 race: peers               ## recipes and other libraries on three networks; hours; goes on where it was
 	$(BIN)/python -m benchmarks.race $(RACE)
+
+SURVIVE ?=
+
+survive: peers            ## what a training loses when machines are lost; an hour; SURVIVE="--minutes 2"
+	$(BIN)/python -m benchmarks.survive $(SURVIVE)
 
 VALIDATE ?=
 

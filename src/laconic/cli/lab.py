@@ -14,10 +14,18 @@ from laconic.errors import install
 from laconic.units import format_rate, parse_duration, parse_rate
 
 if TYPE_CHECKING:
+    from laconic.lab.emulation.faults import Plan
+    from laconic.lab.emulation.injection import Happened
     from laconic.lab.emulation.program import Ended, Failure, Network, Process, Settings
 
 COLORS = ("cyan", "green", "yellow", "magenta", "blue")
 """Colors of the hosts' names on a terminal."""
+
+RESTART_SECONDS = 5.0
+"""When a program that a random kill has ended is started again, if --restart does not say."""
+
+HORIZON_SECONDS = 24 * 3600.0
+"""How far random kills are planned."""
 
 
 def add(commands: Any) -> None:
@@ -53,6 +61,41 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="store each rank's output and the rates in DIR"
     )
+    faults = parser.add_argument_group(
+        "faults",
+        "With any of them the lab runs a coordinator, and LACONIC_COORDINATOR names it to the "
+        "program. TIME counts from the start; HOST may be coordinator.",
+    )
+    faults.add_argument(
+        "--kill", metavar="HOST@TIME", action="append", help="kill a host's program; repeatable"
+    )
+    faults.add_argument(
+        "--hang",
+        metavar="HOST@TIME[..TIME]",
+        action="append",
+        help="stop a host's program, and continue it at the end; repeatable",
+    )
+    faults.add_argument(
+        "--cut",
+        metavar="HOST[-HOST]@TIME..TIME",
+        action="append",
+        help="lose all packets between two hosts, or of one host; repeatable",
+    )
+    faults.add_argument(
+        "--mtbf",
+        metavar="TIME",
+        help="kill a random host's program again and again, with this mean time in between",
+    )
+    faults.add_argument("--seed", type=int, help="of the random kills (default: 0)")
+    faults.add_argument(
+        "--restart",
+        metavar="TIME",
+        help="start a killed program again after this time, or never (default: never; with --mtbf "
+        f"{RESTART_SECONDS:g}s)",
+    )
+    faults.add_argument(
+        "--list-faults", metavar="TIME", help="print the faults up to this time, and run nothing"
+    )
     parser.add_argument(
         "--shell",
         metavar="HOST",
@@ -82,7 +125,17 @@ def run(arguments: argparse.Namespace) -> int:
         if command:
             raise ValueError("give a program or --shell, not both: use a second terminal for both")
         return shell(arguments, network)
-    settings = program.Settings(tuple(command), network, arguments.per_host, arguments.out)
+    faults = faults_of(arguments, network.hosts)
+    if arguments.list_faults is not None:
+        return list_faults(faults, parse_duration(arguments.list_faults))
+    settings = program.Settings(
+        tuple(command),
+        network,
+        arguments.per_host,
+        arguments.out,
+        faults,
+        restart_of(arguments),
+    )
     with terminate_as_exit(), Display(settings) as display:
         ended = program.run(settings, display)
     return 0 if ended.first is None else ended.first.exit_code
@@ -106,6 +159,49 @@ def network_of(arguments: argparse.Namespace) -> Network:
     )
     network.check()
     return network
+
+
+def faults_of(arguments: argparse.Namespace, hosts: int) -> Plan | None:
+    """Return the faults that the options describe, or None without such options."""
+    from laconic.lab.emulation import faults
+
+    found: list[faults.Fault] = [
+        *map(faults.parse_kill, arguments.kill or ()),
+        *map(faults.parse_hang, arguments.hang or ()),
+        *map(faults.parse_cut, arguments.cut or ()),
+    ]
+    plans = [faults.Plan(tuple(found))]
+    if arguments.mtbf is not None:
+        mtbf, seed = parse_duration(arguments.mtbf), arguments.seed or 0
+        plans.append(faults.random_kills(mtbf, hosts, seed, HORIZON_SECONDS))
+    elif arguments.seed is not None:
+        raise ValueError("--seed is the seed of random kills: give --mtbf, such as --mtbf 60s")
+    plan = faults.combined(plans)
+    plan.check(hosts)
+    if arguments.mtbf is None and not found:
+        if arguments.restart is not None or arguments.list_faults is not None:
+            name = "--restart" if arguments.restart is not None else "--list-faults"
+            raise ValueError(f"{name} needs faults: give --kill, --hang, --cut or --mtbf")
+        return None
+    return plan
+
+
+def restart_of(arguments: argparse.Namespace) -> float | None:
+    """Return the seconds after which a killed program is started again, or None for never."""
+    if arguments.restart is None:
+        return None if arguments.mtbf is None else RESTART_SECONDS
+    if arguments.restart.strip().lower() == "never":
+        return None
+    return parse_duration(arguments.restart)
+
+
+def list_faults(plan: Plan | None, until: float) -> int:
+    """Print the faults up to a time, in seconds."""
+    assert plan is not None, "faults_of has raised"
+    for fault in sorted(plan.faults, key=lambda fault: fault.at):
+        if fault.at <= until:
+            write(1, f"{fault}\n".encode())
+    return 0
 
 
 def parse_bandwidth(text: str) -> float | None:
@@ -260,6 +356,10 @@ class Display:
         if any(self._terminals):
             self._live.update(rates_line(seconds, rates), refresh=True)
 
+    def happened(self, happened: Happened) -> None:
+        """Print what the lab did to a host."""
+        self._log(str(happened))
+
     def failed(self, first: Failure) -> None:
         """Print which process failed, and how."""
         from laconic.lab.emulation.program import GRACE_SECONDS
@@ -275,6 +375,10 @@ class Display:
             for host, sent in enumerate(ended.sent):
                 rate = format_rate(8 * sent / ended.seconds)
                 self._log(f"  host{host}  {sent / 1e6:10.2f} MB  {rate}")
+        if ended.happened:
+            self._log("faults:")
+            for happened in ended.happened:
+                self._log(f"  {happened}")
         if ended.first is not None:
             name = ended.first.process.name
             self._log(f"{name} failed first: {ended.first.how}; its last lines:")

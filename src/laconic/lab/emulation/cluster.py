@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final, final
@@ -50,6 +50,7 @@ __all__ = [
 _MOST_HOSTS: Final = 250  # limits: 253 descriptors in one message, and the addresses of a /24
 _SLOWEST: Final = 8e3  # bit/s
 _BUILD_SECONDS: Final = 60.0  # time for the keeper to set up the network, which takes 0.2 s
+_COMMAND_SECONDS: Final = 10.0  # time for the keeper to answer, which takes milliseconds
 _FASTEST: Final = 32e9  # bit/s; the shaper counts bytes per second in 32 bits
 
 
@@ -98,6 +99,8 @@ class Cluster:
             keeper, channel, user, descriptors = _start_keeper(plan, mark)
             open_descriptors = [channel, *user, *descriptors]
             self._release = weakref.finalize(self, _end_keeper, keeper, open_descriptors)
+            self._channel = channel
+            self._unreachable: dict[int, list[int]] = {}
             self._user = user
             self._counters, _, *self._networks = descriptors
             self._processes = Processes(mark)
@@ -119,7 +122,42 @@ class Cluster:
         """
         entry = self.entry(host)
         command = entry.command(argv)
+        env = {**env, orphans.HOST: str(host)}
         return self._processes.start(command, env, stdout, stderr, entry.descriptors())
+
+    def cut(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Let no packet pass between the two hosts of each pair, in either direction.
+
+        This replaces the pairs of the call before. Connections stay open, and go on when their
+        packets pass again. Raises OSError if the kernel refuses.
+        """
+        unreachable: dict[int, set[int]] = {}
+        for a, b in pairs:
+            check_host(a, len(self.addresses))
+            check_host(b, len(self.addresses))
+            unreachable.setdefault(a, set()).add(b)
+            unreachable.setdefault(b, set()).add(a)
+        for host in sorted({*self._unreachable, *unreachable}):
+            before, now = self._unreachable.get(host, []), sorted(unreachable.get(host, ()))
+            if before != now:
+                self._command({"host": host, "before": before, "now": now})
+                self._unreachable[host] = now
+
+    def _command(self, command: Mapping[str, object]) -> None:
+        """Have the keeper do something, and wait until it has."""
+        if not self._release.alive:
+            raise ValueError("the cluster is closed")
+        with socket.socket(fileno=os.dup(self._channel)) as channel:
+            channel.settimeout(_COMMAND_SECONDS)
+            channel.send(json.dumps(command).encode())
+            answer = json.loads(channel.recv(1 << 16) or b'{"error": "the lab has ended"}')
+        if "error" in answer:
+            raise OSError(answer["error"])
+
+    def signal(self, host: int, number: int) -> None:
+        """Send a signal to all processes on `host`."""
+        check_host(host, len(self.addresses))
+        self._processes.signal_host(host, number)
 
     def entry(self, host: int) -> Entry:
         """Return how a child of this process enters `host`."""
@@ -194,7 +232,18 @@ class Loopback:
         """
         check_host(host, len(self.addresses))
         command = Entry(launcher=os.getpid()).command(argv)
+        env = {**env, orphans.HOST: str(host)}
         return self._processes.start(command, env, stdout, stderr, ())
+
+    def cut(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Raise NamespacesUnavailable if there are pairs: all hosts share one interface."""
+        if list(pairs):
+            raise NamespacesUnavailable("connections cannot be cut without network namespaces")
+
+    def signal(self, host: int, number: int) -> None:
+        """Send a signal to all processes on `host`."""
+        check_host(host, len(self.addresses))
+        self._processes.signal_host(host, number)
 
     def tx_bytes(self) -> None:
         """Return None: all hosts share one interface, so there are no counts per host."""

@@ -88,6 +88,8 @@ class Job:
         self._logs = logs
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._stopped: set[int] = set()
+        self._lost: set[int] = set()
+        self._awaited: set[int] = set()
         weakref.finalize(self, close_all, [log for pair in logs for log in pair])
 
     def poll(self) -> list[Outcome] | None:
@@ -152,11 +154,55 @@ class Job:
         """Add the process of the next rank."""
         self._ranks.append(process)
 
+    def running_on(self, host: int) -> list[int]:
+        """Return the ranks on `host` whose process runs."""
+        with self._processes.changed:
+            return [
+                rank
+                for rank, process in enumerate(self._ranks)
+                if self._hosts[rank] == host and process.returncode is None
+            ]
+
+    def lose(self, rank: int, *, returns: bool) -> None:
+        """Do not count the end of this rank's process as a failure.
+
+        If it `returns`, the job waits for the process that replaces it. Otherwise the job does not
+        wait for the rank.
+        """
+        with self._processes.changed:
+            self._stopped.add(rank)
+            (self._awaited if returns else self._lost).add(rank)
+            (self._lost if returns else self._awaited).discard(rank)
+
+    def replace(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        """Go on with another process of a rank that was lost."""
+        with self._processes.changed:
+            self._ranks[rank] = process
+            for ranks in (self._stopped, self._awaited, self._lost):
+                ranks.discard(rank)
+
+    def failed(self) -> list[Outcome]:
+        """Return the outcomes of the ranks that have failed."""
+        with self._processes.changed:
+            return [outcome for outcome in self._outcomes() if outcome.failed]
+
+    def succeeded(self) -> bool:
+        """Return whether a rank has ended with exit code 0."""
+        with self._processes.changed:
+            return any(process.returncode == 0 for process in self._ranks)
+
     def _all_ended(self) -> bool:
-        return all(process.returncode is not None for process in self._ranks)
+        return all(
+            rank in self._lost or (process.returncode is not None and rank not in self._awaited)
+            for rank, process in enumerate(self._ranks)
+        )
 
     def _settled(self) -> bool:
-        return self._all_ended() or any(process.returncode for process in self._ranks)
+        return self._all_ended() or any(
+            process.returncode
+            for rank, process in enumerate(self._ranks)
+            if rank not in self._stopped
+        )
 
     def _outcomes(self) -> list[Outcome]:
         outcomes = []
@@ -245,6 +291,11 @@ class Processes:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
+
+    def signal_host(self, host: int, number: int) -> None:
+        """Send the signal to all processes on a host, also to those that left their session."""
+        if sys.platform == "linux":
+            orphans.signal_host(self.mark, host, number)
 
     def close(self) -> None:
         """End all processes: SIGTERM, then SIGKILL after 2 seconds."""

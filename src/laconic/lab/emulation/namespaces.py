@@ -8,6 +8,8 @@ launcher, which has many threads, never changes its own namespace. Its commands 
             Meanwhile, send the descriptor of a host to any process that asks on a socket.
     enter   join the namespaces of one host and exec a program.
 
+On its channel, the launcher can also tell the keeper which hosts a host cannot reach.
+
 A namespace has no name and no mount here. It exists as long as a descriptor or a process refers to
 it, so the launcher leaves nothing behind however it ends, including by SIGKILL. The socket's name
 is in the kernel's abstract namespace, not on a disk.
@@ -43,6 +45,8 @@ _MS_REC: Final = 0x4000
 _MS_PRIVATE: Final = 1 << 18
 _MNT_DETACH: Final = 2
 _PR_SET_PDEATHSIG: Final = 1
+_NUD_PERMANENT: Final = 0x80  # a neighbor that is not asked for its hardware address
+_NOBODY: Final = "02:00:00:00:00:00"  # a hardware address that no interface has
 
 _HOSTS_FILE: Final = "/etc/hosts"
 _SCRATCH: Final = "/tmp"  # covered briefly, in a mount namespace private to the process
@@ -162,8 +166,13 @@ def keep(channel_descriptor: int, plan: Plan) -> None:
             socket.send_fds(channel, [json.dumps({"user": user}).encode()], descriptors)
             server.listen()
             readable = [channel.fileno(), launcher, server.fileno()]
-            while select.select(readable, [], [])[0] == [server.fileno()]:
-                _answer(server, plan, user, descriptors)
+            while launcher not in (ready := select.select(readable, [], [])[0]):
+                if channel.fileno() in ready:
+                    if not (command := channel.recv(1 << 16)):
+                        break
+                    channel.send(_set_unreachable(plan, descriptors, **json.loads(command)))
+                else:
+                    _answer(server, plan, user, descriptors)
         while killed := list(_kill_inside(namespaces)):
             select.select(killed, [], [], 1.0)
             for descriptor in killed:
@@ -192,6 +201,33 @@ def _answer(server: socket.socket, plan: Plan, user: bool, descriptors: Sequence
             numbers = f"hosts are numbered 0 to {len(hosts) - 1}"
             answer, sent = {"error": f"there is no host {host}; {numbers}"}, []
         socket.send_fds(peer, [json.dumps(answer).encode()], sent)
+
+
+def _set_unreachable(
+    plan: Plan, descriptors: Sequence[int], host: int, before: list[int], now: list[int]
+) -> bytes:
+    """Let `host` reach all hosts but those of `now`, where it could not reach those of `before`.
+
+    Returns the answer to the launcher: JSON, `{}` or `{"error": reason}`. What `host` sends to an
+    unreachable host is addressed to an interface that does not exist, so it is lost without a word,
+    as in a network whose cable is cut.
+    """
+    pyroute2 = importlib.import_module("pyroute2")
+    _setns(descriptors[-len(plan.addresses) :][host], _CLONE_NEWNET)
+    try:
+        with pyroute2.IPRoute() as route:
+            (link,) = route.link_lookup(ifname="eth0")
+            for other in {*before, *now}:
+                entry = {"dst": plan.addresses[other], "ifindex": link, "lladdr": _NOBODY}
+                if other in now:
+                    route.neigh("replace", **entry, state=_NUD_PERMANENT)
+                else:
+                    route.neigh("del", **entry)
+    except (OSError, pyroute2.NetlinkError) as error:
+        return json.dumps({"error": f"the kernel refuses to cut a connection: {error}"}).encode()
+    finally:
+        _setns(descriptors[-len(plan.addresses) - 1], _CLONE_NEWNET)
+    return b"{}"
 
 
 def _kill_inside(namespaces: set[int]) -> Iterable[int]:

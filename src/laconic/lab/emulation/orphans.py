@@ -21,9 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["MARK", "Member", "end", "members", "new_mark"]
+__all__ = ["HOST", "MARK", "Member", "end", "members", "new_mark", "signal_host"]
 
 MARK: Final = "LACONIC_LAB"
+HOST: Final = "LACONIC_LAB_HOST"
+"""Names the host of a process, in its environment."""
 _END_SECONDS: Final = 10.0  # time for SIGKILL to take effect
 _EXEC_SECONDS: Final = 5.0
 _STATE, _START_TIME, _ENV_END = 3, 22, 51  # fields of /proc/PID/stat
@@ -65,6 +67,32 @@ def members() -> Iterator[Member]:
             yield Member(int(entry.name), command, mark, launcher, lives)
 
 
+def signal_host(mark: str, host: int, number: int) -> None:
+    """Send a signal to all processes with `mark` on `host`, including those started meanwhile."""
+    reached: set[str] = set()
+    while True:
+        before = len(reached)
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it ended, or belongs to another user
+                if entry.name not in reached and _signal(entry, mark, host, number):
+                    reached.add(entry.name)
+        if len(reached) == before:
+            return
+
+
+def _signal(process: Path, mark: str, host: int, number: int) -> bool:
+    """Send a signal to the process if it has `mark` and is on `host`. Return whether it is."""
+    descriptor = os.pidfd_open(int(process.name))
+    try:
+        # Check after opening the pidfd, so that the pid cannot have been reused.
+        if _mark_of(process) != mark or _variable(process, HOST) != str(host):
+            return False
+        signal.pidfd_send_signal(descriptor, number)
+        return True
+    finally:
+        os.close(descriptor)
+
+
 def end(member: Member) -> bool:
     """Kill the process and wait until it ends. Return False if it was gone or did not end."""
     try:
@@ -104,7 +132,12 @@ def _pid_namespace() -> int:
 
 
 def _mark_of(process: Path) -> str | None:
-    prefix = f"{MARK}=".encode()
+    return _variable(process, MARK)
+
+
+def _variable(process: Path, name: str) -> str | None:
+    """Return a variable of the environment that a process was started with."""
+    prefix = f"{name}=".encode()
     environment = (process / "environ").read_bytes()
     if not environment:
         # The environment is empty for a moment during exec: without the wait, 2 of 600 were missed.

@@ -7,12 +7,15 @@ import json
 import selectors
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Protocol
 
+from laconic.elastic import COORDINATOR_VARIABLE
 from laconic.errors import check_int
 from laconic.lab.emulation import torchrun
 from laconic.lab.emulation.cluster import (
@@ -25,6 +28,8 @@ from laconic.lab.emulation.cluster import (
     job_environment,
     rank_variables,
 )
+from laconic.lab.emulation.faults import Cut, Plan
+from laconic.lab.emulation.injection import COORDINATOR_PORT, Happened, Injection
 from laconic.lab.emulation.jobs import Job, Outcome, signals_deferred
 from laconic.lab.emulation.output import Stream
 from laconic.links.rank_sets import BANDWIDTH_VARIABLE, LATENCY_VARIABLE
@@ -71,19 +76,25 @@ class Settings:
     """The program to run, and where.
 
     ``argv`` runs ``per_host`` times on each host or, if it starts torchrun, once. ``out`` is the
-    directory for logs and rates; None stores nothing.
+    directory for logs and rates; None stores nothing. ``faults``: what happens to the hosts; None
+    starts no coordinator either. ``restart``: seconds after which a lost program is started again;
+    None for never.
     """
 
     argv: tuple[str, ...]
     network: Network
     per_host: int | None = None
     out: Path | None = None
+    faults: Plan | None = None
+    restart: float | None = None
 
     def check(self) -> None:
         """Raise ``ValueError`` for bad settings. Starts nothing."""
         if not self.argv:
             raise ValueError("no program given: try laconic lab -- python train.py")
         self.network.check()
+        if self.faults is not None:
+            self.faults.check(self.network.hosts)
         if self.per_host is not None:
             check_int("per-host", self.per_host, 1)
         if shutil.which(self.argv[0]) is None:
@@ -129,12 +140,13 @@ class Ended:
     """How a run ended.
 
     ``first`` is the first failure. ``sent`` is the bytes on the wire per host, or None if the hosts
-    share this machine's interface.
+    share this machine's interface. ``happened`` is what the lab did to the hosts.
     """
 
     first: Failure | None
     seconds: float
     sent: Sequence[int] | None
+    happened: Sequence[Happened] = ()
 
 
 class Watch(Protocol):
@@ -148,6 +160,9 @@ class Watch(Protocol):
 
     def rates(self, seconds: float, rates: Sequence[float] | None) -> None:
         """Report what each host sends now, in bit/s, ``seconds`` after the start."""
+
+    def happened(self, happened: Happened) -> None:
+        """The lab has carried out a part of the plan of faults."""
 
     def failed(self, first: Failure) -> None:
         """The first process has failed."""
@@ -183,7 +198,14 @@ def run(settings: Settings, watch: Watch) -> Ended:
             settings.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OSError(f"cannot create {settings.out}: {error.strerror}") from error
-    with emulate(settings.network) as (cluster, reason), contextlib.ExitStack() as stack:
+    network, hosts = settings.network, settings.network.hosts
+    if settings.faults is not None:  # the coordinator has a host of its own
+        rates = {**network.host_bandwidth, hosts: None}
+        network = replace(network, hosts=hosts + 1, host_bandwidth=rates)
+    with emulate(network) as (cluster, reason), contextlib.ExitStack() as stack:
+        cuts = settings.faults and any(isinstance(f, Cut) for f in settings.faults.faults)
+        if cuts and reason is not None:
+            raise OSError(f"connections cannot be cut here: {reason}")
         watch.started(reason)
         return _Run(settings, cluster, watch, stack).run()
 
@@ -197,8 +219,19 @@ class _Run:
         stack: contextlib.ExitStack,
     ) -> None:
         self._settings, self._cluster, self._watch = settings, cluster, watch
-        self._processes = list(_processes(settings, cluster))
-        self._job = Job(cluster._processes, [process.host for process in self._processes])
+        self._ranks = list(_processes(settings, cluster))
+        coordinator = []
+        if settings.faults is not None:
+            coordinator = [_add_coordinator(self._ranks, cluster)]
+        self._processes = [*self._ranks, *coordinator]
+        self._job = Job(cluster._processes, [process.host for process in self._ranks])
+        self._happened: list[Happened] = []
+        self._injection: Injection | None = None
+        self._coordinator: subprocess.Popen[bytes] | None = None
+        if settings.faults is not None:
+            self._injection = Injection(
+                settings.faults, settings.restart, cluster, self._job, self, self._report
+            )
         self._selector = stack.enter_context(selectors.DefaultSelector())
         self._streams: list[tuple[Stream, Stream]] = []
         for process in self._processes:
@@ -214,23 +247,19 @@ class _Run:
         self._first: Failure | None = None
         self._begin = time.monotonic()
         self._due = SAMPLE_SECONDS
-        self._before = cluster.tx_bytes()
+        self._before = self._sent()
         self._samples = [] if self._before is None else [(0.0, [0] * len(self._before))]
 
     def run(self) -> Ended:
         try:
-            for process, (out, err) in zip(self._processes, self._streams, strict=True):
-                started = self._cluster.start(
-                    process.host,
-                    process.argv,
-                    env=process.env,
-                    stdout=out.write_end,
-                    stderr=err.write_end,
-                )
-                self._job.add(started)
-                out.close_write_end()
-                err.close_write_end()
-            while not self._job.settled(0.0):
+            if self._injection is not None:
+                self.start_coordinator()
+            for rank in range(len(self._ranks)):
+                self._job.add(self._start(rank))
+                if self._injection is None:
+                    for stream in self._streams[rank]:
+                        stream.close_write_end()
+            while not self._settled():
                 self._forward_output()
             self._report_failure()
             deadline = time.monotonic() + GRACE_SECONDS
@@ -241,12 +270,51 @@ class _Run:
                 ended = self._end()
         return ended
 
+    def start_rank(self, rank: int) -> None:
+        """Start the process of a rank again."""
+        process = self._ranks[rank]
+        for error, stream in enumerate(self._streams[rank]):  # what its predecessor has left
+            self._print(process, bool(error), stream.drain(self._seconds()))
+        self._job.replace(rank, self._start(rank))
+
+    def start_coordinator(self) -> None:
+        """Start the coordinator."""
+        self._coordinator = self._start(len(self._ranks))
+
+    def coordinator_runs(self) -> bool:
+        """Return whether the coordinator runs."""
+        return self._coordinator is not None and self._coordinator.returncode is None
+
+    def _start(self, index: int) -> subprocess.Popen[bytes]:
+        process, (out, err) = self._processes[index], self._streams[index]
+        return self._cluster.start(
+            process.host,
+            process.argv,
+            env=process.env,
+            stdout=out.write_end,
+            stderr=err.write_end,
+        )
+
+    def _report(self, happened: Happened) -> None:
+        self._happened.append(happened)
+        self._watch.happened(happened)
+
+    def _settled(self) -> bool:
+        """Return whether the run is over. Carries out the faults that are due."""
+        if self._injection is None:
+            return self._job.settled(0.0)
+        self._injection.act(self._seconds())
+        return self._job.settled(0.0) and not self._injection.forgive(self._seconds())
+
     def _seconds(self) -> float:
         return time.monotonic() - self._begin
 
     def _forward_output(self) -> None:
         """Forward output for up to `_POLL_SECONDS`, and sample the counters if due."""
-        for key, _ in self._selector.select(_POLL_SECONDS):
+        seconds = _POLL_SECONDS
+        if self._injection is not None:
+            seconds = min(seconds, max(self._injection.next_due() - self._seconds(), 0.0))
+        for key, _ in self._selector.select(seconds):
             stream, process, error = key.data
             lines = stream.read(self._seconds())
             if stream.ended:
@@ -263,8 +331,13 @@ class _Run:
             self._watch.printed(process, error, lines)
             self._writable = True
 
+    def _sent(self) -> list[int] | None:
+        """Return the bytes that each host of the program has sent since its network exists."""
+        sent = self._cluster.tx_bytes()
+        return None if sent is None else sent[: self._settings.network.hosts]
+
     def _sample(self) -> None:
-        now = self._cluster.tx_bytes()
+        now = self._sent()
         if now is not None and self._before is not None:
             sent = [after - before for after, before in zip(now, self._before, strict=True)]
             self._samples.append((self._seconds(), sent))
@@ -282,8 +355,8 @@ class _Run:
         if outcome is not None:
             out, err = self._streams[outcome.rank]
             for stream, error in ((out, False), (err, True)):
-                self._print(self._processes[outcome.rank], error, stream.drain(self._seconds()))
-            process = self._processes[outcome.rank]
+                self._print(self._ranks[outcome.rank], error, stream.drain(self._seconds()))
+            process = self._ranks[outcome.rank]
             self._first = Failure(process, outcome, [*(err.last or out.last)])
             self._watch.failed(self._first)
 
@@ -295,7 +368,8 @@ class _Run:
         for process, streams in zip(self._processes, self._streams, strict=True):
             for error, stream in enumerate(streams):
                 self._print(process, bool(error), stream.drain(self._seconds()))
-        ended = Ended(self._first, seconds, self._samples[-1][1] if self._samples else None)
+        sent = self._samples[-1][1] if self._samples else None
+        ended = Ended(self._first, seconds, sent, self._happened)
         if self._settings.out is not None:
             self._write_rates(self._settings.out / "rates.json", ended)
         self._watch.ended(ended)
@@ -306,9 +380,10 @@ class _Run:
         hosts = [
             {"name": f"host{host}", "address": address, "bandwidth": rate}
             for host, (address, rate) in enumerate(
-                zip(self._cluster.addresses, network.rates(), strict=True)
+                zip(self._cluster.addresses[: network.hosts], network.rates(), strict=True)
             )
         ]
+        faults = {"faults": [vars(happened) for happened in self._happened]}
         document = {
             "command": self._settings.argv,
             "network": "emulated" if self._cluster.emulated else "throttled",
@@ -319,6 +394,7 @@ class _Run:
             "samples": [
                 {"seconds": round(seconds, 3), "sent": sent} for seconds, sent in self._samples
             ],
+            **(faults if self._injection is not None else {}),
         }
         try:
             path.write_text(json.dumps(document, indent=1) + "\n")
@@ -329,6 +405,7 @@ class _Run:
 def _processes(settings: Settings, cluster: Cluster | Loopback) -> Iterator[Process]:
     """Yield the processes to start, by rank."""
     shared = job_environment(cluster, {"PYTHONUNBUFFERED": "1"})
+    shared["GROUP_WORLD_SIZE"] = str(settings.network.hosts)  # without the coordinator's host
     for name in (BANDWIDTH_VARIABLE, LATENCY_VARIABLE):
         shared.pop(name, None)
     if settings.network.latency:
@@ -351,3 +428,15 @@ def _processes(settings: Settings, cluster: Cluster | Loopback) -> Iterator[Proc
                 variables = rank_variables(rank, host, per_host, per_host * len(rates))
                 name = f"host{host}/rank{rank}"
                 yield Process(name, host, settings.argv, {**env, **variables})
+
+
+def _add_coordinator(ranks: list[Process], cluster: Cluster | Loopback) -> Process:
+    """Return the coordinator's process, and have the ranks find it by their environment."""
+    host = len(cluster.addresses) - 1
+    address = cluster.addresses[host]
+    port = str(COORDINATOR_PORT if cluster.emulated else cluster.free_port())
+    for rank, process in enumerate(ranks):
+        env = {**process.env, COORDINATOR_VARIABLE: f"{address}:{port}"}
+        ranks[rank] = replace(process, env=env)
+    command = [sys.executable, "-m", "laconic", "coordinator", "--host", address, "--port", port]
+    return Process("coordinator", host, command, job_environment(cluster, {}))
