@@ -134,8 +134,8 @@ def line_of(job: Plan, result: dict[str, Any]) -> str:
     kills = [o["worst"] for o in outcomes if o["bound"] != float("inf") and not is_long(o["kind"])]
     hangs = [o["worst"] for o in outcomes if o["bound"] != float("inf") and is_long(o["kind"])]
     return (
-        f"{job.title}: {len(outcomes)} faults, {result['steps']} steps, {result['workers']} workers, "
-        f"worst step {max(kills, default=0.0):.1f} s, where something hangs "
+        f"{job.title}: {len(outcomes)} faults, {result['steps']} steps, "
+        f"{result['workers']} workers, worst step {max(kills, default=0.0):.1f} s, where something hangs "
         f"{max(hangs, default=0.0):.1f} s: {result['wrong'] or 'ok'}"
     )
 

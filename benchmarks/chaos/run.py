@@ -19,7 +19,7 @@ from benchmarks.chaos.plan import WORKERS, Fault, Plan
 from benchmarks.chaos.shared import DONE, MOST_WORKERS, READY, Slot, make
 from laconic.links.elastic.registry import serve
 
-LIMIT = 90.0
+LIMIT = 40.0
 """Seconds after which a run that does not recover is lost."""
 SOFT = 1.0
 """Seconds that a step may take in which a worker was killed. More are counted."""
@@ -389,13 +389,14 @@ class Run:
         since: dict[int, float] = {}
         reached = -1
         late = time.monotonic() + 8.0
+        patience = time.monotonic() + min(self.now.bound + 3.0 + PAST, LIMIT - 5.0)
         while True:
             self.poll()
             now = time.monotonic()
+            if now > patience:
+                self.dump()
+                patience = float("inf")
             if now > end:
-                for process in self.living:
-                    os.kill(process.pid, signal.SIGUSR1)  # their threads, into their logs
-                time.sleep(1.0)
                 raise LostError(f"not recovered within {LIMIT:g} s; {self.where()}")
             for place in set(range(WORKERS)) - {p.place for p in self.living}:
                 if now - since.setdefault(place, now) >= fault.pause:
@@ -418,17 +419,29 @@ class Run:
             self.now.struck = False
             self.tell("the phase did not come")
 
+    def dump(self) -> None:
+        """Have the workers write what their threads do into their logs."""
+        self.tell(f"stalled: {self.where()}")
+        for process in self.living:
+            os.kill(process.pid, signal.SIGUSR1)
+
     def _may_come(self, fault: Fault, now: float, late: float) -> bool:
         """Whether an armed phase can still come."""
         if any(p.slot.struck > self.now.begin for p in self.processes):
             return False
-        joining = "newcomer" in fault.kind or "donor" in fault.kind or fault.kind.startswith("kill,")
+        joining = (
+            "newcomer" in fault.kind or "donor" in fault.kind or fault.kind.startswith("kill,")
+        )
         return not joining and now < late
 
     def _all_back(self) -> bool:
         living = self.living
+        ending = any(
+            (p.slot.struck and not p.seen_struck) or p.reasons & {"SIGKILL", "SIGTERM"}
+            for p in living
+        )
         return (
-            not self.actions
+            not (self.actions or ending)
             and len(living) == WORKERS
             and all(p.slot.stage == READY and p.slot.workers == WORKERS for p in living)
         )
@@ -545,4 +558,3 @@ def summary(run: Run, wrong: str) -> dict[str, Any]:
         "steps": run.max_step() if run.processes else 0,
         "outcomes": [asdict(o) for o in run.outcomes],
     }
-
