@@ -135,8 +135,8 @@ def line_of(job: Plan, result: dict[str, Any]) -> str:
     hangs = [o["worst"] for o in outcomes if o["bound"] != float("inf") and is_long(o["kind"])]
     return (
         f"{job.title}: {len(outcomes)} faults, {result['steps']} steps, "
-        f"{result['workers']} workers, worst step {max(kills, default=0.0):.1f} s, where something hangs "
-        f"{max(hangs, default=0.0):.1f} s: {result['wrong'] or 'ok'}"
+        f"{result['workers']} workers, worst step {max(kills, default=0.0):.1f} s, "
+        f"where something hangs {max(hangs, default=0.0):.1f} s: {result['wrong'] or 'ok'}"
     )
 
 

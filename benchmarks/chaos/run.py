@@ -506,11 +506,9 @@ class Run:
                 for line in lines:
                     if line["event"] != "slow":
                         continue
-                    ended = line["begin"] + line["seconds"]
-                    if ended > out.begin and line["begin"] < (after or float("inf")):
-                        # what lies before the fault is not its doing
-                        took = ended - max(line["begin"], out.begin)
-                        out.worst = max(out.worst, took)
+                    # what lies before the fault, or after the next, is not its doing
+                    end = min(line["begin"] + line["seconds"], after or float("inf"))
+                    out.worst = max(out.worst, end - max(line["begin"], out.begin))
             if out.worst > out.bound and out.struck:
                 wrong.append(
                     f"{out.text}: a step took {out.worst:.1f} s of at most {out.bound:.1f} s"
