@@ -191,7 +191,9 @@ class Run:
 
     def _ended(self, process: Process) -> None:
         log = self.log_of(process)
-        last = log.strip().splitlines()[-1] if log.strip() else "no message"
+        lines = log.strip().splitlines() or ["no message"]
+        errors = [line for line in lines if "Error: " in line and process.status == 1]
+        last = (errors or lines)[-1]  # other threads may write after the error
         self.tell(f"worker {process.number} ended with {process.status}: {last}")
         status, reasons = process.status, process.reasons
         if status == -signal.SIGKILL and "SIGKILL" in reasons:
