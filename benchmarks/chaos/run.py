@@ -21,6 +21,8 @@ from laconic.links.elastic.registry import serve
 
 LIMIT = 40.0
 """Seconds after which a run that does not recover is lost."""
+START_LIMIT = 60.0
+"""The same for the start; more than `worker.WAIT`, so that the workers say what is missing."""
 SOFT = 1.0
 """Seconds that a step may take in which a worker was killed. More are counted."""
 MARGIN = 2.0
@@ -217,10 +219,12 @@ class Run:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def wait_for(self, what: str, condition: Callable[[], bool], limit: float = LIMIT) -> None:
-        """Wait until ``condition()``, and replace workers that have ended meanwhile."""
+        """Wait until ``condition()``. Raises `LostError`."""
         end = time.monotonic() + limit
         while not condition():
             if time.monotonic() > end:
+                self.dump()
+                time.sleep(0.5)
                 raise LostError(f"{what}: not within {limit:g} s; {self.where()}")
             self.poll()
 
@@ -457,7 +461,7 @@ class Run:
             for place in range(WORKERS):
                 self.start_worker(place)
             started = lambda: self._all_back() and min(p.slot.step for p in self.living) > 3  # noqa: E731
-            self.wait_for("the start", started)
+            self.wait_for("the start", started, START_LIMIT)
             for fault in self.plan.faults:
                 self.carry_out(fault)
             self.now = Outcome("end", "", "")

@@ -43,6 +43,8 @@ from laconic.links.wire import Transfer
 
 SLOW_SECONDS = 0.25
 """Steps that take longer are written down."""
+WAIT = 45.0
+"""How long a worker waits for others."""
 PACE = 0.004
 """Seconds that a worker sleeps in each step."""
 
@@ -159,7 +161,7 @@ def train(job: Job, board: Board) -> None:
     # before laconic's hooks, which run what follows a step
     optimizer.register_step_post_hook(lambda *_: enter("inner step"))
     elastic = laconic.Elastic(
-        job.coordinator, min_workers=job.min_workers, workers=job.workers, wait=45.0
+        job.coordinator, min_workers=job.min_workers, workers=job.workers, wait=WAIT
     )
     recipe = eval(job.recipe, {"laconic": laconic})
     sync = laconic.attach(model, optimizer, recipe, elastic=elastic, timeout=60)
