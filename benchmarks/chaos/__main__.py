@@ -123,8 +123,9 @@ class Pool:
         """End all runs."""
         for pid in self.running:
             os.kill(pid, signal.SIGTERM)
-        for pid in self.running:
+        for pid, (_, place) in self.running.items():
             os.waitpid(pid, 0)
+            shutil.rmtree(place)
         self.running.clear()
 
 

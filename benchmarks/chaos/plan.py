@@ -195,7 +195,7 @@ def plan(
     kinds: Sequence[str] | None = None,
 ) -> list[Plan]:
     """All runs: as many as give ``faults`` faults. ``kinds``: of these kinds only."""
-    runs = []
+    runs: list[Plan] = []
     left = faults
     while left > 0:
         number = len(runs)

@@ -331,8 +331,8 @@ class Run:
         elif kind == "kill while leaving":
             target.slot.arm(fault.phase, fault.entry, signal.SIGKILL)
         elif kind.endswith("in phase"):
-            number = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
-            target.slot.arm(fault.phase, fault.entry, number[kind.partition(" ")[0]])
+            ends = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
+            target.slot.arm(fault.phase, fault.entry, ends[kind.partition(" ")[0]])
         elif "short stop" in kind:
             self.stop(target, fault.seconds, may_be_lost=False)
             out.bound = max(out.bound, fault.seconds + MARGIN)

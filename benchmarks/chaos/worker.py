@@ -133,7 +133,7 @@ def watch_phases(board: Board, number: int) -> Callable[[str], None]:
 
 
 def _subclasses(kind: type) -> list[type]:
-    found = kind.__subclasses__()
+    found: list[type] = kind.__subclasses__()
     return [*found, *(s for each in found for s in _subclasses(each))]
 
 
@@ -150,13 +150,14 @@ def train(job: Job, board: Board) -> None:
     tell("start", pid=os.getpid())
     digests = os.open(job.file("digests"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     torch.manual_seed(0)
+    first = torch.nn.Linear(20, 100)
     model = torch.nn.Sequential(
-        torch.nn.Linear(20, 100),
+        first,
         torch.nn.BatchNorm1d(100),
         torch.nn.Tanh(),
         torch.nn.Linear(100, 5),
     )
-    model[0].weight.register_hook(lambda gradient: enter("backward"))
+    first.weight.register_hook(lambda gradient: enter("backward"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     # before laconic's hooks, which run what follows a step
     optimizer.register_step_post_hook(lambda *_: enter("inner step"))
