@@ -157,7 +157,7 @@ def train(job: Job, board: Board) -> None:
         torch.nn.Tanh(),
         torch.nn.Linear(100, 5),
     )
-    first.weight.register_hook(lambda gradient: enter("backward"))
+    first.weight.register_hook(lambda gradient: enter("backward"))  # type: ignore[no-untyped-call]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     # before laconic's hooks, which run what follows a step
     optimizer.register_step_post_hook(lambda *_: enter("inner step"))
