@@ -1,0 +1,1 @@
+"""Faults on elastic runs over processes; see `benchmarks.chaos.__main__`."""

@@ -1,0 +1,77 @@
+"""Memory that a run's workers share with the process that watches them."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+MOST_WORKERS = 400
+"""Processes in one run, one after the other."""
+PHASES = (
+    "backward",
+    "inner step",
+    "encode",
+    "send",
+    "reduce",
+    "decode",
+    "outer step",
+    "complete",
+    "save",
+    "state",
+    "feed",
+    "replay",
+    "connect",
+    "compare",
+    "leave",
+)
+"""Places in a worker at which it can end itself; see `benchmarks.chaos.worker`."""
+STARTED, READY, DONE = range(3)
+
+
+class Slot(ctypes.Structure):
+    """What one process says of itself, and where it is to end itself."""
+
+    _fields_ = (
+        ("stage", ctypes.c_int64),
+        ("step", ctypes.c_int64),
+        ("workers", ctypes.c_int64),  # in its view
+        ("deadline", ctypes.c_double),
+        ("phase", ctypes.c_int64),  # armed: the phase's number plus 1; 0: none
+        ("entry", ctypes.c_int64),  # at which entry from now on
+        ("signal", ctypes.c_int64),
+        ("struck", ctypes.c_double),  # when it has sent itself that signal
+        ("entries", ctypes.c_int64 * len(PHASES)),  # how often each phase was entered
+    )
+    stage: int
+    step: int
+    workers: int
+    deadline: float
+    phase: int
+    entry: int
+    signal: int
+    struck: float
+    entries: ctypes.Array[ctypes.c_int64]
+
+    def arm(self, phase: str, entry: int, signal: int) -> None:
+        """Send ``signal`` to itself at the ``entry``-th entry of ``phase`` from now on."""
+        self.struck, self.entry, self.signal = 0.0, entry, signal
+        self.phase = PHASES.index(phase) + 1
+
+    def disarm(self) -> None:
+        """Forget that."""
+        self.phase = 0
+
+
+class Board(ctypes.Structure):
+    """All slots, by process, and the step after which the run ends."""
+
+    _fields_ = (("stop", ctypes.c_int64), ("slots", Slot * MOST_WORKERS))
+    stop: int
+    slots: ctypes.Array[Slot]
+
+
+def make() -> Board:
+    """A board that forks of this process share."""
+    board = Board.from_buffer(mmap.mmap(-1, ctypes.sizeof(Board)))
+    board.stop = 2**62
+    return board
