@@ -35,10 +35,11 @@ from laconic.codecs.codec import Codec
 from laconic.engine.messages import Messenger
 from laconic.engine.newcomers import Donor, Newcomer
 from laconic.links.collectives import Collectives
-from laconic.links.elastic.link import ElasticLink
 from laconic.links.elastic.members import Members
 from laconic.links.elastic.mesh import Mesh
 from laconic.links.elastic.relay import Relay
+from laconic.links.elastic.rendezvous import Rendezvous
+from laconic.links.elastic.units import Units
 from laconic.links.wire import Transfer
 
 SLOW_SECONDS = 0.25
@@ -121,13 +122,13 @@ def watch_phases(board: Board, number: int) -> Callable[[str], None]:
         for name in ("combine", "fold"):
             if name in update.__dict__:
                 wrap(update, name, "outer step")
-    wrap(ElasticLink, "_complete", "complete", after=True)
+    wrap(Units, "complete", "complete", after=True)
     wrap(Donor, "_state", "state")
     wrap(Relay, "put", "feed", after=True)
     wrap(Newcomer, "_replay", "replay")
     wrap(Newcomer, "_load", "replay", after=True)
     wrap(Mesh, "connect", "connect")
-    wrap(ElasticLink, "_compare", "compare")
+    wrap(Rendezvous, "_compare", "compare")
     wrap(Members, "leave", "leave")
     return enter
 
