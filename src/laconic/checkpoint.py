@@ -15,7 +15,7 @@ from laconic.checkpoints.all_ranks import AllRanks
 from laconic.checkpoints.training_state import TrainingState
 from laconic.compat.dist_optimizer import DistOptimizer
 from laconic.engine.synchronizer import LOAD, SAVE, Synchronizer
-from laconic.errors import LinkError
+from laconic.errors import LinkError, WorkersChangedError
 
 _EVERY_RANK = (
     "Each rank saves its own parameters, optimizer state and private state: call laconic.save on "
@@ -47,7 +47,8 @@ def save(
 
     However the call ends, on any rank (a killed process, a full disk, a power loss), the directory
     has either the previous checkpoint or the new one, complete. It needs space for both. A
-    directory has one checkpoint: use several to keep several.
+    directory has one checkpoint: use several to keep several. If a worker of an elastic run is lost
+    meanwhile, the others save again without it.
 
     Raises `OSError` on every rank, naming the ranks that could not write, and ``ValueError`` for
     state that cannot be saved; the previous checkpoint then stays. Raises `laconic.LinkError` if
@@ -55,12 +56,16 @@ def save(
     """
     training = TrainingState.of(model, optimizer, sync, others)
     training.bind()
-    try:
-        with training.sync.gathering(SAVE) as gather:
-            all_ranks = AllRanks(f"laconic.save to {path}", gather)
-            saving.save(Path(path).expanduser(), training, all_ranks)
-    except LinkError as error:
-        raise LinkError(f"{error}. {_EVERY_RANK}", ranks=error.ranks) from None
+    while True:
+        try:
+            with training.sync.gathering(SAVE) as gather:
+                all_ranks = AllRanks(f"laconic.save to {path}", gather)
+                saving.save(Path(path).expanduser(), training, all_ranks)
+            return
+        except WorkersChangedError:
+            continue
+        except LinkError as error:
+            raise LinkError(f"{error}. {_EVERY_RANK}", ranks=error.ranks) from None
 
 
 def load(
@@ -98,6 +103,10 @@ def load(
     state, and disk space for received files. Files are read as plain data: their code is never run.
     """
     training = TrainingState.of(model, optimizer, sync, others)
-    with training.sync.gathering(LOAD) as gather:
-        all_ranks = AllRanks(f"laconic.load of {path}", gather)
-        return loading.load(Path(path).expanduser(), training, all_ranks, missing_ok)
+    while True:
+        try:
+            with training.sync.gathering(LOAD) as gather:
+                all_ranks = AllRanks(f"laconic.load of {path}", gather)
+                return loading.load(Path(path).expanduser(), training, all_ranks, missing_ok)
+        except WorkersChangedError:
+            continue

@@ -10,6 +10,11 @@ TIMEOUT = 600.0
 """Seconds after which a rank that does not answer is an error on all other ranks, by default."""
 
 
+class WorkersChangedError(Exception):
+    """A worker of an elastic run was lost in a call that consists of several parts: all others
+    make the call again."""
+
+
 class LinkError(RuntimeError):
     """A round cannot be completed: a rank died, hung, or is in another call.
 

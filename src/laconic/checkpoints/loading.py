@@ -18,6 +18,7 @@ from laconic.checkpoints.plan import Plan, make_plan, received_files
 from laconic.checkpoints.random_state import check_random_state, load_random_state
 from laconic.checkpoints.rank_file import read_rank_file
 from laconic.checkpoints.training_state import Stateful, TrainingState, parameters
+from laconic.sampler import ElasticSampler
 
 log = logging.getLogger("laconic")
 
@@ -56,6 +57,7 @@ def load(
                 with suppress(Exception):  # the first error is the one to raise
                     restore()
             raise
+    _deal_again(training, checked, all_ranks)
     if checked.random is not None:
         load_random_state(checked.random)
     if plan.note and sync.rank == 0:
@@ -99,6 +101,25 @@ def _read(
     ]
     states += [(training.model, saved["model"]), (training.optimizer, saved["optimizer"])]
     return _Checked(states, saved, averaged, random)
+
+
+def _deal_again(training: TrainingState, checked: _Checked, all_ranks: AllRanks) -> None:
+    """Deal what remains of the samples to the present workers."""
+    samplers = {k: s for k, s in training.others.items() if isinstance(s, ElasticSampler)}
+    if not samplers:
+        return
+    files = [checked.saved, *(checked.averaged or {}).values()]
+
+    def drawn() -> dict[str, list[list[int]]]:
+        states = {name: [file["objects"][name] for file in files] for name in samplers}
+        return {k: [[s["worker"], s["drawn"]] for s in saved] for k, saved in states.items()}
+
+    known = all_ranks.share(drawn)
+    counts = {}
+    for name, sampler in samplers.items():
+        saved = dict.fromkeys(range(sampler.state_dict()["workers"]), 0)  # lost: drawn again
+        counts[name] = saved | {w: count for each in known for w, count in each[name]}
+    training.sync.deal_again({name: list(each.values()) for name, each in counts.items()})
 
 
 def _load_consensus(

@@ -90,6 +90,15 @@ class Reports:
         for sampler in self._samplers:
             sampler.release()
 
+    def deal_again(self, drawn: Mapping[str, Sequence[int]], ids: Sequence[str], me: str) -> None:
+        """The samplers have loaded states of workers that had ``drawn`` so many, by the sampler's
+        name. Deal the rest to the workers ``ids``."""
+        with self._lock:
+            self._deal, self._ids, self._sending = self._deal + 1, list(ids), None
+            for name, sampler in zip(self._names, self._samplers, strict=True):
+                if name in drawn:
+                    sampler.deal(drawn[name], self._ids.index(me), len(self._ids))
+
     def follow(self, events: Sequence[Sequence[Sequence[Any]]]) -> None:
         """Repeat the deals that a run has recorded."""
         for event in events:

@@ -19,6 +19,7 @@ from laconic.engine.loading import LoadModel
 from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.recorder import Recorder
 from laconic.engine.saved_state import Saved
+from laconic.errors import WorkersChangedError
 from laconic.links.metered import CallTotals
 from laconic.metrics import Metrics
 
@@ -199,7 +200,8 @@ class Synchronizer:
     @contextmanager
     def gathering(self, call: str) -> Iterator[Callable[[Any], list[Any]]]:
         """A context for `SAVE` or `LOAD`, which every rank must enter: yields a function that
-        returns what each rank passes to it (anything that JSON holds), by rank."""
+        returns what each rank passes to it (anything that JSON holds), by rank. That function
+        raises `WorkersChangedError` on all ranks that are left if one is lost on the way."""
         session = self._session
         if session.holds_consensus is not None:
             raise ValueError(
@@ -207,14 +209,27 @@ class Synchronizer:
                 "own: save and load outside that block"
             )
 
+        ranks: int | None = None
+
         def gather(value: Any) -> list[Any]:
+            nonlocal ranks
             session.call(call, session.step if call == SAVE else 0)  # before loading steps differ
             received = session.gather_json(value)
             session.status(f"in {call}")
+            if len(received) != (ranks or len(received)):
+                raise WorkersChangedError(call)
+            ranks = len(received)
             return received
 
         yield gather
         session.status("computing")
+
+    def deal_again(self, drawn: Mapping[str, Sequence[int]]) -> None:
+        """Deal the samples of `laconic.Elastic`'s samplers, by name, whose loaded states are of
+        workers that had ``drawn`` so many."""
+        link = self._session.elastic
+        if link is not None:
+            link.reports.deal_again(drawn, link.units.active, link.units.me)
 
     def share_bytes(self, data: Tensor, root: int) -> None:
         """Copy rank ``root``'s ``data`` (uint8, of one length on all ranks) into ``data``, inside

@@ -12,12 +12,13 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from laconic.errors import LinkError
 from laconic.links import health
 from laconic.links.calls import CallPosition
+from laconic.links.elastic.founding import alive
 from laconic.links.elastic.registry import CoordinatorError, Registry
 from laconic.links.elastic.view import Member, View
 from laconic.links.health import LinkRecord
@@ -41,10 +42,6 @@ NEWCOMER_SECONDS = 2.0
 """How long a newcomer that is ready waits at least until it interrupts a transfer."""
 EXIT_SECONDS = 5.0
 """How long a process that ends waits for its threads."""
-FOUND_SECONDS = 0.05
-"""How long a worker that starts waits before it looks again."""
-SETTLE = 1.0
-"""Seconds without another worker after which the first view is proposed."""
 
 
 @dataclass(frozen=True)
@@ -61,34 +58,6 @@ class Rules:
     def least(self, workers: int) -> int:
         """How many workers the view must have that follows one with so many ``workers``."""
         return self.min_workers or workers // 2 + 1
-
-
-class RestoredError(Exception):
-    """A run that is older than this worker goes on with the coordinator: begin again."""
-
-
-class _Before:
-    """Whether the run that a coordinator knows of has ended. If none of its workers answers, its
-    hosts may be down, or only out of reach from here."""
-
-    def __init__(self) -> None:
-        self.unclear = False
-        self._since = 0.0
-        self._over = 0
-        """The epoch of a run that has ended."""
-
-    def is_alive(self, view: View, secret: bytes) -> bool:
-        """Whether a member of ``view`` answers."""
-        if view.epoch == self._over:
-            return False
-        answers = health.ask_all([m.beacon for m in view.members], secret)
-        now = time.monotonic()
-        self._since = self._since or now
-        if all(a == health.GONE for a in answers) or now - self._since >= 2 * LONGEST:
-            self._over = view.epoch
-        alive = not all(answer.lost for answer in answers)
-        self.unclear = not alive and view.epoch != self._over
-        return alive
 
 
 class Members:
@@ -116,8 +85,6 @@ class Members:
         """The ids of the members that take part in rounds."""
         self.ended = False
         """Whether this worker needs no further view, unless a call begins."""
-        self.number = 0
-        """Counts the workers that have come to the coordinator."""
         self._view: View | None = None
         self._changed = threading.Condition()
         self._removed = ""
@@ -168,59 +135,6 @@ class Members:
         place = view.place(self.me.id)
         members = list(view.members)
         return members if place is None else [*members[place + 1 :], *members[:place]]
-
-    # -- the start ----
-
-    def found(self) -> View | None:
-        """Wait for the first view of the run, and return it; None if a run is under way, which this
-        worker can join. Raises `RestoredError` if such a run has just told the coordinator."""
-        end = time.monotonic() + self.rules.wait
-        number = self.number = self.registry.enter(self.me)
-        need = self.rules.workers or self.rules.min_workers or 2
-        known: dict[int, Member] = {}
-        changed, before = time.monotonic(), _Before()
-        while True:
-            if self.registry.secret() != self.secret:
-                raise RestoredError
-            latest = self.registry.latest()
-            if latest is not None and latest.place(self.me.id) is not None:
-                self._view = latest
-                return latest
-            if latest is not None and before.is_alive(latest, self.secret):
-                self._view = latest
-                return None
-            new = self.registry.entered(known)
-            if new:
-                known.update(new)
-                changed = time.monotonic()
-            living = self._alive(list(known.values()))
-            first = min((n for n, m in known.items() if m in living), default=number)
-            now = time.monotonic()
-            settled = now - changed >= SETTLE or self.rules.workers == len(living)
-            if before.unclear and now >= end:
-                raise LinkError(
-                    f"the workers of the run at {self.registry.host}:{self.registry.port} cannot "
-                    "be reached from here: do their addresses and ports let in?"
-                )
-            elif first == number and len(living) >= need and settled and not before.unclear:
-                members = tuple(m for _, m in sorted(known.items()) if m in living)
-                epoch = 1 if latest is None else latest.epoch + 1
-                self.registry.propose(View(epoch, members, "the run begins"))
-            elif now >= end:
-                raise LinkError(
-                    f"{len(living)} of {need} workers have come to the coordinator at "
-                    f"{self.registry.host}:{self.registry.port} within {self.rules.wait:g} s: "
-                    "start more workers, or lower min_workers"
-                )
-            else:
-                time.sleep(FOUND_SECONDS)
-
-    def _alive(self, members: Sequence[Member]) -> list[Member]:
-        """Those of ``members`` whose beacons answer, this worker included."""
-        others = [m for m in members if m.id != self.me.id]
-        answers = health.ask_all([m.beacon for m in others], self.secret)
-        living = {m.id for m, a in zip(others, answers, strict=True) if not a.lost}
-        return [m for m in members if m.id == self.me.id or m.id in living]
 
     def start(self, view: View) -> None:
         """Follow the run from ``view`` on."""
@@ -454,7 +368,9 @@ class Members:
         active, least = left, self.rules.least(len(before))
         self._short = None
         if left < least:
-            left += len(self._alive([m for m in self._entered() if view.place(m.id) is None]))
+            left += len(
+                alive([m for m in self._entered() if view.place(m.id) is None], self.secret)
+            )
         if left < least or not active:
             self._short = left, least
             return False

@@ -52,6 +52,9 @@ class Reporting(Protocol):
     def hear(self, reports: Mapping[str, Any], me: str) -> None:
         """What all members have said, by id in the order of the view."""
 
+    def deal_again(self, drawn: Mapping[str, Sequence[int]], ids: Sequence[str], me: str) -> None:
+        """The samplers have loaded states of workers that had ``drawn`` so many: deal the rest."""
+
     def release(self) -> None:
         """This worker's run has failed: no view follows."""
 

@@ -13,8 +13,9 @@ from typing import Any
 from laconic.errors import LinkError
 from laconic.links import forks
 from laconic.links.addresses import Address, address_of, address_toward, own_address
+from laconic.links.elastic.founding import RestoredError, found
 from laconic.links.elastic.link import ElasticLink
-from laconic.links.elastic.members import Members, RestoredError, Rules
+from laconic.links.elastic.members import Members, Rules
 from laconic.links.elastic.reception import Reception
 from laconic.links.elastic.registry import Registry
 from laconic.links.elastic.rendezvous import Rendezvous, Reporting
@@ -77,9 +78,11 @@ def _begin(
         rendezvous = Rendezvous(members, mesh, units, reports)
         link = ElasticLink(members, units, rendezvous, Reception(members, service), reports)
         on_error.callback(link.close)
-        view = members.found()
-        members.start(members.view)
-        if view is not None:
+        need = rules.workers or rules.min_workers or 2
+        at = registry, member, secret
+        view, under_way = found(*at, need=need, expected=rules.workers, wait=rules.wait)
+        members.start(view)
+        if not under_way:
             link.begin(view.ids)
         on_error.pop_all()
     return link
