@@ -183,6 +183,7 @@ class Newcomer:
                     raise LinkError(
                         f"the worker that sent its state was lost ({error}): start this one again"
                     ) from None
+                self._driver.session.comm.recover()  # a job may have met the error first
                 log.info("a donor was lost (%s): asking another one", error)
                 if time.monotonic() >= end:
                     raise LinkError(

@@ -278,6 +278,10 @@ class CommThread:
         if self._latest is not None:
             self._latest.wait_quietly()
 
+    def recover(self) -> None:
+        """Run jobs again after one that has failed."""
+        self._error = self._latest = None
+
     @property
     def idle(self) -> bool:
         """Whether all jobs have ended."""

@@ -70,6 +70,7 @@ class Answer:
         return bool(self.missing)
 
 
+Heard = Callable[[int, Answer], None]
 GONE = Answer("is gone (its process has ended)", missing="gone")
 ENDING = Answer("is gone (its process is ending)", missing="gone")
 OTHER = Answer("is gone (another program answers at its address)", missing="gone")
@@ -336,9 +337,11 @@ def ask_all(
     secret: bytes,
     rank: int = 0,
     request: Request = NOTHING,
+    heard: Heard | None = None,
 ) -> list[Answer]:
-    """As `ask`, all beacons at once."""
-    return _ask_each([(a, secret, rank, request) for a in addresses], ANSWER_SECONDS)
+    """As `ask`, all beacons at once. ``heard(index, answer)`` is called as soon as each answer, or
+    that there is none, is known."""
+    return _ask_each([(a, secret, rank, request) for a in addresses], ANSWER_SECONDS, heard)
 
 
 class _Question:
@@ -383,9 +386,12 @@ class _Question:
             self.answer = OTHER if isinstance(error, handshake.RefusedError) else ENDING
 
 
-def _ask_each(asked: Sequence[tuple[str, bytes, int, Request]], seconds: float) -> list[Answer]:
+def _ask_each(
+    asked: Sequence[tuple[str, bytes, int, Request]], seconds: float, heard: Heard | None = None
+) -> list[Answer]:
     """The answers, in that order. Waits for each at most ``seconds``."""
     questions = [_Question(*each) for each in asked]
+    places = {question: index for index, question in enumerate(questions)}
     waiting, under_way = deque(questions), dict[_Question, float]()
     talks = Talks()
     try:
@@ -398,6 +404,8 @@ def _ask_each(asked: Sequence[tuple[str, bytes, int, Request]], seconds: float) 
                     question.begin(talks, deadline)
             for question in [q for q in under_way if q.answer is not None]:
                 del under_way[question]
+                if heard is not None and question.answer is not None:
+                    heard(places[question], question.answer)
             if under_way:
                 talks.turn(min(max(min(q.again for q in under_way) - now, 0), seconds))
     finally:

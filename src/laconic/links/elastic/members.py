@@ -12,8 +12,9 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from laconic.errors import LinkError
 from laconic.links import health
@@ -250,22 +251,25 @@ class Members:
             elif not broken and self.waiting_since is None:
                 asked = asked[:NEIGHBORS]
             start = time.monotonic()
-            answers = health.ask_all([m.beacon for m in asked], self.secret)
-            if time.monotonic() - start > health.ANSWER_SECONDS + 1:
-                continue  # this process was stopped meanwhile: the silence was its own
-            for member, answer in zip(asked, answers, strict=True):
-                self._heard(member.id, answer, start)
-            if any(answer.lost for answer in answers):
-                self._wake_read.set()
+            beacons = [m.beacon for m in asked]
+            health.ask_all(beacons, self.secret, heard=partial(self._heard, asked, start))
             self._wake_beat.wait(FAST_BEAT if broken else BEAT)
             self._wake_beat.clear()
 
-    def _heard(self, id: str, answer: health.Answer, asked: float) -> None:
+    def _heard(
+        self, asked: Sequence[Member], start: float, index: int, answer: health.Answer
+    ) -> None:
+        """One of the members ``asked`` at the time ``start`` has answered, or not."""
+        id = asked[index].id
+        if answer.lost:
+            if time.monotonic() - start > health.ANSWER_SECONDS + 1:
+                return  # this process was stopped meanwhile: the silence was its own
+            self._wake_read.set()
         left = answer.position is not None and answer.position.left
         if answer == health.GONE or left:
             self._gone.add(id)
         elif answer.lost:
-            self._silent_since.setdefault(id, asked)
+            self._silent_since.setdefault(id, start)
         else:
             self._silent_since.pop(id, None)
             if answer.position is not None:
