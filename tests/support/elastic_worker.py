@@ -1,15 +1,17 @@
-"""One worker of an elastic run, for tests: ``worker.py NAME RECIPE STEPS COORDINATOR [OPTION=..]``.
+"""One worker of an elastic run, for tests: ``worker.py NAME RECIPE STEPS COORDINATOR OPTIONS``.
 
 Writes a line for each event: ready, view, done with a digest of the model.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,12 +19,17 @@ import torch
 import laconic
 
 
-def main(name: str, recipe: str, steps: int, coordinator: str, options: dict[str, Any]) -> None:
-    def say(event: str, **more: Any) -> None:
-        print(json.dumps({"event": event, "time": time.monotonic(), **more}), flush=True)
-
-    logging.basicConfig(level=logging.INFO)
-    torch.set_num_threads(1)
+def train(
+    say: Callable[..., None],
+    recipe: str,
+    steps: int,
+    elastic: laconic.Elastic,
+    options: dict[str, Any],
+    number: int,
+    pace: float,
+) -> None:
+    """Train a small model. ``options``: ``samples`` of a dataset, else each worker draws its own by
+    its ``number``; ``clip``: clip the gradients."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(20, 100),
@@ -31,21 +38,28 @@ def main(name: str, recipe: str, steps: int, coordinator: str, options: dict[str
         torch.nn.Linear(100, 5),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    if options.pop("hold", False):
-        sys.stdin.readline()
-    pace = options.pop("pace", 0.003)
-    elastic = laconic.Elastic(coordinator, **options)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100, 0.95)
+    generator = torch.Generator().manual_seed(number)
+    sampler = laconic.ElasticSampler(options.get("samples", 1), seed=1)
+    others = {"data": sampler, "rate": scheduler}
+    elastic = dataclasses.replace(elastic, others=others)
     recipes = {"laconic": laconic}
     sync = laconic.attach(model, optimizer, eval(recipe, recipes), elastic=elastic, timeout=60)
-    say("ready", step=sync.step, workers=len(sync.view.workers))
+    view = sync.view
+    say("ready", step=sync.step, workers=len(view.workers), id=view.workers[view.place])
     sync.on_change(lambda view: say("view", workers=len(view.workers), step=sync.step))
-    generator = torch.Generator().manual_seed(int(name))
+    data = torch.randn(options.get("samples", 1), 20, generator=torch.Generator().manual_seed(5))
+    samples = iter(sampler)
     while sync.step < steps:
-        x = torch.randn(16, 20, generator=generator)
+        if "samples" in options:
+            x = data[[next(samples) for _ in range(4)]]
+        else:
+            x = torch.randn(16, 20, generator=generator)
         loss = (model(x) - x[:, :5].sin()).square().mean()
         optimizer.zero_grad()
         loss.backward()
+        if options.get("clip"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         scheduler.step()
         time.sleep(pace)
@@ -55,6 +69,19 @@ def main(name: str, recipe: str, steps: int, coordinator: str, options: dict[str
         if tensor.is_floating_point():
             digest.update(tensor.detach().numpy().tobytes())
     say("done", digest=digest.hexdigest(), loss=loss.item(), workers=len(sync.view.workers))
+
+
+def main(name: str, recipe: str, steps: int, coordinator: str, options: dict[str, Any]) -> None:
+    def say(event: str, **more: Any) -> None:
+        print(json.dumps({"event": event, "time": time.monotonic(), **more}), flush=True)
+
+    logging.basicConfig(level=logging.INFO)
+    torch.set_num_threads(1)
+    if options.pop("hold", False):
+        sys.stdin.readline()
+    own = {name: options.pop(name) for name in ("samples", "clip") if name in options}
+    pace = options.pop("pace", 0.003)
+    train(say, recipe, steps, laconic.Elastic(coordinator, **options), own, int(name), pace)
 
 
 if __name__ == "__main__":

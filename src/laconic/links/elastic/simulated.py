@@ -42,14 +42,16 @@ class Cast:
     feeds: dict[int, list[Frame]] = field(default_factory=dict)
     reporting: dict[int, Reporting] = field(default_factory=dict)
     dealt: list[int] = field(default_factory=list)
-    dealt_in: int = -1
-    """In which unit."""
+    dealt_in: tuple[int, bool] = (-1, False)
+    """In which unit, and whether to those that begin with it."""
 
-    def deal(self, members: Sequence[int], serial: int) -> None:
-        """Deal the samples to these ``members`` in the unit ``serial``, once all have attached."""
-        changed = members != self.dealt and serial > self.dealt_in
+    def deal(self, members: Sequence[int], serial: int, *, newcomer: bool = False) -> None:
+        """Deal the samples to these ``members`` in the unit ``serial``, once all have attached.
+        ``newcomer``: one begins with it."""
+        when = serial, newcomer
+        changed = set(members) != set(self.dealt) and when > self.dealt_in
         if changed and all(w in self.reporting for w in members):
-            self.dealt, self.dealt_in = [*members], serial
+            self.dealt, self.dealt_in = [*members], when
             reports = {str(w): self.reporting[w].report() for w in members}
             for worker in members:
                 self.reporting[worker].hear(json.loads(json.dumps(reports)), str(worker))
@@ -222,11 +224,12 @@ class SimulatedElasticLink(ElasticLink):
             self._deal([int(id) for id in units.active], 0)
         elif any(isinstance(frame, Start) for frame in cast.feeds.get(me, [])):
             start = next(frame for frame in cast.feeds[me] if isinstance(frame, Start))
-            self._deal(cast.plan.present(start.serial, start.call), start.serial)
+            present = cast.plan.present(start.serial, start.call)
+            self._deal(present, start.serial, newcomer=True)
 
-    def _deal(self, workers: Sequence[int], serial: int) -> None:
+    def _deal(self, workers: Sequence[int], serial: int, *, newcomer: bool = False) -> None:
         if self._deals:
-            self._cast.deal(workers, serial)
+            self._cast.deal(workers, serial, newcomer=newcomer)
 
     def begin_call(self, call: Call, *, wait: bool) -> bool:
         if not self.replaying:  # a plan in steps needs the call to say who is gone
