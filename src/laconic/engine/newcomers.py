@@ -179,7 +179,7 @@ class Newcomer:
                 return
             except RelayError as error:
                 if self._said_ready:
-                    self._link.leave(broken=True)
+                    self._link.close()  # it may be in a view, and the others wait for it
                     raise LinkError(
                         f"the worker that sent its state was lost ({error}): start this one again"
                     ) from None

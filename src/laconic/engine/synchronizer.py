@@ -221,6 +221,8 @@ class Synchronizer:
             ranks = len(received)
             return received
 
+        if session.elastic is not None:
+            gather(None)  # from now on a change of ranks is noticed
         yield gather
         session.status("computing")
 

@@ -18,7 +18,7 @@ from laconic.links.elastic.relay import (
     StepSettings,
 )
 
-CHECK_SECONDS = 1.0
+CHECK_SECONDS = 0.1
 
 
 class Frames(Protocol):
