@@ -14,7 +14,8 @@ from laconic.algorithms.topology import GRAPHS, Graph
 from laconic.algorithms.update import Clock, State
 from laconic.algorithms.updates.mix import Mix
 from laconic.algorithms.updates.push_sum import PushSum
-from laconic.links.simulated import current_link, simulate
+from laconic.links.simulated import current_link
+from laconic.links.simulation import simulate
 
 LENGTH = 5
 

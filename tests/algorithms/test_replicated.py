@@ -15,7 +15,8 @@ from laconic.algorithms.exchanges.mean import Mean, ShardedMean
 from laconic.algorithms.update import Clock, State
 from laconic.codecs import E3M0, Cast, Codec, Int2, Int4, Int8
 from laconic.errors import NotFiniteError
-from laconic.links.simulated import current_link, simulate
+from laconic.links.simulated import current_link
+from laconic.links.simulation import simulate
 
 CODECS: list[Codec] = [
     Cast("float32"),

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from hashlib import blake2b
 
 import pytest
@@ -88,40 +89,46 @@ def test_a_view_connects_and_the_next_one(hosts: list[Host]) -> None:
     works(connected(hosts[:1], view_of(hosts[:1], 3), [0]))
 
 
-def key_of(epoch: int) -> bytes:
-    return blake2b(str(epoch).encode(), key=SECRET, digest_size=8).digest()
+def key_of(view: View) -> bytes:
+    return blake2b(view.pack().encode(), key=SECRET, digest_size=8).digest()
 
 
-def garbage(connection: socket.socket) -> None:
+def garbage(connection: socket.socket, view: View) -> None:
     connection.sendall(secrets.token_bytes(500))
 
 
-def silent(connection: socket.socket) -> None:
+def silent(connection: socket.socket, view: View) -> None:
     connection.sendall(b"")
 
 
-def half_a_hello(connection: socket.socket) -> None:
-    connection.sendall(handshake.Hello(connect.PURPOSE, key_of(2), 1, bytes(16)).pack()[:20])
+def half_a_hello(connection: socket.socket, view: View) -> None:
+    connection.sendall(handshake.Hello(connect.PURPOSE, key_of(view), 1, bytes(16)).pack()[:20])
 
 
-def without_secret(connection: socket.socket) -> None:
-    said(connection, bytes(32), connect.PURPOSE, key_of(2), 1)
+def without_secret(connection: socket.socket, view: View) -> None:
+    said(connection, bytes(32), connect.PURPOSE, key_of(view), 1)
 
 
-def of_another_view(connection: socket.socket) -> None:
-    said(connection, SECRET, connect.PURPOSE, key_of(1), 1)
+def of_another_view(connection: socket.socket, view: View) -> None:
+    said(connection, SECRET, connect.PURPOSE, key_of(replace(view, epoch=1)), 1)
 
 
-def for_something_else(connection: socket.socket) -> None:
-    said(connection, SECRET, b"join", key_of(2), 1)
+def of_a_view_with_other_members(connection: socket.socket, view: View) -> None:
+    """Of the same epoch: a coordinator that was started again empty may decide it twice."""
+    others = replace(view, members=view.members[:2])
+    said(connection, SECRET, connect.PURPOSE, key_of(others), 1)
 
 
-def of_no_rank(connection: socket.socket) -> None:
-    said(connection, SECRET, connect.PURPOSE, key_of(2), 77)
+def for_something_else(connection: socket.socket, view: View) -> None:
+    said(connection, SECRET, b"join", key_of(view), 1)
 
 
-def as_the_callee(connection: socket.socket) -> None:
-    said(connection, SECRET, connect.PURPOSE, key_of(2), 0)
+def of_no_rank(connection: socket.socket, view: View) -> None:
+    said(connection, SECRET, connect.PURPOSE, key_of(view), 77)
+
+
+def as_the_callee(connection: socket.socket, view: View) -> None:
+    said(connection, SECRET, connect.PURPOSE, key_of(view), 0)
 
 
 def said(connection: socket.socket, secret: bytes, purpose: bytes, key: bytes, number: int) -> None:
@@ -147,11 +154,11 @@ def said(connection: socket.socket, secret: bytes, purpose: bytes, key: bytes, n
     "behave",
     [
         *[garbage, silent, half_a_hello, without_secret, of_another_view, for_something_else],
-        *[of_no_rank, as_the_callee],
+        *[of_no_rank, as_the_callee, of_a_view_with_other_members],
     ],
 )
 def test_strangers_disturb_nothing(
-    hosts: list[Host], behave: Callable[[socket.socket], None]
+    hosts: list[Host], behave: Callable[[socket.socket, View], None]
 ) -> None:
     """They call before, and while one member is still to come."""
     view, begin = view_of(hosts, 2), time.monotonic()
@@ -161,7 +168,7 @@ def test_strangers_disturb_nothing(
         stranger.settimeout(SOON)
     with ThreadPoolExecutor(8) as pool:
         first = pool.submit(connected, hosts, view, [0, 1])
-        calls = [pool.submit(behave, stranger) for stranger in strangers]
+        calls = [pool.submit(behave, stranger, view) for stranger in strangers]
         for call in calls:
             call.result(SOON)
         assert not first.done(), "one member has not come"

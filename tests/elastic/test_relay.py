@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import secrets
 import socket
@@ -15,13 +16,16 @@ from typing import Any
 import pytest
 import torch
 
-from laconic.engine.newcomers import _Feed, _steps_before
+from laconic.engine.newcomers import _steps_before
 from laconic.links import handshake
 from laconic.links.calls import GRADIENTS, Call
+from laconic.links.elastic import feed as feed_module
 from laconic.links.elastic import relay as module
+from laconic.links.elastic.feed import Feed
 from laconic.links.elastic.relay import (
     KEY,
     PURPOSE,
+    READY,
     Frame,
     Record,
     Relay,
@@ -40,8 +44,6 @@ pytestmark = pytest.mark.timeout(20)
 SECRET = bytes(range(32))
 NO_KEY = "00" * 8
 SOON = 10.0
-LEAKS = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-"""FINDINGS 16: `call_donor` leaves its connection open where the handshake fails."""
 ME = Member("0" * 12, *(f"127.0.0.1|{port}|{NO_KEY}" for port in (1, 2, 3)))
 
 
@@ -68,10 +70,10 @@ def bits(value: Any) -> Any:
 
 
 ODD = torch.tensor([float("nan"), -0.0, float("inf"), 1e-45, 1.0])
-START = Start(7, Call(6, "round", True), ["a", "b"], ["a", "b", "c"])
+START = Start(7, Call(6, "round", True), 2**62, [{"lr": 0.5}], {"scheduler": {"last": 3}})
 FRAMES = [
-    Snapshot({"model": {"w": ODD, "h": ODD.bfloat16()}, "step": 3, "list": [1, None, "é"]}),
-    Snapshot({}),
+    Snapshot(3, {"model": {"w": ODD, "h": ODD.bfloat16()}, "list": [1, None, "é"]}),
+    Snapshot(0, {}),
     Record(Call(5, GRADIENTS), 3, [ODD, ODD.double(), torch.zeros(7, dtype=torch.uint8)]),
     Record(Call(5, "Average round of fragment 1/2", True), 1, []),
     StepSettings(4, [{"lr": 0.1, "weight_decay": 0.0}, {"lr": float("inf")}]),
@@ -93,7 +95,7 @@ def test_a_frame_arrives_bit_for_bit(
 
 def test_frames_come_in_their_order(pair: tuple[socket.socket, socket.socket]) -> None:
     sender, receiver = Stream(pair[0]), Stream(pair[1])
-    large = Snapshot({"x": torch.arange(2**20)})  # more than a socket's buffer
+    large = Snapshot(1, {"x": torch.arange(2**20)})  # more than a socket's buffer
     thread = threading.Thread(target=lambda: [sender.send(f) for f in (large, *FRAMES, large)])
     thread.start()
     for frame in (large, *FRAMES, large):
@@ -124,17 +126,17 @@ def test_a_connection_that_has_ended(pair: tuple[socket.socket, socket.socket]) 
         for _ in range(100):
             stream.send(FRAMES[0])
     with pytest.raises(RelayError):
-        stream.say_ready()
+        stream.say(READY)
     with pytest.raises(RelayError):
-        stream.wait_until_ready()
+        stream.wait_for(READY)
 
 
 def test_a_newcomer_that_says_something_else(pair: tuple[socket.socket, socket.socket]) -> None:
-    Stream(pair[0]).say_ready()
-    Stream(pair[1]).wait_until_ready()
+    Stream(pair[0]).say(READY)
+    Stream(pair[1]).wait_for(READY)
     pair[0].sendall(b"steady")
     with pytest.raises(RelayError, match="violates the protocol"):
-        Stream(pair[1]).wait_until_ready()
+        Stream(pair[1]).wait_for(READY)
 
 
 def saved(value: Any) -> bytes:
@@ -143,14 +145,17 @@ def saved(value: Any) -> bytes:
     return struct.pack(">Q", buffer.tell()) + buffer.getvalue()
 
 
-@pytest.mark.xfail(strict=True, reason="FINDINGS 5, 6: other errors, after which a newcomer hangs")
 @pytest.mark.parametrize(
     "data",
     [
-        struct.pack(">Q", 7) + b"garbage",
+        pytest.param(
+            struct.pack(">Q", 7) + b"garbage",
+            marks=pytest.mark.xfail(strict=True, reason="the message has torch's many lines"),
+        ),
+        struct.pack(">Q", 7) + b"gar",
         struct.pack(">Q", 0),
         struct.pack(">Q", 2**64 - 1),
-        struct.pack(">Q", 2**62),
+        struct.pack(">Q", 2**62) + b"garbage",
         saved({"kind": "other"}),
         saved({"kind": "start", "serial": 1}),
         saved({"kind": "record", "call": 5, "workers": 1, "outputs": []}),
@@ -158,16 +163,20 @@ def saved(value: Any) -> bytes:
     ],
 )
 def test_what_is_no_frame(pair: tuple[socket.socket, socket.socket], data: bytes) -> None:
+    """For the newcomer its donor is then lost."""
     pair[0].sendall(data)
     pair[0].close()
-    with pytest.raises(RelayError) as error:
-        Stream(pair[1]).receive()
+    feed = feed_of(Stream(pair[1]))
+    with pytest.raises(RelayError, match=r"is no frame of laconic's|has closed the conn") as error:
+        feed.pop()
     assert "\n" not in str(error.value)
 
 
 def test_numbers_of() -> None:
-    groups = [{"lr": 0.1, "betas": (0.9, 0.99), "maximize": False, "params": [1], "steps": 3}, {}]
-    assert numbers_of(groups) == [{"lr": 0.1, "steps": 3}, {}]
+    """And tuples of numbers. What is no number stays what it is on the newcomer."""
+    numbers = {"lr": 0.1, "betas": (0.9, 0.99), "steps": 3}
+    others = {"maximize": False, "params": [1], "foreach": None, "empty": (), "mixed": (1, True)}
+    assert numbers_of([{**others, **numbers}, {}]) == [numbers, {}]
 
 
 # -- a donor ----
@@ -210,15 +219,81 @@ def test_a_newcomer_catches_up(donor: Donor) -> None:
     stream = call_donor(donor.member, SECRET, newcomer())
     relay = donor.accepted()
     assert relay.newcomer == newcomer() and not relay.ended
-    relay.put(FRAMES[2])
     relay.begin(FRAMES[0])  # type: ignore[arg-type]
+    relay.put(FRAMES[2])
     relay.put(FRAMES[4])
-    assert [type(stream.receive()) for _ in range(3)] == [Record, Snapshot, StepSettings]
+    assert [type(stream.receive()) for _ in range(3)] == [Snapshot, Record, StepSettings]
     assert not donor.ready
-    stream.say_ready()
+    stream.say(READY)
     assert donor.heard.wait(SOON) and donor.ready == [newcomer()]
-    relay.finish(START)
+    relay.finish(START, None)
     assert relay.ended and stream.receive() == START
+    stream.close()
+
+
+def test_a_newcomer_asks_for_the_state_again(donor: Donor) -> None:
+    """As of `Start`: where it has repeated other steps than the donor."""
+    feed = feed_of(call_donor(donor.member, SECRET, newcomer()))
+    relay, again = donor.accepted(), Snapshot(6, {"model": {"w": ODD}})
+    relay.begin(FRAMES[0])  # type: ignore[arg-type]
+    assert isinstance(feed.pop(), Snapshot) and feed.first_step == 3
+    feed.say_ready()
+    assert donor.heard.wait(SOON)
+    relay.finish(START, again)
+    assert feed.pop() == START
+    assert bits(vars(feed.ask_for_state())) == bits(vars(again))
+    feed.close()
+    relay._stream.close()  # else nobody does
+
+
+def test_a_newcomer_asks_for_a_state_that_there_is_not(donor: Donor) -> None:
+    feed = feed_of(call_donor(donor.member, SECRET, newcomer()))
+    relay = donor.accepted()
+    relay.begin(FRAMES[0])  # type: ignore[arg-type]
+    feed.say_ready()
+    assert donor.heard.wait(SOON)
+    relay.put(FRAMES[2])
+    assert isinstance(feed.pop(), Snapshot)
+    with pytest.raises(RelayError, match="the donor violates the protocol"):
+        feed.ask_for_state()
+    feed.close()
+    relay._stream.close()  # else nobody does
+
+
+def test_a_newcomer_that_takes_in_too_little(monkeypatch: pytest.MonkeyPatch, donor: Donor) -> None:
+    """It is given up: what waits for it would fill the memory of its donor."""
+    monkeypatch.setattr(module, "MOST_WAITING", 2**22)
+    large = torch.zeros(2**20, dtype=torch.uint8)
+    stream = call_donor(donor.member, SECRET, newcomer())
+    relay, count = donor.accepted(), 0
+    relay.begin(Snapshot(1, {"x": large}))
+    while not relay.ended and count < 100:
+        relay.put(Record(Call(5, "a"), 2, [large]))
+        count += 1
+    assert 5 < count < 20, "4 MiB and two snapshots, and what is in the sockets' buffers"
+    with pytest.raises(RelayError):
+        for _ in range(100):
+            stream.receive()
+    stream.close()
+    serves(donor, 8)
+
+
+def test_a_newcomer_that_keeps_up_is_not_given_up(
+    monkeypatch: pytest.MonkeyPatch, donor: Donor
+) -> None:
+    """What was sent does not wait."""
+    monkeypatch.setattr(module, "MOST_WAITING", 2**16)
+    stream = call_donor(donor.member, SECRET, newcomer())
+    relay = donor.accepted()
+    relay.begin(Snapshot(1, {}))
+    stream.receive()
+    for _ in range(10):
+        relay.put(Record(Call(5, "a"), 2, [torch.zeros(2**13)]))
+        stream.receive()
+        end = time.monotonic() + SOON
+        while relay._waiting and time.monotonic() < end:
+            time.sleep(0.001)
+    assert not relay.ended
     stream.close()
 
 
@@ -290,6 +365,44 @@ def test_a_stranger_is_given_up_after_some_time(
         assert stranger.recv(1) == b""
 
 
+def test_a_stranger_that_sends_a_byte_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, donor: Donor
+) -> None:
+    """The time is that of the whole handshake."""
+    monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 0.5)
+    hello, begin = handshake.Hello(PURPOSE, KEY, 0, bytes(16)).pack(), time.monotonic()
+    with socket.create_connection(("127.0.0.1", donor.port), SOON) as stranger:
+        with suppress(ConnectionError):
+            for byte in hello:
+                stranger.sendall(bytes([byte]))
+                time.sleep(0.1)
+        assert time.monotonic() - begin < 1.5
+
+
+def test_too_many_files_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later newcomers are served."""
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.01)
+    failures = [OSError(errno.EMFILE, "too many"), OSError(errno.ECONNABORTED, "aborted")]
+
+    class Server(socket.socket):
+        def accept(self) -> Any:
+            if failures:
+                raise failures.pop()
+            return super().accept()
+
+    with Server() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        service = Service(server, SECRET, lambda member: None)
+        where = ME._replace(service=f"127.0.0.1|{server.getsockname()[1]}|{NO_KEY}")
+        stream = call_donor(where, SECRET, newcomer())
+        relay = service.waiting.get(timeout=SOON)
+        assert relay.newcomer == newcomer() and not failures
+        stream.close()
+        relay._stream.close()
+        server.shutdown(socket.SHUT_RDWR)
+
+
 def said_with(
     donor: Donor, secret: bytes, purpose: bytes, text: bytes, change: Any = None
 ) -> socket.socket:
@@ -316,7 +429,7 @@ TEXT = View(1, (newcomer(),)).pack().encode()
         (SECRET, b"wire", TEXT),
         (SECRET, PURPOSE, b""),
         (SECRET, PURPOSE, b"\xff\xfe"),
-        (SECRET, PURPOSE, b'[1, [], ""]'),
+        (SECRET, PURPOSE, b'[1, [], "", null]'),
         (SECRET, PURPOSE, b"[" * 60_000),
     ],
 )
@@ -346,7 +459,6 @@ def test_a_text_that_is_said_to_be_huge(donor: Donor) -> None:
         serves(donor)
 
 
-@LEAKS
 def test_a_donor_that_is_none(donor: Donor) -> None:
     """It has another secret, is gone, or closes at once: each a `RelayError`."""
     with pytest.raises(RelayError, match=r"closed|does not know|reset"):
@@ -364,7 +476,6 @@ def test_a_donor_that_is_none(donor: Donor) -> None:
         call_donor(where, SECRET, newcomer())
 
 
-@LEAKS
 def test_a_donor_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -376,9 +487,13 @@ def test_a_donor_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- what a newcomer takes from the stream ----
 
 
+def feed_of(stream: Stream) -> Feed:
+    return Feed(stream, ME.id, lambda: None)
+
+
 def test_a_feed_gives_frames_in_their_order(pair: tuple[socket.socket, socket.socket]) -> None:
     """Settings are taken out; records that belong to other calls are passed over."""
-    sender, feed = Stream(pair[0]), _Feed(Stream(pair[1]))
+    sender, feed = Stream(pair[0]), feed_of(Stream(pair[1]))
     first, second = Record(Call(5, "a"), 2, []), Record(Call(5, "b", True), 3, [])
     for frame in (FRAMES[4], first, second, START):
         sender.send(frame)
@@ -392,12 +507,32 @@ def test_a_feed_gives_frames_in_their_order(pair: tuple[socket.socket, socket.so
 
 
 def test_a_feed_ends_with_its_donor(pair: tuple[socket.socket, socket.socket]) -> None:
-    sender, feed = Stream(pair[0]), _Feed(Stream(pair[1]))
+    sender, feed = Stream(pair[0]), feed_of(Stream(pair[1]))
     sender.send(FRAMES[2])
     pair[0].close()
     assert isinstance(feed.pop(), Record)
     with pytest.raises(RelayError, match="has closed the connection"):
         feed.pop()
+
+
+def test_who_waits_for_a_frame_looks_around(
+    monkeypatch: pytest.MonkeyPatch, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    """Where it is woken, and now and then: the donor may be lost without a word."""
+    monkeypatch.setattr(feed_module, "CHECK_SECONDS", 0.02)
+    looked = []
+
+    def check() -> None:
+        looked.append("check")
+        if len(looked) == 1:
+            feed.wake()
+        if len(looked) == 3:
+            raise RelayError("the run goes on without it")
+
+    feed = Feed(Stream(pair[1]), ME.id, lambda: looked.append("awake"), check)
+    with pytest.raises(RelayError, match="the run goes on without it"):
+        feed.pop()
+    assert looked == ["check", "awake", "check"]
 
 
 def test_the_steps_before_a_call() -> None:

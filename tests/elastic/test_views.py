@@ -45,6 +45,7 @@ VIEWS = st.builds(
     st.integers(0, 2**62),
     st.lists(MEMBERS, min_size=1, max_size=6, unique_by=lambda m: m.id).map(tuple),
     WHY,
+    st.none() | st.tuples(IDS, WHY),
 )
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -85,18 +86,26 @@ def test_a_view_with_one_part_replaced_is_read_or_refused(
         return
     assert 0 <= there.epoch <= 2**62 and 1 <= len(there.members) <= MOST_MEMBERS
     assert len(set(there.ids)) == len(there.members) and there.why.isprintable()
+    assert all(member.name.isprintable() for member in there.members)
     assert View.unpack(there.pack()) == there
 
 
 @given(text=st.text(max_size=200))
 @settings(deadline=None)
 def test_why_is_one_line_of_printable_text(text: str) -> None:
-    why = View.unpack(json.dumps([1, [list(A)], text])).why
-    assert why.isprintable() and len(why) == min(len(text), MOST_WHY)
+    view = View.unpack(packed(1, [A], text, [A.id, text]))
+    assert view.why.isprintable() and len(view.why) == min(len(text), MOST_WHY)
+    assert view.farewell is not None and view.farewell[0] == A.id
+    assert view.farewell[1].isprintable()
 
 
-def packed(epoch: Any, members: Any, why: Any = "") -> str:
-    return json.dumps([epoch, members, why])
+def packed(epoch: Any, members: Any, why: Any = "", farewell: Any = None) -> str:
+    return json.dumps([epoch, members, why, farewell])
+
+
+def test_what_is_packed_is_a_view() -> None:
+    """So what is said below to be none has one fault."""
+    assert View.unpack(packed(1, [A, B])) == View(1, (A, B))
 
 
 @pytest.mark.parametrize(
@@ -123,6 +132,14 @@ def packed(epoch: Any, members: Any, why: Any = "") -> str:
         packed(1, [A._replace(id=A.id + "0")]),
         packed(1, [A._replace(id="not hex at.")]),
         packed(1, [A._replace(id="not hexadec.")]),
+        packed(1, [A._replace(id="ABCDEF123456")]),
+        packed(1, [A._replace(id="-0x123456789")]),
+        packed(1, [A._replace(id="1_0_0_0_0_00")]),
+        packed(1, [A._replace(id="\n 1234567890")]),
+        packed(1, [A._replace(id=A.id[:-1] + "\n")]),
+        packed(1, [A._replace(id="٠" * 12)]),
+        packed(1, [A._replace(mesh=f"fe80::1%\x1b[2J|1|{KEY}")]),
+        packed(1, [A._replace(beacon=f"fe80::1%\n|1|{KEY}")]),
         packed(1, [(1, *A[1:])]),
         packed(1, [A._replace(mesh="10.0.0.1")]),
         packed(1, [A._replace(mesh=f"host.name|1|{KEY}")]),
@@ -133,7 +150,12 @@ def packed(epoch: Any, members: Any, why: Any = "") -> str:
         "[" * 30_000 + "]" * 30_000,
         "[" * 900 + "]" * 900,
         "1" * 10_000,
-        json.dumps([1, [list(A)], "", "more"]),
+        packed(1, [A], "", 1),
+        packed(1, [A], "", []),
+        packed(1, [A], "", [A.id]),
+        packed(1, [A], "", {}),
+        json.dumps([1, [list(A)], ""]),
+        json.dumps([1, [list(A)], "", None, "more"]),
     ],
 )
 def test_what_is_no_view(text: str) -> None:
@@ -198,6 +220,14 @@ def test_the_view_after(
     after = view.after(lost, newcomers)
     assert (after.epoch, list(after.members), after.why) == (8, members, why)
     assert view == View(7, (A, B, C), "before")
+    assert View.unpack(after.pack()) == after
+
+
+def test_newcomers_have_to_fit() -> None:
+    """A view that nobody can read must not be proposed."""
+    members = tuple(member(n) for n in range(MOST_MEMBERS + 2))
+    after = View(1, members[:-3]).after({members[0].id: "leaves"}, members[-3:])
+    assert after.members == members[1:-1]
     assert View.unpack(after.pack()) == after
 
 
