@@ -212,6 +212,36 @@ def test_what_a_real_run_writes_is_shown(tmp_path: Path) -> None:
         assert row(text, rank)[1] == "5" and row(text, rank)[-1] == "ended"
 
 
+def view(step: int, ids: list[str], lost: int) -> str:
+    """A record of a change of workers, with four steps lost for each lost worker."""
+    about = {"epoch": step, "ids": ids, "workers": len(ids)}
+    return steps(step, event="view", **about, workers_lost=lost, steps_lost=4 * lost)
+
+
+def test_workers_that_left_and_joined_are_shown(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    changes = view(12, ["a", "b"], 1) + view(30, ["a", "b", "c", "d"], 1) + view(40, ["b", "d"], 3)
+    path.write_text(start(ranks=3, workers=3) + steps(10) + changes + steps(50))
+    text = page(path)
+    assert "after step 12: 2 workers, 3 before, 1 lost so far, with 4 steps" in text
+    assert "after step 30: 4 workers, c d joined, 1 lost so far, with 4 steps" in text
+    assert "after step 40: 2 workers, a c left, 3 lost so far, with 12 steps" in text
+    with path.open("a") as file:
+        file.write(start())
+    assert "workers, " not in page(path).partition("laconic")[2], "another run"
+
+
+@pytest.mark.parametrize("ids", [None, 3, ...])
+def test_a_damaged_change_of_workers(tmp_path: Path, ids: object) -> None:
+    record = json.loads(view(12, ["a"], 1))
+    record = {k: v for k, v in record.items() if k != "ids" or ids is not ...}
+    if ids is not ...:
+        record["ids"] = ids
+    path = tmp_path / "run.jsonl"
+    path.write_text(start() + steps(10) + line(record) + steps(20))
+    assert row(page(path))[1] == "20"
+
+
 # -- the command ----
 
 
@@ -279,6 +309,18 @@ def test_plain_lines_follow_a_run_until_interrupted(tmp_path: Path) -> None:
         assert process.wait(20) == 0
         assert process.stderr is not None
         assert process.stderr.read() == ""
+
+
+def test_plain_lines_name_workers_that_come_and_go(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(start() + view(12, ["a"], 1))
+    with watching(str(path)) as (_, said):
+        expected = "rank 0: after step 12: 1 workers, 2 before, 1 lost so far, with 4 steps\n"
+        assert said.readline() == expected
+        assert "rank 0: step 12" in said.readline()
+        with path.open("a") as file:
+            file.write(view(20, ["a", "b"], 1))
+        assert said.readline().startswith("rank 0: after step 20: 2 workers, b joined")
 
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:

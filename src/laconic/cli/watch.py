@@ -23,6 +23,7 @@ STALE_SECONDS = 10.0
 """A run is stale without a record for this long and for three times the usual interval."""
 LONGEST_LINE = 1 << 20
 LATEST_CALLS = 4
+LATEST_CHANGES = 4
 CHUNK = 1 << 20
 STARTS = {
     **dict.fromkeys(("rank", "ranks", "workers", "step"), int),
@@ -102,6 +103,10 @@ class LogFile:
         self.error = ""
         self.calls: dict[str, dict[str, Any]] = {}
         self._window: deque[dict[str, Any]] = deque()
+        self.changes: list[str] = []
+        """Who has joined and left in an elastic run, one line for each view."""
+        self._ids: list[str] | None = None
+        self._workers = int(start.get("workers", 0))
 
     def poll(self) -> None:
         """Read new records. A file that was replaced or truncated is read from its start."""
@@ -140,10 +145,25 @@ class LogFile:
             for call in record["calls"]:
                 self.calls.pop(call["name"], None)  # so that the latest comes last
                 self.calls[call["name"]] = call
+            if record["event"] == "view":
+                self._read_view(record)
             self.error = record.get("error", self.error)
             self.latest = record
         except (ValueError, LookupError, TypeError):
             self.unreadable += 1  # an incomplete line of a killed run, or not a record at all
+
+    def _read_view(self, record: dict[str, Any]) -> None:
+        ids, step = [str(id) for id in record["ids"]], record["step"]
+        if self._ids is None:  # the first record does not name the workers
+            who = [f"{self._workers} before"] * bool(self._workers)
+        else:
+            joined = [id for id in ids if id not in self._ids]
+            left = [id for id in self._ids if id not in ids]
+            who = [f"{' '.join(joined)} joined"] * bool(joined)
+            who += [f"{' '.join(left)} left"] * bool(left)
+        lost = f"{record['workers_lost']} lost so far, with {record['steps_lost']} steps"
+        self.changes.append(f"after step {step}: {len(ids)} workers, {', '.join([*who, lost])}")
+        self._ids, self._workers = ids, len(ids)
 
     @property
     def has_run(self) -> bool:
@@ -232,15 +252,22 @@ class Watcher:
         )
         parts: list[RenderableType] = [Text(head), *map(Text, start["schedule"]), _table(runs)]
         parts += [Text(_call(call)) for call in list(runs[0].calls.values())[-LATEST_CALLS:]]
+        parts += [Text(change) for change in runs[0].changes[-LATEST_CHANGES:]]
         parts += [Text(f"rank {r.rank}: {r.error}", style="red") for r in runs if r.error]
         return Group(*parts, *waiting)
 
     def lines(self) -> Iterator[str]:
         """Yield a line per change, once a second, for a file or a pipe."""
         shown: dict[Path, Any] = {}
+        changes: dict[Path, tuple[dict[str, Any], int]] = {}
         yield from self._waiting()
         while True:
             for file in self.runs():
+                start, count = changes.get(file.path, (file.start, 0))
+                count = count if start == file.start else 0
+                for change in file.changes[count:]:
+                    yield f"rank {file.rank}: {change}"
+                changes[file.path] = file.start, len(file.changes)
                 now = "stale" if file.stale() else (file.start, file.latest)
                 if shown.get(file.path) != now:
                     shown[file.path] = now
