@@ -316,6 +316,8 @@ class Members:
         """Follow the views that were decided, and propose one where that is due."""
         if self._coordinator_lost:
             self._restore()
+        if self._removed:
+            return
         view = self.view
         while (newer := self.registry.view(view.epoch + 1)) is not None:
             self._decided(newer)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from laconic.errors import LinkError
-from laconic.links.elastic.view import Member, View
+from laconic.links.elastic.view import MOST_MEMBERS, Member, View
 from laconic.links.handshake import SECRET_BYTES
 from laconic.links.texts import clean
 
@@ -260,6 +260,7 @@ class Registry:
 
     def propose(self, view: View) -> View:
         """Decide ``view`` for its epoch, unless another one was; returns the one that counts."""
+        assert 0 < len(view.members) <= MOST_MEMBERS, "else nobody could read it"
         self._first(f"view/{view.epoch}", view.pack())
         decided = self.view(view.epoch)
         assert decided is not None, "views stay"

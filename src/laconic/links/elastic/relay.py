@@ -130,7 +130,7 @@ class Stream:
                 values["call"] = Call(*values["call"])
             frame: Frame = cls(**values)
         except Exception as error:  # torch.load raises anything
-            raise RelayError(f"what came is no frame of laconic's: {error}") from error
+            raise RelayError("what came is no frame of laconic's") from error
         return frame
 
     def _exactly(self, length: int) -> bytes:
