@@ -202,6 +202,22 @@ def test_a_member_that_never_comes(hosts: list[Host], place: int) -> None:
     works(connected(hosts, view_of(hosts, 2), [0, 1, 2]))
 
 
+def test_views_of_one_epoch_that_differ_do_not_connect(hosts: list[Host]) -> None:
+    """A coordinator that was started again empty may decide an epoch twice."""
+    view = view_of(hosts[:2])
+    changed = view.members[0]._replace(service=hosts[2][0].service)
+    other = replace(view, members=(changed, view.members[1]))
+    with ThreadPoolExecutor(2) as pool:
+        calls = [
+            pool.submit(connected, hosts, v, [place], stopping(0.5))
+            for place, v in enumerate((view, other))
+        ]
+        for call in calls:
+            with pytest.raises(Interrupted):
+                call.result(SOON)
+    works(connected(hosts, view, [0, 1]))
+
+
 def test_a_member_that_is_gone(hosts: list[Host]) -> None:
     """Its port is closed: that ends the attempt at once."""
     hosts[0][1].close()

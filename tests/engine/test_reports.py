@@ -99,6 +99,30 @@ def test_every_sample_once_under_any_history_of_views(seed: int, lost: str) -> N
         assert shared[0]["samples_lost"] == 0
 
 
+def test_what_a_round_sends_counts_once_it_is_complete() -> None:
+    """And not what was drawn since it was begun."""
+    worker = Worker(100, "again")
+    meet([("a", worker)], set())
+
+    def known() -> tuple[int, int, tuple[int, int]]:
+        heard = Heard.unpack(worker.reports.note(), 1)
+        assert heard is not None
+        return heard.step, heard.sent, heard.drawn[0]
+
+    found = []
+    for began, idle in ((True, False), (True, False), (False, True), (False, True), (True, True)):
+        worker.draw(3)
+        worker.finish_step(began=began, idle=idle)
+        found.append(known())
+    assert found == [
+        (1, 0, (3, 0)),
+        (2, 0, (6, 0)),
+        (3, 1, (9, 3)),
+        (4, 1, (12, 3)),
+        (5, 5, (15, 15)),
+    ]
+
+
 def test_a_run_begins_where_a_saved_one_ended() -> None:
     before = [Worker(100, "again") for _ in range(2)]
     meet([("a", before[0]), ("b", before[1])], set())
