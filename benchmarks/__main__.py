@@ -24,6 +24,13 @@ ALL = {
     "ddp": (4, False, ["ddp"], "a step under ddp() / under torch's DistributedDataParallel"),
     "processor": (4, False, ["processor"], "processor time of the same, by codec"),
     "share": (4, True, ["share", STREAMING], "a step at 100 Mbit/s / without communication"),
+    "elastic": (
+        4,
+        True,
+        ["elastic", "local_sgd(8)"],
+        "an elastic run at 100 Mbit/s / a static one",
+    ),
+    "elastic_ddp": (4, True, ["elastic", "ddp(codec='int4')"], "the same with a coded gradient"),
     "slow": (4, True, ["slow"], "a round at 100 Mbit/s / its bytes over the rate"),
     "coded": (4, True, ["coded"], "an encoded round at 100 Mbit/s / its bytes over the rate"),
     "coded_large": (2, True, ["coded_large"], "the same with a bucket of 25 MiB, two processes"),

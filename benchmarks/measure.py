@@ -21,11 +21,13 @@ import laconic
 from laconic.algorithms.parse import parse_recipe
 from laconic.buckets import BUCKET_BYTES
 from laconic.lab.race import workloads
+from laconic.links.elastic.registry import serve
 
 PAIRS = 40
 PARAMETERS = 865_280
 SHARE_STEPS = 48
 """Steps in each turn of `share`, a multiple of the period."""
+ELASTIC_STEPS, ELASTIC_PAIRS = 8, 14
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,42 @@ def share(text: str, count: str = "6") -> None:
     emit(ratio(f"{text}, processor time", *work, bound=1 / 0.97))
 
 
+def sent_bytes() -> int:
+    """Return the bytes that this host has sent over its interfaces, except the loopback."""
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    rows = [line.replace(":", " ").split() for line in lines]
+    return sum(int(row[9]) for row in rows if row[0] != "lo")
+
+
+def elastic(text: str) -> None:
+    """Measure a step of an elastic run without faults relative to a static one, and its bytes. Each
+    job is `ELASTIC_STEPS` steps."""
+    recipe = parse_recipe(text)
+    assert isinstance(recipe, tuple), "auto is not supported here"
+    host, port, rank = os.environ["MASTER_ADDR"], 29411, int(os.environ["RANK"])
+    store = serve(host, port) if rank == 0 else None
+    dist.barrier()
+    static, other = Training(), Training()
+    laconic.attach(static.model, static.optimizer, recipe)
+    coordinator = laconic.Elastic(f"{host}:{port}", workers=dist.get_world_size())
+    sync = laconic.attach(other.model, other.optimizer, recipe, elastic=coordinator)
+    sent = {"static": 0.0, "elastic": 0.0}
+
+    def job(training: Training, name: str) -> None:
+        before = sent_bytes()
+        for _ in range(ELASTIC_STEPS):
+            training.step()
+        sent[name] += sent_bytes() - before
+
+    times = pairs(lambda: job(other, "elastic"), lambda: job(static, "static"), ELASTIC_PAIRS)
+    emit(ratio(text, *times, bound=1.02))
+    bytes_ratio = mean(sent["elastic"]) / mean(sent["static"])
+    emit(Figure(f"{text}, bytes", bytes_ratio, None, None, 1, 1.01))
+    sync.finish()
+    dist.barrier()
+    del store
+
+
 def slow() -> None:
     recipes = {
         "local_sgd": laconic.local_sgd(1),
@@ -348,6 +386,7 @@ def main() -> None:
         "ddp": ddp,
         "processor": processor,
         "share": share,
+        "elastic": elastic,
         "slow": slow,
         "coded": coded,
         "coded_large": coded_large,
