@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.chaos import network, worker
 from benchmarks.chaos.plan import WORKERS, Fault, Plan
 from benchmarks.chaos.shared import DONE, MOST_WORKERS, READY, Slot, make
+from laconic.engine.newcomers import LEFT
 from laconic.links.elastic.registry import serve
 
 LIMIT = 40.0
@@ -201,7 +202,7 @@ class Run:
         if status == -signal.SIGKILL and "SIGKILL" in reasons:
             return
         newcomer = process.slot.stage != READY
-        if "SIGTERM" in reasons and status in ((0, -signal.SIGTERM) if newcomer else (0,)):
+        if "SIGTERM" in reasons and status in (LEFT, 0, *([-signal.SIGTERM] if newcomer else [])):
             return
         if status == 1 and REMOVED in last and "silent" in reasons:
             self.now.removed += 1

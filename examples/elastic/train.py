@@ -10,7 +10,6 @@ Kill a worker, and start it again: it joins the run. `docs/elastic.md` explains 
 import argparse
 import hashlib
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -20,9 +19,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import laconic
-
-LEFT = 75
-"""The exit code after SIGTERM. 0 means that the run has ended."""
 
 
 def dataset() -> TensorDataset:
@@ -99,10 +95,7 @@ def main() -> None:
     elif options.model is not None and options.model.exists():
         say(f"{options.model} exists: the run has ended")
     else:
-        try:
-            say(f"digest: {train(options)}")
-        except SystemExit:  # SIGTERM has come, and this worker has left the run
-            sys.exit(LEFT)
+        say(f"digest: {train(options)}")
 
 
 if __name__ == "__main__":

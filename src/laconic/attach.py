@@ -171,7 +171,8 @@ def attach(
         for other in sets.values():
             if other is not world:
                 on_error.callback(other.close)
-        places = agree_on_metrics(places, world)
+        number = None if joined is None else joined.number
+        places = agree_on_metrics(places, world, number)
 
         def arrange(recipe: Recipe) -> Recipe:
             if joined is not None:
@@ -193,7 +194,7 @@ def attach(
     if joined is not None:
         joined.take_part(driver)
     sync = Synchronizer(driver)
-    sync.record(places)
+    sync.record(places, number)
     if scaler is not None:
         _watch(scaler)
         if scaler.is_enabled():

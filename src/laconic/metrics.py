@@ -193,17 +193,21 @@ def check_metrics(metrics: MetricsArgument) -> list[Metrics]:
     return sinks
 
 
-def agree_on_metrics(sinks: Sequence[Metrics], link: Link) -> list[Metrics]:
+def agree_on_metrics(
+    sinks: Sequence[Metrics], link: Link, number: int | None = None
+) -> list[Metrics]:
     """Return the ``sinks`` that this rank writes. Call it on every rank, also without sinks.
+    ``number``: of this rank's files, if it is not the rank.
 
     Raises ``ValueError`` on every rank if the directory to write in is missing on one of them, or
     if a sink's `Metrics.survey` or `Metrics.writes` raises. Any other problem is a warning on the
     affected rank only.
     """
     codes, caught = [], None
+    rank = link.rank if number is None else number
     try:
-        codes = [sink.survey(link.rank) for sink in sinks]
-        own = [sink for sink in sinks if sink.writes(link.rank)]
+        codes = [sink.survey(rank) for sink in sinks]
+        own = [sink for sink in sinks if sink.writes(rank)]
     except Exception as error:  # of a user's own sink
         codes, caught = [FAILED], error
     padded = codes + [NOT_GIVEN] * (MOST_SINKS - len(codes))

@@ -36,6 +36,11 @@ class Joined:
     reports: Reports
     others: Mapping[str, Stateful]
 
+    @property
+    def number(self) -> int | None:
+        """Of a newcomer's metrics file; None: the rank."""
+        return self.link.members.registry.number - 1 if self.link.replaying else None
+
     def take_part(self, driver: Driver) -> None:
         """Return when this worker takes part in the rounds of ``driver``."""
         if self.link.replaying:

@@ -45,6 +45,8 @@ from laconic.links.elastic.relay import (
 log = logging.getLogger("laconic")
 
 RETRY_SECONDS = 0.5
+LEFT = 128 + signal.SIGTERM
+"""The exit code of a worker that has left on SIGTERM: for supervisors it has not finished."""
 
 
 class Stateful(Protocol):
@@ -126,7 +128,7 @@ class Donor:
             self._driver.session.comm.drain()
             self._link.members.leave()
             self._link.close()
-            raise SystemExit(0)
+            raise SystemExit(LEFT)
         for relay in self._link.reception.callers(session.step):
             snapshot = Snapshot(session.step, self._state())
             self._link.relays.append(relay)

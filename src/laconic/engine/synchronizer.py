@@ -324,14 +324,16 @@ class Synchronizer:
 
     # -- measuring ----
 
-    def record(self, places: Sequence[Metrics]) -> None:
-        """Report this run to ``places`` from now on."""
-        session, run = self._session, self._run
+    def record(self, places: Sequence[Metrics], number: int | None = None) -> None:
+        """Report this run to ``places`` from now on. ``number``: of this rank's files, if it is not
+        the rank."""
+        session, run, view = self._session, self._run, self.view
+        size = session.world.size if session.elastic is None else len(view.workers)
         about = {
             "step": session.step,
-            "rank": session.world.rank,
-            "ranks": session.world.size,
-            "workers": session.workers.size,
+            "rank": session.world.rank if number is None else number,
+            "ranks": size,
+            "workers": session.workers.size if session.elastic is None else size,
             "recipe": run.text(),
             "schedule": [f"{r.name}, {r.when}" for r in run.recipe if r.over != "replica"],
         }

@@ -135,6 +135,8 @@ class Registry:
     def __init__(self, address: str, job: str) -> None:
         self.host, self.port = parse_address(address)
         self._job = job
+        self.number = 1
+        """Of this process, once it has entered."""
         self._client: _Client | None = None
         self._lock = threading.Lock()
 
@@ -212,10 +214,11 @@ class Registry:
     # -- workers that come ----
 
     def enter(self, member: Member) -> int:
-        """Add ``member`` to those that want to take part; returns its number."""
+        """Add ``member`` to those that want to take part; returns its number, from 1."""
         number = int(self._call(lambda store: store.add(TICKETS, 1)))
         text = View(1, (member,)).pack()
         self._call(lambda store: store.set(f"ticket/{number}", text))
+        self.number = number
         return number
 
     def entered(self, known: Container[int] = ()) -> dict[int, Member]:

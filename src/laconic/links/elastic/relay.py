@@ -265,6 +265,7 @@ class Relay:
             self._stream.wait_for(STATE)  # or the newcomer closes
             if self._state is not None:
                 self._stream.send(self._state)
+            self._stream.wait_for(STATE)  # the newcomer closes
         except (RelayError, LinkError) as error:
             self._give_up(str(error))
 

@@ -197,6 +197,7 @@ def _members(me: int) -> Any:
         me=SimpleNamespace(id=str(me)),
         view=SimpleNamespace(epoch=1),
         rules=SimpleNamespace(wait=0.0),
+        registry=SimpleNamespace(number=me + 1),
         record=LinkRecord(),
         is_at=nothing,
         status=nothing,
