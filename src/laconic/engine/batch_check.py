@@ -60,8 +60,8 @@ def check_first_gradients(everyone: Sequence[Sequence[float]]) -> None:
     if identical:
         warnings.warn(
             "the first gradients are identical on all workers: they are reading the same "
-            "batches. Give each its share of the data (DistributedSampler, ElasticSampler, or seed by "
-            "rank)",
+            "batches. Give each its share of the data (DistributedSampler, ElasticSampler, or seed "
+            "by rank)",
             stacklevel=2,
         )
 
