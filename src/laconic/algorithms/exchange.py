@@ -43,6 +43,9 @@ class Exchange:
     """Whether all workers hold the same result afterward."""
     whole: ClassVar[bool] = False
     """Whether a bucket must hold whole tensors, which `shaped` then describes."""
+    keeps_message: ClassVar[bool] = False
+    """Whether `run` leaves the message as it is. Otherwise a message that may have to be exchanged
+    again is copied first."""
     for_gradients: ClassVar[bool] = False
     """Whether it is for gradients only: its messages do not build on earlier ones."""
 

@@ -297,7 +297,8 @@ class GradientRunner:
         message = flat
         if self._context.elastic:
             clock = replace(clock, workers=self._link.size, worker=self._link.rank)
-            message = flat.clone() if exchange.slots else flat
+            if exchange.slots and not exchange.keeps_message:
+                message = flat.clone()
         try:
             mean = exchange.run(self._link, message, combine, clock, state).flat
         except NotFiniteError as error:

@@ -73,7 +73,8 @@ class Messenger:
         update, state = self._round.update, channel.state
         if self._context.elastic:  # another attempt may be among others, and needs the message
             clock = replace(clock, workers=self._link.size, worker=self._link.rank)
-            message = message.clone() if channel.exchange.slots else message
+            if channel.exchange.slots and not channel.exchange.keeps_message:
+                message = message.clone()
         slice_clock = replace(clock, shapes=()) if clock.shapes else clock
 
         def combine(mean: Tensor) -> Tensor:

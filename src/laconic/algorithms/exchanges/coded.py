@@ -214,6 +214,8 @@ class ReplicatedMean(SlicedMean):
         "lag": "pooled",
     }
 
+    keeps_message: ClassVar[bool] = True
+
     def multiple(self, n: int) -> int:
         return n * self.codec.grain
 
@@ -246,11 +248,10 @@ class ReplicatedMean(SlicedMean):
         residual, w = self.reduce_scatter(link, v, clock, padded)
         each = w.numel()
         own = slice(rank * each, (rank + 1) * each)
-        elsewhere = None
+        mine = slice(own.start, max(min(own.stop, length), own.start))
         if self.feedback:
-            elsewhere = torch.nn.functional.pad(state["lag"], (0, padding))
-            w.add_(elsewhere[own], alpha=self.feedback)
-            elsewhere[own] = 0
+            lag = state["lag"][mine]
+            w[: len(lag)].add_(lag, alpha=self.feedback)
         split = self.split(each, clock, w.device)
         rows = torch.empty(n, self.codec.nbytes(each), dtype=torch.uint8, device=w.device)
         generator, failure = generator_for(clock, w.device, 1), ""
@@ -265,11 +266,14 @@ class ReplicatedMean(SlicedMean):
         link.all_gather(rows[rank], rows.view(-1), parts=split.parts(fill))
         raise_if_nonfinite(rows[:, split.end], failure)
         mean = self.codec.decode(rows.view(-1), n * each)[:length].to(residual.dtype)
-        if elsewhere is not None:
+        if self.feedback:
             state["residual"].copy_(residual[:length])  # e <- v - q
-            state["residual"].add_(elsewhere[:length], alpha=n)
-            state["lag"].zero_()
-            state["lag"][own] = w[: max(min(length - own.start, each), 0)]  # o <- w - p
+            for at in (slice(0, mine.start), slice(mine.stop, length)):
+                elsewhere = state["lag"][at]
+                if elsewhere.any():  # the slices have changed
+                    state["residual"][at].add_(elsewhere, alpha=n)
+                    elsewhere.zero_()
+            state["lag"][mine] = w[: len(state["lag"][mine])]  # o <- w - p
         if not self.relative:
             return Arrival(combine(mean).clone())
         state["reference"].copy_(combine(mean.add_(state["reference"])))
