@@ -16,14 +16,19 @@ from elastic_worker import train
 
 pytestmark = pytest.mark.timeout(150)
 
-RECIPES = [
+KILL, TERM = signal.SIGKILL, signal.SIGTERM
+RECORDED = [
+    ("laconic.ddp()", KILL),
+    ("laconic.local_sgd(4, delay=2, codec='int8')", KILL),
+    ("laconic.sgp()", KILL),
+    ("laconic.ddp(codec='int4')", TERM),
+    ("laconic.sgp(delay=1)", TERM),
+]
+ALL = [
     "laconic.ddp()",
     "laconic.local_sgd(4, delay=2, codec='int8')",
     "laconic.diloco(8)",
     "laconic.sgp()",
-]
-ALL = [
-    *RECIPES,
     "laconic.ddp(codec='int4')",
     "laconic.slowmo(laconic.local_sgd(3), period=6)",
     "laconic.diloco(8, merge='eager', delay=3)",
@@ -36,14 +41,16 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_trace_repeats_a_run_bit_for_bit(recipe: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("recipe", "number"), RECORDED)
+def test_a_trace_repeats_a_run_bit_for_bit(
+    recipe: str, number: signal.Signals, tmp_path: Path
+) -> None:
     steps, options = 700, {"samples": 5000, "clip": True}
     with Run(recipe, 3, steps, trace=str(tmp_path), **options) as run:
         replacement = run.add(hold=True)
         for worker in run.workers[:3]:
             worker.wait_for("ready")
-        run.workers[1].send(signal.SIGKILL)
+        run.workers[1].send(number)
         run.workers[0].wait_for("view", workers=2)
         replacement.go()
         ids = {w.wait_for("ready")["id"]: w for w in run.workers if w is not run.workers[1]}
@@ -63,7 +70,9 @@ def test_a_trace_repeats_a_run_bit_for_bit(recipe: str, tmp_path: Path) -> None:
             assert result is not None
             assert result["digest"] == done[id]["digest"]
         else:
-            assert result is None, "it was killed"
+            assert result is None, "it was killed, or has left"
+    taken = [key for key in trace._bequests if number == TERM]
+    assert len(taken) == (number == TERM), "another worker takes over what only it held"
     assert len({event["digest"] for event in done.values()}) == 1
 
 

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from laconic.algorithms.exchange import Gossip
 from laconic.checkpoints.rank_file import plain
+from laconic.engine import bequest
 from laconic.engine.driver import Driver
 from laconic.engine.reports import Reports
 from laconic.engine.saved_state import checksum
@@ -33,6 +34,7 @@ from laconic.links.calls import GRADIENTS, Call
 from laconic.links.elastic.feed import Feed
 from laconic.links.elastic.link import ElasticLink, Settings
 from laconic.links.elastic.relay import (
+    Bequest,
     Frame,
     Record,
     RelayError,
@@ -124,16 +126,31 @@ class Donor:
         began = rounds > self._rounds or self._driver.run.averages_gradients(session.step)
         self._rounds = rounds
         self._reports.after_step(session.step, began=began, idle=session.comm.idle)
-        if self._leaving:
-            self._driver.session.comm.drain()
-            self._link.members.leave()
-            self._link.close()
-            raise SystemExit(LEFT)
+        if self._leaving or self._link.reception.leaves(session.step):
+            self._leave_run()
+        for id, received in self._link.reception.bequests(session.step):
+            session.comm.drain()
+            bequest.take_over(self._driver, received.held, received.workers)
+            self._link.units.note({"from": id, "step": session.step})
         for relay in self._link.reception.callers(session.step):
             snapshot = Snapshot(session.step, self._state())
             self._link.relays.append(relay)
             relay.begin(snapshot)
             log.info("sending the state after step %d to a newcomer", self._driver.session.step)
+
+    def _leave_run(self) -> None:
+        session, link = self._driver.session, self._link
+        session.comm.drain()
+        active, me, step = link.units.active, link.units.me, session.step
+        place = active.index(me) if me in active else 0
+        held = bequest.collect(self._driver)
+        link.units.note({"left": step})
+        link.members.leave()
+        if held:
+            heirs = [*active[place + 1 :], *active[:place]]
+            link.reception.bequeath(Bequest(held, len(active)), heirs, step)
+        link.close()
+        raise SystemExit(LEFT)
 
     def _after_finish(self) -> None:
         """Newcomers repeat rounds only: they begin again with the state that `finish` has left."""

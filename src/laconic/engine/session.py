@@ -104,7 +104,9 @@ class Session:
             threaded = self.world.threaded and self.world.size > 1
             self.comm = CommThread(threaded, device, self.world.check)
         else:
-            self.comm = CommThread(True, device, self.world.check, self.elastic.unit)
+            self.comm = CommThread(
+                self.elastic.threaded, device, self.world.check, self.elastic.unit
+            )
             self.elastic.wake = self.comm.poke
         self.nonfinite = NonfiniteCheck(self.links["shards"], self.comm)
         self.recorder = Recorder()

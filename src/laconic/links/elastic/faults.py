@@ -32,6 +32,12 @@ class Plan(Protocol):
     def missing(self, worker: int, serial: int) -> Sequence[int]:
         """Those whose messages this worker has not received in that unit."""
 
+    def leaves(self, worker: int) -> int | None:
+        """After which step it leaves by itself, and hands over what only it holds; None: never."""
+
+    def bequests(self, worker: int, step: int) -> Sequence[int]:
+        """Those whose bequests this worker takes over after ``step``."""
+
     def deals(self, worker: int) -> list[Any] | None:
         """The recorded deals of samples; None: they are dealt when workers come and go."""
 
@@ -69,6 +75,8 @@ class Trace:
         self._missing: dict[tuple[str, int], list[str]] = {}
         self._joins: dict[str, _Join] = {}
         self._deals: dict[str, list[Any]] = {}
+        self._left: dict[str, int] = {}
+        self._bequests: dict[tuple[str, int], list[str]] = {}
         files = sorted(Path(directory).glob("*.jsonl"))
         if not files:
             raise ValueError(f"no worker has recorded anything in {os.fspath(directory)}")
@@ -85,6 +93,12 @@ class Trace:
         id = file.stem
         if "donor" in event:
             self._joins[id] = _Join(event["donor"], event["step"])
+            return
+        if "left" in event:
+            self._left[id] = event["left"]
+            return
+        if "from" in event:
+            self._bequests.setdefault((id, event["step"]), []).append(event["from"])
             return
         if "deals" in event:
             self._deals.setdefault(id, []).append(event["deals"])
@@ -113,6 +127,14 @@ class Trace:
     def missing(self, worker: int, serial: int) -> list[int]:
         """See `Plan.missing`."""
         return [self.ids.index(id) for id in self._missing.get((self.ids[worker], serial), ())]
+
+    def leaves(self, worker: int) -> int | None:
+        """See `Plan.leaves`."""
+        return self._left.get(self.ids[worker])
+
+    def bequests(self, worker: int, step: int) -> list[int]:
+        """See `Plan.bequests`."""
+        return [self.ids.index(id) for id in self._bequests.get((self.ids[worker], step), ())]
 
     def deals(self, worker: int) -> list[Any]:
         """See `Plan.deals`."""
@@ -194,6 +216,13 @@ class Faults:
 
     def missing(self, worker: int, serial: int) -> Sequence[int]:
         """See `Plan.missing`."""
+        return ()
+
+    def leaves(self, worker: int) -> None:
+        """See `Plan.leaves`."""
+
+    def bequests(self, worker: int, step: int) -> Sequence[int]:
+        """See `Plan.bequests`."""
         return ()
 
     def deals(self, worker: int) -> None:

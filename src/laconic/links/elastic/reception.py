@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 from laconic.links.elastic.feed import Feed
 from laconic.links.elastic.members import Members
-from laconic.links.elastic.relay import Relay, RelayError, Service, call_donor
+from laconic.links.elastic.relay import Bequest, Relay, RelayError, Service, bequeath, call_donor
+
+log = logging.getLogger("laconic")
 
 
 class Reception:
@@ -18,11 +21,13 @@ class Reception:
     def __init__(self, members: Members, service: socket.socket) -> None:
         self._members, self._service = members, service
         self._waiting: SimpleQueue[Relay] = SimpleQueue()
+        self._bequests: SimpleQueue[tuple[str, Bequest]] = SimpleQueue()
 
     def open(self) -> None:
         """Answer newcomers from now on."""
         members = self._members
-        self._waiting = Service(self._service, members.secret, members.add).waiting
+        service = Service(self._service, members.secret, members.add)
+        self._waiting, self._bequests = service.waiting, service.bequests
 
     def callers(self, step: int) -> list[Relay]:
         """The newcomers that have called, and get the state after ``step`` steps."""
@@ -30,6 +35,28 @@ class Reception:
         while not self._waiting.empty():
             found.append(self._waiting.get())
         return found
+
+    def leaves(self, step: int) -> bool:
+        """Whether this worker is to leave after ``step`` by a plan."""
+        return False
+
+    def bequests(self, step: int) -> list[tuple[str, Bequest]]:
+        """What workers have sent that left, with their ids, to be taken over after ``step``."""
+        found = []
+        while not self._bequests.empty():
+            found.append(self._bequests.get())
+        return found
+
+    def bequeath(self, bequest: Bequest, heirs: Sequence[str], step: int) -> None:
+        """Send ``bequest`` to the first of the ``heirs`` that takes it. This worker has left after
+        ``step``."""
+        members = self._members
+        for heir in (m for id in heirs for m in members.view.members if m.id == id):
+            try:
+                bequeath(heir, members.secret, members.me, bequest)
+                return
+            except RelayError as error:
+                log.info("%s does not take over what this worker holds: %s", heir.name, error)
 
     def call_donor(self, number: int, awake: Callable[[], None]) -> Feed:
         """Ask a worker of the run for its state; ``number`` counts the attempts. ``awake``: see

@@ -32,6 +32,8 @@ from laconic.links.elastic.view import Member, View
 log = logging.getLogger("laconic")
 
 PURPOSE = b"join"
+BEQUEST = "bequest"
+"""What a worker that leaves says in place of the reason of a view."""
 KEY = bytes(handshake.KEY_BYTES)
 HANDSHAKE_SECONDS = 5.0
 RETRY_SECONDS = 0.1
@@ -86,8 +88,17 @@ class Start:
     others: dict[str, Any]
 
 
-Frame = Snapshot | Record | StepSettings | Start
+@dataclass(frozen=True)
+class Bequest:
+    """What only a worker ``held`` that has left, one of so many ``workers``."""
+
+    held: dict[str, Any]
+    workers: int
+
+
+Frame = Snapshot | Record | StepSettings | Start | Bequest
 _KINDS: dict[str, Any] = {
+    "bequest": Bequest,
     "snapshot": Snapshot,
     "record": Record,
     "settings": StepSettings,
@@ -192,16 +203,29 @@ def _converse(connection: socket.socket, exchange: handshake.Exchange) -> bytes:
 
 def call_donor(donor: Member, secret: bytes, newcomer: Member) -> Stream:
     """Ask ``donor`` for the state of the run; raises `RelayError`."""
-    address = Address.parse(donor.service)
+    return _call(donor, secret, View(1, (newcomer,)))
+
+
+def bequeath(heir: Member, secret: bytes, me: Member, bequest: Bequest) -> None:
+    """Send ``bequest`` to another worker, ``heir``; raises `RelayError`."""
+    stream = _call(heir, secret, View(1, (me,), BEQUEST))
+    try:
+        stream.send(bequest)
+        stream.wait_for(READY)
+    finally:
+        stream.close()
+
+
+def _call(worker: Member, secret: bytes, hello: View) -> Stream:
+    address = Address.parse(worker.service)
     try:
         with forks.guard:
             connection = socket.create_connection((address.host, address.port), HANDSHAKE_SECONDS)
             stream = Stream(connection)
     except OSError as error:
         raise RelayError(str(error)) from error
-    text = View(1, (newcomer,)).pack().encode()
     try:
-        _converse(connection, handshake.call(secret, PURPOSE, KEY, 0, text))
+        _converse(connection, handshake.call(secret, PURPOSE, KEY, 0, hello.pack().encode()))
     except RelayError:
         stream.close()
         raise
@@ -271,13 +295,14 @@ class Relay:
 
 
 class Service:
-    """Accepts newcomers that know the ``secret``, from a thread of its own. ``relays``: those that
-    wait for a snapshot."""
+    """Accepts newcomers that know the ``secret``, from a thread of its own. ``waiting``: those that
+    wait for a snapshot. ``bequests``: what workers have sent that left, with their ids."""
 
     def __init__(
         self, server: socket.socket, secret: bytes, ready: Callable[[Member], None]
     ) -> None:
         self.waiting: queue.SimpleQueue[Relay] = queue.SimpleQueue()
+        self.bequests: queue.SimpleQueue[tuple[str, Bequest]] = queue.SimpleQueue()
         self._server, self._secret, self._ready = server, secret, ready
         threading.Thread(target=self._serve, daemon=True, name="laconic-service").start()
 
@@ -297,11 +322,23 @@ class Service:
         try:
             exchange = handshake.answer(PURPOSE, lambda key: self._secret, lambda hello, text: b"")
             said = _converse(connection, exchange)
-            newcomer = View.unpack(said[handshake.HELLO_BYTES :].decode()).members[0]
+            hello = View.unpack(said[handshake.HELLO_BYTES :].decode())
+            if hello.why == BEQUEST:
+                self._inherit(hello.members[0].id, stream)
+                return
         except (RelayError, ValueError):
             stream.close()
             return
-        self.waiting.put(Relay(newcomer, stream, self._ready))
+        self.waiting.put(Relay(hello.members[0], stream, self._ready))
+
+    def _inherit(self, id: str, stream: Stream) -> None:
+        try:
+            frame = stream.receive()
+            if isinstance(frame, Bequest):
+                self.bequests.put((id, frame))
+                stream.say(READY)
+        finally:
+            stream.close()
 
 
 def numbers_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

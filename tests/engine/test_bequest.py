@@ -1,0 +1,95 @@
+"""What a worker that leaves hands over: the sums over workers stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import laconic
+from laconic.engine import bequest
+from laconic.engine.synchronizer import Synchronizer
+
+
+def trained(recipe: Any, results: dict[int, Any]) -> None:
+    """Train four simulated workers, which then stop in the middle."""
+
+    def worker(rank: int) -> Synchronizer:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(6, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        elastic = laconic.Elastic("simulated")
+        sync = laconic.attach(model, optimizer, recipe, elastic=elastic)
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(7):
+            optimizer.zero_grad()
+            (model(torch.randn(5, 6, generator=generator)).square().sum()).backward()
+            optimizer.step()
+        results[rank] = sync
+        return sync
+
+    laconic.simulate(worker, faults=laconic.Faults(4))
+
+
+def mass(sync: Synchronizer) -> tuple[torch.Tensor, float]:
+    """w*z and w of a worker."""
+    (running,) = sync.driver.run.rounds
+    (channel,) = running.channels
+    w = float(channel.state["w"])
+    return w * channel.bucket.pack(channel.bucket.empty()).double(), w
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_push_weights_and_what_they_weigh_stay(delay: int) -> None:
+    found: dict[int, Synchronizer] = {}
+    trained(laconic.sgp(delay=delay), found)
+    for sync in found.values():
+        bequest.collect(sync.driver)  # folds what is in flight
+    before = [mass(found[rank]) for rank in range(4)]
+    assert sum(w for _, w in before) == pytest.approx(4.0)
+    held = bequest.collect(found[2].driver)
+    bequest.take_over(found[3].driver, held, 4)
+    after = [mass(found[rank]) for rank in (0, 1, 3)]
+    assert sum(w for _, w in after) == pytest.approx(sum(w for _, w in before))
+    total = torch.stack([x for x, _ in before]).sum(0)
+    torch.testing.assert_close(
+        torch.stack([x for x, _ in after]).sum(0), total, rtol=1e-6, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [laconic.ddp(codec="int4"), laconic.local_sgd(3, codec="int4"), laconic.sparse_loco(3)],
+)
+def test_residuals_count_as_much_as_before(recipe: Any) -> None:
+    """e/n in the mean over n workers; what is left of the mean's own error counts once."""
+    found: dict[int, Synchronizer] = {}
+    trained(recipe, found)
+
+    def states(rank: int) -> list[dict[str, torch.Tensor]]:
+        run = found[rank].driver.run
+        channels = [c for r in run.rounds for c in r.channels]
+        channels += [c for g in run.gradients for c in g.channels]
+        return [c.exchange_state for c in channels]
+
+    def counted(ranks: list[int]) -> list[torch.Tensor]:
+        n = len(ranks)
+        sums = []
+        for parts in zip(*map(states, ranks), strict=True):
+            e = sum(part["residual"].double() for part in parts)
+            o = sum(part["lag"].double() if "lag" in part else torch.tensor(0.0) for part in parts)
+            sums.append(torch.as_tensor(e) / n + o)
+        return sums
+
+    before = counted([0, 1, 2, 3])
+    assert all(float(value.abs().max()) > 0 for value in before)
+    own = [state["residual"].clone() for state in states(3)]
+    own_kept = [
+        (s["residual"].double(), s.get("lag", torch.tensor(0.0)).double()) for s in states(1)
+    ]
+    bequest.take_over(found[3].driver, bequest.collect(found[1].driver), 4)
+    for state, old, (e, o) in zip(states(3), own, own_kept, strict=True):
+        # in the mean over three workers the change counts as e/4 + o did
+        change = (state["residual"].double() - old.double()) / 3
+        torch.testing.assert_close(change, e / 4 + o, rtol=1e-4, atol=1e-6)
