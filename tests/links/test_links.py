@@ -197,7 +197,7 @@ def test_a_gaussian_kept_for_later_stays_with_its_worker() -> None:
     np.random.seed(0)
     expected = [float(np.random.randn()) for _ in range(4)]
     np.random.seed(0)
-    a, b = simulated._RandomState(), simulated._RandomState()
+    a, b = simulated.RandomState(), simulated.RandomState()
     found_a = [float(np.random.randn())]
     a.save()
     b.restore()
