@@ -79,7 +79,7 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> bytes:
 
 def watch_phases(board: Board, number: int) -> Callable[[str], None]:
     """Count the entries of every phase, and send this process the signal that is armed for one.
-    Returns what is to be called in the phases of the training loop."""
+    Returns what the training loop calls in its phases."""
     slot, pid = board.slots[number], os.getpid()
 
     def enter(phase: str) -> None:
@@ -91,7 +91,7 @@ def watch_phases(board: Board, number: int) -> Callable[[str], None]:
         if slot.entry > 0:
             return
         slot.phase, slot.struck = 0, time.monotonic()
-        if phase in ("state", "feed"):  # any worker may be the donor: only one is to be hit
+        if phase in ("state", "feed"):  # any worker may be the donor: hit only one
             for other in board.slots:
                 other.phase = 0
         os.kill(pid, slot.signal)

@@ -767,3 +767,18 @@ def test_the_fake_does_what_the_registry_does() -> None:
     for name in ("secret", "view", "latest", "propose", "restore", "enter", "entered"):
         real, fake = (inspect.signature(getattr(cls, name)) for cls in (Registry, Store))
         assert list(real.parameters) == list(fake.parameters), name
+
+
+def test_a_thread_that_fails_ends_the_wait(clock: Clock) -> None:
+    """Nobody waits in vain: neither this worker for a view, nor the others for this worker."""
+    members = made(3)
+
+    def fails() -> None:
+        raise AssertionError("something that cannot be")
+
+    with pytest.raises(AssertionError):
+        members._run(fails)
+    with pytest.raises(LinkError, match="a thread of this worker has failed"):
+        members.next(1)
+    members.is_at(CallPosition(9, Call(8, "round")))
+    assert members.record.position.left and members._closed

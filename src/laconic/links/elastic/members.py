@@ -142,10 +142,23 @@ class Members:
         self._view = view
         self._entered_view = view.place(self.me.id) is not None
         for work, name in ((self._beat, "laconic-heartbeat"), (self._read, "laconic-members")):
-            thread = threading.Thread(target=work, daemon=True, name=name)
+            thread = threading.Thread(target=partial(self._run, work), daemon=True, name=name)
             self._threads.append(thread)
             thread.start()
         _open.add(self)
+
+    def _run(self, work: Callable[[], None]) -> None:
+        """Do a thread's ``work``. If it fails, this worker cannot follow the views any more: it
+        must not wait for one, nor the others for it."""
+        done = False
+        try:
+            work()
+            done = True
+        finally:
+            if not done:
+                self._remove("a thread of this worker has failed; its error is in the output")
+                self.record.position = self.position._replace(left=True)
+                self.close()
 
     def close(self) -> None:
         """End the threads."""
@@ -164,7 +177,9 @@ class Members:
 
     def is_at(self, position: CallPosition) -> None:
         """This worker begins the call at ``position``."""
-        self.position = self.record.position = position
+        self.position = position
+        if not self._removed:
+            self.record.position = position
         self._reconnects = 0
 
     def broken(self) -> None:

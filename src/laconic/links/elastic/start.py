@@ -38,7 +38,7 @@ def start(
 ) -> ElasticLink:
     """Find the other workers of ``job`` by the coordinator at ``address``, and connect to them.
     ``about``: what must be the same on all workers, by name. ``reports``: what this worker tells
-    the others besides. ``recording(id)``: what is told of this worker's events. The link of a
+    the others besides. ``recording(id)``: called with each of this worker's events. The link of a
     newcomer to a run under way is not connected yet. Raises ``ValueError`` where the others are
     about something else."""
     registry = Registry(address, job)
