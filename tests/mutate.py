@@ -594,6 +594,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("links/elastic/members.py", "position.serial < self.position.serial", "position.serial <= self.position.serial", MEMBERS),
     ("links/elastic/members.py", "if view.epoch <= self.view.epoch:", "if view.epoch < self.view.epoch - 1:", MEMBERS),
     ("links/elastic/members.py", "self.record.position = self.position._replace(left=True)", "pass", MEMBERS),
+    ("links/elastic/members.py", "if start > self._answered.get(id, 0.0):", "if True:", MEMBERS),
     ("links/elastic/members.py", "self._remove(\"a thread of this", "print(\"a thread of this", MEMBERS),
     ("links/elastic/founding.py", "if first == number and", "if", MEMBERS),
     ("links/elastic/relay.py", "if not received:", "if False:", RELAY),

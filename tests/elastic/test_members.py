@@ -782,3 +782,18 @@ def test_a_thread_that_fails_ends_the_wait(clock: Clock) -> None:
         members.next(1)
     members.is_at(CallPosition(9, Call(8, "round")))
     assert members.record.position.left and members._closed
+
+
+def test_a_question_that_was_answered_later_counts(clock: Clock) -> None:
+    """Questions overlap: one asked before another that was answered says nothing any more."""
+    members, start = made(3), clock.now
+    members._heard([ALL[1]], start + 0.5, 0, health.Answer("trains"))
+    clock.now += 2.0
+    members._heard([ALL[1]], start, 0, health.SILENT)
+    clock.now += 60.0
+    assert members._lost(members.view) == {}
+    members._heard([ALL[1]], start + 0.6, 0, health.SILENT)
+    assert members._lost(members.view) == {}, "this process was stopped when it asked"
+    members._heard([ALL[1]], clock.now, 0, health.SILENT)
+    clock.now += members.deadline
+    assert set(members._lost(members.view)) == {ALL[1].id}

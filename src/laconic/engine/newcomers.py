@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import signal
 import threading
@@ -47,6 +48,10 @@ from laconic.links.elastic.relay import (
 log = logging.getLogger("laconic")
 
 RETRY_SECONDS = 0.5
+NEAR_SECONDS = 0.1
+"""With steps left that take so long to repeat, a newcomer has caught up."""
+MOST_BEHIND = 200
+"""How many frames more than twice those that have come with its state a newcomer may be behind."""
 LEFT = 128 + signal.SIGTERM
 """The exit code of a worker that has left on SIGTERM: for supervisors it has not finished."""
 
@@ -184,6 +189,8 @@ class Newcomer:
 
     def __init__(self, driver: Driver, link: ElasticLink, others: Mapping[str, Stateful]) -> None:
         self._driver, self._link, self._others = driver, link, others
+        self._pace = math.inf
+        """How many seconds the latest step took to repeat."""
         self._said_ready = False
         """Whether this worker may be in a view: then the others wait for it."""
 
@@ -217,6 +224,7 @@ class Newcomer:
         if not isinstance(snapshot, Snapshot):
             raise RelayError("the donor violates the protocol")
         self._load(snapshot.state)
+        most = MOST_BEHIND + 2 * feed.waiting
         replay.feed, replay.wake = feed.record, feed.wake
         names = {running.round.name for running in self._driver.run.rounds}
         while not isinstance(frame := self._next(feed), Start):
@@ -225,8 +233,13 @@ class Newcomer:
                 self._load(frame.state)
                 continue
             assert isinstance(frame, Record), "settings were taken out"
+            if feed.waiting > most and not self._said_ready:
+                raise RelayError("this worker falls behind, and needs a newer state")
             if frame.call.name == GRADIENTS or frame.call.name in names:
+                begun = time.perf_counter()
                 self._replay(frame.call, feed)
+                if feed.waiting:  # else it has waited for a frame
+                    self._pace = time.perf_counter() - begun
             else:
                 feed.pop()
                 replay.note(frame)
@@ -235,8 +248,9 @@ class Newcomer:
         self._link.units.note({"donor": feed.donor, "step": feed.first_step})
 
     def _next(self, feed: Feed) -> Frame:
-        """The next frame. Where none has come, this worker has caught up, and says so."""
-        if feed.idle() and not self._said_ready:
+        """The next frame. Where none has come, or so few that the others can wait for them, this
+        worker has caught up, and says so."""
+        if not self._said_ready and (feed.idle() or feed.waiting * self._pace <= NEAR_SECONDS):
             self._said_ready = True
             feed.say_ready()
             self._link.members.expect()

@@ -86,6 +86,11 @@ class Feed:
             else:
                 self._check()
 
+    @property
+    def waiting(self) -> int:
+        """How many frames have come and were not taken."""
+        return len(self._frames) + len(self._seen)
+
     def idle(self) -> bool:
         """Whether all frames that have come were taken."""
         while self._frames and isinstance(self._frames[0], StepSettings):

@@ -100,6 +100,8 @@ class Members:
         self._broken_since: float | None = None
         self._gone: set[str] = set()
         self._silent_since: dict[str, float] = {}
+        self._answered: dict[str, float] = {}
+        """When the last question was asked that was answered, by id."""
         self._positions: dict[str, CallPosition] = {}
         self.notes: dict[str, str] = {}
         """What the others have said last (`Answer.note`), by id."""
@@ -265,11 +267,16 @@ class Members:
                 asked = []  # a newcomer: its donor looks after it
             elif not broken and self.waiting_since is None:
                 asked = asked[:NEIGHBORS]
-            start = time.monotonic()
-            beacons = [m.beacon for m in asked]
-            health.ask_all(beacons, self.secret, heard=partial(self._heard, asked, start))
+            ask = threading.Thread(target=self._ask, args=(asked,), daemon=True)
+            ask.start()
+            ask.join(BEAT)  # who does not answer does not delay the next questions
             self._wake_beat.wait(FAST_BEAT if broken else BEAT)
             self._wake_beat.clear()
+
+    def _ask(self, asked: Sequence[Member]) -> None:
+        start = time.monotonic()
+        beacons = [m.beacon for m in asked]
+        health.ask_all(beacons, self.secret, heard=partial(self._heard, asked, start))
 
     def _heard(
         self, asked: Sequence[Member], start: float, index: int, answer: health.Answer
@@ -284,8 +291,10 @@ class Members:
         if answer == health.GONE or left:
             self._gone.add(id)
         elif answer.lost:
-            self._silent_since.setdefault(id, start)
+            if start > self._answered.get(id, 0.0):
+                self._silent_since.setdefault(id, start)
         else:
+            self._answered[id] = max(start, self._answered.get(id, 0.0))
             self._silent_since.pop(id, None)
             if answer.position is not None:
                 self._positions[id] = answer.position
