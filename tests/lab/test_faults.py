@@ -18,6 +18,7 @@ from laconic.cli import main
 from laconic.lab.emulation import faults, program
 from laconic.lab.emulation.cluster import Cluster, Loopback, NamespacesUnavailable, launch
 from laconic.lab.emulation.faults import COORDINATOR, Cut, Hang, Kill, Plan
+from laconic.lab.emulation.injection import Injection
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 # Host 1 answers each byte that host 0 sends every 10 ms. Host 0 prints when the answers came.
@@ -189,6 +190,15 @@ def happened(said: str) -> list[str]:
     return [line.split("s: ", 1)[1] for line in lines if line.startswith("laconic:   ")]
 
 
+def hold_faults(monkeypatch: pytest.MonkeyPatch, until: Path) -> None:
+    """Carry out no fault before the file ``until`` exists. A plan knows times only, and a busy
+    machine may take longer than that to start a program."""
+    act = Injection.act
+    monkeypatch.setattr(
+        Injection, "act", lambda self, now: act(self, now) if until.exists() else None
+    )
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("namespaces", [True, False])
 def test_a_killed_program_is_started_again(
@@ -203,6 +213,7 @@ def test_a_killed_program_is_started_again(
             raise NamespacesUnavailable("no network namespaces: on purpose")
 
         monkeypatch.setattr(program, "Cluster", refuse)
+    hold_faults(monkeypatch, tmp_path / "first")
     script = f"""
     echo "$LACONIC_COORDINATOR $GROUP_WORLD_SIZE"
     if test $RANK = 1 && mkdir {tmp_path}/first 2>/dev/null; then exec sleep 1000; fi
@@ -245,12 +256,15 @@ def test_the_coordinator_is_killed_and_started_again(capfd: pytest.CaptureFixtur
 
 
 @pytest.mark.timeout(60)
-def test_a_host_hangs_and_fails_after_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_host_hangs_and_fails_after_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As an elastic worker does that was left behind."""
+    hold_faults(monkeypatch, tmp_path / "first")
     script = f"""
     if test $RANK = 0; then until test -e {tmp_path}/again; do sleep 0.05; done; exit; fi
     if ! mkdir {tmp_path}/first 2>/dev/null; then touch {tmp_path}/again; exit; fi
-    sleep 0.6; exit 3
+    sleep 2; exit 3
     """
     options = ["--hang", "1@0.2s..1s", "--restart", "0.1s"]
     assert lab(*options, script=script) == 0
