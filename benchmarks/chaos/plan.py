@@ -30,9 +30,9 @@ RECIPES = {
     "laconic.sgp(delay=1)": (0, 0),
     "laconic.d_psgd()": (0, 0),
     "laconic.noloco(4)": (0, 0),
+    "laconic.auto()": (0, 0),
 }
 
-GRADIENTS = ("ddp", "post_local_sgd")
 GOSSIP = ("sgp", "d_psgd", "noloco")
 CODED = ("int4", "int8", "streaming_diloco", "sparse_loco")
 NO_OUTER_STEP = ("ddp",)
@@ -132,6 +132,8 @@ class Plan:
 def phases_of(recipe: str, save: bool) -> list[str]:
     """The phases that a worker comes to in every run of ``recipe``."""
     name = recipe.removeprefix("laconic.").partition("(")[0]
+    if name == "auto":  # which phases there are beyond these depends on its choices
+        return ["backward", "inner step", "send", "complete", *(["save"] if save else [])]
     phases = ["backward", "inner step", "send", "complete"]
     coded = any(c in recipe for c in CODED)
     if coded:

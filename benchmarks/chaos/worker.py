@@ -190,7 +190,7 @@ def train(job: Job, board: Board) -> None:
             laconic.save(job.folder / "checkpoint", model, optimizer)
         took = time.monotonic() - begin
         slot.step, slot.workers = step, len(sync.view.workers)
-        slot.deadline = link.members.deadline
+        slot.deadline = link.members.signs.deadline
         if took > SLOW_SECONDS:
             tell("slow", begin=begin, seconds=round(took, 3), step=step)
         time.sleep(PACE)

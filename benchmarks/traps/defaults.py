@@ -101,7 +101,7 @@ def groups_without_effect() -> str:
 @trap("laconic advise recommends only periods that auto considers")
 def advice_that_auto_leaves_out() -> str:
     from laconic.advisor.choices import choices
-    from laconic.auto import candidates
+    from laconic.candidates import candidates
     from laconic.predict import Facts
 
     facts = Facts(4, ((845, 1024),), 4, 0.15, 1e7, 1e-3)

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laconic.algorithms.compile import check_groups, replicated, warn_of_groups, with_replicas
-from laconic.algorithms.round import Recipe, is_recipe, renamed
-from laconic.auto import Auto, Chooser, start
+from laconic.algorithms.round import Recipe, describe, is_recipe, renamed
+from laconic.auto import Auto, Chooser
 from laconic.buckets import is_sharded, reshard
+from laconic.candidates import start
 from laconic.device import common_device, select_own
 from laconic.elastic import Elastic
 from laconic.engine import elastic_runs
@@ -137,7 +138,7 @@ def attach(
         elastic = asked_for(elastic, link, nprocs_per_node, group_size, mesh)
         if elastic is not None:
             rounds = replicated(rounds)
-            elastic_runs.check(elastic, params)
+            elastic_runs.check(elastic, recipe, params)
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise ValueError(f"scaler must be a torch.amp.GradScaler, not {scaler!r}")
         places = check_metrics(metrics)
@@ -159,7 +160,8 @@ def attach(
         elif problem is not None:
             raise ValueError(problem)
         else:
-            joined = elastic_runs.join(elastic, rounds, params, buffers, seed, seconds)
+            about = recipe.text if isinstance(recipe, Auto) else describe(rounds)
+            joined = elastic_runs.join(elastic, about, params, buffers, seed, seconds)
             world = joined.link
         assert not isinstance(optimizer, Sequence), "one by now, or a problem was raised"
         if link is None:
@@ -183,7 +185,8 @@ def attach(
             whole = with_replicas(recipe) if len(ranks[0]) > 1 else recipe
             return renamed(recipe, whole)
 
-        policy = Chooser(recipe, sets["workers"].size) if isinstance(recipe, Auto) else None
+        workers = sets["workers"].size if joined is None else 2  # or more, at any time
+        policy = Chooser(recipe, workers) if isinstance(recipe, Auto) else None
         rounds = rounds if policy is None else policy.recipe
         # a disabled scaler does not check for overflow
         scale = scaler.get_scale if scaler is not None and scaler.is_enabled() else None

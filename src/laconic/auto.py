@@ -15,7 +15,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,14 +24,15 @@ import torch
 from torch import Tensor
 
 from laconic.algorithms.named import checked
-from laconic.algorithms.recipes import ddp, streaming_diloco
-from laconic.algorithms.round import GradientRound, Recipe, Round
+from laconic.algorithms.round import GradientRound, Recipe
+from laconic.candidates import Candidate, candidates, start, streaming
 from laconic.device import synchronize
 from laconic.engine.session import Session
 from laconic.errors import check_float
 from laconic.links import cost
+from laconic.links.calls import Call
 from laconic.links.comm_thread import Pending
-from laconic.predict import Facts, often, predict, travel
+from laconic.predict import Facts, often, predict
 from laconic.units import format_rate
 
 log = logging.getLogger("laconic")
@@ -57,82 +58,8 @@ LEAST_PROBE, MOST_PROBE, LONG = 2**16, 2**26, 0.1
 one is sent."""
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A recipe, its text, and how many steps it takes for one of `laconic.ddp`."""
-
-    text: str
-    recipe: Recipe
-    steps: float
-
-    @property
-    def kind(self) -> str:
-        """The kind of candidates for which a measurement of this one is also valid. All with rounds
-        on parameters are of one kind: their time beyond the prediction is mostly the machine's
-        speed while no rank waits, and a change among them sends models over the network."""
-        if isinstance(self.recipe[0], Round):
-            return "rounds"
-        return "coded gradients" if self.recipe[0].exchange.slots else "gradients"
-
-
-GRADIENTS = {None: 1.0, "int8": 1.0, "int4": 1.02}
-"""Gradient codecs and their measured steps. bfloat16 is not here, since it sends twice as much as
-Int8, which takes no more steps."""
-PERIODS = {4: 1.37, 8: 1.43, 16: 1.5, 32: 1.58, 64: 1.66, 128: 1.74, 256: 1.82, 512: 1.9}
-"""Periods of `laconic.streaming_diloco` with Int4 and their steps: measured with a delay of 1 for
-periods up to 64, of which a run of 480 steps has a few, and extrapolated by 0.08 per doubling."""
-SHORTEST = 8
-"""The least period to choose. Period 4 takes 4% fewer steps, but loses more than that by a message
-in every step, which `predict` does not include if processors are few: at 10 Mbit/s with 4 emulated
-hosts on 2 cores a step took 0.200 s with period 4, 0.181 s with 8 and 0.170 s with 16
-(``docs/race.md``)."""
-CHOSEN = tuple(period for period in PERIODS if period >= SHORTEST)
-"""The periods of `candidates`, for `laconic.auto` and ``laconic advise``."""
-HALF = 0.5
-"""Steps from when a message is due until the last rank sends it."""
-
-
-def candidates(facts: Facts, now: Candidate | None = None) -> Iterator[Candidate]:
-    """The candidates, those that sacrifice least first. The present one, ``now``, keeps its delay
-    while that hides its messages and half a step."""
-    for codec, steps in GRADIENTS.items():
-        yield _gradients(codec, steps)
-    for period in CHOSEN:
-        steps = PERIODS[period]
-        delay, seconds = delay_for(period, facts)
-        candidate = streaming(period, delay, steps)
-        if now is not None and now.recipe[0].when == candidate.recipe[0].when:
-            late = now.recipe[0].delay
-            if seconds <= (late - HALF) * facts.compute and late <= 2 * delay:
-                candidate = streaming(period, late, steps)
-        yield candidate
-
-
-def delay_for(period: int, facts: Facts) -> tuple[int, float]:
-    """The delay, in steps, and the seconds that a fragment's message takes. The delay is 1.25 times
-    these seconds, plus half a step since the last rank sends late, at most the period. The margin
-    is needed: with a message that took 0.6 of its delay of one step all ranks waited 13% of the
-    time, at 10 Mbit/s on 4 emulated hosts."""
-    seconds = travel(streaming(period, 1, 1.0).recipe[0], facts)
-    return min(math.ceil(1.25 * seconds / facts.compute + HALF), period), seconds
-
-
-def streaming(period: int, delay: int, steps: float) -> Candidate:
-    """Streaming DiLoCo with the defaults, with which `PERIODS` were measured."""
-    recipe = streaming_diloco(period, delay=delay)
-    return Candidate(f"streaming_diloco({period}, delay={delay})", recipe, steps)
-
-
-def _gradients(codec: str | None, steps: float) -> Candidate:
-    text = "ddp()" if codec is None else f"ddp(codec={codec!r})"
-    return Candidate(text, ddp(codec=codec), steps)
-
-
-def start(workers: int) -> Candidate:
-    """The recipe until the first choice: cheap enough on any network, at almost no loss of quality.
-    A single worker, with nothing to choose, has no codec."""
-    codec = "int4" if workers > 1 else None
-    return _gradients(codec, GRADIENTS[codec])
+PACE, MEASURE = "comparing the pace", "measuring the network"
+"""The names of the calls of a policy."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +129,10 @@ def choose(
     return best, reason
 
 
+_PLACE = ("steps", "due", "baseline", "extra", "workers", "facts_loaded")
+"""What tells where a `Chooser` is between two reviews; the same on all workers."""
+
+
 class Chooser:
     """Measures for a synchronizer with ``workers`` workers; decides when to change the recipe."""
 
@@ -216,6 +147,8 @@ class Chooser:
         self._facts: Facts | None = None
         self._facts_loaded = False
         """Whether the facts were loaded: they may be of another network."""
+        self._workers = workers
+        """Those that took part in the latest measurement."""
         self._steps, self._due = 0, 0
         """Steps with the present recipe, and those at which `_paces` is read."""
         self._spans: list[tuple[float, float]] = []
@@ -226,6 +159,8 @@ class Chooser:
         """Use ``session``: measure the link between its workers, and choose with all its ranks."""
         self._link, self._world, self._comm = session.workers, session.world, session.comm
         self._device, self._model, self._sent = session.device, session.shapes, session.traffic
+        self._alone = session.elastic is None and session.workers.size == 1
+        self._ranks = 1 if session.elastic is not None else self._world.size // self._link.size
 
     @property
     def text(self) -> str:
@@ -245,7 +180,7 @@ class Chooser:
     def after_step(self, step: int) -> bool:
         """Measure the step, and return whether the `recipe` has changed. Every rank must call it
         after the same steps."""
-        if self._link.size == 1:
+        if self._alone:
             return False
         now = time.perf_counter(), self._comm.seconds_waiting
         self._steps += 1
@@ -265,11 +200,21 @@ class Chooser:
                 self._choose_anew(step)
         elif self._paces is None and (self._steps == first or self._steps % REVIEW == 0):
             own = torch.tensor(self._pace(), dtype=torch.float64, device=self._device)
-            self._paces = self._comm.submit(partial(self._world.gather, own), "comparing the pace")
+            self._announce(step, PACE)
+            self._paces = self._comm.submit(partial(self._world.gather, own), PACE)
             self._due = self._steps + max(LATER, self.now.recipe[0].delay)  # behind other messages
         elif self._paces is not None and self._steps == self._due:
-            (wall, each, compute), self._paces = self._paces.wait().amax(0).tolist(), None
-            self._compare(step, [wall, each], compute)
+            paces, self._paces = self._paces.wait(), None
+            wall, each, compute = paces.amax(0).tolist()
+            if paces.shape[0] // self._ranks != self._workers:
+                self._choose_anew(step)  # workers have come or gone
+            elif self._workers > 1:
+                self._compare(step, [wall, each], compute)
+
+    def _announce(self, step: int, name: str) -> None:
+        """The next job of the communication thread is a call of its own, not part of a round."""
+        begin = partial(self._world.begin_call, Call(step, name), wait=False)
+        self._comm.before_next(begin)
 
     def _pace(self) -> list[float]:
         """The median seconds of a step, the seconds per byte on the link (0 if too few were sent),
@@ -289,7 +234,9 @@ class Chooser:
             self._baseline, facts = pace, replace(self._facts, compute=compute)
             ratio = pace[0] / predict(self.now.recipe, facts).seconds
             if self._facts_loaded or not 1 / CHANGE < ratio < CHANGE:
-                facts, _ = self._measure()  # the network may have changed since the choice
+                facts, _ = self._measure(step)  # the network may have changed since the choice
+                if self._rests(facts):
+                    return
             self._extra[self.now.kind] = pace[0] - predict(self.now.recipe, facts).seconds
             self._choose(step, facts)
             return
@@ -300,7 +247,9 @@ class Chooser:
             self._choose_anew(step)
 
     def _choose_anew(self, step: int) -> None:
-        facts, wall = self._measure()
+        facts, wall = self._measure(step)
+        if self._rests(facts):
+            return
         beyond = wall - predict(self.now.recipe, facts).seconds
         self._extra = {self.now.kind: max(beyond, 0.0)}
         self._choose(step, facts)
@@ -317,25 +266,36 @@ class Chooser:
             self._steps, self._baseline, self._spans = 0, [], []
         self.now = by_text.get(text, self.now)
 
+    def _rests(self, facts: Facts) -> bool:
+        """Whether there is nothing to choose from, because the other workers are lost or have not
+        come, or nobody has measured a step yet. Then the next steps are measured anew."""
+        self._workers = facts.workers
+        rests = facts.workers == 1 or not facts.compute
+        if rests:
+            self._steps, self._baseline, self._spans = 0, [], []
+        return rests
+
     # -- measuring ----
 
-    def _measure(self) -> tuple[Facts, float]:
+    def _measure(self, step: int) -> tuple[Facts, float]:
         """The facts and the seconds of a step, each from the slowest rank."""
         spans = self._spans[-WINDOW:]
         if not self.choices:  # with so few steps a single slow one would be half of the median
-            spans = [min(spans)]
+            spans = sorted(spans)[:1]
         wall, compute = _medians(spans)
-        rate, latency = self._comm.call(self._probe, "measuring the network")
+        self._announce(step, MEASURE)
+        rate, latency = self._comm.call(self._probe, MEASURE)
         shapes, itemsize = self._model()
         elements = sum(map(math.prod, shapes))
         measured = [compute, -rate, latency, wall, elements, -elements]
         own = torch.tensor(measured, dtype=torch.float64, device=self._device)
-        worst = self._comm.call(partial(self._world.gather, own), "comparing what was measured")
-        compute, rate, latency, wall, most, least = worst.amax(0).tolist()
+        everyone = self._comm.call(partial(self._world.gather, own), MEASURE)
+        compute, rate, latency, wall, most, least = everyone.amax(0).tolist()
+        workers = everyone.shape[0] // self._ranks  # those of now may be others
         self._traffic = self._sent()  # without the probes, which wait for nothing else
         if most != -least:  # shards of different sizes: all ranks use the largest
             shapes = ((int(most),),)
-        return Facts(self._link.size, shapes, itemsize, compute, -rate, latency), wall
+        return Facts(workers, shapes, itemsize, compute, -rate, latency), wall
 
     def _probe(self) -> tuple[float, float]:
         """Bits per second and seconds per message, from probes that grow until one takes `LONG`.
@@ -391,6 +351,27 @@ class Chooser:
         self._paces, self._spans, self._facts_loaded = None, [], True
         self._last = time.perf_counter(), self._comm.seconds_waiting
 
+    def handover(self) -> dict[str, Any]:
+        """See `Policy.handover`."""
+        paces = self._paces
+        known = paces is not None and paces.done()
+        return {
+            **self.state_dict(),
+            **{name: getattr(self, f"_{name}") for name in _PLACE},
+            "comparing": paces is not None,
+            "outputs": {PACE: paces.wait()} if paces is not None and known else {},
+        }
+
+    def take_over(self, state: Mapping[str, Any], outputs: Mapping[str, Tensor]) -> None:
+        """See `Policy.take_over`."""
+        self.load_state_dict(state)
+        for name in _PLACE:
+            setattr(self, f"_{name}", state[name])
+        self._traffic = self._sent()
+        if state["comparing"]:
+            raw = outputs[PACE].contiguous().view(-1).view(torch.uint8)  # or it is bytes already
+            self._paces = Pending.of(raw.view(torch.float64).view(-1, 3))
+
     def undo(self) -> Callable[[], None]:
         """A function that restores the present state after a `load_state_dict`."""
         return partial(vars(self).update, dict(vars(self)))
@@ -407,7 +388,10 @@ def _respelled(text: str, recipe: Recipe) -> str:
 
 
 def _medians(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The median seconds of steps, and of steps without their waiting."""
+    """The median seconds of steps, and of steps without their waiting. A worker that has just
+    joined has no ``spans``: 0, which no other worker's is below."""
+    if not spans:
+        return 0.0, 0.0
     walls = statistics.median(wall for wall, _ in spans)
     return walls, statistics.median(wall - waiting for wall, waiting in spans)
 

@@ -25,7 +25,7 @@ from laconic.advisor.fit import Sample, fit
 from laconic.advisor.numbers import facts_from
 from laconic.advisor.rehearse import rehearsals, rehearse
 from laconic.algorithms.parse import parse_recipe, qualified
-from laconic.auto import candidates
+from laconic.candidates import candidates
 from laconic.cli import main
 from laconic.links import Throttled
 from laconic.links.cost import Cost

@@ -26,6 +26,7 @@ RECIPES = [
     "laconic.sgp(delay=1)",
     "laconic.d_psgd()",
     "laconic.noloco(4)",
+    "laconic.auto()",
 ]
 
 pytestmark = pytest.mark.timeout(150)

@@ -8,11 +8,13 @@ from collections.abc import Container, Sequence
 from typing import Any
 
 import pytest
+import torch
 
+import laconic
 from laconic.errors import LinkError
 from laconic.links import health
 from laconic.links.calls import Call, CallPosition
-from laconic.links.elastic import founding
+from laconic.links.elastic import founding, signs
 from laconic.links.elastic import members as module
 from laconic.links.elastic.founding import RestoredError, found
 from laconic.links.elastic.members import Members, Rules
@@ -40,6 +42,8 @@ class Clock:
 
     def monotonic(self) -> float:
         return self.now
+
+    perf_counter = monotonic
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -97,6 +101,7 @@ class Store:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(signs, "time", clock)
     monkeypatch.setattr(founding, "time", clock)
     return clock
 
@@ -135,7 +140,7 @@ def made(
     members = Members(Store(), ME, SECRET, "about", Rules(min_workers, **given))  # type: ignore[arg-type]
     members._view = View(1, tuple(ALL[: count + newcomers]))
     members._entered_view = True
-    members.active = {m.id for m in ALL[:count]}
+    members.signs.active = {m.id for m in ALL[:count]}
     return members
 
 
@@ -146,14 +151,14 @@ def store(members: Members) -> Store:
 
 def gone(members: Members, *places: int) -> dict[str, str]:
     """The members at ``places`` have ended."""
-    members._gone |= {ALL[p].id for p in places}
+    members.signs.gone |= {ALL[p].id for p in places}
     return {ALL[p].id: "has ended" for p in places}
 
 
 def silent(members: Members, seconds: float, *places: int) -> dict[str, str]:
     """The members at ``places`` have not answered for so long."""
     for p in places:
-        members._silent_since[ALL[p].id] = module.time.monotonic() - seconds
+        members.signs._silent_since[ALL[p].id] = module.time.monotonic() - seconds
     return {ALL[p].id: "has not answered" for p in places}
 
 
@@ -220,8 +225,8 @@ def test_the_half_behind_a_partition_waits(clock: Clock, dead: set[str]) -> None
     them be first, for as long as it takes until they count this half as lost."""
     members = made(4, 2)
     lost = silent(members, 0.0, 2, 3)
-    grace = 2 * members.deadline
-    for seconds in (0.0, members.deadline, grace - 0.1, grace + 0.1):
+    grace = 2 * members.signs.deadline
+    for seconds in (0.0, members.signs.deadline, grace - 0.1, grace + 0.1):
         clock.now = 1000.0 + seconds
         assert members._may(members.view, lost) is (seconds > grace)
         assert members._short is None
@@ -247,9 +252,9 @@ def test_those_that_have_ended_are_on_no_far_side(
     """More than half of those that may live still go on at once."""
     members = made(count, 1)
     lost = gone(members, *range(1, 1 + ended))
-    lost |= silent(members, members.deadline, *range(1 + ended, 1 + ended + unheard))
+    lost |= silent(members, members.signs.deadline, *range(1 + ended, 1 + ended + unheard))
     assert members._may(members.view, lost) is at_once
-    clock.now += members.deadline
+    clock.now += members.signs.deadline
     assert members._may(members.view, lost)
 
 
@@ -261,10 +266,10 @@ def test_those_that_are_silent_and_not_lost_yet_are_on_the_far_side(
     clock: Clock, dead: set[str], count: int, lost: int, unheard: int, at_once: bool
 ) -> None:
     members = made(count, 1)
-    losing = silent(members, members.deadline, *range(1, 1 + lost))
-    silent(members, members.deadline / 2, *range(1 + lost, 1 + lost + unheard))
+    losing = silent(members, members.signs.deadline, *range(1, 1 + lost))
+    silent(members, members.signs.deadline / 2, *range(1 + lost, 1 + lost + unheard))
     assert members._may(members.view, losing) is at_once
-    clock.now += members.deadline
+    clock.now += members.signs.deadline
     assert members._may(members.view, losing), "it counts from when those were silent"
 
 
@@ -275,7 +280,7 @@ def test_half_that_is_stuck_is_left_behind(clock: Clock, dead: set[str]) -> None
 
 def test_a_lost_newcomer_does_not_make_half_a_majority(clock: Clock, dead: set[str]) -> None:
     members = made(4, 2, newcomers=1)
-    lost = silent(members, members.deadline, 2, 3) | gone(members, 4)
+    lost = silent(members, members.signs.deadline, 2, 3) | gone(members, 4)
     assert not members._may(members.view, lost)
 
 
@@ -297,7 +302,7 @@ def test_the_last_one_cannot_leave_a_view(clock: Clock, dead: set[str]) -> None:
 def test_leaving_removes_nobody_else(clock: Clock, dead: set[str]) -> None:
     """Whom it suspects is for the others to say."""
     members = made(4)
-    silent(members, members.deadline, 2, 3)
+    silent(members, members.signs.deadline, 2, 3)
     members._leaving = True
     members._turn()
     assert list(store(members).views[2].members) == ALL[1:4]
@@ -309,10 +314,10 @@ def test_the_last_note_of_a_worker_that_leaves(clock: Clock, dead: set[str]) -> 
     leaving._turn()
     view = store(leaving).views[2]
     assert view.farewell == (ME.id, "said last")
-    stays.me, stays.notes[ME.id] = ALL[1], "said before"
+    stays.me, stays.signs.notes[ME.id] = ALL[1], "said before"
     store(stays).views[2] = view
     stays._turn()
-    assert stays.view == view and stays.notes[ME.id] == "said last"
+    assert stays.view == view and stays.signs.notes[ME.id] == "said last"
 
 
 def test_a_worker_that_leaves_is_not_in_the_next_view(clock: Clock, dead: set[str]) -> None:
@@ -347,8 +352,8 @@ def test_the_deadline_follows_the_pace(
     clock: Clock, pace: float, limit: float, deadline: float
 ) -> None:
     members = made(3, limit=limit)
-    members.pace = pace
-    assert members.deadline == pytest.approx(deadline)
+    members.signs.pace = pace
+    assert members.signs.deadline == pytest.approx(deadline)
     silent(members, deadline - 0.01, 1)
     assert members._lost(members.view) == {}
     clock.now += 0.02
@@ -363,8 +368,8 @@ def test_who_does_not_come_to_a_round(
     clock: Clock, pace: float, limit: float, deadline: float
 ) -> None:
     members = made(4, limit=limit)
-    members.pace = pace
-    assert members.stuck_deadline == deadline
+    members.signs.pace = pace
+    assert members.signs.stuck_deadline == deadline
     members.position = CallPosition(7, Call(6, "round"))
     for place, serial in ((1, 6), (2, 7)):
         members._heard([ALL[place]], clock.now, 0, health.Answer("", CallPosition(serial)))
@@ -388,20 +393,21 @@ def test_what_answers_mean(clock: Clock) -> None:
     members._heard([ALL[3]], clock.now, 0, health.SILENT)
     position = CallPosition(9, Call(8, "round"))
     members._heard([ALL[4]], clock.now, 0, health.Answer("", position, note="noted"))
-    clock.now = start + members.deadline
+    clock.now = start + members.signs.deadline
     assert members._lost(members.view) == {
         ALL[1].id: "has ended",
         ALL[2].id: "has ended",
         **{ALL[p].id: "has not answered for 5 s" for p in (3, 5, 6)},
     }, "since the first time without an answer; one has answered since"
-    assert members._positions[ALL[4].id] == position and members.notes == {ALL[4].id: "noted"}
+    assert members.signs._positions[ALL[4].id] == position
+    assert members.signs.notes == {ALL[4].id: "noted"}
 
 
 def test_only_members_of_the_view_are_lost(clock: Clock) -> None:
     members = made(2)
     gone(members, 1, 5)
     assert list(members._lost(members.view)) == [ALL[1].id]
-    members._gone = {ME.id}
+    members.signs.gone = {ME.id}
     assert members._lost(members.view) == {}, "this worker lives"
 
 
@@ -472,7 +478,7 @@ def test_newcomers_wait_for_an_idle_moment(clock: Clock, dead: set[str]) -> None
     """A view ends the transfers under way. They wait within limits only."""
     for pace, patience in ((0.0, module.NEWCOMER_SECONDS), (3.0, 6.0)):
         members = made(2)
-        members.pace, members.waiting_since = pace, clock.now
+        members.signs.pace, members.waiting_since = pace, clock.now
         members.add(ALL[5])
         clock.now += patience - 0.01
         members._turn()
@@ -795,5 +801,41 @@ def test_a_question_that_was_answered_later_counts(clock: Clock) -> None:
     members._heard([ALL[1]], start + 0.6, 0, health.SILENT)
     assert members._lost(members.view) == {}, "this process was stopped when it asked"
     members._heard([ALL[1]], clock.now, 0, health.SILENT)
-    clock.now += members.deadline
+    clock.now += members.signs.deadline
     assert set(members._lost(members.view)) == {ALL[1].id}
+
+
+def test_a_message_is_a_sign_of_life(clock: Clock) -> None:
+    """A host is cut off twice within the deadline, and rounds were complete in between. A newcomer
+    that is not active yet has no part in them."""
+    members = made(3, newcomers=1)
+    silent(members, 3.0, 1, 3)
+    members.signs.in_touch = clock.now - 1.0
+    clock.now += 4.0
+    assert set(members._lost(members.view)) == {ALL[3].id}
+    again = clock.now
+    members._heard([ALL[1]], again, 0, health.SILENT)
+    clock.now += members.signs.deadline - 0.1
+    members._heard([ALL[1]], clock.now, 0, health.SILENT)
+    assert set(members._lost(members.view)) == {ALL[3].id}
+    clock.now = again + members.signs.deadline
+    assert set(members._lost(members.view)) == {ALL[1].id, ALL[3].id}
+
+
+def test_a_round_says_since_when_workers_are_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message of another worker may be as old as the beginning of the round before."""
+    clock = Clock()
+
+    def train(number: int) -> None:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = laconic.attach(model, optimizer, laconic.local_sgd(1), elastic=laconic.Elastic())
+        known = sync.driver.session.elastic.members.signs
+        for step in range(1, 5):
+            clock.now = 1000.0 + step
+            optimizer.step()
+            if step > 1:
+                assert known.in_touch == clock.now - 1
+
+    monkeypatch.setattr("laconic.links.elastic.link.time", clock)
+    laconic.simulate(train, faults=laconic.Faults(start=1))

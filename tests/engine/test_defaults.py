@@ -25,7 +25,8 @@ from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.recipes import RECIPES
 from laconic.algorithms.round import NamedRecipe, Round, describe, is_recipe, recipe_text
 from laconic.algorithms.updates import SlowMomentum, momentum_for
-from laconic.auto import CHOSEN, Chooser, candidates
+from laconic.auto import Chooser
+from laconic.candidates import CHOSEN, candidates
 from laconic.cli import main
 from laconic.codecs import CODECS
 from laconic.errors import check_choice, did_you_mean

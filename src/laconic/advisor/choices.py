@@ -14,8 +14,9 @@ from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.recipes import local_sgd, power_sgd
 from laconic.algorithms.round import GradientRound, Recipe, Round
 from laconic.algorithms.updates import momentum_for
-from laconic.auto import GRADIENTS, Auto, candidates, streaming
-from laconic.auto import PERIODS as STEPS
+from laconic.auto import Auto
+from laconic.candidates import GRADIENTS, candidates, streaming
+from laconic.candidates import PERIODS as STEPS
 from laconic.codecs import CODECS
 from laconic.predict import Facts, often
 

@@ -58,7 +58,8 @@ class Driver:
         self.before_steps: list[Callable[[], None]] = []
         self.after_steps: list[Callable[[], None]] = []
         """Called before the optimizer's step, and after all of the step's rounds."""
-        self.after_finish: list[Callable[[], None]] = []
+        self.after_replacing: list[Callable[[], None]] = []
+        """Called when `finish` or a change of recipe has replaced the state."""
         self._closure = False
         """Whether a closure computes this step's gradients."""
         self._past_choices: list[Choice] = []
@@ -173,8 +174,9 @@ class Driver:
         self.pull()
         self.rounds_done += self.run.communicate()
         self.note(skipped=skipped)
-        policy = self.session.policy
-        if policy is not None and policy.after_step(self.session.step):
+        policy, elastic = self.session.policy, self.session.elastic
+        follows = elastic is not None and elastic.replaying  # its donor decides
+        if policy is not None and not follows and policy.after_step(self.session.step):
             self._switch(policy.recipe)
         for each in self.after_steps:
             each()
@@ -247,7 +249,7 @@ class Driver:
             session.gather_json(None)  # after that all have it, and any may end
         for running in () if mean else run.rounds:
             running.rebase()
-        for each in self.after_finish:
+        for each in self.after_replacing:
             each()
         session.recorder.event("finish")
         session.status("finished")
@@ -270,6 +272,8 @@ class Driver:
         session = self.session
         session.recorder.event("switch", recipe=self.run.text(chosen=True))
         session.status("computing")
+        for each in self.after_replacing:
+            each()
 
     @property
     def choices(self) -> list[Choice]:

@@ -11,14 +11,15 @@ from typing import Any
 
 from torch import Tensor
 
-from laconic.algorithms.round import Recipe, describe
+from laconic.algorithms.round import Recipe
+from laconic.auto import Auto
 from laconic.buckets import is_sharded
 from laconic.elastic import COORDINATOR_VARIABLE, Elastic
 from laconic.engine.driver import Driver
 from laconic.engine.newcomers import Donor, Newcomer, Stateful
 from laconic.engine.reports import Reports
 from laconic.links import Link
-from laconic.links.elastic.faults import Recording
+from laconic.links.elastic.faults import Recording, Trace
 from laconic.links.elastic.link import ElasticLink
 from laconic.links.elastic.members import Rules
 from laconic.links.elastic.simulated import SimulatedElasticLink, current_part
@@ -73,9 +74,15 @@ def asked_for(
     return elastic
 
 
-def check(elastic: Elastic, params: Sequence[Tensor]) -> None:
-    """Raise ``ValueError`` for parameters that an elastic run cannot average, and objects that have
-    no state to send."""
+def check(elastic: Elastic, recipe: Recipe | Auto, params: Sequence[Tensor]) -> None:
+    """Raise ``ValueError`` for a recipe that a trace cannot repeat, parameters that an elastic run
+    cannot average, and objects that have no state to send."""
+    part = current_part.get()
+    if isinstance(recipe, Auto) and part is not None and isinstance(part[0].plan, Trace):
+        raise ValueError(
+            "a trace cannot repeat auto(), which chooses by the time that steps take: attach one "
+            "of its choices, which sync.choices lists"
+        )
     if any(is_sharded(p) for p in params):
         raise ValueError(
             "the parameters are sharded (FSDP), and elastic= is for workers of one rank: if a "
@@ -93,13 +100,14 @@ def check(elastic: Elastic, params: Sequence[Tensor]) -> None:
 
 def join(
     elastic: Elastic,
-    recipe: Recipe,
+    recipe: str,
     params: Sequence[Tensor],
     buffers: str,
     seed: int,
     timeout: float,
 ) -> Joined:
-    """Find the other workers, which must run the same ``recipe`` on the same parameters."""
+    """Find the other workers, which must run the same ``recipe``, a description, on the same
+    parameters."""
     from laconic import __version__
 
     others = dict(elastic.others or {})
@@ -112,7 +120,7 @@ def join(
     shapes = repr([(tuple(p.shape), str(p.dtype), p.requires_grad) for p in params])
     about = {
         "version of laconic": __version__,
-        "recipe": f"{describe(recipe)}, buffers={buffers!r}, seed={seed}",
+        "recipe": f"{recipe}, buffers={buffers!r}, seed={seed}",
         "model": hashlib.sha256(shapes.encode()).hexdigest()[:16],
         "list of others": ", ".join(sorted(others)) or "none",
         **{f"sampler ({name})": sampler.about() for name, sampler in sorted(samplers.items())},

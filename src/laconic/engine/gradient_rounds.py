@@ -352,7 +352,8 @@ class GradientRunner:
         had = had.to(self.channels[0].bucket.device)
         self._comm.call(partial(self._link.mean, had), label)
         used = [p for p, share in zip(params, had.tolist(), strict=True) if share > 0]
-        for bucket in bucketize([used], self._link.size):
+        multiple = 1 if self._context.elastic else self._link.size
+        for bucket in bucketize([used], multiple):
             flat = FlatGradients(bucket)
             flat.gather()
             again = partial(self._link.mean, flat.whole)

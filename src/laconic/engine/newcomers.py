@@ -56,6 +56,11 @@ LEFT = 128 + signal.SIGTERM
 """The exit code of a worker that has left on SIGTERM: for supervisors it has not finished."""
 
 
+_Settings = tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any] | None]
+"""The numbers in the optimizer's parameter groups, the state of the user's objects, and what the
+policy hands over."""
+
+
 class Stateful(Protocol):
     """An object with state, such as a scheduler."""
 
@@ -75,13 +80,13 @@ class Donor:
     ) -> None:
         self._driver, self._link, self._reports = driver, link, reports
         self._others = others
-        self._settings: dict[int, tuple[list[dict[str, Any]], dict[str, Any]]] = {}
+        self._settings: dict[int, _Settings] = {}
         """By the number of steps before the one that begins with them."""
         self._rounds = 0
         link.settings = self._settings_for
         driver.before_steps.append(self._before_step)
         driver.after_steps.append(self._after_step)
-        driver.after_finish.append(self._after_finish)
+        driver.after_replacing.append(self._send_state)
         link.reception.open()
         self._leaving = False
         main = threading.current_thread() is threading.main_thread()
@@ -107,10 +112,14 @@ class Donor:
         for relay in list(self._link.relays):
             relay.put(StepSettings(step, self._settings[step][0]))
 
-    def _settings_now(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    def _settings_now(self) -> _Settings:
         optimizer = _optimizer(self._driver.session)
         others = {name: _copied(each.state_dict()) for name, each in self._others.items()}
-        return numbers_of(optimizer.param_groups), others
+        return numbers_of(optimizer.param_groups), others, self._policy()
+
+    def _policy(self) -> dict[str, Any] | None:
+        policy = self._driver.session.policy
+        return None if policy is None else _copied(policy.handover())
 
     def _settings_for(self, call: Call) -> tuple[Settings, Snapshot | None]:
         """See `ElasticLink.settings`. In the communication thread. In front of a gradient round the
@@ -157,8 +166,9 @@ class Donor:
         link.close()
         raise SystemExit(LEFT)
 
-    def _after_finish(self) -> None:
-        """Newcomers repeat rounds only: they begin again with the state that `finish` has left."""
+    def _send_state(self) -> None:
+        """Newcomers repeat rounds only: they begin again with the state that `finish` or a change
+        of recipe has left."""
         for relay in self._link.relays:
             relay.put(Snapshot(self._driver.session.step, self._state()))
 
@@ -169,6 +179,7 @@ class Donor:
             "model": session.model.state_dict(),
             "optimizer": _optimizer(session).state_dict(),
             "sync": self._driver.state_dict(),
+            "policy": self._policy(),
         }
         return {name: _copied(value) for name, value in state.items()}
 
@@ -193,6 +204,8 @@ class Newcomer:
         """How many seconds the latest step took to repeat."""
         self._said_ready = False
         """Whether this worker may be in a view: then the others wait for it."""
+        self._outputs: dict[str, Tensor] = {}
+        """What the policy's collectives have brought last, by the name of their call."""
 
     def catch_up(self) -> None:
         """Return when this worker takes part from the next step on."""
@@ -226,7 +239,6 @@ class Newcomer:
         self._load(snapshot.state)
         most = MOST_BEHIND + 2 * feed.waiting
         replay.feed, replay.wake = feed.record, feed.wake
-        names = {running.round.name for running in self._driver.run.rounds}
         while not isinstance(frame := self._next(feed), Start):
             if isinstance(frame, Snapshot):
                 feed.pop()
@@ -235,6 +247,7 @@ class Newcomer:
             assert isinstance(frame, Record), "settings were taken out"
             if feed.waiting > most and not self._said_ready:
                 raise RelayError("this worker falls behind, and needs a newer state")
+            names = {running.round.name for running in self._driver.run.rounds}
             if frame.call.name == GRADIENTS or frame.call.name in names:
                 begun = time.perf_counter()
                 self._replay(frame.call, feed)
@@ -243,6 +256,8 @@ class Newcomer:
             else:
                 feed.pop()
                 replay.note(frame)
+                if frame.outputs:
+                    self._outputs[frame.call.name] = frame.outputs[-1]
         feed.pop()
         self._start(frame, feed)
         self._link.units.note({"donor": feed.donor, "step": feed.first_step})
@@ -266,6 +281,14 @@ class Newcomer:
         for running in driver.run.rounds:
             if isinstance(running.round.exchange, Gossip):
                 running.in_flight.clear()
+        if state["policy"] is not None:
+            self._outputs = dict(state["policy"]["outputs"])
+            self._follow_policy(state["policy"])
+
+    def _follow_policy(self, state: dict[str, Any]) -> None:
+        policy = self._driver.session.policy
+        assert policy is not None, "all run the same program"
+        policy.take_over(state, {**self._outputs, **state["outputs"]})
 
     def _load_model(self, state: dict[str, Any]) -> None:
         session = self._driver.session
@@ -308,6 +331,8 @@ class Newcomer:
         self._use(start.groups)
         for name, state in start.others.items():
             self._others[name].load_state_dict(state)
+        if start.policy is not None:
+            self._follow_policy(start.policy)
         run = self._driver.run
         channels = [c for r in run.rounds for c in r.channels]
         channels += [c for g in run.gradients for c in g.channels]

@@ -180,7 +180,8 @@ class RecipeRun:
         ]
         rest = [*session.model.parameters(), *session.model.buffers()] if module else []
         shapes = [(tuple(t.shape), str(t.dtype)) for t in rest]
-        text = repr((self.describe(chosen=chosen), groups, shapes, session.workers.size))
+        workers = None if session.elastic is not None else session.workers.size
+        text = repr((self.describe(chosen=chosen), groups, shapes, workers))
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
         everyone = session.gather(torch.tensor([digest], dtype=torch.int64)).flatten().tolist()
         other = [rank for rank, value in enumerate(everyone) if value != everyone[0]]

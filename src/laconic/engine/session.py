@@ -4,7 +4,7 @@ the calls that all ranks make together."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -59,6 +59,14 @@ class Policy(Protocol):
 
     def undo(self) -> Callable[[], None]:
         """Return a function that restores the present state after a `load_state_dict`."""
+
+    def handover(self) -> dict[str, Any]:
+        """Return what another worker needs to continue from this step: `state_dict` and more, as
+        plain data. ``outputs``: what collectives have brought that it has not used yet, by the name
+        of their call."""
+
+    def take_over(self, state: Mapping[str, Any], outputs: Mapping[str, Tensor]) -> None:
+        """Continue from another worker's `handover`, with the ``outputs`` since."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +222,8 @@ class Session:
 
     def write_mean(self, groups: Sequence[Sequence[Tensor]], link: Link) -> None:
         """Replace the tensors of ``groups`` by their mean over the ranks of ``link``."""
-        for bucket in bucketize(groups, link.size):
+        multiple = 1 if self.elastic is not None else link.size  # workers come and go meanwhile
+        for bucket in bucketize(groups, multiple):
             flat = bucket.pack(bucket.empty())
             self.comm.call(partial(link.mean, flat), "consensus")
             bucket.unpack(flat)

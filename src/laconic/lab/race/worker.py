@@ -24,7 +24,7 @@ from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Recipe
 from laconic.attach import init
 from laconic.auto import WARMUP, WINDOW, Auto
-from laconic.auto import start as auto_start
+from laconic.candidates import start as auto_start
 from laconic.errors import LinkError, NotFiniteError
 from laconic.lab.race import plan, rivals, user_files, workloads
 from laconic.lab.race.entrant import Entrant, RecipeEntrant, RivalEntrant

@@ -32,8 +32,8 @@ from laconic.links.link import Link, Parts
 from laconic.links.wire import OtherCallError
 
 T = TypeVar("T")
-Settings = tuple[int, list[dict[str, Any]], dict[str, Any]]
-"""The last three values of a `Start`."""
+Settings = tuple[int, list[dict[str, Any]], dict[str, Any], dict[str, Any] | None]
+"""The last four values of a `Start`."""
 
 PACES = 8
 """The longest of so many times between calls counts as the time between rounds."""
@@ -64,6 +64,8 @@ class ElasticLink:
         """The newcomers that receive what this worker's collectives bring."""
         self._failure: Exception | None = None
         self._begun: deque[float] = deque(maxlen=PACES + 1)
+        self._began_before = 0.0
+        """When the latest unit that was completed began (`time.monotonic`)."""
         self.wake: Callable[[Callable[[], None]], None] = lambda task: None
         self.settings: Callable[[Call], tuple[Settings, Snapshot | None]]
         self.joined = time.perf_counter()
@@ -72,7 +74,7 @@ class ElasticLink:
     def begin(self, ids: Sequence[str]) -> None:
         """The run begins with these workers."""
         self.units.done, self.units.active = 0, list(ids)
-        self.members.active = set(ids)
+        self.members.signs.active = set(ids)
         self.rendezvous.adopt()
 
     @property
@@ -106,7 +108,7 @@ class ElasticLink:
         units = self.units
         assert not units.under_way, "one unit follows another"
         serial, units.under_way = units.serial, True
-        self.members.waiting_since = time.monotonic()
+        self.members.waiting_since = began = time.monotonic()
         try:
             result = self._attempts(job)
         except LinkError as error:
@@ -118,7 +120,9 @@ class ElasticLink:
         if units.collectives:
             if units.serial == serial:
                 units.complete()
-                self.members.active = set(units.active)
+                self.members.signs.active = set(units.active)
+            # a worker sends for a unit when it has what others have sent for the one before
+            self.members.signs.in_touch, self._began_before = self._began_before, began
             self._send_record()
         self.members.ended = units.call.name == FINISH
         return result
@@ -187,7 +191,7 @@ class ElasticLink:
         units.call = call
         self.members.is_at(CallPosition(units.serial, shown(call)))
         self._begun.append(time.monotonic())
-        self.members.pace = max((b - a for a, b in pairwise(self._begun)), default=0.0)
+        self.members.signs.pace = max((b - a for a, b in pairwise(self._begun)), default=0.0)
         if call.starts and len(rendezvous.ids) > len(units.ranks):
             rendezvous.take_part(rendezvous.ids)  # newcomers begin with this step
             for relay in self.relays:

@@ -1,8 +1,7 @@
-"""Who is alive, and which view comes next.
+"""Which view comes next.
 
 Two threads run beside the training. One asks the beacons of other workers for signs of life. The
-other reads from the coordinator which view was decided, and proposes the next one. A suspicion is
-local; only a decided view counts.
+other reads from the coordinator which view was decided, and proposes the next one.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from laconic.links import health
 from laconic.links.calls import CallPosition
 from laconic.links.elastic.founding import alive
 from laconic.links.elastic.registry import CoordinatorError, Registry
+from laconic.links.elastic.signs import Signs
 from laconic.links.elastic.view import Member, View
 from laconic.links.health import LinkRecord
 
@@ -32,13 +32,10 @@ NEIGHBORS = 3
 """How many of the next members a worker asks. While the connections are broken, it asks all."""
 READ, FAST_READ = 0.25, 0.02
 """Seconds between looks for a new view."""
-SHORTEST, LONGEST, ROUNDS = 5.0, 30.0, 2.0
-"""A worker counts as lost after a silence of ``ROUNDS`` times the time between rounds, but at least
-``SHORTEST`` and at most ``LONGEST`` seconds."""
-STUCK_SHORTEST, STUCK_ROUNDS = 60.0, 20.0
-"""The same for a worker that answers and does not come to the round that others wait in."""
 RECONNECT = 1.0
-"""Seconds after which broken connections are made again, if nobody was found to be lost."""
+"""Seconds after which broken connections are made again, if nobody was found to be lost. They
+double each time, up to `MOST_PATIENCE`."""
+MOST_PATIENCE = 30.0
 NEWCOMER_SECONDS = 2.0
 """How long a newcomer that is ready waits at least until it interrupts a transfer."""
 EXIT_SECONDS = 5.0
@@ -73,8 +70,7 @@ class Members:
         self.registry, self.me, self.secret, self.rules = registry, me, secret, rules
         self._about = about
         self.on_view: Callable[[View], None] = lambda view: None
-        self.pace = 0.0
-        """The longest recent time between rounds, in seconds."""
+        self.signs = Signs(rules.limit)
         self.waiting_since: float | None = None
         """Since when (`time.monotonic`) this worker is in a call, and `position` in the calls."""
         self.position = CallPosition()
@@ -82,8 +78,6 @@ class Members:
         """What the other members hear when they ask."""
         self.status: Callable[[str], None] = lambda text: None
         """Sets what they are told that this process is doing."""
-        self.active: set[str] = set()
-        """The ids of the members that take part in rounds."""
         self.ended = False
         """Whether this worker needs no further view, unless a call begins."""
         self._view: View | None = None
@@ -98,13 +92,6 @@ class Members:
         """When these were ready."""
         self._leaving = False
         self._broken_since: float | None = None
-        self._gone: set[str] = set()
-        self._silent_since: dict[str, float] = {}
-        self._answered: dict[str, float] = {}
-        """When the last question was asked that was answered, by id."""
-        self._positions: dict[str, CallPosition] = {}
-        self.notes: dict[str, str] = {}
-        """What the others have said last (`Answer.note`), by id."""
         self.farewell: Callable[[], str] = str
         """This worker's last note, where it leaves by itself."""
         self._short: tuple[int, int] | None = None
@@ -123,16 +110,6 @@ class Members:
         """The latest decided view."""
         assert self._view is not None, "the run has begun"
         return self._view
-
-    @property
-    def deadline(self) -> float:
-        """Seconds of silence after which a worker counts as lost."""
-        return min(max(SHORTEST, ROUNDS * self.pace), LONGEST, self.rules.limit)
-
-    @property
-    def stuck_deadline(self) -> float:
-        """Seconds after which a worker counts as lost that does not come to a round."""
-        return min(max(STUCK_SHORTEST, STUCK_ROUNDS * self.pace), self.rules.limit)
 
     def _others(self, view: View) -> list[Member]:
         place = view.place(self.me.id)
@@ -248,11 +225,11 @@ class Members:
 
     def leave(self) -> None:
         """Propose a view without this worker, and wait until one was decided."""
-        if self.active == {self.me.id}:
+        if self.signs.active == {self.me.id}:
             return
         self._leaving = True
         self._wake_read.set()
-        end = time.monotonic() + 2 * self.deadline
+        end = time.monotonic() + 2 * self.signs.deadline
         with self._changed:
             while not self._removed and time.monotonic() < end:
                 self._changed.wait(0.5)
@@ -282,41 +259,13 @@ class Members:
         self, asked: Sequence[Member], start: float, index: int, answer: health.Answer
     ) -> None:
         """One of the members ``asked`` at the time ``start`` has answered, or not."""
-        id = asked[index].id
+        self.signs.hear(asked[index].id, start, answer)
         if answer.lost:
-            if time.monotonic() - start > health.ANSWER_SECONDS + 1:
-                return  # this process was stopped meanwhile: the silence was its own
             self._wake_read.set()
-        left = answer.position is not None and answer.position.left
-        if answer == health.GONE or left:
-            self._gone.add(id)
-        elif answer.lost:
-            if start > self._answered.get(id, 0.0):
-                self._silent_since.setdefault(id, start)
-        else:
-            self._answered[id] = max(start, self._answered.get(id, 0.0))
-            self._silent_since.pop(id, None)
-            if answer.position is not None:
-                self._positions[id] = answer.position
-            if answer.note:
-                self.notes[id] = answer.note
 
     def _lost(self, view: View) -> dict[str, str]:
         """The members that count as lost, and why."""
-        now, lost = time.monotonic(), dict[str, str]()
-        waiting = self.waiting_since
-        stuck = waiting is not None and now - waiting >= self.stuck_deadline
-        for member in self._others(view):
-            id = member.id
-            silence = now - self._silent_since.get(id, now)
-            position = self._positions.get(id)
-            if id in self._gone:
-                lost[id] = "has ended"
-            elif silence >= self.deadline:
-                lost[id] = f"has not answered for {silence:.0f} s"
-            elif stuck and position is not None and position.serial < self.position.serial:
-                lost[id] = f"has not come to {self.position} for {self.stuck_deadline:.0f} s"
-        return lost
+        return self.signs.lost(self._others(view), self.waiting_since, self.position)
 
     # -- views ----
 
@@ -354,7 +303,7 @@ class Members:
             lost = {} if self.ended and self.waiting_since is None else self._lost(view)
         new = self._due_newcomers(view)
         broken = self._broken_since
-        patience = min(RECONNECT * 2**self._reconnects, LONGEST)
+        patience = min(RECONNECT * 2**self._reconnects, MOST_PATIENCE)
         again = broken is not None and time.monotonic() - broken >= patience
         if (lost or new or again) and self._may(view, lost):
             proposed = view.after(lost, new)
@@ -365,7 +314,7 @@ class Members:
     def _due_newcomers(self, view: View) -> list[Member]:
         """Those to be in the next view. A view ends the transfers under way, so they wait until
         there is none, within limits."""
-        limit = time.monotonic() - max(NEWCOMER_SECONDS, 2 * self.pace)
+        limit = time.monotonic() - max(NEWCOMER_SECONDS, 2 * self.signs.pace)
         waiting = [m for id, m in self._newcomers.items() if view.place(id) is None]
         busy = self.waiting_since is not None
         return [m for m in waiting if not busy or self._called.get(m.id, limit) <= limit]
@@ -391,7 +340,7 @@ class Members:
 
     def _may(self, view: View, lost: dict[str, str]) -> bool:
         """Whether the view without the ``lost`` members may follow ``view``."""
-        before = {m.id for m in view.members if m.id in self.active}
+        before = {m.id for m in view.members if m.id in self.signs.active}
         left = len(before - lost.keys())
         if self._leaving and left:
             return True
@@ -405,12 +354,11 @@ class Members:
             self._short = left, least
             return False
         # the others may be a majority on the far side of a partition: let them be first
-        quiet = (before - self._gone) & self._silent_since.keys()
-        if quiet & lost.keys() and 2 * len(before - lost.keys() - quiet) <= len(
-            before - self._gone
-        ):
-            since = max(self._silent_since[id] for id in quiet & lost.keys())
-            return time.monotonic() - since >= 2 * self.deadline
+        there = before - self.signs.gone
+        silent = {id: since for id in there if (since := self.signs.silent_since(id)) is not None}
+        lately = max((since for id, since in silent.items() if id in lost), default=None)
+        if lately is not None and 2 * len(before - lost.keys() - silent.keys()) <= len(there):
+            return time.monotonic() - lately >= 2 * self.signs.deadline
         return True
 
     def _entered(self) -> list[Member]:
@@ -430,7 +378,7 @@ class Members:
             if self._broken_since is not None:
                 self._broken_since = time.monotonic()
             if view.farewell is not None:
-                self.notes.update([view.farewell])
+                self.signs.notes.update([view.farewell])
             for id in {m.id for m in view.members} & set(self._newcomers):
                 del self._newcomers[id]
             self._changed.notify_all()

@@ -78,14 +78,15 @@ class StepSettings:
 class Start:
     """The newcomer takes part from the unit ``serial`` on, which begins ``call``. ``groups``: the
     numbers in the optimizer's parameter groups for its first step; ``others``: the state of the
-    user's objects then, by name. ``digest``: of the model and the optimizer then, where all workers
-    have the same."""
+    user's objects then, by name; ``policy``: what the donor's policy hands over. ``digest``: of the
+    model and the optimizer then, where all workers have the same."""
 
     serial: int
     call: Call
     digest: int
     groups: list[dict[str, Any]]
     others: dict[str, Any]
+    policy: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from laconic.links.elastic.feed import Feed
 from laconic.links.elastic.link import ElasticLink
 from laconic.links.elastic.relay import Bequest, Frame, RelayError, Snapshot, Start
 from laconic.links.elastic.rendezvous import Reporting
+from laconic.links.elastic.signs import Signs
 from laconic.links.elastic.units import Units
 from laconic.links.health import LinkRecord
 from laconic.links.simulated import SimulatedLink, Stage
@@ -219,6 +221,7 @@ def _members(me: int) -> Any:
         view=SimpleNamespace(epoch=1),
         rules=SimpleNamespace(wait=0.0),
         registry=SimpleNamespace(number=me + 1),
+        signs=Signs(math.inf),
         record=LinkRecord(),
         is_at=nothing,
         status=nothing,

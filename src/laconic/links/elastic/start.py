@@ -71,7 +71,7 @@ def _begin(
         members = Members(registry, member, secret, text, rules)
         members.record = beacon.links[key_of(health)]
         members.record.note = members.farewell = reports.note
-        reports.heard = members.notes
+        reports.heard = members.signs.notes
         members.status = beacon.set
         units = Units(member.id)
         units.note = reports.record = recording(member.id)

@@ -1,0 +1,89 @@
+"""What `auto` and ``laconic advise`` choose from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from laconic.algorithms.recipes import ddp, streaming_diloco
+from laconic.algorithms.round import Recipe, Round
+from laconic.predict import Facts, travel
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A recipe, its text, and how many steps it takes for one of `laconic.ddp`."""
+
+    text: str
+    recipe: Recipe
+    steps: float
+
+    @property
+    def kind(self) -> str:
+        """The kind of candidates for which a measurement of this one is also valid. All with rounds
+        on parameters are of one kind: their time beyond the prediction is mostly the machine's
+        speed while no rank waits, and a change among them sends models over the network."""
+        if isinstance(self.recipe[0], Round):
+            return "rounds"
+        return "coded gradients" if self.recipe[0].exchange.slots else "gradients"
+
+
+GRADIENTS = {None: 1.0, "int8": 1.0, "int4": 1.02}
+"""Gradient codecs and their measured steps. bfloat16 is not here, since it sends twice as much as
+Int8, which takes no more steps."""
+PERIODS = {4: 1.37, 8: 1.43, 16: 1.5, 32: 1.58, 64: 1.66, 128: 1.74, 256: 1.82, 512: 1.9}
+"""Periods of `laconic.streaming_diloco` with Int4 and their steps: measured with a delay of 1 for
+periods up to 64, of which a run of 480 steps has a few, and extrapolated by 0.08 per doubling."""
+SHORTEST = 8
+"""The least period to choose. Period 4 takes 4% fewer steps, but loses more than that by a message
+in every step, which `predict` does not include if processors are few: at 10 Mbit/s with 4 emulated
+hosts on 2 cores a step took 0.200 s with period 4, 0.181 s with 8 and 0.170 s with 16
+(``docs/race.md``)."""
+CHOSEN = tuple(period for period in PERIODS if period >= SHORTEST)
+"""The periods of `candidates`, for `laconic.auto` and ``laconic advise``."""
+HALF = 0.5
+"""Steps from when a message is due until the last rank sends it."""
+
+
+def candidates(facts: Facts, now: Candidate | None = None) -> Iterator[Candidate]:
+    """The candidates, those that sacrifice least first. The present one, ``now``, keeps its delay
+    while that hides its messages and half a step."""
+    for codec, steps in GRADIENTS.items():
+        yield _gradients(codec, steps)
+    for period in CHOSEN:
+        steps = PERIODS[period]
+        delay, seconds = delay_for(period, facts)
+        candidate = streaming(period, delay, steps)
+        if now is not None and now.recipe[0].when == candidate.recipe[0].when:
+            late = now.recipe[0].delay
+            if seconds <= (late - HALF) * facts.compute and late <= 2 * delay:
+                candidate = streaming(period, late, steps)
+        yield candidate
+
+
+def delay_for(period: int, facts: Facts) -> tuple[int, float]:
+    """The delay, in steps, and the seconds that a fragment's message takes. The delay is 1.25 times
+    these seconds, plus half a step since the last rank sends late, at most the period. The margin
+    is needed: with a message that took 0.6 of its delay of one step all ranks waited 13% of the
+    time, at 10 Mbit/s on 4 emulated hosts."""
+    seconds = travel(streaming(period, 1, 1.0).recipe[0], facts)
+    return min(math.ceil(1.25 * seconds / facts.compute + HALF), period), seconds
+
+
+def streaming(period: int, delay: int, steps: float) -> Candidate:
+    """Streaming DiLoCo with the defaults, with which `PERIODS` were measured."""
+    recipe = streaming_diloco(period, delay=delay)
+    return Candidate(f"streaming_diloco({period}, delay={delay})", recipe, steps)
+
+
+def _gradients(codec: str | None, steps: float) -> Candidate:
+    text = "ddp()" if codec is None else f"ddp(codec={codec!r})"
+    return Candidate(text, ddp(codec=codec), steps)
+
+
+def start(workers: int) -> Candidate:
+    """The recipe until the first choice: cheap enough on any network, at almost no loss of quality.
+    A single worker, with nothing to choose, has no codec."""
+    codec = "int4" if workers > 1 else None
+    return _gradients(codec, GRADIENTS[codec])
