@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laconic.algorithms.compile import check_groups, replicated, warn_of_groups, with_replicas
-from laconic.algorithms.round import Recipe, describe, is_recipe, renamed
+from laconic.algorithms.round import Recipe, describe, is_recipe, recipe_text, renamed
 from laconic.auto import Auto, Chooser
 from laconic.buckets import is_sharded, reshard
 from laconic.candidates import start
@@ -160,7 +160,8 @@ def attach(
         elif problem is not None:
             raise ValueError(problem)
         else:
-            about = recipe.text if isinstance(recipe, Auto) else describe(rounds)
+            about = recipe_text(rounds), describe(rounds)
+            about = (recipe.text, recipe.text) if isinstance(recipe, Auto) else about
             joined = elastic_runs.join(elastic, about, params, buffers, seed, seconds)
             world = joined.link
         assert not isinstance(optimizer, Sequence), "one by now, or a problem was raised"

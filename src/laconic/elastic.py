@@ -44,11 +44,18 @@ class Elastic:
 
     def __post_init__(self) -> None:
         if self.coordinator is not None:
+            if not isinstance(self.coordinator, str):
+                raise ValueError(f"coordinator must be 'host:port', not {self.coordinator!r}")
             parse_address(self.coordinator)
         if self.min_workers is not None:
             check_int("min_workers", self.min_workers, 1)
         if self.workers is not None:
-            check_int("workers", self.workers, self.min_workers or 1)
+            check_int("workers", self.workers, 1)
+            if self.workers < (self.min_workers or 1):
+                raise ValueError(
+                    f"workers={self.workers} is below min_workers={self.min_workers}: the start "
+                    "waits for at least as many as training goes on with"
+                )
         check_float("wait", self.wait, 0.0, strict=True)
         if not isinstance(self.job, str) or not self.job or not self.job.isprintable():
             raise ValueError(f"job must be a name, not {self.job!r}")

@@ -20,12 +20,13 @@ Combine = Callable[[Tensor], Tensor]
 class Arrival(NamedTuple):
     """What an exchange brings: a tensor as long as the message, and the sum of its weights.
     ``lent``: the tensor is state of the exchange; it may be read until its next round, but not
-    changed. ``workers``: how many took part, where that may differ from when it was sent."""
+    changed. ``present``: how many workers took part, and the rank of this one among them, where
+    that may differ from when it was sent."""
 
     flat: Tensor
     weight: float = 1.0
     lent: bool = False
-    workers: int | None = None
+    present: tuple[int, int] | None = None
 
 
 class Exchange:

@@ -32,6 +32,8 @@ def run(arguments: argparse.Namespace) -> int:
     from laconic.links.elastic.registry import serve  # imports torch
 
     check_int("--port", arguments.port, 1)
+    if arguments.port >= 2**16:
+        raise ValueError(f"--port must be below {2**16}, not {arguments.port}")
     store = serve(arguments.host, arguments.port)
     print(f"coordinator at {arguments.host}:{arguments.port}; end it with Ctrl-C", flush=True)
     ended = threading.Event()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from laconic.algorithms.round import Recipe
@@ -16,7 +19,7 @@ from laconic.auto import Auto
 from laconic.buckets import is_sharded
 from laconic.elastic import COORDINATOR_VARIABLE, Elastic
 from laconic.engine.driver import Driver
-from laconic.engine.newcomers import Donor, Newcomer, Stateful
+from laconic.engine.newcomers import Donor, Newcomer, Stateful, plain_copy
 from laconic.engine.reports import Reports
 from laconic.links import Link
 from laconic.links.elastic.faults import Recording, Trace
@@ -96,18 +99,34 @@ def check(elastic: Elastic, recipe: Recipe | Auto, params: Sequence[Tensor]) -> 
                 f"others: {name!r} must have state_dict() and load_state_dict(), as a scheduler "
                 f"has, not be {value!r}"
             )
+        _check_state(name, value.state_dict())
+
+
+def _check_state(name: str, state: Any) -> None:
+    """Raise ``ValueError`` for a ``state`` that cannot be sent to another worker."""
+    try:
+        data = io.BytesIO()
+        torch.save(plain_copy(state), data)
+        data.seek(0)
+        torch.load(data, weights_only=True)
+    except (AttributeError, RuntimeError, TypeError, pickle.PickleError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"others: what {name!r}.state_dict() returns cannot be sent to another worker: return "
+            f"numbers, strings, tensors, and lists and dicts of these ({reason})"
+        ) from None
 
 
 def join(
     elastic: Elastic,
-    recipe: str,
+    recipe: tuple[str, str],
     params: Sequence[Tensor],
     buffers: str,
     seed: int,
     timeout: float,
 ) -> Joined:
-    """Find the other workers, which must run the same ``recipe``, a description, on the same
-    parameters."""
+    """Find the other workers, which must run the same ``recipe``, as users write it and in all
+    detail, on the same parameters."""
     from laconic import __version__
 
     others = dict(elastic.others or {})
@@ -120,7 +139,9 @@ def join(
     shapes = repr([(tuple(p.shape), str(p.dtype), p.requires_grad) for p in params])
     about = {
         "version of laconic": __version__,
-        "recipe": f"{recipe}, buffers={buffers!r}, seed={seed}",
+        "recipe": recipe[0],
+        "settings": f"buffers={buffers!r}, seed={seed}",
+        "definition of the recipe": hashlib.sha256(recipe[1].encode()).hexdigest()[:16],
         "model": hashlib.sha256(shapes.encode()).hexdigest()[:16],
         "list of others": ", ".join(sorted(others)) or "none",
         **{f"sampler ({name})": sampler.about() for name, sampler in sorted(samplers.items())},

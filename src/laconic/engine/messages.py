@@ -32,14 +32,15 @@ class Messenger:
         self._gossip = exchange if isinstance(exchange, Gossip) else None
         self._scored = exchange if isinstance(exchange, Scored) else None
 
-    def clock(self, bucket: Bucket, step: int, executed: int) -> Clock:
-        """What the update and the exchange know at ``step``, after ``executed`` rounds."""
+    def clock(
+        self, bucket: Bucket, step: int, executed: int, present: tuple[int, int] | None = None
+    ) -> Clock:
+        """What the update and the exchange know at ``step``, after ``executed`` rounds.
+        ``present``: how many workers there are, and the rank of this one; None: as on the link."""
         update = self._round.update
         group = self._context.optimizer.param_groups[bucket.group]
         lr = float(group.get("lr", math.nan)) if update.uses_lr else math.nan
-        rank = self._link.rank
-        # an elastic run's view may change between the two, and not yet include this worker
-        at = max(self._link.size, rank + 1), rank
+        at = present or (self._link.size, self._link.rank)
         seed, delay = self._context.seed, self._round.delay
         shapes = tuple(bucket.shapes) if update.whole else ()
         clock = Clock(
@@ -92,7 +93,7 @@ class Messenger:
         try:
             result = channel.exchange.run(self._link, part, combine, clock, channel.exchange_state)
             if self._context.elastic:
-                result = result._replace(workers=clock.workers)
+                result = result._replace(present=(clock.workers, clock.worker))
         except NotFiniteError as raised:
             error = raised
         if replica.size > 1 and channel.exchange.slots:  # the worker's other ranks must learn of it

@@ -9,6 +9,7 @@ else the newcomer has the donor's, without the steps since.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 import math
@@ -27,6 +28,7 @@ from laconic.algorithms.exchange import Gossip
 from laconic.checkpoints.rank_file import plain
 from laconic.engine import bequest
 from laconic.engine.driver import Driver
+from laconic.engine.joint_optimizer import members
 from laconic.engine.reports import Reports
 from laconic.engine.saved_state import checksum
 from laconic.engine.session import Session
@@ -108,18 +110,23 @@ class Donor:
         step, begun = self._driver.session.step, self._link.units.call.step
         for old in [s for s in self._settings if s < begun - 1]:
             del self._settings[old]
-        self._settings[step] = self._settings_now()
+        try:
+            self._settings[step] = self._settings_now()
+        except Exception:  # of the user's objects: this worker's training goes on
+            log.exception("the state of others= cannot be read, so no worker can join")
+            self._link.give_up_relays("its donor could not read the state of others=")
+            return
         for relay in list(self._link.relays):
             relay.put(StepSettings(step, self._settings[step][0]))
 
     def _settings_now(self) -> _Settings:
         optimizer = _optimizer(self._driver.session)
-        others = {name: _copied(each.state_dict()) for name, each in self._others.items()}
+        others = {name: plain_copy(each.state_dict()) for name, each in self._others.items()}
         return numbers_of(optimizer.param_groups), others, self._policy()
 
     def _policy(self) -> dict[str, Any] | None:
         policy = self._driver.session.policy
-        return None if policy is None else _copied(policy.handover())
+        return None if policy is None else plain_copy(policy.handover())
 
     def _settings_for(self, call: Call) -> tuple[Settings, Snapshot | None]:
         """See `ElasticLink.settings`. In the communication thread. In front of a gradient round the
@@ -130,7 +137,7 @@ class Donor:
         if call.name != GRADIENTS:
             return (0, *self._settings[_steps_before(call)]), None
         state = {"model": session.model.state_dict(), "optimizer": _optimizer(session).state_dict()}
-        snapshot = Snapshot(session.step, _copied(state))
+        snapshot = Snapshot(session.step, plain_copy(state))
         return (_digest(session), *self._settings_now()), snapshot
 
     def _after_step(self) -> None:
@@ -181,17 +188,17 @@ class Donor:
             "sync": self._driver.state_dict(),
             "policy": self._policy(),
         }
-        return {name: _copied(value) for name, value in state.items()}
+        return {name: plain_copy(value) for name, value in state.items()}
 
 
-def _copied(state: Any) -> Any:
-    """A copy of a ``state``, as plain data."""
+def plain_copy(state: Any) -> Any:
+    """A copy of ``state`` as it is sent to another worker."""
     if isinstance(state, Tensor):
         return state.detach().clone()
     if isinstance(state, Mapping):
-        return {key: _copied(item) for key, item in state.items()}
+        return {key: plain_copy(item) for key, item in state.items()}
     if isinstance(state, (list, tuple)):
-        return [_copied(item) for item in state]
+        return [plain_copy(item) for item in state]
     return plain(state)
 
 
@@ -209,16 +216,23 @@ class Newcomer:
 
     def catch_up(self) -> None:
         """Return when this worker takes part from the next step on."""
+        try:
+            self._catch_up()
+        except BaseException:
+            if self._said_ready:
+                self._link.close()  # it may be in a view, and the others wait for it
+            raise
+
+    def _catch_up(self) -> None:
         reception, wait = self._link.reception, self._link.members.rules.wait
         end = time.monotonic() + wait
         for number in itertools.count():
             try:
                 with closing(reception.call_donor(number, self._link.replay.awake)) as feed:
-                    self._follow(feed)
+                    self._follow(feed, end)
                 return
             except RelayError as error:
                 if self._said_ready:
-                    self._link.close()  # it may be in a view, and the others wait for it
                     raise LinkError(
                         f"the worker that sent its state was lost ({error}): start this one again"
                     ) from None
@@ -230,10 +244,11 @@ class Newcomer:
                     ) from None
                 time.sleep(RETRY_SECONDS)
 
-    def _follow(self, feed: Feed) -> None:
+    def _follow(self, feed: Feed, end: float) -> None:
+        """Take in what ``feed`` brings. The state must have come by the time ``end``."""
         replay = self._link.replay
         replay.feed = None
-        snapshot = feed.pop()
+        snapshot = feed.pop(end)
         if not isinstance(snapshot, Snapshot):
             raise RelayError("the donor violates the protocol")
         self._load(snapshot.state)
@@ -247,8 +262,9 @@ class Newcomer:
             assert isinstance(frame, Record), "settings were taken out"
             if feed.waiting > most and not self._said_ready:
                 raise RelayError("this worker falls behind, and needs a newer state")
-            names = {running.round.name for running in self._driver.run.rounds}
-            if frame.call.name == GRADIENTS or frame.call.name in names:
+            rounds = {GRADIENTS, *(running.round.name for running in self._driver.run.rounds)}
+            repeated = _steps_before(frame.call) < self._driver.session.step
+            if frame.call.name in rounds and not repeated:
                 begun = time.perf_counter()
                 self._replay(frame.call, feed)
                 if feed.waiting:  # else it has waited for a frame
@@ -302,14 +318,20 @@ class Newcomer:
         step = session.step + 1
         assert session.optimizer is not None, "bound from the start"
         if any(gradients.round.when(step) for gradients in run.gradients):
-            while session.step not in feed.settings:
-                feed.wait()
-            self._use(feed.settings.pop(session.step))
-            session.optimizer.zero_grad()
-            session.optimizer.step()  # its hook averages the gradients: those of the donor
+            self._use(feed.settings_of(session.step))
+            for p in session.params():
+                p.grad = None
+            self._take_step(session.optimizer)  # its hook averages: the gradients of the donor
         else:
             self._driver.advance()
         session.comm.drain()  # delayed rounds take their records in the communication thread
+
+    def _take_step(self, optimizer: Optimizer) -> None:
+        if any(_needs_closure(each) for each in members(optimizer)):
+            self._driver.advance()  # it cannot be repeated: `Start` brings the state after it
+            return
+        for each in members(optimizer):
+            each.step()
 
     def _skip_to(self, steps: int) -> None:
         """Count steps in which there was no round."""
@@ -337,14 +359,15 @@ class Newcomer:
         channels = [c for r in run.rounds for c in r.channels]
         channels += [c for g in run.gradients for c in g.channels]
         for channel in channels:
-            for name in ("residual", "lag"):
-                if name in channel.exchange_state:
-                    channel.exchange_state[name].zero_()
+            for name, tensor in channel.exchange_state.items():
+                if channel.exchange.slots.get(name) == "pooled":  # what the donor has left out
+                    tensor.zero_()
         for running in self._driver.run.rounds:
             weight = running.round.update.weight
             for channel in running.channels:
                 if weight is not None:
                     channel.state[weight].fill_(1.0)
+            running.present = start.present
         self._link.take_part_from(start)
         session = self._driver.session
         for p in session.params():
@@ -355,6 +378,12 @@ class Newcomer:
 def _optimizer(session: Session) -> Optimizer:
     assert session.optimizer is not None, "bound from the start"
     return session.optimizer
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Whether its ``step`` computes gradients itself, as that of LBFGS does."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _digest(session: Session) -> int:

@@ -54,6 +54,10 @@ class ParameterRunner:
         """Whether what is in flight is missing from x."""
         self.executed = 0
         self.in_flight: list[InFlightRound] = []
+        self.present = link.size, link.rank
+        """How many workers took part in the round that was folded last, and the rank of this one
+        there. What is sent depends on it, and not on the link: in an elastic run workers come and
+        go while the training goes on, and a trace must give the same bits."""
 
     @property
     def channels(self) -> list[Channel]:
@@ -95,7 +99,8 @@ class ParameterRunner:
         self.set, self.in_flight, self.executed = other.set, other.in_flight, other.executed
 
     def _clock(self, bucket: Bucket, step: int) -> Clock:
-        return self._messenger.clock(bucket, step, self.executed)
+        present = self.present if self._context.elastic else None
+        return self._messenger.clock(bucket, step, self.executed, present)
 
     # -- one round ----
 
@@ -130,12 +135,12 @@ class ParameterRunner:
         clock = self._messenger.stamped(clock, state)
         job = partial(self._messenger.carry, channel, message, clock)
         arrival = self._context.comm.call(job, self.label(step))
-        received = arrival.flat
+        received, self.present = arrival.flat, arrival.present or self.present
         if not update.replaces:
             beside = self._context.beside
             x = bucket.pack(beside.take(bucket.length, bucket.dtype, bucket.device))
-            workers = arrival.workers or clock.workers
-            clock = replace(clock, weight=arrival.weight, workers=workers)
+            workers, worker = arrival.present or (clock.workers, clock.worker)
+            clock = replace(clock, weight=arrival.weight, workers=workers, worker=worker)
             received = update.fold(x, received, None, state, clock)
         bucket.unpack(received)
 
@@ -202,9 +207,12 @@ class ParameterRunner:
             arrival = pending.wait()
             received, weight = arrival.flat, arrival.weight
             bucket, state = channel.bucket, channel.state
+            present = arrival.present or self.present
             if copies is not None:
                 received, state = received.clone(), copies[id(channel)]
-            clock = replace(self._clock(bucket, step), weight=weight)
+            else:
+                self.present = present
+            clock = replace(self._clock(bucket, step), weight=weight, workers=present[0])
             x = bucket.pack(self._context.memory(bucket))
             x = self.round.update.fold(x, received, sent, state, clock)
             if write:

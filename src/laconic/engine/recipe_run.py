@@ -109,7 +109,9 @@ class RecipeRun:
         def clock() -> Clock:
             step = session.step + 1
             seed = session.settings.seed
-            return Clock(step, math.nan, step - 1, 0, link.size, link.rank, seed=seed)
+            # in an elastic run a unit looks who takes part when it begins
+            present = (1, 0) if session.elastic is not None else (link.size, link.rank)
+            return Clock(step, math.nan, step - 1, 0, *present, seed=seed)
 
         settings = session.settings
         at = session.comm, session.nonfinite, session.differentiated, settings.scale

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 from bisect import bisect_right
@@ -77,9 +78,9 @@ class Trace:
         self._deals: dict[str, list[Any]] = {}
         self._left: dict[str, int] = {}
         self._bequests: dict[tuple[str, int], list[str]] = {}
-        files = sorted(Path(directory).glob("*.jsonl"))
+        files, where = sorted(Path(directory).glob("*.jsonl")), os.fspath(directory)
         if not files:
-            raise ValueError(f"no worker has recorded anything in {os.fspath(directory)}")
+            raise ValueError(f"no worker has recorded anything in {where}")
         for file in files:
             for line in file.read_text().splitlines(keepends=True):
                 if line.endswith("\n"):  # else its worker was killed while it wrote
@@ -88,6 +89,12 @@ class Trace:
         self.ids: list[str] = []
         for unit in self._changes:
             self.ids += [id for id in self._by_unit[unit] if id not in self.ids]
+        lacking = sorted(set(self.ids) - {file.stem for file in files})
+        if lacking:
+            raise ValueError(
+                f"{where} lacks what these workers have recorded: {', '.join(lacking)}. Copy their "
+                "files from their hosts, and use a new directory for each run"
+            )
 
     def _add(self, file: Path, event: Mapping[str, Any]) -> None:
         id = file.stem
@@ -105,7 +112,10 @@ class Trace:
             return
         unit, ids = event["unit"], event["workers"]
         if self._by_unit.setdefault(unit, ids) != ids:
-            raise ValueError(f"{file}: other workers in unit {unit} than another file has")
+            raise ValueError(
+                f"{file}: other workers in unit {unit} than another file has: are these files of "
+                "several runs? Use a new directory for each"
+            )
         if "missing" in event:
             self._missing[id, unit] = event["missing"]
 
@@ -147,8 +157,9 @@ class Faults:
 
     ``start``: the workers at the start. ``kill``: (worker, step) pairs: the worker ends after that
     step, before the rounds that follow it. ``join``: steps; after each, a new worker gets the state
-    of the first one, and takes part from its next step on. New workers are numbered in that order
-    after those of the start.
+    of another one, of those there are the one that is killed last. It takes part from the next step
+    on in which workers exchange something. New workers are numbered in that order after those of
+    the start.
     """
 
     start: int
@@ -157,6 +168,13 @@ class Faults:
 
     def __post_init__(self) -> None:
         check_int("start", self.start, 1)
+        if not isinstance(self.join, (tuple, list)):
+            raise ValueError(f"join must be steps, such as (120,), not {self.join!r}")
+        pairs = isinstance(self.kill, (tuple, list)) and all(
+            isinstance(each, (tuple, list)) and len(each) == 2 for each in self.kill
+        )
+        if not pairs:
+            raise ValueError(f"kill must be (worker, step) pairs: ((2, 90),), not {self.kill!r}")
         for step in self.join:
             check_int("a step in join", step, 1)
         if list(self.join) != sorted(self.join):
@@ -207,8 +225,11 @@ class Faults:
 
     def joins(self, worker: int) -> tuple[int, int] | None:
         """See `Plan.joins`."""
-        step = self._born(worker)
-        return None if step < 0 else (self._alive(step)[0], step)
+        step, last = self._born(worker), dict(self.kill)
+        if step < 0:
+            return None
+        donor = max(self._alive(step), key=lambda w: (last.get(w, math.inf), -w))
+        return donor, step
 
     def present(self, serial: int, call: Call) -> list[int]:
         """See `Plan.present`."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -15,6 +17,7 @@ from laconic.links.elastic.relay import (
     Record,
     RelayError,
     Snapshot,
+    Start,
     StepSettings,
 )
 
@@ -53,6 +56,7 @@ class Feed:
         self._changed, self._woken = threading.Condition(), False
         self._seen: list[Frame] = []
         self.settings: dict[int, list[dict[str, Any]]] = {}
+        self._until = math.inf
         threading.Thread(target=self._read, daemon=True, name="laconic-feed").start()
 
     def _read(self) -> None:
@@ -83,6 +87,8 @@ class Feed:
                 woken, self._woken = self._woken, False
             if woken:
                 self._awake()
+            elif time.monotonic() >= self._until:
+                raise RelayError("it takes no steps: it has finished, or waits for others")
             else:
                 self._check()
 
@@ -107,15 +113,26 @@ class Feed:
         else:
             self._seen.append(frame)
 
+    def settings_of(self, step: int) -> list[dict[str, Any]]:
+        """The settings of the step after ``step`` steps. Raises `RelayError` if they do not come
+        before `Start`."""
+        while step not in self.settings:
+            if any(isinstance(frame, Start) for frame in self._seen):
+                raise RelayError("the other worker has taken other steps than this one repeats")
+            self.wait()
+        return self.settings.pop(step)
+
     def peek(self) -> Frame:
         """The next frame that is no settings."""
         while not self._seen:
             self.wait()
         return self._seen[0]
 
-    def pop(self) -> Frame:
-        """Take that frame."""
+    def pop(self, until: float = math.inf) -> Frame:
+        """Take that frame. Raises `RelayError` if none has come by the time ``until``."""
+        self._until = until
         frame = self.peek()
+        self._until = math.inf
         self._seen.pop(0)
         if isinstance(frame, Snapshot):
             self.first_step = self.first_step or frame.step

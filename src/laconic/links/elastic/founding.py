@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
 from laconic.errors import LinkError
 from laconic.links import health
-from laconic.links.elastic.registry import Registry
+from laconic.links.elastic.registry import SAY_SECONDS, Registry
 from laconic.links.elastic.view import Member, View
+
+log = logging.getLogger("laconic")
 
 LOOK_SECONDS = 0.05
 """How long a worker that starts waits before it looks again."""
@@ -54,6 +57,17 @@ class _Before:
         return alive
 
 
+def agreed(registry: Registry, secret: bytes, about: str) -> str:
+    """What the job is about: ``about``, unless a run of the job that has not ended is about
+    something else."""
+    said, latest = registry.about(about), registry.latest()
+    if said == about or latest is None:
+        return said
+    answers = health.ask_all([m.beacon for m in latest.members], secret)
+    over = all(answer == health.GONE for answer in answers)
+    return registry.about(about, instead_of=said) if over else said
+
+
 def found(
     registry: Registry, me: Member, secret: bytes, *, need: int, expected: int | None, wait: float
 ) -> tuple[View, bool]:
@@ -64,6 +78,7 @@ def found(
     at = f"{registry.host}:{registry.port}"
     known: dict[int, Member] = {}
     changed, before = time.monotonic(), _Before()
+    say = changed + SAY_SECONDS
     while True:
         if registry.secret() != secret:
             raise RestoredError
@@ -95,4 +110,10 @@ def found(
                 f"{wait:g} s: start more workers, or lower min_workers"
             )
         else:
+            if now >= say:
+                log.warning(
+                    "%d of %d workers have come to the coordinator at %s; waiting for more, up to "
+                    "%.0f s", len(living), expected or need, at, end - now,
+                )  # fmt: skip
+                say = end
             time.sleep(LOOK_SECONDS)

@@ -144,6 +144,11 @@ class ElasticLink:
         for relay in self.relays:
             relay.put(record)
 
+    def give_up_relays(self, why: str) -> None:
+        """Take in none of the newcomers that this worker sends its state to."""
+        for relay in self.relays:
+            relay.give_up(why)
+
     def _collective(self, run: Callable[[Everyone], T], passed_on: Callable[[Outcome], T]) -> T:
         """Make a collective by ``run``. Where it is interrupted, and another worker has completed
         the unit, ``passed_on`` gives its result."""
@@ -197,7 +202,8 @@ class ElasticLink:
             for relay in self.relays:
                 if relay.newcomer.id in units.ranks:
                     settings, state = self.settings(call)
-                    relay.finish(Start(units.serial, call, *settings), state)
+                    present = len(units.ranks), units.ranks.index(relay.newcomer.id)
+                    relay.finish(Start(units.serial, call, *settings, present), state)
         if units.me not in units.ranks:
             raise LinkError(
                 f"this worker has just joined the run, and {call} comes before its first round: "
@@ -311,8 +317,10 @@ class ElasticLink:
             return
 
         def run(link: Everyone) -> None:
-            link.broadcast(x, root)
-            self.units.outcome = Outcome(x.clone())
+            received = x.clone()  # an attempt that is interrupted leaves x as it was
+            link.broadcast(received, root)
+            self.units.outcome = Outcome(received)
+            x.copy_(received)
 
         def passed_on(outcome: Outcome) -> None:
             x.copy_(like(outcome.output, x, x.numel()).view(x.shape))

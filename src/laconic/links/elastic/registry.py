@@ -8,12 +8,15 @@ know: `Registry.restore`.
 
 from __future__ import annotations
 
+import atexit
+import logging
 import queue
 import re
 import secrets
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Container
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,11 +33,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+log = logging.getLogger("laconic")
+
 PORT = 29400
 """The coordinator's port where none is given."""
 CALL_SECONDS = 5.0
 """How long one call of the store may take. A store that was stopped never answers."""
 RETRY_SECONDS = 0.5
+SAY_SECONDS = 5.0
+"""After so long a worker that waits says what for."""
+EXIT_SECONDS = CALL_SECONDS + 1
+"""How long a process that ends waits for a call of the store to return."""
 _ADDRESS = re.compile(r"\[([0-9a-fA-F:.]+)\](?::(\d{1,5}))?|([\w.-]+)(?::(\d{1,5}))?", re.ASCII)
 """A host name, an IPv4 address, or an IPv6 address in brackets; and a port."""
 SECRET, ABOUT, LATEST, TICKETS = "secret", "about", "latest", "tickets"
@@ -78,6 +87,7 @@ class _Client:
         self._store: Any = None
         self._thread = threading.Thread(target=self._work, daemon=True, name="laconic-registry")
         self._thread.start()
+        _open.add(self)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -151,20 +161,20 @@ class Registry:
                 self._client = None
                 raise
 
-    def close(self, until: float) -> None:
-        """Close the connection; wait for that until the time ``until``."""
-        if self._client is not None:
-            self._client.close(until)
-
     def connect(self, until: float) -> None:
         """Wait for the coordinator, at most until the time ``until`` (`time.monotonic`)."""
+        say = time.monotonic() + SAY_SECONDS
         while True:
             try:
                 self._call(lambda store: store.check([SECRET]))
                 return
-            except CoordinatorError:
-                if time.monotonic() >= until:
+            except CoordinatorError as error:
+                now = time.monotonic()
+                if now >= until:
                     raise
+                if now >= say:
+                    log.warning("%s; trying again for %.0f s", error, until - now)
+                    say = until
             time.sleep(RETRY_SECONDS)
 
     def _first(self, key: str, value: str) -> str:
@@ -191,9 +201,11 @@ class Registry:
             raise LinkError(f"what is at {self.host}:{self.port} is no coordinator of laconic's")
         return secret
 
-    def about(self, text: str) -> str:
-        """What the job is about: ``text``, unless another worker has said it before."""
-        return self._first(ABOUT, text)
+    def about(self, text: str, instead_of: str = "") -> str:
+        """What the job is about: ``text``, unless another worker has said it before, and not what
+        it is said ``instead_of``."""
+        found: bytes = self._call(lambda store: store.compare_set(ABOUT, instead_of, text))
+        return found.decode(errors="replace")
 
     def restore(self, secret: bytes, about: str, view: View) -> View | None:
         """Write what this worker knows into a store that has lost it. Returns the view that counts
@@ -275,6 +287,18 @@ class Registry:
 
         self._call(note)
         return decided
+
+
+_open: weakref.WeakSet[_Client] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """The interpreter stops threads wherever they are. If one of them is inside torch's store, the
+    process ends with SIGABRT."""
+    until = time.monotonic() + EXIT_SECONDS
+    for client in list(_open):
+        client.close(until)
 
 
 def _number(text: str) -> int:

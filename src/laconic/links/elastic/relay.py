@@ -79,14 +79,16 @@ class Start:
     """The newcomer takes part from the unit ``serial`` on, which begins ``call``. ``groups``: the
     numbers in the optimizer's parameter groups for its first step; ``others``: the state of the
     user's objects then, by name; ``policy``: what the donor's policy hands over. ``digest``: of the
-    model and the optimizer then, where all workers have the same."""
+    model and the optimizer then, where all workers have the same. ``present``: how many workers
+    take part, and the newcomer's rank."""
 
     serial: int
     call: Call
     digest: int
     groups: list[dict[str, Any]]
     others: dict[str, Any]
-    policy: dict[str, Any] | None = None
+    policy: dict[str, Any] | None
+    present: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -257,11 +259,11 @@ class Relay:
         """Send ``frame`` after those before. A newcomer that takes in too little is given up."""
         self._waiting += _bytes(vars(frame))
         if self._waiting > self._limit:
-            self._give_up("it takes in less than the workers exchange")
+            self.give_up("it takes in less than the workers exchange")
         else:
             self._frames.put(frame)
 
-    def _give_up(self, why: str) -> None:
+    def give_up(self, why: str) -> None:
         self._state = None
         if not self.ended:
             log.info("a newcomer is not taken in: %s", why)
@@ -281,7 +283,7 @@ class Relay:
                 self._stream.send(frame)
                 self._waiting -= _bytes(vars(frame))
         except RelayError as error:
-            self._give_up(str(error))
+            self.give_up(str(error))
 
     def _listen(self) -> None:
         try:
@@ -292,7 +294,7 @@ class Relay:
                 self._stream.send(self._state)
             self._stream.wait_for(STATE)  # the newcomer closes
         except (RelayError, LinkError) as error:
-            self._give_up(str(error))
+            self.give_up(str(error))
 
 
 class Service:

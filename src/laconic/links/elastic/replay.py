@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from laconic.links.calls import Call
-from laconic.links.elastic.relay import Record
+from laconic.links.elastic.relay import Record, RelayError
 from laconic.links.link import Parts, arrivals
 
 T = TypeVar("T")
@@ -79,6 +79,13 @@ class Replay:
     def mean(self, x: Tensor) -> None:
         output = self._next()
         if output is not None:
+            whole = output.numel() * output.element_size() // x.element_size()
+            if not 0 <= whole - x.numel() < max(self._workers, 1):  # it is padded
+                raise RelayError(
+                    f"it exchanges {whole} elements in {self._call}, and this worker has "
+                    f"{x.numel()}: the optimizer's groups and requires_grad must be as they are "
+                    "there at that step"
+                )
             x.copy_(like(output, x, x.numel()).view(x.shape))
 
     broadcast = mean

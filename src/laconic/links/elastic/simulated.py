@@ -133,6 +133,10 @@ class _Relay:
             return
         self._cast.feeds[self._number].append(frame)
 
+    def give_up(self, why: str) -> None:
+        """See `Relay.give_up`. The newcomer ends before its first step."""
+        self.ended = True
+
     def finish(self, start: Start, state: Snapshot | None) -> None:
         """See `Relay.finish`. The newcomer looks at the state if it needs it."""
         self.put(start)

@@ -13,7 +13,7 @@ from typing import Any
 from laconic.errors import LinkError
 from laconic.links import forks
 from laconic.links.addresses import Address, address_of, address_toward, own_address
-from laconic.links.elastic.founding import RestoredError, found
+from laconic.links.elastic.founding import RestoredError, agreed, found
 from laconic.links.elastic.link import ElasticLink
 from laconic.links.elastic.members import Members, Rules
 from laconic.links.elastic.reception import Reception
@@ -59,7 +59,7 @@ def _begin(
     recording: Callable[[str], Callable[[dict[str, Any]], None]],
 ) -> ElasticLink:
     secret, text = registry.secret(), json.dumps(about)
-    _check_same(registry.about(text), about, job, f"{registry.host}:{registry.port}")
+    _check_same(agreed(registry, secret, text), about, job, f"{registry.host}:{registry.port}")
     host = _host_toward(registry.host)
     with ExitStack() as on_error:
         beacon = Beacon(host)
