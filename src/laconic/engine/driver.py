@@ -58,7 +58,8 @@ class Driver:
         self.before_steps: list[Callable[[], None]] = []
         self.after_steps: list[Callable[[], None]] = []
         """Called before the optimizer's step, and after all of the step's rounds."""
-        self.after_finish: list[Callable[[], None]] = []
+        self.after_finish: list[Callable[[bool], None]] = []
+        """Called with ``mean``, see `finish`."""
         self._closure = False
         """Whether a closure computes this step's gradients."""
         self._past_choices: list[Choice] = []
@@ -248,7 +249,7 @@ class Driver:
         for running in () if mean else run.rounds:
             running.rebase()
         for each in self.after_finish:
-            each()
+            each(mean)
         session.recorder.event("finish")
         session.status("finished")
 

@@ -84,6 +84,7 @@ class Donor:
         driver.after_finish.append(self._after_finish)
         link.reception.open()
         self._leaving = False
+        reports.begin()
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._leave)
@@ -130,7 +131,7 @@ class Donor:
         session, rounds = self._driver.session, self._driver.rounds_done
         began = rounds > self._rounds or self._driver.run.averages_gradients(session.step)
         self._rounds = rounds
-        self._reports.after_step(session.step, began=began, idle=session.comm.idle)
+        self._reports.after_step(began=began, idle=session.comm.idle)
         if self._leaving or self._link.reception.leaves(session.step):
             self._leave_run()
         for id, received in self._link.reception.bequests(session.step):
@@ -149,6 +150,7 @@ class Donor:
         active, me, step = link.units.active, link.units.me, session.step
         place = active.index(me) if me in active else 0
         held = bequest.collect(self._driver)
+        self._reports.leave()
         link.units.note({"left": step})
         link.members.leave()
         if held:
@@ -157,8 +159,9 @@ class Donor:
         link.close()
         raise SystemExit(LEFT)
 
-    def _after_finish(self) -> None:
+    def _after_finish(self, mean: bool) -> None:
         """Newcomers repeat rounds only: they begin again with the state that `finish` has left."""
+        self._reports.finish(mean=mean)
         for relay in self._link.relays:
             relay.put(Snapshot(self._driver.session.step, self._state()))
 
