@@ -18,7 +18,7 @@ from laconic.cli import main
 from laconic.engine import reports
 from laconic.lab.emulation import orphans, program
 from laconic.lab.emulation.cluster import Cluster, NamespacesUnavailable
-from laconic.lab.emulation.goodput import Kill, Worker, read, report, summary
+from laconic.lab.emulation.goodput import Killed, Worker, read, report, summary
 from laconic.lab.emulation.injection import Injection
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +68,9 @@ HISTORY: dict[str, list[dict[str, Any]]] = {
 
 
 def test_a_run_with_a_kill_a_loss_and_a_newcomer() -> None:
-    kills = [Kill("host1", BEGAN + 5, BEGAN + 5.5)]  # the others notice before the lab has ended it
+    kills = [
+        Killed("host1", BEGAN + 5, BEGAN + 5.5)
+    ]  # the others notice before the lab has ended it
     found = summary(HISTORY, kills, BEGAN, 31.0)
     assert found is not None
     assert list(found.workers) == [
@@ -136,7 +138,7 @@ def test_a_worker_ends_with_finish_unless_it_has_gone_on(
     }
     if after:  # a newcomer came, for example
         run["b"].append(view(7, *after, "abc"))
-    result = summary(run, [Kill("host1", BEGAN + 8, BEGAN + 8)], BEGAN, 10.0)
+    result = summary(run, [Killed("host1", BEGAN + 8, BEGAN + 8)], BEGAN, 10.0)
     assert result is not None and result.workers[1] == found
 
 
@@ -145,7 +147,7 @@ def test_a_worker_leaves_and_the_lab_ends_the_others() -> None:
         "a": [begin(1, "host0"), view(4, 9, 8, "a", b=[8, 8]), event("left", 12, 30, 28)],
         "b": [begin(1, "host1"), event("left", 4, 9, 8)],
     }
-    found = summary(run, [Kill("host1", BEGAN + 9, BEGAN + 9)], BEGAN, 10.0)
+    found = summary(run, [Killed("host1", BEGAN + 9, BEGAN + 9)], BEGAN, 10.0)
     assert found is not None
     assert list(found.workers) == [
         Worker("a", "host0", 1.0, 10.0, "ended with the lab", 30, 28),
@@ -158,7 +160,7 @@ def test_a_host_that_was_left_behind_is_not_killed_by_a_later_kill() -> None:
         "a": [begin(1, "host0"), view(4, 9, 8, "a", b=[8, 8]), event("finished", 9, 30, 30)],
         "b": [begin(1, "host1")],
     }
-    found = summary(run, [Kill("host1", BEGAN + 6, BEGAN + 6)], BEGAN, 10.0)
+    found = summary(run, [Killed("host1", BEGAN + 6, BEGAN + 6)], BEGAN, 10.0)
     assert found is not None
     assert (found.workers[1].how, found.workers[1].end) == ("lost", 4.0)
 
@@ -169,7 +171,7 @@ def test_nothing_is_left_of_a_run_whose_workers_were_all_killed() -> None:
         "b": [view(1, 0, 0, "ab"), begin(1, "host1")],
         "c": [view(8, 0, 0, "c"), begin(8, "host0"), event("finished", 9, 5, 5)],
     }
-    kills = [Kill("host1", BEGAN + 2, BEGAN + 2), Kill("host0", BEGAN + 4, BEGAN + 4)]
+    kills = [Killed("host1", BEGAN + 2, BEGAN + 2), Killed("host0", BEGAN + 4, BEGAN + 4)]
     found = summary(run, kills, BEGAN, 10.0)
     assert found is not None
     assert [(w.id, w.how, w.computed, w.counted) for w in found.workers] == [
@@ -190,7 +192,7 @@ class Truth:
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         self.events = defaultdict[str, list[dict[str, Any]]](list)
-        self.kills: list[Kill] = []
+        self.kills: list[Killed] = []
         self.steps: dict[tuple[str, int], bool] = {}
         """Whether each step counts, by worker and number."""
         self.present: list[tuple[int, frozenset[str]]] = []
@@ -230,7 +232,9 @@ class Truth:
         id = self.chance.choice(self.here)
         self.here.remove(id)
         if how == "kill":
-            self.kills.append(Kill(self.hosts[id], BEGAN + self.now - 0.4, BEGAN + self.now + 0.4))
+            self.kills.append(
+                Killed(self.hosts[id], BEGAN + self.now - 0.4, BEGAN + self.now + 0.4)
+            )
         elif how == "leave":
             self.events[id].append(event("left", self.now, *self.steps_of(id)))
         self.meet({id: self.steps_of(id)})

@@ -64,8 +64,8 @@ def add(commands: Any) -> None:
     faults = parser.add_argument_group(
         "faults",
         "With any of them the lab runs a coordinator, and LACONIC_COORDINATOR names it to the "
-        "program. The summary shows which steps of an elastic program counted, and who was present. "
-        "TIME counts from the start; HOST may be coordinator.",
+        "program. The summary shows how many steps of an elastic program counted, and who was "
+        "present. TIME counts from the start; HOST may be coordinator.",
     )
     faults.add_argument(
         "--kill", metavar="HOST@TIME", action="append", help="kill a host's program; repeatable"

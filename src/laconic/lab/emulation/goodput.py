@@ -29,7 +29,7 @@ from laconic.lab.emulation.injection import KILLED, Happened
 
 __all__ = [
     "Goodput",
-    "Kill",
+    "Killed",
     "Worker",
     "goodput_of",
     "read",
@@ -45,7 +45,7 @@ Events = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
-class Kill:
+class Killed:
     """All processes of ``host`` were killed, between two times in seconds since 1970."""
 
     host: str
@@ -123,7 +123,7 @@ def goodput_of(
     """Return the `summary` of what the workers have recorded in a directory, and of what the lab
     did to their hosts."""
     killed = [each for each in happened if each.what == KILLED]
-    kills = [Kill(each.host, start + each.at, each.time) for each in killed]
+    kills = [Killed(each.host, start + each.at, each.time) for each in killed]
     return summary(read(directory), kills, start, seconds)
 
 
@@ -145,7 +145,9 @@ def _parsed(line: str) -> list[dict[str, Any]]:
     return [event] if isinstance(event, dict) and "presence" in event else []
 
 
-def summary(events: Events, kills: Iterable[Kill], start: float, seconds: float) -> Goodput | None:
+def summary(
+    events: Events, kills: Iterable[Killed], start: float, seconds: float
+) -> Goodput | None:
     """Return what the workers have made of their steps. None if no worker has taken part.
 
     ``start``: when the lab began, in seconds since 1970. ``seconds``: when it began to end, in
@@ -177,7 +179,7 @@ def _worker(
     id: str,
     own: Sequence[Mapping[str, Any]],
     views: Sequence[Mapping[str, Any]],
-    kills: Sequence[Kill],
+    kills: Sequence[Killed],
     start: float,
     seconds: float,
 ) -> Worker:
