@@ -27,6 +27,7 @@ HOSTS = {
     "compare",
     "doctor",
     "example",
+    "goodput",
     "isolated_host",
     "lab",
     "own",

@@ -601,7 +601,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("links/elastic/signs.py", "if start > self._answered.get(id, 0.0) and", "if", MEMBERS),
     ("links/elastic/members.py", "self._remove(\"a thread of this", "print(\"a thread of this", MEMBERS),
     ("links/elastic/founding.py", "if first == number and", "if", MEMBERS),
-    ("engine/newcomers.py", "driver.after_replacing.append(self._send_state)", "pass", AUTO_ELASTIC),
+    ("engine/newcomers.py", "driver.after_switch.append(self._send_state)", "pass", AUTO_ELASTIC),
     ("engine/newcomers.py", "if start.policy is not None:", "if False:", AUTO_ELASTIC),
     ("auto.py", "if paces.shape[0] // self._ranks != self._workers:", "if False:", AUTO_ELASTIC),
     ("auto.py", "self._announce(step, PACE)", "pass", AUTO_ELASTIC),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from laconic.errors import check_float, check_int
@@ -12,6 +13,8 @@ from laconic.links.elastic.registry import parse_address
 
 COORDINATOR_VARIABLE = "LACONIC_COORDINATOR"
 """Names the coordinator where ``coordinator`` is not given."""
+TRACE_VARIABLE = "LACONIC_TRACE"
+"""Names the directory where ``trace`` is not given."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class Elastic:
     all workers. While a worker joins, another one copies their state in every step: they should be
     small.
 
-    ``trace``: a directory, in which each worker records who took part in what, for `Trace`.
+    ``trace``: a directory, in which each worker records who took part in what, for `Trace`, and
+    when. None: what the environment variable LACONIC_TRACE says; without it, nothing is recorded.
     """
 
     coordinator: str | None = None
@@ -75,3 +79,8 @@ class Elastic:
             )
         parse_address(found)
         return found
+
+    def trace_directory(self) -> Path | None:
+        """Where this worker records; None: nowhere."""
+        found = self.trace or os.environ.get(TRACE_VARIABLE)
+        return Path(found).expanduser() if found else None

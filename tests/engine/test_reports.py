@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -34,7 +36,7 @@ class Worker:
         self.step += 1
 
     def finish_step(self, *, began: bool, idle: bool) -> None:
-        self.reports.after_step(self.step, began=began, idle=idle)
+        self.reports.after_step(began=began, idle=idle)
 
 
 def meet(view: list[tuple[str, Worker]], interrupted: set[str]) -> None:
@@ -121,6 +123,32 @@ def test_what_a_round_sends_counts_once_it_is_complete() -> None:
         (4, 1, (12, 3)),
         (5, 5, (15, 15)),
     ]
+
+
+@pytest.mark.parametrize(
+    ("end", "presence", "counted"),
+    [
+        (lambda reports: reports.finish(mean=True), "finished", 3),
+        (lambda reports: reports.finish(mean=False), "finished", 2),
+        (lambda reports: reports.leave(), "left", 2),
+    ],
+)
+def test_which_steps_count_at_the_end(
+    end: Callable[[Reports], None], presence: str, counted: int
+) -> None:
+    """Rounds that are under way are complete by then. `finish` brings the others the rest, unless
+    it takes the model of the last round."""
+    worker = Worker(100, "again")
+    recorded: list[dict[str, Any]] = []
+    worker.reports.record = recorded.append
+    worker.reports.begin()
+    for began in (False, True, False):
+        worker.draw(5)
+        worker.finish_step(began=began, idle=False)
+    end(worker.reports)
+    found = [(event["presence"], event["steps"]) for event in recorded]
+    assert found == [("begin", [0, 0]), (presence, [3, counted])]
+    assert worker.sampler.progress() == (15, 5 * counted)
 
 
 def test_a_run_begins_where_a_saved_one_ended() -> None:

@@ -64,7 +64,8 @@ def add(commands: Any) -> None:
     faults = parser.add_argument_group(
         "faults",
         "With any of them the lab runs a coordinator, and LACONIC_COORDINATOR names it to the "
-        "program. TIME counts from the start; HOST may be coordinator.",
+        "program. The summary shows how many steps of an elastic program counted, and who was "
+        "present. TIME counts from the start; HOST may be coordinator.",
     )
     faults.add_argument(
         "--kill", metavar="HOST@TIME", action="append", help="kill a host's program; repeatable"
@@ -370,6 +371,8 @@ class Display:
 
     def ended(self, ended: Ended) -> None:
         """Print a summary."""
+        from laconic.lab.emulation.goodput import report
+
         if ended.sent is not None:
             self._log("sent, with all headers, and the mean rate:")
             for host, sent in enumerate(ended.sent):
@@ -379,11 +382,14 @@ class Display:
             self._log("faults:")
             for happened in ended.happened:
                 self._log(f"  {happened}")
+        if ended.goodput is not None:
+            for line in report(ended.goodput, self._settings.network.hosts, ended.seconds):
+                self._log(line)
         if ended.first is not None:
             name = ended.first.process.name
             self._log(f"{name} failed first: {ended.first.how}; its last lines:")
-            for line in ended.first.last:
-                self._log(f"  {line.decode(errors='replace')}")
+            for last in ended.first.last:
+                self._log(f"  {last.decode(errors='replace')}")
         self._log(f"{ended.seconds:.1f} s")
 
     def _log(self, text: str) -> None:

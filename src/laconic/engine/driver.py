@@ -58,8 +58,9 @@ class Driver:
         self.before_steps: list[Callable[[], None]] = []
         self.after_steps: list[Callable[[], None]] = []
         """Called before the optimizer's step, and after all of the step's rounds."""
-        self.after_replacing: list[Callable[[], None]] = []
-        """Called when `finish` or a change of recipe has replaced the state."""
+        self.after_finish: list[Callable[[bool], None]] = []
+        """Called with ``mean``, see `finish`."""
+        self.after_switch: list[Callable[[], None]] = []
         self._closure = False
         """Whether a closure computes this step's gradients."""
         self._past_choices: list[Choice] = []
@@ -249,8 +250,8 @@ class Driver:
             session.gather_json(None)  # after that all have it, and any may end
         for running in () if mean else run.rounds:
             running.rebase()
-        for each in self.after_replacing:
-            each()
+        for each in self.after_finish:
+            each(mean)
         session.recorder.event("finish")
         session.status("finished")
 
@@ -272,8 +273,8 @@ class Driver:
         session = self.session
         session.recorder.event("switch", recipe=self.run.text(chosen=True))
         session.status("computing")
-        for each in self.after_replacing:
-            each()
+        for notify in self.after_switch:
+            notify()
 
     @property
     def choices(self) -> list[Choice]:

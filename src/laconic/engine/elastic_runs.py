@@ -8,7 +8,6 @@ import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -147,7 +146,7 @@ def join(
         **{f"sampler ({name})": sampler.about() for name, sampler in sorted(samplers.items())},
     }
     rules = Rules(elastic.min_workers, elastic.workers, elastic.wait, timeout)
-    trace = None if elastic.trace is None else Path(elastic.trace).expanduser()
+    trace = elastic.trace_directory()
     if trace is not None:
         trace.mkdir(parents=True, exist_ok=True)
 

@@ -88,9 +88,11 @@ class Donor:
         link.settings = self._settings_for
         driver.before_steps.append(self._before_step)
         driver.after_steps.append(self._after_step)
-        driver.after_replacing.append(self._send_state)
+        driver.after_finish.append(self._after_finish)
+        driver.after_switch.append(self._send_state)
         link.reception.open()
         self._leaving = False
+        reports.begin()
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._leave)
@@ -146,7 +148,7 @@ class Donor:
         session, rounds = self._driver.session, self._driver.rounds_done
         began = rounds > self._rounds or self._driver.run.averages_gradients(session.step)
         self._rounds = rounds
-        self._reports.after_step(session.step, began=began, idle=session.comm.idle)
+        self._reports.after_step(began=began, idle=session.comm.idle)
         if self._leaving or self._link.reception.leaves(session.step):
             self._leave_run()
         for id, received in self._link.reception.bequests(session.step):
@@ -165,6 +167,7 @@ class Donor:
         active, me, step = link.units.active, link.units.me, session.step
         place = active.index(me) if me in active else 0
         held = bequest.collect(self._driver)
+        self._reports.leave()
         link.units.note({"left": step})
         link.members.leave()
         if held:
@@ -172,6 +175,10 @@ class Donor:
             link.reception.bequeath(Bequest(held, len(active)), heirs, step)
         link.close()
         raise SystemExit(LEFT)
+
+    def _after_finish(self, mean: bool) -> None:
+        self._reports.finish(mean=mean)
+        self._send_state()
 
     def _send_state(self) -> None:
         """Newcomers repeat rounds only: they begin again with the state that `finish` or a change

@@ -7,17 +7,23 @@ the workers that are gone.
 from __future__ import annotations
 
 import json
+import os
+import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from laconic.sampler import ElasticSampler, Recorded
 
+LAB_HOST = "LACONIC_LAB_HOST"
+"""The number of the host in `laconic lab`, where all may have the same name."""
+
 
 class Heard(NamedTuple):
-    """How far a worker is. ``deal``: counts the deals of samples. ``step``: optimizer steps taken;
-    ``sent``: those that others have received. ``drawn``: of each sampler, what was drawn in this
-    deal, and what of it others have received."""
+    """How far a worker is. ``deal``: counts the deals of samples. ``step``: optimizer steps that it
+    has computed; ``sent``: those that others have received. ``drawn``: of each sampler, what was
+    drawn in this deal, and what of it others have received."""
 
     deal: int
     step: int
@@ -59,7 +65,8 @@ class Reports:
         self.heard: Mapping[str, str] = {}
         """What this worker has heard of others, by id."""
         self.record: Callable[[dict[str, Any]], None] = lambda event: None
-        """Told of each deal (`laconic.Trace`)."""
+        """Told of each deal (`laconic.Trace`), and when this worker was present and how many of its
+        steps were received, at its beginning, at each view and at its end."""
 
     # -- this worker ----
 
@@ -72,18 +79,50 @@ class Reports:
         drawn = tuple((p.drawn, p.contributed) for p in (s.progress() for s in self._samplers))
         return Heard(self._deal, self._step, self._sent, drawn)
 
-    def after_step(self, step: int, *, began: bool, idle: bool) -> None:
-        """``step`` steps are taken. ``began``: a round was begun after the last one. ``idle``: all
-        rounds that were begun are complete."""
+    def begin(self) -> None:
+        """This worker takes part from now on."""
+        number = os.environ.get(LAB_HOST)
+        host = socket.gethostname() if number is None else f"host{number}"
+        self._record("begin", host=host)
+
+    def after_step(self, *, began: bool, idle: bool) -> None:
+        """A step was computed. ``began``: a round was begun after it. ``idle``: all rounds that
+        were begun are complete."""
         with self._lock:
-            self._step = step
+            self._step += 1
             if began and self._sending is None:
-                self._sending = step, [s.progress().drawn for s in self._samplers]
-            if idle and self._sending is not None:
-                self._sent, drawn = self._sending
-                self._sending = None
-                for sampler, count in zip(self._samplers, drawn, strict=True):
-                    sampler.mark(count)
+                self._send()
+            if idle:
+                self._receive()
+
+    def leave(self) -> None:
+        """This worker leaves by itself. All rounds that were begun are complete."""
+        with self._lock:
+            self._receive()
+        self._record("left")
+
+    def finish(self, *, mean: bool) -> None:
+        """`Synchronizer.finish` is complete. With ``mean``, all steps are in the consensus."""
+        with self._lock:
+            if mean:
+                self._send()
+            self._receive()
+        self._record("finished")
+
+    def _send(self) -> None:
+        self._sending = self._step, [s.progress().drawn for s in self._samplers]
+
+    def _receive(self) -> None:
+        """Others have received what was sent."""
+        if self._sending is not None:
+            self._sent, drawn = self._sending
+            self._sending = None
+            for sampler, count in zip(self._samplers, drawn, strict=True):
+                sampler.mark(count)
+
+    def _record(self, presence: str, **more: Any) -> None:
+        steps = [self._step, self._sent]
+        self.record({"presence": presence, "time": time.time(), "steps": steps} | more)
 
     def release(self) -> None:
         """No deal will come: the run has failed here."""
@@ -156,6 +195,8 @@ class Reports:
                 sampler.deal(*deals[-1][2:])
         if deals:
             self.record({"deals": deals})
+        steps = {id: [heard.step, heard.sent] for id, heard in last.items()}
+        self._record("view", workers=list(reports), gone=steps)
 
     def _last(self, id: str, deal: int, reports: Mapping[str, Mapping[str, Any]]) -> Heard:
         """What any worker has heard last of ``id``."""

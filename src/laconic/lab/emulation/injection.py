@@ -13,9 +13,11 @@ from laconic.lab.emulation.cluster import Cluster, Loopback
 from laconic.lab.emulation.faults import COORDINATOR, Cut, Event, Hang, Kill, Plan
 from laconic.lab.emulation.jobs import Job
 
-__all__ = ["COORDINATOR_PORT", "Happened", "Injection", "Starter"]
+__all__ = ["COORDINATOR_PORT", "KILLED", "Happened", "Injection", "Starter"]
 
 COORDINATOR_PORT: Final = 29400
+KILLED: Final = "killed"
+"""What has happened to a host whose processes were killed."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ class Injection:
         self._cluster.signal(host, signal.SIGKILL)
         if host == self._coordinator and self._restart is not None:
             self._restarts.append((now + self._restart, host, -1))
-        self._happened(now, host, "killed")
+        self._happened(now, host, KILLED)
 
     def _lose(self, host: int, rank: int, now: float) -> None:
         self._job.lose(rank, returns=self._restart is not None)

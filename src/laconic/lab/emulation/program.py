@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import selectors
 import shutil
 import signal
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Protocol
 
-from laconic.elastic import COORDINATOR_VARIABLE
+from laconic.elastic import COORDINATOR_VARIABLE, TRACE_VARIABLE
 from laconic.errors import check_int
 from laconic.lab.emulation import torchrun
 from laconic.lab.emulation.cluster import (
@@ -29,9 +28,11 @@ from laconic.lab.emulation.cluster import (
     rank_variables,
 )
 from laconic.lab.emulation.faults import Cut, Plan
+from laconic.lab.emulation.goodput import Goodput, goodput_of, trace_directory
 from laconic.lab.emulation.injection import COORDINATOR_PORT, Happened, Injection
 from laconic.lab.emulation.jobs import Job, Outcome, signals_deferred
 from laconic.lab.emulation.output import Stream
+from laconic.lab.emulation.rates_file import write_rates
 from laconic.links.rank_sets import BANDWIDTH_VARIABLE, LATENCY_VARIABLE
 
 __all__ = ["Ended", "Network", "Process", "Settings", "Watch", "emulate", "run"]
@@ -140,13 +141,15 @@ class Ended:
     """How a run ended.
 
     ``first`` is the first failure. ``sent`` is the bytes on the wire per host, or None if the hosts
-    share this machine's interface. ``happened`` is what the lab did to the hosts.
+    share this machine's interface. ``happened`` is what the lab did to the hosts. ``goodput`` is
+    what the workers of an elastic program have recorded, where there were faults.
     """
 
     first: Failure | None
     seconds: float
     sent: Sequence[int] | None
     happened: Sequence[Happened] = ()
+    goodput: Goodput | None = None
 
 
 class Watch(Protocol):
@@ -221,8 +224,10 @@ class _Run:
         self._settings, self._cluster, self._watch = settings, cluster, watch
         self._ranks = list(_processes(settings, cluster))
         coordinator = []
+        self._trace: Path | None = None
         if settings.faults is not None:
-            coordinator = [_add_coordinator(self._ranks, cluster)]
+            self._trace = trace_directory(settings.out, stack)
+            coordinator = [_add_coordinator(self._ranks, cluster, self._trace)]
         self._processes = [*self._ranks, *coordinator]
         self._job = Job(cluster._processes, [process.host for process in self._ranks])
         self._happened: list[Happened] = []
@@ -245,7 +250,7 @@ class _Run:
                 self._selector.register(stream.read_end, selectors.EVENT_READ, origin)
         self._writable = True  # whether the watch accepts output
         self._first: Failure | None = None
-        self._begin = time.monotonic()
+        self._begin, self._begin_time = time.monotonic(), time.time()
         self._due = SAMPLE_SECONDS
         self._before = self._sent()
         self._samples = [] if self._before is None else [(0.0, [0] * len(self._before))]
@@ -369,37 +374,15 @@ class _Run:
             for error, stream in enumerate(streams):
                 self._print(process, bool(error), stream.drain(self._seconds()))
         sent = self._samples[-1][1] if self._samples else None
-        ended = Ended(self._first, seconds, sent, self._happened)
+        goodput = None
+        if self._trace is not None:
+            goodput = goodput_of(self._trace, self._happened, self._begin_time, seconds)
+        ended = Ended(self._first, seconds, sent, self._happened, goodput)
         if self._settings.out is not None:
-            self._write_rates(self._settings.out / "rates.json", ended)
+            path = self._settings.out / "rates.json"
+            write_rates(path, self._settings, self._cluster, self._samples, ended)
         self._watch.ended(ended)
         return ended
-
-    def _write_rates(self, path: Path, ended: Ended) -> None:
-        network = self._settings.network
-        hosts = [
-            {"name": f"host{host}", "address": address, "bandwidth": rate}
-            for host, (address, rate) in enumerate(
-                zip(self._cluster.addresses[: network.hosts], network.rates(), strict=True)
-            )
-        ]
-        faults = {"faults": [vars(happened) for happened in self._happened]}
-        document = {
-            "command": self._settings.argv,
-            "network": "emulated" if self._cluster.emulated else "throttled",
-            "latency": network.latency,
-            "hosts": hosts,
-            "seconds": ended.seconds,
-            "failed": ended.first and {"process": ended.first.process.name, "how": ended.first.how},
-            "samples": [
-                {"seconds": round(seconds, 3), "sent": sent} for seconds, sent in self._samples
-            ],
-            **(faults if self._injection is not None else {}),
-        }
-        try:
-            path.write_text(json.dumps(document, indent=1) + "\n")
-        except OSError as error:
-            raise OSError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _processes(settings: Settings, cluster: Cluster | Loopback) -> Iterator[Process]:
@@ -430,13 +413,15 @@ def _processes(settings: Settings, cluster: Cluster | Loopback) -> Iterator[Proc
                 yield Process(name, host, settings.argv, {**env, **variables})
 
 
-def _add_coordinator(ranks: list[Process], cluster: Cluster | Loopback) -> Process:
-    """Return the coordinator's process, and have the ranks find it by their environment."""
+def _add_coordinator(ranks: list[Process], cluster: Cluster | Loopback, trace: Path) -> Process:
+    """Return the coordinator's process, and have elastic workers find it, and the directory for
+    their ``trace``, by their environment."""
     host = len(cluster.addresses) - 1
     address = cluster.addresses[host]
     port = str(COORDINATOR_PORT if cluster.emulated else cluster.free_port())
     for rank, process in enumerate(ranks):
-        env = {**process.env, COORDINATOR_VARIABLE: f"{address}:{port}"}
+        found = {COORDINATOR_VARIABLE: f"{address}:{port}", TRACE_VARIABLE: str(trace)}
+        env = {**process.env, **found}
         ranks[rank] = replace(process, env=env)
     command = [sys.executable, "-m", "laconic", "coordinator", "--host", address, "--port", port]
     return Process("coordinator", host, command, job_environment(cluster, {}))

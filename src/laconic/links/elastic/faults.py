@@ -98,6 +98,8 @@ class Trace:
 
     def _add(self, file: Path, event: Mapping[str, Any]) -> None:
         id = file.stem
+        if "presence" in event:  # says when: for `laconic lab`
+            return
         if "donor" in event:
             self._joins[id] = _Join(event["donor"], event["step"])
             return

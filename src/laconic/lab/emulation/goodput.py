@@ -1,0 +1,261 @@
+"""What an elastic run has made of its steps, and who was present when.
+
+The workers record events (`laconic.Elastic`, ``trace``): a line of JSON per event, in a file per
+worker, with the time in seconds since 1970. Those that count here have a key ``presence``:
+
+    begin     host: the worker takes part from now on
+    view      workers: the ids of those that take part from now on. gone: those that do not any
+              more, and how many steps they had computed, and others had received, as far as they
+              were heard of
+    left      the worker has left by itself, on SIGTERM
+    finished  `Synchronizer.finish` is complete
+
+Each of them has ``steps``: how many steps the worker has computed, and how many of these count. A
+step counts if another worker has received its contribution, or if the final consensus contains it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from laconic.lab.emulation.injection import KILLED, Happened
+
+__all__ = [
+    "Goodput",
+    "Killed",
+    "Worker",
+    "goodput_of",
+    "read",
+    "report",
+    "summary",
+    "trace_directory",
+]
+
+_COLUMNS: Final = 72  # of the timeline
+
+Events = Mapping[str, Sequence[Mapping[str, Any]]]
+"""The events of each worker, by its id, in the order in which it has recorded them."""
+
+
+@dataclass(frozen=True)
+class Killed:
+    """All processes of ``host`` were killed, between two times in seconds since 1970."""
+
+    host: str
+    since: float
+    until: float
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One worker. ``begin`` and ``end`` are in seconds since the start of the lab. ``how`` it has
+    ended: ``finished``, ``left``, ``killed by plan``, ``lost``, or ``ended with the lab``."""
+
+    id: str
+    host: str
+    begin: float
+    end: float
+    how: str
+    computed: int
+    counted: int
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """``workers``: by host, in the order in which they took part. ``runs_lost``: runs of which no
+    worker was left."""
+
+    workers: Sequence[Worker]
+    runs_lost: int = 0
+
+    @property
+    def computed(self) -> int:
+        """Steps that were computed, by all workers together."""
+        return sum(worker.computed for worker in self.workers)
+
+    @property
+    def counted(self) -> int:
+        """Those that count."""
+        return sum(worker.counted for worker in self.workers)
+
+    @property
+    def ratio(self) -> float | None:
+        """Steps that count over steps computed; None if none was computed."""
+        return self.counted / self.computed if self.computed else None
+
+    def document(self) -> dict[str, Any]:
+        """Return all of it as JSON can hold it."""
+        return {
+            "goodput": self.ratio,
+            "computed": self.computed,
+            "counted": self.counted,
+            "runs_lost": self.runs_lost,
+            "workers": [vars(worker) for worker in self.workers],
+        }
+
+
+def trace_directory(out: Path | None, stack: contextlib.ExitStack) -> Path:
+    """Return an empty directory in which the workers of a lab record: in ``out``, or a temporary
+    one, which the ``stack`` removes. Raises ``OSError`` with its name."""
+    if out is None:
+        temporary = tempfile.TemporaryDirectory(prefix="laconic-lab-", ignore_cleanup_errors=True)
+        return Path(stack.enter_context(temporary))
+    directory = out.absolute() / "trace"
+    try:
+        directory.mkdir(exist_ok=True)
+        for old in directory.glob("*.jsonl"):
+            old.unlink()
+    except OSError as error:
+        raise OSError(f"cannot write {directory}: {error.strerror}") from error
+    return directory
+
+
+def goodput_of(
+    directory: Path, happened: Iterable[Happened], start: float, seconds: float
+) -> Goodput | None:
+    """Return the `summary` of what the workers have recorded in a directory, and of what the lab
+    did to their hosts."""
+    killed = [each for each in happened if each.what == KILLED]
+    kills = [Killed(each.host, start + each.at, each.time) for each in killed]
+    return summary(read(directory), kills, start, seconds)
+
+
+def read(directory: Path) -> Events:
+    """Return the events in the files of a directory. Skips lines that are not complete: a worker
+    was killed while it wrote them."""
+    found = {}
+    for path in directory.glob("*.jsonl"):
+        *lines, _ = path.read_text(errors="replace").split("\n")
+        found[path.stem] = [event for line in lines for event in _parsed(line)]
+    return found
+
+
+def _parsed(line: str) -> list[dict[str, Any]]:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return []
+    return [event] if isinstance(event, dict) and "presence" in event else []
+
+
+def summary(
+    events: Events, kills: Iterable[Killed], start: float, seconds: float
+) -> Goodput | None:
+    """Return what the workers have made of their steps. None if no worker has taken part.
+
+    ``start``: when the lab began, in seconds since 1970. ``seconds``: when it began to end, in
+    seconds since then. If no worker of a run has finished or was there until the lab ended, nothing
+    of the run is left, and none of its steps count.
+    """
+    views = [event for own in events.values() for event in _of(own, "view")]
+    kills = sorted(kills, key=lambda kill: kill.since)
+    workers = {
+        id: _worker(id, own, views, kills, start, seconds)
+        for id, own in events.items()
+        if _of(own, "begin")
+    }
+    runs_lost = 0
+    for run in _runs(views):
+        members = [workers[id] for id in run if id in workers]
+        if members and all(worker.how in ("left", "killed by plan", "lost") for worker in members):
+            runs_lost += 1
+            workers |= {worker.id: replace(worker, counted=0) for worker in members}
+    order = sorted(workers.values(), key=lambda w: (len(w.host), w.host, w.begin))
+    return Goodput(order, runs_lost) if order else None
+
+
+def _of(events: Sequence[Mapping[str, Any]], *kinds: str) -> list[Mapping[str, Any]]:
+    return [event for event in events if event["presence"] in kinds]
+
+
+def _worker(
+    id: str,
+    own: Sequence[Mapping[str, Any]],
+    views: Sequence[Mapping[str, Any]],
+    kills: Sequence[Killed],
+    start: float,
+    seconds: float,
+) -> Worker:
+    """Return what the worker's ``own`` events and the ``views`` of all tell about it."""
+    begin = _of(own, "begin")[0]
+    host, end = begin["host"], start + seconds
+    without = [view for view in views if id in view["gone"]]
+    heard = [event["steps"] for event in own] + [view["gone"][id] for view in without]
+    computed, counted = (max(each) for each in zip(*heard, strict=True))
+    gone = min((view["time"] for view in without), default=math.inf)
+    kill = next((k for k in kills if k.host == host and k.until >= begin["time"]), None)
+    finals = _of(own, "finished", "left")
+    final = finals[-1] if finals else None
+    if final is not None and final["presence"] == "finished" and final["steps"][0] == computed:
+        how, at = "finished", final["time"]  # else it has gone on after that
+    elif final is not None and final["presence"] == "left" and final["time"] <= end:
+        how, at = "left", final["time"]
+    elif kill is not None and kill.since <= gone:
+        how, at = "killed by plan", max(kill.since, begin["time"])
+    elif gone < end:
+        how, at = "lost", gone
+    else:
+        how, at = "ended with the lab", end
+    first, last = round(begin["time"] - start, 3), round(at - start, 3)
+    return Worker(id, host, first, last, how, computed, counted)
+
+
+def _runs(views: Sequence[Mapping[str, Any]]) -> list[set[str]]:
+    """Return the ids of the workers of each run: views of one run have workers in common."""
+    runs: list[set[str]] = []
+    for view in views:
+        ids = {*view["workers"], *view["gone"]}
+        apart = [run for run in runs if not run & ids]
+        runs = [*apart, ids.union(*(run for run in runs if run & ids))]
+    return runs
+
+
+def report(goodput: Goodput, hosts: int, seconds: float) -> list[str]:
+    """Return the lines for display. ``hosts``: how many there are; each has a timeline."""
+    if goodput.ratio is None:
+        lines = ["goodput: no step was computed"]
+    else:
+        percent = math.floor(1000 * goodput.ratio) / 10  # 100 % only if all count
+        counts = f"{goodput.counted} of {goodput.computed} steps counted"
+        lines = [f"goodput {percent:g}%: {counts}"]
+    if goodput.runs_lost:
+        text = "a run was lost" if goodput.runs_lost == 1 else f"{goodput.runs_lost} runs were lost"
+        lines.append(f"{text}, with all workers: none of the steps counted")
+    names = [f"host{number}" for number in range(hosts)]
+    names += sorted({worker.host for worker in goodput.workers} - {*names})
+    wide = max(map(len, names))
+    digits = len(str(goodput.computed))
+    lines.append("who was present, in seconds since the start:")
+    lines += [
+        f"  {worker.host:{wide}}  {worker.id}  {worker.begin:7.1f} to {worker.end:7.1f}  "
+        f"{worker.how:18}  {worker.counted:{digits}} of {worker.computed:{digits}} counted"
+        for worker in goodput.workers
+    ]
+    lines += [
+        f"  {name:{wide}}  {_timeline([w for w in goodput.workers if w.host == name], seconds)}"
+        for name in names
+    ]
+    ruler = f"{seconds:.0f} s"
+    lines.append(f"  {'':{wide}}  {'0 s':{_COLUMNS - len(ruler)}}{ruler}")
+    return lines
+
+
+def _timeline(workers: Sequence[Worker], seconds: float) -> str:
+    """Return a character for each part of the time: ``#`` if one of the ``workers`` was present,
+    ``x`` if one was killed or lost, and ``.`` otherwise."""
+    row = ["."] * _COLUMNS
+    scale = _COLUMNS / max(seconds, 1e-9)
+    spans = [(int(w.begin * scale), min(int(w.end * scale), _COLUMNS - 1)) for w in workers]
+    for first, last in spans:
+        row[first : last + 1] = "#" * (last + 1 - first)
+    for (_, last), worker in zip(spans, workers, strict=True):
+        if worker.how in ("killed by plan", "lost"):
+            row[last] = "x"
+    return "".join(row)
