@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import time
 
 import pytest
@@ -132,3 +133,43 @@ def test_fewer_workers_than_needed_at_the_start() -> None:
         run.add()
         assert run.workers[0].end() == 1
         assert "of 2 workers have come" in run.workers[0].errors
+
+
+def test_state_that_cannot_be_read_keeps_newcomers_out_only() -> None:
+    with Run("laconic.local_sgd(2)", count=2, steps=1500, fails_after=1) as run:
+        for worker in run.workers:
+            worker.wait_for("ready")
+        newcomer = run.add(wait=2.0)
+        assert newcomer.end() == 1
+        assert "no worker of the run has sent its state within 2 s" in newcomer.errors
+        assert "could not read the state of others=" in newcomer.errors
+        digests = run.digests(newcomer)
+        assert len(digests) == 2 and len(set(digests)) == 1
+        for worker in run.workers[:2]:
+            assert worker.end() == 0
+        assert "RuntimeError: no state any more" in "".join(w.errors for w in run.workers[:2])
+
+
+def test_a_run_that_has_finished_and_lives_takes_nobody_in() -> None:
+    with Run("laconic.local_sgd(2)", count=2, steps=20, linger=30.0) as run:
+        assert len(set(run.digests())) == 1
+        newcomer = run.add(wait=2.0)
+        assert newcomer.end() == 1
+        assert "it takes no steps: it has finished, or waits for others" in newcomer.errors
+
+
+def test_another_recipe_once_the_run_has_ended() -> None:
+    with Run("laconic.local_sgd(2)", count=2, steps=20) as run:
+        for worker in run.workers:
+            assert worker.end() == 0
+        run.recipe = "laconic.local_sgd(4)"
+        again = [run.add() for _ in range(2)]
+        assert len({worker.wait_for("done")["digest"] for worker in again}) == 1
+
+
+def test_a_coordinator_that_never_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        worker = Worker(1, "laconic.local_sgd(2)", 10, address, wait=1.0, fresh=True)
+        assert worker.end() == 1, "and is not aborted"
+    assert f"the coordinator at {address} does not answer" in worker.errors

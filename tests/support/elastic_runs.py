@@ -109,7 +109,7 @@ class Run:
     def add(self, **more: Any) -> Worker:
         """Start another worker; with ``hold``, it attaches when `Worker.go` is called."""
         name = len(self.workers) + 1
-        worker = Worker(name, self.recipe, self.steps, self.address, **self.options, **more)
+        worker = Worker(name, self.recipe, self.steps, self.address, **self.options | more)
         self.workers.append(worker)
         return worker
 

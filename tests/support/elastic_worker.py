@@ -18,6 +18,26 @@ import torch
 
 import laconic
 
+OWN = ("samples", "clip", "fails_after", "linger")
+"""The options that are not those of `laconic.Elastic`."""
+
+
+class Clock:
+    """An object whose state can be read ``fails_after`` times; None: always."""
+
+    def __init__(self, fails_after: int | None) -> None:
+        self.left = fails_after
+
+    def state_dict(self) -> dict[str, int]:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise RuntimeError("no state any more")
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state == {"n": 1}
+
 
 def train(
     say: Callable[..., None],
@@ -29,7 +49,8 @@ def train(
     pace: float,
 ) -> None:
     """Train a small model. ``options``: ``samples`` of a dataset, else each worker draws its own by
-    its ``number``; ``clip``: clip the gradients."""
+    its ``number``; ``clip``: clip the gradients; ``fails_after``: see `Clock`; ``linger``: seconds
+    to live on after the end."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(20, 100),
@@ -41,7 +62,7 @@ def train(
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100, 0.95)
     generator = torch.Generator().manual_seed(number)
     sampler = laconic.ElasticSampler(options.get("samples", 1), seed=1)
-    others = {"data": sampler, "rate": scheduler}
+    others = {"data": sampler, "rate": scheduler, "clock": Clock(options.get("fails_after"))}
     elastic = dataclasses.replace(elastic, others=others)
     recipes = {"laconic": laconic}
     sync = laconic.attach(model, optimizer, eval(recipe, recipes), elastic=elastic, timeout=60)
@@ -69,6 +90,7 @@ def train(
         if tensor.is_floating_point():
             digest.update(tensor.detach().numpy().tobytes())
     say("done", digest=digest.hexdigest(), loss=loss.item(), workers=len(sync.view.workers))
+    time.sleep(options.get("linger", 0.0))
 
 
 def main(name: str, recipe: str, steps: int, coordinator: str, options: dict[str, Any]) -> None:
@@ -79,7 +101,7 @@ def main(name: str, recipe: str, steps: int, coordinator: str, options: dict[str
     torch.set_num_threads(1)
     if options.pop("hold", False):
         sys.stdin.readline()
-    own = {name: options.pop(name) for name in ("samples", "clip") if name in options}
+    own = {name: options.pop(name) for name in OWN if name in options}
     pace = options.pop("pace", 0.003)
     train(say, recipe, steps, laconic.Elastic(coordinator, **options), own, int(name), pace)
 

@@ -72,7 +72,7 @@ class ParameterRunner:
     @property
     def communicates(self) -> bool:
         """Whether its messages leave this rank."""
-        several = self.link.size > 1 or self._context.elastic
+        several = self._context.elastic or self.link.size > 1
         across = several and self.round.exchange.communicates
         empty = isinstance(self.round.part, Fragment) and not self.channels
         return not empty and (across or self._replica.size > 1)

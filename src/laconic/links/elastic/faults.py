@@ -23,9 +23,11 @@ class Plan(Protocol):
     def workers(self) -> int:
         """How many there are over the whole run."""
 
-    def joins(self, worker: int) -> tuple[int, int] | None:
-        """The donor of a newcomer, and after which step it sends its state; None for a worker of
-        the start."""
+    def joins(self, worker: int) -> int | None:
+        """After which step a newcomer's donor sends its state; None for a worker of the start."""
+
+    def donor(self, worker: int, active: Sequence[int]) -> int:
+        """The donor of a newcomer, one of the ``active`` workers then."""
 
     def present(self, serial: int, call: Call) -> list[int]:
         """Those that take part in the unit ``serial`` of ``call``, in order of their ranks."""
@@ -126,10 +128,14 @@ class Trace:
         """How many workers there were."""
         return len(self.ids)
 
-    def joins(self, worker: int) -> tuple[int, int] | None:
+    def joins(self, worker: int) -> int | None:
         """See `Plan.joins`."""
         join = self._joins.get(self.ids[worker])
-        return None if join is None else (self.ids.index(join.donor), join.step)
+        return None if join is None else join.step
+
+    def donor(self, worker: int, active: Sequence[int]) -> int:
+        """See `Plan.donor`."""
+        return self.ids.index(self._joins[self.ids[worker]].donor)
 
     def present(self, serial: int, call: Call) -> list[int]:
         """See `Plan.present`."""
@@ -225,13 +231,16 @@ class Faults:
         dead = {worker for worker, last in self.kill if last <= step}
         return [w for w in range(self.workers) if self._born(w) < step and w not in dead]
 
-    def joins(self, worker: int) -> tuple[int, int] | None:
+    def joins(self, worker: int) -> int | None:
         """See `Plan.joins`."""
-        step, last = self._born(worker), dict(self.kill)
-        if step < 0:
-            return None
-        donor = max(self._alive(step), key=lambda w: (last.get(w, math.inf), -w))
-        return donor, step
+        step = self._born(worker)
+        return None if step < 0 else step
+
+    def donor(self, worker: int, active: Sequence[int]) -> int:
+        """See `Plan.donor`: the one that is killed last."""
+        last = dict(self.kill)
+        alive = set(active) & set(self._alive(self._born(worker)))
+        return max(alive, key=lambda w: (last.get(w, math.inf), -w), default=-1)
 
     def present(self, serial: int, call: Call) -> list[int]:
         """See `Plan.present`."""

@@ -200,7 +200,7 @@ class ElasticLink:
         if call.starts and len(rendezvous.ids) > len(units.ranks):
             rendezvous.take_part(rendezvous.ids)  # newcomers begin with this step
             for relay in self.relays:
-                if relay.newcomer.id in units.ranks:
+                if relay.newcomer.id in units.ranks and not relay.ended:
                     settings, state = self.settings(call)
                     present = len(units.ranks), units.ranks.index(relay.newcomer.id)
                     relay.finish(Start(units.serial, call, *settings, present), state)

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from laconic.errors import LinkError
 from laconic.links.calls import Call
 from laconic.links.elastic.faults import Plan
 from laconic.links.elastic.feed import Feed
@@ -36,12 +37,13 @@ class EndedError(BaseException):
 @dataclass
 class Cast:
     """What the workers of one simulated run share. ``feeds``: what each newcomer receives.
-    ``reporting``: the reports of each worker that has attached. ``dealt``: whom samples were dealt
-    to last."""
+    ``donors``: from whom. ``reporting``: the reports of each worker that has attached. ``dealt``:
+    whom samples were dealt to last."""
 
     plan: Plan
     stage: Stage
     feeds: dict[int, list[Frame]] = field(default_factory=dict)
+    donors: dict[int, int] = field(default_factory=dict)
     reporting: dict[int, Reporting] = field(default_factory=dict)
     bequests: dict[int, Bequest] = field(default_factory=dict)
     dealt: list[int] = field(default_factory=list)
@@ -134,8 +136,8 @@ class _Relay:
         self._cast.feeds[self._number].append(frame)
 
     def give_up(self, why: str) -> None:
-        """See `Relay.give_up`. The newcomer ends before its first step."""
-        self.ended = True
+        """See `Relay.give_up`. The plan goes on with the newcomer, so the run ends."""
+        raise LinkError(f"worker {self._number} cannot join: {why}")
 
     def finish(self, start: Start, state: Snapshot | None) -> None:
         """See `Relay.finish`. The newcomer looks at the state if it needs it."""
@@ -169,16 +171,18 @@ class _Stream:
 class _Reception:
     """In place of `laconic.links.elastic.reception.Reception`."""
 
-    def __init__(self, cast: Cast, me: int) -> None:
-        self._cast, self._me = cast, me
+    def __init__(self, cast: Cast, me: int, units: Units) -> None:
+        self._cast, self._me, self._units = cast, me, units
 
     def open(self) -> None:
         """Do nothing."""
 
     def callers(self, step: int) -> list[_Relay]:
         """The newcomers that the plan has this worker send its state to after ``step`` steps."""
-        plan = self._cast.plan
-        called = [w for w in range(plan.workers) if plan.joins(w) == (self._me, step)]
+        plan, active = self._cast.plan, [int(id) for id in self._units.active]
+        called = [w for w in range(plan.workers) if plan.joins(w) == step]
+        called = [w for w in called if plan.donor(w, active) == self._me]
+        self._cast.donors.update(dict.fromkeys(called, self._me))
         return [_Relay(self._cast, w) for w in called if w not in self._cast.feeds]
 
     def bequests(self, step: int) -> list[tuple[str, Bequest]]:
@@ -203,12 +207,10 @@ class _Reception:
 
     def call_donor(self, number: int, awake: Callable[[], None]) -> Feed:
         """See `Reception.call_donor`."""
-        join = self._cast.plan.joins(self._me)
-        assert join is not None, "a newcomer"
         frames = self._cast.feeds.get(self._me, [])
         if not any(isinstance(frame, Start) for frame in frames):
             raise EndedError  # the run has ended before this worker could take part
-        return Feed(_Stream(frames), str(join[0]), awake)
+        return Feed(_Stream(frames), str(self._cast.donors[self._me]), awake)
 
     def close(self) -> None:
         """Do nothing."""
@@ -241,7 +243,7 @@ class SimulatedElasticLink(ElasticLink):
 
     def __init__(self, cast: Cast, me: int, reports: Reporting) -> None:
         units = Units(str(me))
-        parts: Any = _Rendezvous(cast, me, units), _Reception(cast, me), reports
+        parts: Any = _Rendezvous(cast, me, units), _Reception(cast, me, units), reports
         super().__init__(_members(me), units, *parts, threaded=False)
         self._cast = cast
         cast.reporting[me] = reports
