@@ -38,6 +38,7 @@ from laconic.links.elastic.relay import (
     call_donor,
     numbers_of,
 )
+from laconic.links.elastic.units import Units
 from laconic.links.elastic.view import Member, View
 
 pytestmark = pytest.mark.timeout(20)
@@ -187,7 +188,7 @@ class Donor:
         self.port = self.server.getsockname()[1]
         self.ready: list[Member] = []
         self.heard = threading.Event()
-        self.service = Service(self.server, SECRET, self._ready)
+        self.service = Service(self.server, SECRET, self._ready, Units(ME.id))
         self.member = ME._replace(service=f"127.0.0.1|{self.port}|{NO_KEY}")
 
     def _ready(self, member: Member) -> None:
@@ -390,7 +391,7 @@ def test_too_many_files_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
     with Server() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
-        service = Service(server, SECRET, lambda member: None)
+        service = Service(server, SECRET, lambda member: None, Units(ME.id))
         where = ME._replace(service=f"127.0.0.1|{server.getsockname()[1]}|{NO_KEY}")
         stream = call_donor(where, SECRET, newcomer())
         relay = service.waiting.get(timeout=SOON)
@@ -479,6 +480,16 @@ def test_a_donor_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         where = ME._replace(service=f"127.0.0.1|{server.getsockname()[1]}|{NO_KEY}")
         with pytest.raises(RelayError, match="timed out"):
             call_donor(where, SECRET, newcomer())
+
+
+@pytest.mark.skipif(module._NOT_SENT is None, reason="the system has no such option")
+def test_the_kernel_holds_little_that_was_not_sent(donor: Donor) -> None:
+    stream = call_donor(donor.member, SECRET, newcomer())
+    relay = donor.accepted()
+    limit = relay._stream._connection.getsockopt(socket.IPPROTO_TCP, module._NOT_SENT)
+    assert limit == module.PIECE
+    stream.close()
+    relay._stream.close()
 
 
 # -- what a newcomer takes from the stream ----
