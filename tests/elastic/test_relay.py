@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from laconic.engine.newcomers import _steps_before
+from laconic.engine.newcomers import _steps_before, leave_out_residuals
 from laconic.links import handshake
 from laconic.links.calls import GRADIENTS, Call
 from laconic.links.elastic import feed as feed_module
@@ -62,7 +62,11 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 def bits(value: Any) -> Any:
     """``value`` with tensors as their bytes, so that NaN equals itself."""
     if isinstance(value, torch.Tensor):
-        return str(value.dtype), tuple(value.shape), value.view(torch.uint8).numpy().tobytes()
+        return (
+            str(value.dtype),
+            tuple(value.shape),
+            value.contiguous().view(torch.uint8).numpy().tobytes(),
+        )
     if isinstance(value, dict):
         return {key: bits(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -102,6 +106,26 @@ def test_frames_come_in_their_order(pair: tuple[socket.socket, socket.socket]) -
     for frame in (large, *FRAMES, large):
         assert bits(vars(receiver.receive())) == bits(vars(frame))
     thread.join(SOON)
+
+
+def test_residuals_travel_as_zeros(pair: tuple[socket.socket, socket.socket]) -> None:
+    """Which take no bytes. All else travels as it is."""
+    large, ones = torch.ones(2**18), torch.ones(3)
+    first = {"residual": large, "lag": ones.double(), "reference": ones}
+    sync = {
+        "rounds": [{"carried": [first, {}], "residual": ones}],
+        "gradients": [{"carried": [{"residual": ones}], "scale": 1.0}],
+    }
+    leave_out_residuals(sync)
+    Stream(pair[0]).send(Snapshot(1, sync))
+    assert len(pair[1].recv(2**16, socket.MSG_PEEK)) < 2**14
+    there = Stream(pair[1]).receive()
+    assert isinstance(there, Snapshot)
+    wanted = {"residual": 0 * large, "lag": 0 * ones.double(), "reference": ones}
+    assert bits(there.state["rounds"]) == bits([{"carried": [wanted, {}], "residual": ones}])
+    assert bits(there.state["gradients"]) == bits(
+        [{"carried": [{"residual": 0 * ones}], "scale": 1.0}]
+    )
 
 
 @pytest.mark.parametrize("part", [0.0, 4.0, 8.0, 0.5, 0.99])

@@ -12,7 +12,8 @@ import torch
 
 from laconic.links.calls import Call
 from laconic.links.elastic import relay as module
-from laconic.links.elastic.relay import Record, Relay, Snapshot, Start, Stream, Turns
+from laconic.links.elastic.relay import Record, Relay, Snapshot, Start, Stream
+from laconic.links.elastic.turns import Turns
 from laconic.links.elastic.units import Units
 from laconic.links.elastic.view import Member
 
@@ -92,7 +93,7 @@ def test_who_waits_for_a_turn_is_woken(monkeypatch: pytest.MonkeyPatch, how: str
     """When the unit ends, and when there are no turns any more."""
     units, waits = Units(ME.id), threading.Event()
     turns = Turns(units)
-    turns._spent = 1e3
+    turns._latest = 1e3
     units.begin()
 
     def send() -> None:

@@ -52,6 +52,9 @@ NEAR_SECONDS = 0.1
 """With steps left that take so long to repeat, a newcomer has caught up."""
 MOST_BEHIND = 200
 """How many frames more than twice those that have come with its state a newcomer may be behind."""
+RESIDUALS = "residual", "lag"
+"""What a worker has left out of its own messages, in the state of an exchange. A newcomer has left
+out nothing."""
 LEFT = 128 + signal.SIGTERM
 """The exit code of a worker that has left on SIGTERM: for supervisors it has not finished."""
 
@@ -170,7 +173,19 @@ class Donor:
             "optimizer": _optimizer(session).state_dict(),
             "sync": self._driver.state_dict(),
         }
-        return {name: _copied(value) for name, value in state.items()}
+        copied = {name: _copied(value) for name, value in state.items()}
+        leave_out_residuals(copied["sync"])
+        return copied
+
+
+def leave_out_residuals(sync: Mapping[str, Any]) -> None:
+    """Put zeros in place of the residuals in the state ``sync``, which take no memory, nor bytes in
+    a message: a newcomer begins with zeros."""
+    for saved in (*sync["rounds"], *sync["gradients"]):
+        for carried in saved["carried"]:
+            for name in RESIDUALS:
+                if name in carried:
+                    carried[name] = carried[name].new_zeros(()).expand_as(carried[name])
 
 
 def _copied(state: Any) -> Any:
@@ -312,7 +327,7 @@ class Newcomer:
         channels = [c for r in run.rounds for c in r.channels]
         channels += [c for g in run.gradients for c in g.channels]
         for channel in channels:
-            for name in ("residual", "lag"):
+            for name in RESIDUALS:
                 if name in channel.exchange_state:
                     channel.exchange_state[name].zero_()
         for running in self._driver.run.rounds:

@@ -17,7 +17,7 @@ log = logging.getLogger("laconic")
 
 class Reception:
     """Where newcomers call this worker, at the socket ``service``; and where it calls, if it is a
-    newcomer itself. ``units``: see `laconic.links.elastic.relay.Turns`."""
+    newcomer itself. ``units``: see `laconic.links.elastic.turns.Turns`."""
 
     def __init__(self, members: Members, service: socket.socket, units: Units) -> None:
         self._members, self._service, self._units = members, service, units

@@ -16,7 +16,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from laconic.errors import LinkError
 from laconic.links import forks, handshake
 from laconic.links.addresses import Address
 from laconic.links.calls import Call
+from laconic.links.elastic.turns import Turns
 from laconic.links.elastic.units import Units
 from laconic.links.elastic.view import Member, View
 
@@ -46,8 +47,6 @@ _LENGTH = struct.Struct(">Q")
 READY, STATE = b"ready", b"state"
 PIECE = 2**16
 """How many bytes are sent at a time, and how many more the kernel accepts before it sends them."""
-SHARE = 0.1
-"""The share of the time in which a donor sends although its own rounds need the network."""
 _NOT_SENT = getattr(socket, "TCP_NOTSENT_LOWAT", None)  # not on Windows
 
 
@@ -187,33 +186,6 @@ class Stream:
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
-
-
-class Turns:
-    """When a donor, which does ``units``, sends to a newcomer: while no unit is under way, since
-    both would share the network. During a unit it sends `SHARE` of the time, so that it comes to an
-    end where units follow each other without a pause."""
-
-    def __init__(self, units: Units) -> None:
-        self._units, self._spent, self._over = units, 0.0, False
-
-    def over(self) -> None:
-        """There are no turns from now on: it sends all the time."""
-        with self._units.changed:
-            self._over = True
-            self._units.changed.notify_all()
-
-    @contextlib.contextmanager
-    def one(self) -> Iterator[None]:
-        """A context in which to send a piece."""
-        units = self._units
-        with units.changed:
-            units.changed.wait_for(
-                lambda: self._over or not units.under_way, self._spent * (1 / SHARE - 1)
-            )
-        begin = time.monotonic()
-        yield
-        self._spent = time.monotonic() - begin
 
 
 def _converse(connection: socket.socket, exchange: handshake.Exchange) -> bytes:
