@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from laconic.engine.newcomers import _steps_before
+from laconic.engine.newcomers import _steps_before, leave_out_residuals
 from laconic.links import handshake
 from laconic.links.calls import GRADIENTS, Call
 from laconic.links.elastic import feed as feed_module
@@ -38,6 +38,7 @@ from laconic.links.elastic.relay import (
     call_donor,
     numbers_of,
 )
+from laconic.links.elastic.units import Units
 from laconic.links.elastic.view import Member, View
 
 pytestmark = pytest.mark.timeout(20)
@@ -61,7 +62,11 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 def bits(value: Any) -> Any:
     """``value`` with tensors as their bytes, so that NaN equals itself."""
     if isinstance(value, torch.Tensor):
-        return str(value.dtype), tuple(value.shape), value.view(torch.uint8).numpy().tobytes()
+        return (
+            str(value.dtype),
+            tuple(value.shape),
+            value.contiguous().view(torch.uint8).numpy().tobytes(),
+        )
     if isinstance(value, dict):
         return {key: bits(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -101,6 +106,26 @@ def test_frames_come_in_their_order(pair: tuple[socket.socket, socket.socket]) -
     for frame in (large, *FRAMES, large):
         assert bits(vars(receiver.receive())) == bits(vars(frame))
     thread.join(SOON)
+
+
+def test_residuals_travel_as_zeros(pair: tuple[socket.socket, socket.socket]) -> None:
+    """Which take no bytes. All else travels as it is."""
+    large, ones = torch.ones(2**18), torch.ones(3)
+    first = {"residual": large, "lag": ones.double(), "reference": ones}
+    sync = {
+        "rounds": [{"carried": [first, {}], "residual": ones}],
+        "gradients": [{"carried": [{"residual": ones}], "scale": 1.0}],
+    }
+    leave_out_residuals(sync)
+    Stream(pair[0]).send(Snapshot(1, sync))
+    assert len(pair[1].recv(2**16, socket.MSG_PEEK)) < 2**14
+    there = Stream(pair[1]).receive()
+    assert isinstance(there, Snapshot)
+    wanted = {"residual": 0 * large, "lag": 0 * ones.double(), "reference": ones}
+    assert bits(there.state["rounds"]) == bits([{"carried": [wanted, {}], "residual": ones}])
+    assert bits(there.state["gradients"]) == bits(
+        [{"carried": [{"residual": 0 * ones}], "scale": 1.0}]
+    )
 
 
 @pytest.mark.parametrize("part", [0.0, 4.0, 8.0, 0.5, 0.99])
@@ -187,7 +212,7 @@ class Donor:
         self.port = self.server.getsockname()[1]
         self.ready: list[Member] = []
         self.heard = threading.Event()
-        self.service = Service(self.server, SECRET, self._ready)
+        self.service = Service(self.server, SECRET, self._ready, Units(ME.id))
         self.member = ME._replace(service=f"127.0.0.1|{self.port}|{NO_KEY}")
 
     def _ready(self, member: Member) -> None:
@@ -390,7 +415,7 @@ def test_too_many_files_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
     with Server() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
-        service = Service(server, SECRET, lambda member: None)
+        service = Service(server, SECRET, lambda member: None, Units(ME.id))
         where = ME._replace(service=f"127.0.0.1|{server.getsockname()[1]}|{NO_KEY}")
         stream = call_donor(where, SECRET, newcomer())
         relay = service.waiting.get(timeout=SOON)
@@ -479,6 +504,16 @@ def test_a_donor_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         where = ME._replace(service=f"127.0.0.1|{server.getsockname()[1]}|{NO_KEY}")
         with pytest.raises(RelayError, match="timed out"):
             call_donor(where, SECRET, newcomer())
+
+
+@pytest.mark.skipif(module._NOT_SENT is None, reason="the system has no such option")
+def test_the_kernel_holds_little_that_was_not_sent(donor: Donor) -> None:
+    stream = call_donor(donor.member, SECRET, newcomer())
+    relay = donor.accepted()
+    limit = relay._stream._connection.getsockopt(socket.IPPROTO_TCP, module._NOT_SENT)
+    assert limit == module.PIECE
+    stream.close()
+    relay._stream.close()
 
 
 # -- what a newcomer takes from the stream ----

@@ -54,6 +54,9 @@ NEAR_SECONDS = 0.1
 """With steps left that take so long to repeat, a newcomer has caught up."""
 MOST_BEHIND = 200
 """How many frames more than twice those that have come with its state a newcomer may be behind."""
+RESIDUALS = "residual", "lag"
+"""What a worker has left out of its own messages, in the state of an exchange. A newcomer has left
+out nothing."""
 LEFT = 128 + signal.SIGTERM
 """The exit code of a worker that has left on SIGTERM: for supervisors it has not finished."""
 
@@ -195,7 +198,19 @@ class Donor:
             "sync": self._driver.state_dict(),
             "policy": self._policy(),
         }
-        return {name: plain_copy(value) for name, value in state.items()}
+        copied = {name: plain_copy(value) for name, value in state.items()}
+        leave_out_residuals(copied["sync"])
+        return copied
+
+
+def leave_out_residuals(sync: Mapping[str, Any]) -> None:
+    """Put zeros in place of the residuals in the state ``sync``, which take no memory, nor bytes in
+    a message: a newcomer begins with zeros."""
+    for saved in (*sync["rounds"], *sync["gradients"]):
+        for carried in saved["carried"]:
+            for name in RESIDUALS:
+                if name in carried:
+                    carried[name] = carried[name].new_zeros(()).expand_as(carried[name])
 
 
 def plain_copy(state: Any) -> Any:
@@ -366,9 +381,9 @@ class Newcomer:
         channels = [c for r in run.rounds for c in r.channels]
         channels += [c for g in run.gradients for c in g.channels]
         for channel in channels:
-            for name, tensor in channel.exchange_state.items():
-                if channel.exchange.slots.get(name) == "pooled":  # what the donor has left out
-                    tensor.zero_()
+            for name in RESIDUALS:
+                if name in channel.exchange_state:
+                    channel.exchange_state[name].zero_()
         for running in self._driver.run.rounds:
             weight = running.round.update.weight
             for channel in running.channels:

@@ -107,7 +107,8 @@ class ElasticLink:
             return self.replay.unit(job)
         units = self.units
         assert not units.under_way, "one unit follows another"
-        serial, units.under_way = units.serial, True
+        serial = units.serial
+        units.begin()
         self.members.waiting_since = began = time.monotonic()
         try:
             result = self._attempts(job)
@@ -115,7 +116,7 @@ class ElasticLink:
             self._fail(error)
             raise
         finally:
-            units.under_way = False
+            units.end()
             self.members.idle()
         if units.collectives:
             if units.serial == serial:

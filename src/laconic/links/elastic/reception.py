@@ -10,23 +10,24 @@ from queue import SimpleQueue
 from laconic.links.elastic.feed import Feed
 from laconic.links.elastic.members import Members
 from laconic.links.elastic.relay import Bequest, Relay, RelayError, Service, bequeath, call_donor
+from laconic.links.elastic.units import Units
 
 log = logging.getLogger("laconic")
 
 
 class Reception:
     """Where newcomers call this worker, at the socket ``service``; and where it calls, if it is a
-    newcomer itself."""
+    newcomer itself. ``units``: see `laconic.links.elastic.turns.Turns`."""
 
-    def __init__(self, members: Members, service: socket.socket) -> None:
-        self._members, self._service = members, service
+    def __init__(self, members: Members, service: socket.socket, units: Units) -> None:
+        self._members, self._service, self._units = members, service, units
         self._waiting: SimpleQueue[Relay] = SimpleQueue()
         self._bequests: SimpleQueue[tuple[str, Bequest]] = SimpleQueue()
 
     def open(self) -> None:
         """Answer newcomers from now on."""
         members = self._members
-        service = Service(self._service, members.secret, members.add)
+        service = Service(self._service, members.secret, members.add, self._units)
         self._waiting, self._bequests = service.waiting, service.bequests
 
     def callers(self, step: int) -> list[Relay]:

@@ -27,6 +27,8 @@ from laconic.errors import LinkError
 from laconic.links import forks, handshake
 from laconic.links.addresses import Address
 from laconic.links.calls import Call
+from laconic.links.elastic.turns import Turns
+from laconic.links.elastic.units import Units
 from laconic.links.elastic.view import Member, View
 
 log = logging.getLogger("laconic")
@@ -43,6 +45,9 @@ MOST_AT_ONCE = 2**24
 """How many bytes are received into memory that was reserved for them."""
 _LENGTH = struct.Struct(">Q")
 READY, STATE = b"ready", b"state"
+PIECE = 2**16
+"""How many bytes are sent at a time, and how many more the kernel accepts before it sends them."""
+_NOT_SENT = getattr(socket, "TCP_NOTSENT_LOWAT", None)  # not on Windows
 
 
 class RelayError(RuntimeError):
@@ -116,8 +121,8 @@ class Stream:
         self._connection = connection
         forks.close_in_child(self)
 
-    def send(self, frame: Frame) -> None:
-        """Send ``frame``; raises `RelayError`."""
+    def send(self, frame: Frame, turns: Turns | None = None) -> None:
+        """Send ``frame``, in ``turns`` if they are given; raises `RelayError`."""
         kind = next(name for name, cls in _KINDS.items() if cls is type(frame))
         values = dict(vars(frame))
         if "call" in values:
@@ -126,7 +131,13 @@ class Stream:
         torch.save({"kind": kind, **values}, buffer)
         try:
             self._connection.sendall(_LENGTH.pack(buffer.tell()))
-            self._connection.sendall(buffer.getbuffer())
+            data = buffer.getbuffer()
+            if turns is None:
+                self._connection.sendall(data)
+                return
+            for start in range(0, len(data), PIECE):
+                with turns.one():
+                    self._connection.sendall(data[start : start + PIECE])
         except OSError as error:
             raise RelayError(str(error)) from error
 
@@ -236,28 +247,37 @@ def _call(worker: Member, secret: bytes, hello: View) -> Stream:
 
 
 class Relay:
-    """Sends the frames for one newcomer, from a thread of its own. ``ready``: called when the
-    newcomer has taken in what was sent; ``closed``: when the connection has ended."""
+    """Sends the frames for one newcomer, from a thread of its own, in ``turns`` with the donor's
+    rounds. ``ready``: called when the newcomer has taken in what was sent."""
 
-    def __init__(self, newcomer: Member, stream: Stream, ready: Callable[[Member], None]) -> None:
+    def __init__(
+        self, newcomer: Member, stream: Stream, ready: Callable[[Member], None], turns: Turns
+    ) -> None:
         self.newcomer = newcomer
         self.ended = False
-        self._stream, self._ready = stream, ready
+        self._stream, self._ready, self._turns = stream, ready, turns
         self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self._state: Snapshot | None = None
         self._limit = self._waiting = 0
         """How many bytes may wait to be sent, and how many do."""
+        self._size = 0
+        """Of the snapshot."""
 
     def begin(self, snapshot: Snapshot) -> None:
         """Send the ``snapshot`` first."""
-        self._limit = MOST_WAITING + 2 * _bytes(vars(snapshot))
+        self._size = _bytes(vars(snapshot))
+        self._limit = MOST_WAITING + 2 * self._size
         self.put(snapshot)
         for work in (self._send, self._listen):
             threading.Thread(target=work, daemon=True, name="laconic-relay").start()
 
     def put(self, frame: Frame) -> None:
-        """Send ``frame`` after those before. A newcomer that takes in too little is given up."""
+        """Send ``frame`` after those before. A newcomer that takes in too little is given up. Where
+        as much as its snapshot waits behind that, units leave too little of the network: it yields
+        to them no longer."""
         self._waiting += _bytes(vars(frame))
+        if self._waiting > 2 * self._size:
+            self._turns.over()
         if self._waiting > self._limit:
             self.give_up("it takes in less than the workers exchange")
         else:
@@ -271,8 +291,10 @@ class Relay:
         self._stream.close()
 
     def finish(self, start: Start, state: Snapshot | None) -> None:
-        """Send ``start``, the last frame, and ``state`` after it if the newcomer asks for it."""
+        """Send ``start``, the last frame, and ``state`` after it if the newcomer asks for it. The
+        unit under way waits for that."""
         self._state = state
+        self._turns.over()
         self.put(start)
         self._frames.put(None)
         self.ended = True
@@ -280,7 +302,7 @@ class Relay:
     def _send(self) -> None:
         try:
             while (frame := self._frames.get()) is not None:
-                self._stream.send(frame)
+                self._stream.send(frame, self._turns)
                 self._waiting -= _bytes(vars(frame))
         except RelayError as error:
             self.give_up(str(error))
@@ -298,15 +320,21 @@ class Relay:
 
 
 class Service:
-    """Accepts newcomers that know the ``secret``, from a thread of its own. ``waiting``: those that
-    wait for a snapshot. ``bequests``: what workers have sent that left, with their ids."""
+    """Accepts newcomers that know the ``secret``, from a thread of its own, for a worker that does
+    ``units``. ``waiting``: those that wait for a snapshot. ``bequests``: what workers have sent
+    that left, with their ids."""
 
     def __init__(
-        self, server: socket.socket, secret: bytes, ready: Callable[[Member], None]
+        self,
+        server: socket.socket,
+        secret: bytes,
+        ready: Callable[[Member], None],
+        units: Units,
     ) -> None:
         self.waiting: queue.SimpleQueue[Relay] = queue.SimpleQueue()
         self.bequests: queue.SimpleQueue[tuple[str, Bequest]] = queue.SimpleQueue()
         self._server, self._secret, self._ready = server, secret, ready
+        self._units = units
         threading.Thread(target=self._serve, daemon=True, name="laconic-service").start()
 
     def _serve(self) -> None:
@@ -332,7 +360,9 @@ class Service:
         except (RelayError, ValueError):
             stream.close()
             return
-        self.waiting.put(Relay(hello.members[0], stream, self._ready))
+        if _NOT_SENT is not None:  # else the kernel takes in MiB, and sends them beside a round
+            connection.setsockopt(socket.IPPROTO_TCP, _NOT_SENT, PIECE)
+        self.waiting.put(Relay(hello.members[0], stream, self._ready, Turns(self._units)))
 
     def _inherit(self, id: str, stream: Stream) -> None:
         try:

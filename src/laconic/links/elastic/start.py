@@ -76,7 +76,8 @@ def _begin(
         units = Units(member.id)
         units.note = reports.record = recording(member.id)
         rendezvous = Rendezvous(members, mesh, units, reports)
-        link = ElasticLink(members, units, rendezvous, Reception(members, service), reports)
+        reception = Reception(members, service, units)
+        link = ElasticLink(members, units, rendezvous, reception, reports)
         on_error.callback(link.close)
         need = rules.workers or rules.min_workers or 2
         at = registry, member, secret

@@ -6,6 +6,7 @@ collectives, the last of which brings what the unit changes.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +44,8 @@ class Units:
         self.ranks: list[str] = []
         """The same in the unit under way, which newcomers may begin with."""
         self.under_way = False
+        self.changed = threading.Condition()
+        """Notified when no unit is under way any more."""
         self.call = Call(0, "setting up")
         """The call that the unit under way, or the last one, belongs to."""
         self.outcome, self.kept = Outcome(), Outcome()
@@ -64,6 +67,16 @@ class Units:
     def rank(self) -> int:
         """This worker's rank in the unit under way."""
         return self.ranks.index(self.me) if self.me in self.ranks else len(self.ranks)
+
+    def begin(self) -> None:
+        """A unit is under way."""
+        self.under_way = True
+
+    def end(self) -> None:
+        """None is under way."""
+        with self.changed:
+            self.under_way = False
+            self.changed.notify_all()
 
     def attempt(self, ranks: Sequence[str]) -> None:
         """Begin the unit (again) among the workers ``ranks``."""
