@@ -170,7 +170,7 @@ def test_state_that_fails_later_ends_a_simulated_run(caplog: pytest.LogCaptureFi
             optimizer.step()
         return sync.step
 
-    message = "worker 2 cannot join: its donor could not read the state of others="
+    message = "worker 2 cannot join: the worker that sends its state cannot read the state of other"
     with caplog.at_level(logging.ERROR), pytest.raises(laconic.LinkError, match=message):
         laconic.simulate(train, faults=laconic.Faults(2, join=(5,)))
     assert "no state yet" in caplog.text

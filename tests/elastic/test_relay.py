@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from laconic.engine.newcomers import _steps_before, leave_out_residuals
+from laconic.errors import LinkError
 from laconic.links import handshake
 from laconic.links.calls import GRADIENTS, Call
 from laconic.links.elastic import feed as feed_module
@@ -75,7 +76,9 @@ def bits(value: Any) -> Any:
 
 
 ODD = torch.tensor([float("nan"), -0.0, float("inf"), 1e-45, 1.0])
-START = Start(7, Call(6, "round", True), 2**62, [{"lr": 0.5}], {"scheduler": {"last": 3}})
+START = Start(
+    7, Call(6, "round", True), 2**62, [{"lr": 0.5}], {"scheduler": {"last": 3}}, None, (3, 2)
+)
 FRAMES = [
     Snapshot(3, {"model": {"w": ODD, "h": ODD.bfloat16()}, "list": [1, None, "é"]}),
     Snapshot(0, {}),
@@ -211,6 +214,7 @@ class Donor:
         self.server = socket.create_server(("127.0.0.1", 0))
         self.port = self.server.getsockname()[1]
         self.ready: list[Member] = []
+        self.refuses = ""
         self.heard = threading.Event()
         self.service = Service(self.server, SECRET, self._ready, Units(ME.id))
         self.member = ME._replace(service=f"127.0.0.1|{self.port}|{NO_KEY}")
@@ -218,6 +222,8 @@ class Donor:
     def _ready(self, member: Member) -> None:
         self.ready.append(member)
         self.heard.set()
+        if self.refuses:
+            raise LinkError(self.refuses)
 
     def accepted(self) -> Relay:
         return self.service.waiting.get(timeout=SOON)
@@ -261,7 +267,7 @@ def test_a_newcomer_asks_for_the_state_again(donor: Donor) -> None:
     assert isinstance(feed.pop(), Snapshot) and feed.first_step == 3
     feed.say_ready()
     assert donor.heard.wait(SOON)
-    relay.finish(START, again)
+    relay.finish(START, lambda: again)
     assert feed.pop() == START
     assert bits(vars(feed.ask_for_state())) == bits(vars(again))
     feed.close()
@@ -278,6 +284,32 @@ def test_a_newcomer_asks_for_a_state_that_there_is_not(donor: Donor) -> None:
     assert isinstance(feed.pop(), Snapshot)
     with pytest.raises(RelayError, match="the donor violates the protocol"):
         feed.ask_for_state()
+    feed.close()
+    relay._stream.close()  # else nobody does
+
+
+def test_a_newcomer_that_is_refused(donor: Donor) -> None:
+    """It is told why, behind what was sent before."""
+    feed = feed_of(call_donor(donor.member, SECRET, newcomer()))
+    relay = donor.accepted()
+    relay.begin(FRAMES[0])  # type: ignore[arg-type]
+    relay.refuse("its ports are closed")
+    assert relay.ended and isinstance(feed.pop(), Snapshot)
+    with pytest.raises(LinkError, match="does not take in this worker: its ports are closed"):
+        feed.peek()
+    feed.close()
+    relay._stream.close()  # else nobody does
+
+
+def test_a_newcomer_that_cannot_be_reached_is_refused(donor: Donor) -> None:
+    donor.refuses = "its address lets nobody in"
+    feed = feed_of(call_donor(donor.member, SECRET, newcomer()))
+    relay = donor.accepted()
+    relay.begin(FRAMES[0])  # type: ignore[arg-type]
+    assert isinstance(feed.pop(), Snapshot)
+    feed.say_ready()
+    with pytest.raises(LinkError, match="its address lets nobody in"):
+        feed.peek()
     feed.close()
     relay._stream.close()  # else nobody does
 

@@ -23,7 +23,7 @@ ME = Member("0" * 12, *(f"127.0.0.1|{port}|{'00' * 8}" for port in (1, 2, 3)))
 LARGE = Snapshot(3, {"x": torch.zeros(2**18, dtype=torch.uint8)})
 PIECES = 5
 """256 KiB, and what torch.save adds."""
-START = Start(7, Call(6, "round", True), 0, [], {})
+START = Start(7, Call(6, "round", True), 0, [], {}, None, (3, 2))
 
 
 class Waits:

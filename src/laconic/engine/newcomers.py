@@ -17,7 +17,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Any, Protocol
 
@@ -119,7 +119,10 @@ class Donor:
             self._settings[step] = self._settings_now()
         except Exception:  # of the user's objects: this worker's training goes on
             log.exception("the state of others= cannot be read, so no worker can join")
-            self._link.give_up_relays("its donor could not read the state of others=")
+            self._link.refuse_newcomers(
+                "the worker that sends its state cannot read the state of others=, and has the "
+                "error in its output"
+            )
             return
         for relay in list(self._link.relays):
             relay.put(StepSettings(step, self._settings[step][0]))
@@ -133,7 +136,7 @@ class Donor:
         policy = self._driver.session.policy
         return None if policy is None else plain_copy(policy.handover())
 
-    def _settings_for(self, call: Call) -> tuple[Settings, Snapshot | None]:
+    def _settings_for(self, call: Call) -> tuple[Settings, Callable[[], Snapshot] | None]:
         """See `ElasticLink.settings`. In the communication thread. In front of a gradient round the
         step has not begun, and nothing changes the state. All workers have the same then, and a
         newcomer that has another asks for it: gradients may have been changed (clipped) after they
@@ -141,9 +144,15 @@ class Donor:
         session = self._driver.session
         if call.name != GRADIENTS:
             return (0, *self._settings[_steps_before(call)]), None
-        state = {"model": session.model.state_dict(), "optimizer": _optimizer(session).state_dict()}
-        snapshot = Snapshot(session.step, plain_copy(state))
-        return (_digest(session), *self._settings_now()), snapshot
+
+        def state() -> Snapshot:
+            values = {
+                "model": session.model.state_dict(),
+                "optimizer": _optimizer(session).state_dict(),
+            }
+            return Snapshot(session.step, plain_copy(values))
+
+        return (_digest(session), *self._settings_now()), state
 
     def _after_step(self) -> None:
         """Between two steps: begin to send to the newcomers that have called; leave the run if

@@ -9,12 +9,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from laconic.errors import LinkError
 from laconic.links.calls import Call
 from laconic.links.elastic.relay import (
     READY,
     STATE,
     Frame,
     Record,
+    Refusal,
     RelayError,
     Snapshot,
     Start,
@@ -108,6 +110,8 @@ class Feed:
         frame = self._next()
         if isinstance(frame, RelayError):
             raise frame
+        if isinstance(frame, Refusal):
+            raise LinkError(f"the run does not take in this worker: {frame.why}")
         if isinstance(frame, StepSettings):
             self.settings[frame.step] = frame.groups
         else:

@@ -67,7 +67,7 @@ class ElasticLink:
         self._began_before = 0.0
         """When the latest unit that was completed began (`time.monotonic`)."""
         self.wake: Callable[[Callable[[], None]], None] = lambda task: None
-        self.settings: Callable[[Call], tuple[Settings, Snapshot | None]]
+        self.settings: Callable[[Call], tuple[Settings, Callable[[], Snapshot] | None]]
         self.joined = time.perf_counter()
         members.on_view = self._view_decided
 
@@ -145,10 +145,10 @@ class ElasticLink:
         for relay in self.relays:
             relay.put(record)
 
-    def give_up_relays(self, why: str) -> None:
+    def refuse_newcomers(self, why: str) -> None:
         """Take in none of the newcomers that this worker sends its state to."""
         for relay in self.relays:
-            relay.give_up(why)
+            relay.refuse(why)
 
     def _collective(self, run: Callable[[Everyone], T], passed_on: Callable[[Outcome], T]) -> T:
         """Make a collective by ``run``. Where it is interrupted, and another worker has completed

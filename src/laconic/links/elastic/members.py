@@ -150,6 +150,7 @@ class Members:
         self.close()
         for thread in self._threads:
             thread.join(max(until - time.monotonic(), 0))
+        self.registry.close(until)
 
     # -- for the link ----
 

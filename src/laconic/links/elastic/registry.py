@@ -161,6 +161,11 @@ class Registry:
                 self._client = None
                 raise
 
+    def close(self, until: float) -> None:
+        """Close the connection; wait for that until the time ``until``."""
+        if self._client is not None:
+            self._client.close(until)
+
     def connect(self, until: float) -> None:
         """Wait for the coordinator, at most until the time ``until`` (`time.monotonic`)."""
         say = time.monotonic() + SAY_SECONDS

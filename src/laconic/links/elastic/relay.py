@@ -104,11 +104,19 @@ class Bequest:
     workers: int
 
 
-Frame = Snapshot | Record | StepSettings | Start | Bequest
+@dataclass(frozen=True)
+class Refusal:
+    """The newcomer cannot take part, and ``why``. No other donor would help."""
+
+    why: str
+
+
+Frame = Snapshot | Record | StepSettings | Start | Bequest | Refusal
 _KINDS: dict[str, Any] = {
     "bequest": Bequest,
     "snapshot": Snapshot,
     "record": Record,
+    "refusal": Refusal,
     "settings": StepSettings,
     "start": Start,
 }
@@ -257,7 +265,8 @@ class Relay:
         self.ended = False
         self._stream, self._ready, self._turns = stream, ready, turns
         self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
-        self._state: Snapshot | None = None
+        self._state: Callable[[], Snapshot] | None = None
+        self._lock = threading.Lock()
         self._limit = self._waiting = 0
         """How many bytes may wait to be sent, and how many do."""
         self._size = 0
@@ -275,7 +284,7 @@ class Relay:
         """Send ``frame`` after those before. A newcomer that takes in too little is given up. Where
         as much as its snapshot waits behind that, units leave too little of the network: it yields
         to them no longer."""
-        self._waiting += _bytes(vars(frame))
+        self._add(_bytes(vars(frame)))
         if self._waiting > 2 * self._size:
             self._turns.over()
         if self._waiting > self._limit:
@@ -283,15 +292,26 @@ class Relay:
         else:
             self._frames.put(frame)
 
+    def _add(self, length: int) -> None:
+        with self._lock:
+            self._waiting += length
+
+    def refuse(self, why: str) -> None:
+        """Tell the newcomer that it cannot take part, and end the connection."""
+        self.put(Refusal(why))
+        self._frames.put(None)
+        self.ended = True
+
     def give_up(self, why: str) -> None:
+        """End the connection: the newcomer asks for a newer state."""
         self._state = None
         if not self.ended:
             log.info("a newcomer is not taken in: %s", why)
         self.ended = True
         self._stream.close()
 
-    def finish(self, start: Start, state: Snapshot | None) -> None:
-        """Send ``start``, the last frame, and ``state`` after it if the newcomer asks for it. The
+    def finish(self, start: Start, state: Callable[[], Snapshot] | None) -> None:
+        """Send ``start``, the last frame, and ``state()`` after it if the newcomer asks for it. The
         unit under way waits for that."""
         self._state = state
         self._turns.over()
@@ -303,19 +323,22 @@ class Relay:
         try:
             while (frame := self._frames.get()) is not None:
                 self._stream.send(frame, self._turns)
-                self._waiting -= _bytes(vars(frame))
+                self._add(-_bytes(vars(frame)))
         except RelayError as error:
             self.give_up(str(error))
 
     def _listen(self) -> None:
         try:
             self._stream.wait_for(READY)
-            self._ready(self.newcomer)
+            try:
+                self._ready(self.newcomer)
+            except LinkError as error:
+                self.refuse(str(error))
             self._stream.wait_for(STATE)  # or the newcomer closes
             if self._state is not None:
-                self._stream.send(self._state)
+                self._stream.send(self._state())
             self._stream.wait_for(STATE)  # the newcomer closes
-        except (RelayError, LinkError) as error:
+        except RelayError as error:
             self.give_up(str(error))
 
 

@@ -135,15 +135,15 @@ class _Relay:
             return
         self._cast.feeds[self._number].append(frame)
 
-    def give_up(self, why: str) -> None:
-        """See `Relay.give_up`. The plan goes on with the newcomer, so the run ends."""
+    def refuse(self, why: str) -> None:
+        """See `Relay.refuse`. The plan goes on with the newcomer, so the run ends."""
         raise LinkError(f"worker {self._number} cannot join: {why}")
 
-    def finish(self, start: Start, state: Snapshot | None) -> None:
+    def finish(self, start: Start, state: Callable[[], Snapshot] | None) -> None:
         """See `Relay.finish`. The newcomer looks at the state if it needs it."""
         self.put(start)
         if state is not None:
-            self.put(state)
+            self.put(state())
         self.ended = True
         self._cast.stage.runnable[self._number] = True
 
