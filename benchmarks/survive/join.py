@@ -66,8 +66,8 @@ class Join:
     """What one newcomer cost. ``steps``: how many steps of the others passed from when its donor
     began to send the state until it took part. ``ratio``: the time of these steps relative to
     before; None where there was none. ``periods``, ``seconds``: from its call of ``attach`` until
-    it took part. ``extra``: how many seconds more the others waited in the first period with it
-    than in those that followed. ``period``: seconds of a period before."""
+    it took part. ``extra``: how many seconds longer the others' first period with it was than those
+    that followed. ``period``: seconds of a period before."""
 
     steps: int
     ratio: float | None
@@ -167,9 +167,9 @@ class Run:
         meanwhile = [s for s in steps if begin <= s["step"] < end]
         usual = sum(before[s["step"] % period] for s in meanwhile)
         later = [s for s in steps if end + period <= s["step"] < end + AFTER * period]
-        waits = self._means(later, _waited)
+        usual_later = self._means(later, _took)
         begun = [s for s in steps if end <= s["step"] < end + period]
-        extra = sum(_waited(s) - waits[s["step"] % period] for s in begun)
+        extra = sum(_took(s) - usual_later[s["step"] % period] for s in begun)
         return Join(
             steps=end - begin,
             ratio=sum(map(_took, meanwhile)) / usual if meanwhile else None,
@@ -190,10 +190,6 @@ class Run:
 
 def _took(step: Event) -> float:
     return float(step["end"] - step["begin"])
-
-
-def _waited(step: Event) -> float:
-    return float(step["end"] - step["computed"])
 
 
 def add_row(table: Table, recipe: str, joins: Sequence[Join]) -> None:
@@ -257,7 +253,7 @@ def main() -> int:
     table.caption = (
         "Others' steps: their time while the newcomer catches up, relative to before (at most "
         f"{RATIO_BOUND:.2f}). Periods and seconds: from attach until it takes part, median / max "
-        f"(at most {PERIODS_BOUND:g} periods). First period: the others' additional wait in it."
+        f"(at most {PERIODS_BOUND:g} periods). First period: the others' additional time in it."
     )
     Console(width=None if sys.stdout.isatty() else 140).print(table)
     return 0
