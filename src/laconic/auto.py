@@ -149,6 +149,8 @@ class Chooser:
         """Whether the facts were loaded: they may be of another network."""
         self._workers = workers
         """Those that took part in the latest measurement."""
+        self._step = 0
+        """The optimizer steps taken."""
         self._steps, self._due = 0, 0
         """Steps with the present recipe, and those at which `_paces` is read."""
         self._spans: list[tuple[float, float]] = []
@@ -183,6 +185,7 @@ class Chooser:
         if self._alone:
             return False
         now = time.perf_counter(), self._comm.seconds_waiting
+        self._step = step
         self._steps += 1
         if self._steps > (WARMUP if self.choices else FIRST_WARMUP):
             self._spans.append((now[0] - self._last[0], now[1] - self._last[1]))
@@ -200,7 +203,7 @@ class Chooser:
                 self._choose_anew(step)
         elif self._paces is None and (self._steps == first or self._steps % REVIEW == 0):
             own = torch.tensor(self._pace(), dtype=torch.float64, device=self._device)
-            self._announce(step, PACE)
+            self._announce(PACE)
             self._paces = self._comm.submit(partial(self._world.gather, own), PACE)
             self._due = self._steps + max(LATER, self.now.recipe[0].delay)  # behind other messages
         elif self._paces is not None and self._steps == self._due:
@@ -211,9 +214,9 @@ class Chooser:
             elif self._workers > 1:
                 self._compare(step, [wall, each], compute)
 
-    def _announce(self, step: int, name: str) -> None:
+    def _announce(self, name: str) -> None:
         """The next job of the communication thread is a call of its own, not part of a round."""
-        begin = partial(self._world.begin_call, Call(step, name), wait=False)
+        begin = partial(self._world.begin_call, Call(self._step, name), wait=False)
         self._comm.before_next(begin)
 
     def _pace(self) -> list[float]:
@@ -234,7 +237,7 @@ class Chooser:
             self._baseline, facts = pace, replace(self._facts, compute=compute)
             ratio = pace[0] / predict(self.now.recipe, facts).seconds
             if self._facts_loaded or not 1 / CHANGE < ratio < CHANGE:
-                facts, _ = self._measure(step)  # the network may have changed since the choice
+                facts, _ = self._measure()  # the network may have changed since the choice
                 if self._rests(facts):
                     return
             self._extra[self.now.kind] = pace[0] - predict(self.now.recipe, facts).seconds
@@ -247,7 +250,7 @@ class Chooser:
             self._choose_anew(step)
 
     def _choose_anew(self, step: int) -> None:
-        facts, wall = self._measure(step)
+        facts, wall = self._measure()
         if self._rests(facts):
             return
         beyond = wall - predict(self.now.recipe, facts).seconds
@@ -269,7 +272,6 @@ class Chooser:
     def _rests(self, facts: Facts) -> bool:
         """Whether there is nothing to choose from, because the other workers are lost or have not
         come, or nobody has measured a step yet. Then the next steps are measured anew."""
-        self._workers = facts.workers
         rests = facts.workers == 1 or not facts.compute
         if rests:
             self._steps, self._baseline, self._spans = 0, [], []
@@ -277,13 +279,13 @@ class Chooser:
 
     # -- measuring ----
 
-    def _measure(self, step: int) -> tuple[Facts, float]:
+    def _measure(self) -> tuple[Facts, float]:
         """The facts and the seconds of a step, each from the slowest rank."""
         spans = self._spans[-WINDOW:]
         if not self.choices:  # with so few steps a single slow one would be half of the median
             spans = sorted(spans)[:1]
         wall, compute = _medians(spans)
-        self._announce(step, MEASURE)
+        self._announce(MEASURE)
         rate, latency = self._comm.call(self._probe, MEASURE)
         shapes, itemsize = self._model()
         elements = sum(map(math.prod, shapes))
@@ -291,11 +293,11 @@ class Chooser:
         own = torch.tensor(measured, dtype=torch.float64, device=self._device)
         everyone = self._comm.call(partial(self._world.gather, own), MEASURE)
         compute, rate, latency, wall, most, least = everyone.amax(0).tolist()
-        workers = everyone.shape[0] // self._ranks  # those of now may be others
+        self._workers = everyone.shape[0] // self._ranks  # those of now may be others
         self._traffic = self._sent()  # without the probes, which wait for nothing else
         if most != -least:  # shards of different sizes: all ranks use the largest
             shapes = ((int(most),),)
-        return Facts(workers, shapes, itemsize, compute, -rate, latency), wall
+        return Facts(self._workers, shapes, itemsize, compute, -rate, latency), wall
 
     def _probe(self) -> tuple[float, float]:
         """Bits per second and seconds per message, from probes that grow until one takes `LONG`.

@@ -125,6 +125,20 @@ def test_a_newcomer_equals_the_others_whatever_a_step_is(
     assert len({digest for _, digest in found}) == 1
 
 
+def test_a_newcomer_repeats_steps_with_their_settings(caplog: pytest.LogCaptureFixture) -> None:
+    """It then has the same, and is not sent the model again."""
+
+    def decaying(model: nn.Module, optimizers: Any, x: torch.Tensor, sync: Any) -> None:
+        optimizers[0].param_groups[0]["lr"] = 0.1 / (sync.step + 1)
+        plain(model, optimizers, x, sync)
+
+    with caplog.at_level(logging.INFO):
+        plan = laconic.Faults(start=2, join=(7, 15))
+        found = laconic.simulate(program("laconic.ddp()", decaying), faults=plan)
+    assert len({digest for _, digest in found}) == 1
+    assert "caught up" in caplog.text and "repeated other steps" not in caplog.text
+
+
 class Clock:
     """An object with state, as a scheduler."""
 

@@ -308,7 +308,7 @@ recorder = Recorder(directory, int(host))
 before = list(sync.view.workers)
 
 def listen():
-    notes = sync.driver.session.elastic.members.notes
+    notes = sync.driver.session.elastic.members.signs.notes
     other, = set(before) - {me}
     while json.loads(notes.get(other, "[0, 0]"))[1] < 42:
         time.sleep(0.02)
