@@ -45,7 +45,7 @@ ALL = [
 def test_a_trace_repeats_a_run_bit_for_bit(
     recipe: str, number: signal.Signals, tmp_path: Path
 ) -> None:
-    steps, options = 700, {"samples": 5000, "clip": True}
+    steps, options = 500, {"samples": 5000, "clip": True}
     with Run(recipe, 3, steps, trace=str(tmp_path), **options) as run:
         replacement = run.add(hold=True)
         for worker in run.workers[:3]:

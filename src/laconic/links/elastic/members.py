@@ -62,6 +62,12 @@ class Members:
     """The members of one run, as the worker ``me`` knows them. `start` begins the threads.
 
     ``on_view`` is called, in the second thread, when a view was decided.
+
+    Which thread changes what: the first one `signs`; the second one the view, and why this worker
+    is removed or no view can be decided; the communication thread, by `is_at`, `broken`, `mended`
+    and `idle`, where it is and that it waits; a donor's relay, by `add`, the newcomers; the main
+    thread that this worker leaves or expects a view. `_changed` guards what `next` waits for. The
+    rest are single values, which another thread may see one turn late.
     """
 
     def __init__(
