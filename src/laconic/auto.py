@@ -390,8 +390,8 @@ def _respelled(text: str, recipe: Recipe) -> str:
 
 
 def _medians(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The median seconds of steps, and of steps without their waiting. A worker that has just
-    joined has no ``spans``: 0, which no other worker's is below."""
+    """The median seconds of steps, and of steps without their waiting. Without ``spans``, on a
+    worker that has just joined, 0: the slowest worker's count."""
     if not spans:
         return 0.0, 0.0
     walls = statistics.median(wall for wall, _ in spans)

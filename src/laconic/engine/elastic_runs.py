@@ -111,8 +111,8 @@ def _check_state(name: str, state: Any) -> None:
     except (AttributeError, RuntimeError, TypeError, pickle.PickleError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
-            f"others: what {name!r}.state_dict() returns cannot be sent to another worker: return "
-            f"numbers, strings, tensors, and lists and dicts of these ({reason})"
+            f"others[{name!r}].state_dict() has something that cannot be sent to another worker: "
+            f"it may have numbers, strings, tensors, and lists and dicts of these ({reason})"
         ) from None
 
 

@@ -53,7 +53,7 @@ RETRY_SECONDS = 0.5
 NEAR_SECONDS = 0.1
 """With steps left that take so long to repeat, a newcomer has caught up."""
 MOST_BEHIND = 200
-"""How many frames more than twice those that have come with its state a newcomer may be behind."""
+"""A newcomer may be behind by so many frames, plus twice those that had come with its state."""
 RESIDUALS = "residual", "lag"
 """What a worker has left out of its own messages, in the state of an exchange. A newcomer has left
 out nothing."""
@@ -379,7 +379,7 @@ class Newcomer:
         """Take part from the unit on that ``start`` names."""
         self._skip_to(_steps_before(start.call))
         if start.digest and start.digest != _digest(self._driver.session):
-            log.info("this worker has repeated other steps: it gets the state of another one again")
+            log.info("the repeated steps gave another result: this worker gets the state again")
             self._load_model(feed.ask_for_state().state)
         self._use(start.groups)
         for name, state in start.others.items():

@@ -117,8 +117,8 @@ class Trace:
         unit, ids = event["unit"], event["workers"]
         if self._by_unit.setdefault(unit, ids) != ids:
             raise ValueError(
-                f"{file}: other workers in unit {unit} than another file has: are these files of "
-                "several runs? Use a new directory for each"
+                f"{file} and another file list other workers in unit {unit}: the directory seems "
+                "to hold files of several runs. Use a new directory for each"
             )
         if "missing" in event:
             self._missing[id, unit] = event["missing"]
@@ -165,9 +165,8 @@ class Faults:
 
     ``start``: the workers at the start. ``kill``: (worker, step) pairs: the worker ends after that
     step, before the rounds that follow it. ``join``: steps; after each, a new worker gets the state
-    of another one, of those there are the one that is killed last. It takes part from the next step
-    on in which workers exchange something. New workers are numbered in that order after those of
-    the start.
+    of the running worker that is killed latest. It takes part from the next step on in which
+    workers exchange something. New workers are numbered in that order after those of the start.
     """
 
     start: int

@@ -98,7 +98,7 @@ def found(
         if before.unclear and now >= end:
             raise LinkError(
                 f"the workers of the run at {at} cannot be reached from here: do their addresses "
-                "and ports let in?"
+                "and ports open?"
             )
         elif first == number and len(living) >= need and settled and not before.unclear:
             members = tuple(m for _, m in sorted(known.items()) if m in living)
@@ -107,7 +107,7 @@ def found(
         elif now >= end:
             raise LinkError(
                 f"{len(living)} of {need} workers have come to the coordinator at {at} within "
-                f"{wait:g} s: start more workers, or lower min_workers"
+                f"{wait:g} s: start more workers, or lower workers= or min_workers="
             )
         else:
             if now >= say:

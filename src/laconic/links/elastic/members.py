@@ -63,11 +63,18 @@ class Members:
 
     ``on_view`` is called, in the second thread, when a view was decided.
 
-    Which thread changes what: the first one `signs`; the second one the view, and why this worker
-    is removed or no view can be decided; the communication thread, by `is_at`, `broken`, `mended`
-    and `idle`, where it is and that it waits; a donor's relay, by `add`, the newcomers; the main
-    thread that this worker leaves or expects a view. `_changed` guards what `next` waits for. The
-    rest are single values, which another thread may see one turn late.
+    Which thread writes what. `_changed` guards what `next` waits for. The rest are single values,
+    which another thread may see a moment later.
+
+    ============================  ===================================================
+    the thread that asks          `signs`
+    the thread that reads views   the view, why this worker was removed, and why no
+                                  view can be decided
+    the communication thread      where it is, and that it waits (`is_at`, `broken`,
+                                  `mended`, `idle`)
+    a donor's relay               the newcomers (`add`)
+    the main thread               that this worker leaves, or expects a view
+    ============================  ===================================================
     """
 
     def __init__(
@@ -198,13 +205,13 @@ class Members:
             stalled = self._stalled()
             short_since = (short_since or time.monotonic()) if stalled else None
             if short_since is not None and time.monotonic() - short_since >= self.rules.wait:
-                raise LinkError(f"{stalled}, and not within {self.rules.wait:g} s")
+                raise LinkError(f"{stalled}. Nothing has changed within {self.rules.wait:g} s")
 
     def _stalled(self) -> str:
         """Why no view can be decided at present; empty if one can."""
         if self._short is not None:
             left, least = self._short
-            return f"{left} of at least {least} workers are left: training goes on with {least}"
+            return f"{left} of at least {least} workers are left"
         if self._coordinator_lost or self._damage:
             return f"a worker was lost, and {self._coordinator_lost or self._damage}"
         return ""
@@ -213,7 +220,7 @@ class Members:
         """Propose a view with ``newcomer``. Raises `LinkError` if it does not answer: the others
         would wait for it in vain."""
         if health.ask(newcomer.beacon, self.secret).lost:
-            raise LinkError(f"{newcomer.name} does not answer: do its address and ports let in?")
+            raise LinkError(f"{newcomer.name} does not answer: are its address and ports open?")
         self._called[newcomer.id] = time.monotonic()
         self._newcomers[newcomer.id] = newcomer
         self._wake_read.set()

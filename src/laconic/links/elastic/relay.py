@@ -98,7 +98,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Bequest:
-    """What only a worker ``held`` that has left, one of so many ``workers``."""
+    """State that only a worker ``held`` that has left. ``workers``: how many there were."""
 
     held: dict[str, Any]
     workers: int
@@ -281,9 +281,9 @@ class Relay:
             threading.Thread(target=work, daemon=True, name="laconic-relay").start()
 
     def put(self, frame: Frame) -> None:
-        """Send ``frame`` after those before. A newcomer that takes in too little is given up. Where
-        as much as its snapshot waits behind that, units leave too little of the network: it yields
-        to them no longer."""
+        """Send ``frame`` after those before. A newcomer that takes in too little is given up. If
+        more bytes than twice the snapshot's wait to be sent, units leave too little bandwidth, and
+        this relay no longer yields to them."""
         self._add(_bytes(vars(frame)))
         if self._waiting > 2 * self._size:
             self._turns.over()

@@ -3,11 +3,11 @@
 A *unit* is what the communication thread runs at a time, such as the exchange of one bucket: a few
 collectives, the last of which brings what the unit changes.
 
-Who takes part is in four places, since they change at different moments:
+Four attributes say who takes part, because they change at different times:
 
 - The members of the latest view (`Members.view`): decided, perhaps not yet connected.
 - `Rendezvous.ids`: the view that this worker is connected to. Newcomers are at its end.
-- `Units.active`: the first of these, who have taken part in the last unit.
+- `Units.active`: the first ones of these, which have taken part in the last unit.
 - `Units.ranks`: who takes part in the unit under way: the active ones, and newcomers that begin.
 
 `Signs.active` is a copy of `Units.active` for the threads that look after the members.
