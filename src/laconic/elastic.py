@@ -25,8 +25,8 @@ class Elastic:
     environment variable LACONIC_COORDINATOR says. ``min_workers``: the least number of workers with
     which training goes on; with fewer, the remaining ones wait. None: more than half of those
     before each change. ``workers``: how many must have come before the run begins; None:
-    ``min_workers``, or 2. ``job``: the name of the run; runs that share a coordinator need different names.
-    ``wait``: how many seconds to wait for enough workers, and for the coordinator.
+    ``min_workers``, or 2. ``job``: the name of the run; runs that share a coordinator need
+    different names. ``wait``: how many seconds to wait for enough workers, and for the coordinator.
 
     ``others``: objects with ``state_dict()`` and ``load_state_dict()``, by name, such as a learning
     rate scheduler. A newcomer loads another worker's state of them. The samples of an
