@@ -117,6 +117,14 @@ def test_a_worker_that_is_alone_goes_on(often: None, monkeypatch: pytest.MonkeyP
     assert found[0]["choices"] == found[1]["choices"]
 
 
+def test_a_worker_that_is_alone_sends_nothing_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would do so after every few steps."""
+    timed: list[int] = []
+    monkeypatch.setattr(Chooser, "_timed", lambda self, size: timed.append(size) or 0.0)
+    laconic.simulate(program(), faults=laconic.Faults(start=1))
+    assert timed == []
+
+
 def test_a_trace_cannot_repeat_it(tmp_path: Path) -> None:
     (tmp_path / "00.jsonl").write_text('{"unit": 1, "call": "", "workers": ["00"]}\n')
     with pytest.raises(ValueError, match=r"a trace cannot repeat auto\(\)"):

@@ -61,6 +61,11 @@ class Store:
         self.restored: list[View] = []
         self.same_job = True
         self.drawn = SECRET
+        self.strangers: set[str] = set()
+        self.was_put_back = False
+
+    def put_back(self) -> None:
+        self.was_put_back = True
 
     def _reach(self) -> None:
         if self.lost:
@@ -622,7 +627,7 @@ def test_what_is_damaged_is_said_once(
     ("short", "coordinator", "said"),
     [
         ((1, 2), "", "1 of at least 2 workers are left. Nothing has changed within 9"),
-        (None, "no coordinator answers", "a worker was lost, and no coordinator answers, and not"),
+        (None, "no coordinator answers", "a worker was lost, and no coordinator answers. Nothing has"),
     ],
 )
 def test_too_few_for_too_long(
@@ -704,6 +709,15 @@ def test_a_run_is_under_way(clock: Clock, dead: set[str]) -> None:
     registry = Store()
     registry.views[4] = View(4, (ALL[1], ALL[2]))
     assert starting(ME, registry) == (registry.views[4], True)
+
+
+def test_another_program_begins_a_run_at_the_same_moment(clock: Clock, dead: set[str]) -> None:
+    registry = Store()
+    registry.views[4] = View(4, (ALL[1], ALL[2]))
+    registry.strangers = {ALL[2].id}
+    with pytest.raises(LinkError, match="another program has begun a run under this job"):
+        starting(ME, registry)
+    assert registry.was_put_back
 
 
 def test_a_run_that_has_died(clock: Clock, dead: set[str]) -> None:

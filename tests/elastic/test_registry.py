@@ -358,6 +358,25 @@ def test_workers_enter(make: Made) -> None:
     assert first.entered(range(1, 9)) == {}
 
 
+def test_workers_of_another_program_are_no_part_of_a_run(make: Made) -> None:
+    first, second = make(), make()
+    first.program, second.program = "one", "two"
+    first.enter(A)
+    second.enter(B)
+    assert first.entered() == {1: A} and second.entered() == {2: B}
+    assert first.strangers == {B.id} and second.strangers == {A.id}
+
+
+def test_what_a_job_is_about_can_be_replaced_and_put_back(make: Made) -> None:
+    first, second = make(), make()
+    assert first.about("one") == second.about("two") == "one"
+    second.put_back()
+    assert second.about("two", instead_of="another") == "one"
+    assert second.about("two", instead_of="one") == "two" and first.about("one") == "two"
+    second.put_back()
+    assert second.about("two") == "one"
+
+
 def test_many_enter_at_once(make: Made) -> None:
     registries = [make() for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:

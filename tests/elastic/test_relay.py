@@ -555,6 +555,59 @@ def feed_of(stream: Stream) -> Feed:
     return Feed(stream, ME.id, lambda: None)
 
 
+class Slow:
+    """A connection over which bytes come now and then; the frame is complete after ``pieces``."""
+
+    def __init__(self, pieces: int) -> None:
+        self.moved, self._pieces = time.monotonic(), pieces
+        self._closed = threading.Event()
+
+    def receive(self) -> Frame:
+        for _ in range(self._pieces):
+            if self._closed.wait(0.2):
+                break
+            self.moved = time.monotonic()
+        else:
+            return FRAMES[1]
+        raise RelayError("closed")
+
+    def say(self, word: bytes) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        self._closed.set()
+
+
+def test_a_state_may_take_longer_than_the_patience_of_a_newcomer() -> None:
+    """While bytes come, it waits."""
+    feed = Feed(Slow(10), ME.id, lambda: None)
+    assert feed.pop(1.0) == FRAMES[1]
+    feed.close()
+
+
+def test_a_donor_that_sends_nothing_is_given_up() -> None:
+    stream = Slow(10**6)
+    stream.moved -= 60.0
+    stream.receive = stream._closed.wait  # type: ignore[method-assign]
+    feed = Feed(stream, ME.id, lambda: None)
+    with pytest.raises(RelayError, match="it takes no steps: it has finished, or waits for oth"):
+        feed.pop(59.0)
+    feed.close()
+
+
+def test_a_feed_that_has_ended_says_so_each_time(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    """Several threads may ask: the one that takes steps, and the one that communicates."""
+    sender, feed = Stream(pair[0]), feed_of(Stream(pair[1]))
+    sender.send(FRAMES[1])
+    sender.close()
+    assert feed.pop() == FRAMES[1]
+    for _ in range(3):
+        with pytest.raises(RelayError, match="has closed the connection"):
+            feed.peek()
+
+
 def test_a_feed_gives_frames_in_their_order(pair: tuple[socket.socket, socket.socket]) -> None:
     """Settings are taken out; records that belong to other calls are passed over."""
     sender, feed = Stream(pair[0]), feed_of(Stream(pair[1]))

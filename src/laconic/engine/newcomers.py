@@ -242,6 +242,8 @@ class Newcomer:
         """How many seconds the latest step took to repeat."""
         self._said_ready = False
         """Whether this worker may be in a view: then the others wait for it."""
+        self._loaded = False
+        """Whether the present donor has sent its state."""
         self._outputs: dict[str, Tensor] = {}
         """What the policy's collectives have brought last, by the name of their call."""
 
@@ -260,14 +262,17 @@ class Newcomer:
         for number in itertools.count():
             try:
                 with closing(reception.call_donor(number, self._link.replay.awake)) as feed:
-                    self._follow(feed, end)
+                    self._follow(feed, wait)
                 return
             except RelayError as error:
                 if self._said_ready:
                     raise LinkError(
                         f"the worker that sent its state was lost ({error}): start this one again"
                     ) from None
-                self._driver.session.comm.recover()  # a job may have met the error first
+                if self._loaded:
+                    self._loaded, end = False, time.monotonic() + wait
+                self._driver.session.comm.drain()  # a job may have met the error first
+                self._driver.session.comm.recover()
                 log.info("a donor was lost (%s): asking another one", error)
                 if time.monotonic() >= end:
                     raise LinkError(
@@ -275,14 +280,16 @@ class Newcomer:
                     ) from None
                 time.sleep(RETRY_SECONDS)
 
-    def _follow(self, feed: Feed, end: float) -> None:
-        """Take in what ``feed`` brings. The state must have come by the time ``end``."""
+    def _follow(self, feed: Feed, patience: float) -> None:
+        """Take in what ``feed`` brings. Raises `RelayError` if nothing comes for ``patience``
+        seconds before the state is complete."""
         replay = self._link.replay
         replay.feed = None
-        snapshot = feed.pop(end)
+        snapshot = feed.pop(patience)
         if not isinstance(snapshot, Snapshot):
             raise RelayError("the donor violates the protocol")
         self._load(snapshot.state)
+        self._loaded = True
         most = MOST_BEHIND + 2 * feed.waiting
         replay.feed, replay.wake = feed.record, feed.wake
         while not isinstance(frame := self._next(feed), Start):

@@ -27,7 +27,10 @@ CHECK_SECONDS = 0.1
 
 
 class Frames(Protocol):
-    """A connection to a donor, as `laconic.links.elastic.relay.Stream`."""
+    """A connection to a donor, as `laconic.links.elastic.relay.Stream`. ``moved``: when bytes came
+    last (`time.monotonic`)."""
+
+    moved: float
 
     def receive(self) -> Frame:
         """Wait for the next frame; raises `RelayError`."""
@@ -58,7 +61,7 @@ class Feed:
         self._changed, self._woken = threading.Condition(), False
         self._seen: list[Frame] = []
         self.settings: dict[int, list[dict[str, Any]]] = {}
-        self._until = math.inf
+        self._patience = math.inf
         threading.Thread(target=self._read, daemon=True, name="laconic-feed").start()
 
     def _read(self) -> None:
@@ -84,12 +87,14 @@ class Feed:
             with self._changed:
                 if not self._frames and not self._woken:
                     self._changed.wait(CHECK_SECONDS)
+                if self._frames and isinstance(self._frames[0], RelayError):
+                    return self._frames[0]  # nothing follows
                 if self._frames:
                     return self._frames.popleft()
                 woken, self._woken = self._woken, False
             if woken:
                 self._awake()
-            elif time.monotonic() >= self._until:
+            elif time.monotonic() - self._stream.moved >= self._patience:
                 raise RelayError("it takes no steps: it has finished, or waits for others")
             else:
                 self._check()
@@ -132,11 +137,11 @@ class Feed:
             self.wait()
         return self._seen[0]
 
-    def pop(self, until: float = math.inf) -> Frame:
-        """Take that frame. Raises `RelayError` if none has come by the time ``until``."""
-        self._until = until
+    def pop(self, patience: float = math.inf) -> Frame:
+        """Take that frame. Raises `RelayError` if nothing comes for ``patience`` seconds."""
+        self._patience = patience
         frame = self.peek()
-        self._until = math.inf
+        self._patience = math.inf
         self._seen.pop(0)
         if isinstance(frame, Snapshot):
             self.first_step = self.first_step or frame.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Sequence
@@ -60,6 +61,7 @@ class _Before:
 def agreed(registry: Registry, secret: bytes, about: str) -> str:
     """What the job is about: ``about``, unless a run of the job that has not ended is about
     something else."""
+    registry.program = hashlib.sha256(about.encode()).hexdigest()[:16]
     said, latest = registry.about(about), registry.latest()
     if said == about or latest is None:
         return said
@@ -85,12 +87,18 @@ def found(
         latest = registry.latest()
         if latest is not None and latest.place(me.id) is not None:
             return latest, False
-        if latest is not None and before.is_alive(latest, secret):
-            return latest, True
         new = registry.entered(known)
         if new:
             known.update(new)
             changed = time.monotonic()
+        if latest is not None and before.is_alive(latest, secret):
+            if registry.strangers & set(latest.ids):
+                registry.put_back()
+                raise LinkError(
+                    f"another program has begun a run under this job at {at} just now: give this "
+                    "one another job="
+                )
+            return latest, True
         living = alive(list(known.values()), secret, me.id)
         first = min((n for n, m in known.items() if m in living), default=number)
         now = time.monotonic()

@@ -36,6 +36,8 @@ RECONNECT = 1.0
 """Seconds after which broken connections are made again, if nobody was found to be lost. They
 double each time, up to `MOST_PATIENCE`."""
 MOST_PATIENCE = 30.0
+QUESTIONS = 3
+"""How often a newcomer is asked for a sign of life before it is refused."""
 NEWCOMER_SECONDS = 2.0
 """How long a newcomer that is ready waits at least until it interrupts a transfer."""
 EXIT_SECONDS = 5.0
@@ -219,7 +221,7 @@ class Members:
     def add(self, newcomer: Member) -> None:
         """Propose a view with ``newcomer``. Raises `LinkError` if it does not answer: the others
         would wait for it in vain."""
-        if health.ask(newcomer.beacon, self.secret).lost:
+        if all(health.ask(newcomer.beacon, self.secret).lost for _ in range(QUESTIONS)):
             raise LinkError(f"{newcomer.name} does not answer: are its address and ports open?")
         self._called[newcomer.id] = time.monotonic()
         self._newcomers[newcomer.id] = newcomer

@@ -147,6 +147,11 @@ class Registry:
         self._job = job
         self.number = 1
         """Of this process, once it has entered."""
+        self.program = ""
+        """A digest of what this worker is about."""
+        self.strangers: set[str] = set()
+        """The ids of workers that have entered and are about something else."""
+        self._replaced = ("", "")
         self._client: _Client | None = None
         self._lock = threading.Lock()
 
@@ -210,7 +215,16 @@ class Registry:
         """What the job is about: ``text``, unless another worker has said it before, and not what
         it is said ``instead_of``."""
         found: bytes = self._call(lambda store: store.compare_set(ABOUT, instead_of, text))
-        return found.decode(errors="replace")
+        said = found.decode(errors="replace")
+        if instead_of and said == text:
+            self._replaced = instead_of, text
+        return said
+
+    def put_back(self) -> None:
+        """Undo what `about` has replaced, if anything."""
+        before, now = self._replaced
+        if before:
+            self.about(before, instead_of=now)
 
     def restore(self, secret: bytes, about: str, view: View) -> View | None:
         """Write what this worker knows into a store that has lost it. Returns the view that counts
@@ -233,20 +247,25 @@ class Registry:
     def enter(self, member: Member) -> int:
         """Add ``member`` to those that want to take part; returns its number, from 1."""
         number = int(self._call(lambda store: store.add(TICKETS, 1)))
-        text = View(1, (member,)).pack()
+        text = View(1, (member,), self.program).pack()
         self._call(lambda store: store.set(f"ticket/{number}", text))
         self.number = number
         return number
 
     def entered(self, known: Container[int] = ()) -> dict[int, Member]:
-        """The members that have entered, by number, without those ``known``."""
+        """The members that have entered, by number, without those ``known``, and without those that
+        are about something else."""
         last = int(self._call(lambda store: store.add(TICKETS, 0)))
         found = {}
         for number in range(1, last + 1):
             if number not in known:
                 ticket = self._view_at(f"ticket/{number}")
-                if ticket is not None:  # else it is being written
+                if ticket is None:
+                    continue  # it is being written
+                if ticket.why == self.program:
                     found[number] = ticket.members[0]
+                else:
+                    self.strangers.add(ticket.members[0].id)
         return found
 
     # -- views ----

@@ -127,6 +127,8 @@ class Stream:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self.moved = time.monotonic()
+        """When bytes came last."""
         forks.close_in_child(self)
 
     def send(self, frame: Frame, turns: Turns | None = None) -> None:
@@ -177,6 +179,7 @@ class Stream:
             if not received:
                 raise RelayError("the other worker has closed the connection")
             done += received
+            self.moved = time.monotonic()
         return bytes(data)
 
     def say(self, word: bytes) -> None:
@@ -308,6 +311,7 @@ class Relay:
         if not self.ended:
             log.info("a newcomer is not taken in: %s", why)
         self.ended = True
+        self._frames.put(None)
         self._stream.close()
 
     def finish(self, start: Start, state: Callable[[], Snapshot] | None) -> None:
@@ -335,11 +339,15 @@ class Relay:
             except LinkError as error:
                 self.refuse(str(error))
             self._stream.wait_for(STATE)  # or the newcomer closes
-            if self._state is not None:
-                self._stream.send(self._state())
+            state = self._state
+            if state is not None:
+                self._stream.send(state())
             self._stream.wait_for(STATE)  # the newcomer closes
         except RelayError as error:
             self.give_up(str(error))
+        except Exception:  # of the user's modules, in `state`: the others must not wait for it
+            log.exception("the state of this worker cannot be read")
+            self.give_up("its state cannot be read")
 
 
 class Service:
@@ -384,7 +392,8 @@ class Service:
             stream.close()
             return
         if _NOT_SENT is not None:  # else the kernel takes in MiB, and sends them beside a round
-            connection.setsockopt(socket.IPPROTO_TCP, _NOT_SENT, PIECE)
+            with contextlib.suppress(OSError):  # it has ended already
+                connection.setsockopt(socket.IPPROTO_TCP, _NOT_SENT, PIECE)
         self.waiting.put(Relay(hello.members[0], stream, self._ready, Turns(self._units)))
 
     def _inherit(self, id: str, stream: Stream) -> None:

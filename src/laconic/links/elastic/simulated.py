@@ -151,6 +151,8 @@ class _Relay:
 class _Stream:
     """In place of `laconic.links.elastic.relay.Stream`: all ``frames`` are there."""
 
+    moved = math.inf
+
     def __init__(self, frames: Sequence[Frame]) -> None:
         self._frames = iter(frames)
 
