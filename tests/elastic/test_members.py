@@ -627,7 +627,11 @@ def test_what_is_damaged_is_said_once(
     ("short", "coordinator", "said"),
     [
         ((1, 2), "", "1 of at least 2 workers are left. Nothing has changed within 9"),
-        (None, "no coordinator answers", "a worker was lost, and no coordinator answers. Nothing has"),
+        (
+            None,
+            "no coordinator answers",
+            "a worker was lost, and no coordinator answers. Nothing has",
+        ),
     ],
 )
 def test_too_few_for_too_long(

@@ -586,9 +586,14 @@ def test_a_state_may_take_longer_than_the_patience_of_a_newcomer() -> None:
 
 
 def test_a_donor_that_sends_nothing_is_given_up() -> None:
-    stream = Slow(10**6)
+    stream = Slow(0)
     stream.moved -= 60.0
-    stream.receive = stream._closed.wait  # type: ignore[method-assign]
+
+    def receive() -> Frame:
+        stream._closed.wait(SOON)
+        raise RelayError("closed")
+
+    stream.receive = receive  # type: ignore[method-assign]
     feed = Feed(stream, ME.id, lambda: None)
     with pytest.raises(RelayError, match="it takes no steps: it has finished, or waits for oth"):
         feed.pop(59.0)
