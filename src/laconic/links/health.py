@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from laconic.links import forks, handshake
-from laconic.links.addresses import Address, own_address
+from laconic.links import forks, handshake, tls
+from laconic.links.addresses import Address, listen
 from laconic.links.calls import Call, CallPosition
 from laconic.links.handshake import KEY_BYTES, MOST_BYTES
 from laconic.links.talks import Talk, Talks
@@ -224,12 +224,9 @@ class Beacon:
     that they send. ``links``: by key. ``host``: the address to listen at; None: `own_address`."""
 
     def __init__(self, host: str | None = None) -> None:
-        host = host or own_address()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with forks.guard:
-            self._server = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
-            forks.close_in_child(self._server)
-        self._host, self._port = host, int(self._server.getsockname()[1])
+        tls.contexts()  # what is wrong with them is raised here, and not in the thread
+        self._server, self._host = listen(host)
+        self._port = int(self._server.getsockname()[1])
         self._closed = False
         self.status = "starting"
         self.links: dict[str, LinkRecord] = {}
