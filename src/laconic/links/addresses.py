@@ -1,15 +1,30 @@
-"""Where a process listens: its host's own address, and addresses that travel between ranks."""
+"""Where a process listens: its host's own address, and addresses that travel between ranks.
+
+Three environment variables change it, for firewalls, NATs and VPNs. Every listener of a worker
+follows them:
+
+- LACONIC_PORTS, such as ``29500-29599``: the ports to use. Each listener takes the first free one.
+- LACONIC_BIND: the address of this host to listen at.
+- LACONIC_ADDRESS: the address that other workers call, where a NAT or a VPN makes it another one.
+"""
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
+import re
 import socket
 import struct
 from typing import NamedTuple
 
+from laconic.errors import LinkError
+from laconic.links import forks
 from laconic.links.handshake import KEY_BYTES
 from laconic.links.texts import clean
+
+PORTS, BIND, ADDRESS = "LACONIC_PORTS", "LACONIC_BIND", "LACONIC_ADDRESS"
+_RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
 
 
 class Address(NamedTuple):
@@ -32,6 +47,80 @@ class Address(NamedTuple):
         raise ValueError(f"an address is host|port|key, not {clean(text)[:80]!r}")
 
 
+def listen(host: str | None = None) -> tuple[socket.socket, str]:
+    """A socket that listens, and the address under which other workers call it. ``host``: the
+    address to listen at unless LACONIC_BIND says another; None: `own_address`.
+
+    Raises ``ValueError`` where a variable is malformed, and `LinkError` where all ports of
+    LACONIC_PORTS are taken.
+    """
+    bound = _numeric(BIND) or host or own_address()
+    announced = _numeric(ADDRESS) or (_unspecific(bound) and (host or own_address())) or bound
+    several = ports()
+    for port in several:
+        try:
+            return _listening(bound, port), announced
+        except OSError as error:
+            if os.environ.get(BIND) and error.errno == errno.EADDRNOTAVAIL:
+                raise ValueError(
+                    f"{BIND}={os.environ[BIND]}: this host has no such address"
+                ) from error
+            if several == range(1) or error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+    raise LinkError(
+        f"no port of {PORTS}={os.environ[PORTS]} is free at {bound}: a worker needs up to "
+        f"{MOST_LISTENERS} at a time, so give {MOST_LISTENERS} for each worker of this host"
+    )
+
+
+MOST_LISTENERS = 3
+"""How many ports a worker listens on: its beacon, and two in an elastic run or one while it makes a
+link."""
+
+
+def ports() -> range:
+    """The ports that LACONIC_PORTS allows; 0, any free one, where it is not set. Raises
+    ``ValueError``."""
+    text = os.environ.get(PORTS, "").strip()
+    if not text:
+        return range(1)
+    match = _RANGE.fullmatch(text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 0 < first <= last < 2**16:
+        raise ValueError(f"{PORTS} must be a range of ports, such as 29500-29599, not {text!r}")
+    return range(first, last + 1)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = host == "::" and socket.has_dualstack_ipv6()
+    with forks.guard:
+        server = socket.create_server(
+            (host, port), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=both
+        )
+        forks.close_in_child(server)
+    return server
+
+
+def _numeric(variable: str) -> str | None:
+    """The address that ``variable`` gives, numeric, since that is what travels; None where it is
+    not set. Raises ``ValueError``."""
+    text = os.environ.get(variable, "").strip()
+    if not text:
+        return None
+    try:
+        found = socket.getaddrinfo(text.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0]
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"{variable}={text} is no address, and no name of one: {error}") from error
+    if variable == ADDRESS and _unspecific(str(found)):
+        raise ValueError(f"{variable}={text} is no address that other workers can call")
+    return str(found)
+
+
+def _unspecific(host: str) -> bool:
+    return host in ("0.0.0.0", "::")
+
+
 def address_toward(host: str) -> str | None:
     """The address of this host's interface toward ``host``; None if there is no route."""
     try:
@@ -44,7 +133,24 @@ def address_toward(host: str) -> str | None:
 
 
 def address_of(interface: str) -> str | None:
-    """The IPv4 address of a network interface of this host, on Linux; None where it has none."""
+    """The address of a network interface of this host, on Linux: IPv4, else a global one of IPv6;
+    None where it has none."""
+    return _ipv4_of(interface) or _ipv6_of(interface)
+
+
+def _ipv6_of(interface: str) -> str | None:
+    try:
+        with open("/proc/net/if_inet6") as file:
+            lines = [line.split() for line in file]
+    except OSError:
+        return None
+    for digits, _, _, scope, _, name in lines:
+        if name == interface and scope == "00":  # global, not the link's own
+            return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
+    return None
+
+
+def _ipv4_of(interface: str) -> str | None:
     try:
         import fcntl  # not on Windows
 
@@ -72,7 +178,8 @@ def own_address() -> str:
 
 
 def _address_of_name() -> str | None:
+    name = socket.gethostname()
     try:
-        return address_toward(socket.gethostbyname(socket.gethostname()))
+        return address_toward(socket.gethostbyname(name))
     except OSError:
-        return None
+        return address_toward(name)  # a host with IPv6 only

@@ -1,0 +1,172 @@
+"""The TLS settings of a job, from the environment variables of gloo's TLS transport.
+
+`contexts` reads them, and checks the files before anything connects: a mistake is an error that
+names the variable and the file.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import ssl
+import time
+from typing import NamedTuple, NoReturn
+
+TRANSPORT = "GLOO_DEVICE_TRANSPORT"
+KEY, CERTIFICATE = "GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY", "GLOO_DEVICE_TRANSPORT_TCP_TLS_CERT"
+CA_FILE, CA_PATH = "GLOO_DEVICE_TRANSPORT_TCP_TLS_CA_FILE", "GLOO_DEVICE_TRANSPORT_TCP_TLS_CA_PATH"
+ON = "TCP_TLS"
+"""The value of `TRANSPORT` with which TLS is on."""
+_NOT_YET, _EXPIRED = 9, 10  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
+
+
+class Contexts(NamedTuple):
+    """For the side that accepts a connection, and for the side that makes it."""
+
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+
+
+class Settings(NamedTuple):
+    """The files that the variables name; the empty string where a variable is not set."""
+
+    key: str
+    certificate: str
+    ca_file: str
+    ca_path: str
+
+
+def settings() -> Settings | None:
+    """The settings of this process; None: TLS is off. Raises ``ValueError`` where TLS is on and a
+    variable is missing."""
+    if os.environ.get(TRANSPORT, "").strip().upper() != ON:
+        return None
+    found = Settings(*(os.environ.get(name, "") for name in (KEY, CERTIFICATE, CA_FILE, CA_PATH)))
+    missing = [n for n, v in ((KEY, found.key), (CERTIFICATE, found.certificate)) if not v]
+    if not found.ca_file and not found.ca_path:
+        missing.append(CA_FILE)
+    if missing:
+        raise ValueError(
+            f"{TRANSPORT}={ON} needs {' and '.join(missing)} too: `laconic keys` makes the files "
+            "and prints the variables"
+        )
+    return found
+
+
+def contexts() -> Contexts | None:
+    """The contexts of this process, made once per settings; None: TLS is off.
+
+    Each side presents its certificate, and verifies that the job's CA has signed the other's. The
+    protocol is TLS 1.3. Names in certificates are not compared with host names: workers know each
+    other by addresses, which change behind NATs and differ per network. The proof that counts is
+    the signature of the job's own CA, which signs nothing but the job's certificates. There are no
+    session tickets, since connections last as long as the run.
+
+    Raises ``ValueError`` if a file is missing, unreadable or expired, if the key is not that of the
+    certificate, or if the CA has not signed it.
+    """
+    found = settings()
+    return None if found is None else _contexts(found)
+
+
+@functools.cache
+def _contexts(files: Settings) -> Contexts:
+    _check(KEY, files.key, "PRIVATE KEY-----", "private key")
+    _check(CERTIFICATE, files.certificate, "-----BEGIN CERTIFICATE-----", "certificate")
+    if files.ca_file:
+        _check(CA_FILE, files.ca_file, "-----BEGIN CERTIFICATE-----", "certificate")
+    if files.ca_path and not os.path.isdir(files.ca_path):
+        raise ValueError(f"{files.ca_path} ({CA_PATH}) is no directory")
+    made = Contexts(
+        _context(ssl.PROTOCOL_TLS_SERVER, files), _context(ssl.PROTOCOL_TLS_CLIENT, files)
+    )
+    made.server.num_tickets = 0
+    try:
+        _meet(made)
+    except ssl.SSLCertVerificationError as error:
+        _refuse(error, made.client, files)
+    except ssl.SSLError as error:
+        raise ValueError(
+            f"{files.certificate} ({CERTIFICATE}) cannot be used for TLS 1.3: {_reason(error)}"
+        ) from error
+    return made
+
+
+def _check(variable: str, path: str, marker: str, what: str) -> None:
+    try:
+        with open(path, encoding="latin-1") as file:
+            text = file.read()
+    except (OSError, ValueError) as error:  # ValueError: a null character
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"cannot read {path} ({variable}): {reason}") from error
+    if marker not in text:
+        raise ValueError(f"{path} ({variable}) contains no {what} in PEM format")
+
+
+def _context(protocol: int, files: Settings) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+
+    def password() -> NoReturn:  # else OpenSSL asks at the terminal
+        raise ValueError(
+            f"{files.key} ({KEY}) is protected by a passphrase: give a key without one, readable "
+            "by its owner only"
+        )
+
+    try:
+        context.load_verify_locations(files.ca_file or None, files.ca_path or None)
+    except (ssl.SSLError, OSError) as error:
+        name = f"{files.ca_file} ({CA_FILE})" if files.ca_file else f"{files.ca_path} ({CA_PATH})"
+        raise ValueError(f"{name} cannot be used: {_reason(error)}") from error
+    try:
+        context.load_cert_chain(files.certificate, files.key, password)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise ValueError(
+                f"{files.key} ({KEY}) is not the key of the certificate {files.certificate} "
+                f"({CERTIFICATE})"
+            ) from error
+        raise ValueError(
+            f"{files.certificate} ({CERTIFICATE}) and {files.key} ({KEY}) cannot be used: "
+            f"{_reason(error)}"
+        ) from error
+    return context
+
+
+def _meet(made: Contexts) -> None:
+    """A handshake of both sides in memory: each verifies the certificate as another process will.
+    Raises `ssl.SSLError`."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = made.client.wrap_bio(to_client, to_server)
+    server = made.server.wrap_bio(to_server, to_client, server_side=True)
+    for side in (client, server, client, server):
+        try:
+            side.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+
+
+def _refuse(
+    error: ssl.SSLCertVerificationError, context: ssl.SSLContext, files: Settings
+) -> NoReturn:
+    """Raise what is wrong with this process's own files."""
+    certificate = f"the certificate {files.certificate} ({CERTIFICATE})"
+    ca = f"{files.ca_file} ({CA_FILE})" if files.ca_file else f"{files.ca_path} ({CA_PATH})"
+    if error.verify_code in (_NOT_YET, _EXPIRED):
+        ends = [str(ca["notAfter"]) for ca in context.get_ca_certs()]
+        if any(ssl.cert_time_to_seconds(end) < time.time() for end in ends):
+            certificate = f"the CA's certificate {ca}"
+        state = "is not valid yet" if error.verify_code == _NOT_YET else "has expired"
+        raise ValueError(
+            f"{certificate} {state}: make new ones with `laconic keys`, or correct this host's "
+            "clock"
+        ) from error
+    raise ValueError(
+        f"{certificate} is not signed by the CA {ca}: {error.verify_message}"
+    ) from error
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "reason", None) or getattr(error, "strerror", None) or error)
