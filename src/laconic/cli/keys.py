@@ -185,7 +185,7 @@ def text(directory: Path, *, kept: bool) -> str:
     """What the command prints: the variables, and what to know as comments, so that a shell can
     evaluate all of it."""
     values = {
-        tls.TRANSPORT: tls.ON,
+        tls.SWITCH: 1,
         tls.KEY: directory / KEY,
         tls.CERTIFICATE: directory / CERTIFICATE,
         tls.CA_FILE: directory / CA,

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from laconic.links import forks, handshake
-from laconic.links.addresses import Address, own_address
+from laconic.links.addresses import Address, listen
 from laconic.links.calls import Call, CallPosition
 from laconic.links.handshake import KEY_BYTES, MOST_BYTES
 from laconic.links.talks import Talk, Talks
@@ -221,15 +221,11 @@ class LinkRecord:
 
 class Beacon:
     """Answers callers that know a link's secret, from a thread of its own, and adopts the verdicts
-    that they send. ``links``: by key. ``host``: the address to listen at; None: `own_address`."""
+    that they send. ``links``: by key. ``host``: the address to listen at, as in `listen`."""
 
     def __init__(self, host: str | None = None) -> None:
-        host = host or own_address()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with forks.guard:
-            self._server = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
-            forks.close_in_child(self._server)
-        self._host, self._port = host, int(self._server.getsockname()[1])
+        self._server, self._host = listen(host)
+        self._port = int(self._server.getsockname()[1])
         self._closed = False
         self.status = "starting"
         self.links: dict[str, LinkRecord] = {}

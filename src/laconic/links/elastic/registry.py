@@ -194,6 +194,9 @@ class Registry:
     def __init__(self, address: str, job: str) -> None:
         self.host, self.port = parse_address(address)
         self._job, self._contexts = job, tls.contexts()
+        self._shared = job_secret.read()
+        self._stored: dict[bytes, str] = {}
+        """What is stored for each secret that was derived."""
         self.number = 1
         """Of this process, once it has entered."""
         self.program = ""
@@ -253,13 +256,40 @@ class Registry:
         return self._call(read)
 
     def secret(self) -> bytes:
-        """The job's secret, which the first worker draws."""
+        """The job's secret, which the first worker draws. Where all workers have one already, the
+        first worker draws a salt, from which they derive it, and the secret is not stored. Raises
+        ``ValueError`` if this worker's is not that of the first one."""
+        return self._secret_of(self._first(SECRET, self._drawn()))
+
+    def _drawn(self) -> str:
+        """A secret or a salt as it is stored."""
+        drawn = secrets.token_hex(SECRET_BYTES)
+        return f"{drawn}/{self._fingerprint(drawn)}" if self._shared else drawn
+
+    def _fingerprint(self, salt: str) -> str:
+        assert self._shared is not None
+        return job_secret.derive(self._shared, "elastic", self._job, salt.encode()).hex()
+
+    def _secret_of(self, stored: str) -> bytes:
+        """The secret that is ``stored``, or that follows from what is."""
+        drawn, _, fingerprint = stored.partition("/")
         try:
-            secret = bytes.fromhex(self._first(SECRET, secrets.token_hex(SECRET_BYTES)))
+            secret = bytes.fromhex(drawn)
         except ValueError:
             secret = b""
         if len(secret) != SECRET_BYTES:
             raise LinkError(f"what is at {self.host}:{self.port} is no coordinator of laconic's")
+        own = self._fingerprint(drawn) if self._shared else ""
+        if own != fingerprint:
+            text = job_secret.difference("this worker", own, fingerprint)
+            raise ValueError(
+                f"{text}. If this worker's is right, start the coordinator at "
+                f"{self.host}:{self.port} again, or pass another job= than {self._job!r}"
+            )
+        if self._shared is None:
+            return secret
+        secret = job_secret.derive(self._shared, "elastic run", self._job, secret)
+        self._stored[secret] = stored
         return secret
 
     def about(self, text: str, instead_of: str = "") -> str:
@@ -280,16 +310,17 @@ class Registry:
     def restore(self, secret: bytes, about: str, view: View) -> View | None:
         """Write what this worker knows into a store that has lost it. Returns the view that counts
         for the epoch of ``view``; None if the store is of another job."""
-        said = self._first(SECRET, secret.hex())
-        if said != secret.hex() and self._read(LATEST) is None:
+        own = secret.hex() if self._shared is None else self._stored[secret]
+        said = self._first(SECRET, own)
+        if said != own and self._read(LATEST) is None:
             # workers have come that would begin a run: they notice (`Members.found`)
             def replace(store: Any) -> str:
                 store.set(ABOUT, about)
-                found: bytes = store.compare_set(SECRET, said, secret.hex())
+                found: bytes = store.compare_set(SECRET, said, own)
                 return found.decode(errors="replace")
 
             said = self._call(replace)
-        if said != secret.hex() or self._first(ABOUT, about) != about:
+        if said != own or self._first(ABOUT, about) != about:
             return None
         return self.propose(view)
 

@@ -348,4 +348,3 @@ def _packed(value: object) -> bytes:
 
 def _reason(error: ssl.SSLError) -> str:
     return (error.reason or str(error)).lower().replace("_", " ")
-
