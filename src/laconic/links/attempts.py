@@ -38,23 +38,38 @@ def open_store() -> tuple[Store, int, int]:
 
 
 def _own_store() -> Store | None:
-    """Rank 0's store, listening at MASTER_ADDR only: torch's listens on every interface. None where
-    torch's is needed: MASTER_ADDR is no address of this host, or a name that means this host's
-    loopback interface here and may mean another one on other hosts; or the port is in use, as by an
-    earlier process group of this process."""
-    host = os.environ.get("MASTER_ADDR", "")
+    """Rank 0's store, listening at MASTER_ADDR only; None where torch's is needed, also to say what
+    is wrong."""
     try:
-        port, size = int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        address = str(found[4][0])
-        loopback = address.startswith("127.") or address == "::1"
-        if not port or not host or (loopback and host not in (address, "localhost")):
-            return None
-        listening = socket.create_server((address, port), family=found[0], backlog=socket.SOMAXCONN)
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        size = int(os.environ["WORLD_SIZE"])
+        listening = listen_at(host, port)
     except (KeyError, OSError, ValueError):
-        return None  # torch says what is wrong
+        return None
+    return None if listening is None else serve(listening, host, port, size)
+
+
+def listen_at(host: str, port: int) -> socket.socket | None:
+    """A socket for torch's store that listens at ``host`` only: torch's own listens on every
+    interface. None where that may be too little: ``host`` is a name that means the loopback
+    interface here, and may mean this host's address on other hosts. Raises `OSError` where ``host``
+    is no address of this host (a NAT's), or the port is in use, as by an earlier process group."""
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
+    address = str(found[4][0])
+    loopback = address.startswith("127.") or address == "::1"
+    if not port or not host or (loopback and host not in (address, "localhost")):
+        return None
+    return socket.create_server((address, port), family=found[0], backlog=socket.SOMAXCONN)
+
+
+def serve(
+    listening: socket.socket, host: str, port: int, size: int | None, *, wait: bool = True
+) -> Store:
+    """torch's store, which accepts connections of ``listening``. ``wait``: for ``size`` ranks."""
     return dist.TCPStore(  # type: ignore[attr-defined]
-        *(host, port, size, True, default_pg_timeout), master_listen_fd=listening.detach()
+        *(host, port, size, True, default_pg_timeout),
+        wait_for_workers=wait,
+        master_listen_fd=listening.detach(),
     )
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from laconic.errors import LinkError
-from laconic.links import job_secret, tls
+from laconic.links import attempts, job_secret, tls
 from laconic.links.elastic import tls_store
 from laconic.links.elastic.view import MOST_MEMBERS, Member, View
 from laconic.links.handshake import SECRET_BYTES
@@ -81,11 +81,7 @@ def serve(host: str, port: int) -> Store | tls_store.Server:
         return tls_store.Server(host, port, contexts.server)
     address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listening = socket.create_server(address[4][:2], family=address[0], backlog=socket.SOMAXCONN)
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        *(host, port, None, True),
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )
+    return attempts.serve(listening, host, port, None, wait=False)
 
 
 class _Client:
