@@ -16,6 +16,7 @@ import pytest
 import programs
 
 if TYPE_CHECKING:
+    import certificates
     import gloo
 
 # pytest keeps the test modules that it has rewritten: half of the time of collecting the tests
@@ -98,6 +99,15 @@ def context() -> Any:
     import gloo
 
     return gloo.forking()
+
+
+@pytest.fixture(scope="session")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> certificates.Jobs:
+    """Directories with keys and certificates."""
+    pytest.importorskip("cryptography")
+    import certificates
+
+    return certificates.Jobs(tmp_path_factory.mktemp("jobs"))
 
 
 @pytest.fixture(scope="session", autouse=True)
