@@ -31,7 +31,12 @@ def test_the_files_and_variables_are_enough(
 ) -> None:
     directory = tmp_path / "a job's keys"
     assert main(["keys", str(directory)]) == 0
-    assert sorted(p.name for p in directory.iterdir()) == ["ca.pem", "cert.pem", "key.pem", "secret"]
+    assert sorted(p.name for p in directory.iterdir()) == [
+        "ca.pem",
+        "cert.pem",
+        "key.pem",
+        "secret",
+    ]
     certificates.turn_off(monkeypatch)
     for name, value in exports(capsys.readouterr().out).items():
         monkeypatch.setenv(name, value)

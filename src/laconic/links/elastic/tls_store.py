@@ -14,14 +14,15 @@ certificate is verified, except the handshake.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import logging
+import select
 import socket
 import ssl
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -38,6 +39,7 @@ MOST_STRANGERS = 128
 """The most handshakes at a time. The next client replaces the oldest."""
 MOST_BYTES = 2**24
 """The longest request and reply."""
+PIECE = 2**16
 PROBE_SECONDS = 1.0
 _PAUSE = 0.1
 """Seconds without new clients after the process has run out of file descriptors."""
@@ -81,8 +83,9 @@ class _Values:
 
 
 class Server:
-    """A coordinator with TLS that listens at ``host`` and ``port``, in a thread of its own. It ends
-    with `close`, or with this object. Raises `OSError` where the port is taken."""
+    """A coordinator with TLS that listens at ``host`` and ``port``, in threads of its own: one for
+    each client, since a client that is slow to read or to shake hands must not delay another one.
+    It ends with `close`, or with this object. Raises `OSError` where the port is taken."""
 
     def __init__(self, host: str, port: int, context: ssl.SSLContext) -> None:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -91,109 +94,110 @@ class Server:
                 address[4][:2], family=address[0], backlog=socket.SOMAXCONN
             )
             forks.close_in_child(listening)
-        listening.setblocking(False)
-        loop = asyncio.new_event_loop()
-        self._serving = _Serving(loop, listening, context)
-        thread = threading.Thread(target=self._serving.run, daemon=True, name="laconic-coordinator")
+        serving = _Serving(listening, context)
+        thread = threading.Thread(target=serving.run, daemon=True, name="laconic-coordinator")
         thread.start()
-        self.close = weakref.finalize(self, _stop, self._serving, thread)
+        self.close = weakref.finalize(self, _stop, serving, thread)
 
 
 def _stop(serving: _Serving, thread: threading.Thread) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed
-        serving.loop.call_soon_threadsafe(serving.ended.set)
+    serving.stop()
     if thread is not threading.current_thread():
         thread.join(HELLO_SECONDS)
 
 
 class _Serving:
-    """What the thread of a `Server` does. Does not know the server, which can so be freed."""
+    """What the threads of a `Server` do. Does not know the server, which can so be freed."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, listening: socket.socket, context: ssl.SSLContext
-    ) -> None:
-        self.loop, self.ended = loop, asyncio.Event()
+    def __init__(self, listening: socket.socket, context: ssl.SSLContext) -> None:
         self._listening, self._context = listening, context
         self._values = _Values()
-        self._strangers: dict[asyncio.Task[None], None] = {}
-        """The conversations whose handshake is not complete, the oldest first."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._lock = threading.Lock()
+        self._clients: dict[ssl.SSLSocket, bool] = {}
+        """The connections, the oldest first, and whether they are strangers': their certificate is
+        not verified yet."""
+        self._ended = False
 
     def run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.set_exception_handler(lambda _, about: log.debug("coordinator: %s", about))
-        try:
-            self.loop.run_until_complete(self._serve())
-        finally:
-            self._listening.close()
-            self.loop.close()
+        """Accept clients until `stop`."""
+        with self._listening:
+            while not self._ended:
+                try:
+                    client = self._accept()
+                except OSError:  # no file descriptors are left, or the client has gone
+                    time.sleep(0 if self._ended else _PAUSE)
+                    continue
+                thread = threading.Thread(target=self._converse, args=(client,), daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # no threads are left
+                    self._forget(client)
+                    time.sleep(_PAUSE)
 
-    async def _serve(self) -> None:
-        self.loop.add_reader(self._listening, self._accept)
-        await self.ended.wait()
-        self.loop.remove_reader(self._listening)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # transports close their sockets in the next turn
+    def stop(self) -> None:
+        """End all connections."""
+        self._ended = True
+        with self._lock:
+            for end in (self._listening, *self._clients):
+                _shutdown(end)
 
-    def _accept(self) -> None:
-        try:
-            with forks.guard:
-                connection, _ = self._listening.accept()
-                forks.close_in_child(connection)
-        except (BlockingIOError, ConnectionAbortedError):
-            return
-        except OSError:  # no file descriptors are left
-            self.loop.remove_reader(self._listening)
-            self.loop.call_later(_PAUSE, self.loop.add_reader, self._listening, self._accept)
-            return
-        connection.setblocking(False)
-        if len(self._strangers) >= MOST_STRANGERS:
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
-            oldest.cancel()
-        task = self.loop.create_task(self._converse(connection))
-        self._strangers[task] = None
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _accept(self) -> ssl.SSLSocket:
+        self._wait()
+        with forks.guard:  # does not block any more
+            connection, _ = self._listening.accept()
+            connection.settimeout(HELLO_SECONDS)
+            try:
+                client = self._context.wrap_socket(connection, True, do_handshake_on_connect=False)
+            except OSError:
+                connection.close()
+                raise
+            forks.close_in_child(client)
+        with self._lock:
+            strangers = [c for c, stranger in self._clients.items() if stranger]
+            if len(strangers) >= MOST_STRANGERS:
+                _shutdown(strangers[0])
+                self._clients[strangers[0]] = False  # its thread closes it
+            self._clients[client] = True
+        return client
 
-    async def _converse(self, connection: socket.socket) -> None:
-        own = asyncio.current_task()
-        assert own is not None
-        reader = asyncio.StreamReader()
-        protocol = asyncio.StreamReaderProtocol(reader)
+    def _wait(self) -> None:
+        """Until a client calls, or `stop`."""
+        poll = select.poll()
+        poll.register(self._listening, select.POLLIN)
+        poll.poll(1000)  # not every system reports that it was shut down
+        self._listening.setblocking(False)
+
+    def _forget(self, client: ssl.SSLSocket) -> None:
+        with self._lock:
+            self._clients.pop(client, None)
+        client.close()
+
+    def _converse(self, client: ssl.SSLSocket) -> None:
         try:
-            transport, _ = await self.loop.connect_accepted_socket(
-                lambda: protocol,
-                connection,
-                ssl=self._context,
-                ssl_handshake_timeout=HELLO_SECONDS,
-            )
-        except (OSError, asyncio.TimeoutError) as error:
-            log.debug("a stranger called the coordinator: %s", error)
-            return
-        finally:
-            self._strangers.pop(own, None)
-        wire.configure(connection)
-        writer = asyncio.StreamWriter(transport, protocol, reader, self.loop)
-        try:
-            writer.write(_packed(GREETING))
+            client.do_handshake()  # the timeout is for all of it
+            with self._lock:
+                self._clients[client] = False
+            if self._ended:
+                return
+            client.settimeout(None)
+            wire.configure(client)
+            client.sendall(_packed(GREETING))
             while True:
-                (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+                (length,) = _LENGTH.unpack(_read(client, _LENGTH.size))
                 if length > MOST_BYTES:
                     return
-                reply = self._reply(await reader.readexactly(length))
-                writer.write(_packed(reply))
-                await writer.drain()
-        except (OSError, asyncio.IncompleteReadError):
-            return  # the client has ended
+                reply = self._reply(_read(client, length))
+                client.sendall(_packed(reply))
+        except OSError as error:
+            log.debug("a client of the coordinator has ended: %s", error)
         finally:
-            transport.abort()
+            self._forget(client)
 
     def _reply(self, data: bytes) -> Sequence[object]:
         try:
-            return ["ok", self._values.perform(json.loads(data))]
+            request = json.loads(data)
+            with self._lock:
+                return ["ok", self._values.perform(request)]
         except (ValueError, RecursionError) as error:
             return ["error", str(error)]
 
@@ -278,19 +282,10 @@ class Client:
         raise RuntimeError("an answer that is none")
 
     def _receive(self) -> object:
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        (length,) = _LENGTH.unpack(_read(self._connection, _LENGTH.size))
         if length > MOST_BYTES:
             raise ValueError("an answer that is too long")
-        return json.loads(self._read(length))
-
-    def _read(self, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            piece = self._connection.recv(size - len(data))
-            if not piece:
-                raise ConnectionResetError("the coordinator has closed the connection")
-            data += piece
-        return data
+        return json.loads(_read(self._connection, length))
 
 
 def speaks_tls(host: str, port: int) -> bool:
@@ -339,6 +334,22 @@ def _handshake(connection: ssl.SSLSocket) -> None:
         raise UntrustedError(
             f"does not speak TLS 1.3: set the same variables for it ({_reason(error)})"
         ) from error
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        piece = connection.recv(min(size - len(data), PIECE))
+        if not piece:
+            raise ConnectionResetError("the other side has closed the connection")
+        data += piece
+    return bytes(data)
+
+
+def _shutdown(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has ended already
+        # not SSLSocket's, which would have the thread that uses it send without TLS
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def _packed(value: object) -> bytes:
