@@ -63,16 +63,17 @@ class Rendezvous:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._raw = store
         self._store = dist.PrefixStore("laconic", store)  # type: ignore[attr-defined]
-        self._differs: Verdict | None = None
-        """That this rank has another secret from a file than the rank that came first."""
         shared, own = job_secret.read(), job_secret.fingerprint()
         with self._failing():
             first = self._text(self._store.compare_set("file", "", own or NO_FILE))
             first = "" if first == NO_FILE else first
             if first != own:
                 text = job_secret.difference(f"rank {self._rank}", own, first)
-                self._differs = Verdict(text, (self._rank,), self._rank)
-                self._store.set("differs", health.pack_verdict(self._differs).decode())
+                verdict = health.pack_verdict(Verdict(text, (self._rank,), self._rank))
+                said = self._text(self._store.compare_set("differs", "", verdict.decode()))
+                # the others raise it in `wait_for_all`; rank 0 too, since the store may end with it
+                if self._rank != 0:
+                    self._refuse(said)
             if shared is None:
                 drawn = secrets.token_hex(SECRET_BYTES)
                 found = self._text(self._store.compare_set("secret", "", drawn))
@@ -104,9 +105,6 @@ class Rendezvous:
                 complete = here.add("count", 0) >= self._size
                 if self._store.check(["differs"]):  # written before that rank was counted
                     here.compare_set("verdict", "", self._text(self._store.get("differs")))
-                if self._differs is not None and self._rank != 0:
-                    # rank 0 does not wait for the ranks to blame, and the store may end with it
-                    raise LinkError(self._differs.text, ranks=self._differs.ranks)
                 if here.check(["verdict"]):
                     self._raise(here)
                 if complete:
@@ -169,18 +167,22 @@ class Rendezvous:
     def _raise(self, here: Store) -> NoReturn:
         """Raise the verdict. Rank 0 first waits for the others to read it."""
         text = self._text(here.get("verdict"))
-        try:
-            verdict = health.unpack_verdict(text.encode())
-        except ValueError as error:
-            raise LinkError(f"torch's store holds no verdict of laconic's: {error}") from None
+        verdict = self._verdict(text)
+        gone = [r for r in verdict.ranks if not here.check([f"rank/{r}"])]
         readers, until = here.add("readers", 1), time.monotonic() + LINGER_SECONDS
-        while (
-            self._rank == 0
-            and readers < self._size - len(verdict.ranks)
-            and time.monotonic() < until
-        ):
+        while self._rank == 0 and readers < self._size - len(gone) and time.monotonic() < until:
             time.sleep(FIRST_POLL)
             readers = here.add("readers", 0)
+        self._refuse(text)
+
+    def _verdict(self, text: str) -> Verdict:
+        try:
+            return health.unpack_verdict(text.encode())
+        except ValueError as error:
+            raise LinkError(f"torch's store holds no verdict of laconic's: {error}") from None
+
+    def _refuse(self, text: str) -> NoReturn:
+        verdict = self._verdict(text)
         raise LinkError(verdict.text, ranks=verdict.ranks)
 
     def _text(self, value: bytes) -> str:
