@@ -16,8 +16,8 @@ import pytest
 import programs
 
 if TYPE_CHECKING:
-    import certificates
     import gloo
+    import job_keys
 
 # pytest keeps the test modules that it has rewritten: half of the time of collecting the tests
 sys.dont_write_bytecode = False
@@ -102,12 +102,12 @@ def context() -> Any:
 
 
 @pytest.fixture(scope="session")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> certificates.Jobs:
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> job_keys.Jobs:
     """Directories with keys and certificates."""
     pytest.importorskip("cryptography")
-    import certificates
+    import job_keys
 
-    return certificates.Jobs(tmp_path_factory.mktemp("jobs"))
+    return job_keys.Jobs(tmp_path_factory.mktemp("jobs"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,7 +13,7 @@ import pytest
 from laconic.cli import main
 from laconic.links import job_secret, tls
 
-import certificates
+import job_keys
 
 pytest.importorskip("cryptography")
 
@@ -37,7 +37,7 @@ def test_the_files_and_variables_are_enough(
         "key.pem",
         "secret",
     ]
-    certificates.turn_off(monkeypatch)
+    job_keys.turn_off(monkeypatch)
     for name, value in exports(capsys.readouterr().out).items():
         monkeypatch.setenv(name, value)
     assert tls.contexts() is not None
@@ -88,7 +88,7 @@ def test_more_certificates_of_one_ca(
     assert (first / "secret").read_bytes() == (second / "secret").read_bytes()
     assert (first / "cert.pem").read_bytes() != (second / "cert.pem").read_bytes()
     assert (first / "ca.pem").read_bytes() == (second / "ca.pem").read_bytes()
-    certificates.turn_on(monkeypatch, second)
+    job_keys.turn_on(monkeypatch, second)
     assert tls.contexts() is not None
     capsys.readouterr()
     assert main(["keys", str(tmp_path / "third"), "--ca", str(second)]) == 2

@@ -25,8 +25,8 @@ from laconic.links.elastic import tls_store
 from laconic.links.elastic.registry import CoordinatorError, Registry, UntrustedError, serve
 from laconic.links.elastic.view import Member, View
 
-import certificates
 import gloo
+import job_keys
 
 pytestmark = pytest.mark.timeout(60)
 KEY = "00" * 8
@@ -35,8 +35,8 @@ Made = Callable[[], Registry]
 
 
 @pytest.fixture(autouse=True)
-def _on(monkeypatch: pytest.MonkeyPatch, jobs: certificates.Jobs) -> None:
-    certificates.turn_on(monkeypatch, jobs.one)
+def _on(monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs) -> None:
+    job_keys.turn_on(monkeypatch, jobs.one)
 
 
 @pytest.fixture
@@ -178,20 +178,20 @@ def test_nobody_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_worker_of_another_ca(
-    port: int, monkeypatch: pytest.MonkeyPatch, jobs: certificates.Jobs
+    port: int, monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs
 ) -> None:
-    certificates.turn_on(monkeypatch, jobs.other)
+    job_keys.turn_on(monkeypatch, jobs.other)
     said = refusal(port, monkeypatch)
     assert said.startswith("has a certificate that this worker does not trust: the coordinator and")
 
 
 def test_a_worker_that_is_not_trusted(
-    port: int, monkeypatch: pytest.MonkeyPatch, jobs: certificates.Jobs
+    port: int, monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs
 ) -> None:
     """It trusts the coordinator, which does not trust it."""
     found = tls.contexts()
     assert found is not None
-    certificates.turn_on(monkeypatch, jobs.other)
+    job_keys.turn_on(monkeypatch, jobs.other)
     other = tls.contexts()
     assert other is not None
     other.client.load_verify_locations(jobs.one / "ca.pem")
@@ -201,9 +201,9 @@ def test_a_worker_that_is_not_trusted(
 
 
 def test_a_worker_whose_certificate_has_expired(
-    port: int, monkeypatch: pytest.MonkeyPatch, jobs: certificates.Jobs
+    port: int, monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs
 ) -> None:
-    certificates.turn_on(monkeypatch, jobs.expired)
+    job_keys.turn_on(monkeypatch, jobs.expired)
     with pytest.raises(ValueError, match="has expired"):
         Registry(f"127.0.0.1:{port}", "job")
     expired = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -214,18 +214,16 @@ def test_a_worker_whose_certificate_has_expired(
 
 
 def test_a_worker_without_tls(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    certificates.turn_off(monkeypatch)
+    job_keys.turn_off(monkeypatch)
     said = refusal(port, monkeypatch, 15.0)
     assert said.startswith("uses TLS, and this worker does not: set the variables that `laconic k")
 
 
-def test_a_coordinator_without_tls(
-    monkeypatch: pytest.MonkeyPatch, jobs: certificates.Jobs
-) -> None:
-    certificates.turn_off(monkeypatch)
+def test_a_coordinator_without_tls(monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs) -> None:
+    job_keys.turn_off(monkeypatch)
     port = gloo.free_port()
     server = serve("127.0.0.1", port)
-    certificates.turn_on(monkeypatch, jobs.one)
+    job_keys.turn_on(monkeypatch, jobs.one)
     assert refusal(port, monkeypatch).startswith("has no TLS, and this worker uses it: set the va")
     del server
 
@@ -327,7 +325,7 @@ def test_a_stranger_reads_nothing(port: int) -> None:
         connection.recv(1)
 
 
-def test_what_travels_is_encrypted(port: int, jobs: certificates.Jobs) -> None:
+def test_what_travels_is_encrypted(port: int, jobs: job_keys.Jobs) -> None:
     """A man in the middle sees neither the secret nor the views."""
     seen, there = [], socket.create_server(("127.0.0.1", 0))
 

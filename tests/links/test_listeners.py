@@ -18,8 +18,8 @@ from laconic.links import health
 from laconic.links.addresses import Address, listen, ports
 from laconic.links.elastic.registry import serve
 
-import certificates
 import gloo
+import job_keys
 import programs
 
 SECRET = bytes(range(32))
@@ -30,19 +30,6 @@ EVERYWHERE = {"0.0.0.0", "::"}
 def _nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (module.PORTS, module.BIND, module.ADDRESS, "MASTER_ADDR", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
-
-
-def free_range(count: int) -> range:
-    """So many ports in a row that are free."""
-    for first in range(20000, 30000, 50):
-        with ExitStack() as closing:
-            try:
-                for port in range(first, first + count):
-                    closing.enter_context(socket.create_server(("127.0.0.1", port)))
-            except OSError:
-                continue
-            return range(first, first + count)
-    raise AssertionError("no ports are free")
 
 
 def has_ipv6() -> bool:
@@ -76,7 +63,7 @@ def test_a_range_that_is_none(monkeypatch: pytest.MonkeyPatch, text: str) -> Non
 
 def test_the_first_free_port_of_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
     """And an error that says what is missing, where all are taken."""
-    given = free_range(3)
+    given = gloo.free_ports(3)
     monkeypatch.setenv(module.PORTS, f"{given[0]}-{given[-1]}")
     with ExitStack() as closing:
         taken = [closing.enter_context(listen("127.0.0.1")[0]) for _ in given]
@@ -92,7 +79,7 @@ def test_the_first_free_port_of_the_range(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_beacon_uses_the_range(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = free_range(2)
+    given = gloo.free_ports(2)
     monkeypatch.setenv(module.PORTS, f"{given[0]}-{given[-1]}")
     beacon = health.Beacon("127.0.0.1")
     address = beacon.enroll(SECRET)
@@ -152,7 +139,7 @@ def test_nobody_can_call_all_addresses(monkeypatch: pytest.MonkeyPatch, text: st
 @ipv6
 @pytest.mark.parametrize("text", ["::1", "[::1]"])
 def test_ipv6(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    given = free_range(1)
+    given = gloo.free_ports(1)
     monkeypatch.setenv(module.BIND, text)
     monkeypatch.setenv(module.PORTS, str(given[0]))
     beacon = health.Beacon()
@@ -215,12 +202,12 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @linux
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_a_coordinator_listens_at_its_address_only(
-    monkeypatch: pytest.MonkeyPatch, jobs: certificates.Jobs, encrypted: bool
+    monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs, encrypted: bool
 ) -> None:
     """And under TLS, at no other port."""
-    certificates.turn_off(monkeypatch)
+    job_keys.turn_off(monkeypatch)
     if encrypted:
-        certificates.turn_on(monkeypatch, jobs.one)
+        job_keys.turn_on(monkeypatch, jobs.one)
     before, port = listening(), gloo.free_port()
     server = serve("127.0.0.1", port)
     assert listening() - before == {("127.0.0.1", port)}

@@ -14,8 +14,8 @@ import pytest
 
 from laconic.links import tls
 
-import certificates
-from certificates import turn_off, turn_on
+import job_keys
+from job_keys import turn_off, turn_on
 
 PREFIX = "GLOO_DEVICE_TRANSPORT_TCP_TLS_"
 
@@ -35,7 +35,7 @@ def test_off_without_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("variable", [tls.TRANSPORT, tls.SWITCH])
 def test_on_by_either_variable(
-    monkeypatch: pytest.MonkeyPatch, jobs: certificates.Jobs, variable: str
+    monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs, variable: str
 ) -> None:
     turn_on(monkeypatch, jobs.one)
     monkeypatch.delenv(tls.SWITCH)
@@ -53,7 +53,7 @@ def test_on_by_either_variable(
 
 @pytest.mark.parametrize("missing", ["PKEY", "CERT", "CA_FILE"])
 def test_a_variable_is_missing(
-    monkeypatch: pytest.MonkeyPatch, jobs: certificates.Jobs, missing: str
+    monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs, missing: str
 ) -> None:
     turn_on(monkeypatch, jobs.one, **{missing: ""})
     with pytest.raises(ValueError, match=f"LACONIC_TLS=1 needs {PREFIX}{missing} too: `lac"):
@@ -62,7 +62,7 @@ def test_a_variable_is_missing(
 
 @pytest.mark.parametrize("which", ["PKEY", "CERT", "CA_FILE"])
 def test_a_file_is_missing_or_another(
-    monkeypatch: pytest.MonkeyPatch, jobs: certificates.Jobs, which: str, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs, which: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "file.pem"
     turn_on(monkeypatch, jobs.one, **{which: path})
@@ -80,7 +80,7 @@ def test_a_file_is_missing_or_another(
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads all")
 def test_a_file_is_not_readable(
-    monkeypatch: pytest.MonkeyPatch, jobs: certificates.Jobs, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs, tmp_path: Path
 ) -> None:
     path = tmp_path / "key.pem"
     path.touch(mode=0)
@@ -90,22 +90,20 @@ def test_a_file_is_not_readable(
 
 
 def test_the_key_of_another_certificate(
-    monkeypatch: pytest.MonkeyPatch, jobs: certificates.Jobs
+    monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs
 ) -> None:
     turn_on(monkeypatch, jobs.one, PKEY=jobs.other / "key.pem")
     with pytest.raises(ValueError, match=rf"key.pem \({PREFIX}PKEY\) is not the key of the cert"):
         tls.contexts()
 
 
-def test_a_certificate_of_another_ca(
-    monkeypatch: pytest.MonkeyPatch, jobs: certificates.Jobs
-) -> None:
+def test_a_certificate_of_another_ca(monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs) -> None:
     turn_on(monkeypatch, jobs.one, CA_FILE=jobs.other / "ca.pem")
     with pytest.raises(ValueError, match=rf"cert.pem \({PREFIX}CERT\) is not signed by the CA .*"):
         tls.contexts()
 
 
-def test_an_expired_certificate(monkeypatch: pytest.MonkeyPatch, jobs: certificates.Jobs) -> None:
+def test_an_expired_certificate(monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs) -> None:
     turn_on(monkeypatch, jobs.expired)
     with pytest.raises(ValueError, match=rf"^the certificate .*cert.pem \({PREFIX}CERT\) has exp"):
         tls.contexts()
@@ -115,7 +113,7 @@ def test_an_expired_certificate(monkeypatch: pytest.MonkeyPatch, jobs: certifica
 
 
 def test_a_key_with_a_passphrase(
-    monkeypatch: pytest.MonkeyPatch, jobs: certificates.Jobs, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs, tmp_path: Path
 ) -> None:
     """Nobody is asked for it."""
     from cryptography.hazmat.primitives import serialization
@@ -135,7 +133,7 @@ def test_a_key_with_a_passphrase(
 
 
 def test_a_directory_of_cas(
-    monkeypatch: pytest.MonkeyPatch, jobs: certificates.Jobs, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs, tmp_path: Path
 ) -> None:
     turn_on(monkeypatch, jobs.one, CA_FILE="", CA_PATH=tmp_path)
     with pytest.raises(ValueError, match="is not signed by the CA"):
@@ -167,7 +165,7 @@ def connect(server: ssl.SSLContext, client: ssl.SSLContext) -> str:
 
 
 def test_only_workers_of_one_job_understand_each_other(
-    monkeypatch: pytest.MonkeyPatch, jobs: certificates.Jobs
+    monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs
 ) -> None:
     turn_on(monkeypatch, jobs.one)
     one = tls.contexts()

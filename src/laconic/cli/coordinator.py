@@ -39,9 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
     store = serve(arguments.host, arguments.port)
     how = "" if tls.contexts() is None else ", with TLS"
     at = f"{arguments.host}:{arguments.port}"
-    print(f"coordinator at {at}{how}; end it with Ctrl-C", flush=True)
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    print(f"coordinator at {at}{how}; end it with Ctrl-C", flush=True)
     try:
         ended.wait()
     finally:
