@@ -51,11 +51,22 @@ def add(commands: Any) -> None:
         help="sign with the CA that was kept in the directory OLD, and copy the secret from there: "
         "another certificate for the same job",
     )
+    parser.add_argument(
+        "--show",
+        action="store_true",
+        help="only print the variables again, for a directory that exists: its path on this host",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the files, print the variables and return 0."""
+    directory: Path = arguments.directory
+    if arguments.show:
+        for name in (CA, CERTIFICATE, KEY, SECRET):
+            _read(directory / name)
+        print(text(directory.resolve(), kept=(directory / CA_KEY).exists()))
+        return 0
     try:
         import cryptography  # noqa: F401
     except ImportError as error:
@@ -65,7 +76,6 @@ def run(arguments: argparse.Namespace) -> int:
     check_int("--days", arguments.days, 1)
     if arguments.days > 36500:
         raise ValueError(f"--days must be at most 36500, not {arguments.days}")
-    directory: Path = arguments.directory
     if arguments.ca is None:
         authority, secret = Authority.make(arguments.days), secrets.token_hex(32) + "\n"
     else:
