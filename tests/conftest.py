@@ -17,6 +17,7 @@ import programs
 
 if TYPE_CHECKING:
     import gloo
+    import job_keys
 
 # pytest keeps the test modules that it has rewritten: half of the time of collecting the tests
 sys.dont_write_bytecode = False
@@ -98,6 +99,15 @@ def context() -> Any:
     import gloo
 
     return gloo.forking()
+
+
+@pytest.fixture(scope="session")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> job_keys.Jobs:
+    """Directories with keys and certificates."""
+    pytest.importorskip("cryptography")
+    import job_keys
+
+    return job_keys.Jobs(tmp_path_factory.mktemp("jobs"))
 
 
 @pytest.fixture(scope="session", autouse=True)

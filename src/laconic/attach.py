@@ -29,7 +29,7 @@ from laconic.engine.model_checks import check_devices, check_unwrapped
 from laconic.engine.session import Settings
 from laconic.engine.synchronizer import BUFFERS, Synchronizer
 from laconic.errors import TIMEOUT, check_choice, check_float, check_int, error_text
-from laconic.links import Link, rendezvous
+from laconic.links import Link, rendezvous, tls
 from laconic.links.attempts import open_store
 from laconic.links.rank_sets import agreed_link, layout_of, sets_of
 from laconic.metrics import Metrics, MetricsArgument, agree_on_metrics, check_metrics
@@ -64,9 +64,17 @@ def init() -> None:
     backend = select_own()
     if "RANK" in os.environ:
         store, rank, size = open_store()
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     else:
-        dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+        store, rank, size = dist.HashStore(), 0, 1  # type: ignore[attr-defined]
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    except RuntimeError as error:
+        if "unsupported gloo device" not in str(error) or tls.settings() is None:
+            raise
+        raise ValueError(
+            f"this torch is built without TLS in gloo: unset {tls.TRANSPORT}, and set "
+            f"{tls.SWITCH}=1, which encrypts laconic's own connections (docs/security.md)"
+        ) from error
     rendezvous.publish()
 
 

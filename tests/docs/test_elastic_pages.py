@@ -1,4 +1,5 @@
-"""The pages on elastic runs: the tests that they name exist, and the plan in steps runs."""
+"""The pages on elastic runs and security: the tests that they name exist, and the plan in steps
+runs."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "docs" / name for name in ("elastic.md", "spot.md", "borrowed.md")]
+PAGES = [ROOT / "docs" / name for name in ("elastic.md", "spot.md", "borrowed.md", "security.md")]
 
 
 @pytest.mark.timeout(10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -16,9 +17,11 @@ from torch.distributed import HashStore, Store
 
 import laconic as la
 from laconic.errors import LinkError
-from laconic.links.attempts import agree_on_attempt
+from laconic.links import tls
+from laconic.links.attempts import agree_on_attempt, listen_at
 
 import gloo
+import job_keys
 
 TRAIN = """
 import os, sys
@@ -180,3 +183,70 @@ def test_more_ranks_than_gpus_are_refused_on_all_of_the_host(
     with pytest.raises(ValueError, match=f"4 GPUs are visible to LOCAL_RANK {local} of 6"):
         la.init()
     assert not chosen
+
+
+# -- rank 0's store ----
+
+
+def test_it_listens_where_the_address_is_clear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None: torch's, which listens on every interface, so that no run fails that worked."""
+    port = gloo.free_port()
+    for host in ("127.0.0.1", "localhost"):
+        server = listen_at(host, port)
+        assert server is not None
+        with server:
+            assert server.getsockname()[1] == port
+            assert server.getsockname()[0] in ("127.0.0.1", "::1")
+            with pytest.raises(OSError):  # an earlier process group has it
+                listen_at(host, port)
+    assert listen_at("127.0.0.1", 0) is None and listen_at("", port) is None
+    name = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", port))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: name)
+    assert listen_at("this-host", port) is None, "other hosts have another address for it"
+
+
+def test_an_address_of_another_host() -> None:
+    """As that of a NAT in front of this one."""
+    with pytest.raises(OSError):
+        listen_at("192.0.2.1", gloo.free_port())
+
+
+INIT = """
+import torch, laconic as la
+la.init()
+print(torch.distributed.get_world_size(), torch.distributed.get_backend(), flush=True)
+la.init()
+torch.distributed.destroy_process_group()
+la.init()
+print("again")
+"""
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_process_may_init_again(tmp_path: Path, launched: bool) -> None:
+    (tmp_path / "program.py").write_text(INIT)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(gloo.free_port())}
+    own = {"RANK": "0", "WORLD_SIZE": "1", **where} if launched else {}
+    ended = subprocess.run(
+        [sys.executable, str(tmp_path / "program.py")],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **own},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.stdout == "1 gloo\nagain\n", ended.stderr
+
+
+def test_a_torch_without_tls_in_gloo(monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs) -> None:
+    """The error says what to set instead."""
+    assert not torch.distributed.is_initialized()
+    job_keys.turn_on(monkeypatch, jobs.one)
+    monkeypatch.setenv(tls.TRANSPORT, tls.ON)
+    monkeypatch.delenv("RANK", raising=False)
+
+    def refuses(*_: object, **__: object) -> None:
+        raise RuntimeError("makeDeviceForHostname(): unsupported gloo device")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", refuses)
+    with pytest.raises(ValueError, match="unset GLOO_DEVICE_TRANSPORT, and set LACONIC_TLS=1"):
+        la.init()

@@ -11,37 +11,32 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 
-from certificates import DAY, Authority
 from laconic.errors import LinkError
 from laconic.links import health, secured, talks, tls
 from laconic.links.addresses import Address
 from laconic.links.wire import ChangedError, LostError, Wire
+
+from job_keys import Jobs, turn_off, turn_on, variables
 
 HERE = (3, 7)
 SECRET = bytes(range(32))
 MANY = 2**21 + 5
 
 
-@pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path / "ca")
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    return Jobs(tmp_path_factory.mktemp("keys"))
 
 
 @pytest.fixture
-def job(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> Authority:
-    use(monkeypatch, authority.variables())
+def job(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> Jobs:
+    turn_on(monkeypatch, jobs.one)
     monkeypatch.setattr(talks, "_reasons", set())
-    return authority
-
-
-def use(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    return jobs
 
 
 class Between:
@@ -140,7 +135,7 @@ def test_both_send_at_once(numel: int, connected: Callable[..., Connected]) -> N
 
 @pytest.mark.timeout(60)
 def test_nothing_can_be_read_on_the_way(
-    job: Authority, monkeypatch: pytest.MonkeyPatch, connected: Callable[..., Connected]
+    job: Jobs, monkeypatch: pytest.MonkeyPatch, connected: Callable[..., Connected]
 ) -> None:
     pattern = torch.arange(4096, dtype=torch.float32)
 
@@ -155,7 +150,7 @@ def test_nothing_can_be_read_on_the_way(
         return pattern.numpy().tobytes()[64:128] in between.passed
 
     assert not seen()
-    monkeypatch.delenv(tls.TRANSPORT)
+    turn_off(monkeypatch)
     assert seen(), "without TLS it can: the test looks at the right bytes"
 
 
@@ -190,12 +185,9 @@ def test_a_connection_that_ends(connected: Callable[..., Connected]) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_another_authority_is_an_error_at_once(
-    job: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_authority_is_an_error_at_once(job: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     wires = [Wire(rank, "127.0.0.1", 30, range(2)) for rank in range(2)]
     addresses = [w.address for w in wires]
-    other = Authority(tmp_path / "other").variables()
     failed = threading.Event()
 
     def check() -> None:
@@ -208,7 +200,7 @@ def test_another_authority_is_an_error_at_once(
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(call_first)
         time.sleep(0.2)  # it has read its settings
-        use(monkeypatch, other)
+        turn_on(monkeypatch, job.other)
         begin = time.monotonic()
         with pytest.raises(LinkError, match="no TLS connection to rank 0: its certificate is not"):
             wires[1].connect(addresses, SECRET, check)
@@ -218,12 +210,12 @@ def test_another_authority_is_an_error_at_once(
             waits.result()
 
 
-def shake(port: int, variables: dict[str, str] | None) -> Exception | None:
+def shake(port: int, files: dict[str, str] | None) -> Exception | None:
     """A stranger's handshake with TLS; returns its error."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    if variables is not None:
-        context.load_cert_chain(variables[tls.CERTIFICATE], variables[tls.KEY])
+    if files is not None:
+        context.load_cert_chain(files[tls.CERTIFICATE], files[tls.KEY])
     try:
         with (
             socket.create_connection(("127.0.0.1", port), 5) as plain,
@@ -238,19 +230,18 @@ def shake(port: int, variables: dict[str, str] | None) -> Exception | None:
 
 @pytest.mark.timeout(60)
 def test_strangers_are_refused_with_one_line_each(
-    job: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    job: Jobs, caplog: pytest.LogCaptureFixture
 ) -> None:
     """While the ranks connect."""
     wires = [Wire(rank, "127.0.0.1", 30, range(2)) for rank in range(2)]
     addresses = [w.address for w in wires]
     port = Address.parse(addresses[0]).port
-    expired = job.variables("expired", -DAY)
-    other = Authority(tmp_path / "other").variables()
+    expired, other = variables(job.expired), variables(job.other)
     with caplog.at_level(logging.WARNING, "laconic"), ThreadPoolExecutor(1) as pool:
         waits = pool.submit(wires[0].connect, addresses, SECRET, lambda: None)
         for _ in range(3):
-            for variables in (None, expired, other):
-                assert isinstance(shake(port, variables), (ssl.SSLError, OSError))
+            for files in (None, expired, other):
+                assert isinstance(shake(port, files), OSError)
             with socket.create_connection(("127.0.0.1", port)) as plain:
                 plain.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(100))
                 assert receive(plain)[:1] in (b"", b"\x15")  # a TLS alert
@@ -267,11 +258,11 @@ def test_strangers_are_refused_with_one_line_each(
 
 @pytest.mark.timeout(60)
 def test_a_handshake_cannot_be_replayed(
-    job: Authority, monkeypatch: pytest.MonkeyPatch, connected: Callable[..., Connected]
+    job: Jobs, monkeypatch: pytest.MonkeyPatch, connected: Callable[..., Connected]
 ) -> None:
     """With TLS and without: what was recorded of one connection opens no other."""
-    for transport in (tls.ON, ""):
-        monkeypatch.setenv(tls.TRANSPORT, transport)
+    for switch in ("1", "0"):
+        monkeypatch.setenv(tls.SWITCH, switch)
         first, second, between = connected()
         both_send(first, second, 10)
         recorded = between.sent
@@ -309,7 +300,7 @@ def test_beacons_answer_over_tls() -> None:
 
 
 @pytest.fixture
-def shared(job: Authority) -> Iterator[tuple[secured.Stream, secured.Stream]]:
+def shared(job: Jobs) -> Iterator[tuple[secured.Stream, secured.Stream]]:
     ours, theirs = socket.socketpair()
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(secured.secure, theirs, server=True, seconds=5)

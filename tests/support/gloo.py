@@ -9,6 +9,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -39,6 +40,19 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def free_ports(count: int) -> range:
+    """So many free ports in a row, below those that systems give away."""
+    for first in range(20000, 30000, 50):
+        with ExitStack() as closing:
+            try:
+                for port in range(first, first + count):
+                    closing.enter_context(socket.create_server(("127.0.0.1", port)))
+            except OSError:
+                continue
+            return range(first, first + count)
+    raise AssertionError("no ports are free")
 
 
 _groups: dict[int, dist.ProcessGroup] = {}

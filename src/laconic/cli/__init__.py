@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from laconic import __version__
-from laconic.cli import advise, compare, coordinator, doctor, lab, report, tune, watch
+from laconic.cli import advise, compare, coordinator, doctor, keys, lab, report, tune, watch
 from laconic.errors import did_you_mean
 
 
@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     watch.add(commands)
     tune.add(commands)
     coordinator.add(commands)
+    keys.add(commands)
     words = list(sys.argv[1:] if argv is None else argv)
     if words and not words[0].startswith("-") and words[0] not in commands.choices:
         names = ", ".join(commands.choices)

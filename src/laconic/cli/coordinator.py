@@ -18,7 +18,8 @@ def add(commands: Any) -> None:
         description="Keeps who takes part in the runs whose workers come and go: "
         'laconic.attach(..., elastic=laconic.Elastic("host:29400")). It carries no training data. '
         "While it is down, training goes on with the same workers; it can be started again at the "
-        "same address.",
+        "same address. With the variables that `laconic keys` prints it uses TLS, and admits only "
+        "workers with a certificate of the same CA.",
     )
     parser.add_argument(
         "--host", default="127.0.0.1", help="the address to listen at (default: %(default)s)"
@@ -29,15 +30,18 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
+    from laconic.links import tls
     from laconic.links.elastic.registry import serve  # imports torch
 
     check_int("--port", arguments.port, 1)
     if arguments.port >= 2**16:
         raise ValueError(f"--port must be below {2**16}, not {arguments.port}")
     store = serve(arguments.host, arguments.port)
-    print(f"coordinator at {arguments.host}:{arguments.port}; end it with Ctrl-C", flush=True)
+    how = "" if tls.contexts() is None else ", with TLS"
+    at = f"{arguments.host}:{arguments.port}"
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    print(f"coordinator at {at}{how}; end it with Ctrl-C", flush=True)
     try:
         ended.wait()
     finally:

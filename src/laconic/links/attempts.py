@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import time
 from datetime import timedelta
 
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
@@ -24,10 +26,51 @@ POLL = 0.02
 def open_store() -> tuple[Store, int, int]:
     """From torchrun's environment variables: a store that only the ranks of this attempt use, the
     rank of this process, and the number of ranks."""
-    store, rank, size = next(rendezvous("env://"))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store, rank, size = next(rendezvous("env://"))
         store = PrefixStore(f"laconic/{agree_on_attempt(store, rank, size)}", store)
+        return store, rank, size
+    own = _own_store() if os.environ["RANK"] == "0" else None
+    if own is not None:
+        return own, 0, int(os.environ["WORLD_SIZE"])
+    store, rank, size = next(rendezvous("env://"))
     return store, rank, size
+
+
+def _own_store() -> Store | None:
+    """Rank 0's store, listening at MASTER_ADDR only; None where torch's is needed, also to say what
+    is wrong."""
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        size = int(os.environ["WORLD_SIZE"])
+        listening = listen_at(host, port)
+    except (KeyError, OSError, ValueError):
+        return None
+    return None if listening is None else serve(listening, host, port, size)
+
+
+def listen_at(host: str, port: int) -> socket.socket | None:
+    """A socket for torch's store that listens at ``host`` only: torch's own listens on every
+    interface. None where that may be too little: ``host`` is a name that means the loopback
+    interface here, and may mean this host's address on other hosts. Raises `OSError` where ``host``
+    is no address of this host (a NAT's), or the port is in use, as by an earlier process group."""
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
+    address = str(found[4][0])
+    loopback = address.startswith("127.") or address == "::1"
+    if not port or not host or (loopback and host not in (address, "localhost")):
+        return None
+    return socket.create_server((address, port), family=found[0], backlog=socket.SOMAXCONN)
+
+
+def serve(
+    listening: socket.socket, host: str, port: int, size: int | None, *, wait: bool = True
+) -> Store:
+    """torch's store, which accepts connections of ``listening``. ``wait``: for ``size`` ranks."""
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        *(host, port, size, True, default_pg_timeout),
+        wait_for_workers=wait,
+        master_listen_fd=listening.detach(),
+    )
 
 
 def agree_on_attempt(

@@ -17,7 +17,7 @@ from typing import NoReturn, Protocol
 import torch
 
 from laconic.errors import LinkError
-from laconic.links import health
+from laconic.links import health, job_secret
 from laconic.links.calls import FINISH, Call, CallPosition
 from laconic.links.handshake import SECRET_BYTES
 from laconic.links.health import NOTHING, Answer, Request, Verdict
@@ -128,19 +128,32 @@ class CallGuard:
         return self._sequence.record.secret
 
     def meet(self, gather: Gather, text: str) -> list[str]:
-        """Exchange the addresses of the beacons, and adopt rank 0's secret. Returns every rank's
+        """Exchange the addresses of the beacons, and adopt rank 0's secret; or, where all ranks
+        have one already, derive this link's from it and rank 0's salt. Returns every rank's
         ``text``, by rank. All ranks must call it."""
-        own = f"{self._sequence.address}/{secrets.token_hex(SECRET_BYTES)}/{text}"
+        shared, print_ = job_secret.read(), job_secret.fingerprint()
+        drawn = secrets.token_hex(SECRET_BYTES)
+        own = "/".join([self._sequence.address, print_, drawn, text])
         try:
-            received = [said.split("/", 2) for said in exchange_texts(gather, own)]
+            received = [said.split("/", 3) for said in exchange_texts(gather, own)]
         except LinkError:
             raise
         except RuntimeError as error:
             self.lost(error)
-        self._addresses = [beacon for beacon, _, _ in received]
+        self._compare_secrets([said[1] for said in received])
+        secret = bytes.fromhex(received[0][2])
+        if shared is not None:
+            secret = job_secret.derive(shared, "link", salt=secret)
+        self._addresses = [said[0] for said in received]
         beacons = dict(zip(self.ranks, self._addresses, strict=True))
-        self._sequence.share(bytes.fromhex(received[0][1]), self.ranks[self.rank], beacons)
-        return [text for _, _, text in received]
+        self._sequence.share(secret, self.ranks[self.rank], beacons)
+        return [said[3] for said in received]
+
+    def _compare_secrets(self, prints: Sequence[str]) -> None:
+        """Raise, on all ranks, if not all of them have the same secret from a file."""
+        for r, other in zip(self.ranks, prints, strict=True):
+            if other != prints[0]:
+                raise LinkError(job_secret.difference(f"rank {r}", other, prints[0]), ranks=[r])
 
     def split(self, members: Sequence[int], transport: Transport | None) -> CallGuard:
         """The guard of a link of some ``members`` of this one, this rank included."""

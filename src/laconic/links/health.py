@@ -221,7 +221,7 @@ class LinkRecord:
 
 class Beacon:
     """Answers callers that know a link's secret, from a thread of its own, and adopts the verdicts
-    that they send. ``links``: by key. ``host``: the address to listen at; None: `own_address`."""
+    that they send. ``links``: by key. ``host``: the address to listen at, as in `listen`."""
 
     def __init__(self, host: str | None = None) -> None:
         tls.contexts()  # what is wrong with them is raised here, and not in the thread

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch.distributed as dist
 
 from laconic.errors import LinkError
-from laconic.links import health
+from laconic.links import health, job_secret
 from laconic.links.handshake import SECRET_BYTES
 from laconic.links.health import Verdict
 from laconic.links.texts import clean
@@ -25,6 +25,7 @@ from laconic.links.texts import clean
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+NO_FILE = "none"
 FIRST_POLL, LAST_POLL = 0.01, 0.5
 ASK_SECONDS = 1.0
 """How often a rank asks the beacons of the ranks that have not come."""
@@ -62,9 +63,23 @@ class Rendezvous:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._raw = store
         self._store = dist.PrefixStore("laconic", store)  # type: ignore[attr-defined]
+        shared, own = job_secret.read(), job_secret.fingerprint()
         with self._failing():
-            own = secrets.token_hex(SECRET_BYTES)
-            self._secret = bytes.fromhex(self._text(self._store.compare_set("secret", "", own)))
+            first = self._text(self._store.compare_set("file", "", own or NO_FILE))
+            first = "" if first == NO_FILE else first
+            if first != own:
+                text = job_secret.difference(f"rank {self._rank}", own, first)
+                verdict = health.pack_verdict(Verdict(text, (self._rank,), self._rank))
+                said = self._text(self._store.compare_set("differs", "", verdict.decode()))
+                # the others raise it in `wait_for_all`; rank 0 too, since the store may end with it
+                if self._rank != 0:
+                    self._refuse(said)
+            if shared is None:
+                drawn = secrets.token_hex(SECRET_BYTES)
+                found = self._text(self._store.compare_set("secret", "", drawn))
+                self._secret = bytes.fromhex(found)
+            else:
+                self._secret = job_secret.derive(shared, "rendezvous")
 
     def publish(self) -> None:
         """Put the address of this process's beacon into the store."""
@@ -87,9 +102,12 @@ class Rendezvous:
         since: dict[int, float] = {}
         while True:
             with self._failing():
+                complete = here.add("count", 0) >= self._size
+                if self._store.check(["differs"]):  # written before that rank was counted
+                    here.compare_set("verdict", "", self._text(self._store.get("differs")))
                 if here.check(["verdict"]):
                     self._raise(here)
-                if here.add("count", 0) >= self._size:
+                if complete:
                     return
             now = time.monotonic()
             if now >= ask_at or now >= deadline:
@@ -149,18 +167,22 @@ class Rendezvous:
     def _raise(self, here: Store) -> NoReturn:
         """Raise the verdict. Rank 0 first waits for the others to read it."""
         text = self._text(here.get("verdict"))
-        try:
-            verdict = health.unpack_verdict(text.encode())
-        except ValueError as error:
-            raise LinkError(f"torch's store holds no verdict of laconic's: {error}") from None
+        verdict = self._verdict(text)
+        gone = [r for r in verdict.ranks if not here.check([f"rank/{r}"])]
         readers, until = here.add("readers", 1), time.monotonic() + LINGER_SECONDS
-        while (
-            self._rank == 0
-            and readers < self._size - len(verdict.ranks)
-            and time.monotonic() < until
-        ):
+        while self._rank == 0 and readers < self._size - len(gone) and time.monotonic() < until:
             time.sleep(FIRST_POLL)
             readers = here.add("readers", 0)
+        self._refuse(text)
+
+    def _verdict(self, text: str) -> Verdict:
+        try:
+            return health.unpack_verdict(text.encode())
+        except ValueError as error:
+            raise LinkError(f"torch's store holds no verdict of laconic's: {error}") from None
+
+    def _refuse(self, text: str) -> NoReturn:
+        verdict = self._verdict(text)
         raise LinkError(verdict.text, ranks=verdict.ranks)
 
     def _text(self, value: bytes) -> str:

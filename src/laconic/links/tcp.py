@@ -36,7 +36,7 @@ def _check_alike(texts: Sequence[str]) -> None:
     plain = [r for r, text in enumerate(texts) if text.startswith(_PLAIN)]
     if plain and len(plain) < len(texts):
         raise ValueError(
-            f"ranks {plain} do not use TLS, and the others do: set {tls.TRANSPORT}={tls.ON} and "
+            f"ranks {plain} do not use TLS, and the others do: set {tls.SWITCH}=1 and "
             "the variables of its files on every rank, or on none"
         )
 

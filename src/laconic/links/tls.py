@@ -1,6 +1,8 @@
 """The TLS settings of a job, from the environment variables of gloo's TLS transport.
 
-`contexts` reads them, and checks the files before anything connects: a mistake is an error that
+TLS is on with GLOO_DEVICE_TRANSPORT=TCP_TLS or LACONIC_TLS=1. The second leaves torch's gloo as it
+is: the wheels of torch are built without TLS in gloo, which refuses the first. `contexts` reads the
+variables, and checks the files before anything connects: a mistake is an error that
 names the variable and the file.
 """
 
@@ -17,6 +19,7 @@ KEY, CERTIFICATE = "GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY", "GLOO_DEVICE_TRANSPORT_
 CA_FILE, CA_PATH = "GLOO_DEVICE_TRANSPORT_TCP_TLS_CA_FILE", "GLOO_DEVICE_TRANSPORT_TCP_TLS_CA_PATH"
 ON = "TCP_TLS"
 """The value of `TRANSPORT` with which TLS is on."""
+SWITCH = "LACONIC_TLS"
 _NOT_YET, _EXPIRED = 9, 10  # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED
 
 
@@ -39,7 +42,11 @@ class Settings(NamedTuple):
 def settings() -> Settings | None:
     """The settings of this process; None: TLS is off. Raises ``ValueError`` where TLS is on and a
     variable is missing."""
-    if os.environ.get(TRANSPORT, "").strip().upper() != ON:
+    by_gloo = os.environ.get(TRANSPORT, "").strip().upper() == ON
+    by_switch = os.environ.get(SWITCH, "").strip()
+    if by_switch not in ("", "0", "1"):
+        raise ValueError(f"{SWITCH} must be 1 or 0, not {by_switch!r}")
+    if not by_gloo and by_switch != "1":
         return None
     found = Settings(*(os.environ.get(name, "") for name in (KEY, CERTIFICATE, CA_FILE, CA_PATH)))
     missing = [n for n, v in ((KEY, found.key), (CERTIFICATE, found.certificate)) if not v]
@@ -47,8 +54,8 @@ def settings() -> Settings | None:
         missing.append(CA_FILE)
     if missing:
         raise ValueError(
-            f"{TRANSPORT}={ON} needs {' and '.join(missing)} too: `laconic keys` makes the files "
-            "and prints the variables"
+            f"{TRANSPORT + '=' + ON if by_gloo else SWITCH + '=1'} needs {' and '.join(missing)} "
+            "too: `laconic keys` makes the files and prints the variables"
         )
     return found
 

@@ -32,6 +32,7 @@ from laconic.lab.doctor.network_findings import (
 from laconic.lab.doctor.probes import CONNECT_SECONDS, HostInfo, Listener, Pair, Rate, ping, reason
 from laconic.lab.doctor.probes import send as send_bulk
 from laconic.links.addresses import address_toward
+from laconic.links.attempts import listen_at, serve
 
 AT_ONCE = 16
 GRACE_SECONDS = 15.0
@@ -98,10 +99,11 @@ def check_network(
     hosts' ``host_findings``. ``known`` (versions), ``address`` and ``clock`` override this host's.
     """
     report = NetworkReport()
+    own = address_toward(rendezvous.host) or "127.0.0.1"
     info = HostInfo(
         rendezvous.rank,
         socket.gethostname(),
-        address or address_toward(rendezvous.host) or "127.0.0.1",
+        address or own,
         0,
         known or versions(),
     )
@@ -110,7 +112,7 @@ def check_network(
 
     def run() -> None:
         try:
-            with Listener(clock) as listener:
+            with Listener(clock, own) as listener:
                 me = HostInfo(**{**asdict(info), "port": listener.port})
                 store = _store(rendezvous, end, timeout, report)
                 if store is not None:
@@ -159,13 +161,18 @@ def _store(rendezvous: Rendezvous, end: float, timeout: float, report: NetworkRe
             report.problem(text, connection_remedy(error, "rank 0's host", rendezvous.port))
             return None
     seconds = timedelta(seconds=max(end - time.monotonic(), 1.0))
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        rendezvous.host,
-        rendezvous.port,
-        is_master=serves,
-        timeout=seconds,
-        wait_for_workers=False,
-    )
+    listening = listen_at(rendezvous.host, rendezvous.port) if serves else None
+    if listening is not None:
+        store = serve(listening, rendezvous.host, rendezvous.port, None, wait=False)
+        store.set_timeout(seconds)
+    else:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            rendezvous.host,
+            rendezvous.port,
+            is_master=serves,
+            timeout=seconds,
+            wait_for_workers=False,
+        )
     return dist.PrefixStore("laconic doctor", store)  # type: ignore[attr-defined]
 
 

@@ -61,16 +61,13 @@ class Rate:
 
 
 class Listener:
-    """Answers pings with the time, and counts the bytes that other hosts send."""
+    """Answers pings with the time, and counts the bytes that other hosts send. Listens at the
+    address ``host``."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], host: str) -> None:
         self._clock = clock
-        if socket.has_dualstack_ipv6():
-            self._server = socket.create_server(
-                ("::", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=256
-            )
-        else:
-            self._server = socket.create_server(("", 0), backlog=256)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._server = socket.create_server((host, 0), family=family, backlog=256)
         self.port = int(self._server.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True, name="laconic-doctor-port").start()
 

@@ -3,7 +3,7 @@
 The store (torch's ``TCPStore``) keeps a chain of views. A view is decided by the first worker that
 writes it: `Registry.propose`. The store is not on the data path. Where it can't be reached, only
 changes of the membership stop. A store that was started again, and is empty, gets what the workers
-know: `Registry.restore`.
+know: `Registry.restore`. Under TLS the store is another one (`laconic.links.elastic.tls_store`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from laconic.errors import LinkError
+from laconic.links import attempts, job_secret, tls
+from laconic.links.elastic import tls_store
 from laconic.links.elastic.view import MOST_MEMBERS, Member, View
 from laconic.links.handshake import SECRET_BYTES
 from laconic.links.texts import clean
@@ -53,6 +55,11 @@ class CoordinatorError(LinkError):
     """The coordinator can't be reached."""
 
 
+class UntrustedError(CoordinatorError):
+    """What is at the coordinator's address and this worker do not trust each other. To try again is
+    of no use."""
+
+
 def parse_address(text: str) -> tuple[str, int]:
     """The host and port of ``"host:port"``, ``"host"`` or ``"[address]:port"``; raises
     ``ValueError``."""
@@ -65,23 +72,24 @@ def parse_address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def serve(host: str, port: int) -> Store:
-    """Start a coordinator in this process, on the interface of ``host``. It ends with the returned
-    object. Raises `OSError` where the port is taken."""
+def serve(host: str, port: int) -> Store | tls_store.Server:
+    """Start a coordinator in this process, on the interface of ``host``; with TLS if the variables
+    of `laconic.links.tls` say so. It ends with the returned object. Raises `OSError` where the port
+    is taken, and ``ValueError`` where the TLS settings are wrong."""
+    contexts = tls.contexts()
+    if contexts is not None:
+        return tls_store.Server(host, port, contexts.server)
     address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listening = socket.create_server(address[4][:2], family=address[0], backlog=socket.SOMAXCONN)
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        *(host, port, None, True),
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )
+    return attempts.serve(listening, host, port, None, wait=False)
 
 
 class _Client:
     """A connection to the store, used by a thread of its own, since a call of the store may block
     for good."""
 
-    def __init__(self, host: str, port: int, job: str) -> None:
+    def __init__(self, host: str, port: int, job: str, contexts: tls.Contexts | None) -> None:
+        self._contexts = contexts
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._at = host, port, job
         self._store: Any = None
@@ -92,6 +100,8 @@ class _Client:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+        if isinstance(self._store, tls_store.Client):
+            self._store.close()
         self._store = None
 
     def call(self, operation: Callable[[Any], T]) -> T:
@@ -113,6 +123,8 @@ class _Client:
         host, port, _ = self._at
         if not done.wait(CALL_SECONDS + 1):
             raise CoordinatorError(f"the coordinator at {host}:{port} does not answer")
+        if errors and isinstance(errors[0], tls_store.UntrustedError):
+            raise UntrustedError(f"the coordinator at {host}:{port} {errors[0]}") from errors[0]
         if errors:
             reason = clean(str(errors[0]).splitlines()[0] if str(errors[0]) else "no reason given")
             raise CoordinatorError(
@@ -124,12 +136,45 @@ class _Client:
 
     def _connect(self) -> Any:
         host, port, job = self._at
+        prefix = f"laconic/{job}"
+        if self._contexts is not None:
+            return self._connect_by_tls(f"{prefix}/", self._contexts)
         with socket.create_connection((host, port), CALL_SECONDS):
             pass  # torch's own client retries for long, and logs each attempt
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, None, False, timedelta(seconds=CALL_SECONDS), False
+        try:
+            store = self._plain_store(CALL_SECONDS)
+        except RuntimeError:
+            if tls_store.speaks_tls(host, port):
+                raise tls_store.UntrustedError(
+                    "uses TLS, and this worker does not: set the variables that `laconic keys` "
+                    "prints"
+                ) from None
+            raise
+        return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+
+    def _connect_by_tls(self, prefix: str, contexts: tls.Contexts) -> tls_store.Client:
+        host, port, _ = self._at
+        try:
+            return tls_store.Client(host, port, prefix, contexts, CALL_SECONDS / 2)
+        except ConnectionRefusedError:
+            raise
+        except OSError:  # it ends, or hangs, or has no TLS
+            try:
+                self._plain_store(CALL_SECONDS / 4)
+            except RuntimeError:
+                pass
+            else:
+                raise tls_store.UntrustedError(
+                    "has no TLS, and this worker uses it: set the variables that `laconic keys` "
+                    "prints there too"
+                ) from None
+            raise
+
+    def _plain_store(self, seconds: float) -> Store:
+        host, port, _ = self._at
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, None, False, timedelta(seconds=seconds), False
         )
-        return dist.PrefixStore(f"laconic/{job}", store)  # type: ignore[attr-defined]
 
     def close(self, until: float = 0.0) -> None:
         """Let the thread end, once the call that it is in returns. Wait for that until the time
@@ -144,7 +189,10 @@ class Registry:
 
     def __init__(self, address: str, job: str) -> None:
         self.host, self.port = parse_address(address)
-        self._job = job
+        self._job, self._contexts = job, tls.contexts()
+        self._shared = job_secret.read()
+        self._stored: dict[bytes, str] = {}
+        """What is stored for each secret that was derived."""
         self.number = 1
         """Of this process, once it has entered."""
         self.program = ""
@@ -158,7 +206,7 @@ class Registry:
     def _call(self, operation: Callable[[Any], T]) -> T:
         with self._lock:
             if self._client is None:
-                self._client = _Client(self.host, self.port, self._job)
+                self._client = _Client(self.host, self.port, self._job, self._contexts)
             try:
                 return self._client.call(operation)
             except CoordinatorError:
@@ -178,6 +226,8 @@ class Registry:
             try:
                 self._call(lambda store: store.check([SECRET]))
                 return
+            except UntrustedError:
+                raise
             except CoordinatorError as error:
                 now = time.monotonic()
                 if now >= until:
@@ -202,13 +252,40 @@ class Registry:
         return self._call(read)
 
     def secret(self) -> bytes:
-        """The job's secret, which the first worker draws."""
+        """The job's secret, which the first worker draws. Where all workers have one already, the
+        first worker draws a salt, from which they derive it, and the secret is not stored. Raises
+        ``ValueError`` if this worker's is not that of the first one."""
+        return self._secret_of(self._first(SECRET, self._drawn()))
+
+    def _drawn(self) -> str:
+        """A secret or a salt as it is stored."""
+        drawn = secrets.token_hex(SECRET_BYTES)
+        return f"{drawn}/{self._fingerprint(drawn)}" if self._shared else drawn
+
+    def _fingerprint(self, salt: str) -> str:
+        assert self._shared is not None
+        return job_secret.derive(self._shared, "elastic", self._job, salt.encode()).hex()
+
+    def _secret_of(self, stored: str) -> bytes:
+        """The secret that is ``stored``, or that follows from what is."""
+        drawn, _, fingerprint = stored.partition("/")
         try:
-            secret = bytes.fromhex(self._first(SECRET, secrets.token_hex(SECRET_BYTES)))
+            secret = bytes.fromhex(drawn)
         except ValueError:
             secret = b""
         if len(secret) != SECRET_BYTES:
             raise LinkError(f"what is at {self.host}:{self.port} is no coordinator of laconic's")
+        own = self._fingerprint(drawn) if self._shared else ""
+        if own != fingerprint:
+            text = job_secret.difference("this worker", own, fingerprint)
+            raise ValueError(
+                f"{text}. If this worker's is right, start the coordinator at "
+                f"{self.host}:{self.port} again, or pass another job= than {self._job!r}"
+            )
+        if self._shared is None:
+            return secret
+        secret = job_secret.derive(self._shared, "elastic run", self._job, secret)
+        self._stored[secret] = stored
         return secret
 
     def about(self, text: str, instead_of: str = "") -> str:
@@ -229,16 +306,17 @@ class Registry:
     def restore(self, secret: bytes, about: str, view: View) -> View | None:
         """Write what this worker knows into a store that has lost it. Returns the view that counts
         for the epoch of ``view``; None if the store is of another job."""
-        said = self._first(SECRET, secret.hex())
-        if said != secret.hex() and self._read(LATEST) is None:
+        own = secret.hex() if self._shared is None else self._stored[secret]
+        said = self._first(SECRET, own)
+        if said != own and self._read(LATEST) is None:
             # workers have come that would begin a run: they notice (`Members.found`)
             def replace(store: Any) -> str:
                 store.set(ABOUT, about)
-                found: bytes = store.compare_set(SECRET, said, secret.hex())
+                found: bytes = store.compare_set(SECRET, said, own)
                 return found.decode(errors="replace")
 
             said = self._call(replace)
-        if said != secret.hex() or self._first(ABOUT, about) != about:
+        if said != own or self._first(ABOUT, about) != about:
             return None
         return self.propose(view)
 

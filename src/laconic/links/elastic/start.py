@@ -11,8 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from laconic.errors import LinkError
-from laconic.links import forks
-from laconic.links.addresses import Address, address_of, address_toward, own_address
+from laconic.links.addresses import Address, address_of, address_toward, listen, own_address
 from laconic.links.elastic.founding import RestoredError, agreed, found
 from laconic.links.elastic.link import ElasticLink
 from laconic.links.elastic.members import Members, Rules
@@ -65,9 +64,8 @@ def _begin(
         beacon = Beacon(host)
         on_error.callback(beacon.close)
         health = beacon.enroll(secret)
-        mesh = on_error.enter_context(_listen(host))
-        service = on_error.enter_context(_listen(host))
-        member = Member(new_id(), _address(host, mesh), _address(host, service), health)
+        (mesh, at_mesh), (service, at_service) = _listen(on_error, host), _listen(on_error, host)
+        member = Member(new_id(), at_mesh, at_service, health)
         members = Members(registry, member, secret, text, rules)
         members.record = beacon.links[key_of(health)]
         members.record.note = members.farewell = reports.note
@@ -111,13 +109,8 @@ def _host_toward(coordinator: str) -> str:
     return named or address_toward(coordinator) or own_address()
 
 
-def _listen(host: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with forks.guard:
-        server = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
-        forks.close_in_child(server)
-    return server
-
-
-def _address(host: str, server: socket.socket) -> str:
-    return str(Address(host, int(server.getsockname()[1]), NO_KEY))
+def _listen(on_error: ExitStack, host: str) -> tuple[socket.socket, str]:
+    """A socket that listens, and the address to announce."""
+    server, announced = listen(host)
+    on_error.enter_context(server)
+    return server, str(Address(announced, int(server.getsockname()[1]), NO_KEY))

@@ -1,0 +1,63 @@
+"""A secret that all workers of a job have before they meet, from the file that LACONIC_SECRET_FILE
+names.
+
+Without it, a worker draws a secret and shares it over torch's store or process group, where whoever
+reads the packets reads the secret. With it, only a random salt travels, and every worker derives
+the same secrets from both:
+
+    secret = HMAC-SHA256(file, purpose, name, salt)
+
+`fingerprint` is what workers compare, so that a wrong file is an error that says so. It reveals
+nothing about a secret of 32 random bytes, such as ``laconic keys`` makes.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+
+VARIABLE = "LACONIC_SECRET_FILE"
+LEAST_BYTES = 16
+_REMEDY = "give every worker the same file"
+
+
+def read() -> bytes | None:
+    """The secret; None: LACONIC_SECRET_FILE is not set. Raises ``ValueError`` where the file cannot
+    be read, or is too short."""
+    path = os.environ.get(VARIABLE, "")
+    if not path:
+        return None
+    try:
+        with open(path, "rb") as file:
+            found = file.read().strip()
+    except (OSError, ValueError) as error:  # ValueError: a null character
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"cannot read {path} ({VARIABLE}): {reason}") from error
+    if len(found) < LEAST_BYTES:
+        raise ValueError(
+            f"{path} ({VARIABLE}) has {len(found)} bytes, and a secret has at least "
+            f"{LEAST_BYTES}: `laconic keys` makes one"
+        )
+    return found
+
+
+def derive(secret: bytes, purpose: str, name: str = "", salt: bytes = b"") -> bytes:
+    """The secret for ``purpose``, and within it for ``name``."""
+    parts = b"laconic", purpose.encode(), name.encode(), salt
+    return hmac.digest(secret, b"".join(len(p).to_bytes(8, "big") + p for p in parts), "sha256")
+
+
+def fingerprint() -> str:
+    """What tells whether two workers have the same secret; the empty string where there is none."""
+    secret = read()
+    return "" if secret is None else derive(secret, "fingerprint").hex()
+
+
+def difference(who: str, own: str, first: str) -> str:
+    """What is wrong with ``who``, whose fingerprint is ``own``, where ``first`` is that of the
+    first worker."""
+    if not own:
+        return f"{who} has no {VARIABLE}, and the first worker has: {_REMEDY}"
+    if not first:
+        return f"{who} has {VARIABLE}, and the first worker has none: {_REMEDY}"
+    return f"{who} has another secret in {VARIABLE} than the first worker: {_REMEDY}"
