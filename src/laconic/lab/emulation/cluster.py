@@ -237,6 +237,7 @@ class Loopback:
 
     emulated: Final = False
     interface: Final = "lo" if sys.platform == "linux" else "lo0"
+    congestion_control: Final = None
 
     def __init__(self, hosts: int = 4) -> None:
         check_hosts(hosts)

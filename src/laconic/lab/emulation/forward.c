@@ -211,7 +211,7 @@ static void send_all(struct network *n, struct packet *p) {
     }
 }
 
-/* The hardware addresses are those of address() in forward.py. */
+/* The hardware addresses are those of add_tap() in forward.py. */
 static void route(struct network *n, struct packet *p) {
     static const uint8_t prefix[5] = {0x02, 0, 0, 0, 0x01};
     int to = p->frame[5];

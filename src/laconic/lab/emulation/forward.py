@@ -20,17 +20,15 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Final
+from typing import Any, Final
 
-__all__ = ["MTU", "QUEUE", "VERSION", "Counts", "Forward", "ForwardError", "counts", "hardware"]
+__all__ = ["VERSION", "Counts", "Forward", "ForwardError", "add_tap", "counts"]
 
 VERSION: Final = 1
 """What the library must report, as for `laconic.native.load`."""
-MTU: Final = 1500
-"""Packets as on the internet, so that a loss costs as much as there."""
-QUEUE: Final = 16384
-"""Frames that wait in a host's device for the forwarder: 0.2 s at 1 Gbit/s. More would be lost."""
 
+_MTU: Final = 1500  # packets as on the internet, so that a loss costs as much as there
+_QUEUE: Final = 16384  # frames that a host's device holds until they are read: 0.2 s at 1 Gbit/s
 _DEVICE: Final = "/dev/net/tun"
 _TUNSETIFF: Final = 0x400454CA
 _IFF_TAP_NO_PI: Final = 0x0002 | 0x1000  # Ethernet frames, with nothing in front of them
@@ -105,16 +103,21 @@ class Forward:
         return process, counters
 
 
-def hardware(host: int) -> str:
-    """Return the hardware address of a host, from which the forwarder knows the receiver."""
-    return f"02:00:00:00:01:{host:02x}"
+def add_tap(route: Any, name: str, host: int) -> int:
+    """Create the device of a host in the current network namespace.
 
-
-def open_tap(name: str) -> int:
-    """Create a TAP device in the current network namespace, which lasts as long as its descriptor.
-
-    Raises ForwardError if the kernel refuses.
+    `route` is pyroute2's. The device lasts as long as the descriptor that is returned. Raises
+    ForwardError if the kernel refuses.
     """
+    descriptor = _open_tap(name)
+    (link,) = route.link_lookup(ifname=name)
+    # From this address the forwarder knows the receiver.
+    address = f"02:00:00:00:01:{host:02x}"
+    route.link("set", index=link, address=address, mtu=_MTU, txqlen=_QUEUE)
+    return descriptor
+
+
+def _open_tap(name: str) -> int:
     descriptor = -1
     try:
         descriptor = os.open(_DEVICE, os.O_RDWR)

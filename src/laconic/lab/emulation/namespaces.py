@@ -94,8 +94,8 @@ class Plan:
     addresses: list[str]
     prefix: int
     rates: list[int | None]
-    forward: dict[str, Any] | None
     path: list[str]
+    forward: dict[str, Any] | None = None
 
     def command(self, channel: int) -> list[str]:
         """Return the command line of the keeper, which reports on the descriptor `channel`."""
@@ -288,14 +288,12 @@ def _build(plan: Plan) -> tuple[bool, list[int], subprocess.Popen[bytes] | None]
         with pyroute2.IPRoute() as route:
             if forward is None:
                 _add_switch(route, hosts)
-        taps = []
+        taps: list[int] = []
         for host, address, rate in zip(hosts, plan.addresses, plan.rates, strict=True):
             _setns(host, _CLONE_NEWNET)
-            if forward is not None:
-                taps.append(_forward_module().open_tap("eth0"))
             with pyroute2.IPRoute() as route:
                 if forward is not None:
-                    _configure_tap(route, len(taps) - 1)
+                    taps.append(_forward_module().add_tap(route, "eth0", len(taps)))
                 _configure_host(route, address, plan.prefix, rate)
     except pyroute2.NetlinkError as error:
         reason = f"the kernel refuses to set up the network: {os.strerror(error.code)}"
@@ -333,14 +331,6 @@ def _add_switch(route: Any, hosts: Sequence[int]) -> None:
         route.link("add", ifname=port, kind="veth", mtu=_MTU, peer=far_end)
         (link,) = route.link_lookup(ifname=port)
         route.link("set", index=link, master=bridge, state="up")
-
-
-def _configure_tap(route: Any, host: int) -> None:
-    """Set what the forwarder relies on: the hardware address, the MTU and the queue's length."""
-    module = _forward_module()
-    (link,) = route.link_lookup(ifname="eth0")
-    address = module.hardware(host)
-    route.link("set", index=link, address=address, mtu=module.MTU, txqlen=module.QUEUE)
 
 
 def _configure_host(route: Any, address: str, prefix: int, rate: int | None) -> None:
