@@ -368,7 +368,7 @@ def _start_keeper(
             last = tail(errors.fileno()).rpartition("\n")[2] or f"exit code {keeper.returncode}"
             reason = report["error"] if message else f"setup failed: {last}"
             if message and report["forward"]:
-                raise ForwardError(0, reason)
+                raise ForwardError(reason)
             raise NamespacesUnavailable(f"no network namespaces: {reason}")
         user = [descriptors.pop(0)] if report["user"] else []
         return keeper, ours.detach(), user, descriptors, report
