@@ -27,6 +27,7 @@ from laconic.lab.emulation.program import Network, emulate
 
 import programs
 
+ENDS = 20  # packets that mean the end, since some are lost
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 
 ECHO = """
@@ -58,36 +59,36 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
             pass
 print(json.dumps(answers))
 """
-# Prints for each packet its number, when it was sent and when it came. The hosts share a clock.
+# Prints for each packet its number, when it was sent, and when it reached the kernel: this process
+# may have to wait for a processor. The hosts share a clock. Numbers from argv[1] on mean the end.
 TAKE = """
-import json, socket, struct, sys, time
-SO_RCVBUFFORCE, taken = 33, []
+import json, socket, struct, sys
+SO_RCVBUFFORCE, SO_TIMESTAMPNS, taken = 33, 35, []
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
     s.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 1 << 26)
+    s.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
     s.bind(("", 7001))
-    s.settimeout(10)
+    s.settimeout(20)
     print("ready", flush=True)
-    while not taken or taken[-1][0] < int(sys.argv[1]) - 1:
-        try:
-            data = s.recv(2000)
-        except TimeoutError:
-            break
-        now = time.perf_counter()
+    while True:
+        data, ((_, _, clock),), _, _ = s.recvmsg(2000, 100)
         then, number = struct.unpack("dI", data[:12])
-        taken.append((number, then, now))
-        s.settimeout(1)
+        if number >= int(sys.argv[1]):
+            break
+        seconds, nanoseconds = struct.unpack("qq", clock)
+        taken.append((number, then, seconds + nanoseconds / 1e9))
 print(json.dumps(taken))
 """
-GIVE = """
+GIVE = f"""
 import socket, struct, sys, time
 count, size, gap = int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
     s.connect((sys.argv[1], 7001))
     start = time.perf_counter()
-    for number in range(count):
+    for number in range(count + {ENDS}):
         if gap:
             time.sleep(max(start + number * gap - time.perf_counter(), 0))
-        s.send(struct.pack("dI", time.perf_counter(), number).ljust(size, b"."))
+        s.send(struct.pack("dI", time.time(), number).ljust(size, b"."))
 """
 STREAM = """
 import hashlib, socket, sys
@@ -258,15 +259,15 @@ def test_packets_are_lost_at_random_by_seed_and_counted() -> None:
         impairments = Impairments(host_loss={1: 0.2}, seed=seed)
         with Cluster(3, bandwidth=None, impairments=impairments) as cluster:
             arrived = [number for number, _, _ in packets(cluster, 0, 1, count)]
-            lost.append(set(range(arrived[-1])) - set(arrived))
+            lost.append(set(range(count)) - set(arrived))
             counted = cluster.counts()
             assert len(packets(cluster, 2, 0, 1000)) == 1000
             assert cluster.counts()[2].lost == 0
         assert arrived == sorted(arrived)
         assert len(lost[-1]) == pytest.approx(0.1 * count, rel=0.05)
-        assert counted[0].lost == len(lost[-1]) + count - 1 - arrived[-1]
+        assert 0 <= counted[0].lost - len(lost[-1]) <= ENDS
         assert counted[0].failed == 0
-        assert counted[0].frames >= count
+        assert 0 <= counted[0].frames - count - ENDS < 10
     assert lost[0] == lost[1] != lost[2]
     # Neighbors are as often lost together as chance has it.
     together = sum(number + 1 in lost[0] for number in lost[0])
@@ -285,7 +286,7 @@ def test_a_host_sends_at_its_rate_and_lost_packets_count_as_sent() -> None:
     # A bucket of 24 KiB passes at once.
     assert seconds == pytest.approx((count * frame - 24 * 1024) * 8 / rate, rel=0.05)
     assert len(taken) < 0.95 * count
-    assert sent[0] == pytest.approx(count * frame, rel=0.005)
+    assert sent[0] == pytest.approx((count + ENDS) * frame, rel=0.005)
     assert sent[1] < 1000
 
 
@@ -350,6 +351,7 @@ def test_nothing_is_left_behind() -> None:
 def test_programs_end_if_the_forwarder_does() -> None:
     with Cluster(2, impairments=Impairments(latency=0.01)) as cluster:
         process = cluster.start(1, ["sleep", "1000"], env=dict(os.environ))
+        until(lambda: "sleep" in processes_of(os.getpid()))
         os.kill(processes_of(os.getpid())["forwarder"], signal.SIGKILL)
         assert process.wait(20) == -signal.SIGKILL
 
