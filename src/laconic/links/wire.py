@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from laconic.errors import LinkError
-from laconic.links import forks, frames, handshake
+from laconic.links import congestion, forks, frames, handshake
 from laconic.links.addresses import Address, listen
 from laconic.links.connect import Connecting
 
@@ -216,6 +216,7 @@ class Transfer:
 def configure(connection: socket.socket) -> None:
     """Set the options of a connection for messages."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    congestion.choose(connection)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEPALIVE.items():
         if name in vars(socket):  # not on every system
