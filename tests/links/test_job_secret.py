@@ -139,6 +139,7 @@ TRAIN = """
 import torch, laconic as la
 from laconic.links import call_guard
 la.init()
+print("begun", flush=True)
 model = torch.nn.Linear(3, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 with la.attach(model, optimizer, la.local_sgd(2), timeout=20) as sync:
@@ -180,7 +181,7 @@ def test_processes_with_one_file_train(tmp_path: Path, file: Path) -> None:
     with ranks(tmp_path, file, file) as processes:
         for process in processes:
             said, errors = process.communicate(timeout=60)
-            assert said == "trained\n", errors
+            assert said == "begun\ntrained\n", errors
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
@@ -192,13 +193,16 @@ def test_a_process_with_another_file(tmp_path: Path, file: Path, wrong: int) -> 
     files[wrong] = other
     with ranks(tmp_path, *files) as processes:
         begin = time.monotonic()
-        errors = [process.communicate(timeout=60)[1] for process in processes]
+        ended = [process.communicate(timeout=60) for process in processes]
         assert time.monotonic() - begin < 45
     # which one comes first is chance
-    last = {text.strip().splitlines()[-1].partition("]: ")[2] for text in errors}
+    last = {text.strip().splitlines()[-1].partition("]: ")[2] for _, text in ended}
     assert len(last) == 1, last
     said = "has another secret in LACONIC_SECRET_FILE than the first worker: give every worker the"
-    assert said in last.pop()
+    text = last.pop()
+    assert said in text
+    rank = int(text.split()[2])
+    assert ended[rank][0] == ("begun\n" if rank == 0 else ""), "rank 0 may have the store"
 
 
 # -- an elastic run ----
