@@ -52,7 +52,7 @@ VALIDATE ?=
 validate-model: $(READY)  ## the cost model against emulated networks; 40 minutes; VALIDATE=--quick
 	$(BIN)/python -m benchmarks.validate $(VALIDATE)
 
-$(READY): pyproject.toml constraints.txt src/laconic/codecs/kernels.c src/laconic/links/wire.c
+$(READY): pyproject.toml constraints.txt src/laconic/codecs/kernels.c src/laconic/links/wire.c src/laconic/lab/emulation/forward.c
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[dev]'

@@ -32,6 +32,7 @@ ALL = {
     ),
     "elastic_ddp": (4, True, ["elastic", "ddp(codec='int4')"], "the same with a coded gradient"),
     "slow": (4, True, ["slow"], "a round at 100 Mbit/s / its bytes over the rate"),
+    "secured": (4, True, ["secured"], "a round at 100 Mbit/s with TLS / without"),
     "coded": (4, True, ["coded"], "an encoded round at 100 Mbit/s / its bytes over the rate"),
     "coded_large": (2, True, ["coded_large"], "the same with a bucket of 25 MiB, two processes"),
     "memory": (4, False, ["memory", "slowmo"], "extra memory / (8/n bytes each + two buckets)"),

@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import laconic
-from laconic.links import wire
+from laconic.links import frames
 from laconic.links.comm_thread import CommThread
 
 SOURCE = str(Path(laconic.__file__).parent)
@@ -45,7 +45,7 @@ def train(rank: int, port: int) -> None:
         optimizer.step()
     handed: list[Stack] = []
     moved: list[Stack] = []
-    submit, move = CommThread.submit, wire._move
+    submit, move = CommThread.submit, frames.move
 
     def recorded_submit(*given: object) -> object:
         handed.append(laconic_frames())
@@ -55,10 +55,10 @@ def train(rank: int, port: int) -> None:
         moved.append(laconic_frames())
         return move(*given)  # type: ignore[arg-type]
 
-    CommThread.submit, wire._move = recorded_submit, recorded_move  # type: ignore[assignment, method-assign]
+    CommThread.submit, frames.move = recorded_submit, recorded_move  # type: ignore[assignment, method-assign]
     model(torch.randn(2, 4)).sum().backward()
     optimizer.step()
-    CommThread.submit, wire._move = submit, move  # type: ignore[method-assign]
+    CommThread.submit, frames.move = submit, move  # type: ignore[method-assign]
     sync.finish()
     if rank == 0:
         above, send, wait = handed[0], moved[0], max(moved, key=len)

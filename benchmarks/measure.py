@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -20,7 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 import laconic
 from laconic.algorithms.parse import parse_recipe
 from laconic.buckets import BUCKET_BYTES
+from laconic.cli import main as cli
+from laconic.cli.keys import CA, CERTIFICATE, KEY
 from laconic.lab.race import workloads
+from laconic.links import tls
 from laconic.links.elastic.registry import serve
 
 PAIRS = 40
@@ -251,6 +256,28 @@ def slow() -> None:
         emit(ratio(f"{name}, {ideal:.3f} s", times, [ideal] * len(times), bound=1.10))
 
 
+def secured() -> None:
+    """Measure a round over connections with TLS relative to one over connections without."""
+    plain = Training()
+    laconic.attach(plain.model, plain.optimizer, laconic.local_sgd(1))
+    keys = [tempfile.mkdtemp(prefix="laconic-keys-") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(keys)
+    directory = Path(keys[0]) / "keys"
+    if dist.get_rank() == 0:
+        with contextlib.redirect_stdout(None):
+            cli(["keys", str(directory)])
+    dist.barrier()
+    files = {tls.KEY: KEY, tls.CERTIFICATE: CERTIFICATE, tls.CA_FILE: CA}
+    os.environ.update({tls.SWITCH: "1"}, **{n: str(directory / f) for n, f in files.items()})
+    other = Training()
+    laconic.attach(other.model, other.optimizer, laconic.local_sgd(1))
+    times = pairs(other.optimizer.step, plain.optimizer.step)
+    emit(ratio(f"{statistics.median(times[1]):.3f} s without", *times, bound=1.03))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(keys[0])
+
+
 def coded() -> None:
     """Measure encoded rounds relative to their bytes, including scales, over the rate."""
     n = dist.get_world_size()
@@ -388,6 +415,7 @@ def main() -> None:
         "share": share,
         "elastic": elastic,
         "slow": slow,
+        "secured": secured,
         "coded": coded,
         "coded_large": coded_large,
         "memory": memory,

@@ -78,6 +78,7 @@ CODED_LINKS = ["tests/codecs/test_coded.py", "-k", "parts"]
 KERNELS = ["tests/codecs/test_kernels.py"]
 HEALTH = ["tests/links/test_health.py"]
 WIRE = ["tests/links/test_wire.py"]
+SECURED = ["tests/links/test_secured.py"]
 AUTO = ["tests/engine/test_auto.py", "-k", "not process"]
 AUTO_ELASTIC = ["tests/elastic/test_auto_elastic.py"]
 PREDICT = ["tests/advisor/test_predict.py"]
@@ -354,8 +355,8 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("links/comm_thread.py", "pending.error if isinstance(pending.error, Exception) else None", "None", LANE),
     ("links/collectives.py", "self._post_all(x.unbind(), rows, ready=fill is None)", "self._post_all(x.unbind(), rows)", CODED_LINKS),
     ("links/collectives.py", "self._wait(transfer, r, part.stop * itemsize)", "pass", CODED_LINKS),
-    ("links/wire.py", "end if ready or comes else 0", "end", WIRE),
-    ("links/wire.py", "if size is None else _HEADER.size + size", "", WIRE),
+    ("links/wire.py", "size if ready else -1", "size", WIRE),
+    ("links/wire.py", "self._messages[index].size if size is None else size", "self._messages[index].size", WIRE),
     ("candidates.py", "seconds / facts.compute + HALF)", "seconds / facts.compute)", AUTO),
     ("algorithms/exchanges/coded.py", "alpha=n)  # the mean", "alpha=1)  # the mean", CODED),
     ("algorithms/exchanges/coded.py", '            state["lag"].zero_()\n\n    def collect', "            pass\n\n    def collect", CODED),
@@ -372,10 +373,14 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("codecs/codec.py", "out += decoded", "pass", KERNELS),
     ("codecs/kernels.py", "_address(less), _address(plus)", "_address(plus), _address(less)", KERNELS),
     ("codecs/compiled.py", "or not kernel.encodes", "", KERNELS),
-    ("links/wire.py", "start < _HEADER.size <= message.done", "False", WIRE),
+    ("links/frames.py", "message.comes and before < HEADER_BYTES", "False", WIRE),
     ("links/connect.py", "if rank not in self._callers:", "if False:", WIRE),
-    ("links/wire.py", "until >= 0 and messages[until].done >= enough", "False", WIRE),
-    ("links/wire.py", "max(start - _HEADER.size, 0)", "0", WIRE),
+    ("links/frames.py", "until >= 0 and messages[until].done >= enough", "False", WIRE),
+    ("links/frames.py", "within - (end - start), 0", "0, 0", WIRE),
+    ("links/frames.py", "if message.comes and came !=", "if False and came !=", WIRE),
+    ("links/frames.py", "if got[FIELDS.size :] !=", "if False and got[FIELDS.size :] !=", WIRE),
+    ("links/frames.py", "        except ssl.SSLError:\n            return CHANGED, 0\n", "", SECURED),
+    ("links/frames.py", "secured[m.fd].pending() > 0", "False", SECURED),
     ("links/handshake.py", "if not hmac.compare_digest", "if False and hmac.compare_digest", HEALTH),
     ("links/handshake.py", "secret_of(hello.key) or ", "", HEALTH),
     ("links/handshake.py", "if hello.purpose != purpose:", "if False:", HEALTH),

@@ -1,6 +1,7 @@
 """Load laconic's optional C extensions.
 
-They are compiled at installation if a C compiler is available. Everything also runs without them.
+They are compiled at installation if a C compiler is available. Everything also runs without them,
+except for emulated latency, jitter and loss.
 """
 
 from __future__ import annotations
@@ -24,3 +25,9 @@ def load(module: str, version: int) -> ctypes.CDLL | None:
     # The file is truncated, was built for another machine, or is on a disk mounted noexec.
     except (OSError, AttributeError):
         return None
+
+
+def path(module: str, version: int) -> str | None:
+    """Return the file of the extension ``module``, or None if `load` returns None."""
+    library = load(module, version)
+    return None if library is None else library._name

@@ -1,4 +1,4 @@
-"""Parse and format rates, durations, counts and sizes.
+"""Parse and format rates, durations, shares, counts and sizes.
 
 Rates are bits per second in powers of ten, as network equipment is sold: "100 mbit" is 1e8 bit/s.
 """
@@ -13,18 +13,22 @@ __all__ = [
     "format_bytes",
     "format_rate",
     "format_seconds",
+    "format_share",
     "parse_count",
     "parse_duration",
     "parse_rate",
+    "parse_share",
     "three_digits",
 ]
 
-_NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-zµμ/]*)\s*", re.ASCII)
+_NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-zµμ/%]*)\s*", re.ASCII)
 _RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _COUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_SHARES = {"%": 0.01}
 _COUNT_FORMS = "a positive whole number, or one with K, M, B or T (1.3B, 125M, 865280)"
 _RATE_FORMS = "a positive number of bit/s, or one with bit, kbit, mbit or gbit (100mbit, 10 Gbit/s)"
+_SHARE_FORMS = "a number from 0 to 1, or one with % (0.1%, 0.001)"
 _DURATION_FORMS = "a number of seconds from 0 up, or one with us, ms, s, min or h (20ms, 1.5 s)"
 
 
@@ -49,6 +53,17 @@ def parse_duration(text: str) -> float:
     if seconds is None or not 0.0 <= seconds < math.inf:
         raise ValueError(f"not a duration: {text!r}; give {_DURATION_FORMS}")
     return seconds
+
+
+def parse_share(text: str) -> float:
+    """Return the share `text` ("0.1%", "0.001") as a number from 0 to 1.
+
+    Raises ValueError for an unknown unit and for a value that is not from 0 to 1.
+    """
+    share = _parse(text, _SHARES, suffix="")
+    if share is None or not 0.0 <= share <= 1.0:
+        raise ValueError(f"not a share: {text!r}; give {_SHARE_FORMS}")
+    return share
 
 
 def parse_count(text: str) -> int:
@@ -78,6 +93,11 @@ def format_seconds(seconds: float) -> str:
         if float(f"{seconds / scale:.3g}") >= 1 or unit == "us":
             break
     return f"{three_digits(seconds / scale)} {unit}"
+
+
+def format_share(share: float) -> str:
+    """Format `share` as a percentage with three significant digits: 0.001 is "0.1%"."""
+    return f"{three_digits(100 * share)}%"
 
 
 def format_bytes(count: float) -> str:

@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -170,17 +171,33 @@ def test_a_newcomer_that_says_something_else(pair: tuple[socket.socket, socket.s
 def saved(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    return struct.pack(">Q", buffer.tell()) + buffer.getvalue()
+    return framed(buffer.getvalue())
+
+
+def framed(data: bytes, length: int | None = None) -> bytes:
+    """``data`` as it travels, with its checksums; ``length``: which it claims to have."""
+    head = struct.pack(">QI", len(data) if length is None else length, zlib.crc32(data))
+    return head + struct.pack(">I", zlib.crc32(head)) + data
+
+
+@pytest.mark.parametrize("place", [0, 7, 9, 13, 16, 40, -1])
+def test_a_flipped_bit_is_noticed(pair: tuple[socket.socket, socket.socket], place: int) -> None:
+    """In the length, the checksums and the frame."""
+    data = bytearray(saved({"kind": "refusal", "why": "x"}))
+    data[place] ^= 8
+    pair[0].sendall(data)
+    with pytest.raises(RelayError, match="was changed on its way"):
+        Stream(pair[1]).receive()
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        struct.pack(">Q", 7) + b"garbage",
-        struct.pack(">Q", 7) + b"gar",
-        struct.pack(">Q", 0),
-        struct.pack(">Q", 2**64 - 1),
-        struct.pack(">Q", 2**62) + b"garbage",
+        framed(b"garbage"),
+        framed(b"gar", 7),
+        framed(b""),
+        framed(b"", 2**64 - 1),
+        framed(b"garbage", 2**62),
         saved({"kind": "other"}),
         saved({"kind": "start", "serial": 1}),
         saved({"kind": "record", "call": 5, "workers": 1, "outputs": []}),

@@ -318,10 +318,10 @@ def test_without_namespaces_it_says_what_is_not_slowed_down(
     assert main(["lab", *options, "--", "sh", "-c", script]) == 0
     said = capfd.readouterr()
     told = sorted(line.partition(" | ")[2] for line in said.out.splitlines())
-    assert told == [" 0.02"] * 2 + ["5000000.0 0.02"] * 2
+    assert told == [" 0.01"] * 2 + ["5000000.0 0.01"] * 2
     assert "laconic: no network namespaces: on purpose; all hosts are this machine\n" in said.err
     assert "laconic: NOT slowed down: programs without laconic." in said.err
-    assert "laconic: latency 20 ms: added by laconic to its own messages only" in said.err
+    assert "laconic: latency: half of it is added by laconic to each of its own mess" in said.err
     assert not of_launcher(os.getpid())
 
 

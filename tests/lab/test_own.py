@@ -28,6 +28,7 @@ from laconic.lab.race.report import Result, Row, read, verdict
 from laconic.lab.race.result import NO_COMMUNICATION, grouped
 from laconic.lab.race.workloads import Workload
 from laconic.links.simulated import single_link
+from laconic.links.throttled import Throttled
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RULES, WORKLOAD = EXAMPLES / "my_rules.py", EXAMPLES / "my_workload.py"
@@ -332,7 +333,6 @@ MISTAKES = {
         "--peer adapter.py",
         "adapter.py: peer must return a laconic.lab.race.rivals.Rival, not 3",
     ),
-    "latency": ("--peer torch-ddp --latency 5ms", "does not affect other libraries"),
     "twice": ("ddp ddp", "ddp is given twice; --repeat runs everything several times"),
     "host": ("--bandwidth-host 4=1mbit", "there is no host 4: hosts are numbered 0 to 3"),
     "slow host": ("--slow-host 7=2", "there is no host 7: hosts are numbered 0 to 3"),
@@ -491,7 +491,7 @@ def test_a_slow_host_sleeps_in_proportion_to_what_it_computes(
 
 SPEC = worker.Spec(
     recipe="", peer=False, rules=None, group_size=None, workload="", data=None, seconds=None,
-    steps=2, seed=0, validations=2, bandwidths=None, latency=0.0, paces=[], interface=None,
+    steps=2, seed=0, validations=2, bandwidths=None, latencies=None, paces=[], interface=None,
     timeout=60.0,
 )  # fmt: skip
 
@@ -499,8 +499,10 @@ SPEC = worker.Spec(
 def test_a_throttled_link_has_the_rate_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "world_link", lambda *_: single_link())
     run = worker.Run.__new__(worker.Run)
-    run.spec, run.host = replace(SPEC, bandwidths=[1e6, 3e6]), 1
-    assert run._link().bandwidth == 3e6  # type: ignore[attr-defined]
+    run.spec, run.host = replace(SPEC, bandwidths=[1e6, 3e6], latencies=[0.0, 0.02]), 1
+    link = run._link()
+    assert isinstance(link, Throttled)
+    assert (link.bandwidth, link.latency) == (3e6, 0.02)
 
 
 # -- repeats ----

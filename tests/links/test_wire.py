@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 from torch import Tensor
 
 from laconic.errors import LinkError
-from laconic.links import addresses, connect, handshake, wire
+from laconic.links import addresses, connect, frames, handshake
 from laconic.links.addresses import Address
 from laconic.links.talks import Talks
-from laconic.links.wire import Connections, LostError, OtherCallError, Transfer, Wire
+from laconic.links.wire import ChangedError, Connections, LostError, OtherCallError, Transfer, Wire
 
 MORE_THAN_BUFFERS = 2**23
 HERE, THERE = (3, 7), (4, 7)
@@ -30,7 +34,7 @@ SECRET = bytes(range(32))
 @pytest.fixture(params=["compiled", "interpreted"])
 def moves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "interpreted":
-        monkeypatch.setattr(wire, "library", lambda: None)
+        monkeypatch.setattr(frames, "library", lambda: None)
 
 
 @pytest.fixture
@@ -55,12 +59,24 @@ def transfer(
     return Transfer(connections, sends, receives, place, timeout, range(9))
 
 
+def said(place: tuple[int, int], payload: bytes, digest: int = 0) -> bytes:
+    """A message as it travels, built by hand."""
+    out = struct.pack("=QQQQ", *place, len(payload), digest)
+    total = zlib.crc32(out)
+    out += struct.pack("=I", total)
+    for start in range(0, len(payload), 16384):
+        frame = payload[start : start + 16384]
+        total = zlib.crc32(frame, total)
+        out += frame + struct.pack("=I", total)
+    return out
+
+
 def random(numel: int) -> Tensor:
     return torch.randint(0, 256, (numel,), dtype=torch.uint8)
 
 
 def test_it_was_compiled_where_there_is_a_compiler() -> None:
-    assert wire.library() is not None, "install again: pip install -e ."
+    assert frames.library() is not None, "install again: pip install -e ."
 
 
 @pytest.mark.timeout(30)
@@ -101,7 +117,7 @@ def test_nobody_waits_for_more_than_was_asked_for() -> None:
         connections.keep(rank, ours)
     with ends[0][1] as speaks, ends[1][1]:
         waits = Transfer(connections, {}, rooms, HERE, 0.2, range(2))
-        speaks.send(struct.pack("<QQQ", *HERE, 1) + b"x")
+        speaks.send(said(HERE, b"x"))
         waits.wait(0)
         assert bytes(rooms[0].tolist()) == b"x"
         with pytest.raises(LostError):
@@ -117,27 +133,26 @@ def test_what_is_not_ready_is_sent_when_it_is() -> None:
     for rank, (ours, _) in enumerate(ends):
         connections.keep(rank, ours)
     first, second = random(3), torch.zeros(3, dtype=torch.uint8)
-    header = struct.pack("<QQQ", *HERE, 3)
     with ends[0][1] as one, ends[1][1] as other:
         sends = {0: first, 1: second}
         transfer = Transfer(connections, sends, {0: room}, HERE, 5, range(2), ready=False)
         transfer.send(0, 3)
-        one.send(struct.pack("<QQQ", *HERE, 1) + b"x")
+        one.send(said(HERE, b"x"))
         transfer.wait(0)
         assert bytes(room.tolist()) == b"x"
-        assert one.recv(99) == header + bytes(first.tolist())
+        assert one.recv(99) == said(HERE, bytes(first.tolist()))
         other.setblocking(False)
         with pytest.raises(BlockingIOError):
             other.recv(99)
         second += 7
         transfer.send(1, 2)
-        assert other.recv(99) == header + b"\7\7"
+        assert other.recv(99) == said(HERE, b"\7\7\x08")[: 36 + 2]
         second[2] = 8
         with pytest.raises(AssertionError, match="not ready"):
             transfer.wait()
         transfer.send(1, 3)
         transfer.wait()
-        assert other.recv(99) == b"\x08"
+        assert other.recv(99) == said(HERE, b"\7\7\x08")[36 + 2 :]
 
 
 @pytest.mark.timeout(30)
@@ -145,14 +160,17 @@ def test_what_is_not_ready_is_sent_when_it_is() -> None:
 def test_the_first_bytes_are_there_before_the_last(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
+    """A frame can be used once its checksum has come."""
     ours, theirs = pair
-    room = torch.zeros(9, dtype=torch.uint8)
+    x, room = random(3 * 16384), torch.zeros(3 * 16384, dtype=torch.uint8)
     waits = transfer(ours, room=room, timeout=0.2)
-    theirs.send(struct.pack("<QQQ", *HERE, 9) + b"12345")
-    waits.wait(5, 5)
-    assert bytes(room[:5].tolist()) == b"12345"
+    message = said(HERE, bytes(x.tolist()))
+    theirs.send(message[: 36 + 2 * 16388])
+    waits.wait(5, 16385)
+    assert torch.equal(room[: 2 * 16384], x[: 2 * 16384])
+    theirs.send(message[36 + 2 * 16388 : -1])
     with pytest.raises(LostError):
-        waits.wait(5, 6)
+        waits.wait(5, 2 * 16384 + 1)
 
 
 @pytest.mark.timeout(30)
@@ -160,10 +178,9 @@ def test_the_first_bytes_are_there_before_the_last(
 def test_bytes_that_come_one_by_one(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
     x, room = random(9), torch.zeros(9, dtype=torch.uint8)
-    said = struct.pack("<QQQ", *HERE, 9) + bytes(x.tolist())
 
     def dribble() -> None:
-        for byte in said:
+        for byte in said(HERE, bytes(x.tolist())):
             theirs.send(bytes([byte]))
             time.sleep(0.001)
 
@@ -187,11 +204,50 @@ def test_a_message_of_another_call(
     assert (raised.value.rank, raised.value.header) == (5, place)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.usefixtures("moves")
+def test_a_flipped_bit_is_noticed() -> None:
+    """Wherever it is in the header, the payload or a checksum. What is used is what was sent."""
+    x = random(3 * 16384 + 100)
+    message = said(HERE, bytes(x.tolist()))
+    draw = Random(0)
+    header = draw.sample(range(8 * 36), 100)
+    payload = [8 * 36 + draw.randrange(8 * (len(message) - 36)) for _ in range(100)]
+    checksums = [8 * (36 + 16388 * k + 16384) + draw.randrange(32) for k in range(3)]
+    for place in [*header, *payload, *checksums, 8 * len(message) - 1]:
+        changed = bytearray(message)
+        changed[place // 8] ^= 1 << place % 8
+        left, right = socket.socketpair()
+        with left, right:
+            room = torch.zeros_like(x)
+            waits = transfer(right, room=room, timeout=5)
+            thread = threading.Thread(target=left.sendall, args=(changed,))
+            thread.start()
+            with pytest.raises(ChangedError, match="from rank 5 was changed on its way"):
+                waits.wait()
+            usable = waits._messages[0].done
+            assert usable == max(place // 8 - 36, 0) // 16388 * 16384
+            assert torch.equal(room[:usable], x[:usable])
+            right.close()
+            waits.connections.close()
+            thread.join()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.usefixtures("moves")
+def test_a_digest_travels_in_the_header(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    theirs.send(said(HERE, b"x", digest=2**64 - 5))
+    waits = transfer(ours, room=torch.zeros(1, dtype=torch.uint8))
+    waits.wait()
+    assert waits.digests() == {5: 2**64 - 5}
+
+
 @pytest.mark.timeout(30)
 @pytest.mark.usefixtures("moves")
 def test_a_connection_that_closes_halfway(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
-    theirs.send(struct.pack("<QQQ", *HERE, 8) + b"abc")
+    theirs.send(said(HERE, b"abcdefgh")[:39])
     theirs.close()
     with pytest.raises(LostError, match="connection to rank 5: closed by it"):
         transfer(ours, room=torch.zeros(8, dtype=torch.uint8)).wait()
@@ -209,8 +265,9 @@ def test_silence_is_an_error_but_slowness_is_not(
     waits = transfer(ours, room=room, timeout=0.4)
 
     def slowly() -> None:
-        for piece in (struct.pack("<QQQ", *HERE, 4), b"a", b"b", b"c"):  # and a fourth is missing
-            theirs.send(piece)
+        message = said(HERE, b"abcd")
+        for start, end in pairwise((0, 36, 37, 38, 39)):  # and a fourth byte is missing
+            theirs.send(message[start:end])
             time.sleep(0.2)
 
     thread = threading.Thread(target=slowly)
@@ -303,8 +360,9 @@ def test_signals_do_not_bring_the_end_of_waiting_forward(
     waits = transfer(ours, room=room, timeout=0.6)
 
     def slowly() -> None:
-        for piece in (struct.pack("<QQQ", *HERE, 5), b"a", b"b", b"c", b"d", b"e"):
-            theirs.send(piece)
+        message = said(HERE, b"abcde")
+        for start, end in pairwise((0, 36, 37, 38, 39, 40, len(message))):
+            theirs.send(message[start:end])
             time.sleep(0.15)
             os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(0.1)
@@ -419,9 +477,17 @@ def test_who_waits_to_be_called_heeds_what_others_found() -> None:
 
 def test_it_refuses_to_be_compiled_differently() -> None:
     """The two that describe a message, and the two versions."""
-    source = (Path(wire.__file__).parent / "wire.c").read_text()
-    assert f"return {wire.VERSION};" in source
-    assert f"#define HEADER {wire._HEADER.size}\n" in source
+    source = (Path(frames.__file__).parent / "wire.c").read_text()
+    assert f"return {frames.VERSION};" in source
+    for name, value in {
+        "HEADER": frames.HEADER_BYTES,
+        "FIELDS": frames.FIELDS.size,
+        "CALL": frames.CALL_BYTES,
+        "FRAME": frames.FRAME,
+        "CHECK": frames.CHECK_BYTES,
+        "AT_ONCE": frames.AT_ONCE,
+    }.items():
+        assert re.search(rf"#define {name} {value}\b", source), name
 
 
 def test_the_interface_is_the_one_that_gloo_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laconic.algorithms.recipes import RECIPES
+from laconic.cli import impairments
 from laconic.errors import check_int, install
-from laconic.units import parse_duration, parse_rate
+from laconic.units import parse_rate
 
 if TYPE_CHECKING:
     from laconic.lab.race.result import Result
@@ -74,9 +75,7 @@ def add(commands: Any) -> None:
         metavar="HOST=FACTOR",
         help="make one host compute more slowly, such as 2=1.5; repeatable",
     )
-    parser.add_argument(
-        "--latency", default="0", help="added to each message, such as 20ms (default: 0)"
-    )
+    impairments.add(parser)
     parser.add_argument(
         "--workload",
         default="text",
@@ -133,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
         group_size=arguments.group_size,
         bandwidth=parse_rate(arguments.bandwidth),
         host_bandwidth=_per_host("bandwidth-host", arguments.bandwidth_host, parse_rate),
-        latency=parse_duration(arguments.latency),
+        impairments=impairments.impairments_of(arguments),
         slow_hosts=_per_host("slow-host", arguments.slow_host, _factor),
         workload=arguments.workload,
         data=arguments.data and str(Path(arguments.data).resolve()),

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from laconic.cli import impairments
 from laconic.errors import install
 from laconic.units import format_rate, parse_duration, parse_rate
 
@@ -53,11 +54,7 @@ def add(commands: Any) -> None:
         action="append",
         help="bandwidth of one host, such as 2=10mbit; repeatable",
     )
-    parser.add_argument(
-        "--latency",
-        metavar="TIME",
-        help="added to each message that laconic sends, such as 20ms (default: 0)",
-    )
+    impairments.add(parser)
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="store each rank's output and the rates in DIR"
     )
@@ -151,12 +148,12 @@ def network_of(arguments: argparse.Namespace) -> Network:
         host, equals, rate = text.partition("=")
         if not equals:
             raise ValueError(f"not a host's bandwidth: {text!r}; give HOST=RATE, such as 2=10mbit")
-        single[parse_host(host)] = parse_bandwidth(rate)
+        single[impairments.parse_host(host)] = parse_bandwidth(rate)
     network = Network(
         hosts=4 if arguments.hosts is None else arguments.hosts,
         bandwidth=parse_bandwidth(arguments.bandwidth or "100mbit"),
         host_bandwidth=single,
-        latency=parse_duration(arguments.latency or "0"),
+        impairments=impairments.impairments_of(arguments),
     )
     network.check()
     return network
@@ -210,14 +207,6 @@ def parse_bandwidth(text: str) -> float | None:
     return None if text.strip().lower() == "unlimited" else parse_rate(text)
 
 
-def parse_host(text: str) -> int:
-    """Return the number of a host written as ``2`` or ``host2``."""
-    number = text.strip().removeprefix("host")
-    if not number.isascii() or not number.isdecimal():
-        raise ValueError(f"not a host: {text!r}; give its number, such as 2 or host2")
-    return int(number)
-
-
 def shell(arguments: argparse.Namespace, network: Network) -> int:
     """Open a shell on a host of a running lab or of a new one. Return its exit code."""
     from laconic.lab.emulation import cluster
@@ -226,13 +215,13 @@ def shell(arguments: argparse.Namespace, network: Network) -> int:
     from laconic.lab.emulation.shell import open_shell
 
     text, at, launcher = arguments.shell.partition("@")
-    host = parse_host(text)
-    options = (arguments.hosts, arguments.bandwidth, arguments.bandwidth_host, arguments.latency)
+    host = impairments.parse_host(text)
+    options = (arguments.hosts, arguments.bandwidth, arguments.bandwidth_host)
     found = running()
     ours = [name for name in found if trusted(name)]
     # Our labs come last and win: another user may use the name of one of them, or a newer one.
     labs = {name.split("-")[2]: name for name in (*found, *ours)}
-    new_network = any(option is not None for option in options)
+    new_network = any(option is not None for option in options) or impairments.given(arguments)
     launchers = [] if new_network else [name.split("-")[2] for name in ours or found]
     if at:
         if launcher not in labs:
@@ -254,6 +243,7 @@ def shell(arguments: argparse.Namespace, network: Network) -> int:
                     network.hosts,
                     bandwidth=network.bandwidth,
                     host_bandwidth=network.host_bandwidth,
+                    impairments=network.impairments,
                 )
             )
             entry = new.entry(host)
@@ -284,14 +274,15 @@ def clean() -> int:
 
 
 def describe(network: Network) -> str:
-    """Return the hosts and their rates for display."""
+    """Return the hosts, their rates, latency, jitter and loss for display."""
 
     def rate(value: float | None) -> str:
         return "unlimited" if value is None else format_rate(value)
 
     hosts = "1 host" if network.hosts == 1 else f"{network.hosts} hosts"
     single = [f", host{h} {rate(value)}" for h, value in sorted(network.host_bandwidth.items())]
-    return f"{hosts}, {rate(network.bandwidth)} each{''.join(single)}"
+    parts = [f"{hosts}, {rate(network.bandwidth)} each{''.join(single)}"]
+    return ", ".join([*parts, *filter(None, [str(network.impairments)])])
 
 
 class Display:
@@ -333,9 +324,8 @@ class Display:
         if reason is not None:
             self._log(f"{reason}; all hosts are this machine")
             self._log("NOT slowed down: programs without laconic. laconic slows its own messages")
-        if network.latency:
-            milliseconds = f"{network.latency * 1e3:g} ms"
-            self._log(f"latency {milliseconds}: added by laconic to its own messages only")
+            if network.impairments:
+                self._log("latency: half of it is added by laconic to each of its own messages")
 
     def printed(self, process: Process, error: bool, lines: Sequence[bytes]) -> None:
         """Print lines of a process."""

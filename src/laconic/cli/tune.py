@@ -71,7 +71,9 @@ def add(commands: Any) -> None:
         help="bandwidth of each worker, such as 20mbit (default: %(default)s)",
     )
     parser.add_argument(
-        "--latency", default="0", help="latency of each message, such as 20ms (default: 0)"
+        "--latency",
+        default="0",
+        help="latency of each message, half of a ping, such as 20ms (default: 0)",
     )
     parser.add_argument(
         "--compute",
@@ -174,6 +176,7 @@ def _space_and_task(arguments: argparse.Namespace) -> tuple[Space, Task]:
     """Return what to tune, and on what. Raises ``ValueError`` for bad options."""
     from laconic.advisor.tune.runs import Task
     from laconic.advisor.tune.space import parse_values, space_of
+    from laconic.lab.emulation.impairments import Impairments
     from laconic.lab.race.runner import Settings
 
     workers = check_int("workers", arguments.workers, 1)
@@ -199,7 +202,7 @@ def _space_and_task(arguments: argparse.Namespace) -> tuple[Space, Task]:
         per_host=1 if arguments.emulated else workers,
         group_size=arguments.group_size,
         bandwidth=parse_rate(arguments.bandwidth),
-        latency=parse_duration(arguments.latency),
+        impairments=Impairments(latency=2 * parse_duration(arguments.latency)),
         workload=arguments.workload,
         data=arguments.data and str(Path(arguments.data).resolve()),
         seconds=length.amount if arguments.emulated and length.unit == "seconds" else None,
@@ -240,7 +243,7 @@ def _settings(arguments: argparse.Namespace, space: Space, task: Task) -> dict[s
         "workers": task.workers,
         "group_size": arguments.group_size,
         "bandwidth": task.race.bandwidth,
-        "latency": task.race.latency,
+        "latency": task.race.impairments.latency / 2,
         "compute": arguments.compute,
         "emulated": task.emulated,
         "no_stop": arguments.no_stop,
@@ -272,10 +275,12 @@ def _timed(study: optuna.Study, space: Space, task: Task) -> Task:
 
 
 def _title(space: Space, task: Task) -> str:
-    from laconic.units import format_rate
+    from laconic.units import format_rate, format_seconds
 
     how = "emulated hosts" if task.emulated else "simulated workers, times predicted"
-    network = f"{format_rate(task.race.bandwidth)}, {task.race.latency * 1e3:g} ms"
+    network = (
+        f"{format_rate(task.race.bandwidth)}, {format_seconds(task.race.impairments.latency / 2)}"
+    )
     length = f"{task.length.amount:g} {task.length.unit} each"
     return f"{space.recipe}\n{task.race.workload}, {task.workers} {how}, {network}, {length}"
 

@@ -174,6 +174,7 @@ class Driver:
         self.observe()
         self.pull()
         self.rounds_done += self.run.communicate()
+        self.session.drift.after_step()
         self.note(skipped=skipped)
         policy, elastic = self.session.policy, self.session.elastic
         follows = elastic is not None and elastic.replaying  # its donor decides

@@ -15,6 +15,7 @@ from laconic.algorithms.compile import (
     gradient_rounds,
     parameter_rounds,
     score_window,
+    workers_differ,
 )
 from laconic.algorithms.round import GradientRound, Recipe, Round, describe, recipe_text
 from laconic.algorithms.scores import Scores
@@ -44,6 +45,7 @@ class RecipeRun:
         self.scores = Scores(session.params, window) if window else None
         self.rounds: list[ParameterRunner] = []
         self.gradients: list[GradientRunner] = []
+        self._differ = workers_differ(recipe)
         self.groups = 0
         """Parameter groups that the rounds know."""
         self._announced = -1
@@ -102,7 +104,8 @@ class RecipeRun:
                 session.batch_check.note(session.params(), session.device)
             label = f"{r.name} of step {session.step + 1}"
             session.status(label)
-            call = Call(session.step, GRADIENTS, self._starts(session.step + 1))
+            digest = 0 if self._differ else session.drift.digest()
+            call = Call(session.step, GRADIENTS, self._starts(session.step + 1), digest)
             session.comm.before_next(partial(link.begin_call, call, wait=False))
             return label
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from laconic.algorithms.round import Recipe
 from laconic.buckets import bucketize, is_sharded, local, reshard
 from laconic.engine.batch_check import BatchCheck, check_first_gradients
+from laconic.engine.drift import DriftCheck
 from laconic.engine.nonfinite import NonfiniteCheck
 from laconic.engine.recorder import Recorder
 from laconic.links.calls import Call
@@ -119,6 +120,7 @@ class Session:
         self.nonfinite = NonfiniteCheck(self.links["shards"], self.comm)
         self.recorder = Recorder()
         self.batch_check = BatchCheck(model)
+        self.drift = DriftCheck(self)
         self.step = 0
         self.sync_gradients = True
         """Whether backward passes average gradients; `Synchronizer.no_sync` clears it."""
@@ -209,15 +211,16 @@ class Session:
         self.comm.call(partial(self.world.mean, own), "mean()")
         return float(own)
 
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Copy rank 0's ``tensors`` to all ranks; a shard, to the ranks with the same shard."""
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
+        """Copy rank ``root``'s ``tensors`` to all ranks; a shard, rank 0's, to the ranks with the
+        same shard."""
         unique = list({id(t): t for t in tensors}.values())
         shards = [t for t in unique if is_sharded(t)]
         whole = [t for t in unique if not is_sharded(t)]
         for link, those in ((self.world, whole), (self.workers, shards)):
             for bucket in bucketize([those], 1):
                 flat = bucket.pack(bucket.empty())
-                self.comm.call(partial(link.broadcast, flat), "sharing rank 0's parameters")
+                self.comm.call(partial(link.broadcast, flat, root), "sharing parameters")
                 bucket.unpack(flat)
 
     def write_mean(self, groups: Sequence[Sequence[Tensor]], link: Link) -> None:

@@ -43,6 +43,8 @@ class Stats:
     delay is waited for on the GPU, which this does not measure. ``workers_lost``: in an elastic
     run, the workers that were lost or have left since its start. ``steps_lost``: how many of their
     steps no other worker has received, as far as the others had heard of them.
+    ``steps_drifted``: after how many steps the workers' parameters were found to differ, though
+    only gradients are averaged.
     """
 
     steps: int
@@ -54,6 +56,7 @@ class Stats:
     seconds_waiting: float
     workers_lost: int = 0
     steps_lost: int = 0
+    steps_drifted: int = 0
 
 
 @dataclass(frozen=True)
@@ -367,6 +370,7 @@ class Synchronizer:
             dict(ledger.by_set),
             self._session.comm.seconds_waiting,
             *self._lost(),
+            self._session.drift.found,
         )
 
     def _lost(self) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from laconic.links.handshake import SECRET_BYTES
 from laconic.links.health import NOTHING, Answer, Request, Verdict
 from laconic.links.rendezvous import ADVICE, UNREACHABLE_SECONDS
 from laconic.links.texts import Gather, exchange_texts
-from laconic.links.wire import LostError, OtherCallError
+from laconic.links.wire import ChangedError, LostError, OtherCallError
 
 FIRST_ASK_SECONDS, LAST_ASK_SECONDS = 1.0, 30.0
 """A rank that waits asks the others after the first time, then after twice as long each time, up to
@@ -333,6 +333,8 @@ class CallGuard:
             self._raise_verdict()
             there = self._position(answer, error.header[0])
             self._refuse({error.rank: there, self.rank: self._sequence.position})
+        except ChangedError as error:
+            self.conclude(str(error), [])
         except LostError as error:
             self.lost(error)
 

@@ -14,19 +14,21 @@ FINISH = "finish()"
 class Call(NamedTuple):
     """One thing that all ranks do together, such as a round: its ``name``, and the number of
     optimizer steps taken before it. A call may consist of several collectives. ``starts``: it is
-    the first of the rounds of its step, from which newcomers can take part."""
+    the first of the rounds of its step, from which newcomers can take part. ``digest``: of what all
+    ranks should hold alike, from 0 to 2**64 - 1; the messages carry it, and ranks compare it."""
 
     step: int
     name: str
     starts: bool = False
+    digest: int = 0
 
     def __str__(self) -> str:
         return f"{self.name} after {self.step} steps"
 
     @property
     def id(self) -> int:
-        """A hash of both, the same in every process, at least 0 and below 2**63. Every message
-        carries it, so messages of different calls are never mixed up."""
+        """A hash of step and name, the same in every process, at least 0 and below 2**63. Every
+        message carries it, so messages of different calls are never mixed up."""
         digest = blake2b(str(self).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1
 

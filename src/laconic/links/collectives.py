@@ -63,6 +63,9 @@ class Collectives:
         self.rank, self.size = guard.rank, guard.size
         self._scratch = Scratch()
         self.joined = time.perf_counter()
+        self.digest = 0
+        """What every message carries besides; see `Call.digest`."""
+        self._heard: dict[int, int] = {}
 
     # -- messages ----
 
@@ -82,7 +85,7 @@ class Collectives:
         wire = self._wire
         at = self._guard.header, wire.timeout, wire.names
         with self._guard.blaming():
-            return Transfer(wire.connections, sends, receives, *at, ready=ready)
+            return Transfer(wire.connections, sends, receives, *at, ready=ready, digest=self.digest)
 
     def _send(self, transfer: Transfer, rank: int, size: int) -> None:
         """The first ``size`` bytes for ``rank`` can be sent."""
@@ -95,6 +98,16 @@ class Collectives:
         with self._guard.blaming():
             transfer.wait(rank, size)
         self.joined = time.perf_counter()
+        if rank is None and not self._heard and transfer.mutual == self.size - 1:
+            self._heard = transfer.digests()
+
+    def begin_digest(self, digest: int) -> None:
+        """Messages carry ``digest`` from now on."""
+        self.digest, self._heard = digest, {}
+
+    def digests(self) -> Sequence[int]:
+        heard = {**self._heard, self.rank: self.digest}
+        return [heard[r] for r in range(self.size)] if len(heard) == self.size else []
 
     # -- collectives ----
 

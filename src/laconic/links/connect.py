@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from laconic.errors import LinkError
-from laconic.links import handshake
+from laconic.links import handshake, secured
 from laconic.links.addresses import Address
 from laconic.links.talks import Talk, Talks
 
@@ -79,8 +79,9 @@ class Connecting:
         finally:
             talks.close()
 
-    def _keep(self, rank: int, connection: socket.socket) -> None:
-        self._keep_connection(rank, connection)
+    def _keep(self, rank: int, talk: Talk) -> None:
+        talk.kept = True
+        self._keep_connection(rank, talk.connection)
         self._connected.add(rank)
 
     # -- the ranks behind this one call it ----
@@ -101,7 +102,7 @@ class Connecting:
     def _answered(self, talk: Talk, error: Exception | None) -> None:
         if error is None:  # else it was no rank of this link
             rank = handshake.Hello.unpack(talk.result[: handshake.HELLO_BYTES]).number
-            self._keep(rank, talk.connection)
+            self._keep(rank, talk)
 
     # -- this rank calls those before it ----
 
@@ -121,9 +122,11 @@ class Connecting:
 
         def ended(talk: Talk, error: Exception | None) -> None:
             if error is None:
-                self._keep(rank, talk.connection)
+                self._keep(rank, talk)
             elif talk.connecting:
                 self._fail(rank, error)
+            elif secured.about_certificates(error):
+                self._refused(rank, error)
             else:  # strangers may have flooded it
                 self._next[rank] = time.monotonic() + RETRY_SECONDS
 
@@ -131,6 +134,14 @@ class Connecting:
             talks.call(host, port, exchange, self._deadline, ended)
         except OSError as error:
             self._fail(rank, error)
+
+    def _refused(self, rank: int, error: Exception) -> None:
+        name = self._names[rank]
+        raise LinkError(
+            f"no TLS connection to rank {name}: {secured.reason(error)}. All ranks need "
+            "certificates that were signed by the same authority (`laconic keys`)",
+            ranks=[name],
+        ) from error
 
     def _fail(self, rank: int, error: Exception) -> None:
         host, port, _ = self._addresses[rank]

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from laconic.links import forks, handshake
+from laconic.links import forks, handshake, tls
 from laconic.links.addresses import Address, listen
 from laconic.links.calls import Call, CallPosition
 from laconic.links.handshake import KEY_BYTES, MOST_BYTES
@@ -224,6 +224,7 @@ class Beacon:
     that they send. ``links``: by key. ``host``: the address to listen at, as in `listen`."""
 
     def __init__(self, host: str | None = None) -> None:
+        tls.contexts()  # what is wrong with them is raised here, and not in the thread
         self._server, self._host = listen(host)
         self._port = int(self._server.getsockname()[1])
         self._closed = False

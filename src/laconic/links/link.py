@@ -87,6 +87,11 @@ class Link(Protocol):
         were sent."""
         ...
 
+    def digests(self) -> Sequence[int]:
+        """The ranks' `Call.digest` of the current call, by rank, once every rank has heard from
+        every other; empty before that, and where messages carry none."""
+        ...
+
     def check(self) -> None:
         """Raise `LinkError` if another rank is known to be in another call, or to have left. For
         threads that wait for a collective which another thread makes."""

@@ -76,6 +76,9 @@ class NcclLink:
         self._guard.compare(call, self.gather)
         return True
 
+    def digests(self) -> Sequence[int]:
+        return []  # its messages have no headers
+
     def check(self) -> None:
         self._guard.check()
 

@@ -27,6 +27,7 @@ from laconic.links.calls import Call
 from laconic.links.link import Link, Parts, arrivals, hops
 
 T = TypeVar("T")
+_LOW = 2**32 - 1
 Compute = Callable[[list[Tensor]], Tensor]
 
 current_link: contextvars.ContextVar[Link | None] = contextvars.ContextVar("link", default=None)
@@ -200,6 +201,7 @@ class SimulatedLink:
         self._members = members
         self._count = 0
         self.joined = 0.0
+        self._digests: Sequence[int] = []
         self.rank = members.index(me)
         self.size = len(members)
 
@@ -215,8 +217,13 @@ class SimulatedLink:
         return result
 
     def begin_call(self, call: Call, *, wait: bool) -> bool:
-        self._join(f"{call} ", torch.empty(0), lambda _: torch.empty(0))
+        own = torch.tensor([call.digest & _LOW, call.digest >> 32])
+        everyone = self._join(f"{call} ", own, torch.stack)
+        self._digests = [low | high << 32 for low, high in everyone.tolist()]
         return wait
+
+    def digests(self) -> Sequence[int]:
+        return self._digests
 
     def check(self) -> None:
         """Does nothing: no other thread waits while a call runs."""

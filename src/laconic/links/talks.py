@@ -1,17 +1,23 @@
 """Many short conversations over sockets, at once and in one thread. Each has a deadline for all of
-it, so a caller that sends nothing, or a byte at a time, delays no other."""
+it, so a caller that sends nothing, or a byte at a time, delays no other. Where the job has
+certificates (`laconic.links.tls`), every conversation begins with a TLS handshake."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import re
 import select
 import socket
+import ssl
 import time
 from collections.abc import Callable
 
-from laconic.links import forks
+from laconic.links import forks, secured, tls
 from laconic.links.handshake import Exchange, RefusedError
+
+log = logging.getLogger("laconic")
 
 MOST_STRANGERS = 128
 """The most callers at a time that have not proved anything. The next one replaces the oldest."""
@@ -19,6 +25,9 @@ _ACCEPTS = 32
 """The most callers accepted at once, before other conversations continue."""
 _PAUSE = 0.1
 """Seconds without new callers after the process has run out of file descriptors."""
+_MOST_REASONS = 20
+_reasons: set[str] = set()
+"""Why callers were refused. Each reason is logged once, so that strangers cannot fill a log."""
 
 
 class EndedError(ConnectionError):
@@ -27,7 +36,7 @@ class EndedError(ConnectionError):
 
 class Talk:
     """One conversation. ``ended`` is called once, with the error, or with None and `result` set. It
-    may keep the connection by detaching it; otherwise the connection is closed."""
+    may set `kept`; otherwise the connection is closed. ``context``: of TLS, if it is used."""
 
     def __init__(
         self,
@@ -37,20 +46,27 @@ class Talk:
         ended: Callable[[Talk, Exception | None], None],
         *,
         connecting: bool = False,
+        context: ssl.SSLContext | None = None,
     ) -> None:
         self.connection = connection
+        self.kept = False
         self.deadline = deadline
         self.ended = ended
         self.connecting = connecting
         self.inbound = not connecting
         self.result = b""
         self._exchange = exchange
+        self._context = context
         self._out, self._wanted = next(exchange)
         self._in = b""
+        self._tls_needs = 0
+        """The event that TLS waits for, whatever the conversation does; 0: none."""
 
     @property
     def events(self) -> int:
         """The events to poll for."""
+        if self._tls_needs:
+            return self._tls_needs
         return select.POLLOUT if self.connecting or self._out else select.POLLIN
 
     def advance(self) -> bool:
@@ -61,7 +77,9 @@ class Talk:
             if number:
                 raise OSError(number, os.strerror(number))
             self.connecting = False
+        self._tls_needs = 0
         try:
+            self._secure()
             while True:
                 while self._out:
                     self._out = self._out[self.connection.send(self._out) :]
@@ -74,9 +92,28 @@ class Talk:
                 self._out, self._wanted = self._exchange.send(data)
         except BlockingIOError:
             return False
+        except ssl.SSLWantReadError:
+            self._tls_needs = select.POLLIN
+            return False
+        except ssl.SSLWantWriteError:
+            self._tls_needs = select.POLLOUT
+            return False
         except StopIteration as stop:
             self.result = stop.value
             return True
+
+    def _secure(self) -> None:
+        """Go on with the TLS handshake, if there is one."""
+        if self._context is None:
+            return
+        if not isinstance(self.connection, ssl.SSLSocket):
+            with forks.guard:
+                self.connection = self._context.wrap_socket(
+                    self.connection, server_side=self.inbound, do_handshake_on_connect=False
+                )
+                forks.close_in_child(self.connection)
+        self.connection.do_handshake()
+        self._context = None  # it is complete
 
 
 class Talks:
@@ -89,6 +126,7 @@ class Talks:
         self._strangers = 0
         self._server: socket.socket | None = None
         self._paused_until = 0.0
+        self._contexts = tls.contexts()
 
     def __len__(self) -> int:
         return len(self._talks)
@@ -124,7 +162,8 @@ class Talks:
         if number not in (0, errno.EINPROGRESS):
             connection.close()
             raise OSError(number, os.strerror(number))
-        self._begin(Talk(connection, exchange, deadline, ended, connecting=True))
+        context = None if self._contexts is None else self._contexts.client
+        self._begin(Talk(connection, exchange, deadline, ended, connecting=True, context=context))
 
     def turn(self, seconds: float | None = None) -> None:
         """Wait for the next event, at most ``seconds``, and advance all conversations."""
@@ -164,7 +203,9 @@ class Talks:
             if self._strangers >= self._most:
                 oldest = next(talk for talk in self._talks.values() if talk.inbound)
                 self._end(oldest, TimeoutError("made room for another caller"))
-            self._begin(Talk(connection, exchange(), time.monotonic() + seconds, ended))
+            deadline = time.monotonic() + seconds
+            context = None if self._contexts is None else self._contexts.server
+            self._begin(Talk(connection, exchange(), deadline, ended, context=context))
 
     def _begin(self, talk: Talk) -> None:
         self._talks[talk.connection.fileno()] = talk
@@ -188,10 +229,13 @@ class Talks:
         self._poll.unregister(talk.connection)
         del self._talks[talk.connection.fileno()]
         self._strangers -= talk.inbound
+        if talk.inbound and isinstance(error, (RefusedError, ssl.SSLError)):
+            _log_refused(talk.connection, error)
         try:
             talk.ended(talk, error)
         finally:
-            talk.connection.close()
+            if not talk.kept:
+                talk.connection.close()
 
     def close(self) -> None:
         """End all conversations."""
@@ -200,3 +244,17 @@ class Talks:
             talk.connection.close()
         self._talks.clear()
         self._strangers = 0
+
+
+def _log_refused(connection: socket.socket, error: Exception) -> None:
+    """Log that a caller was refused, once for each reason."""
+    why = secured.reason(error) if isinstance(error, ssl.SSLError) else str(error)
+    kind = re.sub(r"\d+", "", why)
+    if kind in _reasons or len(_reasons) >= _MOST_REASONS:
+        return
+    _reasons.add(kind)
+    try:
+        caller = str(connection.getpeername()[0])
+    except OSError:
+        caller = "an unknown address"
+    log.warning("refused a caller at %s: %s (more of them are not logged)", caller, why)

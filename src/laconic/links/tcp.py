@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from laconic.errors import LinkError
-from laconic.links.addresses import own_address
+from laconic.links import tls
 from laconic.links.call_guard import CallGuard
 from laconic.links.calls import Call
 from laconic.links.collectives import Collectives
@@ -26,6 +26,19 @@ def gather_over(group: dist.ProcessGroup, device: torch.device, x: Tensor) -> Te
     rows = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(rows, x, group=group)
     return torch.stack(rows)
+
+
+_TLS, _PLAIN = "tls", "tcp"
+
+
+def _check_alike(texts: Sequence[str]) -> None:
+    """Raise ``ValueError``, on every rank alike, where some ranks use TLS and others do not."""
+    plain = [r for r, text in enumerate(texts) if text.startswith(_PLAIN)]
+    if plain and len(plain) < len(texts):
+        raise ValueError(
+            f"ranks {plain} do not use TLS, and the others do: set {tls.SWITCH}=1 and "
+            "the variables of its files on every rank, or on none"
+        )
 
 
 class TcpLink(Collectives):
@@ -50,11 +63,13 @@ class TcpLink(Collectives):
         """A link over the ranks of ``group``, which exchange their addresses and a secret over it,
         and do not need it afterward; ``owned``: it is destroyed then. Every rank must call it."""
         ranks = range(group.size())
-        wire = Wire(group.rank(), own_address(), timeout.total_seconds(), ranks)
+        wire = Wire(group.rank(), None, timeout.total_seconds(), ranks)
         try:
             guard = CallGuard(group.rank(), ranks, wire)
-            addresses = guard.meet(partial(gather_over, group, device), wire.address)
-            link = cls._connected(guard, wire, addresses)
+            own = f"{_PLAIN if tls.contexts() is None else _TLS}/{wire.address}"
+            texts = guard.meet(partial(gather_over, group, device), own)
+            _check_alike(texts)
+            link = cls._connected(guard, wire, [text.partition("/")[2] for text in texts])
         except BaseException:
             wire.close()
             raise
@@ -81,7 +96,7 @@ class TcpLink(Collectives):
     def split(self, sets: Sequence[Sequence[int]]) -> Link:
         members = next(ranks for ranks in sets if self.rank in ranks)
         ranks = [self._calls.ranks[r] for r in members]
-        wire = Wire(members.index(self.rank), own_address(), self._own_wire.timeout, ranks)
+        wire = Wire(members.index(self.rank), None, self._own_wire.timeout, ranks)
         try:
             addresses = exchange_texts(self.gather, wire.address)
             guard = self._calls.split(members, wire)
@@ -94,6 +109,7 @@ class TcpLink(Collectives):
 
     def begin_call(self, call: Call, *, wait: bool) -> bool:
         self._calls.begin(call)
+        self.begin_digest(call.digest)
         if wait:  # else the first message shows whether all ranks are in it
             self._calls.compare(call, self.gather)
         return wait

@@ -1,8 +1,9 @@
 /* Moves messages between memory and non-blocking sockets, as wire.py's _move does, without the
-   interpreter. */
+   interpreter. What a message looks like on its way is described in wire.py. */
 
 #include <errno.h>
 #include <poll.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -13,54 +14,171 @@
 #endif
 
 #define EXPORT __attribute__((visibility("default")))
-#define HEADER 24
+#define HEADER 36   /* fields, and their checksum */
+#define FIELDS 32
+#define CALL 24     /* the fields that must be as expected */
+#define FRAME 16384 /* bytes of payload before a checksum */
+#define CHECK 4
+#define AT_ONCE 16 /* frames in one go */
 
 /* as class _Message in wire.py */
 struct message {
     uint8_t header[HEADER]; /* what is sent, or expected, before the payload */
     uint8_t got[HEADER];    /* what came */
+    uint8_t checks[AT_ONCE][CHECK]; /* of the frames that are under way, the oldest first */
     uint8_t *payload;
-    int64_t end;   /* bytes of header and payload */
-    int64_t ready; /* how many of them may be moved */
-    int64_t done;  /* how many of them were moved */
+    int64_t size;  /* bytes of the payload */
+    int64_t ready; /* how many of them may be sent; -1: not even the header */
+    int64_t moved; /* bytes of header, payload and checksums that were moved */
+    int64_t done;  /* bytes of the payload that have come and were checked */
+    int64_t summed; /* bytes of the payload that `sum` is of */
+    uint32_t sum;   /* of the header's fields and the payload so far */
     int32_t fd;
     int32_t comes; /* 1: is received, 0: is sent */
 };
 
-enum { FINE = 0, SILENT = 1, CLOSED = 2, OTHER = 3, FAILED = 4, INTERRUPTED = 5 };
+enum { FINE = 0, SILENT = 1, CLOSED = 2, OTHER = 3, FAILED = 4, INTERRUPTED = 5, CHANGED = 6 };
 
-#define MOST (1 << 30) /* bytes in one go: some systems refuse more than an int holds */
+EXPORT int laconic_version(void) { return 5; }
 
-EXPORT int laconic_version(void) { return 4; }
+/* -- checksums: CRC-32 as zlib computes it, 16 bytes at a time ---- */
+
+static uint32_t tables[16][256];
+
+__attribute__((constructor)) static void make_tables(void) {
+    for (uint32_t i = 0; i < 256; i++) {
+        uint32_t c = i;
+        for (int bit = 0; bit < 8; bit++)
+            c = c & 1 ? 0xEDB88320u ^ (c >> 1) : c >> 1;
+        tables[0][i] = c;
+    }
+    for (int t = 1; t < 16; t++)
+        for (int i = 0; i < 256; i++)
+            tables[t][i] = (tables[t - 1][i] >> 8) ^ tables[0][tables[t - 1][i] & 255];
+}
+
+/* The checksum of what `crc` is of, followed by `n` bytes. */
+EXPORT uint32_t laconic_crc32(uint32_t crc, const uint8_t *data, int64_t n) {
+    crc = ~crc;
+    for (; n >= 16; n -= 16, data += 16) {
+        uint32_t next = 0;
+        for (int i = 0; i < 16; i++)
+            next ^= tables[15 - i][data[i] ^ (i < 4 ? (crc >> (8 * i)) & 255 : 0)];
+        crc = next;
+    }
+    while (n-- > 0)
+        crc = (crc >> 8) ^ tables[0][(crc ^ *data++) & 255];
+    return ~crc;
+}
+
+static void sum_to(struct message *m, int64_t end) {
+    m->sum = laconic_crc32(m->sum, m->payload + m->summed, end - m->summed);
+    m->summed = end;
+}
+
+/* -- the layout of a message ---- */
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* Bytes on the wire up to the first `size` bytes of the payload, with the checksum that ends them. */
+static int64_t on_wire(const struct message *m, int64_t size) {
+    if (size < 0)
+        return 0;
+    int64_t frames = size == m->size ? (size + FRAME - 1) / FRAME : size / FRAME;
+    return HEADER + size + frames * CHECK;
+}
+
+static int unfinished(const struct message *m) {
+    return m->moved < on_wire(m, m->comes ? m->size : m->ready);
+}
+
+static void begin_sum(struct message *m) {
+    m->sum = laconic_crc32(0, m->comes ? m->got : m->header, FIELDS);
+}
+
+/* Describes what can be moved next, from `m->moved` on, in `parts`; returns how many there are. */
+static int describe(struct message *m, struct iovec *parts) {
+    int count = 0;
+    int64_t ready = m->comes ? m->size : m->ready;
+    if (m->moved < HEADER)
+        parts[count++] = (struct iovec){(m->comes ? m->got : m->header) + m->moved,
+                                        (size_t)(HEADER - m->moved)};
+    int64_t body = m->moved < HEADER ? 0 : m->moved - HEADER;
+    int64_t frame = body / (FRAME + CHECK), within = body % (FRAME + CHECK);
+    for (int i = 0; i < AT_ONCE; i++, frame++, within = 0) {
+        int64_t start = frame * FRAME, end = least(start + FRAME, m->size);
+        int64_t length = end - start, until = least(end, ready);
+        if (start >= ready)
+            break;
+        if (start + within < until)
+            parts[count++] = (struct iovec){m->payload + start + within,
+                                            (size_t)(until - start - within)};
+        if (until < end)
+            break;
+        if (!m->comes && m->summed < end) {
+            if (m->summed == 0)
+                begin_sum(m);
+            sum_to(m, end);
+            memcpy(m->checks[i], &m->sum, CHECK);
+        }
+        int64_t passed = within > length ? within - length : 0;
+        parts[count++] = (struct iovec){m->checks[i] + passed, (size_t)(CHECK - passed)};
+    }
+    return count;
+}
+
+/* Takes in that `moved` more bytes have moved: checks what came. */
+static int advance(struct message *m, int64_t moved) {
+    int64_t before = m->moved;
+    m->moved += moved;
+    if (m->moved < HEADER)
+        return FINE;
+    if (before < HEADER && m->comes) {
+        uint32_t sum;
+        memcpy(&sum, m->got + FIELDS, CHECK);
+        begin_sum(m);
+        if (sum != m->sum)
+            return CHANGED;
+        if (memcmp(m->got, m->header, CALL))
+            return OTHER;
+    }
+    int64_t first = (before < HEADER ? 0 : before - HEADER) / (FRAME + CHECK);
+    int64_t body = m->moved - HEADER, frame = first;
+    for (;; frame++) {
+        int64_t start = frame * FRAME, end = least(start + FRAME, m->size);
+        int64_t within = body - frame * (FRAME + CHECK);
+        if (start >= m->size || within <= 0)
+            break;
+        if (m->comes && m->summed < end)
+            sum_to(m, least(start + within, end));
+        if (within < end - start + CHECK)
+            break;
+        if (m->comes && memcmp(m->checks[frame - first], &m->sum, CHECK))
+            return CHANGED;
+        m->done = end;
+    }
+    if (frame > first) /* the checksums of frames that are not complete come first */
+        memmove(m->checks[0], m->checks[frame - first],
+                (size_t)(CHECK * (AT_ONCE - least(frame - first, AT_ONCE))));
+    return FINE;
+}
 
 /* Moves what can be moved at once. */
 static int step(struct message *m) {
-    while (m->done < m->ready) {
-        struct iovec parts[2];
-        struct msghdr both = {.msg_iov = parts};
-        int64_t before = m->done, into = before < HEADER ? 0 : before - HEADER;
-        ssize_t moved;
-        if (before < HEADER) {
-            parts[0].iov_base = (m->comes ? m->got : m->header) + before;
-            parts[0].iov_len = (size_t)(HEADER - before);
-            both.msg_iovlen = 1;
-        }
-        if (m->ready > HEADER) {
-            parts[both.msg_iovlen].iov_base = m->payload + into;
-            int64_t left = m->ready - HEADER - into;
-            parts[both.msg_iovlen].iov_len = (size_t)(left < MOST ? left : MOST);
-            both.msg_iovlen++;
-        }
-        moved = m->comes ? recvmsg(m->fd, &both, 0) : sendmsg(m->fd, &both, MSG_NOSIGNAL);
+    while (unfinished(m)) {
+        struct iovec parts[2 * AT_ONCE + 1];
+        struct msghdr all = {.msg_iov = parts};
+        all.msg_iovlen = (size_t)describe(m, parts);
+        ssize_t moved = m->comes ? recvmsg(m->fd, &all, 0) : sendmsg(m->fd, &all, MSG_NOSIGNAL);
         if (moved < 0 && errno == EINTR)
             continue;
         if (moved < 0)
             return errno == EAGAIN || errno == EWOULDBLOCK ? FINE : FAILED;
         if (moved == 0)
             return CLOSED;
-        m->done += moved;
-        if (m->comes && before < HEADER && m->done >= HEADER && memcmp(m->got, m->header, HEADER))
-            return OTHER;
+        int outcome = advance(m, moved);
+        if (outcome != FINE)
+            return outcome;
     }
     return FINE;
 }
@@ -68,13 +186,14 @@ static int step(struct message *m) {
 static int64_t moved(const struct message *messages, int64_t count) {
     int64_t total = 0;
     for (int64_t i = 0; i < count; i++)
-        total += messages[i].done;
+        total += messages[i].moved;
     return total;
 }
 
-/* Until `enough` bytes of message `until` were moved, or all messages for -1; for -2 only what can
-   be moved at once. At most `timeout` ms in which not a byte moves: SILENT. CLOSED, OTHER, FAILED
-   with `error`: `which`. INTERRUPTED: to be called again, `which` tells whether any was moved. */
+/* Until `enough` bytes of the payload of message `until` have come, or all messages for -1; for -2
+   only what can be moved at once. At most `timeout` ms in which not a byte moves: SILENT. CLOSED,
+   OTHER, CHANGED, FAILED with `error`: `which`. INTERRUPTED: to be called again, `which` tells
+   whether any was moved. */
 EXPORT int laconic_move(struct message *messages, int64_t count, int64_t until, int64_t enough,
                         int timeout, int64_t *which, int *error) {
     struct pollfd waits[count > 0 ? count : 1];
@@ -84,7 +203,7 @@ EXPORT int laconic_move(struct message *messages, int64_t count, int64_t until, 
         nfds_t n = 0;
         for (int64_t i = 0; i < count; i++) {
             struct message *m = &messages[i];
-            if (m->done < m->ready) {
+            if (unfinished(m)) {
                 waits[n] = (struct pollfd){m->fd, m->comes ? POLLIN : POLLOUT, 0};
                 numbers[n++] = i;
             }

@@ -8,38 +8,28 @@ the processor time of a round.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
 import select
 import socket
+import ssl
 import struct
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from typing import ClassVar
 
 from torch import Tensor
 
-from laconic import native
 from laconic.errors import LinkError
-from laconic.links import forks, handshake
-from laconic.links.addresses import Address
+from laconic.links import forks, frames, handshake
+from laconic.links.addresses import Address, listen
 from laconic.links.connect import Connecting
 
-VERSION = 4
-"""The version that ``wire.c`` must have."""
-
-_HEADER = struct.Struct("=QQQ")  # the sender's call (serial, id), and how many bytes follow
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 5}
 """A connection ends after 30 s in which the other host acknowledged none of 5 probes. That is long
 enough for a saturated network. The kernel of a stopped process still acknowledges them."""
 _HANG_UP = getattr(select, "POLLRDHUP", 0)  # only Linux reports it before everything was read
 _INFO = struct.Struct("=52x2I")  # struct tcp_info up to tcpi_last_data_recv, tcpi_last_ack_recv
-
-_FINE, _SILENT, _CLOSED, _OTHER, _FAILED, _INTERRUPTED = range(6)
-_ALL, _AT_ONCE = -1, -2
 
 
 class OtherCallError(LinkError):
@@ -59,24 +49,15 @@ class LostError(RuntimeError):
     handler that runs during the wait may raise one for reasons of its own."""
 
 
-class _Message(ctypes.Structure):
-    """One message, and how many of its bytes have moved; ``struct message`` in ``wire.c``."""
+class ChangedError(LinkError):
+    """A message from ``rank``, called ``name``, is not what was sent."""
 
-    _fields_: ClassVar = [
-        ("header", ctypes.c_ubyte * _HEADER.size),
-        ("got", ctypes.c_ubyte * _HEADER.size),
-        ("payload", ctypes.c_void_p),
-        ("end", ctypes.c_int64),
-        ("ready", ctypes.c_int64),
-        ("done", ctypes.c_int64),
-        ("fd", ctypes.c_int32),
-        ("comes", ctypes.c_int32),
-    ]
-
-
-_BEGUN = struct.Struct(f"@QQQ{_HEADER.size}xPqqqii")
-"""Writes all fields of a `_Message` at once, in a tenth of the time."""
-assert _BEGUN.size == ctypes.sizeof(_Message), "laid out as the compiler does"
+    def __init__(self, rank: int, name: int) -> None:
+        super().__init__(
+            f"a message from rank {name} was changed on its way: its checksum is wrong. A network "
+            "interface, a router or memory is faulty, or somebody alters packets"
+        )
+        self.rank = rank
 
 
 class Connections(dict[int, int]):
@@ -87,6 +68,8 @@ class Connections(dict[int, int]):
 
     def __init__(self) -> None:
         super().__init__()
+        self.secured: dict[int, ssl.SSLSocket] = {}
+        """Those that use TLS, by file descriptor."""
         self._process = os.getpid()
         forks.close_in_child(self)
 
@@ -100,14 +83,25 @@ class Connections(dict[int, int]):
         connection.setblocking(False)
         before = self.get(rank)
         with forks.guard:
-            self[rank] = connection.detach()
+            if isinstance(connection, ssl.SSLSocket):
+                self[rank] = fd = connection.fileno()
+                self.secured[fd] = connection
+            else:
+                self[rank] = connection.detach()
         if before is not None:
-            os.close(before)
+            self._close(before)
 
     def close(self) -> None:
         """Close all connections."""
         while self:
-            os.close(self.popitem()[1])
+            self._close(self.popitem()[1])
+
+    def _close(self, fd: int) -> None:
+        secured = self.secured.pop(fd, None)
+        if secured is None:
+            os.close(fd)
+        else:
+            secured.close()
 
     def shutdown(self) -> None:
         """End all connections, here and at the other ranks, so that threads that wait return."""
@@ -126,7 +120,8 @@ class Connections(dict[int, int]):
 
 class Transfer:
     """Messages under way: ``sends[r]`` to rank r, and from rank r into ``receives[r]``. The tensors
-    are contiguous and on the CPU, and must not be used meanwhile.
+    are contiguous and on the CPU, and must not be used meanwhile. ``digest``: what the others learn
+    besides, an integer of 64 bits.
 
     If not ``ready``, `send` says how much of each can be sent. Bytes move inside `wait`, except
     those that the kernel accepts at once. The last `wait` must be for all messages. Raises
@@ -143,6 +138,7 @@ class Transfer:
         names: Sequence[int],
         *,
         ready: bool = True,
+        digest: int = 0,
     ) -> None:
         if connections.forked:
             raise LinkError("a forked process cannot use its parent's link: start it by spawn")
@@ -154,140 +150,67 @@ class Transfer:
         self._indices = {r: index for index, r in enumerate(receives)}
         self._timeout = timeout
         self.names = names
-        self._messages = (_Message * len(self._ranks))()
+        self.mutual = len(receives) if receives.keys() == sends.keys() else 0
+        """With how many ranks messages are exchanged in both directions; 0: not with all."""
+        self._messages = (frames.Message * len(self._ranks))()
         for index, (r, x) in enumerate(zip(self._ranks, self._tensors, strict=True)):
             if not x.is_contiguous() or x.device.type != "cpu":
                 raise ValueError(
                     f"a message is contiguous and on the CPU, not {x.device} {x.stride()}"
                 )
             size, comes = x.numel() * x.element_size(), index < len(receives)
-            end = _HEADER.size + size
-            begun = (*header, size, x.data_ptr(), end, end if ready or comes else 0, 0)
-            _BEGUN.pack_into(self._messages, index * _BEGUN.size, *begun, connections[r], comes)
+            where = x.data_ptr(), size, size if ready else -1, connections[r], comes
+            frames.begin(self._messages, index, header, digest, *where)
         connections.busy = True
-        self._move(_AT_ONCE)
+        self._move(frames.WITHOUT_WAITING)
 
     def send(self, rank: int, size: int) -> None:
         """The first ``size`` bytes of what is for ``rank`` are ready now, and can be sent."""
         index = len(self._indices) + self._ranks[len(self._indices) :].index(rank)
-        self._messages[index].ready = _HEADER.size + size
-        self._move(_AT_ONCE)
+        self._messages[index].ready = size
+        self._move(frames.WITHOUT_WAITING)
 
     def wait(self, rank: int | None = None, size: int | None = None) -> None:
-        """Wait for the first ``size`` bytes (None: all) from ``rank``; without a rank, until all
-        messages have come and are sent. Raises `LostError` if a connection is lost, or no byte
-        moves for ``timeout`` seconds, and `OtherCallError`."""
+        """Wait for the first ``size`` bytes (None: all) from ``rank``, and for the rest of their
+        frame; without a rank, until all messages have come and are sent. Raises `LostError` if a
+        connection is lost, or no byte moves for ``timeout`` seconds, `OtherCallError` and
+        `ChangedError`."""
         if rank is None:
-            assert all(m.ready == m.end for m in self._messages), "a message is not ready"
-            self._move(_ALL)
+            ready = (m.comes or m.ready == m.size for m in self._messages)
+            assert all(ready), "a message is not ready"
+            self._move(frames.ALL)
             self.connections.busy = False
         else:
             index = self._indices[rank]
-            end = self._messages[index].end
-            self._move(index, end if size is None else _HEADER.size + size)
+            self._move(index, self._messages[index].size if size is None else size)
+
+    def digests(self) -> dict[int, int]:
+        """The digests in the messages that have come, by rank."""
+        each = ((r, self._messages[index].got) for r, index in self._indices.items())
+        return {r: frames.FIELDS.unpack_from(got)[3] for r, got in each}
 
     def _move(self, until: int, enough: int = 0) -> None:
-        outcome, left = _INTERRUPTED, self._timeout
-        while outcome == _INTERRUPTED and left > 0:  # Python's own handlers run in between
+        outcome, left = frames.INTERRUPTED, self._timeout
+        while outcome == frames.INTERRUPTED and left > 0:  # Python's handlers run in between
             start = time.monotonic()
             milliseconds = min(max(round(1000 * left), 1), 2**31 - 1)
-            outcome, index, error = _move(self._messages, until, enough, milliseconds)
-            if outcome == _INTERRUPTED:
+            at = self._messages, self.connections.secured
+            outcome, index, error = frames.move(*at, until, enough, milliseconds)
+            if outcome == frames.INTERRUPTED:
                 moved = index  # whether any did
                 left = self._timeout if moved else left - (time.monotonic() - start)
-        if outcome == _FINE:
+        if outcome == frames.FINE:
             return
-        if outcome in (_SILENT, _INTERRUPTED):
+        if outcome in (frames.SILENT, frames.INTERRUPTED):
             raise LostError(f"nothing was sent or received for {self._timeout:g} s")
         rank, message = self._ranks[index], self._messages[index]
-        if outcome == _OTHER:
-            serial, call_id, size = _HEADER.unpack(message.got)
-            expected = message.end - _HEADER.size
-            raise OtherCallError(rank, self.names[rank], (serial, call_id), size, expected)
-        why = "closed by it" if outcome == _CLOSED else os.strerror(error)
+        if outcome == frames.CHANGED:
+            raise ChangedError(rank, self.names[rank])
+        if outcome == frames.OTHER:
+            serial, call_id, size, _ = frames.FIELDS.unpack_from(message.got)
+            raise OtherCallError(rank, self.names[rank], (serial, call_id), size, message.size)
+        why = "closed by it" if outcome == frames.CLOSED else os.strerror(error)
         raise LostError(f"connection to rank {self.names[rank]}: {why}")
-
-
-def _move(
-    messages: ctypes.Array[_Message], until: int, enough: int, timeout: int
-) -> tuple[int, int, int]:
-    """Move bytes until ``enough`` of message ``until`` have moved; `_ALL`: all messages;
-    `_AT_ONCE`: what can move without waiting. Gives up ``timeout`` ms after the last byte. Returns
-    the outcome, the index of the message that it is about (`_INTERRUPTED`: 1 if bytes moved, else
-    0), and the system's error number."""
-    compiled = library()
-    if compiled is None:
-        return _move_interpreted(messages, until, enough, timeout)
-    which, error = ctypes.c_int64(), ctypes.c_int()
-    outcome = compiled.laconic_move(
-        *(messages, len(messages), until, enough, timeout),
-        *(ctypes.byref(which), ctypes.byref(error)),
-    )
-    return outcome, which.value, error.value
-
-
-@cache
-def library() -> ctypes.CDLL | None:
-    """The compiled ``wire.c``, if there is one that can be used."""
-    found = native.load("laconic.links._wire", VERSION)
-    if found is not None:
-        found.laconic_move.argtypes = [
-            *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int),
-            *(ctypes.c_void_p, ctypes.c_void_p),
-        ]
-    return found
-
-
-def _move_interpreted(
-    messages: ctypes.Array[_Message], until: int, enough: int, timeout: int
-) -> tuple[int, int, int]:
-    """As ``laconic_move``, where it was not compiled."""
-    while True:
-        waiting = [i for i, message in enumerate(messages) if message.done < message.ready]
-        if not waiting or (until >= 0 and messages[until].done >= enough):
-            return _FINE, 0, 0
-        asked: dict[int, int] = {}
-        for i in waiting:
-            event = select.POLLIN if messages[i].comes else select.POLLOUT
-            asked[messages[i].fd] = asked.get(messages[i].fd, 0) | event
-        poll = select.poll()
-        for fd, events in asked.items():
-            poll.register(fd, events)
-        ready = dict(poll.poll(0 if until == _AT_ONCE else timeout))
-        for i in waiting:
-            if messages[i].fd in ready:
-                outcome, error = _step(messages[i])
-                if outcome != _FINE:
-                    return outcome, i, error
-        if until == _AT_ONCE or not ready:
-            return (_FINE if until == _AT_ONCE else _SILENT), 0, 0
-
-
-def _step(message: _Message) -> tuple[int, int]:
-    """Move what can move without waiting."""
-    size = message.ready - _HEADER.size
-    payload = (ctypes.c_ubyte * size).from_address(message.payload) if size else bytearray()
-    parts = (memoryview(message.got if message.comes else message.header), memoryview(payload))
-    both = [part.cast("B") for part in parts]
-    while message.done < message.ready:
-        start = message.done
-        left = [both[0][start:], both[1][max(start - _HEADER.size, 0) :]]
-        try:
-            moved = (os.readv if message.comes else os.writev)(message.fd, left)
-        except BlockingIOError:
-            break
-        except OSError as error:
-            return _FAILED, error.errno or 0
-        if not moved:
-            return _CLOSED, 0
-        message.done += moved
-        if (
-            message.comes
-            and start < _HEADER.size <= message.done
-            and bytes(both[0]) != bytes(message.header)
-        ):
-            return _OTHER, 0
-    return _FINE, 0
 
 
 def configure(connection: socket.socket) -> None:
@@ -300,21 +223,18 @@ def configure(connection: socket.socket) -> None:
 
 
 class Wire:
-    """The connections of rank ``rank`` of a link to all other ranks. ``host``: its own address;
-    ``names``: what ranks are called in errors. Every rank sends the others its `address` before it
-    calls `connect`."""
+    """The connections of rank ``rank`` of a link to all other ranks. ``host``: where it listens,
+    see `listen`; ``names``: what ranks are called in errors. Every rank sends the others its
+    `address` before it calls `connect`."""
 
-    def __init__(self, rank: int, host: str, timeout: float, names: Sequence[int]) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with forks.guard:
-            self._server = socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)
-            forks.close_in_child(self._server)
+    def __init__(self, rank: int, host: str | None, timeout: float, names: Sequence[int]) -> None:
+        self._server, announced = listen(host)
         self._rank = rank
         self.timeout = timeout
         self.names = names
         self._key = secrets.token_bytes(handshake.KEY_BYTES)
         self.connections = Connections()
-        self.address = str(Address(host, self._server.getsockname()[1], self._key.hex()))
+        self.address = str(Address(announced, self._server.getsockname()[1], self._key.hex()))
 
     def connect(self, addresses: Sequence[str], secret: bytes, check: Callable[[], None]) -> None:
         """Connect to all ranks, at their ``addresses``. All of them know the ``secret``, and prove

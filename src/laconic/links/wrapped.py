@@ -61,6 +61,9 @@ class Wrapped:
                 pass
         return sent
 
+    def digests(self) -> Sequence[int]:
+        return self.link.digests()
+
     def check(self) -> None:
         self.link.check()
 

@@ -27,7 +27,7 @@ from laconic.codecs import kernels
 from laconic.device import ACCELERATORS
 from laconic.errors import install
 from laconic.lab.emulation.cluster import Cluster, NamespacesUnavailable
-from laconic.links import wire
+from laconic.links import frames
 from laconic.links.addresses import address_of, address_toward
 
 Level = Literal["ok", "warning", "problem"]
@@ -142,7 +142,7 @@ def software(environ: Environment) -> list[Finding]:
 
 def _kernels() -> Finding:
     """Check whether the C extensions for codecs and messages are available."""
-    parts = {"the codec kernels": kernels.library(), "the message transport": wire.library()}
+    parts = {"the codec kernels": kernels.library(), "the message transport": frames.library()}
     missing = [name for name, library in parts.items() if library is None]
     if not missing:
         return Finding("ok", "software", f"{' and '.join(parts)} are compiled")

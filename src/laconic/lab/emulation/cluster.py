@@ -16,11 +16,14 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Final, final
 
 from laconic.lab.emulation import orphans
+from laconic.lab.emulation.forward import Counts, ForwardError, counts
+from laconic.lab.emulation.impairments import Impairments
 from laconic.lab.emulation.jobs import (
     KILL_SECONDS,
     Job,
@@ -39,6 +42,8 @@ from laconic.lab.emulation.namespaces import Entry, Plan
 
 __all__ = [
     "Cluster",
+    "ForwardError",
+    "Impairments",
     "Job",
     "Loopback",
     "NamespacesUnavailable",
@@ -64,10 +69,12 @@ class Cluster:
 
     Host h is `host{h}` at `addresses[h]`, reachable only from the other hosts. `bandwidth` (bit/s)
     limits what each host may send; None means no limit. `host_bandwidth` overrides it for single
-    hosts. What a host receives is limited only by the senders.
+    hosts. What a host receives is limited only by the senders. `impairments` adds latency, jitter
+    and loss. `congestion_control` is TCP's default on the hosts.
 
     Everything ends with the `with` block, and with this process however it ends. Raises ValueError
-    for arguments out of range and NamespacesUnavailable if the kernel refuses.
+    for arguments out of range, NamespacesUnavailable if the kernel refuses, and ForwardError if it
+    allows namespaces but packets cannot be delayed or dropped here.
     """
 
     emulated: Final = True
@@ -79,8 +86,11 @@ class Cluster:
         *,
         bandwidth: float | None = 100e6,
         host_bandwidth: Mapping[int, float | None] | None = None,
+        impairments: Impairments | None = None,
     ) -> None:
         check_hosts(hosts)
+        if impairments is not None:
+            impairments.check(hosts)
         rates = [bandwidth] * hosts
         for host, rate in (host_bandwidth or {}).items():
             check_host(host, hosts)
@@ -92,17 +102,20 @@ class Cluster:
             addresses=self.addresses,
             prefix=24,
             rates=[_bytes_per_second(rate) for rate in rates],
+            forward=asdict(impairments.forward(hosts)) if impairments else None,
             path=[os.path.abspath(entry) for entry in sys.path],
         )
         mark = orphans.new_mark()
         with signals_deferred():
-            keeper, channel, user, descriptors = _start_keeper(plan, mark)
+            keeper, channel, user, descriptors, report = _start_keeper(plan, mark)
             open_descriptors = [channel, *user, *descriptors]
             self._release = weakref.finalize(self, _end_keeper, keeper, open_descriptors)
             self._channel = channel
             self._unreachable: dict[int, list[int]] = {}
             self._user = user
             self._counters, _, *self._networks = descriptors
+            self._forwarded = plan.forward is not None
+            self.congestion_control = str(report["congestion_control"])
             self._processes = Processes(mark)
 
     def start(
@@ -168,9 +181,11 @@ class Cluster:
     def tx_bytes(self) -> list[int]:
         """Return the bytes each host has sent so far, counted at its port of the switch.
 
-        The count covers link-layer frames: payload, protocol headers and acknowledgments. Raises
-        ValueError if the cluster is closed.
+        The count covers link-layer frames: payload, protocol headers and acknowledgments. With
+        impairments, it includes frames that were lost. Raises ValueError if the cluster is closed.
         """
+        if self._forwarded:
+            return [count.bytes for count in self.counts()]
         if not self._release.alive:
             raise ValueError("the cluster is closed")
         received = {}  # what the switch received is what the host sent
@@ -179,6 +194,17 @@ class Cluster:
             if colon:
                 received[name.strip()] = int(counts.split()[0])
         return [received[f"host{host}"] for host in range(len(self.addresses))]
+
+    def counts(self) -> list[Counts]:
+        """Return the bytes and frames that each host has sent so far, and the lost ones.
+
+        Raises ValueError if the cluster is closed or has no impairments.
+        """
+        if not self._forwarded:
+            raise ValueError("frames are counted only with latency, jitter or loss")
+        if not self._release.alive:
+            raise ValueError("the cluster is closed")
+        return counts(read_all(self._counters))
 
     def free_port(self) -> int:
         """Return a port for a server on a host, a different one on each call."""
@@ -211,6 +237,7 @@ class Loopback:
 
     emulated: Final = False
     interface: Final = "lo" if sys.platform == "linux" else "lo0"
+    congestion_control: Final = None
 
     def __init__(self, hosts: int = 4) -> None:
         check_hosts(hosts)
@@ -306,11 +333,12 @@ def launch(
 
 def _start_keeper(
     plan: Plan, mark: str
-) -> tuple[subprocess.Popen[bytes], int, list[int], list[int]]:
+) -> tuple[subprocess.Popen[bytes], int, list[int], list[int], dict[str, object]]:
     """Start the process that builds the network.
 
-    Returns the process, our end of its channel, the user namespace if it created one, and the
-    descriptors of the counters, the switch and the hosts. Raises NamespacesUnavailable.
+    Returns the process, our end of its channel, the user namespace if it created one, the
+    descriptors of the counters, the switch and the hosts, and its report. Raises
+    NamespacesUnavailable or ForwardError.
     """
     if sys.platform != "linux":
         raise NamespacesUnavailable(f"network namespaces need Linux, not {sys.platform}")
@@ -339,9 +367,11 @@ def _start_keeper(
             keeper.wait()
             last = tail(errors.fileno()).rpartition("\n")[2] or f"exit code {keeper.returncode}"
             reason = report["error"] if message else f"setup failed: {last}"
+            if message and report["forward"]:
+                raise ForwardError(reason)
             raise NamespacesUnavailable(f"no network namespaces: {reason}")
         user = [descriptors.pop(0)] if report["user"] else []
-        return keeper, ours.detach(), user, descriptors
+        return keeper, ours.detach(), user, descriptors, report
 
 
 def _end_keeper(keeper: subprocess.Popen[bytes], descriptors: Sequence[int]) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import importlib.util
 import json
 import os
 import signal
@@ -31,6 +32,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     import socket
+    import subprocess
+
+    from laconic.lab.emulation.forward import Forward
 
 __all__ = ["SOCKET_PREFIX", "Entry", "Plan"]
 
@@ -71,14 +75,19 @@ _SETTINGS: Final = {
     # The machine's default may be BBR, which paces by its own estimate of the rate: 3% slower.
     "ipv4/tcp_congestion_control": "reno",
 }
+# With latency and loss the choice matters, so it is Linux's usual default. The kernel refuses it if
+# the machine's tcp_allowed_congestion_control lacks it; it remains reno then.
+_FORWARDED: Final = {"ipv4/tcp_congestion_control": "cubic"}
 
 
 @dataclass(frozen=True)
 class Plan:
     """What `keep` builds: one switch and `len(addresses)` hosts.
 
-    `rates` limits what each host sends, in bytes per second; None means no limit. Everything ends
-    when the process `launcher` dies. `path` is the import path on which to find pyroute2.
+    `rates` limits what each host sends, in bytes per second; None means no limit. `forward` has the
+    fields of `laconic.lab.emulation.forward.Forward`; with None, packets are neither delayed nor
+    lost. Everything ends when the process `launcher` dies. `path` is the import path on which to
+    find pyroute2.
     """
 
     launcher: int
@@ -86,6 +95,7 @@ class Plan:
     prefix: int
     rates: list[int | None]
     path: list[str]
+    forward: dict[str, Any] | None = None
 
     def command(self, channel: int) -> list[str]:
         """Return the command line of the keeper, which reports on the descriptor `channel`."""
@@ -141,8 +151,10 @@ def enter(entry: Entry, argv: Sequence[str]) -> None:
 def keep(channel_descriptor: int, plan: Plan) -> None:
     """Build the cluster of `plan`, report on the channel, wait until the launcher ends, clean up.
 
-    The report is one JSON message: `{"error": reason}`, or `{"user": bool}` with the descriptors
-    [user namespace if any, the switch's interface counters, switch, hosts...].
+    The report is one JSON message: `{"error": reason, "forward": whether packets cannot be
+    forwarded}`, or `{"user": bool, "congestion_control": name}` with the descriptors [user
+    namespace if any, counters, switch, hosts...]. The counters are the switch's interfaces' or
+    the forwarder's.
     """
     # Imported here because `enter` starts with every process and does not need them.
     import select
@@ -157,16 +169,20 @@ def keep(channel_descriptor: int, plan: Plan) -> None:
             if os.getppid() != plan.launcher:
                 return
             server.bind(f"\0{SOCKET_PREFIX}{plan.launcher}-{os.getpid()}")
-            user, descriptors = _build(plan)
+            user, descriptors, forwarder = _build(plan)
         except OSError as error:
-            channel.send(json.dumps({"error": f"{error.strerror or error}"}).encode())
+            kind = type(error).__name__
+            report = {"error": f"{error.strerror or error}", "forward": kind == "ForwardError"}
+            channel.send(json.dumps(report).encode())
             return
         namespaces = {os.fstat(descriptor).st_ino for descriptor in descriptors}
         with contextlib.suppress(BrokenPipeError):  # the launcher died meanwhile
-            socket.send_fds(channel, [json.dumps({"user": user}).encode()], descriptors)
+            report = {"user": user, "congestion_control": _congestion_control()}
+            socket.send_fds(channel, [json.dumps(report).encode()], descriptors)
             server.listen()
-            readable = [channel.fileno(), launcher, server.fileno()]
-            while launcher not in (ready := select.select(readable, [], [])[0]):
+            ends = {launcher, *([] if forwarder is None else [os.pidfd_open(forwarder.pid)])}
+            readable = [channel.fileno(), server.fileno(), *ends]
+            while ends.isdisjoint(ready := select.select(readable, [], [])[0]):
                 if channel.fileno() in ready:
                     if not (command := channel.recv(1 << 16)):
                         break
@@ -249,11 +265,18 @@ def _kill_inside(namespaces: set[int]) -> Iterable[int]:
             os.close(descriptor)
 
 
-def _build(plan: Plan) -> tuple[bool, list[int]]:
-    """Build switch and hosts. Return whether a user namespace was created, and descriptors."""
+def _build(plan: Plan) -> tuple[bool, list[int], subprocess.Popen[bytes] | None]:
+    """Build switch and hosts.
+
+    Returns whether a user namespace was created, descriptors, and the forwarder if there is one.
+    """
     own_user = _may_unshare_network()
-    hosts = [_new_network() for _ in plan.addresses]
-    switch = _new_network()
+    forward: Forward | None = None
+    if plan.forward is not None:
+        forward = _forward_module().Forward(**plan.forward)
+        forward.check()
+    hosts = [_new_network(forward is not None) for _ in plan.addresses]
+    switch = _new_network(forward is not None)
     sys.path[:] = plan.path
     try:
         pyroute2 = importlib.import_module("pyroute2")
@@ -263,25 +286,51 @@ def _build(plan: Plan) -> tuple[bool, list[int]]:
         ) from error
     try:
         with pyroute2.IPRoute() as route:
-            route.link("add", ifname="switch", kind="bridge", mtu=_MTU, state="up")
-            (bridge,) = route.link_lookup(ifname="switch")
-            for index, host in enumerate(hosts):
-                far_end = {"ifname": "eth0", "net_ns_fd": host, "mtu": _MTU}
-                port = f"host{index}"
-                route.link("add", ifname=port, kind="veth", mtu=_MTU, peer=far_end)
-                (link,) = route.link_lookup(ifname=port)
-                route.link("set", index=link, master=bridge, state="up")
+            if forward is None:
+                _add_switch(route, hosts)
+        taps: list[int] = []
         for host, address, rate in zip(hosts, plan.addresses, plan.rates, strict=True):
             _setns(host, _CLONE_NEWNET)
             with pyroute2.IPRoute() as route:
+                if forward is not None:
+                    taps.append(_forward_module().add_tap(route, "eth0", len(taps)))
                 _configure_host(route, address, plan.prefix, rate)
     except pyroute2.NetlinkError as error:
         reason = f"the kernel refuses to set up the network: {os.strerror(error.code)}"
         raise OSError(error.code, reason) from error
     _setns(switch, _CLONE_NEWNET)
-    counters = os.open("/proc/self/net/dev", os.O_RDONLY)
+    forwarder = None
+    if forward is None:
+        counters = os.open("/proc/self/net/dev", os.O_RDONLY)
+    else:
+        forwarder, counters = forward.start(taps)
+        for tap in taps:
+            os.close(tap)
     user = [os.open("/proc/self/ns/user", os.O_RDONLY)] if own_user else []
-    return own_user, [*user, counters, switch, *hosts]
+    return own_user, [*user, counters, switch, *hosts], forwarder
+
+
+def _forward_module() -> Any:
+    """Return forward.py. Importing it by its name would import torch, which takes seconds."""
+    name = "forward"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+        assert spec is not None and spec.loader is not None, "it is next to this file"
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def _add_switch(route: Any, hosts: Sequence[int]) -> None:
+    """Connect `eth0` of each host to a bridge in the current namespace."""
+    route.link("add", ifname="switch", kind="bridge", mtu=_MTU, state="up")
+    (bridge,) = route.link_lookup(ifname="switch")
+    for index, host in enumerate(hosts):
+        far_end = {"ifname": "eth0", "net_ns_fd": host, "mtu": _MTU}
+        port = f"host{index}"
+        route.link("add", ifname=port, kind="veth", mtu=_MTU, peer=far_end)
+        (link,) = route.link_lookup(ifname=port)
+        route.link("set", index=link, master=bridge, state="up")
 
 
 def _configure_host(route: Any, address: str, prefix: int, rate: int | None) -> None:
@@ -326,14 +375,21 @@ def _may_unshare_network() -> bool:
     return True
 
 
-def _new_network() -> int:
+def _new_network(forwarded: bool) -> int:
     """Move to a new network namespace and return a descriptor of it."""
     _unshare(_CLONE_NEWNET)
-    for setting, value in _SETTINGS.items():
+    for setting, value in (*_SETTINGS.items(), *(_FORWARDED.items() if forwarded else ())):
         # Read-only in some containers. Results are then slightly less exact.
         with contextlib.suppress(OSError):
             Path("/proc/sys/net", setting).write_text(value)
     return os.open("/proc/self/ns/net", os.O_RDONLY)
+
+
+def _congestion_control() -> str:
+    """Return the default congestion control of the current network namespace, or ""."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    return ""
 
 
 def _mount_hosts_file(text: str) -> None:

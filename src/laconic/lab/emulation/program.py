@@ -29,6 +29,7 @@ from laconic.lab.emulation.cluster import (
 )
 from laconic.lab.emulation.faults import Cut, Plan
 from laconic.lab.emulation.goodput import Goodput, goodput_of, trace_directory
+from laconic.lab.emulation.impairments import Impairments
 from laconic.lab.emulation.injection import COORDINATOR_PORT, Happened, Injection
 from laconic.lab.emulation.jobs import Job, Outcome, signals_deferred
 from laconic.lab.emulation.output import Stream
@@ -49,13 +50,13 @@ class Network:
     """The emulated hosts and their network.
 
     ``bandwidth``: bit/s that each host may send, None for no limit. ``host_bandwidth``: overrides
-    for single hosts. ``latency``: seconds per message.
+    for single hosts. ``impairments``: latency, jitter and loss.
     """
 
     hosts: int = 4
     bandwidth: float | None = 100e6
     host_bandwidth: Mapping[int, float | None] = field(default_factory=dict)
-    latency: float = 0.0
+    impairments: Impairments = field(default_factory=Impairments)
 
     def check(self) -> None:
         """Raise ``ValueError`` for settings that cannot be emulated."""
@@ -66,6 +67,7 @@ class Network:
         for rate in self.rates():
             if rate is not None:
                 check_rate(rate)
+        self.impairments.check(self.hosts)
 
     def rates(self) -> list[float | None]:
         """Return what each host may send, in bit/s."""
@@ -176,14 +178,21 @@ class Watch(Protocol):
 
 @contextlib.contextmanager
 def emulate(network: Network) -> Iterator[tuple[Cluster | Loopback, str | None]]:
-    """Yield the hosts and None, or without namespaces, a `Loopback` and the reason."""
+    """Yield the hosts and None, or without namespaces, a `Loopback` and the reason.
+
+    Raises ``OSError`` if jitter or loss cannot be emulated, or latency although namespaces can.
+    """
     reason = None
     cluster: Cluster | Loopback
     try:
         cluster = Cluster(
-            network.hosts, bandwidth=network.bandwidth, host_bandwidth=network.host_bandwidth
+            network.hosts,
+            bandwidth=network.bandwidth,
+            host_bandwidth=network.host_bandwidth,
+            impairments=network.impairments,
         )
     except NamespacesUnavailable as error:
+        network.impairments.check_throttled(str(error))
         cluster, reason = Loopback(network.hosts), str(error)
     with cluster:
         yield cluster, reason
@@ -391,8 +400,6 @@ def _processes(settings: Settings, cluster: Cluster | Loopback) -> Iterator[Proc
     shared["GROUP_WORLD_SIZE"] = str(settings.network.hosts)  # without the coordinator's host
     for name in (BANDWIDTH_VARIABLE, LATENCY_VARIABLE):
         shared.pop(name, None)
-    if settings.network.latency:
-        shared[LATENCY_VARIABLE] = str(settings.network.latency)
     rates = settings.network.rates()
     launcher = torchrun.find(settings.argv, settings.network.hosts, settings.per_host)
     per_host = settings.per_host or 1
@@ -400,8 +407,11 @@ def _processes(settings: Settings, cluster: Cluster | Loopback) -> Iterator[Proc
         per_host = int(launcher.per_host) if launcher.per_host.isdecimal() else 1
     for host, rate in enumerate(rates):
         env = dict(shared)
-        if rate is not None and not cluster.emulated:
-            env[BANDWIDTH_VARIABLE] = str(rate / per_host)
+        if not cluster.emulated:
+            if rate is not None:
+                env[BANDWIDTH_VARIABLE] = str(rate / per_host)
+            if seconds := settings.network.impairments.message_seconds(host):
+                env[LATENCY_VARIABLE] = str(seconds)
         if launcher is not None:
             address, port = cluster.addresses[0], int(shared["MASTER_PORT"])
             name = f"host{host}/rank{host}" if launcher.per_host == "1" else f"host{host}"

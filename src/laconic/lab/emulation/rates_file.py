@@ -24,16 +24,17 @@ def write_rates(
     Raises ``OSError`` with the name of the file.
     """
     network = settings.network
-    hosts = [
-        {"name": f"host{host}", "address": address, "bandwidth": rate}
-        for host, (address, rate) in enumerate(
-            zip(cluster.addresses[: network.hosts], network.rates(), strict=True)
-        )
-    ]
+    hosts = []
+    addresses = cluster.addresses[: network.hosts]
+    for host, (address, rate) in enumerate(zip(addresses, network.rates(), strict=True)):
+        latency, jitter, loss = network.impairments.of_host(host)
+        described = {"name": f"host{host}", "address": address, "bandwidth": rate}
+        hosts.append({**described, "latency": latency, "jitter": jitter, "loss": loss})
     document: dict[str, Any] = {
         "command": settings.argv,
         "network": "emulated" if cluster.emulated else "throttled",
-        "latency": network.latency,
+        "network_seed": network.impairments.seed,
+        "congestion_control": cluster.congestion_control,
         "hosts": hosts,
         "seconds": ended.seconds,
         "failed": ended.first and {"process": ended.first.process.name, "how": ended.first.how},

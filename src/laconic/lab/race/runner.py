@@ -30,6 +30,7 @@ from laconic.lab.emulation.cluster import (
     check_rate,
     launch,
 )
+from laconic.lab.emulation.impairments import Impairments
 from laconic.lab.emulation.jobs import Job, Outcome
 from laconic.lab.race import rivals, user_files, workloads
 from laconic.lab.race import timeline as timelines
@@ -56,9 +57,9 @@ class Settings:
     """What to race, and where.
 
     Exactly one of ``seconds`` and ``steps`` is set. ``bandwidth`` is in bit/s of each host, and
-    ``host_bandwidth`` overrides it for single hosts. ``latency`` is in seconds added to each
-    message. ``slow_hosts`` gives the factor by which single hosts compute more slowly. Every recipe
-    and every one of the ``rivals`` (other libraries) runs once per seed, after a row without
+    ``host_bandwidth`` overrides it for single hosts. ``impairments`` are latency, jitter and loss
+    of the network. ``slow_hosts`` gives the factor by which single hosts compute more slowly. Every
+    recipe and every one of the ``rivals`` (other libraries) runs once per seed, after a row without
     communication unless ``baseline`` is False. ``rules`` is a file with the user's own recipes.
     ``group_size`` is the number of adjacent workers per group, for recipes with rounds inside
     groups. ``lr`` is a factor on the workload's learning rate.
@@ -72,7 +73,7 @@ class Settings:
     group_size: int | None = None
     bandwidth: float = 100e6
     host_bandwidth: Mapping[int, float] = field(default_factory=dict)
-    latency: float = 0.0
+    impairments: Impairments = field(default_factory=Impairments)
     slow_hosts: Mapping[int, float] = field(default_factory=dict)
     workload: str = "text"
     data: str | None = None
@@ -94,11 +95,6 @@ class Settings:
         for text in (names := (*self.recipes, *self.rivals)):
             if names.count(text) > 1:
                 raise ValueError(f"{text} is given twice; --repeat runs everything several times")
-        if self.rivals and self.latency:
-            raise ValueError(
-                "laconic's own link adds the latency, so it does not affect other libraries: "
-                "remove either --latency or --peer"
-            )
         check_int("hosts", self.hosts, 1)
         check_hosts(self.hosts)
         check_rate(self.bandwidth)
@@ -108,6 +104,7 @@ class Settings:
                 raise ValueError(f"there is no host {host}: hosts are numbered 0 to {last}")
         for rate in self.host_bandwidth.values():
             check_rate(rate)
+        self.impairments.check(self.hosts)
         for factor in self.slow_hosts.values():
             check_float("the factor of a slow host", factor, 1.0)
         check_int("per-host", self.per_host, 1)
@@ -163,7 +160,10 @@ class Settings:
 
 @contextmanager
 def network(settings: Settings) -> Iterator[tuple[Cluster | Loopback, str | None]]:
-    """Yield the emulated hosts and None, or without namespaces, a `Loopback` and the reason."""
+    """Yield the emulated hosts and None, or without namespaces, a `Loopback` and the reason.
+
+    Raises ``OSError`` if jitter or loss cannot be emulated, or latency although namespaces can.
+    """
     reason = None
     cluster: Cluster | Loopback
     try:
@@ -171,8 +171,10 @@ def network(settings: Settings) -> Iterator[tuple[Cluster | Loopback, str | None
             settings.hosts,
             bandwidth=settings.bandwidth,
             host_bandwidth=settings.host_bandwidth,
+            impairments=settings.impairments,
         )
     except NamespacesUnavailable as error:
+        settings.impairments.check_throttled(str(error))
         cluster, reason = Loopback(settings.hosts), str(error)
     with cluster:
         yield cluster, reason
@@ -214,7 +216,10 @@ def run(settings: Settings, command: str, watch: Watch) -> Iterator[Result]:
                 parameters = size or parameters
                 yield Result(
                     rows=tuple(rows),
-                    settings=_described(settings, parameters, reason),
+                    settings={
+                        **_described(settings, parameters, reason),
+                        "congestion_control": cluster.congestion_control,
+                    },
                     machine=machine(),
                     versions=versions,
                     command=command,
@@ -226,9 +231,10 @@ def _described(settings: Settings, parameters: int, reason: str | None) -> dict[
         name: getattr(settings, name)
         for name in (
             "workload", "data", "rules", "hosts", "per_host", "group_size", "bandwidth",
-            "host_bandwidth", "latency", "slow_hosts", "seconds", "steps", "seeds",
+            "host_bandwidth", "slow_hosts", "seconds", "steps", "seeds",
         )
     }  # fmt: skip
+    described |= settings.impairments.document()
     described["seed"] = settings.seeds[0]
     described["parameters"] = parameters
     described["network"] = "emulated" if reason is None else "throttled"
@@ -276,7 +282,7 @@ def _row(
         lr=settings.lr,
         # Emulated hosts have slow interfaces. Otherwise the link is throttled, shared by ranks.
         bandwidths=None if cluster.emulated else [rate / settings.per_host for rate in rates],
-        latency=settings.latency,
+        latencies=None if cluster.emulated else [*map(settings.impairments.message_seconds, hosts)],
         paces=[settings.slow_hosts.get(host, 1.0) for host in hosts],
         interface=cluster.interface if cluster.emulated else None,
         timeout=RANK_TIMEOUT,

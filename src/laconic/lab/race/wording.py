@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from textwrap import shorten
 
+from laconic.lab.emulation.impairments import described
 from laconic.lab.race.comparison import equal_steps, equal_time
 from laconic.lab.race.result import (
     Result,
@@ -46,7 +47,7 @@ def bandwidth(result: Result) -> str:
 
 
 def network(result: Result) -> str:
-    """Describe the network: hosts, bandwidth, latency, and whether it is emulated or throttled."""
+    """Describe the network: hosts, rates, impairments, and whether it is emulated or throttled."""
     parts = []
     hosts, per_host = number(result, "hosts"), number(result, "per_host")
     if hosts is not None:
@@ -60,8 +61,11 @@ def network(result: Result) -> str:
         parts.append(f"host {host}: {format_rate(bits)}")
     for host, factor in _by_host(result, "slow_hosts"):
         parts.append(f"host {host} computes {brief(factor)} times as long")
-    latency = number(result, "latency")
-    parts.append(f"{brief(latency * 1e3)} ms latency" if latency else "")
+    for name in ("latency", "jitter", "loss"):
+        value = number(result, name)
+        parts.append(described(name, value) if value else "")
+        for host, single in _by_host(result, f"host_{name}"):
+            parts.append(f"host {host}: {described(name, single)}")
     if result.settings.get("network") == "throttled":
         parts.append("throttled link: this system does not allow network namespaces")
     elif result.settings.get("network") == "emulated":
@@ -126,8 +130,9 @@ def _setting(key: str, value: object) -> str:
         return ", ".join(map(str, value))
     if key.endswith("bandwidth") and isinstance(value, (int, float)) and math.isfinite(value):
         return format_rate(value)
-    if key == "latency" and isinstance(value, (int, float)):
-        return f"{brief(value * 1e3)} ms"
+    name = key.removeprefix("host_")
+    if name in ("latency", "jitter", "loss") and isinstance(value, (int, float)):
+        return described(name, value).removesuffix(f" {name}")
     return brief(value) if isinstance(value, float) else str(value)
 
 

@@ -46,9 +46,9 @@ class Spec:
     ``recipe`` is empty for no communication, and the name of another library if ``peer``. ``rules``
     is the file with the user's own recipes. ``group_size`` is workers per group. ``lr`` is a factor
     on the workload's learning rate. ``seconds`` or ``steps`` ends the run. ``bandwidths`` (bit/s,
-    of a rank on each host) and ``latency`` (s) are for a link to be throttled here. ``paces`` are
-    the factors by which each host's compute time is extended. ``interface`` is the one whose
-    counter is read.
+    of a rank on each host) and ``latencies`` (s, of a message of each host) are for a link to be
+    throttled here. ``paces`` are the factors by which each host's compute time is extended.
+    ``interface`` is the one whose counter is read.
     """
 
     recipe: str
@@ -62,7 +62,7 @@ class Spec:
     seed: int
     validations: int
     bandwidths: list[float] | None
-    latency: float
+    latencies: list[float] | None
     paces: list[float]
     interface: str | None
     timeout: float
@@ -180,10 +180,9 @@ class Run:
     def _link(self) -> Link:
         timeout = timedelta(seconds=self.spec.timeout)
         link = world_link(torch.device("cpu"), timeout)
-        if self.spec.bandwidths is None and not self.spec.latency:
+        if self.spec.bandwidths is None or self.spec.latencies is None:
             return link
-        bandwidth = None if self.spec.bandwidths is None else self.spec.bandwidths[self.host]
-        return Throttled(link, bandwidth, self.spec.latency)
+        return Throttled(link, self.spec.bandwidths[self.host], self.spec.latencies[self.host])
 
     def step(self, step: int, steps: int, sample: bool = False) -> None:
         """Run one training step, at the learning rate of ``step`` of ``steps``.

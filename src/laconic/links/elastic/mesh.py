@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,9 @@ from laconic.links.collectives import Collectives
 from laconic.links.connect import Connecting
 from laconic.links.elastic.view import Member, View
 from laconic.links.handshake import KEY_BYTES
-from laconic.links.wire import Connections, LostError, configure
+from laconic.links.wire import ChangedError, Connections, LostError, configure
+
+log = logging.getLogger("laconic")
 
 CHECK_SECONDS = 0.05
 """How often a worker that connects looks whether another view was decided."""
@@ -72,6 +75,9 @@ class Guard:
         try:
             yield
         except LostError as error:
+            raise Interrupted(str(error)) from error
+        except ChangedError as error:
+            log.warning("%s; it is sent again", error)
             raise Interrupted(str(error)) from error
 
 

@@ -16,6 +16,7 @@ import socket
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from laconic.errors import LinkError
-from laconic.links import forks, handshake
+from laconic.links import forks, handshake, secured
 from laconic.links.addresses import Address
 from laconic.links.calls import Call
 from laconic.links.elastic.turns import Turns
@@ -43,7 +44,11 @@ MOST_WAITING = 2**26
 """How many bytes more than two snapshots may wait to be sent to a newcomer."""
 MOST_AT_ONCE = 2**24
 """How many bytes are received into memory that was reserved for them."""
-_LENGTH = struct.Struct(">Q")
+_HEAD = struct.Struct(">QI")
+"""A frame's length, and the checksum (CRC-32) of the frame."""
+_CHECK = struct.Struct(">I")
+"""The checksum of the head."""
+CHANGED = "what came was changed on its way: its checksum is wrong"
 READY, STATE = b"ready", b"state"
 PIECE = 2**16
 """How many bytes are sent at a time, and how many more the kernel accepts before it sends them."""
@@ -125,7 +130,7 @@ _KINDS: dict[str, Any] = {
 class Stream:
     """Frames over a connected socket."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: secured.Stream) -> None:
         self._connection = connection
         self.moved = time.monotonic()
         """When bytes came last."""
@@ -140,8 +145,9 @@ class Stream:
         buffer = io.BytesIO()
         torch.save({"kind": kind, **values}, buffer)
         try:
-            self._connection.sendall(_LENGTH.pack(buffer.tell()))
             data = buffer.getbuffer()
+            head = _HEAD.pack(len(data), zlib.crc32(data))
+            self._connection.sendall(head + _CHECK.pack(zlib.crc32(head)))
             if turns is None:
                 self._connection.sendall(data)
                 return
@@ -153,10 +159,14 @@ class Stream:
 
     def receive(self) -> Frame:
         """Wait for the next frame; raises `RelayError`."""
-        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
-        data = io.BytesIO()
+        head = self._exactly(_HEAD.size)
+        if self._exactly(_CHECK.size) != _CHECK.pack(zlib.crc32(head)):
+            raise RelayError(CHANGED)
+        (length, checksum), data = _HEAD.unpack(head), io.BytesIO()
         while data.tell() < length:  # a false length takes no memory
             data.write(self._exactly(min(length - data.tell(), MOST_AT_ONCE)))
+        if zlib.crc32(data.getbuffer()) != checksum:
+            raise RelayError(CHANGED)
         data.seek(0)
         try:
             values: dict[str, Any] = torch.load(data, weights_only=True)
@@ -202,7 +212,7 @@ class Stream:
         self._connection.close()
 
 
-def _converse(connection: socket.socket, exchange: handshake.Exchange) -> bytes:
+def _converse(connection: secured.Stream, exchange: handshake.Exchange) -> bytes:
     """Carry out a handshake over a blocking socket; returns the other side's text."""
     end, data = time.monotonic() + HANDSHAKE_SECONDS, b""
     try:
@@ -245,7 +255,8 @@ def _call(worker: Member, secret: bytes, hello: View) -> Stream:
     address = Address.parse(worker.service)
     try:
         with forks.guard:
-            connection = socket.create_connection((address.host, address.port), HANDSHAKE_SECONDS)
+            plain = socket.create_connection((address.host, address.port), HANDSHAKE_SECONDS)
+            connection = secured.secure(plain, server=False, seconds=HANDSHAKE_SECONDS)
             stream = Stream(connection)
     except OSError as error:
         raise RelayError(str(error)) from error
@@ -379,7 +390,11 @@ class Service:
                 continue
             threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
-    def _answer(self, connection: socket.socket) -> None:
+    def _answer(self, plain: socket.socket) -> None:
+        try:
+            connection = secured.secure(plain, server=True, seconds=HANDSHAKE_SECONDS)
+        except OSError:  # a stranger
+            return
         stream = Stream(connection)
         try:
             exchange = handshake.answer(PURPOSE, lambda key: self._secret, lambda hello, text: b"")

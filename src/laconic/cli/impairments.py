@@ -1,0 +1,84 @@
+"""Options for latency, jitter and loss of an emulated network."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from laconic.units import parse_duration, parse_share
+
+if TYPE_CHECKING:
+    from laconic.lab.emulation.impairments import Impairments
+
+HELP = {
+    "latency": ("TIME", "50ms", "time that a packet and its answer take (ping), such as 50ms"),
+    "jitter": ("TIME", "10ms", "by how much a ping may differ from that, such as 10ms"),
+    "loss": ("SHARE", "0.1%", "share of packets that are lost each way, such as 0.1%% or 0.001"),
+}
+"""For each option, the kind of its value, an example, and the help."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options to the parser."""
+    for name, (kind, example, text) in HELP.items():
+        parser.add_argument(f"--{name}", metavar=kind, help=f"{text} (default: 0)")
+        parser.add_argument(
+            f"--{name}-host",
+            action="append",
+            metavar=f"HOST={kind}",
+            help=f"{name} of one host, such as 2={example.replace('%', '%%')}; between two hosts, "
+            "the mean of theirs counts; repeatable",
+        )
+    parser.add_argument(
+        "--network-seed", type=int, metavar="N", help="of jitter and loss (default: 0)"
+    )
+
+
+def given(arguments: argparse.Namespace) -> bool:
+    """Return whether one of the options was given."""
+    names = [*HELP, *(f"{name}_host" for name in HELP), "network_seed"]
+    return any(getattr(arguments, name) is not None for name in names)
+
+
+def impairments_of(arguments: argparse.Namespace) -> Impairments:
+    """Return what the options describe. Raises ``ValueError`` for bad values."""
+    from laconic.lab.emulation.impairments import Impairments
+
+    latency, jitter, loss = (_value(arguments, name) for name in HELP)
+    by_host = (_by_host(f"{name}-host", getattr(arguments, f"{name}_host")) for name in HELP)
+    host_latency, host_jitter, host_loss = by_host
+    seed = arguments.network_seed or 0
+    return Impairments(latency, jitter, loss, host_latency, host_jitter, host_loss, seed)
+
+
+def parse_host(text: str) -> int:
+    """Return the number of a host written as ``2`` or ``host2``."""
+    number = text.strip().removeprefix("host")
+    if not number.isascii() or not number.isdecimal():
+        raise ValueError(f"not a host: {text!r}; give its number, such as 2 or host2")
+    return int(number)
+
+
+def _value(arguments: argparse.Namespace, name: str) -> float:
+    text = getattr(arguments, name)
+    return 0.0 if text is None else _parser(name)(text)
+
+
+def _parser(name: str) -> Callable[[str], float]:
+    return parse_share if name.startswith("loss") else parse_duration
+
+
+def _by_host(option: str, texts: Sequence[str] | None) -> dict[int, float]:
+    """Parse values by host, such as ``2=50ms``."""
+    kind, example, _ = HELP[option.removesuffix("-host")]
+    values: dict[int, float] = {}
+    for text in texts or ():
+        host, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"--{option} must be HOST={kind}, such as 2={example}, not {text!r}")
+        number = parse_host(host)
+        if number in values:
+            raise ValueError(f"--{option} has two values for host {number}")
+        values[number] = _parser(option)(value)
+    return values

@@ -1,0 +1,291 @@
+"""What a message looks like on its way, and moving it between memory and sockets.
+
+A message is a header and a payload. The header has the sender's call (serial number and id), the
+number of bytes that follow, a digest that the sender adds, and a checksum of all that. The payload
+is cut into frames of `FRAME` bytes, the last one shorter. After each comes a checksum of all that
+was sent so far. The receiver knows which call and how many bytes must come. It uses no frame before
+its checksum was found right.
+
+The checksums are CRC-32 as in zlib: no change of up to 32 bits in a row goes unnoticed, and of
+others one in four billion. TCP's own checksum has 16 bits.
+
+`move` calls the compiled ``wire.c``, or does the same in Python. Connections that use TLS are moved
+in Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import ssl
+import struct
+import sys
+import zlib
+from collections.abc import Mapping
+from functools import cache
+from typing import ClassVar
+
+from laconic import native
+
+VERSION = 5
+"""The version that ``wire.c`` must have."""
+
+FIELDS = struct.Struct("=QQQQ")  # the call's serial and id, bytes that follow, the digest
+CALL_BYTES = 24
+"""The fields that must be as expected: all but the digest."""
+HEADER_BYTES = FIELDS.size + 4
+FRAME, CHECK_BYTES = 16384, 4
+AT_ONCE = 16
+"""How many frames are moved in one go."""
+
+FINE, SILENT, CLOSED, OTHER, FAILED, INTERRUPTED, CHANGED = range(7)
+"""What `move` returns. `SILENT`: no byte moved for too long. `CLOSED`: the other side has closed
+the connection. `OTHER`: a message of another call has come. `FAILED`: an error of the system.
+`INTERRUPTED`: a signal may have to be handled. `CHANGED`: a checksum is wrong."""
+ALL, WITHOUT_WAITING = -1, -2
+
+Secured = Mapping[int, ssl.SSLSocket]
+"""Connections that use TLS, by file descriptor."""
+
+
+class Message(ctypes.Structure):
+    """One message, and how many of its bytes have moved; ``struct message`` in ``wire.c``."""
+
+    _fields_: ClassVar = [
+        ("header", ctypes.c_ubyte * HEADER_BYTES),
+        ("got", ctypes.c_ubyte * HEADER_BYTES),
+        ("checks", ctypes.c_ubyte * CHECK_BYTES * AT_ONCE),
+        ("payload", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("ready", ctypes.c_int64),
+        ("moved", ctypes.c_int64),
+        ("done", ctypes.c_int64),
+        ("summed", ctypes.c_int64),
+        ("sum", ctypes.c_uint32),
+        ("fd", ctypes.c_int32),
+        ("comes", ctypes.c_int32),
+    ]
+
+
+_BEGUN = struct.Struct(f"@{HEADER_BYTES}s{HEADER_BYTES}x{CHECK_BYTES * AT_ONCE}xPqqqqqIii4x")
+"""Writes all fields of a `Message` at once, in a tenth of the time."""
+assert _BEGUN.size == ctypes.sizeof(Message), "laid out as the compiler does"
+
+
+def begin(
+    messages: ctypes.Array[Message],
+    index: int,
+    header: tuple[int, int],
+    digest: int,
+    address: int,
+    size: int,
+    ready: int,
+    fd: int,
+    comes: bool,
+) -> None:
+    """Begin ``messages[index]``, with ``size`` bytes at the ``address``. ``ready``: how many of
+    them can be sent; -1: not even the header."""
+    fields = FIELDS.pack(*header, size, digest)
+    start = fields + _bytes(zlib.crc32(fields))
+    counts = size, ready, 0, 0, 0, 0  # ready; moved, done, summed, sum
+    _BEGUN.pack_into(messages, index * _BEGUN.size, start, address, *counts, fd, comes)
+
+
+def move(
+    messages: ctypes.Array[Message], secured: Secured, until: int, enough: int, timeout: int
+) -> tuple[int, int, int]:
+    """Move bytes until ``enough`` bytes of the payload of message ``until`` have come; `ALL`: all
+    messages; `WITHOUT_WAITING`: what can move without waiting. Gives up ``timeout`` ms after the
+    last byte. Returns the outcome, the index of the message that it is about (`INTERRUPTED`: 1 if
+    bytes moved, else 0), and the system's error number."""
+    compiled = None if secured else library()
+    if compiled is None:
+        return _move_interpreted(messages, secured, until, enough, timeout)
+    which, error = ctypes.c_int64(), ctypes.c_int()
+    outcome = compiled.laconic_move(
+        *(messages, len(messages), until, enough, timeout),
+        *(ctypes.byref(which), ctypes.byref(error)),
+    )
+    return outcome, which.value, error.value
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled ``wire.c``, if there is one that can be used."""
+    found = native.load("laconic.links._wire", VERSION)
+    if found is not None:
+        found.laconic_move.argtypes = [
+            *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int),
+            *(ctypes.c_void_p, ctypes.c_void_p),
+        ]
+        found.laconic_crc32.argtypes = [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int64]
+        found.laconic_crc32.restype = ctypes.c_uint32
+    return found
+
+
+# -- as wire.c, in Python ----
+
+
+def _move_interpreted(
+    messages: ctypes.Array[Message], secured: Secured, until: int, enough: int, timeout: int
+) -> tuple[int, int, int]:
+    while True:
+        waiting = [i for i, message in enumerate(messages) if _unfinished(message)]
+        if not waiting or (until >= 0 and messages[until].done >= enough):
+            return FINE, 0, 0
+        ready = _ready([messages[i] for i in waiting], secured, until, timeout)
+        for i in waiting:
+            if messages[i].fd in ready:
+                outcome, error = _step(messages[i], secured.get(messages[i].fd))
+                if outcome != FINE:
+                    return outcome, i, error
+        if until == WITHOUT_WAITING or not ready:
+            return (FINE if until == WITHOUT_WAITING else SILENT), 0, 0
+
+
+def _ready(waiting: list[Message], secured: Secured, until: int, timeout: int) -> set[int]:
+    """The file descriptors over which bytes can move now; waits for one. TLS may have received
+    bytes that were not read yet."""
+    at_hand = {m.fd for m in waiting if m.comes and m.fd in secured and secured[m.fd].pending() > 0}
+    asked: dict[int, int] = {}
+    for m in waiting:
+        asked[m.fd] = asked.get(m.fd, 0) | (select.POLLIN if m.comes else select.POLLOUT)
+    poll = select.poll()
+    for fd, events in asked.items():
+        poll.register(fd, events)
+    found = poll.poll(0 if until == WITHOUT_WAITING or at_hand else timeout)
+    return at_hand | {fd for fd, _ in found}
+
+
+def _on_wire(message: Message, size: int) -> int:
+    """Bytes up to the first ``size`` bytes of the payload, with the checksum that ends them."""
+    if size < 0:
+        return 0
+    frames = -(-size // FRAME) if size == message.size else size // FRAME
+    return HEADER_BYTES + size + frames * CHECK_BYTES
+
+
+def _unfinished(message: Message) -> bool:
+    return bool(message.moved < _on_wire(message, message.size if message.comes else message.ready))
+
+
+def _payload(message: Message, start: int, end: int) -> memoryview:
+    """The bytes of the payload from ``start`` to ``end``."""
+    if start >= end:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * (end - start)).from_address(message.payload + start)).cast(
+        "B"
+    )
+
+
+def _bytes(checksum: int) -> bytes:
+    return checksum.to_bytes(CHECK_BYTES, sys.byteorder)
+
+
+def _view(array: ctypes.Array[ctypes.c_ubyte]) -> memoryview:
+    return memoryview(array).cast("B")
+
+
+def _sum_to(message: Message, end: int) -> None:
+    message.sum = zlib.crc32(_payload(message, message.summed, end), message.sum)
+    message.summed = end
+
+
+def _begin_sum(message: Message) -> None:
+    header = message.got if message.comes else message.header
+    message.sum = zlib.crc32(bytes(header[: FIELDS.size]))
+
+
+def _describe(message: Message) -> list[memoryview]:
+    """What can be moved next."""
+    parts = []
+    if message.moved < HEADER_BYTES:
+        parts.append(_view(message.got if message.comes else message.header)[message.moved :])
+    ready = message.size if message.comes else message.ready
+    frame, within = divmod(max(message.moved - HEADER_BYTES, 0), FRAME + CHECK_BYTES)
+    for check in message.checks:
+        start = frame * FRAME
+        if start >= ready:
+            break
+        end = min(start + FRAME, message.size)
+        if start + within < min(end, ready):
+            parts.append(_payload(message, start + within, min(end, ready)))
+        if ready < end:
+            break
+        if not message.comes and message.summed < end:
+            if message.summed == 0:
+                _begin_sum(message)
+            _sum_to(message, end)
+            check[:] = [*_bytes(message.sum)]
+        parts.append(_view(check)[max(within - (end - start), 0) :])
+        frame, within = frame + 1, 0
+    return parts
+
+
+def _advance(message: Message, moved: int) -> int:
+    """Take in that ``moved`` more bytes have moved: check what came."""
+    before = message.moved
+    message.moved += moved
+    if message.moved < HEADER_BYTES:
+        return FINE
+    if message.comes and before < HEADER_BYTES:
+        _begin_sum(message)
+        got = bytes(message.got)
+        if got[FIELDS.size :] != _bytes(message.sum):
+            return CHANGED
+        if got[:CALL_BYTES] != bytes(message.header)[:CALL_BYTES]:
+            return OTHER
+    first = frame = max(before - HEADER_BYTES, 0) // (FRAME + CHECK_BYTES)
+    while (start := frame * FRAME) < message.size:
+        end = min(start + FRAME, message.size)
+        within = message.moved - HEADER_BYTES - frame * (FRAME + CHECK_BYTES)
+        if within <= 0:
+            break
+        if message.comes and message.summed < end:
+            _sum_to(message, min(start + within, end))
+        if within < end - start + CHECK_BYTES:
+            break
+        came = bytes(message.checks[frame - first])
+        if message.comes and came != _bytes(message.sum):
+            return CHANGED
+        message.done = end
+        frame += 1
+    if frame > first:
+        kept = [bytes(check) for check in message.checks[frame - first :]]
+        for check, value in zip(message.checks, kept, strict=False):
+            check[:] = [*value]
+    return FINE
+
+
+def _step(message: Message, secured: ssl.SSLSocket | None) -> tuple[int, int]:
+    """Move what can move without waiting."""
+    while _unfinished(message):
+        parts = _describe(message)
+        try:
+            if secured is not None:
+                moved = _move_secured(secured, parts, bool(message.comes))
+            else:
+                moved = (os.readv if message.comes else os.writev)(message.fd, parts)
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            break
+        except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+            return CLOSED, 0
+        except ssl.SSLError:
+            return CHANGED, 0
+        except OSError as error:
+            return FAILED, error.errno or 0
+        if not moved:
+            return CLOSED, 0
+        outcome = _advance(message, moved)
+        if outcome != FINE:
+            return outcome, 0
+    return FINE, 0
+
+
+def _move_secured(connection: ssl.SSLSocket, parts: list[memoryview], comes: bool) -> int:
+    """As ``readv`` or ``writev``. What TLS could not send it must be given again, with the same
+    bytes in front: so it is."""
+    if not comes:
+        return connection.send(b"".join(parts))
+    return connection.recv_into(next(part for part in parts if len(part)))

@@ -1,0 +1,135 @@
+"""TLS connections that threads share, and the reasons why there is none, in words."""
+
+from __future__ import annotations
+
+import errno
+import select
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from laconic.links import tls
+
+T = TypeVar("T")
+
+_REASONS = {
+    "CERTIFICATE_REQUIRED": "the other side asks for a certificate, and this one has sent none",
+    "UNKNOWN_CA": "the other side does not accept this side's certificate: another authority has "
+    "signed it",
+    "CERTIFICATE_EXPIRED": "the other side does not accept this side's certificate: it has expired",
+    "BAD_CERTIFICATE": "the other side does not accept this side's certificate",
+    "CERTIFICATE_UNKNOWN": "the other side does not accept this side's certificate",
+    "DECRYPT_ERROR": "the other side does not accept this side's certificate",
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it has sent no certificate",
+    "WRONG_VERSION_NUMBER": "it does not speak TLS",
+    "HTTP_REQUEST": "it does not speak TLS",
+    "UNSUPPORTED_PROTOCOL": "it speaks an older version of TLS",
+}
+"""By the ends of OpenSSL's names."""
+
+
+def reason(error: Exception) -> str:
+    """Why a TLS handshake failed, in words."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not valid: {error.verify_message}"
+    if isinstance(error, ssl.SSLEOFError):
+        return "it has closed the connection: perhaps it does not speak TLS"
+    name = str(getattr(error, "reason", None) or "")
+    for end, words in _REASONS.items():
+        if name.endswith(end):
+            return words
+    return name.replace("_", " ").lower() or str(error)
+
+
+def about_certificates(error: Exception | None) -> bool:
+    """Whether one side does not accept the other's certificate, so that calling again is in
+    vain."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return True
+    name = str(getattr(error, "reason", None) or "")
+    return "ALERT" in name and name.endswith(tuple(_REASONS))
+
+
+class SharedSocket:
+    """A TLS connection that one thread may read while another one writes: OpenSSL allows one call
+    at a time. Raises `OSError` as a socket does."""
+
+    def __init__(self, connection: ssl.SSLSocket) -> None:
+        self._timeout = connection.gettimeout()
+        connection.setblocking(False)
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def sendall(self, data: bytes | memoryview) -> None:
+        """As `socket.socket.sendall`."""
+        left = memoryview(data)
+        while len(left):
+            left = left[self._do(partial(self._connection.send, left)) :]
+
+    def recv(self, size: int) -> bytes:
+        """As `socket.socket.recv`."""
+        return self._do(partial(self._connection.recv, size))
+
+    def recv_into(self, view: memoryview) -> int:
+        """As `socket.socket.recv_into`."""
+        return self._do(partial(self._connection.recv_into, view))
+
+    def _do(self, call: Callable[[], T]) -> T:
+        """Repeat ``call`` until it need not wait."""
+        deadline = None if self._timeout is None else time.monotonic() + self._timeout
+        while True:
+            if (fd := self._connection.fileno()) < 0:
+                raise OSError(errno.EBADF, "closed by another thread")
+            try:
+                with self._lock:
+                    return call()
+            except ssl.SSLWantReadError:
+                event = select.POLLIN
+            except ssl.SSLWantWriteError:
+                event = select.POLLOUT
+            poll = select.poll()
+            poll.register(fd, event)
+            wait = None if deadline is None else max(1000 * (deadline - time.monotonic()), 0)
+            if not poll.poll(wait):
+                raise TimeoutError("timed out")
+
+    def settimeout(self, seconds: float | None) -> None:
+        """How long each call may take."""
+        self._timeout = seconds
+
+    def setsockopt(self, level: int, option: int, value: int) -> None:
+        """As `socket.socket.setsockopt`."""
+        self._connection.setsockopt(level, option, value)
+
+    def shutdown(self, how: int) -> None:
+        """End the connection, without TLS's own farewell: the other thread may be in a call."""
+        socket.socket.shutdown(self._connection, how)
+
+    def close(self) -> None:
+        """As `socket.socket.close`."""
+        self._connection.close()
+
+
+Stream = socket.socket | SharedSocket
+
+
+def secure(connection: socket.socket, *, server: bool, seconds: float) -> Stream:
+    """``connection``, with TLS where the job has certificates. The handshake takes at most so many
+    ``seconds``. Raises `OSError`, and closes the connection then."""
+    contexts = tls.contexts()
+    if contexts is None:
+        return connection
+    context = contexts.server if server else contexts.client
+    before = connection.gettimeout()
+    connection.settimeout(seconds)
+    try:
+        made: Any = context.wrap_socket(connection, server_side=server)
+    except BaseException:
+        connection.close()
+        raise
+    made.settimeout(before)
+    return SharedSocket(made)

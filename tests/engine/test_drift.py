@@ -1,0 +1,154 @@
+"""Workers that should hold the same parameters, and do not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import laconic
+from laconic.algorithms.parse import parse_recipe
+from laconic.engine import drift
+from laconic.engine.drift import digest, largest_group, part_of
+from laconic.links import Link
+
+import gloo
+
+
+def train(
+    rank: int,
+    steps: int,
+    faults: dict[int, int],
+    recipe: str = "ddp()",
+    parts: int = 256,
+    link: Link | None = None,
+) -> dict[str, Any]:
+    """``faults``: the rank on which a weight changes after a step."""
+    drift.PARTS, drift.PART, drift.REPAIR_STEPS = parts, 8, 4
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sync = laconic.attach(model, optimizer, parse_recipe(recipe), buffers="keep", link=link)
+    generator = torch.Generator().manual_seed(rank)
+    drifted = []
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        model(torch.randn(3, 4, generator=generator)).square().mean().backward()
+        optimizer.step()
+        drifted.append(sync.stats().steps_drifted)
+        if faults.get(step) == rank:
+            with torch.no_grad():
+                model[0].weight[2, 1] += 1e-3
+                optimizer.state[model[2].bias]["exp_avg"] += 1
+    params = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    moment = optimizer.state[model[2].bias]["exp_avg"].clone()
+    sync.detach()
+    return {"drifted": drifted, "params": params, "moment": moment}
+
+
+def train_and_warn(*options: Any) -> dict[str, Any]:
+    """In a process of its own."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        return {**train(*options, gloo.link_of(3)), "warned": [str(w.message) for w in caught]}
+
+
+def check_repaired(results: Sequence[dict[str, Any]]) -> None:
+    for r in results:
+        assert r["drifted"] == [0, 0, 0, 1, 1, 1, 1, 1]
+        assert torch.equal(r["params"], results[0]["params"])
+        assert torch.equal(r["moment"], results[0]["moment"])
+
+
+@pytest.mark.parametrize("recipe", ["ddp()", "ddp(codec='int8')", "power_sgd(1)"])
+def test_one_worker_that_drifts_gets_the_others_state(recipe: str) -> None:
+    """A fault after step 3 on rank 2 is found and repaired in step 4."""
+    with pytest.warns(UserWarning, match=r"at step 4 ranks \[2\] differ from rank 0"):
+        results = laconic.simulate(lambda rank: train(rank, 8, {3: 2}, recipe, 1), workers=3)
+    check_repaired(results)
+
+
+@pytest.mark.timeout(60)
+def test_over_processes_as_simulated(pool: gloo.Pool) -> None:
+    results = pool.run(train_and_warn, 8, {3: 2}, "ddp()", 1, ranks=3)
+    check_repaired(results)
+    assert [sum("differ from rank" in w for w in r["warned"]) for r in results] == [1, 0, 0]
+    with pytest.warns(UserWarning, match="differ from rank 0"):
+        simulated = laconic.simulate(lambda rank: train(rank, 8, {3: 2}, "ddp()", 1), workers=3)
+    assert torch.equal(results[0]["params"], simulated[0]["params"])
+
+
+@pytest.mark.filterwarnings("ignore:the workers' parameters have drifted")
+def test_the_first_rank_counts_where_there_is_no_majority() -> None:
+    results = laconic.simulate(lambda rank: train(rank, 8, {3: 0}, parts=1), workers=2)
+    assert results[0]["drifted"][-1] == 1
+    assert torch.equal(results[0]["params"], results[1]["params"])
+    alone = laconic.simulate(lambda rank: train(rank, 8, {3: 1}, parts=1), workers=2)
+    assert not torch.equal(results[0]["params"], alone[0]["params"]), "rank 0's fault stays"
+
+
+@pytest.mark.filterwarnings("ignore:the workers' parameters have drifted")
+def test_every_part_is_looked_at_in_turn() -> None:
+    """With 49 parameters in parts of 8, a fault in one of them is found within 7 steps."""
+    results = laconic.simulate(lambda rank: train(rank, 12, {1: 1}), workers=3)
+    found = results[0]["drifted"].index(1)
+    assert 1 <= found <= 8 and results[0]["drifted"][-1] == 1
+    assert torch.equal(results[0]["params"], results[1]["params"])
+
+
+@pytest.mark.filterwarnings("ignore:the workers' parameters have drifted")
+def test_repairs_keep_their_distance() -> None:
+    """A second fault, one step after the first repair, is counted in each step, and repaired after
+    four."""
+    results = laconic.simulate(lambda rank: train(rank, 10, {3: 2, 4: 1}, parts=1), workers=3)
+    assert results[0]["drifted"] == [0, 0, 0, 1, 2, 3, 4, 5, 5, 5]
+    assert torch.equal(results[0]["params"], results[1]["params"])
+
+
+@pytest.mark.parametrize("recipe", ["local_sgd(2)", "post_local_sgd(2, 2)"])
+def test_nothing_is_found_where_workers_may_differ(recipe: str) -> None:
+    results = laconic.simulate(lambda rank: train(rank, 6, {3: 2}, recipe), workers=3)
+    assert results[0]["drifted"][-1] == 0
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int8]
+)
+def test_a_digest_depends_on_every_bit(dtype: torch.dtype) -> None:
+    x = (100 * torch.randn(100, dtype=torch.float64)).to(dtype)
+    before = digest([x])
+    assert before == digest([x.clone()]) and 0 < before < 2**64
+    bits = torch.view_as_real(x).view(torch.int32) if dtype.is_complex else x
+    whole = bits.reshape(-1).view(torch.uint8)
+    for place in range(0, len(whole), 7):
+        whole[place] ^= 1 << place % 8
+        assert digest([x]) != before
+        whole[place] ^= 1 << place % 8
+    assert digest([x]) == before
+    assert digest([x[:50], x[50:]]) != digest([x[50:], x[:50]])
+
+
+def test_parts_cover_everything_once() -> None:
+    tensors = [torch.arange(5.0), torch.arange(5.0, 105.0).view(10, 10), torch.zeros(0)]
+    drift.PART, drift.PARTS = 8, 10
+    parts = [torch.cat(list(part_of(tensors, k))) for k in range(10)]
+    again = torch.cat(list(part_of(tensors, 10)))
+    assert torch.equal(torch.cat(parts), torch.arange(105.0)) and torch.equal(again, parts[0])
+
+
+@pytest.mark.parametrize(
+    ("digests", "rank"), [([1, 1, 2], 0), ([2, 1, 1], 1), ([1, 2], 0), ([1, 2, 3, 2, 1], 0)]
+)
+def test_the_largest_group_counts(digests: list[int], rank: int) -> None:
+    assert largest_group(digests) == rank
+
+
+@pytest.fixture(autouse=True)
+def constants() -> Iterator[None]:
+    before = drift.PARTS, drift.PART, drift.REPAIR_STEPS
+    yield
+    drift.PARTS, drift.PART, drift.REPAIR_STEPS = before
