@@ -671,7 +671,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("links/elastic/registry.py", "own = secret.hex() if self._shared is None else self._stored[secret]", "own = secret.hex()", JOB_SECRET),
     ("links/call_guard.py", 'secret = job_secret.derive(shared, "link", salt=secret)', "pass", JOB_SECRET),
     ("links/call_guard.py", "if other != prints[0]:", "if False:", JOB_SECRET),
-    ("links/rendezvous.py", "if first != own:", "if False:", JOB_SECRET),
+    ("links/rendezvous.py", 'if said != f"{how} {own}":', "if False:", JOB_SECRET),
     ("links/job_secret.py", "len(p).to_bytes(8, \"big\") + p", "p", JOB_SECRET),
     ("links/addresses.py", "for port in several:", "for port in reversed(several):", LISTENERS),
     ("links/addresses.py", "_numeric(ADDRESS) or", "", LISTENERS),
