@@ -95,6 +95,11 @@ RELAY = ["tests/elastic/test_relay.py"]
 ELASTIC_MESH = ["tests/elastic/test_elastic_mesh.py"]
 NEWCOMERS = ["tests/elastic/test_newcomers.py", "-k", "repeats"]
 REPORTS = ["tests/engine/test_reports.py"]
+TLS_SETTINGS = ["tests/links/test_tls_settings.py"]
+TLS_STORE = ["tests/elastic/test_registry_tls.py"]
+JOB_SECRET = ["tests/links/test_job_secret.py"]
+LISTENERS = ["tests/links/test_listeners.py", "-k", "not program"]
+KEYS = ["tests/cli/test_keys.py"]
 REPLACED = ["tests/elastic/test_elastic_runs.py", "-k", "killed_worker and ddp"]
 
 MUTATIONS: list[tuple[str, str, str, list[str]]] = [
@@ -649,6 +654,33 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("engine/reports.py", "best if best.deal == deal else best._replace(drawn=nothing)", "best", REPORTS),
     ("engine/reports.py", "self.workers_lost += len(gone)", "self.workers_lost = len(gone)", REPORTS),
     ("engine/reports.py", 'if not base["ids"]:', "if False:", REPORTS),
+    # who gets in
+    ("links/tls.py", "context.verify_mode = ssl.CERT_REQUIRED", "context.verify_mode = ssl.CERT_NONE", TLS_SETTINGS),
+    ("links/tls.py", "context.minimum_version = ssl.TLSVersion.TLSv1_3", "pass", TLS_SETTINGS),
+    ("links/tls.py", "        _meet(made)\n", "        pass\n", TLS_SETTINGS),
+    ("links/tls.py", "made.server.num_tickets = 0", "pass", TLS_SETTINGS),
+    ("links/tls.py", "if any(ssl.cert_time", "if not any(ssl.cert_time", TLS_SETTINGS),
+    ("links/elastic/tls_store.py", "connection.settimeout(HELLO_SECONDS)", "connection.settimeout(None)", TLS_STORE),
+    ("links/elastic/tls_store.py", "if len(strangers) >= MOST_STRANGERS:", "if False:", TLS_STORE),
+    ("links/elastic/tls_store.py", "if length > MOST_BYTES:\n                    return", "if False:\n                    return", TLS_STORE),
+    ("links/elastic/tls_store.py", "            client.settimeout(None)\n", "", TLS_STORE),
+    ("links/elastic/tls_store.py", "return found if key in self._values else expected", "return found", TLS_STORE),
+    ("links/elastic/registry.py", "            except UntrustedError:\n                raise\n", "", TLS_STORE),
+    ("links/elastic/registry.py", "if tls_store.speaks_tls(host, port):", "if False:", TLS_STORE),
+    ("links/elastic/registry.py", "if own != fingerprint:", "if False:", JOB_SECRET),
+    ("links/elastic/registry.py", "own = secret.hex() if self._shared is None else self._stored[secret]", "own = secret.hex()", JOB_SECRET),
+    ("links/call_guard.py", 'secret = job_secret.derive(shared, "link", salt=secret)', "pass", JOB_SECRET),
+    ("links/call_guard.py", "if other != prints[0]:", "if False:", JOB_SECRET),
+    ("links/rendezvous.py", 'if said != f"{how} {own}":', "if False:", JOB_SECRET),
+    ("links/job_secret.py", "len(p).to_bytes(8, \"big\") + p", "p", JOB_SECRET),
+    ("links/addresses.py", "for port in several:", "for port in reversed(several):", LISTENERS),
+    ("links/addresses.py", "_numeric(ADDRESS) or", "", LISTENERS),
+    ("links/addresses.py", "_numeric(BIND) or host", "host", LISTENERS),
+    ("links/addresses.py", "if variable == ADDRESS and", "if False and", LISTENERS),
+    ("links/addresses.py", 'and scope == "00"', "", LISTENERS),
+    ("cli/keys.py", "((private, 0o600)", "((private, 0o644)", KEYS),
+    ("cli/keys.py", "if os.path.lexists(directory / name):", "if (directory / name).exists():", KEYS),
+    ("cli/keys.py", "or key.public_key() != certificate.public_key()", "", KEYS),
 ]  # fmt: skip
 
 

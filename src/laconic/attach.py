@@ -29,7 +29,7 @@ from laconic.engine.model_checks import check_devices, check_unwrapped
 from laconic.engine.session import Settings
 from laconic.engine.synchronizer import BUFFERS, Synchronizer
 from laconic.errors import TIMEOUT, check_choice, check_float, check_int, error_text
-from laconic.links import Link, rendezvous, tls
+from laconic.links import Link, job_secret, rendezvous, tls
 from laconic.links.attempts import open_store
 from laconic.links.rank_sets import agreed_link, layout_of, sets_of
 from laconic.metrics import Metrics, MetricsArgument, agree_on_metrics, check_metrics
@@ -61,6 +61,7 @@ def init() -> None:
     """
     if dist.is_initialized():
         return
+    tls.contexts(), job_secret.read()  # raise what is wrong before anything connects
     backend = select_own()
     if "RANK" in os.environ:
         store, rank, size = open_store()

@@ -87,7 +87,7 @@ def test_it_answers_as_torchs_does(port: int) -> None:
     twin = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), False)
     draws = random.Random(0)
     for _ in range(2000):
-        key = draws.choice(["a", "b"])
+        key = f"k{draws.randrange(200)}"
         values = draws.choices(["", "x", "y", "é"], k=2)
         match draws.choice(["check", "get", "set", "compare_set", "add", "new"]):
             case "check":
@@ -102,6 +102,8 @@ def test_it_answers_as_torchs_does(port: int) -> None:
             case "add":
                 amount = draws.randrange(-3, 4)
                 assert client.add("n" + key, amount) == twin.add("n" + key, amount)
+    client.set("a", "")
+    client.set("b", "x")
     assert client.check(["a", "b"]) and not client.check(["a", "none"])
     client.close()
 
@@ -293,7 +295,8 @@ def test_strangers_delay_nobody(port: int, monkeypatch: pytest.MonkeyPatch) -> N
                 while stranger.recv(1000):
                     continue
         assert time.monotonic() - begin < 5
-        assert registry.latest() is None, "the worker's connection stays"
+        time.sleep(1.2)
+        assert registry.latest() is None, "the worker's connection stays, idle as it was"
         registry.close(time.monotonic() + 5)
 
 
@@ -319,7 +322,7 @@ def test_a_stranger_reads_nothing(port: int) -> None:
     with (
         socket.create_connection(("127.0.0.1", port), 5) as raw,
         nobody.wrap_socket(raw) as connection,
-        pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"),
+        pytest.raises(OSError),  # the alert, or the end, whichever comes first
     ):
         connection.sendall(tls_store._packed(["check", "laconic/job/secret"]))
         connection.recv(1)

@@ -4,6 +4,7 @@ line."""
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from laconic.links.elastic.view import View
 from laconic.links.handshake import SECRET_BYTES
 
 import gloo
+import job_keys
 
 ONE, OTHER = b"1" * 32, b"2" * 32
 
@@ -139,6 +141,7 @@ TRAIN = """
 import torch, laconic as la
 from laconic.links import call_guard
 la.init()
+print("begun", flush=True)
 model = torch.nn.Linear(3, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 with la.attach(model, optimizer, la.local_sgd(2), timeout=20) as sync:
@@ -150,15 +153,15 @@ print("trained", flush=True)
 
 
 @contextmanager
-def ranks(tmp_path: Path, *files: Path | None) -> Iterator[list[subprocess.Popen[str]]]:
-    """One process for each file."""
+def ranks(tmp_path: Path, *given: dict[str, str]) -> Iterator[list[subprocess.Popen[str]]]:
+    """One process for each environment that is ``given``."""
     program = tmp_path / "train.py"
     program.write_text(TRAIN)
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(gloo.free_port())}
     processes = []
-    for rank, file in enumerate(files):
-        environment = {**os.environ, **where, "RANK": str(rank), "WORLD_SIZE": str(len(files))}
-        environment.update({} if file is None else {job_secret.VARIABLE: str(file)})
+    for rank, own in enumerate(given):
+        world = {"RANK": str(rank), "WORLD_SIZE": str(len(given))}
+        environment = {**os.environ, **where, **world, **own}
         processes.append(
             subprocess.Popen(
                 [sys.executable, str(program)],
@@ -176,11 +179,15 @@ def ranks(tmp_path: Path, *files: Path | None) -> Iterator[list[subprocess.Popen
             process.communicate()
 
 
-def test_processes_with_one_file_train(tmp_path: Path, file: Path) -> None:
-    with ranks(tmp_path, file, file) as processes:
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_processes_with_one_file_train(
+    tmp_path: Path, file: Path, jobs: job_keys.Jobs, encrypted: bool
+) -> None:
+    given = job_keys.variables(jobs.one) if encrypted else {}
+    with ranks(tmp_path, given, given) as processes:
         for process in processes:
             said, errors = process.communicate(timeout=60)
-            assert said == "trained\n", errors
+            assert said == "begun\ntrained\n", errors
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
@@ -190,15 +197,31 @@ def test_a_process_with_another_file(tmp_path: Path, file: Path, wrong: int) -> 
     other.write_bytes(OTHER)
     files = [file, file, file]
     files[wrong] = other
-    with ranks(tmp_path, *files) as processes:
+    said = error_of(tmp_path, *({job_secret.VARIABLE: str(path)} for path in files))
+    assert " has another secret in LACONIC_SECRET_FILE than the first worker: give every " in said
+
+
+def test_a_process_without_tls(tmp_path: Path, jobs: job_keys.Jobs) -> None:
+    given = job_keys.variables(jobs.one)
+    said = error_of(tmp_path, given, given, {})
+    assert re.search(
+        r"rank \d (uses|does not use) TLS, and the first worker does( not)?: set", said
+    )
+
+
+def error_of(tmp_path: Path, *given: dict[str, str]) -> str:
+    """The error of all ranks, which is the same and comes soon."""
+    with ranks(tmp_path, *given) as processes:
         begin = time.monotonic()
-        errors = [process.communicate(timeout=60)[1] for process in processes]
+        ended = [process.communicate(timeout=60) for process in processes]
         assert time.monotonic() - begin < 45
     # which one comes first is chance
-    last = {text.strip().splitlines()[-1].partition("]: ")[2] for text in errors}
+    last = {text.strip().splitlines()[-1].partition("]: ")[2] for _, text in ended}
     assert len(last) == 1, last
-    said = "has another secret in LACONIC_SECRET_FILE than the first worker: give every worker the"
-    assert said in last.pop()
+    text = last.pop()
+    rank = int(text.split()[2])
+    assert ended[rank][0] == ("begun\n" if rank == 0 else ""), "rank 0 may have the store"
+    return text
 
 
 # -- an elastic run ----

@@ -159,6 +159,7 @@ def test_both_protocols(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @ipv6
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_address_of_an_interface_with_ipv6_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ipv4_of", lambda interface: None)
     with open("/proc/net/if_inet6") as file:

@@ -3,7 +3,6 @@ connects."""
 
 from __future__ import annotations
 
-import os
 import socket
 import ssl
 import threading

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch.distributed as dist
 
 from laconic.errors import LinkError
-from laconic.links import health, job_secret
+from laconic.links import health, job_secret, tls
 from laconic.links.handshake import SECRET_BYTES
 from laconic.links.health import Verdict
 from laconic.links.texts import clean
@@ -25,7 +25,7 @@ from laconic.links.texts import clean
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-NO_FILE = "none"
+TLS, PLAIN = "tls", "plain"
 FIRST_POLL, LAST_POLL = 0.01, 0.5
 ASK_SECONDS = 1.0
 """How often a rank asks the beacons of the ranks that have not come."""
@@ -56,6 +56,18 @@ def publish() -> None:
         found.publish()
 
 
+def _difference(who: str, how: str, own: str, first: str) -> str:
+    """What is wrong with ``who``, where ``first`` is what the first rank has said."""
+    other, _, fingerprint = first.partition(" ")
+    if how == other:
+        return job_secret.difference(who, own, fingerprint)
+    uses, does = ("uses", "does not") if how == TLS else ("does not use", "does")
+    return (
+        f"{who} {uses} TLS, and the first worker {does}: set the variables that `laconic keys` "
+        "prints for every worker, or for none"
+    )
+
+
 class Rendezvous:
     """The ranks of torch's default process group, and its ``store``."""
 
@@ -65,10 +77,10 @@ class Rendezvous:
         self._store = dist.PrefixStore("laconic", store)  # type: ignore[attr-defined]
         shared, own = job_secret.read(), job_secret.fingerprint()
         with self._failing():
-            first = self._text(self._store.compare_set("file", "", own or NO_FILE))
-            first = "" if first == NO_FILE else first
-            if first != own:
-                text = job_secret.difference(f"rank {self._rank}", own, first)
+            how = PLAIN if tls.contexts() is None else TLS
+            said = self._text(self._store.compare_set("keys", "", f"{how} {own}"))
+            if said != f"{how} {own}":
+                text = _difference(f"rank {self._rank}", how, own, said)
                 verdict = health.pack_verdict(Verdict(text, (self._rank,), self._rank))
                 said = self._text(self._store.compare_set("differs", "", verdict.decode()))
                 # the others raise it in `wait_for_all`; rank 0 too, since the store may end with it
