@@ -26,7 +26,12 @@ from laconic import __version__
 from laconic.codecs import kernels
 from laconic.device import ACCELERATORS
 from laconic.errors import install
-from laconic.lab.emulation.cluster import Cluster, NamespacesUnavailable
+from laconic.lab.emulation.cluster import (
+    Cluster,
+    ForwardError,
+    Impairments,
+    NamespacesUnavailable,
+)
 from laconic.links import wire
 from laconic.links.addresses import address_of, address_toward
 
@@ -386,7 +391,6 @@ print(json.dumps(errors))
 """
 SHAPERS = {
     "tbf": ("eth0", {"rate": 12_500_000, "burst": 32_768, "limit": 1_000_000}),
-    "netem": ("lo", {"delay": 1000}),
 }
 
 
@@ -419,12 +423,17 @@ def lab() -> list[Finding]:
         found.append(Finding("warning", "lab", f"no tbf: {refused['tbf']}", remedy))
     else:
         found.append(Finding("ok", "lab", "tbf limits the bandwidth of emulated hosts"))
-    if "netem" in refused:
-        text = "no netem in this kernel: laconic's link adds latency in place of the network"
-        found.append(Finding("ok", "lab", text))
-    else:
-        found.append(Finding("ok", "lab", "netem can delay packets"))
-    return found
+    return [*found, _forwarder()]
+
+
+def _forwarder() -> Finding:
+    """Check what latency, jitter and loss need."""
+    try:
+        with Cluster(1, impairments=Impairments(latency=0.01)):
+            return Finding("ok", "lab", "packets of emulated hosts can be delayed and lost")
+    except (NamespacesUnavailable, ForwardError) as error:
+        remedy = "laconic lab and compare work without --latency, --jitter and --loss"
+        return Finding("warning", "lab", str(error), remedy)
 
 
 def _try_shapers() -> dict[str, str]:
