@@ -10,9 +10,11 @@ from laconic.units import (
     format_bytes,
     format_rate,
     format_seconds,
+    format_share,
     parse_count,
     parse_duration,
     parse_rate,
+    parse_share,
     three_digits,
 )
 
@@ -162,3 +164,23 @@ def test_bytes_for_a_reader(count: float, text: str) -> None:
 )
 def test_three_digits(number: float, text: str) -> None:
     assert three_digits(number) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "share"), [("0.1%", 0.001), ("0.001", 0.001), (" 5 % ", 0.05), ("0", 0), ("100%", 1)]
+)
+def test_shares(text: str, share: float) -> None:
+    assert parse_share(text) == pytest.approx(share, rel=1e-12)
+
+
+@pytest.mark.parametrize("text", ["", "%", "-1%", "101%", "1.5", "nan", "0.1 %%", "5ms"])
+def test_what_is_no_share_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"not a share: .* or one with % \(0\.1%, 0\.001\)"):
+        parse_share(text)
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(0.001, "0.1%"), (0.05, "5%"), (0.12345, "12.3%"), (0, "0%"), (1, "100%")]
+)
+def test_a_share_is_shown_as_a_percentage(share: float, text: str) -> None:
+    assert format_share(share) == text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -22,12 +23,19 @@ from test_cluster import refusal, with_namespaces
 from laconic.cli import main
 from laconic.cli.doctor import report
 from laconic.codecs import kernels
-from laconic.lab.doctor import host_checks, network_checks, network_findings, probes
-from laconic.lab.doctor.host_checks import Finding, Interface
+from laconic.lab.doctor import connections, host_checks, network_checks, network_findings, probes
+from laconic.lab.doctor.finding import Finding
+from laconic.lab.doctor.host_checks import Interface
 from laconic.lab.doctor.network_checks import Rendezvous, check_network, rendezvous_of
 from laconic.lab.doctor.network_findings import NetworkReport
-from laconic.lab.emulation.cluster import Cluster, NamespacesUnavailable, launch
-from laconic.links import wire
+from laconic.lab.emulation.cluster import (
+    Cluster,
+    ForwardError,
+    Impairments,
+    NamespacesUnavailable,
+    launch,
+)
+from laconic.links import congestion, frames
 
 from gloo import free_port
 
@@ -182,7 +190,7 @@ def test_a_torch_without_gloo_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_kernels_that_were_not_compiled_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "library", lambda: None)
+    monkeypatch.setattr(frames, "library", lambda: None)
     assert texts(host_checks.software({}), "warning")[-1].startswith(
         "not compiled: the message transport"
     )
@@ -199,7 +207,8 @@ def test_what_the_lab_needs_is_tried() -> None:
         return
     assert "network namespaces are available" in texts(found, "ok")
     shaped = [f for f in found if "tbf" in f.text]
-    assert len(shaped) == 1 and len([f for f in found if "netem" in f.text]) == 1
+    delayed = [f for f in found if "latency" in f.text or "delayed" in f.text]
+    assert len(shaped) == len(delayed) == 1
     try:
         with Cluster(1, bandwidth=1e6):
             assert shaped[0].level == "ok"
@@ -216,14 +225,25 @@ def test_a_kernel_that_refuses_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.text == "no network namespaces: not here" and "root" in found.remedy
 
 
-@pytest.mark.parametrize(("refused", "levels"), [(["tbf"], 1), (["netem"], 0), ([], 0)])
+@pytest.mark.parametrize(("refused", "levels"), [(["tbf"], 1), ([], 0)])
 def test_shapers_that_the_kernel_lacks(
     monkeypatch: pytest.MonkeyPatch, refused: list[str], levels: int
 ) -> None:
     monkeypatch.setattr(host_checks, "_try_shapers", lambda: dict.fromkeys(refused, "no such file"))
+    monkeypatch.setattr(host_checks, "Cluster", lambda *_, **__: contextlib.nullcontext())
     found = host_checks.lab()
     assert [f.text for f in found if f.level == "warning"] == ["no tbf: no such file"] * levels
-    assert ("no netem in this kernel" in str(found)) == ("netem" in refused)
+
+
+def test_a_lab_that_cannot_delay_packets_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, impairments: Impairments) -> None:
+        raise ForwardError("latency, jitter and loss need a compiler")
+
+    monkeypatch.setattr(host_checks, "_try_shapers", dict)
+    monkeypatch.setattr(host_checks, "Cluster", refuse)
+    (found,) = (f for f in host_checks.lab() if f.level == "warning")
+    assert found.text == "latency, jitter and loss need a compiler"
+    assert "work without --latency" in found.remedy
 
 
 # -- several hosts ----
@@ -517,3 +537,54 @@ def test_one_process_speaks_for_a_host(
         monkeypatch.setenv(name, value)
     assert main(["doctor"]) == 0
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("named", "names", "trip", "name"),
+    [
+        ("", ["bbr", "cubic"], 0.001, ""),
+        ("", ["bbr", "cubic"], 0.080, "bbr"),
+        ("", ["cubic"], 0.080, ""),
+        ("system", ["bbr", "cubic"], 0.080, ""),
+        ("cubic", ["bbr", "cubic"], 0.080, "cubic"),
+        ("cubic", ["bbr", "cubic"], 0.001, "cubic"),
+    ],
+)
+def test_which_congestion_control_connections_use(
+    named: str, names: list[str], trip: float, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LACONIC_CONGESTION", named)
+    monkeypatch.setattr(congestion, "available", lambda: names)
+    assert congestion.name_for(trip) == name
+
+
+def test_an_unknown_congestion_control_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LACONIC_CONGESTION", "fast")
+    finding = connections.congestion_control()
+    assert finding.level == "problem"
+    assert finding.text.startswith("LACONIC_CONGESTION must be one of system, ")
+
+
+def test_what_connections_use_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LACONIC_CONGESTION", raising=False)
+    monkeypatch.setattr(congestion, "available", lambda: ["bbr", "cubic"])
+    said = connections.advice(0.08, 0.0012).text
+    assert "round trips of 80 ms" in said and "use BBR; 0.12% of the packets" in said
+    monkeypatch.setattr(congestion, "available", lambda: ["cubic"])
+    assert connections.advice(0.08, 0.0).level == "warning"
+    assert connections.advice(0.001, 0.0).level == "ok"
+
+
+def test_whether_tls_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LACONIC_TLS", raising=False)
+    assert connections.security().text.startswith("TLS is off")
+    monkeypatch.setenv("LACONIC_TLS", "1")
+    finding = connections.security()
+    assert finding.level == "problem" and "needs GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY" in finding.text
+
+
+def test_the_rate_is_that_of_the_second_half() -> None:
+    came = [(0, 0.0), (1, 0.9), (2, 1.0), (12, 1.5), (22, 2.0)]
+    assert probes._second_half(came) == (20, 1.0)
+    assert probes._second_half([(0, 0.0), (5, 1.0)]) == (5, 1.0)
+    assert probes._second_half([(0, 0.0), (5, 0.1), (7, 0.2)]) == (7, 0.2), "a fast network"

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 import laconic
 from laconic.cli import lab, main
 from laconic.lab.emulation import orphans, program
-from laconic.lab.emulation.cluster import Cluster, NamespacesUnavailable
+from laconic.lab.emulation.cluster import Cluster, Impairments, NamespacesUnavailable
 from laconic.lab.emulation.join import join, running, trusted
 from laconic.lab.emulation.output import Lines
 from laconic.lab.emulation.torchrun import find
@@ -174,6 +174,31 @@ def test_rates_and_output_are_kept(tmp_path: Path, capfd: pytest.CaptureFixture[
 
 
 @pytest.mark.timeout(60)
+def test_latency_jitter_and_loss_reach_the_hosts_and_are_kept(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        with Cluster(1, impairments=Impairments(latency=0.01)):
+            pass
+    except OSError:
+        return
+    options = ["--hosts", "2", "--bandwidth", "20mbit", "--latency", "40ms", "--jitter", "2ms"]
+    options += ["--loss", "0.1%", "--loss-host", "1=0.005", "--latency-host", "host1=0.08s"]
+    options += ["--network-seed", "7", "--out", str(tmp_path)]
+    before = time.monotonic()
+    assert main(["lab", *options, sys.executable, "-c", RING, "1000000"]) == 0
+    assert time.monotonic() - before > 0.45  # bytes over rate, and a round trip
+    err = capfd.readouterr().err
+    words = "40 ms latency, host1 80 ms latency, 2 ms jitter, 0.1% loss, host1 0.5% loss"
+    assert f"laconic: 2 hosts, 20 Mbit/s each, {words}\n" in err
+    kept = json.loads((tmp_path / "rates.json").read_text())
+    assert kept["network_seed"] == 7 and kept["congestion_control"] in ("cubic", "reno")
+    named = [(host["latency"], host["jitter"], host["loss"]) for host in kept["hosts"]]
+    assert named == [(0.04, 0.002, 0.001), (0.08, 0.002, 0.005)]
+    assert all(1_000_000 < sent < 1_150_000 for sent in kept["samples"][-1]["sent"])
+
+
+@pytest.mark.timeout(60)
 def test_what_is_printed_is_kept_to_the_byte(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -261,6 +286,17 @@ BAD: Mapping[str, tuple[list[str], str]] = {
     "rate": (["--bandwidth", "fast", "true"], "not a rate: 'fast'; give a positive number"),
     "slow": (["--bandwidth", "1bit", "true"], "bandwidth must be 8000 to 3.2e+10 bit/s"),
     "latency": (["--latency", "-1", "true"], "not a duration: '-1'"),
+    "long": (["--latency", "1min", "true"], "latency must be from 0 to 10 s, not 60.0"),
+    "jitter": (["--latency", "5ms", "--jitter", "6ms", "true"], "jitter must be from 0 to the lat"),
+    "loss": (["--loss", "2", "true"], "not a share: '2'; give a number from 0 to 1, or one with %"),
+    "all lost": (["--loss", "100%", "true"], "loss must be from 0 to less than 1, not 1.0"),
+    "no such host": (["--loss-host", "9=1%", "true"], "there is no host 9; hosts are numbered 0"),
+    "host's loss": (["--loss-host", "1%", "true"], "--loss-host must be HOST=SHARE, such as 2="),
+    "twice": (
+        ["--latency-host", "1=5ms", "--latency-host", "host1=6ms", "true"],
+        "--latency-host has two values for host 1",
+    ),
+    "network seed": (["--network-seed", "-1", "true"], "the network's seed must be an integer"),
     "hosts": (["--hosts", "0", "true"], "hosts must be an integer of at least 1, not 0"),
     "per host": (["--per-host", "0", "true"], "per-host must be an integer of at least 1, not 0"),
     "host": (["--bandwidth-host", "4=1mbit", "true"], "there is no host 4; hosts are numbered 0"),

@@ -12,7 +12,8 @@ from typing import Literal
 import pytest
 from rich.console import Console
 
-from laconic.lab.race import report
+from laconic.lab.emulation.impairments import Impairments
+from laconic.lab.race import report, wording
 from laconic.lab.race.plots import limit_loss
 from laconic.lab.race.report import NO_COMMUNICATION, Point, Result, Row
 
@@ -216,6 +217,15 @@ def test_table_says_why_a_row_has_no_result() -> None:
 def test_table_says_that_a_link_was_throttled() -> None:
     text = " ".join(rendered(result(DDP, network="throttled", latency=0.005), 100).split())
     assert "5 ms latency, throttled link: this system does not allow network namespaces" in text
+
+
+def test_table_describes_the_network() -> None:
+    impaired = Impairments(0.08, 0.01, 0.001, host_latency={2: 0.2}, host_loss={3: 0.05})
+    text = " ".join(rendered(result(DDP, bandwidth=5e7, **impaired.document()), 200).split())
+    assert "50 Mbit/s, 80 ms latency, host 2: 200 ms latency, 10 ms jitter, 0.1% loss" in text
+    assert "0.1% loss, host 3: 5% loss, emulated with network namespaces" in text
+    combined = result(DDP, runs={"a": {"loss": 0.001, "host_loss": {"1": 0.05}, "jitter": 0.002}})
+    assert wording.differences(combined) == ["[a]: loss 0.1%, host loss 5% of host 1, jitter 2 ms"]
 
 
 def test_table_shows_notes_and_takes_markup_for_text() -> None:

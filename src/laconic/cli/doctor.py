@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from laconic.lab.doctor.host_checks import Finding, Level
+    from laconic.lab.doctor.finding import Finding, Level
     from laconic.lab.doctor.network_checks import Rendezvous
 
 WIDTH = 80

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -26,11 +25,17 @@ from laconic import __version__
 from laconic.codecs import kernels
 from laconic.device import ACCELERATORS
 from laconic.errors import install
-from laconic.lab.emulation.cluster import Cluster, NamespacesUnavailable
+from laconic.lab.doctor.connections import connections
+from laconic.lab.doctor.finding import Finding, Level
+from laconic.lab.emulation.cluster import (
+    Cluster,
+    ForwardError,
+    Impairments,
+    NamespacesUnavailable,
+)
 from laconic.links import frames
 from laconic.links.addresses import address_of, address_toward
 
-Level = Literal["ok", "warning", "problem"]
 Environment = Mapping[str, str]
 
 OLDEST_TORCH = (2, 6)
@@ -49,16 +54,6 @@ _SIOCGIFFLAGS, _IFF_UP = 0x8913, 1
 
 
 @dataclass(frozen=True)
-class Finding:
-    """The result of one check. ``remedy`` is empty if ``level`` is "ok"."""
-
-    level: Level
-    group: str
-    text: str
-    remedy: str = ""
-
-
-@dataclass(frozen=True)
 class Interface:
     """A network interface of this host."""
 
@@ -71,7 +66,7 @@ def examine(environ: Environment = os.environ) -> list[Finding]:
 
     Raises ``ValueError`` if a variable of torchrun is not an integer.
     """
-    return [*software(environ), *network(environ), *machine(environ), *lab()]
+    return [*software(environ), *network(environ), *connections(), *machine(environ), *lab()]
 
 
 def number(environ: Environment, name: str, default: int) -> int:
@@ -386,7 +381,6 @@ print(json.dumps(errors))
 """
 SHAPERS = {
     "tbf": ("eth0", {"rate": 12_500_000, "burst": 32_768, "limit": 1_000_000}),
-    "netem": ("lo", {"delay": 1000}),
 }
 
 
@@ -419,12 +413,17 @@ def lab() -> list[Finding]:
         found.append(Finding("warning", "lab", f"no tbf: {refused['tbf']}", remedy))
     else:
         found.append(Finding("ok", "lab", "tbf limits the bandwidth of emulated hosts"))
-    if "netem" in refused:
-        text = "no netem in this kernel: laconic's link adds latency in place of the network"
-        found.append(Finding("ok", "lab", text))
-    else:
-        found.append(Finding("ok", "lab", "netem can delay packets"))
-    return found
+    return [*found, _forwarder()]
+
+
+def _forwarder() -> Finding:
+    """Check what latency, jitter and loss need."""
+    try:
+        with Cluster(1, impairments=Impairments(latency=0.01)):
+            return Finding("ok", "lab", "packets of emulated hosts can be delayed and lost")
+    except (NamespacesUnavailable, ForwardError) as error:
+        remedy = "laconic lab and compare work without --latency, --jitter and --loss"
+        return Finding("warning", "lab", str(error), remedy)
 
 
 def _try_shapers() -> dict[str, str]:

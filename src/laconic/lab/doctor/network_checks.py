@@ -19,9 +19,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from laconic.lab.doctor.host_checks import Environment, Finding, number, versions
+from laconic.lab.doctor.finding import Finding
+from laconic.lab.doctor.host_checks import Environment, number, versions
 from laconic.lab.doctor.network_findings import (
     NetworkReport,
+    choice_findings,
     clock_findings,
     connection_findings,
     connection_remedy,
@@ -318,6 +320,6 @@ class _Session:
             end = time.monotonic() + 2.0
             while store.add("left", 0) < len(others) - len(missing) and time.monotonic() < end:
                 time.sleep(0.05)
-        for findings in (connection_findings, rate_findings, clock_findings):
+        for findings in (connection_findings, rate_findings, choice_findings, clock_findings):
             report.findings += findings(report)
         report.findings += version_findings(report.hosts)

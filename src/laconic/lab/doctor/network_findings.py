@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from laconic.lab.doctor.host_checks import Finding
+from laconic.lab.doctor.connections import advice
+from laconic.lab.doctor.finding import Finding
 from laconic.lab.doctor.probes import HostInfo, Pair, Rate
 from laconic.units import format_rate
 
@@ -136,6 +137,13 @@ def clock_findings(report: NetworkReport) -> list[Finding]:
         )
         found.append(Finding("ok", GROUP, text))
     return found
+
+
+def choice_findings(report: NetworkReport) -> list[Finding]:
+    """Return what connections between these hosts use, and how many packets are lost."""
+    good = [pair.latency for pair in report.pairs if not pair.error]
+    lost = [rate.lost for rate in report.rates if not rate.error]
+    return [advice(2 * max(good), max(lost, default=0.0))] if good else []
 
 
 def version_findings(hosts: Sequence[HostInfo]) -> list[Finding]:

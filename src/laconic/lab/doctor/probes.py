@@ -8,13 +8,17 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+from laconic.links import congestion
 
 CONNECT_SECONDS = 3.0
 ANSWER_SECONDS = 10.0
 PINGS = 10
-SEND_SECONDS = 1.0
+SEND_SECONDS, SEND_TRIPS, SEND_MOST_SECONDS = 1.0, 20, 5.0
+"""How long to send: so many seconds, and round trips on top, but no longer than the last."""
+_SENT = struct.Struct("=100xI32xI")  # struct tcp_info: tcpi_total_retrans, up to tcpi_segs_out
 SEND_MOST = 64 << 20
 PIECE = 64 << 10
 PING, SINK = b"P", b"S"
@@ -52,12 +56,14 @@ class Pair:
 
 @dataclass(frozen=True)
 class Rate:
-    """Bits per second from ``source`` to its neighbor in a ring, with all hosts sending at once."""
+    """Bits per second from ``source`` to its neighbor in a ring, with all hosts sending at once.
+    ``lost``: the share of packets that were sent again."""
 
     source: int
     target: int
     rate: float
     error: str = ""
+    lost: float = 0.0
 
 
 class Listener:
@@ -88,10 +94,11 @@ class Listener:
                 while connection.recv(1):
                     connection.sendall(struct.pack("!d", self._clock()))
             elif kind == SINK:
-                size, start = 0, time.perf_counter()
+                size, came = 0, [(0, time.perf_counter())]
                 while piece := connection.recv(PIECE):
                     size += len(piece)
-                connection.sendall(struct.pack("!Qd", size, time.perf_counter() - start))
+                    came.append((size, time.perf_counter()))
+                connection.sendall(struct.pack("!Qd", *_second_half(came)))
 
     def __enter__(self) -> Listener:
         return self
@@ -128,26 +135,52 @@ def ping(source: int, target: HostInfo, clock: Callable[[], float]) -> Pair:
 
 
 def send(source: int, target: HostInfo) -> Rate:
-    """Measure bits per second to a host, as it counts them, for 1 s or `SEND_MOST` bytes."""
+    """Measure bits per second to a host, as it counts them, for `SEND_SECONDS` and
+    some round trips, or `SEND_MOST` bytes."""
     piece = bytes(PIECE)
     family = socket.AF_INET6 if ":" in target.address else socket.AF_INET
     try:
         with socket.socket(family) as connection:
-            # A small buffer, so that little is left to send when the time is over.
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * PIECE)
             connection.settimeout(CONNECT_SECONDS)
             connection.connect((target.address, target.port))
             connection.settimeout(ANSWER_SECONDS)
             connection.sendall(SINK)
-            size, end = 0, time.monotonic() + SEND_SECONDS
+            congestion.choose(connection)
+            trip = congestion.round_trip(connection)
+            if trip < congestion.LONG_SECONDS:  # so that little is left when the time is over
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * PIECE)
+            trips = SEND_TRIPS * trip
+            size, end = 0, time.monotonic() + min(SEND_SECONDS + trips, SEND_MOST_SECONDS)
             while size < SEND_MOST and time.monotonic() < end:
                 connection.sendall(piece)
                 size += PIECE
             connection.shutdown(socket.SHUT_WR)
             received, seconds = struct.unpack("!Qd", _receive(connection, 16))
+            lost = _share_lost(connection)
     except OSError as error:
         return Rate(source, target.rank, 0.0, reason(error))
-    return Rate(source, target.rank, 8 * received / seconds)
+    return Rate(source, target.rank, 8 * received / seconds, lost=lost)
+
+
+def _second_half(came: Sequence[tuple[int, float]]) -> tuple[int, float]:
+    """The bytes that came in the second half of the time, and how long that was: in the first,
+    congestion control finds the rate. All of it, if it was short. ``came``: how many had come, and
+    when."""
+    (_, start), (size, end) = came[0], came[-1]
+    if end - start < SEND_SECONDS / 2:
+        return size, end - start
+    before, since = next((s, t) for s, t in came if t >= (start + end) / 2)
+    return (size - before, end - since) if size > before else (size, end - start)
+
+
+def _share_lost(connection: socket.socket) -> float:
+    """The share of packets that the system has sent again; 0 where it does not report it."""
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SENT.size)
+    except (OSError, AttributeError):  # not Linux
+        return 0.0
+    again, sent = _SENT.unpack(info) if len(info) == _SENT.size else (0, 0)
+    return float(again / sent) if sent else 0.0
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
