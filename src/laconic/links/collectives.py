@@ -19,6 +19,10 @@ from laconic.buckets import Scratch, mean_in_rank_order
 from laconic.links.link import Parts, arrivals, hops
 from laconic.links.wire import Connections, Transfer
 
+MEAN_PARTS, LEAST_PART = 16, 2**17
+"""The most parts that a slice of a mean is cut into, and the least bytes of each: one part is
+averaged and sent on while others arrive."""
+
 
 class Guard(Protocol):
     """What collectives need to know of the call that they belong to, as `CallGuard` does."""
@@ -80,12 +84,22 @@ class Collectives:
         return self._post(out, into, ready=ready)
 
     def _post(
-        self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], *, ready: bool = True
+        self,
+        sends: Mapping[int, Tensor],
+        receives: Mapping[int, Tensor],
+        *,
+        ready: bool = True,
+        then: tuple[Mapping[int, Tensor], Mapping[int, Tensor]] = ({}, {}),
     ) -> Transfer:
         wire = self._wire
         at = self._guard.header, wire.timeout, wire.names
         with self._guard.blaming():
-            return Transfer(wire.connections, sends, receives, *at, ready=ready, digest=self.digest)
+            return Transfer(
+                *(wire.connections, sends, receives, *at),
+                ready=ready,
+                then=then,
+                digest=self.digest,
+            )
 
     def _send(self, transfer: Transfer, rank: int, size: int) -> None:
         """The first ``size`` bytes for ``rank`` can be sent."""
@@ -116,8 +130,27 @@ class Collectives:
             return
         if x.numel() % self.size:
             x.copy_(mean_in_rank_order(self.gather(x).unbind()))
-        else:
-            self.all_gather(self.reduce_scatter(x), x)
+            return
+        # each part of this rank's slice goes out as soon as it has come from all others. A rank
+        # sends a part of its slice after it has received that part from this one, so what comes
+        # back may overwrite what was sent
+        slices, me, others = x.view(self.size, -1), self.rank, hops(self.rank, self.size)[:-1]
+        own, length = slices[me], slices.shape[1]
+        room = self._scratch.take((self.size - 1) * length, x.dtype, x.device)
+        pieces = dict(zip(others, room.view(-1, length), strict=True))
+        rows = {r: slices[r] for r in others}
+        transfer = self._post(rows, pieces, then=(dict.fromkeys(others, own), rows))
+        count = max(1, min(MEAN_PARTS, length * x.element_size() // LEAST_PART))
+        for part in Parts([length * (k + 1) // count for k in range(count)]):
+            for r in others[::-1]:
+                self._wait(transfer, r, part.stop * x.element_size())
+            everyone = (own[part] if r == me else pieces[r][part] for r in range(self.size))
+            mean = mean_in_rank_order(everyone, reuse=True, out=own[part])
+            if mean.dtype != own.dtype:
+                own[part].copy_(mean)
+            for r in others:
+                self._send(transfer, r, part.stop * x.element_size())
+        self._wait(transfer)
 
     def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
         slices = x.view(owners or self.size, -1).unbind()

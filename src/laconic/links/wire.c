@@ -35,11 +35,12 @@ struct message {
     uint32_t sum;   /* of the header's fields and the payload so far */
     int32_t fd;
     int32_t comes; /* 1: is received, 0: is sent */
+    int32_t after; /* which message must be complete before, over the same socket; -1: none */
 };
 
 enum { FINE = 0, SILENT = 1, CLOSED = 2, OTHER = 3, FAILED = 4, INTERRUPTED = 5, CHANGED = 6 };
 
-EXPORT int laconic_version(void) { return 5; }
+EXPORT int laconic_version(void) { return 6; }
 
 /* -- checksums: CRC-32 as zlib computes it, 16 bytes at a time ---- */
 
@@ -90,6 +91,15 @@ static int64_t on_wire(const struct message *m, int64_t size) {
 
 static int unfinished(const struct message *m) {
     return m->moved < on_wire(m, m->comes ? m->size : m->ready);
+}
+
+/* Whether bytes of message `i` can be moved now. */
+static int active(const struct message *messages, int64_t i) {
+    const struct message *m = &messages[i];
+    if (!unfinished(m))
+        return 0;
+    const struct message *before = m->after < 0 ? NULL : &messages[m->after];
+    return before == NULL || before->moved == on_wire(before, before->size);
 }
 
 static void begin_sum(struct message *m) {
@@ -203,7 +213,7 @@ EXPORT int laconic_move(struct message *messages, int64_t count, int64_t until, 
         nfds_t n = 0;
         for (int64_t i = 0; i < count; i++) {
             struct message *m = &messages[i];
-            if (unfinished(m)) {
+            if (active(messages, i)) {
                 waits[n] = (struct pollfd){m->fd, m->comes ? POLLIN : POLLOUT, 0};
                 numbers[n++] = i;
             }

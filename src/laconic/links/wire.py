@@ -120,12 +120,13 @@ class Connections(dict[int, int]):
 
 class Transfer:
     """Messages under way: ``sends[r]`` to rank r, and from rank r into ``receives[r]``. The tensors
-    are contiguous and on the CPU, and must not be used meanwhile. ``digest``: what the others learn
-    besides, an integer of 64 bits.
+    are contiguous and on the CPU, and must not be used meanwhile. ``then``: what is sent and
+    received after that, over the same connections. ``digest``: what the others learn besides, an
+    integer of 64 bits.
 
-    If not ``ready``, `send` says how much of each can be sent. Bytes move inside `wait`, except
-    those that the kernel accepts at once. The last `wait` must be for all messages. Raises
-    `LinkError` if an earlier message was not completed.
+    If not ``ready``, `send` says how much of each can be sent, and always for what comes ``then``.
+    Bytes move inside `wait`, except those that the kernel accepts at once. The last `wait` must be
+    for all messages. Raises `LinkError` if an earlier message was not completed.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class Transfer:
         names: Sequence[int],
         *,
         ready: bool = True,
+        then: tuple[Mapping[int, Tensor], Mapping[int, Tensor]] = ({}, {}),
         digest: int = 0,
     ) -> None:
         if connections.forked:
@@ -145,36 +147,44 @@ class Transfer:
         if connections.busy:
             raise LinkError("a message on this link was left half-way: it cannot be used any more")
         self.connections = connections  # as all of these, held while messages are under way
-        self._tensors = [*receives.values(), *sends.values()]
-        self._ranks = [*receives, *sends]
+        later_sends, later_receives = then
+        groups = [(receives, True), (sends, False), (later_receives, True), (later_sends, False)]
+        all_of = [(r, x, comes) for each, comes in groups for r, x in each.items()]
+        self._tensors = [x for _, x, _ in all_of]
+        self._ranks = [r for r, _, _ in all_of]
         self._indices = {r: index for index, r in enumerate(receives)}
+        self._outgoing = {r: i for i, (r, _, comes) in enumerate(all_of) if not comes}
+        """The last message for each rank."""
         self._timeout = timeout
         self.names = names
         self.mutual = len(receives) if receives.keys() == sends.keys() else 0
         """With how many ranks messages are exchanged in both directions; 0: not with all."""
         self._messages = (frames.Message * len(self._ranks))()
-        for index, (r, x) in enumerate(zip(self._ranks, self._tensors, strict=True)):
+        latest: dict[tuple[int, bool], int] = {}
+        for index, (r, x, comes) in enumerate(all_of):
             if not x.is_contiguous() or x.device.type != "cpu":
                 raise ValueError(
                     f"a message is contiguous and on the CPU, not {x.device} {x.stride()}"
                 )
-            size, comes = x.numel() * x.element_size(), index < len(receives)
-            where = x.data_ptr(), size, size if ready else -1, connections[r], comes
+            size, after = x.numel() * x.element_size(), latest.get((r, comes), -1)
+            sendable = size if ready and after < 0 else -1
+            where = x.data_ptr(), size, sendable, connections[r], comes, after
             frames.begin(self._messages, index, header, digest, *where)
+            latest[r, comes] = index
         connections.busy = True
         self._move(frames.WITHOUT_WAITING)
 
     def send(self, rank: int, size: int) -> None:
-        """The first ``size`` bytes of what is for ``rank`` are ready now, and can be sent."""
-        index = len(self._indices) + self._ranks[len(self._indices) :].index(rank)
-        self._messages[index].ready = size
+        """The first ``size`` bytes of the last message for ``rank`` are ready now, and can be
+        sent."""
+        self._messages[self._outgoing[rank]].ready = size
         self._move(frames.WITHOUT_WAITING)
 
     def wait(self, rank: int | None = None, size: int | None = None) -> None:
-        """Wait for the first ``size`` bytes (None: all) from ``rank``, and for the rest of their
-        frame; without a rank, until all messages have come and are sent. Raises `LostError` if a
-        connection is lost, or no byte moves for ``timeout`` seconds, `OtherCallError` and
-        `ChangedError`."""
+        """Wait for the first ``size`` bytes (None: all) of the first message from ``rank``, and for
+        the rest of their frame; without a rank, until all messages have come and are sent. Raises
+        `LostError` if a connection is lost, or no byte moves for ``timeout`` seconds,
+        `OtherCallError` and `ChangedError`."""
         if rank is None:
             ready = (m.comes or m.ready == m.size for m in self._messages)
             assert all(ready), "a message is not ready"
