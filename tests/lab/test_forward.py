@@ -248,6 +248,11 @@ def test_jitter_keeps_packets_in_order_and_their_mean_delay() -> None:
     delays = [now - then for _, then, now in taken]
     assert fmean(delays) == pytest.approx(0.02, rel=0.1)
     assert 0.01 <= min(delays) < 0.013 and max(delays) > 0.027
+    # A delay changes at most half as fast as time, so by 2.5 ms in 10 packets: it does not jump.
+    changes = sorted(
+        abs(after - before) for before, after in zip(delays, delays[10:], strict=False)
+    )
+    assert changes[len(changes) * 98 // 100] < 0.004
 
 
 @pytest.mark.timeout(60)
