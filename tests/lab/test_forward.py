@@ -241,13 +241,18 @@ def test_jitter_spreads_pings_by_as_much_as_given_around_the_latency() -> None:
 @pytest.mark.timeout(60)
 @with_forwarder
 def test_jitter_keeps_packets_in_order_and_their_mean_delay() -> None:
-    impairments = Impairments(latency=0.04, jitter=0.04)
+    impairments = Impairments(latency=0.04, jitter=0.02)
     with Cluster(2, bandwidth=None, impairments=impairments) as cluster:
         taken = packets(cluster, 0, 1, 10_000, gap=0.0005)
     assert [number for number, _, _ in taken] == list(range(10_000))
     delays = [now - then for _, then, now in taken]
     assert fmean(delays) == pytest.approx(0.02, rel=0.1)
-    assert min(delays) < 0.01 and max(delays) > 0.03
+    assert 0.01 <= min(delays) < 0.013 and max(delays) > 0.027
+    # A delay changes at most half as fast as time, so by 2.5 ms in 10 packets: it does not jump.
+    changes = sorted(
+        abs(after - before) for before, after in zip(delays, delays[10:], strict=False)
+    )
+    assert changes[len(changes) * 98 // 100] < 0.004
 
 
 @pytest.mark.timeout(60)
@@ -267,7 +272,7 @@ def test_packets_are_lost_at_random_by_seed_and_counted() -> None:
         assert len(lost[-1]) == pytest.approx(0.1 * count, rel=0.05)
         assert 0 <= counted[0].lost - len(lost[-1]) <= ENDS
         assert counted[0].failed == 0
-        assert 0 <= counted[0].frames - count - ENDS < 10
+        assert 0 <= counted[0].frames - count <= 2 * ENDS
     assert lost[0] == lost[1] != lost[2]
     # Neighbors are as often lost together as chance has it.
     together = sum(number + 1 in lost[0] for number in lost[0])
@@ -286,7 +291,7 @@ def test_a_host_sends_at_its_rate_and_lost_packets_count_as_sent() -> None:
     # A bucket of 24 KiB passes at once.
     assert seconds == pytest.approx((count * frame - 24 * 1024) * 8 / rate, rel=0.05)
     assert len(taken) < 0.95 * count
-    assert sent[0] == pytest.approx((count + ENDS) * frame, rel=0.005)
+    assert count * frame <= sent[0] <= (count + ENDS) * frame + 1000
     assert sent[1] < 0.01 * sent[0]  # that there is no receiver for the last packets
 
 
