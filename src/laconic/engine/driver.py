@@ -243,8 +243,7 @@ class Driver:
         session, run = self.session, self.run
         session.refuse_in_consensus("sync.finish()")
         session.call(FINISH)
-        for running in run.rounds:
-            running.finish(session.step)
+        run.finish()
         consensus.write_consensus(run, self.had_buffers, mean=mean)
         if session.elastic is not None:
             session.gather_json(None)  # after that all have it, and any may end
@@ -269,7 +268,8 @@ class Driver:
         self._past_choices, self.session.policy = self.choices, None
 
     def _switch(self, recipe: Recipe) -> None:
-        self.run = self._switcher.switch(self.run, recipe, self.had_buffers)
+        before, self.run = self.run, self._switcher.switch(self.run, recipe, self.had_buffers)
+        before.close()
         session = self.session
         session.recorder.event("switch", recipe=self.run.text(chosen=True))
         session.status("computing")
@@ -305,6 +305,7 @@ class Driver:
             handle.remove()
         self._handles = []
         self.run.detach()
+        self.run.close()
         if self.session.elastic is not None:
             self.session.comm.poke(self.session.elastic.close)  # the others go on without it
         self.session.comm.close()
@@ -338,6 +339,8 @@ class Driver:
         loaded = Loading.prepare(self.run, parts, load_model)
         loaded.agree(session)
         self._take(loaded)
+        if self.run.quorum is not None:
+            session.gather(torch.zeros(1))  # no worker arrives before rank 0 has loaded
 
     @torch.no_grad()
     def load_here(

@@ -65,8 +65,7 @@ class Switcher:
         check_groups(recipe, "group" in session.links)  # while the present rounds still work
         run.add_new_groups()
         session.call("switch()")
-        for running in run.rounds:
-            running.finish(session.step)
+        run.finish()
         write_consensus(run, had_buffers)
         if workers_differ(run.recipe):
             run.average_optimizer_state(Round(every(1), Average(), Mean(), optimizer_state))

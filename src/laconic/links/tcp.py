@@ -36,7 +36,7 @@ class TcpLink(Collectives):
 
     def __init__(self, guard: CallGuard, wire: Wire) -> None:
         super().__init__(guard, wire)
-        self._calls, self._own_wire = guard, wire
+        self._calls, self.wire = guard, wire
 
     @classmethod
     def over(
@@ -81,7 +81,7 @@ class TcpLink(Collectives):
     def split(self, sets: Sequence[Sequence[int]]) -> Link:
         members = next(ranks for ranks in sets if self.rank in ranks)
         ranks = [self._calls.ranks[r] for r in members]
-        wire = Wire(members.index(self.rank), own_address(), self._own_wire.timeout, ranks)
+        wire = Wire(members.index(self.rank), own_address(), self.wire.timeout, ranks)
         try:
             addresses = exchange_texts(self.gather, wire.address)
             guard = self._calls.split(members, wire)
@@ -111,4 +111,4 @@ class TcpLink(Collectives):
         self._calls.status(text)
 
     def close(self) -> None:
-        self._own_wire.close()
+        self.wire.close()
