@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +25,24 @@ class Ran:
 
 
 def work(
-    job: Job, rank: int, steps: int, *, link: la.links.Link | None = None, **options: Any
+    job: Job,
+    rank: int,
+    steps: int,
+    *,
+    link: la.links.Link | None = None,
+    before: Callable[[int], None] | None = None,
+    until: Callable[[], bool] | None = None,
 ) -> Ran:
-    """Take ``steps`` steps, then finish."""
+    """Take ``steps`` steps, or fewer if ``until`` says so, then finish. ``before`` is called before
+    each step."""
     model, optimizer = build(job, rank)
-    sync = la.attach(model, optimizer, job.recipe, link=link, **options)
+    sync = la.attach(model, optimizer, job.recipe, link=link)
     data, trace = job.data()[rank], []
     for t in range(1, steps + 1):
+        if until is not None and until():
+            break
+        if before is not None:
+            before(t)
         training.step(job, model, optimizer, data[t - 1], t)
         trace.append(training.values(model))
     closings = sync.closings

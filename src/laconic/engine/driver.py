@@ -321,6 +321,8 @@ class Driver:
         """The training raised ``error``: send nothing more, and tell the other ranks."""
         self.session.recorder.failed(error)
         broken = self.session.comm.abandon() or self.run.broken
+        if self.run.quorum is not None:
+            self.run.quorum.abandon()
         self.session.world.leave(broken)
 
     # -- saving ----

@@ -203,6 +203,10 @@ class QuorumRounds:
             self._syncer.load(state["syncer"])
             self._merger.load(state["syncer"]["bases"])
 
+    def abandon(self) -> None:
+        """This worker has failed: the others learn of it."""
+        self.port.abandon()
+
     def close(self) -> None:
         """This worker takes part in no more rounds."""
         self._session.meet = None

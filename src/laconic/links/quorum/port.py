@@ -113,3 +113,7 @@ class Port(Protocol):
 
     def close(self) -> None:
         """This worker takes part in no more rounds."""
+
+    def abandon(self) -> None:
+        """This worker has failed. All others raise that at their next round. May come from another
+        thread."""

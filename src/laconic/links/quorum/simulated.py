@@ -93,6 +93,9 @@ class SimulatedPort:
     def close(self) -> None:
         self._shared.core.leave(self._me)
 
+    def abandon(self) -> None:
+        """Does nothing: the stage sees workers end."""
+
 
 Make = Callable[[], Syncer]
 

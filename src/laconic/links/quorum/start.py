@@ -65,6 +65,9 @@ class MeteredPort:
     def close(self) -> None:
         self._port.close()
 
+    def abandon(self) -> None:
+        self._port.abandon()
+
 
 def open_port(
     link: Link, like: Sequence[Sequence[Tensor]], step: int, make: Make, opened: int

@@ -22,6 +22,7 @@ from laconic.errors import LinkError
 from laconic.links.collectives import Collectives
 from laconic.links.quorum.port import Announcement, Closing, Delivery
 from laconic.links.quorum.syncer import Outcome, Syncer
+from laconic.links.rendezvous import ADVICE
 from laconic.links.wire import LostError, Wire
 
 NEVER = 1e6
@@ -47,7 +48,8 @@ class _Guard:
         try:
             yield
         except LostError as error:
-            raise LinkError(f"rank {self._other} is lost ({error})", ranks=[self._other]) from None
+            text = f"rank {self._other} is lost ({error}). {ADVICE}"
+            raise LinkError(text, ranks=[self._other]) from None
 
 
 class Line:
@@ -126,7 +128,7 @@ class Host:
                     try:
                         core.close(found[1], now)
                     except Exception as error:  # every worker raises it
-                        self._fail(error)
+                        self.fail(error)
                     self.change.notify_all()
                 else:
                     self.change.wait(None if found is None else found[0] - now)
@@ -138,7 +140,8 @@ class Host:
             self.core.meet(rank, time.monotonic())
             self.change.notify_all()
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """Have every worker raise ``error`` at its next round. `change` must be held."""
         ranks = error.ranks if isinstance(error, LinkError) else ()
         self._failure = self._failure or LinkError(str(error), ranks=ranks)
         self.change.notify_all()
@@ -151,7 +154,7 @@ class Host:
         except LinkError as error:
             with self.change:
                 if not self._closed:
-                    self._fail(error)
+                    self.fail(error)
 
     def _serve_one(self, rank: int, line: Line) -> bool:
         """Serve one message of worker ``rank``. Returns whether more will come."""
@@ -245,6 +248,10 @@ class HostPort(_Clock):
             self._host.core.leave(0)
             self._host.change.notify_all()
 
+    def abandon(self) -> None:
+        with self._host.change:
+            self._host.fail(LinkError(f"rank 0 has failed. {ADVICE}", ranks=[0]))
+
 
 class GuestPort(_Clock):
     """The port of any other worker: ``line`` is that to rank 0."""
@@ -271,3 +278,6 @@ class GuestPort(_Clock):
     def close(self) -> None:
         with suppress(LinkError):  # rank 0 may have ended
             self._line.send_text({"what": "leave"})
+
+    def abandon(self) -> None:
+        self._line.shutdown()
