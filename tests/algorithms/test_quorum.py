@@ -377,6 +377,36 @@ def test_calls_of_all_workers_come_after_different_steps() -> None:
     assert runs[0][3] >= 7
 
 
+def test_several_synchronizers_one_after_the_other() -> None:
+    job = Job(la.local_sgd(4, quorum=2), 3, 20)
+
+    def train(rank: int) -> list[Any]:
+        return [quorum.work(job, rank, 18) for _ in range(2)]
+
+    first, second = zip(*la.simulate(train, workers=3, step_seconds=[1, 1, 3]), strict=True)
+    assert first[0].closings and quorum.same(first, second)
+
+
+def test_from_one_quorum_to_another() -> None:
+    """Calls of all workers are announced under the new recipe, too."""
+    job = Job(la.local_sgd(4, quorum=2), 3, 40)
+
+    def train(rank: int) -> list[float]:
+        model, optimizer = training.build(job, rank)
+        sync = la.attach(model, optimizer, job.recipe)
+        means = []
+        for t in range(1, (30, 30, 10)[rank] + 1):
+            training.step(job, model, optimizer, job.data()[rank][t - 1], t)
+            if t == (10, 10, 3)[rank]:
+                sync.switch(la.diloco(4, quorum=2))
+            if t in ((10, 20), (10, 20), (3, 7))[rank]:
+                means.append(sync.mean(float(rank)))
+        sync.finish()
+        return means
+
+    assert la.simulate(train, workers=3, step_seconds=[1, 1, 3]) == [[1.0, 1.0]] * 3
+
+
 def test_switching_to_a_quorum_and_back() -> None:
     job = Job(la.local_sgd(4), 3, 40)
 
@@ -442,6 +472,21 @@ ATTACHED: dict[str, tuple[la.Recipe, dict[str, Any], str]] = {
     "gradients": ((*la.ddp(), *la.local_sgd(4, quorum=2)), {}, "waits for all workers"),
     "over": (la.slowmo(la.local_sgd(2, quorum=2), 4), {}, "every so many steps|waits for all"),
     "ranks": (la.diloco(4, quorum=2), {"nprocs_per_node": 2}, "workers of one rank"),
+    "update": (
+        (la.Round(la.every(4), la.updates.Average(), QuorumMean(2)),),
+        {},
+        "cannot have a quorum: .* OuterStep",
+    ),
+    "delay": (
+        (la.Round(la.every(4), OuterStep(0.7, 0.9), QuorumMean(2), delay=1),),
+        {},
+        "without delay",
+    ),
+    "rules": (
+        (*la.diloco(4, quorum=2), *la.diloco(4, quorum=3)),
+        {},
+        "have the same rules",
+    ),
 }
 
 

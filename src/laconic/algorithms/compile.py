@@ -11,6 +11,7 @@ from laconic.algorithms.exchanges import Mean, QuorumMean
 from laconic.algorithms.recipes import WITH_GROUPS
 from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round, renamed
 from laconic.algorithms.schedules import Every, Schedule, Unless, any_of, every
+from laconic.algorithms.update import abilities
 from laconic.algorithms.updates import Average, Mix, Replace
 from laconic.buckets import module_buffers, optimizer_state
 
@@ -63,6 +64,20 @@ def check_quorum(recipe: Recipe, workers: int | None, *, plain: bool) -> None:
             )
         if not isinstance(r.when, Every):
             raise ValueError(f"a round with a quorum is due every so many steps, not {r.when!r}")
+        if not isinstance(r, Round) or not _fits_quorum(r):
+            raise ValueError(
+                f"{r.name} cannot have a quorum: it is a Round over the workers without delay, "
+                "which keeps or resets the optimizer's state, and its update has an anchor, whose "
+                "combine gives the new x, and nothing else. OuterStep, DelayedNesterov, "
+                "AnchoredAverage and SlowMomentum are such updates"
+            )
+    rules = {
+        (r.when, replace(r.exchange, anchored=True))
+        for r in with_quorum
+        if isinstance(r.exchange, QuorumMean)
+    }
+    if len(rules) > len({r.when for r in with_quorum}):
+        raise ValueError("rounds with a quorum that are due at the same steps have the same rules")
     if with_quorum and len(with_quorum) < len(recipe):
         other = next(r for r in recipe if r not in with_quorum)
         raise ValueError(
@@ -74,6 +89,15 @@ def check_quorum(recipe: Recipe, workers: int | None, *, plain: bool) -> None:
             "quorum= and pace='own' are for workers of one rank, with models on the CPU, so far: "
             "leave out nprocs_per_node=, mesh= and elastic="
         )
+
+
+def _fits_quorum(r: Round) -> bool:
+    update, exchange = r.update, r.exchange
+    combines_only = update.replaces and not update.whole and not abilities(update)
+    anchored = update.anchor is not None and update.slots.get(update.anchor) == "owner"
+    plain = r.over in ("world", "workers") and not r.delay and r.optimizer_state != "average"
+    first = isinstance(exchange, QuorumMean) and exchange.anchored and r.part is not optimizer_state
+    return combines_only and anchored and plain and first
 
 
 def gradient_rounds(recipe: Recipe) -> list[GradientRound]:

@@ -51,7 +51,7 @@ def header(run: RecipeRun) -> Saved:
 def state_dict(run: RecipeRun, in_step: bool) -> Saved:
     """See `Synchronizer.state_dict`."""
     policy = run.session.policy
-    with nullcontext() if run.quorum is None else run.quorum.quiet:
+    with nullcontext() if run.quorum is None else run.quorum.port.quiet():
         return _state_dict(run, in_step, policy)
 
 

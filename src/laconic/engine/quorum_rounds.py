@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -58,7 +57,7 @@ class Kind:
 class QuorumRounds:
     """The rounds of a recipe that close with a quorum. All ranks must make one at the same time."""
 
-    def __init__(self, session: Session, rounds: Sequence[ParameterRunner], opened: int) -> None:
+    def __init__(self, session: Session, rounds: Sequence[ParameterRunner]) -> None:
         self._session = session
         self._link = session.workers
         self.kinds = _kinds(rounds)
@@ -66,14 +65,14 @@ class QuorumRounds:
         self._syncer: Syncer | None = None
         self._merger: Merger | None = None
         self.port: Port = session.comm.call(
-            partial(open_port, self._link, like, session.step, self._make_syncer, opened),
+            partial(open_port, self._link, like, session.step, self._make_syncer),
             "opening rounds with a quorum",
         )
         for kind in self.kinds:
             kind.since, kind.began = session.step, self._worked(session.step)
             if kind.exchange.pace == "own":
                 kind.pace = kind.schedule.offset or kind.schedule.period
-        session.meet = self.meet
+        self.listen()
 
     def _make_syncer(self, recorded: Sequence[Closing] | None) -> Syncer:
         n = self._link.size
@@ -139,6 +138,10 @@ class QuorumRounds:
 
     # -- calls of all workers ----
 
+    def listen(self) -> None:
+        """Have calls of all workers announced from now on."""
+        self._session.meet = self.meet
+
     def meet(self) -> None:
         """A call follows that waits for all workers: see `Port.meet`."""
         self._session.comm.call(partial(self.port.meet, self._session.step), "a call of all")
@@ -173,12 +176,6 @@ class QuorumRounds:
 
     # -- saving ----
 
-    @property
-    def quiet(self) -> AbstractContextManager[Any]:
-        """A context in which no round closes on this rank."""
-        change = getattr(self.port, "change", None)
-        return nullcontext() if change is None else change
-
     def state_dict(self) -> dict[str, Any]:
         """Where this worker is, and on rank 0 which rounds have closed, as plain data."""
         worked = self._worked(self._session.step)
@@ -209,7 +206,8 @@ class QuorumRounds:
 
     def close(self) -> None:
         """This worker takes part in no more rounds."""
-        self._session.meet = None
+        if self._session.meet == self.meet:  # not another recipe's by now
+            self._session.meet = None
         self._session.comm.submit(self.port.close, "leaving")
 
 

@@ -85,8 +85,7 @@ class RecipeRun:
             running.set.add_groups()
         self.groups = len(optimizer.param_groups)
         if any(isinstance(r.exchange, QuorumMean) for r in self._planned):
-            self.quorum = QuorumRounds(session, self.rounds, session.ports_opened)
-            session.ports_opened += 1
+            self.quorum = QuorumRounds(session, self.rounds)
 
     def start_gradient_rounds(self, left: Mapping[tuple[str, int], Tensor]) -> None:
         """Make the gradient rounds, and have the parameters' hooks call them. ``left``: gradients
@@ -155,7 +154,9 @@ class RecipeRun:
         ParameterRunner(r, self.session.links[r.over], self._context).start(self.session.step)
 
     def listen(self) -> None:
-        """Put the gradient rounds' hooks on the parameters."""
+        """Put the gradient rounds' hooks on the parameters, after a `detach`."""
+        if self.quorum is not None:
+            self.quorum.listen()
         for gradients in self.gradients:
             gradients.listen()
 

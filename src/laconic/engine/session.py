@@ -127,7 +127,6 @@ class Session:
         self.meet: Callable[[], None] | None = None
         """Called before a call of all workers, where rounds close with a quorum. Workers have then
         taken different numbers of steps."""
-        self.ports_opened = 0
         self._order: list[Tensor] = []
 
     # -- parameters ----

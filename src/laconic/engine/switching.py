@@ -31,6 +31,7 @@ def successor(
     def undo() -> None:
         if new is not None:
             new.detach()
+            new.close()
         run.listen()
 
     run.detach()

@@ -125,7 +125,8 @@ class Stage:
         self.clocks = [0.0] * workers
         self.recorded: Sequence[Any] | None = None
         """The rounds of an earlier run, to be repeated; see `laconic.links.quorum.syncer`."""
-        self.syncers: list[object] = []
+        self.syncers: dict[tuple[tuple[int, ...], int], object] = {}
+        """By members and number: see `laconic.links.quorum.simulated`."""
         self.when_idle: list[Callable[[], bool]] = []
         """Called when every worker waits. Each returns whether a worker can go on now."""
 
@@ -145,7 +146,7 @@ class Stage:
             waiting = [c for c in self.collectives.values() if c.result is None]
             stuck = "; ".join(f"ranks {sorted(c.received)} in {c.call}" for c in waiting)
             ended = f"; ranks {sorted(self.left)} have ended" if self.left else ""
-            late = "; ".join(why for each in self.syncers if (why := str(each)))
+            late = "; ".join(why for each in self.syncers.values() if (why := str(each)))
             reasons = "; ".join(part for part in (stuck, late) if part) + ended
             self.fail(f"the workers wait for each other in vain: {reasons}", self.left)
             able = [r for r in order if self.runnable[r]]
@@ -211,9 +212,16 @@ class SimulatedLink:
         self.me = me
         self._members = members
         self._count = 0
+        self.ports = 0
+        """How many ports to rounds with a quorum were opened over this link."""
         self.joined = 0.0
         self.rank = members.index(me)
         self.size = len(members)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The numbers of the workers of its set."""
+        return tuple(self._members)
 
     def _join(
         self, call: str, x: Tensor, compute: Compute, shape: torch.Size | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -99,6 +100,9 @@ class Port(Protocol):
 
     def worked(self, step: int, waited: float) -> float:
         """As `seconds`, without the time spent waiting, of which ``waited`` real seconds."""
+
+    def quiet(self) -> AbstractContextManager[object]:
+        """A context in which no round closes in this process."""
 
     def restart(self, step: int) -> None:
         """A loaded run goes on from ``step`` at the present time."""

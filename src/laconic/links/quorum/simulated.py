@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
-from laconic.errors import LinkError
+import torch
+
 from laconic.links.quorum.port import Closing, Delivery
 from laconic.links.quorum.syncer import Syncer
-from laconic.links.simulated import Stage
+from laconic.links.simulated import SimulatedLink, Stage
 
 
 class SimulatedSyncer:
@@ -61,6 +63,9 @@ class SimulatedPort:
     def worked(self, step: int, waited: float) -> float:
         return step * self._shared.stage.step_seconds[self._me]
 
+    def quiet(self) -> AbstractContextManager[object]:
+        return nullcontext()  # only one worker runs at a time
+
     def restart(self, step: int) -> None:
         self._step = step
 
@@ -97,17 +102,14 @@ class SimulatedPort:
         """Does nothing: the stage sees workers end."""
 
 
-Make = Callable[[], Syncer]
-
-
-def open_simulated(stage: Stage, me: int, number: int, step: int, make: Make) -> SimulatedPort:
-    """The port of worker ``me`` of ``stage``, the ``number``-th one that it opens. Worker 0's
-    ``make`` makes the syncer, so worker 0 must open its port first."""
-    opened = stage.syncers
-    if number == len(opened):
-        if me != 0:
-            raise LinkError("rank 0 opens a port before the others do")
-        opened.append(SimulatedSyncer(stage, make()))
-    shared = opened[number]
+def open_simulated(link: SimulatedLink, step: int, make: Callable[[], Syncer]) -> SimulatedPort:
+    """The port of this worker. Rank 0's ``make`` makes the syncer."""
+    key = link.members, link.ports
+    link.ports += 1
+    syncers = link.stage.syncers
+    if link.rank == 0:
+        syncers[key] = SimulatedSyncer(link.stage, make())
+    link.gather(torch.zeros(1))  # rank 0 comes first
+    shared = syncers[key]
     assert isinstance(shared, SimulatedSyncer), "the stage holds nothing else"
-    return SimulatedPort(shared, me, step)
+    return SimulatedPort(shared, link.me, step)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
-import torch
 from torch import Tensor
 
 from laconic.links.cost import Cost
@@ -38,6 +37,9 @@ class MeteredPort:
     def worked(self, step: int, waited: float) -> float:
         return self._port.worked(step, waited)
 
+    def quiet(self) -> AbstractContextManager[object]:
+        return self._port.quiet()
+
     def restart(self, step: int) -> None:
         self._port.restart(step)
 
@@ -69,17 +71,15 @@ class MeteredPort:
         self._port.abandon()
 
 
-def open_port(
-    link: Link, like: Sequence[Sequence[Tensor]], step: int, make: Make, opened: int
-) -> Port:
+def open_port(link: Link, like: Sequence[Sequence[Tensor]], step: int, make: Make) -> Port:
     """Open this worker's port to rounds over ``link``; all its ranks must call it. ``like``:
-    tensors like those that it will deliver, by kind. ``step``: steps taken so far. ``opened``: how
-    many ports were opened over this link before. Raises ``ValueError`` for a link that has none."""
+    tensors like those that it will deliver, by kind. ``step``: steps taken so far. Raises
+    ``ValueError`` for a link that has none."""
     if isinstance(link, Metered):
-        port = open_port(link.link, like, step, make, opened)
+        port = open_port(link.link, like, step, make)
         return MeteredPort(port, link.ledger, link.rank)
     if isinstance(link, SimulatedLink):
-        return _simulated(link, step, make, opened)
+        return open_simulated(link, step, lambda: make(link.stage.recorded))
     if isinstance(link, TcpLink):
         return _over_tcp(link, like, make)
     kind = type(link.link).__name__ if isinstance(link, Wrapped) else "none"
@@ -87,18 +87,6 @@ def open_port(
         f"rounds with a quorum run between processes with models on the CPU, and in "
         f"laconic.simulate without link=, not over a {type(link).__name__} (around: {kind})"
     )
-
-
-def _simulated(link: SimulatedLink, step: int, make: Make, opened: int) -> Port:
-    stage = link.stage
-    if link.rank == 0:
-        port: Port = open_simulated(
-            stage, link.me, opened, step, lambda: make(stage.recorded or None)
-        )
-    link.gather(torch.zeros(1))  # rank 0 comes first
-    if link.rank:
-        port = open_simulated(stage, link.me, opened, step, lambda: make(None))
-    return port
 
 
 def _over_tcp(link: TcpLink, like: Sequence[Sequence[Tensor]], make: Make) -> Port:

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -228,9 +228,7 @@ class HostPort(_Clock):
     def closings(self) -> list[Closing]:
         return self._host.core.closings
 
-    @property
-    def change(self) -> threading.Condition:
-        """Held while a round closes."""
+    def quiet(self) -> AbstractContextManager[object]:
         return self._host.change
 
     def deliver(self, delivery: Delivery) -> Closing:
@@ -260,6 +258,9 @@ class GuestPort(_Clock):
 
     def __init__(self, line: Line) -> None:
         self._line = line
+
+    def quiet(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def deliver(self, delivery: Delivery) -> Closing:
         line = self._line
