@@ -7,8 +7,8 @@ Four workers train an MLP 64-128-10 on scikit-learn's digits, in the simulator, 
 time. A step takes 1, 1, 1, and 3 seconds; messages take no time. The row "equal workers" has four
 workers of 1.2 seconds, so the same number of steps per second in all. Learning rates decay with
 the time, so that every method ends at the same rate. "As many steps": the synchronous run goes on
-until it has taken as many steps as the others, 2.5 times as long. Each method's inner and outer learning rate
-and outer momentum are tuned on seeds of their own.
+until it has taken as many steps as the others, 2.5 times as long. Each method's inner and outer
+learning rate and outer momentum are tuned on seeds of their own.
 """
 
 from __future__ import annotations

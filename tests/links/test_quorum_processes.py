@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -212,6 +213,28 @@ def test_a_worker_that_fails_is_named_on_all(own_pool: gloo.Pool, which: int) ->
     assert answers[which][0] == "on purpose"
     for rank, (text, ranks) in enumerate(answers):
         assert rank == which or (ranks == (which,) and f"rank {which}" in text), text
+
+
+def too_late(rank: int) -> tuple[str, tuple[int, ...]]:
+    """Worker 2 takes longer for a step than the timeout."""
+    job = Job(la.local_sgd(4, quorum=3), 3, 100)
+    model, optimizer = training.build(job, rank)
+    link = la.links.TorchLink(gloo._groups[3], torch.device("cpu"), timedelta(seconds=1.0))
+    sync = la.attach(model, optimizer, job.recipe, link=link)
+    try:
+        with sync:
+            for t in range(1, 9):
+                if (rank, t) == (2, 3):
+                    time.sleep(3.0)
+                training.step(job, model, optimizer, job.data()[rank][t - 1], t)
+    except la.LinkError as error:
+        return str(error), error.ranks
+    return "nothing", ()
+
+
+def test_a_quorum_that_is_not_reached_names_who_is_missing(own_pool: gloo.Pool) -> None:
+    for text, ranks in own_pool.run(too_late, ranks=3):
+        assert ranks == (2,) and "no quorum in 1 s: ranks [2] have not arrived" in text, text
 
 
 def bytes_sent(rank: int) -> tuple[int, int, int]:

@@ -13,7 +13,7 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Rules:
     """When a round of one kind closes: ``grace`` seconds after ``quorum`` workers have arrived, or
-    as soon as all have. ``lengths``: elements of each tensor that a worker delivers."""
+    as soon as all have."""
 
     quorum: int
     grace: float
@@ -52,9 +52,11 @@ class Delivery(NamedTuple):
 
 @dataclass(frozen=True)
 class Closing:
-    """A round that has closed: the ``number`` of those of its ``kind`` so far, from 1; the ranks of
-    the workers that contributed (``roster``, ascending); and for each how many steps it takes until
-    it arrives again (``paces``; 0: as its schedule says)."""
+    """A round with a quorum that has closed. ``kind``: 0, or the index of the fragment in its
+    order of rounds. ``number``: how many of the kind have closed, this one included. ``roster``:
+    the ranks of the workers that contributed, ascending. ``paces``: for each of them, how many
+    steps it takes until it arrives again; 0: as the schedule says. `as_json` and `of` convert it to
+    and from what JSON holds."""
 
     kind: int
     number: int

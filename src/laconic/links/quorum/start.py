@@ -13,7 +13,7 @@ from laconic.links.metered import Ledger, Metered
 from laconic.links.quorum.port import Closing, Delivery, Port
 from laconic.links.quorum.simulated import open_simulated
 from laconic.links.quorum.syncer import Syncer
-from laconic.links.quorum.tcp import NEVER, GuestPort, Host, HostPort, Line
+from laconic.links.quorum.tcp import MORE_SECONDS, NEVER, GuestPort, Host, HostPort, Line
 from laconic.links.simulated import SimulatedLink
 from laconic.links.tcp import TcpLink
 from laconic.links.wrapped import Wrapped, size_of
@@ -90,7 +90,7 @@ def open_port(link: Link, like: Sequence[Sequence[Tensor]], step: int, make: Mak
 
 
 def _over_tcp(link: TcpLink, like: Sequence[Sequence[Tensor]], make: Make) -> Port:
-    ranks, lines = range(link.size), dict[int, Line]()
+    ranks, lines, timeout = range(link.size), dict[int, Line](), link.wire.timeout
     for other in ranks[1:]:
         pair = [[0, other], *([r] for r in ranks if r not in (0, other))]
         between = link.split(pair)
@@ -98,9 +98,9 @@ def _over_tcp(link: TcpLink, like: Sequence[Sequence[Tensor]], make: Make) -> Po
         if link.rank == 0:
             lines[other] = Line(between.wire, 0, other, NEVER)
         elif link.rank == other:
-            lines[0] = Line(between.wire, 1, 0, between.wire.timeout)
+            lines[0] = Line(between.wire, 1, 0, timeout + MORE_SECONDS)
         else:
             between.close()
     if link.rank:
         return GuestPort(lines[0])
-    return HostPort(Host(make(None), lines, like))
+    return HostPort(Host(make(None), lines, like, timeout, link.calls.conclude))

@@ -109,6 +109,11 @@ class Syncer:
         times = [w.time for w in there if w and w.delivery.announcement.kind == kind]
         return (max(times), kind) if len(times) == len(roster) else None
 
+    def missing(self) -> list[int]:
+        """The ranks that have not arrived."""
+        there = {*self._waiting, *self._meeting, *self._left}
+        return [rank for rank in range(self.workers) if rank not in there]
+
     def waiting(self) -> str:
         """Who waits for a round, for errors; empty if nobody does."""
         if not self._waiting:

@@ -11,9 +11,9 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,9 +27,15 @@ from laconic.links.wire import LostError, Wire
 
 NEVER = 1e6
 """Seconds for which rank 0 waits for a worker to arrive: that may take any time."""
+MORE_SECONDS = 30.0
+"""For so much longer than rank 0 another worker waits: rank 0 knows who is missing."""
 EXIT_SECONDS = 5.0
 _HEADER = (1, 1)
 """Of every message: each connection carries the messages of one pair of workers, in their order."""
+
+
+Conclude = Callable[[str, Sequence[int]], NoReturn]
+"""See `CallGuard.conclude`."""
 
 
 class _Guard:
@@ -94,12 +100,20 @@ class Line:
 
 class Host:
     """Rank 0's side: the syncer, and a thread for each other worker. ``like``: tensors like those
-    that a worker delivers, by kind."""
+    that a worker delivers, by kind. ``timeout``: seconds after which a quorum that is not reached
+    is an error. ``conclude``: has all ranks raise a text that blames some of them."""
 
     def __init__(
-        self, core: Syncer, lines: dict[int, Line], like: Sequence[Sequence[Tensor]]
+        self,
+        core: Syncer,
+        lines: dict[int, Line],
+        like: Sequence[Sequence[Tensor]],
+        timeout: float,
+        conclude: Conclude,
     ) -> None:
         self.core = core
+        self._conclude = conclude
+        self._timeout = timeout
         self.change = threading.Condition()
         """Guards the syncer."""
         self._lines, self._like = lines, like
@@ -116,7 +130,7 @@ class Host:
 
     def deliver(self, rank: int, delivery: Delivery) -> Outcome:
         """Wait until the round of worker ``rank`` has closed."""
-        core = self.core
+        core, end = self.core, time.monotonic() + self._timeout
         with self.change:
             core.arrive(rank, delivery, time.monotonic())
             self.change.notify_all()
@@ -130,8 +144,12 @@ class Host:
                     except Exception as error:  # every worker raises it
                         self.fail(error)
                     self.change.notify_all()
+                elif now > end:
+                    missing = core.missing()
+                    text = f"no quorum in {self._timeout:g} s: ranks {missing} have not arrived"
+                    self.fail(LinkError(f"{text}. {ADVICE}", ranks=missing))
                 else:
-                    self.change.wait(None if found is None else found[0] - now)
+                    self.change.wait(min(end if found is None else found[0], end) - now + 1e-3)
             return core.outcomes.pop(rank)
 
     def meet(self, rank: int) -> None:
@@ -142,8 +160,11 @@ class Host:
 
     def fail(self, error: Exception) -> None:
         """Have every worker raise ``error`` at its next round. `change` must be held."""
-        ranks = error.ranks if isinstance(error, LinkError) else ()
-        self._failure = self._failure or LinkError(str(error), ranks=ranks)
+        if self._failure is None:
+            try:  # else ranks that see another one end would blame that one
+                self._conclude(str(error), error.ranks if isinstance(error, LinkError) else ())
+            except LinkError as verdict:
+                self._failure = verdict
         self.change.notify_all()
 
     def _serve(self, rank: int, line: Line) -> None:
