@@ -30,6 +30,7 @@ from training import Job
 SECONDS = {"one is slow": (1, 1, 1, 3), "all differ": (1, 1.7, 2.1, 0.9)}
 STEPS = (24, 24, 25, 11)
 NAIVE = (la.Round(la.every(4), OuterStep(0.5, 0.6), QuorumMean(1)),)
+LAYERS = (("w1", "b1"), ("w2", "b2"))
 ROWS: dict[str, tuple[la.Recipe, Quorum]] = {
     "local_sgd": (la.local_sgd(4, quorum=3), Quorum(4, 3)),
     "local_sgd, first come": (la.local_sgd(4, quorum=1), Quorum(4, 1)),
@@ -73,6 +74,16 @@ ROWS: dict[str, tuple[la.Recipe, Quorum]] = {
         la.streaming_diloco(4, 1, 0, codec=None, quorum=3, momentum=0.5),
         Quorum(4, 3, rule="delayed", lr=0.7, momentum=0.5),
     ),
+    "streaming_diloco": (
+        la.streaming_diloco(5, 2, 0, codec=None, quorum=2, momentum=0.5, by="layers"),
+        Quorum(5, 2, rule="delayed", lr=0.7, momentum=0.5, fragments=LAYERS),
+    ),
+    "streaming_diloco, own pace, grace": (
+        la.streaming_diloco(
+            6, 2, 0, codec=None, quorum=3, grace=0.6, pace="own", momentum=0.5, by="layers"
+        ),
+        Quorum(6, 3, 0.6, own=True, rule="delayed", lr=0.7, momentum=0.5, fragments=LAYERS),
+    ),
 }
 
 
@@ -84,7 +95,7 @@ def test_a_quorum_equals_its_reference(row: str, times: str, optimizer: str) -> 
     job = Job(recipe, 4, max(STEPS), optimizer)
     expected = quorum.expected(job, wanted, STEPS, SECONDS[times])
     runs = quorum.simulated(job, STEPS, SECONDS[times])
-    assert [c.roster for c in runs[0].closings] == expected.rosters
+    assert [(c.kind, c.roster) for c in runs[0].closings] == expected.rosters
     assert quorum.gap(runs, expected) < 1e-10
 
 

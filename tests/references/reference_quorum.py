@@ -44,7 +44,9 @@ Rule = Literal["average", "nesterov", "delayed", "slow"]
 @dataclass(frozen=True)
 class Quorum:
     """``own``: a worker arrives after max(floor(period * its speed / the fastest speed), 1) steps,
-    both as last seen; the first time after the period. ``reset``: of the optimizer's state."""
+    both as last seen; the first time as without it. ``reset``: of the optimizer's state.
+    ``fragments``: the tensors of each fragment; fragment k of K is due after steps
+    (k+1)*period//K, ... + period, and everything below is done for each fragment by itself."""
 
     period: int
     quorum: int
@@ -55,32 +57,52 @@ class Quorum:
     lr: float = 1.0
     momentum: float = 0.0
     reset: bool = False
+    fragments: tuple[tuple[str, ...], ...] = (NAMES,)
+
+    def first(self, k: int) -> int:
+        """The step after which fragment k is due first."""
+        return (k + 1) * self.period // len(self.fragments)
+
+
+@dataclass
+class _Part:
+    """One fragment on one worker. ``since``: the step after which x began with ``base``."""
+
+    base: Params
+    pace: int
+    since: int = 0
 
 
 @dataclass
 class _Runner:
-    """``time``: now; ``steps``: taken in all; ``since``: when x began with ``base``."""
+    """``time``: now; ``steps``: taken in all."""
 
     worker: Worker
-    base: Params
-    pace: int
+    parts: list[_Part]
     time: float = 0.0
     steps: int = 0
-    since: int = 0
     speed: float | None = None
     trace: list[Params] = field(default_factory=list)
 
 
 @dataclass
+class _Outer:
+    """The outer state of one fragment. ``held``: contributions in ``late``."""
+
+    a: Params
+    m: Params
+    late: Params
+    held: int = 0
+
+
+@dataclass
 class Result:
     """``traces``: x of each worker after each of its steps; ``final``: the consensus at the end;
-    ``rosters``: who took part in each round; ``delivered``: the coefficient of each delivered
-    difference in the sum of all D, with its worker and the steps that it holds."""
+    ``rosters``: the fragment of each round, and who took part."""
 
     traces: list[list[Params]]
     final: Params
-    rosters: list[tuple[int, ...]]
-    delivered: list[tuple[int, range, float]]
+    rosters: list[tuple[int, tuple[int, ...]]]
 
 
 def run(
@@ -93,12 +115,14 @@ def run(
     init: Sequence[Params],
 ) -> Result:
     """Worker i takes steps[i] steps; then it waits for the others' end."""
-    n = len(seconds)
-    a, m, late = copy(init[0]), zeros(init[0]), zeros(init[0])
-    held = 0
-    all_of = [_Runner(Worker(copy(a)), copy(a), recipe.period) for _ in range(n)]
-    rosters: list[tuple[int, ...]] = []
-    delivered: list[tuple[int, range, float]] = []
+    n, count = len(seconds), len(recipe.fragments)
+    x0 = init[0]
+    outer = [_Outer(copy(x0), zeros(x0), zeros(x0)) for _ in range(count)]
+    all_of = [
+        _Runner(Worker(copy(x0)), [_Part(copy(x0), recipe.first(k)) for k in range(count)])
+        for _ in range(n)
+    ]
+    rosters: list[tuple[int, tuple[int, ...]]] = []
 
     for i, w in enumerate(all_of):  # after their first step all workers compare their gradients
         advance(w, i, seconds[i], optimizer, lr, data)
@@ -108,71 +132,92 @@ def run(
 
     while True:
         for i, w in enumerate(all_of):
-            while w.steps < steps[i] and not due(recipe, w):
+            while w.steps < steps[i] and due(recipe, w) is None:
                 advance(w, i, seconds[i], optimizer, lr, data)
-        waiting = [i for i, w in enumerate(all_of) if due(recipe, w)]
-        if not waiting:
+        at = {i: k for i, w in enumerate(all_of) if (k := due(recipe, w)) is not None}
+        if not at:
             break
-        there = sorted(w.time for w in all_of)
-        first = min(all_of[i].time for i in waiting)
-        close = max(min(there[recipe.quorum - 1] + recipe.grace, there[-1]), first)
-        if there[recipe.quorum - 1] < first:  # the grace begins with a worker that brings something
-            close = min(first + recipe.grace, max(there[-1], first))
-        members = [i for i in waiting if all_of[i].time <= close]
-        rosters.append(tuple(members))
-
-        shares = [all_of[i].steps - all_of[i].since for i in members]
-        delta = zeros(a)
-        for i, s in zip(members, shares, strict=True):
-            w = all_of[i]
-            c = s / sum(shares) if recipe.weigh == "steps" else 1 / n
-            delivered.append((i, range(w.since + 1, w.steps + 1), c))
-            for k in NAMES:
-                delta[k] += c * (w.base[k] - w.worker.x[k])
-        # those that wait have told how fast they are, even if they come too late
-        for i in waiting:
+        for i in at:  # those that wait have told how fast they are, even if they come too late
             all_of[i].speed = 1 / seconds[i]
-        held += len(members)
-        for k in NAMES:
-            if recipe.rule == "average":
-                a[k] = a[k] - delta[k]
-            elif recipe.rule == "nesterov":
-                m[k] = recipe.momentum * m[k] + delta[k]
-                a[k] = a[k] - recipe.lr * (delta[k] + recipe.momentum * m[k])
-            elif recipe.rule == "slow":
-                rate = lr(GROUP_OF[k], all_of[members[0]].steps)
-                m[k] = recipe.momentum * m[k] + delta[k] / rate
-                a[k] = a[k] - recipe.lr * rate * m[k]
-            else:
-                late[k] = late[k] + delta[k]
-                a[k] = a[k] - recipe.lr * delta[k]
-                if held >= n:
-                    m[k] = recipe.momentum * m[k] + late[k]
-                    a[k] = a[k] - recipe.lr * recipe.momentum * m[k]
-                    late[k] = 0 * late[k]
-        held = held if held < n else 0
+        there = sorted(w.time for w in all_of)
+        closes = {}
+        for k in {*at.values()}:
+            first = min(all_of[i].time for i in at if at[i] == k)
+            begins = max(there[recipe.quorum - 1], first)  # the grace
+            closes[k] = min(begins + recipe.grace, max(there[-1], first))
+        k = min(closes, key=lambda k: (closes[k], k))
+        members = [i for i in at if at[i] == k and all_of[i].time <= closes[k]]
+        rosters.append((k, tuple(members)))
+        outer_step(recipe, k, outer[k], all_of, members, lr)
         fastest = max(w.speed for w in all_of if w.speed is not None)
         for i in members:
-            w = all_of[i]
-            w.worker.x, w.base = copy(a), copy(a)
-            w.time, w.since = close, w.steps
-            w.pace = max(int(recipe.period * (w.speed or fastest) / fastest + 1e-6), 1)
-            w.trace[-1] = copy(a)
-            if recipe.reset:
-                w.worker.state = {name: {} for name in NAMES}
-    moved = [{k: w.worker.x[k] + (a[k] - w.base[k]) for k in NAMES} for w in all_of]
-    return Result([w.trace for w in all_of], mean(moved), rosters, delivered)
+            w, part = all_of[i], all_of[i].parts[k]
+            w.time, part.since, part.base = closes[k], w.steps, copy(outer[k].a)
+            part.pace = max(int(recipe.period * (w.speed or fastest) / fastest + 1e-6), 1)
+            for name in recipe.fragments[k]:
+                w.worker.x[name] = outer[k].a[name].copy()
+                if recipe.reset:
+                    w.worker.state[name] = {}
+            w.trace[-1] = copy(w.worker.x)
+    moved = []
+    for w in all_of:
+        moved.append(copy(w.worker.x))
+        for k, names in enumerate(recipe.fragments):
+            for name in names:
+                moved[-1][name] += outer[k].a[name] - w.parts[k].base[name]
+    return Result([w.trace for w in all_of], mean(moved), rosters)
+
+
+def outer_step(
+    recipe: Quorum,
+    k: int,
+    outer: _Outer,
+    all_of: Sequence[_Runner],
+    members: Sequence[int],
+    lr: Rates,
+) -> None:
+    """The formulas at the top, for fragment k."""
+    n, a, m, late = len(all_of), outer.a, outer.m, outer.late
+    shares = [all_of[i].steps - all_of[i].parts[k].since for i in members]
+    outer.held += len(members)
+    for name in recipe.fragments[k]:
+        delta = 0.0 * a[name]
+        for i, s in zip(members, shares, strict=True):
+            c = s / sum(shares) if recipe.weigh == "steps" else 1 / n
+            delta = delta + c * (all_of[i].parts[k].base[name] - all_of[i].worker.x[name])
+        if recipe.rule == "average":
+            a[name] = a[name] - delta
+        elif recipe.rule == "nesterov":
+            m[name] = recipe.momentum * m[name] + delta
+            a[name] = a[name] - recipe.lr * (delta + recipe.momentum * m[name])
+        elif recipe.rule == "slow":
+            rate = lr(GROUP_OF[name], all_of[members[0]].steps)
+            m[name] = recipe.momentum * m[name] + delta / rate
+            a[name] = a[name] - recipe.lr * rate * m[name]
+        else:
+            late[name] = late[name] + delta
+            a[name] = a[name] - recipe.lr * delta
+            if outer.held >= n:
+                m[name] = recipe.momentum * m[name] + late[name]
+                a[name] = a[name] - recipe.lr * recipe.momentum * m[name]
+                late[name] = 0.0 * late[name]
+    outer.held = outer.held if outer.held < n else 0
 
 
 def zeros(p: Params) -> Params:
     return {name: 0.0 * value for name, value in p.items()}
 
 
-def due(recipe: Quorum, w: _Runner) -> bool:
-    """Whether this worker waits for a round: in one, `since` becomes the step."""
-    if w.since == w.steps:
-        return False
-    return w.steps >= w.since + w.pace if recipe.own else w.steps % recipe.period == 0
+def due(recipe: Quorum, w: _Runner) -> int | None:
+    """The fragment that this worker waits for, the first of several."""
+    for k, part in enumerate(w.parts):
+        if part.since == w.steps:
+            continue
+        if recipe.own and w.steps >= part.since + part.pace:
+            return k
+        if not recipe.own and w.steps % recipe.period == recipe.first(k) % recipe.period:
+            return k
+    return None
 
 
 def advance(
