@@ -250,6 +250,25 @@ def bytes_sent(rank: int) -> tuple[int, int, int]:
     return sent, received, sum(p.numel() for p in model.parameters()) * 8
 
 
+def test_a_base_is_sent_once_after_loading() -> None:
+    """Rank 0 may not have what the others began with."""
+
+    def train(rank: int) -> list[int]:
+        job = Job(la.local_sgd(4, quorum=2), 2, 20)
+        model, optimizer = training.build(job, rank)
+        sync = la.attach(model, optimizer, job.recipe)
+        sync.load_state_dict(sync.state_dict())
+        sent = []
+        for t in range(1, 13):
+            training.step(job, model, optimizer, job.data()[rank][t - 1], t)
+            if t % 4 == 0:
+                sent.append(sync.stats().bytes_by_collective["quorum"])
+        return sent
+
+    first, second, third = la.simulate(train, workers=2)[1]
+    assert first == 2 * (second - first) == 2 * (third - second)
+
+
 def test_bytes_are_counted(pool: gloo.Pool) -> None:
     """Each worker sends the model and receives it, once a round; rank 0's process, for each other
     worker."""
