@@ -49,6 +49,7 @@ from laconic.engine.synchronizer import Stats, Synchronizer, WorkersView
 from laconic.errors import LinkError
 from laconic.links import simulate
 from laconic.links.elastic.faults import Faults, Trace
+from laconic.links.quorum.port import Closing
 from laconic.metrics import JsonLines, Metrics, TensorBoard
 from laconic.sampler import ElasticSampler
 
@@ -63,6 +64,7 @@ __all__ = [
     "Advice",
     "Arrival",
     "Clock",
+    "Closing",
     "CommOptimizer",
     "DistOptimizer",
     "DynamicBipartiteExponentialGraph",

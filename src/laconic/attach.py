@@ -14,7 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from laconic.algorithms.compile import check_groups, replicated, warn_of_groups, with_replicas
+from laconic.algorithms.compile import (
+    check_groups,
+    check_quorum,
+    replicated,
+    warn_of_groups,
+    with_replicas,
+)
 from laconic.algorithms.round import Recipe, describe, is_recipe, recipe_text, renamed
 from laconic.auto import Auto, Chooser
 from laconic.buckets import is_sharded, reshard
@@ -187,6 +193,8 @@ def attach(
         places = agree_on_metrics(places, world, number)
 
         def arrange(recipe: Recipe) -> Recipe:
+            plain = joined is None and len(ranks[0]) == 1 and device.type == "cpu"
+            check_quorum(recipe, None if joined else len(ranks), plain=plain)
             if joined is not None:
                 return replicated(recipe)
             if sharded:

@@ -116,7 +116,8 @@ def test_a_name_that_is_no_recipe_gets_all_of_them(text: str) -> None:
         ("slowmo(local_sgd(12, base=1))", "local_sgd has no option 'base': its options are period"),
         (
             "local_sgd()",
-            "local_sgd(period, *, delay=0, codec=None, optimizer_state='keep'): missing",
+            "local_sgd(period, *, delay=0, codec=None, optimizer_state='keep', quorum=None, "
+            "grace=0.0, pace='equal', weigh='alike'): missing",
         ),
         ("local_sgd", "missing a required argument: 'period'"),
         ("slowmo(period=48)", "slowmo(base, period=48, momentum=None, lr=1.0, *, sharded=True, "),
@@ -124,7 +125,8 @@ def test_a_name_that_is_no_recipe_gets_all_of_them(text: str) -> None:
         ("post_local_sgd(100)", "missing a required argument: 'period'"),
         (
             "local_sgd(12, 3)",
-            "local_sgd(period, *, delay=0, codec=None, optimizer_state='keep'): too many",
+            "local_sgd(period, *, delay=0, codec=None, optimizer_state='keep', quorum=None, "
+            "grace=0.0, pace='equal', weigh='alike'): too many",
         ),
         ("ddp(1)", "ddp(*, codec=None): too many positional arguments"),
         ("local_sgd(12, period=3)", "multiple values for argument 'period'"),

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from laconic.algorithms.exchange import Gossip, Scored
-from laconic.algorithms.exchanges import Mean
+from laconic.algorithms.exchanges import Mean, QuorumMean
 from laconic.algorithms.recipes import WITH_GROUPS
 from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round, renamed
-from laconic.algorithms.schedules import Schedule, Unless, any_of, every
+from laconic.algorithms.schedules import Every, Schedule, Unless, any_of, every
+from laconic.algorithms.update import abilities
 from laconic.algorithms.updates import Average, Mix, Replace
 from laconic.buckets import module_buffers, optimizer_state
 
@@ -34,6 +35,10 @@ def _buffer_rounds(rounds: Sequence[Round]) -> list[Round]:
     found: list[Round] = []
     for r in rounds:
         like = Round(r.when, Replace(), Mean(), module_buffers, over="world", delay=r.delay)
+        if isinstance(r.exchange, QuorumMean):
+            like = replace(like, exchange=replace(r.exchange, anchored=False), over=r.over)
+            found += [] if like in found else [like]  # it closes with the round itself
+            continue
         if isinstance(r.exchange, Gossip):
             like = replace(like, update=Mix(), exchange=r.exchange, over=r.over)
         same = [f for f in found if replace(f, when=r.when) == like]
@@ -42,6 +47,57 @@ def _buffer_rounds(rounds: Sequence[Round]) -> list[Round]:
         else:
             found.append(like)
     return found
+
+
+def check_quorum(recipe: Recipe, workers: int | None, *, plain: bool) -> None:
+    """Raise ``ValueError`` if ``recipe`` has rounds with a quorum that cannot be reached, or beside
+    rounds that wait for all. ``workers``: how many there are, None if unknown. ``plain``: workers
+    are of one rank, with a model on the CPU."""
+    with_quorum = [r for r in recipe if isinstance(r.exchange, QuorumMean)]
+    for r in with_quorum:
+        assert isinstance(r.exchange, QuorumMean), "selected above"
+        most = r.exchange.workers
+        if most is not None and workers is not None and most > workers:
+            raise ValueError(
+                f"quorum must be at most the number of workers, {workers}, not {most}: use 1 to "
+                f"{workers}, or None for all"
+            )
+        if not isinstance(r.when, Every):
+            raise ValueError(f"a round with a quorum is due every so many steps, not {r.when!r}")
+        if not isinstance(r, Round) or not _fits_quorum(r):
+            raise ValueError(
+                f"{r.name} cannot have a quorum: it is a Round over the workers without delay, "
+                "which keeps or resets the optimizer's state, and its update has an anchor, whose "
+                "combine gives the new x, and nothing else. OuterStep, DelayedNesterov, "
+                "AnchoredAverage and SlowMomentum are such updates"
+            )
+    rules = {
+        (r.when, replace(r.exchange, anchored=True))
+        for r in with_quorum
+        if isinstance(r.exchange, QuorumMean)
+    }
+    if len(rules) > len({r.when for r in with_quorum}):
+        raise ValueError("rounds with a quorum that are due at the same steps have the same rules")
+    if with_quorum and len(with_quorum) < len(recipe):
+        other = next(r for r in recipe if r not in with_quorum)
+        raise ValueError(
+            f"{other.name} waits for all workers, and {with_quorum[0].name} does not: give all "
+            "rounds of the recipe a quorum. slowmo(None, ..., quorum=) has no other rounds"
+        )
+    if with_quorum and not plain:
+        raise ValueError(
+            "quorum= and pace='own' are for workers of one rank, with models on the CPU, so far: "
+            "leave out nprocs_per_node=, mesh= and elastic="
+        )
+
+
+def _fits_quorum(r: Round) -> bool:
+    update, exchange = r.update, r.exchange
+    combines_only = update.replaces and not update.whole and not abilities(update)
+    anchored = update.anchor is not None and update.slots.get(update.anchor) == "owner"
+    plain = r.over in ("world", "workers") and not r.delay and r.optimizer_state != "average"
+    first = isinstance(exchange, QuorumMean) and exchange.anchored and r.part is not optimizer_state
+    return combines_only and anchored and plain and first
 
 
 def gradient_rounds(recipe: Recipe) -> list[GradientRound]:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import get_args
 
 from laconic.algorithms.exchange import Exchange
-from laconic.algorithms.exchanges import Mean, ShardedMean, coded
+from laconic.algorithms.exchanges import Mean, QuorumMean, ShardedMean, coded
+from laconic.algorithms.exchanges.quorum import Pace, Weigh
 from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round
 from laconic.algorithms.schedules import Schedule, Unless, every
 from laconic.algorithms.updates import Eager, OuterStep
@@ -27,6 +28,35 @@ def mean_over_workers(
     if codec is not None:
         return coded(codec, relative=relative)
     return ShardedMean() if sharded else Mean()
+
+
+def quorum_mean(
+    quorum: int | None,
+    grace: float,
+    pace: Pace,
+    weigh: Weigh,
+    codec: CodecOption,
+    delay: int,
+    optimizer_state: str = "keep",
+) -> QuorumMean | None:
+    """Return the mean over the workers that have arrived, or None if a round waits for all."""
+    exchange = QuorumMean(quorum, grace, pace, weigh)  # checks them
+    if quorum is None and pace == "equal":
+        if grace or weigh != "alike":
+            raise ValueError(
+                "grace= and weigh= are for rounds that do not wait for all workers at equal pace: "
+                "give quorum= or pace='own'"
+            )
+        return None
+    refused = {"codec=None": codec is not None, "delay=0": bool(delay)}
+    refused["optimizer_state='keep' or 'reset'"] = optimizer_state == "average"
+    needed = [option for option, given in refused.items() if given]
+    if needed:
+        raise ValueError(
+            "rounds with quorum= or pace='own' send uncoded messages, fold results at once, and "
+            f"average parameters only: use {', '.join(needed)}"
+        )
+    return exchange
 
 
 def outer_step(

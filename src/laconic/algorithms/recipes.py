@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, get_args
 
+from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges import (
     Alone,
     FastComponents,
@@ -19,6 +20,7 @@ from laconic.algorithms.exchanges import (
     Mean,
     Push,
 )
+from laconic.algorithms.exchanges.quorum import Pace, Weigh
 from laconic.algorithms.named import named
 from laconic.algorithms.recipe_parts import (
     CodecOption,
@@ -26,6 +28,7 @@ from laconic.algorithms.recipe_parts import (
     eager,
     mean_over_workers,
     outer_step,
+    quorum_mean,
     skip,
 )
 from laconic.algorithms.round import (
@@ -37,8 +40,11 @@ from laconic.algorithms.round import (
 )
 from laconic.algorithms.schedules import Unless, after, every, until
 from laconic.algorithms.topology import Graph
+from laconic.algorithms.update import Update
 from laconic.algorithms.updates import (
+    AnchoredAverage,
     Average,
+    DelayedNesterov,
     Downpour,
     Elastic,
     LeaderPull,
@@ -74,6 +80,10 @@ def local_sgd(
     delay: int = 0,
     codec: CodecOption = None,
     optimizer_state: OptimizerState = "keep",
+    quorum: int | None = None,
+    grace: float = 0.0,
+    pace: Pace = "equal",
+    weigh: Weigh = "alike",
 ) -> Recipe:
     """Average the parameters every ``period`` steps: ``x <- mean(x)``.
 
@@ -83,8 +93,13 @@ def local_sgd(
     the same difference is subtracted again before the first message is folded in. ``codec``: how
     the changes in x since the last round are encoded.
     ``optimizer_state``: whether a round keeps, averages, or resets the local optimizer's own state.
+    ``quorum``, ``grace``, ``pace``, ``weigh``: rounds that do not wait for the slowest worker, as
+    in `diloco`.
     """
     check_delay(delay, check_int("period", period, 1))
+    some = quorum_mean(quorum, grace, pace, weigh, codec, delay, optimizer_state)
+    if some is not None:
+        return (Round(every(period), AnchoredAverage(), some, optimizer_state=optimizer_state),)
     mean = mean_over_workers(codec)
     return (Round(every(period), Average(), mean, delay=delay, optimizer_state=optimizer_state),)
 
@@ -232,6 +247,10 @@ def slowmo(
     average: bool = True,
     codec: CodecOption = None,
     optimizer_state: OptimizerState = "keep",
+    quorum: int | None = None,
+    grace: float = 0.0,
+    pace: Pace = "equal",
+    weigh: Weigh = "alike",
 ) -> Recipe:
     """Take a slow momentum step every ``period`` steps over any base recipe.
 
@@ -242,7 +261,9 @@ def slowmo(
     ``sharded``: each worker stores 1/n of the outer state. ``average=False``: the no-average
     variant, in which each worker's slow step uses its own x. ``codec``: how the changes in x since
     the last slow step are encoded; a base has its own codec. Use ``optimizer_state="reset"`` for
-    Nesterov SGD and ``"keep"`` for Adam.
+    Nesterov SGD and ``"keep"`` for Adam. ``quorum``, ``grace``, ``pace``, ``weigh``: slow steps
+    that do not wait for the slowest worker, as in `diloco`, without a base. Their lr is that of the
+    lowest rank that contributes.
     """
     slow = every(period)
     if base is not None and not is_recipe(base):
@@ -255,7 +276,15 @@ def slowmo(
     sharded, average = check_bool("sharded", sharded), check_bool("average", average)
     if not average and codec is not None:
         raise ValueError("average=False sends nothing, so there is nothing to code: omit codec=")
-    exchange = Alone() if not average else mean_over_workers(codec, sharded=sharded)
+    exchange: Exchange = Alone() if not average else mean_over_workers(codec, sharded=sharded)
+    some = quorum_mean(quorum, grace, pace, weigh, codec, 0, optimizer_state)
+    if some is not None:
+        if base is not None or not average:
+            raise ValueError(
+                "with quorum= or pace='own' no round waits for all workers: use base=None and "
+                "average=True"
+            )
+        exchange = some
     update = SlowMomentum(momentum, lr)
     return (
         *(skip(r, slow) for r in base or ()),
@@ -275,6 +304,10 @@ def diloco(
     merge: Merge | Literal["eager"] = "mix",
     mix: float = 0.5,
     codec: CodecOption = None,
+    quorum: int | None = None,
+    grace: float = 0.0,
+    pace: Pace = "equal",
+    weigh: Weigh = "alike",
 ) -> Recipe:
     """A local optimizer, with an outer Nesterov step every ``period`` steps.
 
@@ -287,9 +320,22 @@ def diloco(
     step at once, using the other workers' pseudo-gradients of the previous round (Kale et al. 2025,
     arXiv 2502.12996): see `Eager`. Its delay is at most the period, and every worker stores all
     outer state. ``codec``: how pseudo-gradients and outer steps are coded.
+
+    ``quorum``: a round closes when so many workers have arrived and ``grace`` seconds have passed,
+    or as soon as all have arrived. A worker that comes later takes part in the next round, with all
+    steps that it has taken. Momentum is then delayed (`DelayedNesterov`), unless ``outer`` is
+    given. ``pace="own"``: in each period a worker takes as many steps as it can while the fastest
+    takes ``period`` (dynamic local updates); without a ``quorum``, rounds wait for all.
+    ``weigh="steps"``: a contribution counts by its number of steps; see `QuorumMean`. Rank 0 stores
+    the outer state. Douillard et al. 2026, arXiv 2604.21428; Liu et al. 2024, arXiv 2401.09135.
     """
     check_bool("sharded", sharded)
     check_int("period", period, 1)
+    some = quorum_mean(quorum, grace, pace, weigh, codec, delay)
+    if some is not None:
+        step = outer_step(lr, momentum, outer, "mix", mix)
+        late = step if outer is not None else DelayedNesterov(lr, momentum)
+        return (Round(every(period), late, some),)
     if merge == "eager":
         check_float("mix", mix, 0.0, most=1.0)
         return eager(period, lr, momentum, outer, delay, codec, sharded)
@@ -313,6 +359,10 @@ def streaming_diloco(
     outer: OuterFactory | None = None,
     merge: Merge = "mix",
     by: Literal["bytes", "layers"] = "bytes",
+    quorum: int | None = None,
+    grace: float = 0.0,
+    pace: Pace = "equal",
+    weigh: Weigh = "alike",
 ) -> Recipe:
     """`diloco` by fragments: each is sent every ``period`` steps, at its own offset.
 
@@ -325,15 +375,19 @@ def streaming_diloco(
     ``streaming_diloco(100, delay=1, codec="e3m0", lr=0.4, momentum=0.9)``. Fragment k of K is sent
     after steps ``(k+1)*period/K, ... + period, ...`` (rounded down). ``by``: split into fragments
     of about equal bytes, or of whole layers: see `Fragment`. The other arguments are those of
-    `diloco`. With one fragment, no delay, and no codec this is DiLoCo.
+    `diloco`; ``quorum`` and ``pace`` need ``delay=0, codec=None``. With one fragment, no delay, and
+    no codec this is DiLoCo.
     """
-    update = outer_step(lr, momentum, outer, merge, mix)
+    update: Update = outer_step(lr, momentum, outer, merge, mix)
     check_int("period", period, 1)
     if check_int("fragments", fragments, 1) > period:
         raise ValueError(f"fragments must be at most the period, {period}, not {fragments}")
     check_choice("by", by, ("bytes", "layers"))
     check_delay(delay, period)
-    exchange = mean_over_workers(codec, sharded=True)
+    some = quorum_mean(quorum, grace, pace, weigh, codec, delay)
+    if some is not None and outer is None:
+        update = DelayedNesterov(lr, momentum)
+    exchange = some or mean_over_workers(codec, sharded=True)
     return tuple(
         Round(
             every(period, offset=(k + 1) * period // fragments),

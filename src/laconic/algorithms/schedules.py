@@ -6,6 +6,7 @@ for equality between ranks, and evaluated ahead of time.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -74,6 +75,16 @@ class AnyOf:
 
     def __call__(self, step: int) -> bool:
         return any(schedule(step) for schedule in self.schedules)
+
+
+def own_steps(period: int, speed: float, fastest: float) -> int:
+    """Return ``max(floor(period * speed / fastest), 1)``: the steps that a worker takes while the
+    fastest takes ``period``. Speeds are in steps per second.
+
+    Dynamic local updates: Liu et al. 2024, arXiv 2401.09135, Equation 6.
+    """
+    share = speed / fastest if fastest > 0 else 1.0
+    return max(math.floor(period * share + 1e-6), 1)  # a third of 12 is 4, whatever rounding says
 
 
 def every(period: int, *, offset: int = 0, unless: Schedule | None = None) -> Schedule:

@@ -48,6 +48,7 @@ class Clock:
     arrived. ``out_degree``: how many peers the message goes to. ``score``: this worker's, if the
     exchange asks for one. ``seed``: the run's. ``bucket``: the bucket's number. ``shapes``: if the
     update is `Update.whole`, those of the tensors in x, one after the other, before padding.
+    ``arrived``: in a round with a quorum, how many of the workers contribute; elsewhere 0.
     """
 
     step: int
@@ -62,6 +63,7 @@ class Clock:
     seed: int = 0
     bucket: int = 0
     shapes: tuple[torch.Size, ...] = ()
+    arrived: int = 0
 
 
 class Update:

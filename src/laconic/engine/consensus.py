@@ -29,6 +29,8 @@ def write_consensus(run: RecipeRun, had_buffers: bool, *, mean: bool = True) -> 
     reshard(session.model)
     for running in run.rounds:
         running.write_finished(session.step)
+    if run.quorum is not None:
+        run.quorum.catch_up(keep=False)
     anchored = [r for r in run.rounds if r.round.update.anchor and not mean]
     covered = {
         id(segment.tensor)

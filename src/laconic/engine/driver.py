@@ -244,8 +244,7 @@ class Driver:
         session, run = self.session, self.run
         session.refuse_in_consensus("sync.finish()")
         session.call(FINISH)
-        for running in run.rounds:
-            running.finish(session.step)
+        run.finish()
         consensus.write_consensus(run, self.had_buffers, mean=mean)
         if session.elastic is not None:
             session.gather_json(None)  # after that all have it, and any may end
@@ -270,7 +269,8 @@ class Driver:
         self._past_choices, self.session.policy = self.choices, None
 
     def _switch(self, recipe: Recipe) -> None:
-        self.run = self._switcher.switch(self.run, recipe, self.had_buffers)
+        before, self.run = self.run, self._switcher.switch(self.run, recipe, self.had_buffers)
+        before.close()
         session = self.session
         session.recorder.event("switch", recipe=self.run.text(chosen=True))
         session.status("computing")
@@ -306,6 +306,7 @@ class Driver:
             handle.remove()
         self._handles = []
         self.run.detach()
+        self.run.close()
         if self.session.elastic is not None:
             self.session.comm.poke(self.session.elastic.close)  # the others go on without it
         self.session.comm.close()
@@ -321,6 +322,8 @@ class Driver:
         """The training raised ``error``: send nothing more, and tell the other ranks."""
         self.session.recorder.failed(error)
         broken = self.session.comm.abandon() or self.run.broken
+        if self.run.quorum is not None:
+            self.run.quorum.abandon()
         self.session.world.leave(broken)
 
     # -- saving ----
@@ -339,6 +342,8 @@ class Driver:
         loaded = Loading.prepare(self.run, parts, load_model)
         loaded.agree(session)
         self._take(loaded)
+        if self.run.quorum is not None:
+            session.gather(torch.zeros(1))  # no worker arrives before rank 0 has loaded
 
     @torch.no_grad()
     def load_here(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from laconic.engine import regroup, saved_state
 from laconic.engine.gradient_rounds import GradientRunner
 from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.saved_state import Others, Own, Saved, Source
-from laconic.engine.session import Session
+from laconic.engine.session import Policy, Session
 from laconic.engine.switching import successor
 from laconic.links.agreement import agree
 
@@ -50,6 +51,11 @@ def header(run: RecipeRun) -> Saved:
 def state_dict(run: RecipeRun, in_step: bool) -> Saved:
     """See `Synchronizer.state_dict`."""
     policy = run.session.policy
+    with nullcontext() if run.quorum is None else run.quorum.port.quiet():
+        return _state_dict(run, in_step, policy)
+
+
+def _state_dict(run: RecipeRun, in_step: bool, policy: Policy | None) -> Saved:
     return {
         **header(run),
         "step": run.session.step,
@@ -58,6 +64,7 @@ def state_dict(run: RecipeRun, in_step: bool) -> Saved:
         "gradients": [{**saved_state.exchange_state(g), "scale": g.scale} for g in _stateful(run)],
         "auto": None if policy is None else policy.state_dict(),
         "scores": None if run.scores is None else run.scores.state_dict(),
+        "quorum": None if run.quorum is None else run.quorum.state_dict(),
     }
 
 
@@ -104,6 +111,11 @@ class Loading:
         if policy is not None:
             self._undo.append(policy.undo())
         mine = saved_state.own_part(parts, header(self.run), regroup=load_model is not None)
+        if mine is None and self.run.quorum is not None:
+            raise ValueError(
+                "rounds with a quorum are resumed by the same ranks, each from its own state: to "
+                "go on with others, call sync.finish(), save the model, and attach again"
+            )
         if mine is None and self.run.session.sharded:
             parts = _of_own_shard(self.run.session, parts)
         saved = [parts[rank] for rank in sorted(parts)] if mine is None else [parts[mine]]
@@ -129,6 +141,8 @@ class Loading:
         if run.scores is not None and mine is not None:
             self._load.append(run.scores.loader(first["scores"]))
         self.step, self.in_step = int(first["step"]), bool(first["in_step"])
+        if run.quorum is not None:
+            self._load.append(partial(run.quorum.load, first["quorum"], self.step))
 
     def agree(self, session: Session) -> None:
         """Raise ``ValueError`` on every rank, with nothing changed, if any rank has a problem or

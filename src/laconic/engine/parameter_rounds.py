@@ -119,6 +119,12 @@ class ParameterRunner:
         if self.round.optimizer_state == "reset":
             self._reset_optimizer()
 
+    def after_quorum(self) -> None:
+        """A round with a quorum is complete: see `laconic.engine.quorum_rounds`."""
+        self.executed += 1
+        if self.round.optimizer_state == "reset":
+            self._reset_optimizer()
+
     @property
     def _can_select_later(self) -> bool:
         """Whether nothing done here depends on which tensors all ranks have, so that the ranks can

@@ -17,6 +17,7 @@ from laconic.algorithms.compile import (
     score_window,
     workers_differ,
 )
+from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.round import GradientRound, Recipe, Round, describe, recipe_text
 from laconic.algorithms.scores import Scores
 from laconic.algorithms.update import Clock
@@ -25,6 +26,7 @@ from laconic.engine.gradient_rounds import GradientContext, GradientRunner
 from laconic.engine.in_flight import RoundContext
 from laconic.engine.joint_optimizer import JointOptimizer
 from laconic.engine.parameter_rounds import ParameterRunner
+from laconic.engine.quorum_rounds import QuorumRounds
 from laconic.engine.session import Session
 from laconic.links.calls import GRADIENTS, Call
 
@@ -48,6 +50,7 @@ class RecipeRun:
         self._differ = workers_differ(recipe)
         self.groups = 0
         """Parameter groups that the rounds know."""
+        self.quorum: QuorumRounds | None = None
         self._announced = -1
         """The step in which a round was announced last."""
 
@@ -83,6 +86,8 @@ class RecipeRun:
         for running in self.rounds:
             running.set.add_groups()
         self.groups = len(optimizer.param_groups)
+        if any(isinstance(r.exchange, QuorumMean) for r in self._planned):
+            self.quorum = QuorumRounds(session, self.rounds)
 
     def start_gradient_rounds(self, left: Mapping[tuple[str, int], Tensor]) -> None:
         """Make the gradient rounds, and have the parameters' hooks call them. ``left``: gradients
@@ -132,6 +137,11 @@ class RecipeRun:
         new = session.groups()[self.groups :]
         if not new:
             return
+        if self.quorum is not None:
+            raise ValueError(
+                "rounds with a quorum are about the parameter groups of the start: add groups "
+                "before laconic.attach"
+            )
         session.call("groups added")
         self.check_alike()
         session.broadcast([p for group in new for p in group])
@@ -147,7 +157,9 @@ class RecipeRun:
         ParameterRunner(r, self.session.links[r.over], self._context).start(self.session.step)
 
     def listen(self) -> None:
-        """Put the gradient rounds' hooks on the parameters."""
+        """Put the gradient rounds' hooks on the parameters, after a `detach`."""
+        if self.quorum is not None:
+            self.quorum.listen()
         for gradients in self.gradients:
             gradients.listen()
 
@@ -155,6 +167,19 @@ class RecipeRun:
         """Remove the gradient rounds' hooks."""
         for gradients in self.gradients:
             gradients.detach()
+
+    def finish(self) -> None:
+        """Have every round come to rest where the mean of x over workers counts next. All ranks
+        must call it."""
+        for running in self.rounds:
+            running.finish(self.session.step)
+        if self.quorum is not None:
+            self.quorum.catch_up(keep=True)
+
+    def close(self) -> None:
+        """End what the rounds have opened. They do not run again."""
+        if self.quorum is not None:
+            self.quorum.close()
 
     # -- what it is ----
 
@@ -268,6 +293,8 @@ class RecipeRun:
         """Run the rounds that are due after this step, or, ``now``, all of them. Returns how many
         ran."""
         step, ran = self.session.step, 0
+        if self.quorum is not None:
+            return self.quorum.communicate(step, now=now)
         for running in self.rounds:
             running.fold_due(step)
             if now or running.round.when(step):

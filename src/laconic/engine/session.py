@@ -126,6 +126,9 @@ class Session:
         """Whether backward passes average gradients; `Synchronizer.no_sync` clears it."""
         self.holds_consensus: bool | None = None
         """The ``mean`` of the consensus that the model holds; None: it holds the worker's x."""
+        self.meet: Callable[[], None] | None = None
+        """Called before a call of all workers, where rounds close with a quorum. Workers have then
+        taken different numbers of steps."""
         self._order: list[Tensor] = []
 
     # -- parameters ----
@@ -177,6 +180,9 @@ class Session:
         ``step``: None for the present one."""
         label = f"{name} after step {self.step}"
         self.status(label)
+        if self.meet is not None:
+            self.meet()
+            step = 0
         call = Call(self.step if step is None else step, name)
         self.comm.call(partial(self.world.begin_call, call, wait=True), label)
 

@@ -31,6 +31,7 @@ def successor(
     def undo() -> None:
         if new is not None:
             new.detach()
+            new.close()
         run.listen()
 
     run.detach()
@@ -65,8 +66,7 @@ class Switcher:
         check_groups(recipe, "group" in session.links)  # while the present rounds still work
         run.add_new_groups()
         session.call("switch()")
-        for running in run.rounds:
-            running.finish(session.step)
+        run.finish()
         write_consensus(run, had_buffers)
         if workers_differ(run.recipe):
             run.average_optimizer_state(Round(every(1), Average(), Mean(), optimizer_state))

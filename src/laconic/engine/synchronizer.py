@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -21,6 +22,7 @@ from laconic.engine.recorder import Recorder
 from laconic.engine.saved_state import Saved
 from laconic.errors import WorkersChangedError
 from laconic.links.metered import CallTotals
+from laconic.links.quorum.port import Closing
 from laconic.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -240,6 +242,22 @@ class Synchronizer:
         """Copy rank ``root``'s ``data`` (uint8, of one length on all ranks) into ``data``, inside
         `gathering`."""
         self._session.share_bytes(data, root)
+
+    # -- rounds with a quorum ----
+
+    @property
+    def closings(self) -> list[Closing]:
+        """The rounds with a quorum that have closed so far, and who took part: on rank 0 only,
+        empty elsewhere. ``laconic.simulate(..., closings=)`` repeats them."""
+        return [] if self._run.quorum is None else list(self._run.quorum.port.closings)
+
+    @property
+    def seconds(self) -> float:
+        """The time, in seconds from some moment on: virtual in `laconic.simulate` with rounds that
+        close with a quorum, else real."""
+        if self._run.quorum is None:
+            return time.monotonic()
+        return self._run.quorum.port.seconds(self.step)
 
     # -- for the training loop ----
 

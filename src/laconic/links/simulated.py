@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -111,7 +111,7 @@ class Stage:
     """Lets one worker at a time run, and brings the members of a collective together. Only the
     worker whose turn it is reads or writes the attributes."""
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, step_seconds: Sequence[float] | None = None) -> None:
         self.turns = [threading.Lock() for _ in range(workers)]
         for turn in self.turns[1:]:
             turn.acquire()  # rank 0 begins; passing the turn to a rank releases its lock
@@ -121,6 +121,15 @@ class Stage:
         self.failure: str | None = None
         self.blamed: list[int] = []
         self.left: list[int] = []
+        self.step_seconds = [1.0] * workers if step_seconds is None else list(step_seconds)
+        """The virtual seconds of each worker's steps, for rounds that close with a quorum."""
+        self.clocks = [0.0] * workers
+        self.recorded: Sequence[Any] | None = None
+        """The rounds of an earlier run, to be repeated; see `laconic.links.quorum.syncer`."""
+        self.syncers: dict[tuple[tuple[int, ...], int], object] = {}
+        """By members and number: see `laconic.links.quorum.simulated`."""
+        self.when_idle: list[Callable[[], bool]] = []
+        """Called when every worker waits. Each returns whether a worker can go on now."""
 
     def take_turn(self, rank: int) -> None:
         self.turns[rank].acquire()
@@ -132,11 +141,15 @@ class Stage:
         size = len(self.runnable)
         order = [(rank + i) % size for i in range(1, size + 1)]
         able = [r for r in order if self.runnable[r]]
+        if not able and any(wake() for wake in list(self.when_idle)):
+            able = [r for r in order if self.runnable[r]]
         if not able and len(self.left) < size:
             waiting = [c for c in self.collectives.values() if c.result is None]
             stuck = "; ".join(f"ranks {sorted(c.received)} in {c.call}" for c in waiting)
             ended = f"; ranks {sorted(self.left)} have ended" if self.left else ""
-            self.fail(f"the workers wait for each other in vain: {stuck}{ended}", self.left)
+            late = "; ".join(why for each in self.syncers.values() if (why := str(each)))
+            reasons = "; ".join(part for part in (stuck, late) if part) + ended
+            self.fail(f"the workers wait for each other in vain: {reasons}", self.left)
             able = [r for r in order if self.runnable[r]]
         if able:
             self.turns[able[0]].release()  # wakes only that one
@@ -196,14 +209,21 @@ class SimulatedLink:
     threaded = False
 
     def __init__(self, stage: Stage, me: int, members: Sequence[int]) -> None:
-        self._stage = stage
-        self._me = me
+        self.stage = stage
+        self.me = me
         self._members = members
         self._count = 0
+        self.ports = 0
+        """How many ports to rounds with a quorum were opened over this link."""
         self.joined = 0.0
         self._digests: Sequence[int] = []
         self.rank = members.index(me)
         self.size = len(members)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The numbers of the workers of its set."""
+        return tuple(self._members)
 
     def _join(
         self, call: str, x: Tensor, compute: Compute, shape: torch.Size | None = None
@@ -211,9 +231,7 @@ class SimulatedLink:
         """``shape``: what must be the same on all ranks, if not the shape of ``x``."""
         self._count += 1
         call = f"{call}{list(shape or x.shape)}"
-        result, self.joined = self._stage.join(
-            self._me, self._members, self._count, call, x, compute
-        )
+        result, self.joined = self.stage.join(self.me, self._members, self._count, call, x, compute)
         return result
 
     def begin_call(self, call: Call, *, wait: bool) -> bool:
@@ -278,7 +296,7 @@ class SimulatedLink:
 
     def split(self, sets: Sequence[Sequence[int]]) -> Link:
         mine = next(ranks for ranks in sets if self.rank in ranks)
-        return SimulatedLink(self._stage, self._me, [self._members[r] for r in mine])
+        return SimulatedLink(self.stage, self.me, [self._members[r] for r in mine])
 
     def status(self, text: str) -> None:
         """Does nothing: errors name the calls in which workers wait."""

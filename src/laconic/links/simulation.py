@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from laconic.errors import check_int
+from laconic.errors import check_float, check_int
 from laconic.links.elastic.faults import Plan
 from laconic.links.elastic.simulated import Cast, EndedError, current_part
 from laconic.links.link import Link
+from laconic.links.quorum.port import Closing
 from laconic.links.simulated import RandomState, SimulatedLink, Stage, current_link
 
 T = TypeVar("T")
@@ -20,6 +21,9 @@ def simulate(
     workers: int | None = None,
     link: Callable[[Link], Link] | None = None,
     faults: Plan | None = None,
+    *,
+    step_seconds: Sequence[float] | None = None,
+    closings: Sequence[Closing] | None = None,
 ) -> list[T]:
     """Run ``worker_fn(rank)`` for every rank below ``workers`` (None: 8), as threads that take
     turns.
@@ -32,6 +36,12 @@ def simulate(
     (`Faults`). These say how many workers there are. ``rank`` then numbers them, and a worker that
     the plan has end returns None.
 
+    ``step_seconds``: how long each worker takes for a step of its optimizer, in virtual seconds
+    (None: one second each). They decide who arrives when, where rounds close with a quorum
+    (``diloco(..., quorum=)``); nobody sleeps, and the result is the same from run to run.
+    ``closings``: repeat the rounds that another run has closed (`Synchronizer.closings` of its rank
+    0), whatever the times: with the same program, this gives the same bits.
+
     Raises ``ValueError`` for fewer than one worker, and the first worker's own exception if one
     fails; the others then get a `LinkError` at their next round and end too.
     """
@@ -43,7 +53,8 @@ def simulate(
         )
     else:
         count = faults.workers
-    stage = Stage(count)
+    stage = Stage(count, _seconds(step_seconds, count))
+    stage.recorded = closings
     cast = None if faults is None else Cast(faults, stage)
     results: dict[int, Any] = {}
     errors: list[BaseException] = []
@@ -77,3 +88,14 @@ def simulate(
     if errors:
         raise errors[0]
     return [results.get(rank) for rank in range(count)]  # type: ignore[misc]
+
+
+def _seconds(step_seconds: Sequence[float] | None, workers: int) -> list[float] | None:
+    if step_seconds is None:
+        return None
+    if len(step_seconds) != workers:
+        raise ValueError(
+            f"step_seconds has {len(step_seconds)} numbers, and there are {workers} workers: give "
+            "one for each"
+        )
+    return [check_float("step_seconds", s, 0.0, strict=True) for s in step_seconds]

@@ -49,7 +49,7 @@ class TcpLink(Collectives):
 
     def __init__(self, guard: CallGuard, wire: Wire) -> None:
         super().__init__(guard, wire)
-        self._calls, self._own_wire = guard, wire
+        self.calls, self.wire = guard, wire
 
     @classmethod
     def over(
@@ -95,11 +95,11 @@ class TcpLink(Collectives):
 
     def split(self, sets: Sequence[Sequence[int]]) -> Link:
         members = next(ranks for ranks in sets if self.rank in ranks)
-        ranks = [self._calls.ranks[r] for r in members]
-        wire = Wire(members.index(self.rank), None, self._own_wire.timeout, ranks)
+        ranks = [self.calls.ranks[r] for r in members]
+        wire = Wire(members.index(self.rank), None, self.wire.timeout, ranks)
         try:
             addresses = exchange_texts(self.gather, wire.address)
-            guard = self._calls.split(members, wire)
+            guard = self.calls.split(members, wire)
             return self._connected(guard, wire, [addresses[r] for r in members])
         except BaseException:
             wire.close()
@@ -108,23 +108,23 @@ class TcpLink(Collectives):
     # -- calls ----
 
     def begin_call(self, call: Call, *, wait: bool) -> bool:
-        self._calls.begin(call)
+        self.calls.begin(call)
         self.begin_digest(call.digest)
         if wait:  # else the first message shows whether all ranks are in it
-            self._calls.compare(call, self.gather)
+            self.calls.compare(call, self.gather)
         return wait
 
     def check(self) -> None:
-        self._calls.check()
+        self.calls.check()
 
     def check_peers(self) -> None:
-        self._calls.check_peers(self.joined)
+        self.calls.check_peers(self.joined)
 
     def leave(self, broken: bool) -> None:
-        self._calls.leave(broken)
+        self.calls.leave(broken)
 
     def status(self, text: str) -> None:
-        self._calls.status(text)
+        self.calls.status(text)
 
     def close(self) -> None:
-        self._own_wire.close()
+        self.wire.close()

@@ -7,6 +7,7 @@ from laconic.algorithms.exchanges.leader import Leader
 from laconic.algorithms.exchanges.low_rank import LowRank
 from laconic.algorithms.exchanges.mean import Mean, ShardedMean
 from laconic.algorithms.exchanges.push import Push
+from laconic.algorithms.exchanges.quorum import QuorumMean
 
 __all__ = [
     "Alone",
@@ -17,6 +18,7 @@ __all__ = [
     "LowRank",
     "Mean",
     "Push",
+    "QuorumMean",
     "ReplicatedMean",
     "ShardedMean",
     "coded",

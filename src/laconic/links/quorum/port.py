@@ -1,0 +1,125 @@
+"""A worker's port to rounds that close with a quorum, and what goes over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rules:
+    """When a round of one kind closes: ``grace`` seconds after ``quorum`` workers have arrived, or
+    as soon as all have."""
+
+    quorum: int
+    grace: float
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What a worker says when it arrives at a round of the ``kind`` (an index).
+
+    ``base``: the number of the round whose result its x began with; 0: the common start. ``steps``:
+    taken since, in ``seconds``. ``step``: taken in all. ``rates``: the learning rate of each
+    parameter group.
+    """
+
+    kind: int
+    base: int
+    steps: int
+    seconds: float
+    step: int
+    rates: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Announcement:
+        """The inverse of ``vars``, from JSON."""
+        return cls(**{**fields, "rates": tuple(fields["rates"])})
+
+
+class Delivery(NamedTuple):
+    """What a worker delivers when it arrives: ``tensors``, and, if rank 0 may not know them, the
+    ``bases`` that these began with."""
+
+    announcement: Announcement
+    tensors: Sequence[Tensor]
+    bases: Sequence[Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Closing:
+    """A round with a quorum that has closed. ``kind``: 0, or the index of the fragment in its
+    order of rounds. ``number``: how many of the kind have closed, this one included. ``roster``:
+    the ranks of the workers that contributed, ascending. ``paces``: for each of them, how many
+    steps it takes until it arrives again; 0: as the schedule says. `as_json` and `of` convert it to
+    and from what JSON holds."""
+
+    kind: int
+    number: int
+    roster: tuple[int, ...]
+    paces: tuple[int, ...]
+
+    def pace(self, rank: int) -> int:
+        """The steps of ``rank``, one of the roster, until it arrives again."""
+        return self.paces[self.roster.index(rank)]
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields, for JSON."""
+        return {**asdict(self), "roster": [*self.roster], "paces": [*self.paces]}
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Closing:
+        """The inverse of `as_json`."""
+        lists = {name: tuple(fields[name]) for name in ("roster", "paces")}
+        return cls(kind=fields["kind"], number=fields["number"], **lists)
+
+
+class Merge(Protocol):
+    """Called on rank 0 when a round closes, with what each worker of the roster delivers."""
+
+    def __call__(self, closing: Closing, deliveries: Mapping[int, Delivery]) -> list[Tensor]:
+        """Return the result of each tensor, for all of them."""
+
+
+Paces = Callable[[int, Mapping[int, float], Sequence[int]], Sequence[int]]
+"""From a kind, the last known speed of each worker in steps per second, by rank, and the ranks of a
+roster: the `Closing.paces`."""
+
+
+class Port(Protocol):
+    """One worker's. The calls come from one thread at a time."""
+
+    @property
+    def closings(self) -> list[Closing]:
+        """All rounds so far, in the order in which they have closed. Empty except on rank 0."""
+
+    def seconds(self, step: int) -> float:
+        """The time, now that this worker has taken ``step`` steps: real, or virtual."""
+
+    def worked(self, step: int, waited: float) -> float:
+        """As `seconds`, without the time spent waiting, of which ``waited`` real seconds."""
+
+    def quiet(self) -> AbstractContextManager[object]:
+        """A context in which no round closes in this process."""
+
+    def restart(self, step: int) -> None:
+        """A loaded run goes on from ``step`` at the present time."""
+
+    def deliver(self, delivery: Delivery) -> Closing:
+        """Contribute to the next round that closes. Wait for that, and write the results into the
+        tensors."""
+
+    def meet(self, step: int) -> None:
+        """This worker, after ``step`` steps, goes into a call that waits for all workers. Until all
+        of them do, it counts as arrived, so that rounds of the others close."""
+
+    def close(self) -> None:
+        """This worker takes part in no more rounds."""
+
+    def abandon(self) -> None:
+        """This worker has failed. All others raise that at their next round. May come from another
+        thread."""

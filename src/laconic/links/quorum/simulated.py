@@ -1,0 +1,115 @@
+"""Ports of simulated workers: a virtual clock says who arrives when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from laconic.links.quorum.port import Closing, Delivery
+from laconic.links.quorum.syncer import Syncer
+from laconic.links.simulated import SimulatedLink, Stage
+
+
+class SimulatedSyncer:
+    """What the simulated workers of one set share. Each worker's own time advances by its seconds
+    per step. A round closes once every worker waits: then it is known who arrives when."""
+
+    def __init__(self, stage: Stage, core: Syncer) -> None:
+        self.stage, self.core = stage, core
+        self.failure: BaseException | None = None
+        stage.when_idle.append(self.close_next)
+
+    def __str__(self) -> str:
+        return self.core.waiting()
+
+    def close_next(self) -> bool:
+        """Close the round that closes first. Returns whether there was one."""
+        for rank in self.stage.left:
+            self.core.leave(rank)
+        found = self.core.next_closing()
+        if found is None:
+            return False
+        time, kind = found
+        try:
+            roster = self.core.close(kind, time)
+        except Exception as error:  # every worker raises it
+            self.failure = error
+            self.stage.when_idle.remove(self.close_next)
+            self.stage.runnable = [r not in self.stage.left for r in range(self.core.workers)]
+            return True
+        for rank in roster:
+            self.stage.clocks[rank] = time
+            self.stage.runnable[rank] = True
+        return True
+
+
+class SimulatedPort:
+    """The port of worker ``me``. ``step``: how many steps it has taken so far."""
+
+    def __init__(self, shared: SimulatedSyncer, me: int, step: int) -> None:
+        self._shared, self._me = shared, me
+        self._step = step
+
+    @property
+    def closings(self) -> list[Closing]:
+        return self._shared.core.closings if self._me == 0 else []
+
+    def seconds(self, step: int) -> float:
+        stage = self._shared.stage
+        return stage.clocks[self._me] + (step - self._step) * stage.step_seconds[self._me]
+
+    def worked(self, step: int, waited: float) -> float:
+        return step * self._shared.stage.step_seconds[self._me]
+
+    def quiet(self) -> AbstractContextManager[object]:
+        return nullcontext()  # only one worker runs at a time
+
+    def restart(self, step: int) -> None:
+        self._step = step
+
+    def _advance(self, step: int) -> float:
+        now = self._shared.stage.clocks[self._me] = self.seconds(step)
+        self._step = step
+        return now
+
+    def deliver(self, delivery: Delivery) -> Closing:
+        shared, stage = self._shared, self._shared.stage
+        if stage.failure is not None:
+            raise stage.error()
+        now = self._advance(delivery.announcement.step)
+        shared.core.arrive(self._me, delivery, now)
+        stage.runnable[self._me] = False
+        stage.pass_turn(self._me)
+        stage.take_turn(self._me)
+        outcome = shared.core.outcomes.pop(self._me, None)
+        if outcome is None:
+            raise shared.failure or stage.error()
+        for tensor, result in zip(delivery.tensors, outcome.results, strict=True):
+            tensor.copy_(result)
+        return outcome.closing
+
+    def meet(self, step: int) -> None:
+        together = self._shared.core.meet(self._me, self._advance(step))
+        if together is not None:
+            self._shared.stage.clocks[:] = [together] * self._shared.core.workers
+
+    def close(self) -> None:
+        self._shared.core.leave(self._me)
+
+    def abandon(self) -> None:
+        """Does nothing: the stage sees workers end."""
+
+
+def open_simulated(link: SimulatedLink, step: int, make: Callable[[], Syncer]) -> SimulatedPort:
+    """The port of this worker. Rank 0's ``make`` makes the syncer."""
+    key = link.members, link.ports
+    link.ports += 1
+    syncers = link.stage.syncers
+    if link.rank == 0:
+        syncers[key] = SimulatedSyncer(link.stage, make())
+    link.gather(torch.zeros(1))  # rank 0 comes first
+    shared = syncers[key]
+    assert isinstance(shared, SimulatedSyncer), "the stage holds nothing else"
+    return SimulatedPort(shared, link.me, step)

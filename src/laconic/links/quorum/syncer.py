@@ -1,0 +1,158 @@
+"""Decides which workers take part in which round. No clock, no network: both are passed in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from laconic.links.quorum.port import Closing, Delivery, Merge, Paces, Rules
+
+
+class _Waiting(NamedTuple):
+    time: float
+    delivery: Delivery
+
+
+class Outcome(NamedTuple):
+    """What a worker receives when its round has closed."""
+
+    closing: Closing
+    results: Sequence[Tensor]
+
+
+class Syncer:
+    """Keeps who has arrived, and closes rounds. It belongs to rank 0.
+
+    A round closes ``grace`` seconds after the quorum has arrived, or as soon as all workers have. A
+    worker that is in a call that waits for all workers (`meet`), waits for a round of another kind,
+    or has left counts as arrived, since it cannot come before others go on. ``recorded``: the
+    rounds of an earlier run, to be repeated; then times do not matter.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        rules: Sequence[Rules],
+        merge: Merge,
+        paces: Paces,
+        recorded: Sequence[Closing] | None = None,
+    ) -> None:
+        self.workers = workers
+        self._rules, self._merge, self._paces = rules, merge, paces
+        self._waiting: dict[int, _Waiting] = {}
+        self._meeting: dict[int, float] = {}
+        self._left: set[int] = set()
+        self._speeds: dict[int, float] = {}
+        self._recorded = None if recorded is None else list(recorded)
+        self.rounds = [0] * len(rules)
+        """How many rounds of each kind have closed."""
+        self.closings: list[Closing] = []
+        self.outcomes: dict[int, Outcome] = {}
+        """By rank, until that worker takes it."""
+
+    def arrive(self, rank: int, delivery: Delivery, now: float) -> None:
+        """Worker ``rank`` has delivered at the time ``now``."""
+        about = delivery.announcement
+        self._meeting.pop(rank, None)
+        if about.seconds > 0 and about.steps > 0:
+            self._speeds[rank] = about.steps / about.seconds
+        self._waiting[rank] = _Waiting(now, delivery)
+
+    def meet(self, rank: int, now: float) -> float | None:
+        """Worker ``rank`` goes into a call that waits for all. Returns the time at which the last
+        one did, once all have."""
+        self._meeting[rank] = now
+        if len(self._meeting) + len(self._left) < self.workers:
+            return None
+        last = max(self._meeting.values())
+        self._meeting.clear()
+        return last
+
+    def leave(self, rank: int) -> None:
+        """Worker ``rank`` takes part in no more rounds."""
+        self._left.add(rank)
+        self._meeting.pop(rank, None)
+
+    def next_closing(self) -> tuple[float, int] | None:
+        """When the next round closes if nobody else arrives until then, and of which kind; None:
+        not before somebody does."""
+        if self._recorded is not None:
+            return self._next_recorded(self._recorded)
+        found = [
+            (time, kind)
+            for kind, rules in enumerate(self._rules)
+            if (time := self._closing_time(kind, rules)) is not None
+        ]
+        return min(found, default=None)
+
+    def _closing_time(self, kind: int, rules: Rules) -> float | None:
+        mine = [w.time for w in self._waiting.values() if w.delivery.announcement.kind == kind]
+        if not mine:
+            return None
+        present = sorted([*self._meeting.values(), *(w.time for w in self._waiting.values())])
+        there = len(present) + len(self._left)
+        if there < min(rules.quorum, self.workers):
+            return None
+        missing = max(rules.quorum - len(self._left), 1)  # of which the last one comes
+        reached = max(present[missing - 1], min(mine))
+        if there == self.workers:
+            return min(max(present[-1], min(mine)), reached + rules.grace)
+        return reached + rules.grace
+
+    def _next_recorded(self, recorded: Sequence[Closing]) -> tuple[float, int] | None:
+        if not recorded:
+            return None
+        roster, kind = recorded[0].roster, recorded[0].kind
+        there = [self._waiting.get(rank) for rank in roster]
+        times = [w.time for w in there if w and w.delivery.announcement.kind == kind]
+        return (max(times), kind) if len(times) == len(roster) else None
+
+    def missing(self) -> list[int]:
+        """The ranks that have not arrived."""
+        there = {*self._waiting, *self._meeting, *self._left}
+        return [rank for rank in range(self.workers) if rank not in there]
+
+    def waiting(self) -> str:
+        """Who waits for a round, for errors; empty if nobody does."""
+        if not self._waiting:
+            return ""
+        ranks = f"ranks {sorted(self._waiting)} wait for a round with a quorum"
+        if not self._recorded:
+            return ranks
+        following = self._recorded[0].roster
+        return f"{ranks}, and the next one in closings= is of ranks {list(following)}"
+
+    def close(self, kind: int, until: float) -> tuple[int, ...]:
+        """Close a round of this ``kind`` with those that have arrived by the time ``until``.
+        Returns their ranks."""
+        if self._recorded is not None:
+            closing = self._recorded.pop(0)
+            roster = closing.roster
+        else:
+            roster = tuple(
+                rank
+                for rank, w in sorted(self._waiting.items())
+                if w.delivery.announcement.kind == kind and w.time <= until
+            )
+            paces = tuple(self._paces(kind, self._speeds, roster))
+            closing = Closing(kind, self.rounds[kind] + 1, roster, paces)
+        deliveries = {rank: self._waiting[rank].delivery for rank in roster}
+        results = self._merge(closing, deliveries)
+        self.rounds[kind] = closing.number
+        self.closings.append(closing)
+        for rank in roster:
+            del self._waiting[rank]
+            self.outcomes[rank] = Outcome(closing, results)
+        return roster
+
+    def state(self) -> dict[str, object]:
+        """What a run that is resumed needs, as plain data."""
+        return {"rounds": [*self.rounds], "speeds": dict(self._speeds)}
+
+    def load(self, state: Mapping[str, object]) -> None:
+        """Restore what `state` returned."""
+        rounds, speeds = state["rounds"], state["speeds"]
+        assert isinstance(rounds, list) and isinstance(speeds, dict), "of this class"
+        self.rounds, self._speeds = list(rounds), dict(speeds)

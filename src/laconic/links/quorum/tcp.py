@@ -1,0 +1,305 @@
+"""Ports of workers that are processes: rank 0 has a thread for each other worker.
+
+A worker sends what it delivers before rank 0 counts it as arrived. So once a round closes, nobody
+waits for a worker that is slow, or stopped, or for its network.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from laconic.errors import LinkError
+from laconic.links.collectives import Collectives
+from laconic.links.quorum.port import Announcement, Closing, Delivery
+from laconic.links.quorum.syncer import Outcome, Syncer
+from laconic.links.rendezvous import ADVICE
+from laconic.links.wire import LostError, Wire
+
+NEVER = 1e6
+"""Seconds for which rank 0 waits for a worker to arrive: that may take any time."""
+MORE_SECONDS = 30.0
+"""For so much longer than rank 0 another worker waits: rank 0 knows who is missing."""
+EXIT_SECONDS = 5.0
+_HEADER = (1, 1)
+"""Of every message: each connection carries the messages of one pair of workers, in their order."""
+
+
+Conclude = Callable[[str, Sequence[int]], NoReturn]
+"""See `CallGuard.conclude`."""
+
+
+class _Guard:
+    """What a `Collectives` between two workers asks about its call. ``other``: the world rank of
+    the other one."""
+
+    size = 2
+    header = _HEADER
+
+    def __init__(self, rank: int, other: int) -> None:
+        self.rank, self._other = rank, other
+
+    @contextmanager
+    def blaming(self) -> Iterator[None]:
+        """A context for messages, which raises a `LinkError` that names the other worker."""
+        try:
+            yield
+        except LostError as error:
+            text = f"rank {self._other} is lost ({error}). {ADVICE}"
+            raise LinkError(text, ranks=[self._other]) from None
+
+
+class Line:
+    """The connection to one other worker. Rank 0 is 0 on it, and the other worker 1."""
+
+    def __init__(self, wire: Wire, place: int, other: int, timeout: float) -> None:
+        self._wire, self._place = wire, place
+        wire.timeout = timeout
+        self._collectives = Collectives(_Guard(place, other), wire)
+
+    def send(self, *tensors: Tensor) -> None:
+        """Send these tensors."""
+        for tensor in tensors:
+            self._collectives.exchange({1 - self._place: tensor}, {})
+
+    def receive(self, *tensors: Tensor) -> None:
+        """Receive these tensors, of known length."""
+        for tensor in tensors:
+            self._collectives.exchange({}, {1 - self._place: tensor})
+
+    def send_text(self, value: Any) -> None:
+        """Send what JSON can hold."""
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        self.send(torch.tensor([len(data)]), data)
+
+    def receive_text(self) -> Any:
+        """Receive what `send_text` sends."""
+        size = torch.zeros(1, dtype=torch.int64)
+        self.receive(size)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        self.receive(data)
+        return json.loads(bytes(data.tolist()))
+
+    def shutdown(self) -> None:
+        """End the connection, so that a thread that waits returns."""
+        self._wire.shutdown()
+
+    def close(self) -> None:
+        """Free the connection."""
+        self._wire.close()
+
+
+class Host:
+    """Rank 0's side: the syncer, and a thread for each other worker. ``like``: tensors like those
+    that a worker delivers, by kind. ``timeout``: seconds after which a quorum that is not reached
+    is an error. ``conclude``: has all ranks raise a text that blames some of them."""
+
+    def __init__(
+        self,
+        core: Syncer,
+        lines: dict[int, Line],
+        like: Sequence[Sequence[Tensor]],
+        timeout: float,
+        conclude: Conclude,
+    ) -> None:
+        self.core = core
+        self._conclude = conclude
+        self._timeout = timeout
+        self.change = threading.Condition()
+        """Guards the syncer."""
+        self._lines, self._like = lines, like
+        self._failure: LinkError | None = None
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._serve, args=(rank, line), daemon=True)
+            for rank, line in lines.items()
+        ]
+        for thread in self._threads:
+            thread.name = "laconic-quorum"
+            thread.start()
+        _hosts.add(self)
+
+    def deliver(self, rank: int, delivery: Delivery) -> Outcome:
+        """Wait until the round of worker ``rank`` has closed."""
+        core, end = self.core, time.monotonic() + self._timeout
+        with self.change:
+            core.arrive(rank, delivery, time.monotonic())
+            self.change.notify_all()
+            while rank not in core.outcomes:
+                if self._failure is not None:
+                    raise self._failure
+                found, now = core.next_closing(), time.monotonic()
+                if found is not None and found[0] <= now:
+                    try:
+                        core.close(found[1], now)
+                    except Exception as error:  # every worker raises it
+                        self.fail(error)
+                    self.change.notify_all()
+                elif now > end:
+                    missing = core.missing()
+                    text = f"no quorum in {self._timeout:g} s: ranks {missing} have not arrived"
+                    self.fail(LinkError(f"{text}. {ADVICE}", ranks=missing))
+                else:
+                    self.change.wait(min(end if found is None else found[0], end) - now + 1e-3)
+            return core.outcomes.pop(rank)
+
+    def meet(self, rank: int) -> None:
+        """See `Port.meet`."""
+        with self.change:
+            self.core.meet(rank, time.monotonic())
+            self.change.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """Have every worker raise ``error`` at its next round. `change` must be held."""
+        if self._failure is None:
+            try:  # else ranks that see another one end would blame that one
+                self._conclude(str(error), error.ranks if isinstance(error, LinkError) else ())
+            except LinkError as verdict:
+                self._failure = verdict
+        self.change.notify_all()
+
+    def _serve(self, rank: int, line: Line) -> None:
+        torch.set_grad_enabled(False)
+        try:
+            while self._serve_one(rank, line):
+                pass
+        except LinkError as error:
+            with self.change:
+                if not self._closed:
+                    self.fail(error)
+
+    def _serve_one(self, rank: int, line: Line) -> bool:
+        """Serve one message of worker ``rank``. Returns whether more will come."""
+        said = line.receive_text()
+        if said["what"] == "meet":
+            self.meet(rank)
+            return True
+        if said["what"] == "leave":
+            with self.change:
+                self.core.leave(rank)
+                self.change.notify_all()
+            return False
+        about = Announcement.of(said["about"])
+        tensors = [torch.empty_like(t) for t in self._like[about.kind]]
+        line.receive(*tensors)
+        bases = None
+        if said["bases"]:
+            bases = [torch.empty_like(t) for t in tensors]
+            line.receive(*bases)
+        try:
+            closing, results = self.deliver(rank, Delivery(about, tensors, bases))
+        except LinkError as error:
+            line.send_text({"error": str(error), "ranks": list(error.ranks)})
+            return False
+        line.send_text(closing.as_json())
+        line.send(*(r.to(t.dtype) for r, t in zip(results, tensors, strict=True)))
+        return True
+
+    def close(self) -> None:
+        """End the threads. Their workers may still be sending."""
+        with self.change:
+            self._closed = True
+        for line in self._lines.values():
+            line.shutdown()
+        for thread in self._threads:
+            thread.join(EXIT_SECONDS)
+
+
+_hosts: weakref.WeakSet[Host] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """The interpreter must not stop a thread inside torch: that ends the process with SIGABRT."""
+    for host in list(_hosts):
+        host.close()
+
+
+class _Clock:
+    """The real time."""
+
+    def seconds(self, step: int) -> float:
+        """See `Port.seconds`."""
+        return time.monotonic()
+
+    def worked(self, step: int, waited: float) -> float:
+        """See `Port.worked`."""
+        return time.monotonic() - waited
+
+    def restart(self, step: int) -> None:
+        """See `Port.restart`."""
+
+
+class HostPort(_Clock):
+    """Rank 0's own port."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+
+    @property
+    def closings(self) -> list[Closing]:
+        return self._host.core.closings
+
+    def quiet(self) -> AbstractContextManager[object]:
+        return self._host.change
+
+    def deliver(self, delivery: Delivery) -> Closing:
+        closing, results = self._host.deliver(0, delivery)
+        for tensor, result in zip(delivery.tensors, results, strict=True):
+            tensor.copy_(result)
+        return closing
+
+    def meet(self, step: int) -> None:
+        self._host.meet(0)
+
+    def close(self) -> None:
+        """Let the other workers go on with what they have begun: they leave by themselves."""
+        with self._host.change:
+            self._host.core.leave(0)
+            self._host.change.notify_all()
+
+    def abandon(self) -> None:
+        with self._host.change:
+            self._host.fail(LinkError(f"rank 0 has failed. {ADVICE}", ranks=[0]))
+
+
+class GuestPort(_Clock):
+    """The port of any other worker: ``line`` is that to rank 0."""
+
+    closings: list[Closing] = []  # noqa: RUF012  never changed
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    def quiet(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def deliver(self, delivery: Delivery) -> Closing:
+        line = self._line
+        said = {"what": "arrive", "about": vars(delivery.announcement)}
+        line.send_text({**said, "bases": delivery.bases is not None})
+        line.send(*delivery.tensors, *(delivery.bases or ()))
+        answer = line.receive_text()
+        if "error" in answer:
+            raise LinkError(answer["error"], ranks=answer["ranks"])
+        line.receive(*delivery.tensors)
+        return Closing.of(answer)
+
+    def meet(self, step: int) -> None:
+        self._line.send_text({"what": "meet"})
+
+    def close(self) -> None:
+        with suppress(LinkError):  # rank 0 may have ended
+            self._line.send_text({"what": "leave"})
+
+    def abandon(self) -> None:
+        self._line.shutdown()

@@ -1,0 +1,278 @@
+"""Rounds with a quorum between processes: real time decides who takes part."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import laconic as la
+
+import gloo
+import quorum_training as quorum
+import reference as ref
+import training
+from quorum_training import Ran
+from training import Job
+
+STEPS = (32, 32, 32, 11)
+RECIPES: dict[str, la.Recipe] = {
+    "local_sgd": la.local_sgd(4, quorum=1),
+    "diloco": la.diloco(4, quorum=3, grace=0.005),
+    "diloco, steps": la.diloco(4, quorum=2, weigh="steps"),
+    "diloco, own pace": la.diloco(6, quorum=2, grace=0.01, pace="own"),
+    "slowmo": la.slowmo(None, 4, 0.5, quorum=2),
+    "streaming_diloco": la.streaming_diloco(6, 3, 0, codec=None, quorum=2),
+}
+
+
+def slowly(rank: int, job: Job, steps: Sequence[int], seconds: Sequence[float]) -> Ran:
+    """As `quorum.work`, with this worker's seconds for each step."""
+
+    def pause(_: int) -> None:
+        time.sleep(seconds[rank])
+
+    return quorum.work(job, rank, steps[rank], link=gloo.link_of(job.workers), before=pause)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_processes_and_simulation_agree(pool: gloo.Pool, name: str) -> None:
+    """For the same arrivals, bit for bit. The fourth worker is three times slower: it misses
+    rounds, and the others do not wait for it."""
+    job = Job(RECIPES[name], 4, max(STEPS))
+    runs = pool.run(slowly, job, STEPS, (0.004, 0.005, 0.006, 0.015), ranks=4)
+    closings = runs[0].closings
+    assert any(len(c.roster) < 4 for c in closings)
+    assert quorum.same(runs, quorum.simulated(job, STEPS, None, closings=closings))
+
+
+def test_a_quorum_of_all_is_the_plain_recipe_between_processes(pool: gloo.Pool) -> None:
+    job = Job(la.diloco(4), 3, 13)
+    plain = la.simulate(lambda rank: quorum.work(job, rank, 13), workers=3)
+    with_quorum = replace(job, recipe=la.diloco(4, quorum=3))
+    runs = pool.run(slowly, with_quorum, (13,) * 3, (0.0,) * 3, ranks=3)
+    assert quorum.same(plain, runs)
+
+
+def test_one_worker_alone(pool: gloo.Pool) -> None:
+    job = Job(la.diloco(4), 1, 13)
+    plain = la.simulate(lambda rank: quorum.work(job, rank, 13), workers=1)
+    runs = pool.run(slowly, replace(job, recipe=la.diloco(4, quorum=1)), (13,), (0.0,), ranks=1)
+    assert quorum.same(plain, runs)
+
+
+# -- one worker stops for a while ----
+
+
+@pytest.fixture
+def own_pool() -> Iterator[gloo.Pool]:
+    """Processes of this test alone."""
+    pool = gloo.Pool(4)
+    yield pool
+    pool.close()
+
+
+def for_a_while(rank: int, job: Job, seconds: float) -> tuple[Ran, float, int]:
+    """Train for so many seconds. Also returns the longest time between two steps, and how many
+    steps there were."""
+    marks: list[float] = []
+
+    def pause(_: int) -> None:
+        time.sleep(0.01)
+        marks.append(time.monotonic())
+
+    def over() -> bool:
+        return len(marks) > 0 and time.monotonic() > marks[0] + seconds
+
+    ran = quorum.work(job, rank, job.steps, link=gloo.link_of(4), before=pause, until=over)
+    return ran, max((b - a for a, b in pairwise(marks)), default=0.0), len(ran.trace)
+
+
+def test_a_worker_that_is_stopped_holds_nobody_up(own_pool: gloo.Pool) -> None:
+    """A whole process is stopped, its communication thread, too. It takes part again later, with
+    what it has, and the simulator repeats all of it."""
+    job = Job(la.diloco(4, quorum=3, momentum=0.5), 4, 1000)
+    pid = own_pool.processes[3].pid
+    assert pid is not None
+    stops = [
+        threading.Timer(1.5, os.kill, (pid, signal.SIGSTOP)),
+        threading.Timer(3.5, os.kill, (pid, signal.SIGCONT)),
+    ]
+    own_pool.run(for_a_while, job, 0.1, ranks=4)  # the first run imports and connects
+    for stop in stops:
+        stop.start()
+    runs = own_pool.run(for_a_while, job, 4.5, ranks=4)
+    gaps = [gap for _, gap, _ in runs]
+    assert gaps[3] > 1.5, "it was stopped"
+    assert max(gaps[:3]) < 1.0, "nobody waited for it"
+    closings = runs[0][0].closings
+    absent = [3 not in c.roster for c in closings]
+    assert any(all(absent[i : i + 10]) for i in range(len(absent))), "ten rounds without it"
+    assert not all(absent[-40:]), "and then with it"
+    steps = [count for _, _, count in runs]
+    again = quorum.simulated(job, steps, None, closings=closings)
+    assert quorum.same([ran for ran, _, _ in runs], again)
+
+
+# -- resuming ----
+
+
+def resume(
+    rank: int, job: Job, folder: Path, end: Sequence[int], processes: bool
+) -> tuple[list[Any], list[Any]]:
+    model, optimizer = training.build(job, rank)
+    link = gloo.link_of(job.workers) if processes else None
+    sync = la.attach(model, optimizer, job.recipe, link=link)
+    saved = torch.load(folder / f"{rank}.pt", weights_only=True)
+    for name, part in (("model", model), ("optimizer", optimizer), ("sync", sync)):
+        part.load_state_dict(saved[name])
+    trace = []
+    for t in range(sync.step + 1, end[rank] + 1):
+        if processes:
+            time.sleep((0.004, 0.004, 0.013)[rank])
+        training.step(job, model, optimizer, job.data()[rank][t - 1], t)
+        trace.append(training.values(model))
+    sync.finish()
+    return [*trace, training.values(model)], sync.closings
+
+
+def save(rank: int, job: Job, folder: Path, at: Sequence[int]) -> int:
+    """Train, save where worker 2 is late, and return the number of the last round of worker 0."""
+    model, optimizer = training.build(job, rank)
+    sync = la.attach(model, optimizer, job.recipe)
+    for t in range(1, at[rank] + 1):
+        training.step(job, model, optimizer, job.data()[rank][t - 1], t)
+    sync.mean(0.0)
+    parts = {"model": model, "optimizer": optimizer, "sync": sync}
+    torch.save({k: v.state_dict() for k, v in parts.items()}, folder / f"{rank}.pt")
+    return len(sync.closings)
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "diloco", "diloco, own pace"])
+def test_processes_resume_what_threads_have_saved(
+    pool: gloo.Pool, name: str, tmp_path: Path
+) -> None:
+    """With a late contribution pending. Threads that repeat the same rounds get the same bits."""
+    recipe = la.diloco(4, quorum=2) if name == "diloco" else RECIPES[name]
+    job = Job(recipe, 3, 40, "nesterov", training.plain_lr)
+    end = (40, 38, 16)
+    at = (18, 19, 6)
+    la.simulate(partial(_save, job, tmp_path, at), workers=3, step_seconds=[1, 1, 3])
+    runs = pool.run(resume, job, tmp_path, end, True, ranks=3)
+    again = la.simulate(
+        lambda rank: resume(rank, job, tmp_path, end, False), workers=3, closings=runs[0][1]
+    )
+    assert runs[0][1]
+    for (one, _), (other, _) in zip(runs, again, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert all(np.array_equal(a[k], b[k]) for k in ref.NAMES)
+
+
+def _save(job: Job, folder: Path, at: Sequence[int], rank: int) -> int:
+    return save(rank, job, folder, at)
+
+
+# -- errors ----
+
+
+def failing(rank: int, when: int) -> tuple[str, tuple[int, ...]]:
+    """Worker ``when`` fails in the middle; what each of the others raises."""
+    job = Job(la.local_sgd(4, quorum=3), 3, 100)
+    model, optimizer = training.build(job, rank)
+    sync = la.attach(model, optimizer, job.recipe, link=gloo.link_of(3))
+    start = time.monotonic()
+    try:
+        with sync:
+            for t in range(1, 101):
+                if (rank, t) == (when, 6):
+                    raise RuntimeError("on purpose")
+                training.step(job, model, optimizer, job.data()[rank][t - 1], t)
+    except la.LinkError as error:
+        assert time.monotonic() - start < 15
+        return str(error), error.ranks
+    except RuntimeError as error:
+        return str(error), ()
+    return "nothing", ()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_worker_that_fails_is_named_on_all(own_pool: gloo.Pool, which: int) -> None:
+    answers = own_pool.run(failing, which, ranks=3)
+    assert answers[which][0] == "on purpose"
+    for rank, (text, ranks) in enumerate(answers):
+        assert rank == which or (ranks == (which,) and f"rank {which}" in text), text
+
+
+def too_late(rank: int) -> tuple[str, tuple[int, ...]]:
+    """Worker 2 takes longer for a step than the timeout."""
+    job = Job(la.local_sgd(4, quorum=3), 3, 100)
+    model, optimizer = training.build(job, rank)
+    link = la.links.TorchLink(gloo._groups[3], torch.device("cpu"), timedelta(seconds=1.0))
+    sync = la.attach(model, optimizer, job.recipe, link=link)
+    try:
+        with sync:
+            for t in range(1, 9):
+                if (rank, t) == (2, 3):
+                    time.sleep(3.0)
+                training.step(job, model, optimizer, job.data()[rank][t - 1], t)
+    except la.LinkError as error:
+        return str(error), error.ranks
+    return "nothing", ()
+
+
+def test_a_quorum_that_is_not_reached_names_who_is_missing(own_pool: gloo.Pool) -> None:
+    for text, ranks in own_pool.run(too_late, ranks=3):
+        assert ranks == (2,) and "no quorum in 1 s: ranks [2] have not arrived" in text, text
+
+
+def bytes_sent(rank: int) -> tuple[int, int, int]:
+    job = Job(la.local_sgd(4, quorum=3), 3, 12)
+    model, optimizer = training.build(job, rank)
+    sync = la.attach(model, optimizer, job.recipe, link=gloo.link_of(3))
+    for t in range(1, 13):
+        training.step(job, model, optimizer, job.data()[rank][t - 1], t)
+    sent = sync.stats().bytes_by_collective["quorum"]
+    received = sync.stats().bytes_received
+    with sync:
+        pass
+    return sent, received, sum(p.numel() for p in model.parameters()) * 8
+
+
+def test_a_base_is_sent_once_after_loading() -> None:
+    """Rank 0 may not have what the others began with."""
+
+    def train(rank: int) -> list[int]:
+        job = Job(la.local_sgd(4, quorum=2), 2, 20)
+        model, optimizer = training.build(job, rank)
+        sync = la.attach(model, optimizer, job.recipe)
+        sync.load_state_dict(sync.state_dict())
+        sent = []
+        for t in range(1, 13):
+            training.step(job, model, optimizer, job.data()[rank][t - 1], t)
+            if t % 4 == 0:
+                sent.append(sync.stats().bytes_by_collective["quorum"])
+        return sent
+
+    first, second, third = la.simulate(train, workers=2)[1]
+    assert first == 2 * (second - first) == 2 * (third - second)
+
+
+def test_bytes_are_counted(pool: gloo.Pool) -> None:
+    """Each worker sends the model and receives it, once a round; rank 0's process, for each other
+    worker."""
+    answers = pool.run(bytes_sent, ranks=3)
+    size = answers[0][2]
+    padded = -(-size // 24) * 24
+    assert [sent for sent, _, _ in answers] == [2 * 3 * padded, 3 * padded, 3 * padded]
