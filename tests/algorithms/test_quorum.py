@@ -254,6 +254,26 @@ def test_buffers_are_averaged_over_those_that_arrive() -> None:
     assert closings[2].roster == (2,)
 
 
+def test_finish_averages_the_buffers_of_late_workers_as_they_are() -> None:
+    """Adding to a variance what others have changed could make it negative."""
+
+    def train(rank: int) -> tuple[float, float]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, momentum=1.0))
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        sync = la.attach(model, optimizer, la.local_sgd(2, quorum=2))
+        for t in range((8, 8, 1)[rank]):
+            torch.manual_seed(7 * t + rank)
+            model(torch.randn(4, 2) * 10.0 ** (rank - t)).sum().backward()
+            optimizer.step()
+        own = float(model[1].running_var[0])
+        sync.finish()
+        return own, float(model[1].running_var[0])
+
+    runs = la.simulate(train, workers=3, step_seconds=[1, 1, 9])
+    mean = sum(own for own, _ in runs) / 3
+    assert all(found == pytest.approx(mean, rel=1e-5) and found > 0 for _, found in runs)
+
+
 def test_fragments_close_by_themselves() -> None:
     """A slow worker misses some rounds of one fragment, and others of another one; at the end every
     tensor has every step."""

@@ -111,7 +111,8 @@ class QuorumRounds:
                 x = channel.bucket.pack(channel.bucket.empty())
                 clock = Clock(step, math.nan, running.executed, 0, self._link.size)
                 tensors.append(running.round.update.send(x, channel.state, clock))
-                bases.append(channel.exchange_state["base"].to(x.dtype))
+                if not kind.known:
+                    bases.append(channel.exchange_state["base"].to(x.dtype))
         seconds = self._worked(step) - kind.began
         about = Announcement(index, kind.base, step - kind.since, seconds, step, self._rates())
         delivery = Delivery(about, tensors, None if kind.known else bases)
@@ -159,6 +160,8 @@ class QuorumRounds:
             if bool((everyone[:, len(self.kinds) + index] == number).all()):
                 continue
             for at, channel in enumerate(kind.channels):
+                if not _anchored(channel):  # running statistics are means: nothing is added to them
+                    continue
                 a = channel.bucket.empty()
                 if self._merger is not None:
                     a.copy_(self._merger.results[index][at])
@@ -311,6 +314,10 @@ class Merger:
         self._held = [list(held) for held in state["held"]]
         self.results = [[t.clone() for t in results] for results in state["results"]]
         self._earlier = [{} for _ in self._kinds]
+
+
+def _anchored(channel: Channel) -> bool:
+    return isinstance(channel.exchange, QuorumMean) and channel.exchange.anchored
 
 
 def _kinds(rounds: Sequence[ParameterRunner]) -> list[Kind]:
