@@ -38,7 +38,7 @@ def digest(pieces: Sequence[Tensor]) -> int:
     for piece in pieces:
         for x in torch.split(torch.view_as_real(piece) if piece.is_complex() else piece, _PIECE):
             bits = x.reshape(-1).view(_INTEGERS[x.element_size()]).to(torch.int64) + 1
-            weights = torch.arange(1, 2 * len(bits), 2, dtype=torch.int64)
+            weights = 2 * torch.arange(len(bits), dtype=torch.int64) + 1
             total = total * _FACTOR + (bits * weights).sum()
     return int(total) % 2**64 or 1
 
