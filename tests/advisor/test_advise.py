@@ -94,9 +94,13 @@ def test_a_round_over_silence_keeps_processors_busy(text: str) -> None:
     assert isinstance(recipe, tuple)
     facts = Facts(3, ((300, 500), (77,)), 4, 0.1, 1e8, 0.0)
     device = torch.device("cpu")
-    small = rehearse(recipe[0], facts, torch.float32, device, lambda: None)
+
+    def seconds(of: Facts) -> float:  # the fastest: other programs may use the processors, too
+        each = [rehearse(recipe[0], of, torch.float32, device, lambda: None) for _ in range(5)]
+        return min(each)
+
     large = Facts(3, ((6000, 500), (77,)), 4, 0.1, 1e8, 0.0)
-    assert 0 <= small < rehearse(recipe[0], large, torch.float32, device, lambda: None) < 5
+    assert 0 <= seconds(facts) < seconds(large) < 5
 
 
 def test_silence_brings_what_one_has_sent() -> None:

@@ -438,7 +438,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "option": ("local_sgd(12,perod=3)", "its options are period, delay, codec, optimizer_state"),
     "argument": (
         "local_sgd",
-        "local_sgd(period, *, delay=0, codec=None, optimizer_state='keep'): missing",
+        "local_sgd(period, *, delay=0, codec=None, optimizer_state='keep', ",
     ),
     "period": ("local_sgd(0)", "period must be an integer of at least 1, not 0"),
     "rate": ("ddp --bandwidth fast", "not a rate: 'fast'; give a positive number of bit/s, or one"),
