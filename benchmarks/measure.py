@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from laconic.cli.keys import CA, CERTIFICATE, KEY
 from laconic.lab.race import workloads
 from laconic.links import tls
 from laconic.links.elastic.registry import serve
+from laconic.links.tcp import TcpLink
 
 PAIRS = 40
 PARAMETERS = 865_280
@@ -258,8 +260,14 @@ def slow() -> None:
 
 def secured() -> None:
     """Measure a round over connections with TLS relative to one over connections without."""
+
+    # links of its own: laconic.attach without one refuses to mix both in a job
+    def link() -> TcpLink:
+        group = dist.new_group()
+        return TcpLink.over(group, torch.device("cpu"), timedelta(seconds=60), owned=True)
+
     plain = Training()
-    laconic.attach(plain.model, plain.optimizer, laconic.local_sgd(1))
+    laconic.attach(plain.model, plain.optimizer, laconic.local_sgd(1), link=link())
     keys = [tempfile.mkdtemp(prefix="laconic-keys-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(keys)
     directory = Path(keys[0]) / "keys"
@@ -270,7 +278,7 @@ def secured() -> None:
     files = {tls.KEY: KEY, tls.CERTIFICATE: CERTIFICATE, tls.CA_FILE: CA}
     os.environ.update({tls.SWITCH: "1"}, **{n: str(directory / f) for n, f in files.items()})
     other = Training()
-    laconic.attach(other.model, other.optimizer, laconic.local_sgd(1))
+    laconic.attach(other.model, other.optimizer, laconic.local_sgd(1), link=link())
     times = pairs(other.optimizer.step, plain.optimizer.step)
     emit(ratio(f"{statistics.median(times[1]):.3f} s without", *times, bound=1.03))
     dist.barrier()

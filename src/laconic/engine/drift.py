@@ -21,7 +21,7 @@ from laconic.buckets import local
 if TYPE_CHECKING:
     from laconic.engine.session import Session
 
-PART, PARTS = 2**16, 256
+PART, PARTS = 2**14, 256
 """The least elements of a part, and the most parts that x is cut into."""
 REPAIR_STEPS = 1000
 """The least number of steps between two repairs. Where processors differ, workers drift apart by
