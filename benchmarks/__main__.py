@@ -12,7 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import Figure
-from laconic.lab.emulation.cluster import Cluster, Loopback, NamespacesUnavailable, launch
+from laconic.lab.emulation.cluster import (
+    Cluster,
+    Impairments,
+    Loopback,
+    NamespacesUnavailable,
+    launch,
+)
 
 STREAMING = "streaming_diloco(16, 4, 2, codec='int4', lr=0.4, momentum=0.6)"
 ALL = {
@@ -32,6 +38,7 @@ ALL = {
     ),
     "elastic_ddp": (4, True, ["elastic", "ddp(codec='int4')"], "the same with a coded gradient"),
     "slow": (4, True, ["slow"], "a round at 100 Mbit/s / its bytes over the rate"),
+    "far": (4, True, ["far"], "a round at 100 Mbit/s, 100 ms, 0.1% loss / its bytes over the rate"),
     "secured": (4, True, ["secured"], "a round at 100 Mbit/s with TLS / without"),
     "coded": (4, True, ["coded"], "an encoded round at 100 Mbit/s / its bytes over the rate"),
     "coded_large": (2, True, ["coded_large"], "the same with a bucket of 25 MiB, two processes"),
@@ -46,7 +53,12 @@ TIMEOUT = 600.0
 def run(name: str) -> list[Figure]:
     """Run one benchmark in processes of its own and return its figures."""
     processes, slow, arguments, _ = ALL[name]
-    cluster = Cluster(processes, bandwidth=100e6) if slow else Loopback(processes)
+    impairments = Impairments(latency=0.1, loss=0.001) if name == "far" else Impairments()
+    cluster = (
+        Cluster(processes, bandwidth=100e6, impairments=impairments)
+        if slow
+        else Loopback(processes)
+    )
     with cluster:
         argv = [sys.executable, "-m", "benchmarks.measure", *arguments]
         # For memory benchmarks, make malloc return freed memory to the system.

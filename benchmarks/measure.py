@@ -258,6 +258,18 @@ def slow() -> None:
         emit(ratio(f"{name}, {ideal:.3f} s", times, [ideal] * len(times), bound=1.10))
 
 
+def far() -> None:
+    """Measure a mean of 16 MB relative to its bytes over the rate."""
+    n, x = dist.get_world_size(), nn.Parameter(torch.randn(4_000_000))
+    optimizer = torch.optim.SGD([x], lr=0.1)
+    model = nn.Module()
+    model.x = x
+    laconic.attach(model, optimizer, laconic.local_sgd(1))
+    ideal = 8 * 2 * (n - 1) / n * 4 * x.numel() / 100e6
+    times = [timed(optimizer.step) for _ in range(11)][1:]  # the first one finds the rate
+    emit(ratio(f"{ideal:.2f} s", times, [ideal] * len(times), bound=1.20))
+
+
 def secured() -> None:
     """Measure a round over connections with TLS relative to one over connections without."""
 
@@ -423,6 +435,7 @@ def main() -> None:
         "share": share,
         "elastic": elastic,
         "slow": slow,
+        "far": far,
         "secured": secured,
         "coded": coded,
         "coded_large": coded_large,
