@@ -130,6 +130,10 @@ def test_a_digest_depends_on_every_bit(dtype: torch.dtype) -> None:
         whole[place] ^= 1 << place % 8
     assert digest([x]) == before
     assert digest([x[:50], x[50:]]) != digest([x[50:], x[:50]])
+    x[3], x[4] = 1, 2
+    before = digest([x])
+    x[3], x[4] = 2, 1
+    assert digest([x]) != before, "the order counts inside a piece, too"
 
 
 def test_parts_cover_everything_once() -> None:
