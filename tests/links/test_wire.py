@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import signal
@@ -83,6 +84,21 @@ def random(numel: int) -> Tensor:
 
 def test_it_was_compiled_where_there_is_a_compiler() -> None:
     assert frames.library() is not None, "install again: pip install -e ."
+
+
+def test_the_compiled_checksum_is_crc_32() -> None:
+    """Of any length, wherever it begins, and continued from an earlier one."""
+    library = frames.library()
+    assert library is not None
+    numbers = Random(1)
+    data = bytes(numbers.randrange(256) for _ in range(2**15))
+    room = ctypes.create_string_buffer(data, len(data))
+    lengths = [*range(300), *(numbers.randrange(2**14) for _ in range(200)), len(data)]
+    for length in lengths:
+        first = numbers.randrange(min(len(data) - length, 70) + 1)
+        start = numbers.getrandbits(32)
+        found = library.laconic_crc32(start, ctypes.addressof(room) + first, length)
+        assert found == zlib.crc32(data[first : first + length], start), (first, length)
 
 
 @pytest.mark.timeout(30)

@@ -42,7 +42,7 @@ enum { FINE = 0, SILENT = 1, CLOSED = 2, OTHER = 3, FAILED = 4, INTERRUPTED = 5,
 
 EXPORT int laconic_version(void) { return 6; }
 
-/* -- checksums: CRC-32 as zlib computes it, 16 bytes at a time ---- */
+/* -- checksums: CRC-32 as zlib computes it ---- */
 
 static uint32_t tables[16][256];
 
@@ -58,9 +58,8 @@ __attribute__((constructor)) static void make_tables(void) {
             tables[t][i] = (tables[t - 1][i] >> 8) ^ tables[0][tables[t - 1][i] & 255];
 }
 
-/* The checksum of what `crc` is of, followed by `n` bytes. */
-EXPORT uint32_t laconic_crc32(uint32_t crc, const uint8_t *data, int64_t n) {
-    crc = ~crc;
+/* The register after `n` more bytes, 16 of them at a time. */
+static uint32_t crc_by_tables(uint32_t crc, const uint8_t *data, int64_t n) {
     for (; n >= 16; n -= 16, data += 16) {
         uint32_t next = 0;
         for (int i = 0; i < 16; i++)
@@ -69,7 +68,54 @@ EXPORT uint32_t laconic_crc32(uint32_t crc, const uint8_t *data, int64_t n) {
     }
     while (n-- > 0)
         crc = (crc >> 8) ^ tables[0][(crc ^ *data++) & 255];
-    return ~crc;
+    return crc;
+}
+
+#ifdef __x86_64__
+/* Multiplication without carries, which most processors have. The bytes are a polynomial over GF(2),
+   of which only the remainder modulo P matters: 16 bytes that are followed by d bits more can be
+   replaced by their product with x^d mod P, added to the 16 bytes that come d bits later. See Gopal
+   et al., Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction (Intel, 2009),
+   whose constants these are. */
+#include <immintrin.h>
+#define FOLDED __attribute__((target("pclmul,sse4.1")))
+#define BY_64 0x1C6E41596, 0x154442BD4 /* x^(512 - 32) mod P and x^(512 + 32) mod P, reflected */
+#define BY_16 0x0CCAA009E, 0x1751997D0 /* x^(128 - 32) mod P and x^(128 + 32) mod P, reflected */
+
+FOLDED static __m128i fold(__m128i x, __m128i powers, const uint8_t *later) {
+    __m128i low = _mm_clmulepi64_si128(x, powers, 0x00), high = _mm_clmulepi64_si128(x, powers, 0x11);
+    return _mm_xor_si128(_mm_xor_si128(low, high), _mm_loadu_si128((const __m128i *)later));
+}
+
+FOLDED static uint32_t crc_by_folding(uint32_t crc, const uint8_t *data, int64_t n) {
+    const __m128i by_64 = _mm_set_epi64x(BY_64), by_16 = _mm_set_epi64x(BY_16);
+    __m128i x[4];
+    for (int i = 0; i < 4; i++)
+        x[i] = _mm_loadu_si128((const __m128i *)data + i);
+    x[0] = _mm_xor_si128(x[0], _mm_cvtsi32_si128((int)crc));
+    for (data += 64, n -= 64; n >= 64; n -= 64, data += 64)
+        for (int i = 0; i < 4; i++)
+            x[i] = fold(x[i], by_64, data + 16 * i);
+    uint8_t last[64];
+    for (int i = 0; i < 4; i++)
+        _mm_storeu_si128((__m128i *)last + i, x[i]);
+    __m128i one = x[0];
+    for (int i = 1; i < 4; i++)
+        one = fold(one, by_16, last + 16 * i);
+    for (; n >= 16; n -= 16, data += 16)
+        one = fold(one, by_16, data);
+    _mm_storeu_si128((__m128i *)last, one);
+    return crc_by_tables(crc_by_tables(0, last, 16), data, n);
+}
+#endif
+
+/* The checksum of what `crc` is of, followed by `n` bytes. */
+EXPORT uint32_t laconic_crc32(uint32_t crc, const uint8_t *data, int64_t n) {
+#ifdef __x86_64__
+    if (n >= 128 && __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1"))
+        return ~crc_by_folding(~crc, data, n);
+#endif
+    return ~crc_by_tables(~crc, data, n);
 }
 
 static void sum_to(struct message *m, int64_t end) {
