@@ -32,6 +32,7 @@ from laconic.errors import check_float
 from laconic.links import cost
 from laconic.links.calls import Call
 from laconic.links.comm_thread import Pending
+from laconic.links.link import Sent
 from laconic.predict import Facts, often, predict
 from laconic.units import format_rate
 
@@ -56,6 +57,11 @@ TIE = 0.02
 LEAST_PROBE, MOST_PROBE, LONG = 2**16, 2**26, 0.1
 """Bytes of the first and the largest probe of the network, and the seconds after which no larger
 one is sent."""
+LATENCIES = 8
+"""How often a message's latency such a probe must take besides: before, congestion control may
+still look for the rate."""
+UNEQUAL = 1.25
+"""By what factor workers, or links, must differ to be reported."""
 
 
 PACE, MEASURE = "comparing the pace", "measuring the network"
@@ -120,9 +126,11 @@ def choose(
     best = next(text for text in allowed if seconds[text] * steps[text] <= (1 + TIE) * least)
     if now is not None and now.text in allowed:
         best = now.text if seconds[now.text] * steps[now.text] <= (1 + GAIN) * least else best
+    lost = f", and {facts.loss:.2g} of its packets are lost" if facts.loss else ""
+    network = f"{format_rate(facts.rate)} and takes {facts.latency * 1e3:.2g} ms per message{lost}"
     reason = (
         f"a step computes for {facts.compute * 1e3:.3g} ms; the network sends "
-        f"{format_rate(facts.rate)} and takes {facts.latency * 1e3:.2g} ms per message: {best} "
+        f"{network}: {best} "
         f"takes {seconds[best] * 1e3:.3g} ms per step, {facts.compute / seconds[best]:.0%} of the "
         f"speed without communication, and {steps[best]:g} steps for one step of ddp()"
     )
@@ -156,6 +164,8 @@ class Chooser:
         self._spans: list[tuple[float, float]] = []
         """Seconds of each step, and of its waiting."""
         self._last = self._traffic = (0.0, 0.0)
+        self._uneven = ""
+        """What the latest measurement says of unequal workers and links."""
 
     def start(self, session: Session) -> None:
         """Use ``session``: measure the link between its workers, and choose with all its ranks."""
@@ -261,6 +271,7 @@ class Chooser:
         before = self.now if self.choices else None  # the starting recipe has no advantage
         by_text = {c.text: c for c in candidates(facts, before)}
         text, reason = choose(self.auto, facts, before, self._extra)
+        reason += self._uneven
         self._facts, self._facts_loaded = facts, False
         if not self.choices or text != self.now.text:
             self.choices.append(Choice(step, text, facts, reason))
@@ -286,18 +297,56 @@ class Chooser:
             spans = sorted(spans)[:1]
         wall, compute = _medians(spans)
         self._announce(MEASURE)
+        before = self._link.sent()
         rate, latency = self._comm.call(self._probe, MEASURE)
+        after = self._link.sent()
         shapes, itemsize = self._model()
         elements = sum(map(math.prod, shapes))
         measured = [compute, -rate, latency, wall, elements, -elements]
-        own = torch.tensor(measured, dtype=torch.float64, device=self._device)
+        packets = [sum(s.packets for s in after.values()), sum(s.again for s in after.values())]
+        own = torch.tensor([*measured, *packets], dtype=torch.float64, device=self._device)
         everyone = self._comm.call(partial(self._world.gather, own), MEASURE)
-        compute, rate, latency, wall, most, least = everyone.amax(0).tolist()
+        compute, rate, latency, wall, most, least = everyone[:, :6].amax(0).tolist()
+        sent, again = everyone[:, 6:].sum(0).tolist()
         self._workers = everyone.shape[0] // self._ranks  # those of now may be others
         self._traffic = self._sent()  # without the probes, which wait for nothing else
         if most != -least:  # shards of different sizes: all ranks use the largest
             shapes = ((int(most),),)
-        return Facts(self._workers, shapes, itemsize, compute, -rate, latency), wall
+        loss = again / sent if sent else 0.0
+        self._uneven = self._unequal_workers(everyone[:, 0]) + self._unequal_links(before, after)
+        return Facts(self._workers, shapes, itemsize, compute, -rate, latency, loss), wall
+
+    def _unequal_workers(self, computes: Tensor) -> str:
+        """A sentence on the slowest worker, where the others wait for it."""
+        slowest, usual = float(computes.max()), float(computes.median())
+        if not usual or slowest < UNEQUAL * usual:
+            return ""
+        gain = float((slowest / computes).mean())
+        rank = int(computes.argmax())
+        return (
+            f"; rank {rank} computes for {slowest / usual:.2g} times as long as the median rank, "
+            f"and the others wait: with pace='own' all would take {gain:.2g} times as many steps"
+        )
+
+    def _unequal_links(self, before: Mapping[int, Sent], after: Mapping[int, Sent]) -> str:
+        """A sentence on the slowest host's network. Every rank must call it."""
+        n = self._link.size
+        if n < 3 or self._world.size != n:
+            return ""  # which of two is slow, nobody can tell
+        own = torch.zeros(n, dtype=torch.float64, device=self._device)
+        for r in after.keys() & before.keys():
+            seconds = after[r].seconds - before[r].seconds
+            own[r] = 8 * (after[r].bytes - before[r].bytes) / seconds if seconds else 0.0
+        pairs = self._comm.call(partial(self._world.gather, own), MEASURE)
+        # a host's network is as fast as the fastest connection that it has a part in, either way
+        rates = torch.minimum(pairs.amax(0), pairs.amax(1))
+        slowest, usual = float(rates.min()), float(rates.median())
+        if not slowest or usual < 2 * UNEQUAL * slowest:
+            return ""
+        return (
+            f"; the network of rank {int(rates.argmin())}'s host is {usual / slowest:.2g} times "
+            "slower than the median, and the others wait for it"
+        )
 
     def _probe(self) -> tuple[float, float]:
         """Bits per second and seconds per message, from probes that grow until one takes `LONG`.
@@ -308,8 +357,8 @@ class Chooser:
             return 0.0, 0.0
         tiny = [self._timed(n) for _ in range(5)]
         latency = sorted(tiny)[2]
-        before, size = (n, latency), LEAST_PROBE
-        while (seconds := self._timed(size)) < LONG and size < MOST_PROBE:
+        before, size, long = (n, latency), LEAST_PROBE, max(LONG, LATENCIES * latency)
+        while (seconds := self._timed(size)) < long and size < MOST_PROBE:
             before, size = (size, seconds), 4 * size
         sent = cost.all_to_all(size, n).bytes - cost.all_to_all(before[0], n).bytes
         return 8 * sent / max(seconds - before[1], 1e-9), latency

@@ -26,6 +26,14 @@ With f synchronous rounds per step, waiting adds s * sqrt(f) to a step: step tim
 independently, so the lag of the slowest worker grows as the square root of the number of steps
 between two rounds. Gossip does not wait for the slowest worker.
 
+A packet that is lost arrives a round trip later, and a quarter of one passes before the sender
+knows. A collective waits for the last of its n ranks' packets, so each of its messages takes
+
+    1.25 * 2 * latency * (1 - (1 - loss)**packets)
+
+longer on average: ``packets`` is how many the n ranks send at the end of the message, in its last
+round trip. Packets lost before arrive while others are sent.
+
 The second term of the maximum is the network's capacity. A collective starts only when its last
 rank has reached it, so collectives with a delay keep the network busy for at most the share U of
 the time. U_r = 1 for all other rounds and for gossip. A step never takes longer than it would
@@ -69,6 +77,11 @@ HORIZON = 15 * 512
 exact for periods that divide it."""
 LATER = 10_000 * HORIZON
 """Counting begins after this step, when every schedule has reached its long-run pattern."""
+PACKET = 1448
+"""Payload bytes of a TCP packet on Ethernet."""
+RECOVERY = 1.25
+"""Round trips by which a lost packet is late: it is sent again when others that were sent a quarter
+of a round trip later have arrived (RACK, RFC 8985)."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +115,11 @@ class Facts:
     ``latency``, seconds per message; the ``shapes`` of the model's tensors and the ``itemsize`` of
     an element in bytes.
 
-    Optional: ``backward``, B; ``ranks`` per worker; ``work``, w by `work_key`; ``contention``, k;
-    ``carry``, processor seconds per byte sent; ``skew``, s. ``nets`` gives the network by rank set,
-    as one rank sees it when all ranks use it at once: ``"workers"``, ``"world"``, ``"replica"``,
-    and ``"peers"`` for a message to one other worker.
+    Optional: ``loss``, the share of packets that are lost; ``backward``, B; ``ranks`` per worker;
+    ``work``, w by `work_key`; ``contention``, k; ``carry``, processor seconds per byte sent;
+    ``skew``, s. ``nets`` gives the network by rank set, as one rank sees it when all ranks use it
+    at once: ``"workers"``, ``"world"``, ``"replica"``, and ``"peers"`` for a message to one other
+    worker.
     """
 
     workers: int
@@ -114,6 +128,7 @@ class Facts:
     compute: float
     rate: float
     latency: float
+    loss: float = 0.0
     backward: float = BACKWARD
     ranks: int = 1
     nets: Mapping[str, Net] = field(default_factory=dict)
@@ -131,6 +146,17 @@ class Facts:
         """Return the first known network among ``names``, else one of ``rate`` and ``latency``."""
         known = (self.nets[name] for name in names if name in self.nets)
         return next(known, Net(self.rate, self.latency))
+
+    def travel(self, names: Sequence[str], amount: Cost, n: int, buckets: int) -> float:
+        """Return the seconds that ``amount``, split into ``buckets``, takes among n ranks on the
+        first known network among ``names``, with the delay by lost packets."""
+        net = self.net(*names)
+        messages = amount.messages * buckets
+        if not messages or not self.loss:
+            return net.seconds(amount, buckets)
+        last = min(amount.bytes / messages, net.rate * 2 * net.latency / 8)
+        some_lost = 1 - (1 - self.loss) ** (n * math.ceil(last / PACKET))
+        return net.seconds(amount, buckets) + messages * RECOVERY * 2 * net.latency * some_lost
 
 
 @dataclass(frozen=True)
@@ -233,7 +259,7 @@ def _parameters(r: AnyRound, facts: Facts) -> _Load:
     names = ("peers", "workers") if isinstance(r.exchange, Gossip) else (r.over, "workers")
     size = length * share * facts.itemsize
     buckets = -(-size // BUCKET_BYTES)  # sent one after the other
-    seconds = facts.net(*names).seconds(amount, buckets)
+    seconds = facts.travel(names, amount, n, buckets)
     if share > 1:
         seconds += facts.net("replica").seconds(cost.all_gather(size, share), buckets)
     work = facts.work.get(work_key(r), 0.0)
@@ -248,10 +274,9 @@ def _gradients(r: AnyRound, facts: Facts) -> _Load:
     n = {"replica": facts.ranks, "workers": facts.workers}.get(r.over, facts.workers * facts.ranks)
     amount = _shaped(r, facts).cost(_elements(r, facts, n), facts.itemsize, n)
     names = ("direct", r.over, "workers") if r.exchange.direct else (r.over, "workers")
-    net = facts.net(*names)
     largest = max(math.prod(shape) for shape in facts.shapes) * facts.itemsize
     sizes = bucket_sizes(r.exchange, facts.elements * facts.itemsize, largest)
-    seconds = net.seconds(amount, len(sizes))
+    seconds = facts.travel(names, amount, n, len(sizes))
     work = facts.work.get(work_key(r), 0.0)
     backward = facts.backward * facts.compute
     each = [(seconds + work) * size / sum(sizes) for size in sizes]

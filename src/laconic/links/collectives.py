@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from laconic.buckets import Scratch, mean_in_rank_order
-from laconic.links.link import Parts, arrivals, hops
+from laconic.links.link import Parts, Sent, arrivals, hops
 from laconic.links.wire import Connections, Transfer
 
 MEAN_PARTS, LEAST_PART = 16, 2**17
@@ -122,6 +122,9 @@ class Collectives:
     def digests(self) -> Sequence[int]:
         heard = {**self._heard, self.rank: self.digest}
         return [heard[r] for r in range(self.size)] if len(heard) == self.size else []
+
+    def sent(self) -> Mapping[int, Sent]:
+        return self._wire.connections.sent()
 
     # -- collectives ----
 

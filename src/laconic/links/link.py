@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -53,6 +53,16 @@ class Parts:
                     self.use(r, part)
 
 
+class Sent(NamedTuple):
+    """What a rank has sent to another one: ``packets``, how many of them were sent ``again``,
+    ``bytes`` that have arrived, and the ``seconds`` in which some were under way."""
+
+    packets: int
+    again: int
+    bytes: int
+    seconds: float
+
+
 class Link(Protocol):
     """Collectives over one set of ranks, on flat contiguous tensors.
 
@@ -90,6 +100,11 @@ class Link(Protocol):
     def digests(self) -> Sequence[int]:
         """The ranks' `Call.digest` of the current call, by rank, once every rank has heard from
         every other; empty before that, and where messages carry none."""
+        ...
+
+    def sent(self) -> Mapping[int, Sent]:
+        """What this rank has sent to each other over the present connections; empty where that is
+        not known."""
         ...
 
     def check(self) -> None:

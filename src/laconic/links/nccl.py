@@ -20,7 +20,7 @@ from torch import Tensor
 from laconic.buckets import Scratch
 from laconic.links.call_guard import CallGuard
 from laconic.links.calls import Call
-from laconic.links.link import Link, Parts, arrivals, hops
+from laconic.links.link import Link, Parts, Sent, arrivals, hops
 from laconic.links.tcp import gather_over
 
 
@@ -78,6 +78,9 @@ class NcclLink:
 
     def digests(self) -> Sequence[int]:
         return []  # its messages have no headers
+
+    def sent(self) -> Mapping[int, Sent]:
+        return {}  # NCCL does not report them
 
     def check(self) -> None:
         self._guard.check()

@@ -7,13 +7,13 @@ and summed is well-formed.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from laconic.links.calls import Call
-from laconic.links.link import Parts, arrivals, hops
+from laconic.links.link import Parts, Sent, arrivals, hops
 
 
 class NullLink:
@@ -35,6 +35,9 @@ class NullLink:
 
     def digests(self) -> Sequence[int]:
         return []  # nothing is sent
+
+    def sent(self) -> Mapping[int, Sent]:
+        return {}
 
     def check(self) -> None:
         """Does nothing: no rank can be lost."""

@@ -14,7 +14,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from laconic.buckets import mean_in_rank_order
 from laconic.errors import LinkError
 from laconic.links.calls import Call
-from laconic.links.link import Link, Parts, arrivals, hops
+from laconic.links.link import Link, Parts, Sent, arrivals, hops
 
 T = TypeVar("T")
 _LOW = 2**32 - 1
@@ -242,6 +242,9 @@ class SimulatedLink:
 
     def digests(self) -> Sequence[int]:
         return self._digests
+
+    def sent(self) -> Mapping[int, Sent]:
+        return {}  # there is no network
 
     def check(self) -> None:
         """Does nothing: no other thread waits while a call runs."""

@@ -24,12 +24,14 @@ from laconic.errors import LinkError
 from laconic.links import congestion, forks, frames, handshake
 from laconic.links.addresses import Address, listen
 from laconic.links.connect import Connecting
+from laconic.links.link import Sent
 
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 5}
 """A connection ends after 30 s in which the other host acknowledged none of 5 probes. That is long
 enough for a saturated network. The kernel of a stopped process still acknowledges them."""
 _HANG_UP = getattr(select, "POLLRDHUP", 0)  # only Linux reports it before everything was read
 _INFO = struct.Struct("=52x2I")  # struct tcp_info up to tcpi_last_data_recv, tcpi_last_ack_recv
+_SENT = struct.Struct("=100xI16xQ28xI8xQ")  # total_retrans, bytes_acked, data_segs_out, busy_time
 
 
 class OtherCallError(LinkError):
@@ -90,6 +92,17 @@ class Connections(dict[int, int]):
                 self[rank] = connection.detach()
         if before is not None:
             self._close(before)
+
+    def sent(self) -> dict[int, Sent]:
+        """What was sent to each rank so far; empty where the system does not report it."""
+        found = {}
+        for rank, fd in self.items():
+            info = _tcp_info(fd, _SENT)
+            if not info:
+                return {}
+            again, acknowledged, packets, busy = info
+            found[rank] = Sent(packets, again, acknowledged, busy / 1e6)
+        return found
 
     def close(self) -> None:
         """Close all connections."""
@@ -223,6 +236,20 @@ class Transfer:
         raise LostError(f"connection to rank {self.names[rank]}: {why}")
 
 
+def _tcp_info(fd: int, layout: struct.Struct) -> tuple[int, ...]:
+    """What the system knows of a TCP connection; empty where it does not say."""
+    if not sys.platform.startswith("linux"):
+        return ()
+    borrowed = socket.socket(fileno=fd)
+    try:
+        info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, layout.size)
+    except OSError:  # not TCP
+        return ()
+    finally:
+        borrowed.detach()
+    return layout.unpack(info) if len(info) == layout.size else ()
+
+
 def configure(connection: socket.socket) -> None:
     """Set the options of a connection for messages."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -286,14 +313,8 @@ class Wire:
         """Seconds since anything came from the host of ``rank``, acknowledgements included; 0 where
         the system does not report it."""
         fd = self.connections.get(rank)
-        if fd is None or not sys.platform.startswith("linux"):
-            return 0.0
-        borrowed = socket.socket(fileno=fd)
-        try:
-            info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
-        finally:
-            borrowed.detach()
-        return min(_INFO.unpack(info)) / 1000 if len(info) == _INFO.size else 0.0
+        info = () if fd is None else _tcp_info(fd, _INFO)
+        return min(info) / 1000 if info else 0.0
 
     def shutdown(self) -> None:
         """End all connections, here and at the other ranks, so that threads that wait return."""

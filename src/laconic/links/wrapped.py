@@ -3,7 +3,7 @@ collective, which receives the collective's cost."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from laconic.links import cost
 from laconic.links.calls import Call
 from laconic.links.cost import Cost
-from laconic.links.link import Link, Parts
+from laconic.links.link import Link, Parts, Sent
 
 
 def size_of(x: Tensor) -> int:
@@ -63,6 +63,9 @@ class Wrapped:
 
     def digests(self) -> Sequence[int]:
         return self.link.digests()
+
+    def sent(self) -> Mapping[int, Sent]:
+        return self.link.sent()
 
     def check(self) -> None:
         self.link.check()

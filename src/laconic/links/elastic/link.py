@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from laconic.links.elastic.replay import Replay, like
 from laconic.links.elastic.units import Outcome, Units
 from laconic.links.elastic.view import View
 from laconic.links.health import shown
-from laconic.links.link import Link, Parts
+from laconic.links.link import Link, Parts, Sent
 from laconic.links.wire import OtherCallError
 
 T = TypeVar("T")
@@ -218,6 +218,10 @@ class ElasticLink:
 
     def digests(self) -> Sequence[int]:
         return []  # a unit that another worker has completed brings none
+
+    def sent(self) -> Mapping[int, Sent]:
+        link = self.rendezvous.link
+        return {} if link is None else link.sent()
 
     def check(self) -> None:
         """Do nothing: a thread of its own looks after the other workers."""
