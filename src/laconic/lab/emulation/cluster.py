@@ -70,7 +70,8 @@ class Cluster:
     Host h is `host{h}` at `addresses[h]`, reachable only from the other hosts. `bandwidth` (bit/s)
     limits what each host may send; None means no limit. `host_bandwidth` overrides it for single
     hosts. What a host receives is limited only by the senders. `impairments` adds latency, jitter
-    and loss. `congestion_control` is TCP's default on the hosts.
+    and loss. `congestion_control` is TCP's default on the hosts; without one, the lab chooses reno,
+    or cubic with impairments.
 
     Everything ends with the `with` block, and with this process however it ends. Raises ValueError
     for arguments out of range, NamespacesUnavailable if the kernel refuses, and ForwardError if it
@@ -87,6 +88,7 @@ class Cluster:
         bandwidth: float | None = 100e6,
         host_bandwidth: Mapping[int, float | None] | None = None,
         impairments: Impairments | None = None,
+        congestion_control: str | None = None,
     ) -> None:
         check_hosts(hosts)
         if impairments is not None:
@@ -104,6 +106,7 @@ class Cluster:
             rates=[_bytes_per_second(rate) for rate in rates],
             forward=asdict(impairments.forward(hosts)) if impairments else None,
             path=[os.path.abspath(entry) for entry in sys.path],
+            congestion_control=congestion_control,
         )
         mark = orphans.new_mark()
         with signals_deferred():
