@@ -17,6 +17,7 @@ from benchmarks.race.journal import Entry, Job
 from benchmarks.race.networks import FORM, Network, parse_network
 
 from laconic.algorithms.parse import parse_recipe
+from laconic.lab.emulation import cluster
 from laconic.lab.race import rivals, runner
 from laconic.lab.race.result import NO_COMMUNICATION, Point, Result, Row
 
@@ -309,6 +310,7 @@ def test_a_race_over_latency_and_loss(
 ) -> None:
     """Each network is a job of its own, and each seed loses other packets."""
     lab = Lab(monkeypatch)
+    monkeypatch.setattr(cluster, "congestion_controls", lambda: ["bbr", "cubic"])
     said = ["--rows", "none", "ddp()", "--networks", "50mbit", "50mbit/80ms/0.1%/bbr",
             "50 Mbit/s / 0.08 / 0.001 / bbr", "--seeds", "0", "3", "--seconds", "30",
             "--journal", str(tmp_path / "j")]  # fmt: skip
@@ -332,13 +334,13 @@ def test_a_network_that_cannot_be_emulated_is_refused_beforehand(
 ) -> None:
     lab = Lab(monkeypatch)
 
-    def refuse(hosts: int, **network: object) -> None:
-        raise OSError(f"the kernel refuses {network['congestion_control']}")
+    def refuse(hosts: int, **network: Any) -> None:
+        raise OSError(f"packets cannot have {network['impairments']}")
 
     monkeypatch.setattr(command, "Cluster", refuse)
-    said = ["--rows", "ddp()", "--networks", "50mbit/80ms/0/westwood"]
+    said = ["--rows", "ddp()", "--networks", "50mbit/80ms"]
     assert command.main([*said, "--journal", str(tmp_path / "j")]) == 2
-    assert capsys.readouterr().err == "benchmarks.race: the kernel refuses westwood\n"
+    assert capsys.readouterr().err == "benchmarks.race: packets cannot have 80 ms latency\n"
     assert not lab.ran
 
 
@@ -372,6 +374,7 @@ def test_the_lab_runs_a_row_without_the_compute_alone_or_that_alone(
         ("--rows ddp() --networks 1gbit/20s", "latency must be"),
         ("--rows ddp() --networks 1gbit/20ms+-30ms", "jitter must be"),
         ("--rows ddp() --networks 1gbit/x", "a network is RATE[/LATENCY"),
+        ("--rows ddp() --networks 1gbit/1ms/0/fast", "the congestion control must be one of "),
         ("--rows ddp() --seeds 0 0", "seeds must differ"),
         ("--rows ddp() --seeds a", "argument --seeds: invalid int value: 'a'"),
         ("--rows ddp() --seconds 0", "seconds must be"),

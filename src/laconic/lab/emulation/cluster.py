@@ -56,6 +56,7 @@ _MOST_HOSTS: Final = 250  # limits: 253 descriptors in one message, and the addr
 _SLOWEST: Final = 8e3  # bit/s
 _BUILD_SECONDS: Final = 60.0  # time for the keeper to set up the network, which takes 0.2 s
 _COMMAND_SECONDS: Final = 10.0  # time for the keeper to answer, which takes milliseconds
+_ALLOWED: Final = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 _FASTEST: Final = 32e9  # bit/s; the shaper counts bytes per second in 32 bits
 
 
@@ -91,6 +92,7 @@ class Cluster:
         congestion_control: str | None = None,
     ) -> None:
         check_hosts(hosts)
+        check_congestion_control(congestion_control)
         if impairments is not None:
             impairments.check(hosts)
         rates = [bandwidth] * hosts
@@ -441,6 +443,27 @@ def _bytes_per_second(rate: float | None) -> int | None:
         return None
     check_rate(rate)
     return round(rate / 8)
+
+
+def congestion_controls() -> list[str]:
+    """Return the names that may be TCP's default on hosts, in the order of the kernel.
+
+    They are the machine's tcp_allowed_congestion_control, for root as well.
+    """
+    try:
+        return _ALLOWED.read_text().split()
+    except OSError:  # not Linux
+        return []
+
+
+def check_congestion_control(name: str | None) -> None:
+    """Raise ValueError for a name that cannot be TCP's default on hosts."""
+    if name is not None and name not in (names := congestion_controls()):
+        choices = ", ".join(names) or "none: the kernel lists none"
+        raise ValueError(
+            f"the congestion control must be one of {choices} "
+            f"(net.ipv4.tcp_allowed_congestion_control), not {name!r}"
+        )
 
 
 def check_rate(rate: float) -> None:

@@ -25,7 +25,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -278,9 +278,9 @@ def _build(plan: Plan) -> tuple[bool, list[int], subprocess.Popen[bytes] | None]
     if plan.forward is not None:
         forward = _forward_module().Forward(**plan.forward)
         forward.check()
-    settings = {**_SETTINGS, **(_FORWARDED if forward is not None else {})}
+    settings = [*_SETTINGS.items(), *(_FORWARDED.items() if forward is not None else ())]
     if plan.congestion_control is not None:
-        settings[_CONGESTION_CONTROL] = plan.congestion_control
+        settings.append((_CONGESTION_CONTROL, plan.congestion_control))
     hosts = [_new_network(settings) for _ in plan.addresses]
     switch = _new_network(settings)
     if plan.congestion_control not in (None, _congestion_control()):
@@ -383,10 +383,13 @@ def _may_unshare_network() -> bool:
     return True
 
 
-def _new_network(settings: Mapping[str, str]) -> int:
-    """Move to a new network namespace with these settings and return a descriptor of it."""
+def _new_network(settings: Iterable[tuple[str, str]]) -> int:
+    """Move to a new network namespace and return a descriptor of it.
+
+    A setting replaces an earlier one of the same name, unless the kernel refuses it.
+    """
     _unshare(_CLONE_NEWNET)
-    for setting, value in settings.items():
+    for setting, value in settings:
         # Read-only in some containers. Results are then slightly less exact.
         with contextlib.suppress(OSError):
             Path("/proc/sys/net", setting).write_text(value)

@@ -152,8 +152,8 @@ class RecipeEntrant:
 def _average(tensors: Sequence[Tensor]) -> None:
     """Replace the tensors by their means over the ranks.
 
-    There is one message per dtype: with one per tensor, a validation over a network with a round
-    trip of 80 ms took longer than the training between two of them.
+    There is one message per dtype. One per tensor took 27 s for the 46 tensors of the text model on
+    4 hosts with 50 Mbit/s, round trips of 80 ms, 0.1% loss and BBR; one in all takes 1.7 s.
     """
     for dtype in dict.fromkeys(t.dtype for t in tensors):  # in the same order on all ranks
         same = [t for t in tensors if t.dtype == dtype]

@@ -26,6 +26,7 @@ from laconic.lab.emulation.cluster import (
     Cluster,
     Loopback,
     NamespacesUnavailable,
+    check_congestion_control,
     check_hosts,
     check_rate,
     launch,
@@ -107,6 +108,7 @@ class Settings:
         for rate in self.host_bandwidth.values():
             check_rate(rate)
         self.impairments.check(self.hosts)
+        check_congestion_control(self.congestion_control)
         for factor in self.slow_hosts.values():
             check_float("the factor of a slow host", factor, 1.0)
         check_int("per-host", self.per_host, 1)
