@@ -1,12 +1,17 @@
 """Race laconic's recipes and other libraries on slow networks; the figures of docs/race.md.
 
-    python -m benchmarks.race [--rows ROW ...] [--networks RATE ...] [--seeds SEED ...] ...
+    python -m benchmarks.race [--rows ROW ...] [--networks NETWORK ...] [--seeds SEED ...] ...
     python -m benchmarks.race table
+    python -m benchmarks.race compare [--networks NETWORK ...]
 
 The first form runs every row on every network with every seed, and appends each run to the journal
 when it has finished. Runs in the journal are not repeated, so an interrupted race resumes with the
-same command. Several commands with a part of the rows each may add to one journal. The second form
-writes the tables and the plot from the journal and runs nothing.
+same command. Several commands with a part of the rows each may add to one journal. The other forms
+run nothing. ``table`` writes the tables and the plot from the journal. ``compare`` prints how far
+each row is from ``auto()``, and from ``auto()`` on a network of the same rate without latency and
+loss.
+
+A network is a rate, and may have a latency, jitter and loss: 50mbit, 50mbit/80ms/0.1%.
 """
 
 from __future__ import annotations
@@ -23,15 +28,15 @@ from typing import Any, NoReturn
 import torch
 
 import laconic
-from benchmarks.race import journal, page
+from benchmarks.race import journal, page, summary
 from benchmarks.race.journal import Entry, Job
+from benchmarks.race.networks import EXAMPLES, Network, parse_network
 from benchmarks.race.rows import NETWORKS, NONE, SEEDS, chosen, is_peer
 from laconic.lab.emulation.cluster import Cluster
 from laconic.lab.emulation.jobs import terminate_as_exit
 from laconic.lab.race import runner, workloads
 from laconic.lab.race.result import Result, Row
 from laconic.lab.race.wording import reason
-from laconic.units import format_rate, parse_rate
 
 HERE = Path(__file__).resolve().parents[2]
 JOURNAL = Path("laconic-race", "journal.jsonl")
@@ -54,7 +59,13 @@ def parser() -> Parser:
     run.add_argument(
         "--rows", nargs="+", metavar="ROW", help="rows, or patterns such as 'torchft*'"
     )
-    run.add_argument("--networks", nargs="+", metavar="RATE", default=list(NETWORKS))
+    run.add_argument(
+        "--networks",
+        nargs="+",
+        metavar="NETWORK",
+        default=list(NETWORKS),
+        help=f"such as {EXAMPLES.replace('%', '%%')} (default: {' '.join(NETWORKS)})",
+    )
     run.add_argument("--seeds", nargs="+", metavar="SEED", type=int, default=list(SEEDS))
     run.add_argument(
         "--seconds", type=float, default=280.0, help="training time per run (%(default)g)"
@@ -65,11 +76,16 @@ def parser() -> Parser:
     )
     run.add_argument("--again", action="store_true", help="repeat runs in the journal")
     table = commands.add_parser("table", help="write the tables and the plot from the journal")
-    table.add_argument("--key", help="the settings to use, if the journal has several")
     table.add_argument(
         "--page", type=Path, metavar="FILE", default=HERE / "docs" / "race.md", help="%(default)s"
     )
-    for command in (run, table):
+    compare = commands.add_parser("compare", help="print how far each row is from auto()")
+    compare.add_argument(
+        "--networks", nargs="+", metavar="NETWORK", help="default: all of the journal"
+    )
+    for command in (table, compare):
+        command.add_argument("--key", help="the settings to use, if the journal has several")
+    for command in (run, table, compare):
         command.add_argument("--journal", type=Path, metavar="FILE", default=JOURNAL)
     return top
 
@@ -101,19 +117,19 @@ def commit() -> str:
     return ended.stdout.strip()
 
 
-def jobs(rows: Sequence[str], bandwidths: Sequence[float], seeds: Sequence[int]) -> list[Job]:
+def jobs(rows: Sequence[str], networks: Sequence[Network], seeds: Sequence[int]) -> list[Job]:
     """Return the jobs seed by seed, so that a machine that slows down affects all rows equally."""
     return [
-        Job(row, bandwidth, seed)
+        Job(row, network, seed)
         for seed in seeds
-        for bandwidth in (None, *bandwidths)
+        for network in (None, *networks)
         for row in rows
-        if (row == NONE) == (bandwidth is None)
+        if (row == NONE) == (network is None)
     ]
 
 
 def settings_from(
-    options: Any, rows: Sequence[str], bandwidths: Sequence[float]
+    options: Any, rows: Sequence[str], networks: Sequence[Network]
 ) -> runner.Settings:
     """Return the lab's settings for all jobs. Raises ``ValueError`` before anything is started."""
     everything = runner.Settings(
@@ -126,9 +142,32 @@ def settings_from(
         seeds=tuple(options.seeds),
         validations=VALIDATIONS,
     )
-    for bandwidth in bandwidths:
-        replace(everything, bandwidth=bandwidth).check()
+    for network in networks:
+        on(everything, network).check()
     return everything
+
+
+def on(settings: runner.Settings, network: Network, seed: int = 0) -> runner.Settings:
+    """Return the settings on a network. ``seed`` is that of jitter and loss."""
+    return replace(
+        settings,
+        bandwidth=network.rate,
+        impairments=network.impairments(seed),
+        congestion_control=network.control or None,
+    )
+
+
+def try_networks(hosts: int, networks: Sequence[Network]) -> None:
+    """Raise ``OSError`` if one of the networks cannot be emulated here."""
+    # Other libraries need emulated hosts, also in a race without a network.
+    for network in networks or (Network(1e8),):
+        with Cluster(
+            hosts,
+            bandwidth=network.rate,
+            impairments=network.impairments(),
+            congestion_control=network.control or None,
+        ):
+            pass
 
 
 def part(everything: runner.Settings, job: Job) -> runner.Settings:
@@ -141,18 +180,18 @@ def part(everything: runner.Settings, job: Job) -> runner.Settings:
         baseline=none,
         seeds=(job.seed,),
     )
-    return one if job.bandwidth is None else replace(one, bandwidth=job.bandwidth)
+    # With the network's seed, every row with a seed loses packets alike, and other seeds others.
+    return one if job.network is None else on(one, job.network, job.seed)
 
 
 def run(options: Any) -> int:
     """Return 0 if all runs are in the journal, 1 if a run failed or diverged."""
     rows = chosen(options.rows)
-    bandwidths = list(dict.fromkeys(map(parse_rate, options.networks)))
-    everything = settings_from(options, rows, bandwidths)
-    with Cluster(options.hosts):
-        pass  # raises without emulated hosts, which other libraries need
+    networks = list(dict.fromkeys(map(parse_network, options.networks)))
+    everything = settings_from(options, rows, networks)
+    try_networks(options.hosts, networks)
     common = shared(options.hosts, options.seconds, options.data)
-    todo = jobs(rows, bandwidths, options.seeds)
+    todo = jobs(rows, networks, options.seeds)
     lost = 0
     with terminate_as_exit(), journal.opened(options.journal) as file:
         recorded = journal.by_key(journal.load(options.journal)).get(journal.key(common), [])
@@ -186,7 +225,7 @@ def single(one: runner.Settings) -> Result:
 
 
 def job_text(job: Job) -> str:
-    where = "" if job.bandwidth is None else f"{format_rate(job.bandwidth)}, "
+    where = "" if job.network is None else f"{job.network}, "
     return f"{where}seed {job.seed}, {job.row}"
 
 
@@ -196,8 +235,8 @@ def outcome(row: Row) -> str:
     return f"{row.steps} steps, {row.seconds_per_step:.3g} s each, loss {row.loss:.4f}"
 
 
-def table(options: Any) -> int:
-    """Write the page and return 0."""
+def chosen_entries(options: Any) -> list[Entry]:
+    """Return the runs of one key. Raises ``ValueError`` if there is a choice and none is given."""
     groups = journal.by_key(journal.load(options.journal))
     if not groups:
         raise ValueError(f"no runs in {options.journal}")
@@ -208,19 +247,31 @@ def table(options: Any) -> int:
         raise ValueError(
             f"the journal has runs of several settings: --key must be one of {choices}"
         )
-    entries = groups[options.key] if options.key else next(iter(groups.values()))
-    paths = page.write(options.page, entries)
+    return groups[options.key] if options.key else next(iter(groups.values()))
+
+
+def table(options: Any) -> int:
+    """Write the page and return 0."""
+    paths = page.write(options.page, chosen_entries(options))
     print("written: " + ", ".join(map(str, paths)))
+    return 0
+
+
+def compare(options: Any) -> int:
+    """Print the summaries and return 0."""
+    networks = None if options.networks is None else list(map(parse_network, options.networks))
+    for line in summary.lines(chosen_entries(options), networks):
+        print(line)
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] not in (["run"], ["table"], ["-h"], ["--help"]):
+    if arguments[:1] not in (["run"], ["table"], ["compare"], ["-h"], ["--help"]):
         arguments.insert(0, "run")
     try:
         options = parser().parse_args(arguments)
-        return {"run": run, "table": table}[options.command](options)
+        return {"run": run, "table": table, "compare": compare}[options.command](options)
     except (ValueError, ImportError, OSError) as error:
         print(f"benchmarks.race: {error}", file=sys.stderr)
         return 2

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from benchmarks.race.networks import Network
 from laconic.lab.race.result import Result, Row
 
 T = TypeVar("T")
@@ -33,12 +34,11 @@ def key(shared: Shared) -> str:
 class Job:
     """A row with a seed on a network.
 
-    ``bandwidth`` is in bit/s per host. It is None for the row without communication, for which the
-    network does not matter.
+    ``network`` is None for the row without communication, for which the network does not matter.
     """
 
     row: str
-    bandwidth: float | None
+    network: Network | None
     seed: int
 
 
@@ -57,15 +57,17 @@ class Entry:
 
     def to_line(self) -> str:
         """Return the line for the journal."""
-        job = {"row": self.job.row, "bandwidth": self.job.bandwidth, "seed": self.job.seed}
+        network = self.job.network
+        where = {"bandwidth": None} if network is None else network.document()
+        job = {"row": self.job.row, **where, "seed": self.job.seed}
         result = json.loads(self.result.to_json())
         return json.dumps({"key": key(self.shared), "shared": self.shared, **job, "result": result})
 
     @classmethod
-    def from_fields(cls, fields: dict[str, object]) -> Entry:
+    def from_fields(cls, fields: dict[str, Any]) -> Entry:
         """Parse what `to_line` wrote. Raises ``ValueError`` for anything else."""
         try:
-            job = Job(*(fields[name] for name in ("row", "bandwidth", "seed")))  # type: ignore[arg-type]
+            job = Job(fields["row"], _network(fields), fields["seed"])
             shared, result = fields["shared"], Result.from_json(json.dumps(fields["result"]))
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a run of this benchmark: {error!r}") from None
@@ -76,6 +78,14 @@ class Entry:
         ):
             raise ValueError("not a run of this benchmark: its settings and key disagree")
         return cls(shared, job, result)
+
+
+def _network(fields: Mapping[str, Any]) -> Network | None:
+    """Return the network of a line. Lines of earlier versions have a bandwidth only."""
+    if fields["bandwidth"] is None:
+        return None
+    names = ("latency", "jitter", "loss", "control")
+    return Network(fields["bandwidth"], **{n: fields[n] for n in names if n in fields})
 
 
 def load(path: Path) -> list[Entry]:

@@ -12,13 +12,13 @@ from textwrap import fill
 from typing import TYPE_CHECKING
 
 from benchmarks.race.journal import Entry, key
+from benchmarks.race.networks import Network
 from benchmarks.race.rows import NONE, ROWS
 from laconic.lab.emulation.seeds import groups
 from laconic.lab.race.comparison import compared
 from laconic.lab.race.plots import COLORS, GRAY, limit_loss
 from laconic.lab.race.result import SECONDS, Result, Row, line
 from laconic.lab.race.wording import reason, three_digits
-from laconic.units import format_rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,14 +60,19 @@ class Line:
         return {entry.job.seed for entry in self.entries if entry.run.status == "ok"}
 
     @property
-    def losses(self) -> list[float]:
-        """The losses of the runs that finished, at the end of the given time."""
-        found = [
-            compared(entry.result, entry.run, SECONDS)
+    def by_seed(self) -> dict[int, float]:
+        """The losses of the runs that finished, at the end of the given time, by seed."""
+        found = {
+            entry.job.seed: compared(entry.result, entry.run, SECONDS)
             for entry in self.entries
             if entry.run.status == "ok"
-        ]
-        return [loss for loss in found if loss is not None]
+        }
+        return {seed: loss for seed, loss in found.items() if loss is not None}
+
+    @property
+    def losses(self) -> list[float]:
+        """The same without the seeds."""
+        return list(self.by_seed.values())
 
     @property
     def pace(self) -> float:
@@ -85,18 +90,18 @@ def _mean(values: Iterable[float | None]) -> float:
     return statistics.fmean(known) if known else math.nan
 
 
-def networks(entries: Sequence[Entry]) -> dict[float, list[Line]]:
-    """Return the rows on each network (bit/s), in the order of the table, then of their runs.
+def networks(entries: Sequence[Entry]) -> dict[Network, list[Line]]:
+    """Return the rows on each network, in the order of the table, then of their runs.
 
     The row without communication is on each network.
     """
-    found = sorted({e.job.bandwidth for e in entries if e.job.bandwidth is not None})
+    found = sorted({e.job.network for e in entries if e.job.network is not None})
     texts = dict.fromkeys((*ROWS, *(entry.job.row for entry in entries)))
-    lines: dict[float, list[Line]] = {}
-    for bandwidth in found:
-        here = [e for e in entries if e.job.bandwidth in (None, bandwidth)]
+    lines: dict[Network, list[Line]] = {}
+    for network in found:
+        here = [e for e in entries if e.job.network in (None, network)]
         runs = {text: tuple(e for e in here if e.job.row == text) for text in texts}
-        lines[bandwidth] = [Line(text, found) for text, found in runs.items() if found]
+        lines[network] = [Line(text, found) for text, found in runs.items() if found]
     return lines
 
 
@@ -133,8 +138,8 @@ def markdown(entries: Sequence[Entry], picture: str) -> str:
         f"{seeds}. {_versions(entries)}",
         f"![Loss against wall clock, and at its end]({picture})",
     ]
-    for bandwidth, lines in networks(entries).items():
-        parts += [f"### {format_rate(bandwidth)}", _table(lines)]
+    for network, lines in networks(entries).items():
+        parts += [f"### {network}", _table(lines)]
         parts += ["\n".join(notes)] if (notes := _notes(lines)) else []
     return "\n\n".join(parts)
 
@@ -224,10 +229,10 @@ def picture(entries: Sequence[Entry]) -> Figure:
         facecolor="white",
     )
     panels = figure.subplots(2, len(found), squeeze=False, height_ratios=[4.0, below])
-    for column, (bandwidth, lines) in enumerate(found.items()):
+    for column, (network, lines) in enumerate(found.items()):
         curves, ends = panels[0][column], panels[1][column]
         _curves(curves, lines, styles)
-        curves.set_title(format_rate(bandwidth), loc="left", fontsize=11, fontweight="bold")
+        curves.set_title("\n".join(network.parts), loc="left", fontsize=11, fontweight="bold")
         _ends(ends, lines, styles, named=column == 0)
     panels[0][0].set_ylabel("validation loss (nats)")
     legend = "Solid: laconic's recipes; dashed: other libraries; gray: no communication."

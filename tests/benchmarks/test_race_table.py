@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 from benchmarks.race import __main__ as command
-from benchmarks.race import journal, page, rows
+from benchmarks.race import journal, page, rows, summary
 from benchmarks.race.journal import Entry, Job
+from benchmarks.race.networks import FORM, Network, parse_network
 
 from laconic.algorithms.parse import parse_recipe
+from laconic.lab.emulation import cluster
 from laconic.lab.race import rivals, runner
 from laconic.lab.race.result import NO_COMMUNICATION, Point, Result, Row
 
@@ -58,9 +60,15 @@ def result(row: Row) -> Result:
 
 
 def entry(
-    row: str, bandwidth: float | None, seed: int, loss: float, shared: Any = SHARED, **fields: Any
+    row: str,
+    network: Network | float | None,
+    seed: int,
+    loss: float,
+    shared: Any = SHARED,
+    **fields: Any,
 ) -> Entry:
-    return Entry(shared, Job(row, bandwidth, seed), result(ended(row, seed, loss, **fields)))
+    network = Network(network) if isinstance(network, float) else network
+    return Entry(shared, Job(row, network, seed), result(ended(row, seed, loss, **fields)))
 
 
 RUNS = (
@@ -74,6 +82,16 @@ RUNS = (
     entry("sgp()", 1e8, 0, 2.0, notes=("it is short",)),
     entry("ddp()", 1e7, 0, 3.5, pace=2.0),
     entry("torch-ddp", 1e7, 0, 3.4, pace=2.0),
+)
+
+
+FAR = Network(1e8, 0.08, 0.0, 0.001)
+FAR_RUNS = (
+    *(entry("auto()", FAR, seed, loss) for seed, loss in ((0, 2.0), (1, 2.2))),
+    *(entry("auto()", 1e8, seed, loss) for seed, loss in ((0, 1.5), (1, 1.8))),
+    *(entry("torch-ddp", FAR, seed, loss) for seed, loss in ((0, 2.5), (1, 2.5))),
+    entry("sgp()", FAR, 1, 2.1),
+    entry("ddp()", FAR, 0, 9.0, status="failed", error="why"),
 )
 
 
@@ -123,6 +141,21 @@ def test_a_line_of_another_kind_is_refused_by_its_number(
         journal.load(path)
 
 
+def test_a_line_carries_the_network(tmp_path: Path) -> None:
+    """Runs with latency are other jobs, and lines that had a bandwidth only are still read."""
+    whole = Network(1e8, 0.08, 0.01, 0.001, "bbr")
+    runs = [entry("ddp()", network, 0, 2.0) for network in (1e8, FAR, whole, None)]
+    path = written(tmp_path / "j", *runs)
+    assert journal.load(path) == runs and len({e.job for e in runs}) == 4
+    plain, far, full, none = map(json.loads, path.read_text().splitlines())
+    before = ["key", "shared", "row", "bandwidth", "seed", "result"]
+    assert list(plain) == list(none) == before and none["bandwidth"] is None
+    assert (far["bandwidth"], far["latency"], far["loss"]) == (1e8, 0.08, 0.001)
+    assert (full["jitter"], full["control"]) == (0.01, "bbr")
+    earlier = journal.load(DOCS / "race.jsonl")
+    assert {e.job.network for e in earlier} >= {None, Network(1e7), Network(1e8)}
+
+
 def test_two_races_do_not_write_to_one_journal(tmp_path: Path) -> None:
     path = tmp_path / "j"
     with (
@@ -133,6 +166,51 @@ def test_two_races_do_not_write_to_one_journal(tmp_path: Path) -> None:
         pass
     with journal.opened(path):
         pass
+
+
+# -- networks ----
+
+
+@pytest.mark.parametrize(
+    ("text", "network", "shown"),
+    [
+        ("50mbit", Network(50e6), "50 Mbit/s"),
+        ("10 Gbit/s", Network(10e9), "10 Gbit/s"),
+        ("50mbit/80ms", Network(50e6, 0.08), "50 Mbit/s, 80 ms latency"),
+        ("50mbit/80ms/0.1%", Network(50e6, 0.08, 0.0, 0.001),
+         "50 Mbit/s, 80 ms latency, 0.1% loss"),
+        ("50 Mbit/s / 80 ms +- 10ms / 0.001", Network(50e6, 0.08, 0.01, 0.001),
+         "50 Mbit/s, 80 ms latency, 10 ms jitter, 0.1% loss"),
+        ("50mbit/0/0/BBR", Network(50e6, control="bbr"), "50 Mbit/s, TCP bbr"),
+        ("50mbit/80ms/0.1%/bbr", Network(50e6, 0.08, 0.0, 0.001, "bbr"),
+         "50 Mbit/s, 80 ms latency, 0.1% loss, TCP bbr"),
+    ],
+)  # fmt: skip
+def test_a_network_is_read_and_shown(text: str, network: Network, shown: str) -> None:
+    assert parse_network(text) == network and str(network) == shown
+    assert network.alone == Network(network.rate)
+    found = network.impairments(7)
+    assert (found.latency, found.jitter, found.loss) == (
+        network.latency, network.jitter, network.loss,
+    )  # fmt: skip
+    assert found.seed == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("fast", "not a rate: 'fast'"),
+        ("50mbit/", "not a network: '50mbit/'"),
+        ("50mbit/0.1%", "not a duration: '0.1%'"),
+        ("50mbit/80ms+-x", "not a duration: 'x'"),
+        ("50mbit/80ms/5", "not a share: '5'"),
+        ("50mbit/80ms/0/bbr/x", "not a network"),
+    ],
+)
+def test_a_network_that_is_none_is_refused_with_the_form(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match="a network is") as caught:
+        parse_network(text)
+    assert words in str(caught.value) and FORM in str(caught.value)
 
 
 # -- what is run ----
@@ -162,15 +240,16 @@ def test_rows_are_chosen_by_patterns_and_texts_of_their_own(
 
 
 def test_jobs_go_seed_by_seed_and_the_compute_alone_once_for_all_networks() -> None:
-    found = command.jobs(["none", "ddp()", "torch-ddp"], [1e7, 1e8], [0, 1])
-    assert [(j.row, j.bandwidth) for j in found if j.seed == 0] == [
-        ("none", None), ("ddp()", 1e7), ("torch-ddp", 1e7), ("ddp()", 1e8), ("torch-ddp", 1e8),
+    slow, far = Network(1e7), FAR
+    found = command.jobs(["none", "ddp()", "torch-ddp"], [slow, far], [0, 1])
+    assert [(j.row, j.network) for j in found if j.seed == 0] == [
+        ("none", None), ("ddp()", slow), ("torch-ddp", slow), ("ddp()", far), ("torch-ddp", far),
     ]  # fmt: skip
     assert [j.seed for j in found] == [0] * 5 + [1] * 5
 
 
 @contextmanager
-def no_cluster(hosts: int) -> Iterator[None]:
+def no_cluster(hosts: int, **network: object) -> Iterator[None]:
     yield
 
 
@@ -179,6 +258,7 @@ class Lab:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ran: list[tuple[tuple[str, ...], float, tuple[int, ...]]] = []
+        self.settings: list[runner.Settings] = []
         self.killed_after = 1000
         self.failing = ""
         monkeypatch.setattr(command, "Cluster", no_cluster)
@@ -189,6 +269,7 @@ class Lab:
             raise KeyboardInterrupt
         texts = (*([NO_COMMUNICATION] * settings.baseline), *settings.recipes, *settings.rivals)
         (text,) = texts
+        self.settings.append(settings)
         self.ran.append((texts, settings.bandwidth, settings.seeds))
         (seed,) = settings.seeds
         failed = {"status": "failed", "error": "why"} if text == self.failing else {}
@@ -224,6 +305,45 @@ def test_a_race_that_was_killed_goes_on_and_tries_again_what_failed(
     assert "failed: why" in capsys.readouterr().out
 
 
+def test_a_race_over_latency_and_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each network is a job of its own, and each seed loses other packets."""
+    lab = Lab(monkeypatch)
+    monkeypatch.setattr(cluster, "congestion_controls", lambda: ["bbr", "cubic"])
+    said = ["--rows", "none", "ddp()", "--networks", "50mbit", "50mbit/80ms/0.1%/bbr",
+            "50 Mbit/s / 0.08 / 0.001 / bbr", "--seeds", "0", "3", "--seconds", "30",
+            "--journal", str(tmp_path / "j")]  # fmt: skip
+    assert command.main(said) == 0
+    told = capsys.readouterr().out
+    assert "6 runs, 6 to run" in told
+    assert "50 Mbit/s, 80 ms latency, 0.1% loss, TCP bbr, seed 3, ddp(): " in told
+    raced = [(s.impairments.latency, s.impairments.loss, s.impairments.seed, s.congestion_control)
+             for s in lab.settings if s.recipes]  # fmt: skip
+    plain, far = (0.0, 0.0, 0, None), (0.08, 0.001, 0, "bbr")
+    assert raced[:2] == [plain, far] and raced[3] == (0.08, 0.001, 3, "bbr")
+    assert not any(s.impairments or s.congestion_control for s in lab.settings if s.baseline)
+    lab.settings = []
+    assert command.main(said) == 0 and not lab.settings
+    assert command.main([*said, "--networks", "50mbit/90ms"]) == 0
+    assert [s.impairments.latency for s in lab.settings] == [0.09, 0.09]
+
+
+def test_a_network_that_cannot_be_emulated_is_refused_beforehand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lab = Lab(monkeypatch)
+
+    def refuse(hosts: int, **network: Any) -> None:
+        raise OSError(f"packets cannot have {network['impairments']}")
+
+    monkeypatch.setattr(command, "Cluster", refuse)
+    said = ["--rows", "ddp()", "--networks", "50mbit/80ms"]
+    assert command.main([*said, "--journal", str(tmp_path / "j")]) == 2
+    assert capsys.readouterr().err == "benchmarks.race: packets cannot have 80 ms latency\n"
+    assert not lab.ran
+
+
 def test_the_lab_runs_a_row_without_the_compute_alone_or_that_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -251,6 +371,10 @@ def test_the_lab_runs_a_row_without_the_compute_alone_or_that_alone(
         ("--rows x*", "no row 'x*'"),
         ("--rows ddp() --networks 5foo", "not a rate: '5foo'"),
         ("--rows ddp() --networks 1000gbit", "bandwidth must be"),
+        ("--rows ddp() --networks 1gbit/20s", "latency must be"),
+        ("--rows ddp() --networks 1gbit/20ms+-30ms", "jitter must be"),
+        ("--rows ddp() --networks 1gbit/x", "a network is RATE[/LATENCY"),
+        ("--rows ddp() --networks 1gbit/1ms/0/fast", "the congestion control must be one of "),
         ("--rows ddp() --seeds 0 0", "seeds must differ"),
         ("--rows ddp() --seeds a", "argument --seeds: invalid int value: 'a'"),
         ("--rows ddp() --seconds 0", "seconds must be"),
@@ -258,6 +382,7 @@ def test_the_lab_runs_a_row_without_the_compute_alone_or_that_alone(
         ("--rows ddp() --data /no/such/file", "cannot read the training text: /no/such/file"),
         ("tabel", "unrecognized arguments: tabel"),
         ("table", "no runs in"),
+        ("compare", "no runs in"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
@@ -338,6 +463,44 @@ def test_every_row_is_in_the_picture_of_its_network() -> None:
     }
     best = heights[names.index("torch-ddp")]
     assert diamonds == {slow_end: [best], fast_end: [best]}
+
+
+def test_networks_with_latency_have_names_a_reader_understands(tmp_path: Path) -> None:
+    figure = page.picture([*RUNS, *FAR_RUNS])
+    titles = [axes.get_title(loc="left") for axes in figure.axes[:3]]
+    assert titles == ["10 Mbit/s", "100 Mbit/s", "100 Mbit/s\n80 ms latency, 0.1% loss"]
+    text = page.markdown([*RUNS, *FAR_RUNS], "race.png")
+    far = text.partition("### 100 Mbit/s, 80 ms latency, 0.1% loss\n")[2]
+    assert "| `auto()` | 0.100 | 50% | 2.00 | **2.100** | 2.000 to 2.200 | 300 |" in far
+    assert "| `none` |" in far and "| `local_sgd(24)` |" not in far
+
+
+SUMMARY = """\
+100 Mbit/s, 80 ms latency, 0.1% loss
+row        seeds  loss               s per step  to auto()       to auto() at 100 Mbit/s
+none       0,1    3.100 ± 0.141      0.05        +1.000 ± 0.000  +1.450 ± 0.071
+ddp()      –      – (seed 0 failed)  –           –               –
+auto()     0,1    2.100 ± 0.141 *    0.1         +0.000 ± 0.000  +0.450 ± 0.071
+torch-ddp  0,1    2.500 ± 0.000      0.1         +0.400 ± 0.141  +0.850 ± 0.212
+sgp()      1      2.100              0.1         -0.100          +0.300
+"""
+
+
+def test_how_far_each_row_is_from_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Differences are between runs with the same seeds; +0.3 is 2.1 - 1.8, of seed 1."""
+    said = ["compare", "--journal", str(written(tmp_path / "j", *RUNS, *FAR_RUNS))]
+    assert command.main([*said, "--networks", "100mbit/80ms/0.1%"]) == 0
+    told = capsys.readouterr().out
+    assert SUMMARY in told and told.endswith(summary.LEGEND + "\n")
+    assert "4 hosts, 30 s of training each" in told and "\n10 Mbit/s" not in told
+    assert command.main(said) == 0
+    told = capsys.readouterr().out
+    assert SUMMARY in told and "\n10 Mbit/s\n" in told and told.count("to auto() at") == 1
+    assert command.main([*said, "--networks", "5mbit"]) == 2
+    assert capsys.readouterr().err == (
+        "benchmarks.race: no runs on 5 Mbit/s; the journal has runs on 10 Mbit/s; 100 Mbit/s; "
+        "100 Mbit/s, 80 ms latency, 0.1% loss\n"
+    )
 
 
 def test_a_loss_is_taken_when_the_time_is_up() -> None:

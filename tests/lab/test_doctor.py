@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,28 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_cluster import refusal, with_namespaces
+from test_forward import with_forwarder
 
+import laconic
+from laconic.advisor import advice_on
+from laconic.advisor.numbers import facts_from
+from laconic.auto import Auto, choose
 from laconic.cli import main
 from laconic.cli.doctor import report
 from laconic.codecs import kernels
-from laconic.lab.doctor import connections, host_checks, network_checks, network_findings, probes
+from laconic.lab.doctor import (
+    connections,
+    host_checks,
+    network_checks,
+    network_findings,
+    outlook,
+    probes,
+)
 from laconic.lab.doctor.finding import Finding
 from laconic.lab.doctor.host_checks import Interface
 from laconic.lab.doctor.network_checks import Rendezvous, check_network, rendezvous_of
 from laconic.lab.doctor.network_findings import NetworkReport
+from laconic.lab.doctor.outlook import Task
 from laconic.lab.emulation.cluster import (
     Cluster,
     ForwardError,
@@ -36,6 +49,7 @@ from laconic.lab.emulation.cluster import (
     launch,
 )
 from laconic.links import congestion, frames
+from laconic.predict import predict
 
 from gloo import free_port
 
@@ -290,7 +304,40 @@ def test_hosts_that_are_well_find_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(r.source, r.target) for r in met[0].rates] == [(0, 1), (1, 2), (2, 0)]
     assert all(r.rate > 1e6 for r in met[0].rates)
     assert any("2 of 2 connections" in text for text in texts(met[1].findings, "ok"))
-    json.dumps(met[0].numbers())
+    assert any("on all hosts, with" in text for text in told)
+    seen = json.loads(json.dumps(met[0].numbers()))["outlook"]
+    assert seen["workers"] == 3 and seen["params"] == Task().params
+    assert seen["rate"] == min(r.rate for r in met[0].rates)
+    assert seen["latency"] == max(p.latency for p in met[0].pairs)
+    assert any(f"auto() would choose {seen['recipe']}" in text for text in told)
+    assert "outlook" not in met[1].numbers()
+    assert any(text.startswith("rank 0 reports") for text in texts(met[1].findings, "ok"))
+
+
+@with_forwarder
+def test_what_hosts_far_apart_are_told() -> None:
+    """Rate, round trip, loss, clocks, TLS, congestion control, and the choice for a stated task."""
+    command = [sys.executable, "-m", "laconic", "doctor", "--params", "2M", "--step-time", "0.2s"]
+    far = Impairments(latency=0.08, loss=0.01)
+    with Cluster(2, bandwidth=20e6, impairments=far) as cluster:
+        job = launch(
+            cluster, [*command, "--json"], env={"LACONIC_TLS": "", "LACONIC_CONGESTION": ""}
+        )
+        outcomes = job.wait(60)
+        assert not any(outcome.failed for outcome in outcomes), outcomes
+        said = json.loads(job.stdout(0))
+    told = "\n".join(finding["text"] for finding in said["findings"])
+    assert re.search(r"round trips take (8|9)\d(\.\d+)? ms to ", told)
+    assert re.search(r"of the packets \(rank . to .\) had to be sent again", told)
+    assert "laconic's connections use" in told and "clocks agree" in told
+    assert "TLS is off on all hosts" in told
+    assert "with 2,000,000 parameters, steps that compute for 200 ms, one worker per host" in told
+    seen = said["outlook"]
+    assert 0.04 <= seen["latency"] < 0.06 and 1e6 < seen["rate"] < 21e6
+    facts = facts_from(
+        params=2_000_000, step_time=0.2, bandwidth=seen["rate"], latency=seen["latency"], nodes=2
+    )
+    assert seen["recipe"] == choose(Auto(), facts, None, {})[0]
 
 
 def test_a_host_that_is_not_there_is_named() -> None:
@@ -307,13 +354,17 @@ def test_a_host_that_is_not_there_is_named() -> None:
 def test_what_differs_between_hosts() -> None:
     ours = host_checks.versions()
     options: dict[int, dict[str, Any]] = {
-        1: {"known": {**ours, "torch": "2.6.0", "python": "3.10.1"}},
+        1: {
+            "known": {**ours, "torch": "2.6.0", "python": "3.10.1"},
+            "settings": {"TLS": "on", "secret": "none"},
+        },
         2: {"clock": lambda: time.time() + 7.5},
     }
     warning = Finding("warning", "machine", "1.0 GiB memory available", "add memory")
     met = gather(3, options=options, own={1: [warning, Finding("ok", "machine", "2 cores")]})
     found = met[0].findings
-    (problem,) = texts(found, "problem")
+    tls, problem = texts(found, "problem")
+    assert tls.startswith("TLS is off on ranks 0, 2; TLS is on on rank 1")
     assert problem == f"torch differs: {ours['torch']} on ranks 0, 2; 2.6.0 on rank 1"
     warnings = texts(found, "warning")
     assert len([w for w in warnings if not w.startswith("in a ring")]) == 3  # a busy machine
@@ -408,7 +459,7 @@ def test_a_slow_host_is_named() -> None:
 
 HOST = """
 import json, os, sys, time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from laconic.lab.doctor.host_checks import versions
 from laconic.lab.doctor.network_checks import Rendezvous, check_network
@@ -507,6 +558,11 @@ def test_the_command_meets_others(
         (["--master", "h:1", "--rank", "2", "--world", "2"], "rank must be from 0 to world - 1"),
         (["--master", "h:1", "--rank", "0", "--world", "0"], "world at least 1"),
         (["--timeout", "0"], "timeout must be"),
+        (["--params", "1M"], "--params and --step-time belong together"),
+        (["--step-time", "1s"], "belong together"),
+        (["--params", "1M", "--step-time", "1s"], "are for several hosts"),
+        (["--params", "many", "--step-time", "1s"], "not a count: 'many'"),
+        (["--params", "1M", "--step-time", "0"], "step-time must be"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -565,14 +621,123 @@ def test_an_unknown_congestion_control_is_a_problem(monkeypatch: pytest.MonkeyPa
     assert finding.text.startswith("LACONIC_CONGESTION must be one of system, ")
 
 
-def test_what_connections_use_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LACONIC_CONGESTION", raising=False)
-    monkeypatch.setattr(congestion, "available", lambda: ["bbr", "cubic"])
-    said = connections.advice(0.08, 0.0012).text
-    assert "round trips of 80 ms" in said and "use BBR; 0.12% of the packets" in said
-    monkeypatch.setattr(congestion, "available", lambda: ["cubic"])
-    assert connections.advice(0.08, 0.0).level == "warning"
-    assert connections.advice(0.001, 0.0).level == "ok"
+def sent(
+    *names: str, trip: float = 0.08, lost: float | None = None, named: str = ""
+) -> NetworkReport:
+    """The report of a ring whose hosts used these congestion controls."""
+    world = len(names)
+    settings = {"LACONIC_CONGESTION": named}
+    return NetworkReport(
+        hosts=[probes.HostInfo(r, f"host{r}", "127.0.0.1", 1, {}, settings) for r in range(world)],
+        pairs=[probes.Pair(0, r, trip / 2) for r in range(1, world)],
+        rates=[
+            probes.Rate(r, (r + 1) % world, 1e8, lost=lost and lost * (r + 1), congestion=name)
+            for r, name in enumerate(names)
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("report", "level", "said"),
+    [
+        (sent("bbr", "bbr"), "ok", "round trips of 80 ms, laconic's connections use bbr on all"),
+        (sent("bbr", "cubic", "cubic"), "warning", "bbr on rank 0; cubic on ranks 1, 2: a lost"),
+        (sent("cubic", "cubic", named="cubic"), "ok", "use cubic on all hosts"),
+        (sent("cubic", "cubic", trip=0.001), "ok", "round trips of 1 ms"),
+    ],
+)
+def test_which_congestion_control_hosts_used(report: NetworkReport, level: str, said: str) -> None:
+    (finding,) = network_findings.congestion_findings(report)
+    assert finding.level == level and said in finding.text
+    assert bool(finding.remedy) == (level == "warning")
+
+
+def test_how_many_packets_were_sent_again() -> None:
+    def told(lost: float | None) -> list[str]:
+        return [f.text for f in network_findings.loss_findings(sent("", "", lost=lost))]
+
+    assert told(None) == [], "the system does not report it"
+    assert told(0.0) == ["no packet had to be sent again meanwhile"]
+    (text,) = told(0.0006)
+    assert text.startswith("at most 0.12% of the packets (rank 1 to 0)")
+
+
+def hosts_with(*settings: dict[str, str]) -> list[probes.HostInfo]:
+    return [
+        probes.HostInfo(r, f"host{r}", "127.0.0.1", 1, {}, known)
+        for r, known in enumerate(settings)
+    ]
+
+
+def test_hosts_with_other_settings_are_told_before_their_workers_refuse_each_other() -> None:
+    on, off = {"TLS": "on", "secret": "ab"}, {"TLS": "off", "secret": "none"}
+    (finding,) = network_findings.security_findings(hosts_with(on, on))
+    assert (finding.level, finding.text) == ("ok", "TLS is on on all hosts, with the same secret")
+    (finding,) = network_findings.security_findings(hosts_with(off, off))
+    assert finding.text == "TLS is off on all hosts, with no LACONIC_SECRET_FILE"
+    mixed, secret = network_findings.security_findings(hosts_with(on, off, off))
+    assert mixed.level == secret.level == "problem" and mixed.remedy and secret.remedy
+    assert "TLS is on on rank 0; TLS is off on ranks 1, 2: workers refuse" in mixed.text
+    assert "secret 1 on rank 0; none on ranks 1, 2" in secret.text
+    (secret,) = network_findings.security_findings(hosts_with(on, {**on, "secret": "cd"}))
+    assert "secret 1 on rank 0; secret 2 on rank 1" in secret.text and "ab" not in secret.text
+    assert network_findings.security_findings(hosts_with({}, {})) == [], "of an earlier version"
+
+
+def test_the_settings_of_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("LACONIC_TLS", "LACONIC_SECRET_FILE", "LACONIC_CONGESTION"):
+        monkeypatch.delenv(name, raising=False)
+    assert connections.settings() == {"TLS": "off", "secret": "none", "LACONIC_CONGESTION": ""}
+    path = tmp_path / "secret"
+    path.write_bytes(b"s" * 32)
+    monkeypatch.setenv("LACONIC_SECRET_FILE", str(path))
+    found = connections.settings()["secret"]
+    path.write_bytes(b"t" * 32)
+    assert len(found) == 16 and connections.settings()["secret"] not in (found, "none")
+    for name in ("LACONIC_TLS", "LACONIC_SECRET_FILE", "LACONIC_CONGESTION"):
+        monkeypatch.setenv(name, "/nothing")
+    assert set(connections.settings().values()) == {"invalid"}
+
+
+# -- the choice of a recipe ----
+
+
+def test_the_outlook_is_what_auto_and_advise_would_say() -> None:
+    """Messages take half of a round trip, and the slowest host counts."""
+    found = outlook.outlook(4, 50e6, 0.08, Task(10_000_000, 0.5))
+    facts = facts_from(params=10_000_000, step_time=0.5, bandwidth=50e6, latency=0.04, nodes=4)
+    text, _ = choose(Auto(), facts, None, {})
+    assert found.recipe == text and found.recipe.startswith("streaming_diloco(")
+    assert found.advised == advice_on(facts).recommendation
+    assert found.ddp == predict(laconic.ddp(), facts).seconds > 10 * found.seconds
+    fast = outlook.outlook(2, 100e9, 1e-5, Task(1_000_000, 1.0))
+    assert fast.recipe == fast.advised == "ddp()"
+
+
+def test_the_command_of_the_outlook_gives_the_same_numbers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = outlook.outlook(4, 50e6, 0.08, Task(10_000_000, 0.5))
+    _, *arguments = outlook.command(found).split()
+    assert main([*arguments, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["recommendation"] == found.advised
+    assert said["facts"]["rate"] == 50e6 and said["facts"]["latency"] == pytest.approx(0.04)
+
+
+def test_an_example_says_so() -> None:
+    found = outlook.outlook(2, 50e6, 0.08, Task())
+    example, hint = (f.text for f in outlook.outlook_findings(found, stated=False))
+    assert example.startswith(
+        "for example, with 100,000,000 parameters, steps that compute for 1 s"
+    )
+    assert "50 Mbit/s and 40 ms per message (half a round trip)" in example
+    assert found.recipe in example and "ddp() would take" in example
+    assert "--params and --step-time" in hint and outlook.command(found) in hint
+    own, hint = (f.text for f in outlook.outlook_findings(found, stated=True))
+    assert own.startswith("with 100,000,000") and hint.startswith("to compare all recipes: laconic")
+    other = replace(found, advised="diloco(64)")
+    assert "recommends diloco(64)" in outlook.outlook_findings(other, stated=True)[0].text
 
 
 def test_whether_tls_is_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,13 @@ import laconic
 from laconic import native
 from laconic.cli import main
 from laconic.lab.emulation import orphans
-from laconic.lab.emulation.cluster import Cluster, ForwardError, Impairments, NamespacesUnavailable
+from laconic.lab.emulation.cluster import (
+    Cluster,
+    ForwardError,
+    Impairments,
+    NamespacesUnavailable,
+    congestion_controls,
+)
 from laconic.lab.emulation.forward import VERSION
 from laconic.lab.emulation.program import Network, emulate
 
@@ -315,6 +321,24 @@ def test_a_stream_arrives_whole_with_any_congestion_control() -> None:
         assert cluster.congestion_control == "reno"
         with pytest.raises(ValueError, match="counted only with latency, jitter or loss"):
             cluster.counts()
+
+
+@with_forwarder
+def test_the_hosts_default_congestion_control_can_be_chosen() -> None:
+    """A program that chooses none, such as gloo, uses it."""
+    program = (
+        "import socket; s = socket.socket();"
+        "print(s.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b'\\0').decode())"
+    )
+    names = congestion_controls()
+    assert names
+    for number, name in enumerate(names):
+        impairments = Impairments(latency=0.01) if number % 2 else None
+        with Cluster(2, impairments=impairments, congestion_control=name) as cluster:
+            assert cluster.congestion_control == name
+            assert start(cluster, 1, program).communicate(timeout=30)[0].decode().strip() == name
+    with pytest.raises(ValueError, match=f"must be one of {', '.join(names)} .*, not 'fast'"):
+        Cluster(2, congestion_control="fast")
 
 
 @pytest.mark.timeout(60)

@@ -22,7 +22,7 @@ import laconic
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.recipes import RECIPES
 from laconic.cli import main
-from laconic.lab.race import rivals, runner, user_files, worker, workloads
+from laconic.lab.race import entrant, rivals, runner, user_files, worker, workloads
 from laconic.lab.race.comparison import Summary, summary
 from laconic.lab.race.report import Result, Row, read, verdict
 from laconic.lab.race.result import NO_COMMUNICATION, grouped
@@ -152,6 +152,26 @@ def test_other_libraries_beside_the_recipes(
         assert re.search(rf"^{re.escape(name)}‡ .* 16 ", said.out, re.MULTILINE)
         if name in alike:
             assert one.loss == pytest.approx(rows[alike[name]].loss, rel=1e-3)
+
+
+def test_a_peers_model_is_averaged_in_one_message_per_dtype(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over a long round trip, one message per tensor takes longer than the training."""
+    sent: list[torch.dtype] = []
+
+    def all_reduce(flat: Tensor) -> None:  # two ranks, the other one with ones
+        sent.append(flat.dtype)
+        flat += 1
+
+    monkeypatch.setattr(entrant.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(entrant.dist, "get_world_size", lambda: 2)
+    tensors = [torch.zeros(2, 3), torch.full((4,), 3.0), torch.zeros((), dtype=torch.float64)]
+    turned = torch.arange(6.0).view(2, 3).t()
+    entrant._average([*tensors, turned])
+    assert sent == [torch.float32, torch.float64]
+    assert [t.unique().tolist() for t in tensors] == [[0.5], [2.0], [0.5]]
+    assert torch.equal(turned, (torch.arange(6.0).view(2, 3).t() + 1) / 2)
 
 
 def test_every_adapter_is_found_and_pinned() -> None:

@@ -11,9 +11,12 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from laconic.units import parse_count, parse_duration
+
 if TYPE_CHECKING:
     from laconic.lab.doctor.finding import Finding, Level
     from laconic.lab.doctor.network_checks import Rendezvous
+    from laconic.lab.doctor.outlook import Task
 
 WIDTH = 80
 COLORS = {"ok": "32", "warning": "33", "problem": "31"}
@@ -27,7 +30,7 @@ def add(commands: Any) -> None:
         description="Check torch, the network, the machine and the kernel, and say what to do "
         "about each problem. Run it on every host at about the same time, under torchrun or with "
         "--master, --rank and --world, to also check connections, clocks, versions and speed "
-        "between hosts.",
+        "between hosts, and to see which recipe auto() would choose.",
     )
     parser.add_argument("--master", metavar="HOST:PORT", help="rank 0's host and a free port on it")
     parser.add_argument("--rank", type=int, help="number of this host, from 0")
@@ -37,6 +40,14 @@ def add(commands: Any) -> None:
         type=float,
         default=60.0,
         help="seconds to wait for the other hosts (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--params",
+        metavar="COUNT",
+        help="parameters of your model, such as 125M: rank 0 says which recipe auto() would choose",
+    )
+    parser.add_argument(
+        "--step-time", metavar="TIME", help="compute time of its step, such as 0.3s; with --params"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -48,7 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
     from laconic.lab.doctor import host_checks, network_checks
 
     check_float("timeout", arguments.timeout, 0.0, strict=True)
-    rendezvous = _rendezvous(arguments)
+    rendezvous, task = _rendezvous(arguments), _task(arguments)
+    if task is not None and (rendezvous is None or rendezvous.world == 1):
+        raise ValueError(
+            "--params and --step-time are for several hosts, whose network is measured: use "
+            "torchrun, or --master, --rank and --world"
+        )
     under_torchrun = rendezvous is not None and arguments.master is None
     if under_torchrun and os.environ.get("LOCAL_RANK", "0") != "0":
         return 0  # only the first process of each host runs the checks
@@ -58,7 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             others = rendezvous.world - 1
             print(f"waiting for {others} other host(s) ...", file=sys.stderr, flush=True)
-        network = network_checks.check_network(rendezvous, findings, timeout=arguments.timeout)
+        network = network_checks.check_network(
+            rendezvous, findings, timeout=arguments.timeout, task=task
+        )
         findings += network.findings
         numbers = network.numbers()
     if arguments.json:
@@ -82,6 +100,17 @@ def _rendezvous(arguments: argparse.Namespace) -> Rendezvous | None:
         text = f"--master must be HOST:PORT, like 10.0.0.1:29500, not {arguments.master!r}"
         raise ValueError(text)
     return Rendezvous(arguments.rank, arguments.world, host.strip("[]"), int(port))
+
+
+def _task(arguments: argparse.Namespace) -> Task | None:
+    """Return the model that the user states, if any."""
+    from laconic.lab.doctor.outlook import Task
+
+    if (arguments.params is None) != (arguments.step_time is None):
+        raise ValueError("--params and --step-time belong together: give both")
+    if arguments.params is None:
+        return None
+    return Task(parse_count(arguments.params), parse_duration(arguments.step_time))
 
 
 def report(findings: Iterable[Finding], *, color: bool = False) -> list[str]:

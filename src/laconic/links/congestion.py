@@ -61,6 +61,17 @@ def round_trip(connection: socket.socket) -> float:
     return float(_RTT.unpack(info)[0]) / 1e6 if len(info) == _RTT.size else 0.0
 
 
+def name_of(connection: socket.socket) -> str:
+    """The congestion control of an open TCP connection; the empty string where the system does not
+    say."""
+    if _OPTION is None:
+        return ""
+    try:
+        return connection.getsockopt(socket.IPPROTO_TCP, _OPTION, 16).rstrip(b"\0").decode()
+    except OSError:  # no TCP
+        return ""
+
+
 def choose(connection: socket.socket) -> str:
     """Set the congestion control of an open connection; returns its name, empty if it is the
     system's."""

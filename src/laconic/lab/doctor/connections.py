@@ -1,4 +1,4 @@
-"""Check how this host's connections to others are secured, and how they avoid congestion."""
+"""Check how this host's connections to others are secured, and how they control congestion."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ from laconic.lab.doctor.finding import Finding
 from laconic.links import congestion, job_secret, tls
 
 GROUP = "connections"
-BBR_REMEDY = (
-    "load it on every host (modprobe tcp_bbr), and allow it to users: "
-    'sysctl net.ipv4.tcp_allowed_congestion_control="reno cubic bbr"'
-)
 
 
 def connections() -> list[Finding]:
@@ -48,13 +44,27 @@ def congestion_control() -> Finding:
     return Finding("ok", GROUP, text)
 
 
-def advice(round_trip: float, lost: float) -> Finding:
-    """Return what connections use between hosts with this round trip in seconds, where this share
-    of packets is ``lost``."""
-    name = congestion.name_for(round_trip).upper() or "the system's congestion control"
-    text = f"with round trips of {1e3 * round_trip:.3g} ms, laconic's connections use {name}"
-    if round_trip >= congestion.LONG_SECONDS and congestion.LONG not in congestion.available():
-        return Finding("warning", "between hosts", f"{text}, and BBR is not available", BBR_REMEDY)
-    if lost > 0:
-        text += f"; {100 * lost:.2g}% of the packets were sent again"
-    return Finding("ok", "between hosts", text)
+def settings() -> dict[str, str]:
+    """Return the settings of this host's connections, for comparison with other hosts.
+
+    A value is "invalid" if this host's own findings include a problem with it.
+    """
+    found = {}
+    for name, read in (
+        ("TLS", _switch),
+        ("secret", _fingerprint),
+        (congestion.VARIABLE, congestion.chosen),
+    ):
+        try:
+            found[name] = read()
+        except ValueError:
+            found[name] = "invalid"
+    return found
+
+
+def _switch() -> str:
+    return "off" if tls.contexts() is None else "on"
+
+
+def _fingerprint() -> str:
+    return job_secret.fingerprint()[:16] or "none"

@@ -19,18 +19,23 @@ from typing import Any
 
 import torch.distributed as dist
 
+from laconic.lab.doctor import connections
 from laconic.lab.doctor.finding import Finding
 from laconic.lab.doctor.host_checks import Environment, number, versions
 from laconic.lab.doctor.network_findings import (
+    GROUP,
     NetworkReport,
-    choice_findings,
     clock_findings,
+    congestion_findings,
     connection_findings,
     connection_remedy,
+    loss_findings,
     ranks_text,
     rate_findings,
+    security_findings,
     version_findings,
 )
+from laconic.lab.doctor.outlook import Task, outlook, outlook_findings
 from laconic.lab.doctor.probes import CONNECT_SECONDS, HostInfo, Listener, Pair, Rate, ping, reason
 from laconic.lab.doctor.probes import send as send_bulk
 from laconic.links.addresses import address_toward
@@ -94,11 +99,14 @@ def check_network(
     known: Mapping[str, str] | None = None,
     address: str | None = None,
     clock: Callable[[], float] = time.time,
+    settings: Mapping[str, str] | None = None,
+    task: Task | None = None,
 ) -> NetworkReport:
     """Check the network together with the other hosts.
 
     Takes at most ``timeout`` seconds plus the time of the tests. Rank 0 also receives the other
-    hosts' ``host_findings``. ``known`` (versions), ``address`` and ``clock`` override this host's.
+    hosts' ``host_findings``, and predicts the recipe for its ``task``; None is an example.
+    ``known`` (versions), ``address``, ``clock`` and ``settings`` override this host's.
     """
     report = NetworkReport()
     own = address_toward(rendezvous.host) or "127.0.0.1"
@@ -108,6 +116,7 @@ def check_network(
         address or own,
         0,
         known or versions(),
+        connections.settings() if settings is None else settings,
     )
     end = time.monotonic() + timeout
     longest = timeout + 4 * (GRACE_SECONDS + rendezvous.world / AT_ONCE * CONNECT_SECONDS)
@@ -119,7 +128,7 @@ def check_network(
                 store = _store(rendezvous, end, timeout, report)
                 if store is not None:
                     _Session(
-                        rendezvous, me, host_findings, store, end, timeout, clock, report
+                        rendezvous, me, host_findings, store, end, timeout, clock, task, report
                     ).run()
         except (RuntimeError, OSError) as error:  # the store's host is gone
             text = f"the check was interrupted: {str(error).splitlines()[0]}"
@@ -218,6 +227,7 @@ class _Session:
     end: float
     timeout: float
     clock: Callable[[], float]
+    task: Task | None
     report: NetworkReport
 
     def run(self) -> None:
@@ -298,6 +308,8 @@ class _Session:
         self._wait(["over"], 2 * GRACE_SECONDS)
         store.add("left", 1)
         report.findings += connection_findings(report) + version_findings(report.hosts)
+        text = "rank 0 reports rates, losses, clocks, and what differs between hosts"
+        report.findings.append(Finding("ok", GROUP, text))
 
     def _collect_reports(self, hosts: Mapping[int, HostInfo]) -> None:
         """Collect the reports of all hosts on rank 0 and add the findings."""
@@ -320,6 +332,17 @@ class _Session:
             end = time.monotonic() + 2.0
             while store.add("left", 0) < len(others) - len(missing) and time.monotonic() < end:
                 time.sleep(0.05)
-        for findings in (connection_findings, rate_findings, choice_findings, clock_findings):
+        for findings in (
+            connection_findings,
+            rate_findings,
+            loss_findings,
+            congestion_findings,
+            clock_findings,
+        ):
             report.findings += findings(report)
-        report.findings += version_findings(report.hosts)
+        report.findings += security_findings(report.hosts) + version_findings(report.hosts)
+        rate, trip = report.rate, report.round_trip
+        if rate and trip is not None:
+            task = self.task or Task()
+            report.outlook = outlook(self.rendezvous.world, rate, trip, task)
+            report.findings += outlook_findings(report.outlook, self.task is not None)

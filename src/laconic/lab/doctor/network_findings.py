@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import socket
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from laconic.lab.doctor.connections import advice
 from laconic.lab.doctor.finding import Finding
+from laconic.lab.doctor.outlook import Outlook
 from laconic.lab.doctor.probes import HostInfo, Pair, Rate
-from laconic.units import format_rate
+from laconic.links import congestion, job_secret
+from laconic.units import format_rate, format_seconds, format_share
 
 GROUP = "between hosts"
 CLOCK_SECONDS = 0.5
 """Clocks further apart than this make logs and metrics of several hosts hard to compare."""
+BBR_REMEDY = (
+    "load BBR on every host (modprobe tcp_bbr), and allow it to users: "
+    'sysctl net.ipv4.tcp_allowed_congestion_control="reno cubic bbr"'
+)
 
 
 @dataclass
@@ -26,6 +31,17 @@ class NetworkReport:
     hosts: list[HostInfo] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
     rates: list[Rate] = field(default_factory=list)
+    outlook: Outlook | None = None
+
+    @property
+    def round_trip(self) -> float | None:
+        """The longest round trip in seconds, None if no host reaches another."""
+        return max((2 * pair.latency for pair in self.pairs if not pair.error), default=None)
+
+    @property
+    def rate(self) -> float | None:
+        """The bit/s of the slowest host, None if no host could send."""
+        return min((rate.rate for rate in self.rates if not rate.error), default=None)
 
     def problem(self, text: str, remedy: str) -> None:
         self.findings.append(Finding("problem", GROUP, text, remedy))
@@ -36,6 +52,7 @@ class NetworkReport:
             "hosts": [asdict(host) for host in self.hosts],
             "pairs": [asdict(pair) for pair in self.pairs],
             "rates": [asdict(rate) for rate in self.rates],
+            **({} if self.outlook is None else {"outlook": asdict(self.outlook)}),
         }
 
 
@@ -59,11 +76,11 @@ def connection_findings(report: NetworkReport) -> list[Finding]:
                 else connection_remedy(TimeoutError(), "that host")
             )
             found.append(Finding("problem", GROUP, text, remedy))
-    good = [pair.latency for pair in report.pairs if not pair.error]
-    if good:
+    trips = [2 * pair.latency for pair in report.pairs if not pair.error]
+    if trips:
         text = (
-            f"{len(good)} of {len(report.pairs)} connections to arbitrary ports work; latency "
-            f"{_seconds(min(good))} to {_seconds(max(good))} one way"
+            f"{len(trips)} of {len(report.pairs)} connections to arbitrary ports work; round trips "
+            f"take {format_seconds(min(trips))} to {format_seconds(max(trips))}"
         )
         found.append(Finding("ok", GROUP, text))
     return found
@@ -124,7 +141,7 @@ def clock_findings(report: NetworkReport) -> list[Finding]:
             GROUP,
             f"the clock of rank {pair.target} is {abs(pair.offset):.3g} s "
             f"{'ahead of' if pair.offset > 0 else 'behind'} rank 0's "
-            f"(± {_seconds(pair.uncertainty)}): times in logs and metrics do not compare",
+            f"(± {format_seconds(pair.uncertainty)}): times in logs and metrics do not compare",
             "run an NTP client there (chronyd, systemd-timesyncd)",
         )
         for pair in off
@@ -132,30 +149,80 @@ def clock_findings(report: NetworkReport) -> list[Finding]:
     if measured and not off:
         worst = max(measured, key=lambda pair: abs(pair.offset))
         text = (
-            f"clocks agree: the largest difference from rank 0's is {_seconds(abs(worst.offset))} "
-            f"± {_seconds(worst.uncertainty)}"
+            "clocks agree: the largest difference from rank 0's is "
+            f"{format_seconds(abs(worst.offset))} ± {format_seconds(worst.uncertainty)}"
         )
         found.append(Finding("ok", GROUP, text))
     return found
 
 
-def choice_findings(report: NetworkReport) -> list[Finding]:
-    """Return what connections between these hosts use, and how many packets are lost."""
-    good = [pair.latency for pair in report.pairs if not pair.error]
-    lost = [rate.lost for rate in report.rates if not rate.error]
-    return [advice(2 * max(good), max(lost, default=0.0))] if good else []
+def loss_findings(report: NetworkReport) -> list[Finding]:
+    """Return how many packets were lost while the rates were measured."""
+    known = [(rate.lost, rate) for rate in report.rates if rate.lost is not None]
+    if not known:
+        return []
+    share, worst = max(known, key=lambda pair: pair[0])
+    if not share:
+        return [Finding("ok", GROUP, "no packet had to be sent again meanwhile")]
+    text = (
+        f"at most {format_share(share)} of the packets (rank {worst.source} to {worst.target}) had "
+        "to be sent again meanwhile"
+    )
+    return [Finding("ok", GROUP, text)]
+
+
+def congestion_findings(report: NetworkReport) -> list[Finding]:
+    """Return which congestion control laconic's connections between these hosts use."""
+    trip = report.round_trip
+    by_name: dict[str, list[int]] = {}
+    for rate in report.rates:
+        if rate.congestion:
+            by_name.setdefault(rate.congestion, []).append(rate.source)
+    if trip is None or not by_name:
+        return []
+    listed = _by_value(by_name)
+    text = f"with round trips of {format_seconds(trip)}, laconic's connections use {listed}"
+    named = {host.rank for host in report.hosts if host.settings.get(congestion.VARIABLE)}
+    others = [r for name, ranks in by_name.items() if name != congestion.LONG for r in ranks]
+    if trip >= congestion.LONG_SECONDS and not named.issuperset(others):
+        text += ": a lost packet slows them down for long"
+        return [Finding("warning", GROUP, text, BBR_REMEDY)]
+    return [Finding("ok", GROUP, text)]
+
+
+def security_findings(hosts: Sequence[HostInfo]) -> list[Finding]:
+    """Return whether TLS and the job's secret are the same on all hosts."""
+    hosts = [host for host in hosts if host.settings]
+    if len(hosts) < 2:
+        return []
+    by_switch = _ranks_by(hosts, [f"TLS is {host.settings['TLS']}" for host in hosts])
+    secrets = {host.settings["secret"] for host in hosts}
+    found = []
+    if len(by_switch) > 1:
+        text = f"{_by_value(by_switch)}: workers refuse each other"
+        remedy = "set the variables that `laconic keys` prints on all hosts, or on none"
+        found.append(Finding("problem", GROUP, text, remedy))
+    if len(secrets) > 1:
+        # Ranks with equal secrets, without showing what a secret's fingerprint is.
+        names = {secret: f"secret {n}" for n, secret in enumerate(sorted(secrets - {"none"}), 1)}
+        shown = [names.get(host.settings["secret"], "none") for host in hosts]
+        listed = _by_value(_ranks_by(hosts, shown))
+        text = f"{job_secret.VARIABLE} differs: {listed}: workers refuse each other"
+        found.append(Finding("problem", GROUP, text, "give every host the same file"))
+    if not found:
+        both = "the same secret" if secrets != {"none"} else f"no {job_secret.VARIABLE}"
+        text = f"{_by_value(by_switch)}, with {both}"
+        found.append(Finding("ok", GROUP, text))
+    return found
 
 
 def version_findings(hosts: Sequence[HostInfo]) -> list[Finding]:
     """Return whether all hosts run the same software."""
     found = []
     for name in hosts[0].versions if len(hosts) > 1 else ():
-        by_version: dict[str, list[int]] = {}
-        for host in hosts:
-            by_version.setdefault(host.versions.get(name, "none"), []).append(host.rank)
+        by_version = _ranks_by(hosts, [host.versions.get(name, "none") for host in hosts])
         if len(by_version) > 1:
-            listed = "; ".join(f"{v} on {ranks_text(ranks)}" for v, ranks in by_version.items())
-            text = f"{name} differs: {listed}"
+            text = f"{name} differs: {_by_value(by_version)}"
             remedy = f"install the same {name} on all hosts"
             found.append(Finding("warning" if name == "python" else "problem", GROUP, text, remedy))
     if len(hosts) > 1 and not found:
@@ -164,10 +231,21 @@ def version_findings(hosts: Sequence[HostInfo]) -> list[Finding]:
     return found
 
 
+def _ranks_by(hosts: Sequence[HostInfo], values: Sequence[str]) -> dict[str, list[int]]:
+    """Return the ranks of hosts by the hosts' ``values``."""
+    ranks: dict[str, list[int]] = {}
+    for host, value in zip(hosts, values, strict=True):
+        ranks.setdefault(value, []).append(host.rank)
+    return ranks
+
+
+def _by_value(ranks: Mapping[str, Sequence[int]]) -> str:
+    """Return values with their ranks for display, such as "bbr on ranks 0, 1; cubic on rank 2"."""
+    if len(ranks) == 1:
+        return f"{next(iter(ranks))} on all hosts"
+    return "; ".join(f"{value} on {ranks_text(found)}" for value, found in ranks.items())
+
+
 def ranks_text(ranks: Sequence[int]) -> str:
     """Return the ranks for display, such as "ranks 0, 2"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def _seconds(value: float) -> str:
-    return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"

@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from laconic.links import congestion
 
@@ -26,13 +26,14 @@ PING, SINK = b"P", b"S"
 
 @dataclass(frozen=True)
 class HostInfo:
-    """What a host announces to the others."""
+    """What a host announces to the others. ``settings`` are those of its connections."""
 
     rank: int
     host: str
     address: str
     port: int
     versions: Mapping[str, str]
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}, {self.address})"
@@ -57,13 +58,17 @@ class Pair:
 @dataclass(frozen=True)
 class Rate:
     """Bits per second from ``source`` to its neighbor in a ring, with all hosts sending at once.
-    ``lost``: the share of packets that were sent again."""
+
+    ``lost`` is the share of packets that were sent again, and ``congestion`` the congestion control
+    that the connection used. They are None and empty if the system does not report them.
+    """
 
     source: int
     target: int
     rate: float
     error: str = ""
-    lost: float = 0.0
+    lost: float | None = None
+    congestion: str = ""
 
 
 class Listener:
@@ -156,10 +161,11 @@ def send(source: int, target: HostInfo) -> Rate:
                 size += PIECE
             connection.shutdown(socket.SHUT_WR)
             received, seconds = struct.unpack("!Qd", _receive(connection, 16))
-            lost = _share_lost(connection)
+            lost, control = _share_lost(connection), congestion.name_of(connection)
     except OSError as error:
         return Rate(source, target.rank, 0.0, reason(error))
-    return Rate(source, target.rank, 8 * received / seconds, lost=lost)
+    rate = 8 * received / seconds
+    return Rate(source, target.rank, rate, lost=lost, congestion=control)
 
 
 def _second_half(came: Sequence[tuple[int, float]]) -> tuple[int, float]:
@@ -173,14 +179,14 @@ def _second_half(came: Sequence[tuple[int, float]]) -> tuple[int, float]:
     return (size - before, end - since) if size > before else (size, end - start)
 
 
-def _share_lost(connection: socket.socket) -> float:
-    """The share of packets that the system has sent again; 0 where it does not report it."""
+def _share_lost(connection: socket.socket) -> float | None:
+    """The share of packets that the system has sent again; None where it does not report it."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SENT.size)
     except (OSError, AttributeError):  # not Linux
-        return 0.0
+        return None
     again, sent = _SENT.unpack(info) if len(info) == _SENT.size else (0, 0)
-    return float(again / sent) if sent else 0.0
+    return float(again / sent) if sent else None
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:

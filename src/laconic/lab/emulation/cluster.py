@@ -56,6 +56,7 @@ _MOST_HOSTS: Final = 250  # limits: 253 descriptors in one message, and the addr
 _SLOWEST: Final = 8e3  # bit/s
 _BUILD_SECONDS: Final = 60.0  # time for the keeper to set up the network, which takes 0.2 s
 _COMMAND_SECONDS: Final = 10.0  # time for the keeper to answer, which takes milliseconds
+_ALLOWED: Final = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 _FASTEST: Final = 32e9  # bit/s; the shaper counts bytes per second in 32 bits
 
 
@@ -70,7 +71,8 @@ class Cluster:
     Host h is `host{h}` at `addresses[h]`, reachable only from the other hosts. `bandwidth` (bit/s)
     limits what each host may send; None means no limit. `host_bandwidth` overrides it for single
     hosts. What a host receives is limited only by the senders. `impairments` adds latency, jitter
-    and loss. `congestion_control` is TCP's default on the hosts.
+    and loss. `congestion_control` is TCP's default on the hosts; without one, the lab chooses reno,
+    or cubic with impairments.
 
     Everything ends with the `with` block, and with this process however it ends. Raises ValueError
     for arguments out of range, NamespacesUnavailable if the kernel refuses, and ForwardError if it
@@ -87,8 +89,10 @@ class Cluster:
         bandwidth: float | None = 100e6,
         host_bandwidth: Mapping[int, float | None] | None = None,
         impairments: Impairments | None = None,
+        congestion_control: str | None = None,
     ) -> None:
         check_hosts(hosts)
+        check_congestion_control(congestion_control)
         if impairments is not None:
             impairments.check(hosts)
         rates = [bandwidth] * hosts
@@ -104,6 +108,7 @@ class Cluster:
             rates=[_bytes_per_second(rate) for rate in rates],
             forward=asdict(impairments.forward(hosts)) if impairments else None,
             path=[os.path.abspath(entry) for entry in sys.path],
+            congestion_control=congestion_control,
         )
         mark = orphans.new_mark()
         with signals_deferred():
@@ -438,6 +443,27 @@ def _bytes_per_second(rate: float | None) -> int | None:
         return None
     check_rate(rate)
     return round(rate / 8)
+
+
+def congestion_controls() -> list[str]:
+    """Return the names that may be TCP's default on hosts, in the order of the kernel.
+
+    They are the machine's tcp_allowed_congestion_control, for root as well.
+    """
+    try:
+        return _ALLOWED.read_text().split()
+    except OSError:  # not Linux
+        return []
+
+
+def check_congestion_control(name: str | None) -> None:
+    """Raise ValueError for a name that cannot be TCP's default on hosts."""
+    if name is not None and name not in (names := congestion_controls()):
+        choices = ", ".join(names) or "none: the kernel lists none"
+        raise ValueError(
+            f"the congestion control must be one of {choices} "
+            f"(net.ipv4.tcp_allowed_congestion_control), not {name!r}"
+        )
 
 
 def check_rate(rate: float) -> None:

@@ -69,15 +69,16 @@ _GSO_MOST: Final = 65536
 _QUEUE_SECONDS: Final = 0.2
 _LEAST_QUEUE: Final = 4 << 20
 
+_CONGESTION_CONTROL: Final = "ipv4/tcp_congestion_control"
 _SETTINGS: Final = {
     # No router solicitations and the like: they would count as traffic of the host.
     "ipv6/conf/default/disable_ipv6": "1",
     # The machine's default may be BBR, which paces by its own estimate of the rate: 3% slower.
-    "ipv4/tcp_congestion_control": "reno",
+    _CONGESTION_CONTROL: "reno",
 }
 # With latency and loss the choice matters, so it is Linux's usual default. The kernel refuses it if
 # the machine's tcp_allowed_congestion_control lacks it; it remains reno then.
-_FORWARDED: Final = {"ipv4/tcp_congestion_control": "cubic"}
+_FORWARDED: Final = {_CONGESTION_CONTROL: "cubic"}
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,9 @@ class Plan:
 
     `rates` limits what each host sends, in bytes per second; None means no limit. `forward` has the
     fields of `laconic.lab.emulation.forward.Forward`; with None, packets are neither delayed nor
-    lost. Everything ends when the process `launcher` dies. `path` is the import path on which to
-    find pyroute2.
+    lost. `congestion_control` is TCP's default on the hosts; None means the lab's choice.
+    Everything ends when the process `launcher` dies. `path` is the import path on which to find
+    pyroute2.
     """
 
     launcher: int
@@ -96,6 +98,7 @@ class Plan:
     rates: list[int | None]
     path: list[str]
     forward: dict[str, Any] | None = None
+    congestion_control: str | None = None
 
     def command(self, channel: int) -> list[str]:
         """Return the command line of the keeper, which reports on the descriptor `channel`."""
@@ -275,8 +278,13 @@ def _build(plan: Plan) -> tuple[bool, list[int], subprocess.Popen[bytes] | None]
     if plan.forward is not None:
         forward = _forward_module().Forward(**plan.forward)
         forward.check()
-    hosts = [_new_network(forward is not None) for _ in plan.addresses]
-    switch = _new_network(forward is not None)
+    settings = [*_SETTINGS.items(), *(_FORWARDED.items() if forward is not None else ())]
+    if plan.congestion_control is not None:
+        settings.append((_CONGESTION_CONTROL, plan.congestion_control))
+    hosts = [_new_network(settings) for _ in plan.addresses]
+    switch = _new_network(settings)
+    if plan.congestion_control not in (None, _congestion_control()):
+        raise OSError(0, f"the kernel refuses the congestion control {plan.congestion_control}")
     sys.path[:] = plan.path
     try:
         pyroute2 = importlib.import_module("pyroute2")
@@ -375,10 +383,13 @@ def _may_unshare_network() -> bool:
     return True
 
 
-def _new_network(forwarded: bool) -> int:
-    """Move to a new network namespace and return a descriptor of it."""
+def _new_network(settings: Iterable[tuple[str, str]]) -> int:
+    """Move to a new network namespace and return a descriptor of it.
+
+    A setting replaces an earlier one of the same name, unless the kernel refuses it.
+    """
     _unshare(_CLONE_NEWNET)
-    for setting, value in (*_SETTINGS.items(), *(_FORWARDED.items() if forwarded else ())):
+    for setting, value in settings:
         # Read-only in some containers. Results are then slightly less exact.
         with contextlib.suppress(OSError):
             Path("/proc/sys/net", setting).write_text(value)
@@ -388,7 +399,7 @@ def _new_network(forwarded: bool) -> int:
 def _congestion_control() -> str:
     """Return the default congestion control of the current network namespace, or ""."""
     with contextlib.suppress(OSError):
-        return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+        return Path("/proc/sys/net", _CONGESTION_CONTROL).read_text().strip()
     return ""
 
 

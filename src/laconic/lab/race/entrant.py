@@ -6,13 +6,13 @@ Both kinds of entrant share the training loop, the clock and the validation.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import laconic
@@ -149,6 +149,21 @@ class RecipeEntrant:
         self.sync.detach()
 
 
+def _average(tensors: Sequence[Tensor]) -> None:
+    """Replace the tensors by their means over the ranks.
+
+    There is one message per dtype. One per tensor took 27 s for the 46 tensors of the text model on
+    4 hosts with 50 Mbit/s, round trips of 80 ms, 0.1% loss and BBR; one in all takes 1.7 s.
+    """
+    for dtype in dict.fromkeys(t.dtype for t in tensors):  # in the same order on all ranks
+        same = [t for t in tensors if t.dtype == dtype]
+        flat = torch.cat([t.reshape(-1) for t in same])
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for t, mean in zip(same, torch.split(flat, [t.numel() for t in same]), strict=True):
+            t.copy_(mean.view_as(t))
+
+
 class RivalEntrant:
     """Trains with another library, which has no ledger."""
 
@@ -179,9 +194,7 @@ class RivalEntrant:
         if consensus is not None:
             for t, values in zip(parameters, consensus, strict=True):
                 t.copy_(values)
-        for t in tensors[0 if consensus is None else len(parameters) :]:
-            dist.all_reduce(t)
-            t /= dist.get_world_size()
+        _average(tensors[0 if consensus is None else len(parameters) :])
         try:
             yield
         finally:

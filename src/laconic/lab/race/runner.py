@@ -26,6 +26,7 @@ from laconic.lab.emulation.cluster import (
     Cluster,
     Loopback,
     NamespacesUnavailable,
+    check_congestion_control,
     check_hosts,
     check_rate,
     launch,
@@ -58,7 +59,8 @@ class Settings:
 
     Exactly one of ``seconds`` and ``steps`` is set. ``bandwidth`` is in bit/s of each host, and
     ``host_bandwidth`` overrides it for single hosts. ``impairments`` are latency, jitter and loss
-    of the network. ``slow_hosts`` gives the factor by which single hosts compute more slowly. Every
+    of the network, and ``congestion_control`` is TCP's default on the hosts; None is the lab's
+    choice. ``slow_hosts`` gives the factor by which single hosts compute more slowly. Every
     recipe and every one of the ``rivals`` (other libraries) runs once per seed, after a row without
     communication unless ``baseline`` is False. ``rules`` is a file with the user's own recipes.
     ``group_size`` is the number of adjacent workers per group, for recipes with rounds inside
@@ -74,6 +76,7 @@ class Settings:
     bandwidth: float = 100e6
     host_bandwidth: Mapping[int, float] = field(default_factory=dict)
     impairments: Impairments = field(default_factory=Impairments)
+    congestion_control: str | None = None
     slow_hosts: Mapping[int, float] = field(default_factory=dict)
     workload: str = "text"
     data: str | None = None
@@ -105,6 +108,7 @@ class Settings:
         for rate in self.host_bandwidth.values():
             check_rate(rate)
         self.impairments.check(self.hosts)
+        check_congestion_control(self.congestion_control)
         for factor in self.slow_hosts.values():
             check_float("the factor of a slow host", factor, 1.0)
         check_int("per-host", self.per_host, 1)
@@ -172,6 +176,7 @@ def network(settings: Settings) -> Iterator[tuple[Cluster | Loopback, str | None
             bandwidth=settings.bandwidth,
             host_bandwidth=settings.host_bandwidth,
             impairments=settings.impairments,
+            congestion_control=settings.congestion_control,
         )
     except NamespacesUnavailable as error:
         settings.impairments.check_throttled(str(error))

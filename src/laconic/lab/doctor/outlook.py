@@ -1,0 +1,103 @@
+"""Predict which recipe `laconic.auto` would choose on the measured network, for a stated task."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from laconic.advisor import advice_on
+from laconic.advisor.numbers import facts_from
+from laconic.auto import Auto, choose
+from laconic.candidates import candidates
+from laconic.lab.doctor.finding import Finding
+from laconic.predict import predict
+from laconic.units import format_rate, format_seconds, three_digits
+
+GROUP = "training"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model of ``params`` parameters in float32, whose step computes for ``step_time`` seconds.
+
+    The defaults are an example, for users who have not stated theirs. Raises ``ValueError`` for
+    numbers out of range.
+    """
+
+    params: int = 100_000_000
+    step_time: float = 1.0
+
+    def __post_init__(self) -> None:
+        outlook(2, 1e9, 0.0, self)  # raises for numbers out of range
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """The recipe that `laconic.auto` would choose on a network, and what it is based on.
+
+    ``rate`` is in bit/s of each host. ``latency`` is in seconds per message one way, half a round
+    trip. ``seconds`` are predicted per step of ``recipe``, ``ddp`` per step of ``ddp()``.
+    ``advised`` is what ``laconic advise`` recommends, which compares more recipes.
+    """
+
+    params: int
+    step_time: float
+    workers: int
+    rate: float
+    latency: float
+    recipe: str
+    seconds: float
+    ddp: float
+    advised: str
+
+
+def outlook(workers: int, rate: float, round_trip: float, task: Task) -> Outlook:
+    """Return the outlook for one worker on each host. Messages take half of ``round_trip``."""
+    latency = round_trip / 2
+    facts = facts_from(
+        params=task.params,
+        step_time=task.step_time,
+        bandwidth=rate,
+        latency=latency,
+        nodes=workers,
+    )
+    chosen, _ = choose(Auto(), facts, None, {})
+    seconds = {c.text: predict(c.recipe, facts).seconds for c in candidates(facts)}
+    return Outlook(
+        params=task.params,
+        step_time=task.step_time,
+        workers=workers,
+        rate=rate,
+        latency=latency,
+        recipe=chosen,
+        seconds=seconds[chosen],
+        ddp=seconds["ddp()"],
+        advised=advice_on(facts).recommendation,
+    )
+
+
+def outlook_findings(found: Outlook, stated: bool) -> list[Finding]:
+    """Return the outlook as findings. ``stated``: whether the task is the user's own."""
+    text = (
+        f"{'' if stated else 'for example, '}with {found.params:,} parameters, steps that compute "
+        f"for {format_seconds(found.step_time)}, one worker per host, {format_rate(found.rate)} "
+        f"and {format_seconds(found.latency)} per message (half a round trip), auto() would choose "
+        f"{found.recipe}: {format_seconds(found.seconds)} per step, "
+        f"{found.step_time / found.seconds:.0%} of the speed without communication"
+    )
+    if found.recipe != "ddp()":
+        text += f"; ddp() would take {format_seconds(found.ddp)}"
+    if found.advised != found.recipe:
+        text += f". laconic advise, which compares more recipes, recommends {found.advised}"
+    more = f"to compare all recipes: {command(found)}"
+    if not stated:
+        more = f"for your own model, give --params and --step-time; {more}"
+    return [Finding("ok", GROUP, text), Finding("ok", GROUP, more)]
+
+
+def command(found: Outlook) -> str:
+    """Return the command that compares all recipes on this network."""
+    return (
+        f"laconic advise --params {found.params} --step-time {found.step_time:g}s "
+        f"--bandwidth {three_digits(found.rate / 1e6).replace(',', '')}mbit "
+        f"--latency {three_digits(1e3 * found.latency)}ms --nodes {found.workers}"
+    )
