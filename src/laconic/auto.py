@@ -26,14 +26,12 @@ from torch import Tensor
 from laconic.algorithms.named import checked
 from laconic.algorithms.round import GradientRound, Recipe
 from laconic.candidates import Candidate, candidates, start, streaming
-from laconic.device import synchronize
 from laconic.engine.session import Session
 from laconic.errors import check_float
-from laconic.links import cost
 from laconic.links.calls import Call
 from laconic.links.comm_thread import Pending
-from laconic.links.link import Sent
 from laconic.predict import Facts, often, predict
+from laconic.probe import Probed, probe, slow_host, slow_worker
 from laconic.units import format_rate
 
 log = logging.getLogger("laconic")
@@ -54,15 +52,8 @@ GAIN = 0.05
 """The least relative gain of another choice: a change sends a few models over the network."""
 TIE = 0.02
 """Of candidates that differ by less, the first is chosen: it sacrifices least."""
-LEAST_PROBE, MOST_PROBE, LONG = 2**16, 2**26, 0.1
-"""Bytes of the first and the largest probe of the network, and the seconds after which no larger
-one is sent."""
-LATENCIES = 8
-"""How often a message's latency such a probe must take besides: before, congestion control may
-still look for the rate."""
-UNEQUAL = 1.25
-"""By what factor workers, or links, must differ to be reported."""
-
+LEAST_TRAFFIC = 2**16
+"""Bytes from which on the time of a byte is known well enough."""
 
 PACE, MEASURE = "comparing the pace", "measuring the network"
 """The names of the calls of a policy."""
@@ -235,7 +226,7 @@ class Chooser:
         spans, self._spans = self._spans[-WINDOW:], []
         traffic, each = self._sent(), 0.0
         sent, seconds = (now - then for now, then in zip(traffic, self._traffic, strict=True))
-        if sent >= LEAST_PROBE:
+        if sent >= LEAST_TRAFFIC:
             self._traffic, each = traffic, seconds / sent
         wall, compute = _medians(spans)
         return [wall, each, compute]
@@ -297,86 +288,27 @@ class Chooser:
             spans = sorted(spans)[:1]
         wall, compute = _medians(spans)
         self._announce(MEASURE)
-        before = self._link.sent()
-        rate, latency = self._comm.call(self._probe, MEASURE)
-        after = self._link.sent()
+        found = self._comm.call(self._probe, MEASURE)
         shapes, itemsize = self._model()
         elements = sum(map(math.prod, shapes))
-        measured = [compute, -rate, latency, wall, elements, -elements]
-        packets = [sum(s.packets for s in after.values()), sum(s.again for s in after.values())]
-        own = torch.tensor([*measured, *packets], dtype=torch.float64, device=self._device)
+        slowest = [compute, -found.rate, found.latency, wall, elements, -elements]
+        rest = [found.packets, found.again, *found.speeds]
+        own = torch.tensor([*slowest, *rest], dtype=torch.float64, device=self._device)
         everyone = self._comm.call(partial(self._world.gather, own), MEASURE)
         compute, rate, latency, wall, most, least = everyone[:, :6].amax(0).tolist()
-        sent, again = everyone[:, 6:].sum(0).tolist()
+        packets, again = everyone[:, 6:8].sum(0).tolist()
         self._workers = everyone.shape[0] // self._ranks  # those of now may be others
         self._traffic = self._sent()  # without the probes, which wait for nothing else
         if most != -least:  # shards of different sizes: all ranks use the largest
             shapes = ((int(most),),)
-        loss = again / sent if sent else 0.0
-        self._uneven = self._unequal_workers(everyone[:, 0]) + self._unequal_links(before, after)
+        loss = again / packets if packets else 0.0
+        self._uneven = slow_worker(everyone[:, 0])
+        if self._ranks == 1:  # a rank's row is that of a worker
+            self._uneven += slow_host(everyone[:, 8:])
         return Facts(self._workers, shapes, itemsize, compute, -rate, latency, loss), wall
 
-    def _unequal_workers(self, computes: Tensor) -> str:
-        """A sentence on the slowest worker, where the others wait for it."""
-        slowest, usual = float(computes.max()), float(computes.median())
-        if not usual or slowest < UNEQUAL * usual:
-            return ""
-        gain = float((slowest / computes).mean())
-        rank = int(computes.argmax())
-        return (
-            f"; rank {rank} computes for {slowest / usual:.2g} times as long as the median rank, "
-            f"and the others wait: with pace='own' all would take {gain:.2g} times as many steps"
-        )
-
-    def _unequal_links(self, before: Mapping[int, Sent], after: Mapping[int, Sent]) -> str:
-        """A sentence on the slowest host's network. Every rank must call it."""
-        n = self._link.size
-        if n < 3 or self._world.size != n:
-            return ""  # which of two is slow, nobody can tell
-        own = torch.zeros(n, dtype=torch.float64, device=self._device)
-        for r in after.keys() & before.keys():
-            seconds = after[r].seconds - before[r].seconds
-            own[r] = 8 * (after[r].bytes - before[r].bytes) / seconds if seconds else 0.0
-        pairs = self._comm.call(partial(self._world.gather, own), MEASURE)
-        # a host's network is as fast as the fastest connection that it has a part in, either way
-        rates = torch.minimum(pairs.amax(0), pairs.amax(1))
-        slowest, usual = float(rates.min()), float(rates.median())
-        if not slowest or usual < 2 * UNEQUAL * slowest:
-            return ""
-        return (
-            f"; the network of rank {int(rates.argmin())}'s host is {usual / slowest:.2g} times "
-            "slower than the median, and the others wait for it"
-        )
-
-    def _probe(self) -> tuple[float, float]:
-        """Bits per second and seconds per message, from probes that grow until one takes `LONG`.
-        The rate is that of the last probe beyond the one before, since a shaped network interface
-        passes the first bytes at full speed."""
-        n = self._link.size
-        if n == 1:  # in an elastic run
-            return 0.0, 0.0
-        tiny = [self._timed(n) for _ in range(5)]
-        latency = sorted(tiny)[2]
-        before, size, long = (n, latency), LEAST_PROBE, max(LONG, LATENCIES * latency)
-        while (seconds := self._timed(size)) < long and size < MOST_PROBE:
-            before, size = (size, seconds), 4 * size
-        sent = cost.all_to_all(size, n).bytes - cost.all_to_all(before[0], n).bytes
-        return 8 * sent / max(seconds - before[1], 1e-9), latency
-
-    def _timed(self, size: int) -> float:
-        """Seconds of an all-to-all of ``size`` bytes, on the slowest rank."""
-        n = self._link.size
-        x, out = torch.zeros(2, n, size // n, dtype=torch.uint8, device=self._device)
-        self._link.gather(x[0, :1])  # all ranks begin together
-        start = self._clock()
-        self._link.all_to_all(x, out)
-        own = torch.tensor([self._clock() - start], dtype=torch.float64, device=self._device)
-        return float(self._link.gather(own).max())
-
-    def _clock(self) -> float:
-        """The time in seconds, after the GPU has finished its work."""
-        synchronize(self._device)
-        return time.perf_counter()
+    def _probe(self) -> Probed:
+        return probe(self._link, self._device)
 
     # -- saving ----
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import laconic as la
 from laconic.advisor.advice import guides, memory
 from laconic.advisor.numbers import facts_from
 from laconic.algorithms.round import GradientRound, Recipe, Round, describe
+from laconic.candidates import candidates, delay_for
 from laconic.predict import Facts, Net, itemsize_of, often, predict, work_key
 
 FACTS = Facts(4, ((8_000_000,),), 4, 0.5, 80e6, 0.0)
@@ -306,3 +308,28 @@ def test_a_size_that_is_no_multiple_keeps_its_parameters() -> None:
 def test_what_coded_rounds_keep(recipe: Recipe, bytes_each: float) -> None:
     facts = replace(FACTS, workers=8, shapes=((1000, 1000),))
     assert memory(recipe, facts) / 10**6 == pytest.approx(bytes_each, rel=1e-6)
+
+
+def test_a_lost_packet_is_a_round_trip_and_a_quarter_late() -> None:
+    """An all-reduce of 1,448,000 bytes: 2 messages of 375 packets from each of 3 ranks, 1125 in
+    all, of which at least one is lost with probability 1 - 0.999**1125. Above 8 Mbit/s and 50 ms
+    each way, the last round trip has 100,000 bytes, or 70 packets from each rank."""
+    facts = Facts(3, ((362_000,),), 4, 0.5, 1e12, 0.05)
+    lossy = replace(facts, loss=0.001)
+    recipe = la.local_sgd(1)
+    more = predict(recipe, lossy).seconds - predict(recipe, facts).seconds
+    packets = 3 * math.ceil(1_448_000 * 2 / 3 / 1448)
+    assert more == pytest.approx(2 * 1.25 * 0.1 * (1 - 0.999**packets), rel=1e-6)
+    slow, slow_lossy = replace(facts, rate=8e6), replace(lossy, rate=8e6)
+    more = predict(recipe, slow_lossy).seconds - predict(recipe, slow).seconds
+    assert more == pytest.approx(2 * 1.25 * 0.1 * (1 - 0.999 ** (3 * 70)), rel=1e-6)
+
+
+def test_with_losses_messages_are_longer_hidden() -> None:
+    """The delay of what `auto` may choose covers packets that are sent again."""
+    facts = Facts(4, ((845, 1024),), 4, 0.15, 5e7, 0.04)
+    plain, lossy = (candidates(replace(facts, loss=loss)) for loss in (0.0, 0.01))
+    for one, other in zip(plain, lossy, strict=True):
+        before, after = one.recipe[0].delay, other.recipe[0].delay
+        assert after >= before
+    assert delay_for(16, replace(facts, loss=0.01))[0] > delay_for(16, facts)[0]

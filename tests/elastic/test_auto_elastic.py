@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import laconic
+from laconic import probe
 from laconic.auto import Chooser
+from laconic.probe import Probed
 
 pytestmark = pytest.mark.timeout(60)
 STEPS = 150
@@ -20,11 +22,12 @@ module = importlib.import_module("laconic.auto")  # not the function of this nam
 def rates(monkeypatch: pytest.MonkeyPatch, *given: float) -> None:
     """Let the measurements find these rates in bit/s, one after the other, and again."""
 
-    def probe(self: Chooser) -> tuple[float, float]:
+    def found(self: Chooser) -> Probed:
         self._world.gather(torch.tensor([1.0]))
-        return given[len(self.choices) % len(given)], 1e-4
+        speeds = [0.0] * self._link.size
+        return Probed(given[len(self.choices) % len(given)], 1e-4, 0, 0, speeds)
 
-    monkeypatch.setattr(Chooser, "_probe", probe)
+    monkeypatch.setattr(Chooser, "_probe", found)
 
 
 def program() -> Any:
@@ -119,10 +122,10 @@ def test_a_worker_that_is_alone_goes_on(often: None, monkeypatch: pytest.MonkeyP
 
 def test_a_worker_that_is_alone_sends_nothing_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would do so after every few steps."""
-    timed: list[int] = []
-    monkeypatch.setattr(Chooser, "_timed", lambda self, size: timed.append(size) or 0.0)
+    sizes: list[int] = []
+    monkeypatch.setattr(probe, "timed", lambda link, device, size: sizes.append(size) or 0.0)
     laconic.simulate(program(), faults=laconic.Faults(start=1))
-    assert timed == []
+    assert sizes == []
 
 
 def test_a_trace_cannot_repeat_it(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
+from laconic import probe
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Round
 from laconic.engine.gradient_rounds import bucket_sizes
@@ -234,7 +236,8 @@ def test_it_looks_again_when_the_network_gets_slow(monkeypatch: pytest.MonkeyPat
     load, and what it sends be hidden. Had it just settled on a choice, as it may where steps take
     uneven time, the next review is `REVIEW` steps after that, and its outcome known `LATER` later.
     """
-    monkeypatch.setattr(auto_module, "LEAST_PROBE", 2**10)
+    monkeypatch.setattr(auto_module, "LEAST_TRAFFIC", 2**10)
+    monkeypatch.setattr(probe, "LEAST", 2**10)
     LINKS.clear()
     steps = 50 + auto_module.REVIEW + auto_module.LATER + 1
     found = la.simulate(
@@ -756,3 +759,48 @@ def test_the_delay_in_force_stays_while_it_hides() -> None:
     barely = replace(slow, rate=0.6 * slow.rate)  # just before the step in which it is due
     last = next(c for c in auto_module.candidates(barely, first) if "(8, " in c.text)
     assert last.recipe[0].delay > first.recipe[0].delay
+
+
+# -- what the others wait for ----
+
+
+def test_it_names_the_worker_that_the_others_wait_for() -> None:
+    """Steps of 1, 1, 1 and 3 s: at their own pace, 3 + 1/3 steps are taken per second in place of
+    4/3."""
+    told = probe.slow_worker(torch.tensor([1.0, 1.0, 3.0, 1.0]))
+    assert "rank 2 computes 3 times as long" in told and "take 2.5 times as many" in told
+    assert probe.slow_worker(torch.tensor([1.0, 1.1, 1.2, 1.0])) == ""
+    assert probe.slow_worker(torch.zeros(4)) == "", "nobody has measured a step"
+
+
+@pytest.mark.parametrize("slower", ["to it", "from it", "both"])
+def test_it_names_the_network_that_the_others_wait_for(slower: str) -> None:
+    speeds = 1e8 * (1 - torch.eye(4, dtype=torch.float64))
+    assert probe.slow_host(speeds) == ""
+    if slower != "from it":
+        speeds[:, 1] /= 10
+    if slower != "to it":
+        speeds[1] /= 10
+    assert "the network of rank 1 is 10 times slower" in probe.slow_host(speeds)
+    assert probe.slow_host(speeds[:2, :2]) == "", "either of two may be the slow one"
+    assert probe.slow_host(torch.zeros(4, 4)) == "", "the system does not report it"
+
+
+def _measured(rank: int) -> tuple[str, float]:
+    """Rank 1's steps take three times as long."""
+    model, optimizer = build(0)
+    sync = la.attach(model, optimizer, la.auto(), link=gloo.link_of(3))
+    for t in range(1, 6):
+        time.sleep(0.06 if rank == 1 else 0.02)
+        step(model, optimizer, rank, t)
+    sync.finish()
+    sync.detach()
+    return sync.choices[0].reason, sync.choices[0].facts.loss
+
+
+@pytest.mark.timeout(60)
+def test_processes_find_the_slow_one(pool: gloo.Pool) -> None:
+    found = pool.run(_measured, ranks=3)
+    assert len({reason for reason, _ in found}) == 1
+    assert "rank 1 computes" in found[0][0]
+    assert found[0][1] < 0.01, "the loopback interface loses nothing"

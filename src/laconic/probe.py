@@ -1,0 +1,109 @@
+"""Probe the network among the ranks of a link, for `laconic.auto`: rate, latency, lost packets, and
+which hosts or workers the others wait for."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from laconic.device import synchronize
+from laconic.links import cost
+from laconic.links.link import Link, Sent
+
+LEAST, MOST, LONG = 2**16, 2**26, 0.1
+"""Bytes of the first and the largest probe, and the seconds after which no larger one is sent."""
+LATENCIES = 8
+"""How often a message's latency such a probe must take besides: before, congestion control may
+still look for the rate."""
+UNEQUAL_WORKERS, UNEQUAL_HOSTS = 1.25, 2.5
+"""By what factor the slowest must be slower than the median to be reported."""
+
+
+class Probed(NamedTuple):
+    """What one rank finds: ``rate`` in bit/s, ``latency`` in seconds per message, the ``packets``
+    that it has sent, how many of them ``again``, and by rank at which ``speeds``, in bit/s, its
+    bytes have arrived."""
+
+    rate: float
+    latency: float
+    packets: int
+    again: int
+    speeds: list[float]
+
+
+def probe(link: Link, device: torch.device) -> Probed:
+    """Send probes that grow until one takes `LONG`. Every rank of the link must call it.
+
+    The rate is that of the last probe beyond the one before, since a shaped network interface
+    passes the first bytes at full speed. Rate and latency are the same on all ranks.
+    """
+    n = link.size
+    if n == 1:  # in an elastic run
+        return Probed(0.0, 0.0, 0, 0, [0.0])
+    earlier = link.sent()
+    link.gather(torch.zeros(1, device=device))  # all ranks begin together
+    latency = statistics.median([timed(link, device, n) for _ in range(3)])
+    before, size, enough = (n, latency), LEAST, max(LONG, LATENCIES * latency)
+    while (seconds := timed(link, device, size)) < enough and size < MOST:
+        before, size = (size, seconds), 4 * size
+    sent = cost.all_to_all(size, n).bytes - cost.all_to_all(before[0], n).bytes
+    later = link.sent()
+    packets, again = (sum(getattr(s, k) for s in later.values()) for k in ("packets", "again"))
+    rate = 8 * sent / max(seconds - before[1], 1e-9)
+    return Probed(rate, latency, packets, again, [_speed(earlier, later, r) for r in range(n)])
+
+
+def timed(link: Link, device: torch.device, size: int) -> float:
+    """Seconds of an all-to-all of ``size`` bytes, on the slowest rank. All ranks have just heard
+    from each other when it begins, and when it ends."""
+    x, out = torch.zeros(2, link.size, size // link.size, dtype=torch.uint8, device=device)
+    start = _now(device)
+    link.all_to_all(x, out)
+    own = torch.tensor([_now(device) - start], dtype=torch.float64, device=device)
+    return float(link.gather(own).max())
+
+
+def _now(device: torch.device) -> float:
+    """The time in seconds, after the GPU has finished its work."""
+    synchronize(device)
+    return time.perf_counter()
+
+
+def _speed(earlier: Mapping[int, Sent], later: Mapping[int, Sent], rank: int) -> float:
+    if rank not in earlier or rank not in later:
+        return 0.0
+    seconds = later[rank].seconds - earlier[rank].seconds
+    return 8 * (later[rank].bytes - earlier[rank].bytes) / seconds if seconds > 0 else 0.0
+
+
+def slow_worker(computes: Tensor) -> str:
+    """A clause on the rank whose steps take longest, from each rank's seconds; empty if they take
+    about as long as the median rank's."""
+    slowest, usual = float(computes.max()), float(computes.median())
+    if not usual or slowest < UNEQUAL_WORKERS * usual:
+        return ""
+    gain = float((slowest / computes).mean())
+    return (
+        f"; rank {int(computes.argmax())} computes {slowest / usual:.2g} times as long as the "
+        f"median rank, and the others wait: at their own pace (docs/quorum.md), all together "
+        f"would take {gain:.2g} times as many steps"
+    )
+
+
+def slow_host(speeds: Tensor) -> str:
+    """A clause on the rank whose network is slowest, from the speeds at which each rank (rows)
+    sends to each (columns); empty if it is about as fast as the median rank's. A rank's network is
+    as fast as its fastest connection, in the slower of the two directions."""
+    rates = torch.minimum(speeds.amax(0), speeds.amax(1))
+    slowest, usual = float(rates.min()), float(rates.median())
+    if len(rates) < 3 or not slowest or usual < UNEQUAL_HOSTS * slowest:
+        return ""  # which of two is slow, nobody can tell
+    return (
+        f"; the network of rank {int(rates.argmin())} is {usual / slowest:.2g} times slower than "
+        "the median rank's, and the others wait for it"
+    )
