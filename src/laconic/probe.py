@@ -51,6 +51,8 @@ def probe(link: Link, device: torch.device) -> Probed:
     before, size, enough = (n, latency), LEAST, max(LONG, LATENCIES * latency)
     while (seconds := timed(link, device, size)) < enough and size < MOST:
         before, size = (size, seconds), 4 * size
+    if seconds >= LONG:  # a lost packet, or congestion control that pauses, may have delayed it
+        seconds = min(seconds, timed(link, device, size))
     sent = cost.all_to_all(size, n).bytes - cost.all_to_all(before[0], n).bytes
     later = link.sent()
     packets, again = (sum(getattr(s, k) for s in later.values()) for k in ("packets", "again"))
