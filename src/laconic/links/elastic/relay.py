@@ -27,7 +27,7 @@ from torch import Tensor
 
 from laconic.errors import LinkError
 from laconic.links import forks, handshake, secured
-from laconic.links.addresses import Address
+from laconic.links.addresses import Address, connect
 from laconic.links.calls import Call
 from laconic.links.elastic.turns import Turns
 from laconic.links.elastic.units import Units
@@ -257,10 +257,9 @@ def bequeath(heir: Member, secret: bytes, me: Member, bequest: Bequest) -> None:
 def _call(worker: Member, secret: bytes, hello: View) -> Stream:
     address = Address.parse(worker.service)
     try:
-        with forks.guard:
-            plain = socket.create_connection((address.host, address.port), HANDSHAKE_SECONDS)
-            connection = secured.secure(plain, server=False, seconds=HANDSHAKE_SECONDS)
-            stream = Stream(connection)
+        plain = connect(address.host, address.port, HANDSHAKE_SECONDS)
+        connection = secured.secure(plain, server=False, seconds=HANDSHAKE_SECONDS)
+        stream = Stream(connection)
     except OSError as error:
         raise RelayError(str(error)) from error
     try:

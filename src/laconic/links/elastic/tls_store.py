@@ -30,6 +30,7 @@ from enum import Enum
 from typing import Any
 
 from laconic.links import forks, tls, wire
+from laconic.links.addresses import connect
 from laconic.links.talks import log_refused
 from laconic.links.texts import clean
 
@@ -225,7 +226,7 @@ class Client:
         self, host: str, port: int, prefix: str, contexts: tls.Contexts, seconds: float
     ) -> None:
         self._prefix = prefix
-        connection = _connected(host, port, seconds)
+        connection = connect(host, port, seconds)
         try:
             with forks.guard:  # wraps it without a handshake, which would block
                 self._connection = contexts.client.wrap_socket(
@@ -317,7 +318,7 @@ def probe(host: str, port: int, seconds: float) -> Probed:
     and a server with TLS ends the connection. If the answer is neither, as of another version of
     torch, its own client has the last word."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
-    with _connected(host, port, seconds) as connection:
+    with connect(host, port, seconds) as connection:
         connection.settimeout(PROBE_SECONDS)
         try:
             connection.sendall(_TORCH_PING + nonce)
@@ -341,23 +342,6 @@ def speaks_tls(host: str, port: int) -> bool:
             return True
     except OSError:
         return False
-
-
-def _connected(host: str, port: int, seconds: float) -> socket.socket:
-    error: OSError | None = None
-    for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        with forks.guard:
-            connection = socket.socket(family, socket.SOCK_STREAM)
-            forks.close_in_child(connection)
-        connection.settimeout(seconds)
-        try:
-            connection.connect(address)
-        except OSError as failed:
-            connection.close()
-            error = error or failed
-        else:
-            return connection
-    raise error or OSError(f"{host} has no address")
 
 
 def _handshake(connection: ssl.SSLSocket) -> None:
