@@ -93,6 +93,8 @@ VIEWS = ["tests/elastic/test_views.py"]
 REGISTRY = ["tests/elastic/test_registry.py"]
 MEMBERS = ["tests/elastic/test_members.py"]
 RELAY = ["tests/elastic/test_relay.py"]
+FUZZED = ["tests/links/test_fuzzed.py"]
+FUZZED_MESSAGES = ["tests/links/test_fuzzed_messages.py"]
 ELASTIC_MESH = ["tests/elastic/test_elastic_mesh.py"]
 NEWCOMERS = ["tests/elastic/test_newcomers.py", "-k", "repeats"]
 REPORTS = ["tests/engine/test_reports.py"]
@@ -397,6 +399,15 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("links/health.py", "except RecursionError:", "except KeyError:", HEALTH),
     ("links/talks.py", "self._strangers >= self._most", "False", HEALTH),
     ("links/talks.py", "if t.deadline <= now", "if False", HEALTH),
+    ("links/talks.py", "if kind in _reasons or", "if", FUZZED),
+    ("links/talks.py", "isinstance(error, (RefusedError, ssl.SSLError))", "isinstance(error, RefusedError)", FUZZED),
+    ("links/tls.py", "    context.sslsocket_class = _Socket\n", "", FUZZED),
+    ("links/elastic/tls_store.py", "                log_refused(address, error)\n", "", FUZZED),
+    ("links/wire.py", "if self._failure is not None:", "if False:", FUZZED_MESSAGES),
+    ("links/quorum/tcp.py", "if not 0 <= int(size) <= MOST_TEXT:", "if False:", FUZZED_MESSAGES),
+    ("links/quorum/tcp.py", "except Exception as error:  # else", "except LinkError as error:  # else", FUZZED_MESSAGES),
+    ("links/quorum/tcp.py", 'if what != "arrive":', "if False:", FUZZED_MESSAGES),
+    ("links/quorum/port.py", "if len(roster) != len(paces):", "if False:", FUZZED_MESSAGES),
     ("links/forks.py", "        thing.close()  #", "        pass  #", HEALTH),
     ("links/call_guard.py", "min(silence, self._transport.heard(r))", "silence", HEALTH),
     ("links/call_guard.py", "self._transport.heard(r)) >= UNREACHABLE", "0.0) >= UNREACHABLE", HEALTH),

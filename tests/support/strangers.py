@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -72,13 +71,17 @@ def changed(draw: st.DrawFn, genuine: Sequence[bytes]) -> bytes:
             data[place] = draw(st.integers(0, 255))
     if how & 2:  # such as an enormous length
         place = draw(st.integers(0, len(data)))
-        data[place : place + 4] = draw(st.sampled_from((b"\xff" * 4, bytes(4), b"\x7f\xff\xff\xff")))
+        data[place : place + 4] = draw(
+            st.sampled_from((b"\xff" * 4, bytes(4), b"\x7f\xff\xff\xff"))
+        )
     if how & 4:
         return bytes(data[: draw(st.integers(0, len(data)))])
     return bytes(data) + draw(st.binary(max_size=8))
 
 
-def strangers(genuine: Sequence[bytes], certificates: Sequence[str] = (RAW,)) -> st.SearchStrategy[Stranger]:
+def strangers(
+    genuine: Sequence[bytes], certificates: Sequence[str] = (RAW,)
+) -> st.SearchStrategy[Stranger]:
     """``genuine``: what members send."""
     return st.builds(
         Stranger,
@@ -155,7 +158,9 @@ class Attack:
             self._open.popleft().close()
 
 
-def drawn(strategy: st.SearchStrategy[Stranger], count: int, visit: Callable[[Stranger], None]) -> None:
+def drawn(
+    strategy: st.SearchStrategy[Stranger], count: int, visit: Callable[[Stranger], None]
+) -> None:
     """``visit`` so many strangers, the same ones in every run."""
 
     @settings(
@@ -233,8 +238,3 @@ def check_lines(lines: Sequence[str], *parts: str) -> None:
 def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What laconic has logged as warnings or worse."""
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-
-
-def lines_in(path: Path) -> list[str]:
-    """The lines of a file."""
-    return path.read_text().splitlines()

@@ -414,8 +414,10 @@ class Service:
         talk.kept = True
         connection = talk.connection
         connection.settimeout(None)
-        by_tls = isinstance(connection, ssl.SSLSocket)
-        stream = Stream(secured.SharedSocket(connection) if by_tls else connection)
+        if isinstance(connection, ssl.SSLSocket):
+            stream = Stream(secured.SharedSocket(connection))
+        else:
+            stream = Stream(connection)
         hello = View.unpack(talk.result[handshake.HELLO_BYTES :].decode())
         if hello.why == BEQUEST:
             at = hello.members[0].id, stream
