@@ -7,6 +7,7 @@ import json
 import socket
 import ssl
 import struct
+import time
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -274,7 +275,7 @@ CLOSES = Closing(0, 1, (0, 2), (4, 4)).as_json()
 def differing(draw: st.DrawFn, right: dict[str, Any]) -> bytes:
     """``right`` as JSON with a field that is missing or something else, or anything."""
     value: Any = dict(right)
-    match draw(st.sampled_from(("lacks", "other", "nested", "json", "bytes"))):
+    match draw(st.sampled_from(("lacks", "other", "other", "nested", "json", "bytes"))):
         case "lacks":
             del value[draw(st.sampled_from(sorted(value)))]
         case "other":
@@ -323,12 +324,35 @@ def test_rank_0_names_a_worker_that_sends_anything(huge: bool) -> None:
         except LinkError as error:
             assert error.ranks == (2,) and "\n" not in str(error)
         else:
-            assert not huge and core.rounds == [1], "it was an arrival after all"
+            assert not huge and core.rounds == [1]
+            assert json.loads(data)["what"] in ("arrive", "meet", "leave")
         host.close()
         theirs.close()
         ours.close()
 
     check()
+
+
+def test_a_thread_of_rank_0_that_fails_ends_the_rounds() -> None:
+    """Whatever it fails by, here a result for no tensor: the others would wait for its worker."""
+
+    def merge(closing: Closing, deliveries: Any) -> list[Tensor]:
+        return []
+
+    core = Syncer(2, [Rules(1, 0.0)], merge, lambda kind, speeds, roster: [4] * len(roster))
+    ours, theirs = pair_of_lines()
+    host = Host(core, {1: ours}, [[torch.zeros(3)]], 5.0, conclude)
+    theirs.send_text(ARRIVES)
+    theirs.send(torch.ones(3))
+    assert theirs.receive_text()["number"] == 1
+    end = time.monotonic() + 5
+    while host._failure is None and time.monotonic() < end:
+        time.sleep(0.01)
+    with pytest.raises(LinkError, match=r"zip\(\) argument"):
+        host.deliver(0, Delivery(Announcement(**ABOUT), [torch.zeros(3)]))
+    host.close()
+    theirs.close()
+    ours.close()
 
 
 @pytest.mark.parametrize("huge", [False, True])
