@@ -93,6 +93,8 @@ VIEWS = ["tests/elastic/test_views.py"]
 REGISTRY = ["tests/elastic/test_registry.py"]
 MEMBERS = ["tests/elastic/test_members.py"]
 RELAY = ["tests/elastic/test_relay.py"]
+FUZZED = ["tests/links/test_fuzzed.py"]
+FUZZED_MESSAGES = ["tests/links/test_fuzzed_messages.py"]
 ELASTIC_MESH = ["tests/elastic/test_elastic_mesh.py"]
 NEWCOMERS = ["tests/elastic/test_newcomers.py", "-k", "repeats"]
 REPORTS = ["tests/engine/test_reports.py"]
@@ -397,6 +399,15 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("links/health.py", "except RecursionError:", "except KeyError:", HEALTH),
     ("links/talks.py", "self._strangers >= self._most", "False", HEALTH),
     ("links/talks.py", "if t.deadline <= now", "if False", HEALTH),
+    ("links/talks.py", "if kind in _reasons or", "if", FUZZED),
+    ("links/talks.py", "isinstance(error, (RefusedError, ssl.SSLError))", "isinstance(error, RefusedError)", FUZZED),
+    ("links/tls.py", "    context.sslsocket_class = _Socket\n", "", FUZZED),
+    ("links/elastic/tls_store.py", "                log_refused(address, error)\n", "", FUZZED),
+    ("links/wire.py", "if self._failure is not None:", "if False:", FUZZED_MESSAGES),
+    ("links/quorum/tcp.py", "if not 0 <= int(size) <= MOST_TEXT:", "if False:", FUZZED_MESSAGES),
+    ("links/quorum/tcp.py", "except Exception as error:  # else", "except LinkError as error:  # else", FUZZED_MESSAGES),
+    ("links/quorum/tcp.py", 'if what != "arrive":', "if False:", FUZZED_MESSAGES),
+    ("links/quorum/port.py", "if len(roster) != len(paces):", "if False:", FUZZED_MESSAGES),
     ("links/forks.py", "        thing.close()  #", "        pass  #", HEALTH),
     ("links/call_guard.py", "min(silence, self._transport.heard(r))", "silence", HEALTH),
     ("links/call_guard.py", "self._transport.heard(r)) >= UNREACHABLE", "0.0) >= UNREACHABLE", HEALTH),
@@ -634,7 +645,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("links/elastic/relay.py", "if not received:", "if False:", RELAY),
     ("links/elastic/relay.py", "lambda key: self._secret", "lambda key: None", RELAY),
     ("links/elastic/relay.py", "                self._ready(self.newcomer)\n", "                pass\n", RELAY),
-    ("links/elastic/relay.py", "threading.Thread(target=self._answer, args=(connection,), daemon=True).start()", "self._answer(connection)", RELAY),
+    ("links/elastic/relay.py", "            View.unpack(text.decode())\n", "            pass\n", RELAY),
     ("links/elastic/relay.py", "and not isinstance(value, bool)", "", RELAY),
     ("links/elastic/mesh.py", "self.view.pack().encode()", "str(self.view.epoch).encode()", ELASTIC_MESH),
     ("links/elastic/mesh.py", "keep, CHECK_SECONDS\n", "keep, 60.0\n", ELASTIC_MESH),
@@ -643,7 +654,6 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("links/elastic/relay.py", "if self._waiting > self._limit:", "if False:", RELAY),
     ("links/elastic/relay.py", "min(length - data.tell(), MOST_AT_ONCE)", "length - data.tell()", RELAY),
     ("links/elastic/relay.py", "        self._state = state\n", "", RELAY),
-    ("links/elastic/relay.py", "if self._server.fileno() < 0:", "if True:", RELAY),
     ("links/elastic/feed.py", "frame.call[:2] == call[:2]", "True", RELAY),
     ("links/elastic/feed.py", "            self._put(error)\n", "            pass\n", RELAY),
     ("links/elastic/feed.py", "                self._check()\n", "                pass\n", RELAY),
@@ -673,7 +683,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("links/elastic/tls_store.py", "            client.settimeout(None)\n", "", TLS_STORE),
     ("links/elastic/tls_store.py", "return found if key in self._values else expected", "return found", TLS_STORE),
     ("links/elastic/registry.py", "            except UntrustedError:\n                raise\n", "", TLS_STORE),
-    ("links/elastic/registry.py", "if tls_store.speaks_tls(host, port):", "if False:", TLS_STORE),
+    ("links/elastic/registry.py", "if tls_store.probe(host, port, CALL_SECONDS) == tls_store.Probed.TLS:", "if False:", TLS_STORE),
     ("links/elastic/registry.py", "if own != fingerprint:", "if False:", JOB_SECRET),
     ("links/elastic/registry.py", "own = secret.hex() if self._shared is None else self._stored[secret]", "own = secret.hex()", JOB_SECRET),
     ("links/call_guard.py", 'secret = job_secret.derive(shared, "link", salt=secret)', "pass", JOB_SECRET),

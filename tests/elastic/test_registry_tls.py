@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from laconic.links import tls
+from laconic.links import talks, tls
 from laconic.links.elastic import registry as module
 from laconic.links.elastic import tls_store
 from laconic.links.elastic.registry import CoordinatorError, Registry, UntrustedError, serve
@@ -215,18 +215,46 @@ def test_a_worker_whose_certificate_has_expired(
         tls_store.Client("127.0.0.1", port, "", tls.Contexts(expired, expired), 5.0)
 
 
-def test_a_worker_without_tls(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_without_tls(
+    port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """At once, and without the stack that torch's client writes. The coordinator says it, too."""
+    monkeypatch.setattr(talks, "_reasons", set())
     job_keys.turn_off(monkeypatch)
-    said = refusal(port, monkeypatch, 15.0)
+    said = refusal(port, monkeypatch, 1.0)
     assert said.startswith("uses TLS, and this worker does not: set the variables that `laconic k")
+    assert capfd.readouterr().err == ""
+    lines = [record.getMessage() for record in caplog.records]
+    assert any("127.0.0.1: it does not speak TLS" in line for line in lines), lines
 
 
-def test_a_coordinator_without_tls(monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs) -> None:
+def test_a_coordinator_without_tls(
+    monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs, capfd: pytest.CaptureFixture[str]
+) -> None:
     job_keys.turn_off(monkeypatch)
     port = gloo.free_port()
     server = serve("127.0.0.1", port)
     job_keys.turn_on(monkeypatch, jobs.one)
-    assert refusal(port, monkeypatch).startswith("has no TLS, and this worker uses it: set the va")
+    said = refusal(port, monkeypatch)
+    assert said.startswith("has no TLS, and this worker uses it: set the va")
+    assert capfd.readouterr().err == ""
+    del server
+
+
+def test_what_answers_otherwise_is_left_to_torchs_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store of another version of torch may not know the question."""
+    monkeypatch.setattr(tls_store, "_TORCH_PING", b"\0" * 9)
+    monkeypatch.setattr(tls_store, "PROBE_SECONDS", 0.2)
+    job_keys.turn_off(monkeypatch)
+    port = gloo.free_port()
+    server = serve("127.0.0.1", port)
+    assert tls_store.probe("127.0.0.1", port, 5.0) == tls_store.Probed.UNKNOWN
+    registry = Registry(f"127.0.0.1:{port}", "job")
+    registry.connect(time.monotonic() + 5)
+    registry.close(time.monotonic() + 5)
     del server
 
 

@@ -250,9 +250,7 @@ class Donor:
 def donor() -> Iterator[Donor]:
     donor = Donor()
     yield donor
-    with suppress(OSError):
-        donor.server.shutdown(socket.SHUT_RDWR)  # the thread's accept returns
-    donor.server.close()
+    donor.service.close()
 
 
 def newcomer(number: int = 9) -> Member:
@@ -427,20 +425,20 @@ def test_strangers_that_send_nothing_or_too_little(donor: Donor) -> None:
     serves(donor, 8)
 
 
-def test_a_stranger_is_given_up_after_some_time(
-    monkeypatch: pytest.MonkeyPatch, donor: Donor
-) -> None:
-    monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 0.2)
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A donor that is made later gives strangers half a second."""
+    monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 0.5)
+
+
+def test_a_stranger_is_given_up_after_some_time(hasty: None, donor: Donor) -> None:
     with socket.create_connection(("127.0.0.1", donor.port), SOON) as stranger:
         stranger.settimeout(SOON)
         assert stranger.recv(1) == b""
 
 
-def test_a_stranger_that_sends_a_byte_now_and_then(
-    monkeypatch: pytest.MonkeyPatch, donor: Donor
-) -> None:
+def test_a_stranger_that_sends_a_byte_now_and_then(hasty: None, donor: Donor) -> None:
     """The time is that of the whole handshake."""
-    monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 0.5)
     hello, begin = handshake.Hello(PURPOSE, KEY, 0, bytes(16)).pack(), time.monotonic()
     with socket.create_connection(("127.0.0.1", donor.port), SOON) as stranger:
         with suppress(ConnectionError):
@@ -450,9 +448,8 @@ def test_a_stranger_that_sends_a_byte_now_and_then(
         assert time.monotonic() - begin < 1.5
 
 
-def test_too_many_files_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_files_are_open() -> None:
     """Later newcomers are served."""
-    monkeypatch.setattr(module, "RETRY_SECONDS", 0.01)
     failures = [OSError(errno.EMFILE, "too many"), OSError(errno.ECONNABORTED, "aborted")]
 
     class Server(socket.socket):
@@ -471,7 +468,7 @@ def test_too_many_files_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
         assert relay.newcomer == newcomer() and not failures
         stream.close()
         relay._stream.close()
-        server.shutdown(socket.SHUT_RDWR)
+        service.close()
 
 
 def said_with(

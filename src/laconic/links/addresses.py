@@ -102,6 +102,25 @@ def _listening(host: str, port: int) -> socket.socket:
     return server
 
 
+def connect(host: str, port: int, seconds: float) -> socket.socket:
+    """A connection to a listener, each call over which may take so many ``seconds``, as connecting
+    may. Raises `OSError`."""
+    error: OSError | None = None
+    for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        with forks.guard:
+            connection = socket.socket(family, socket.SOCK_STREAM)
+            forks.close_in_child(connection)
+        connection.settimeout(seconds)
+        try:
+            connection.connect(address)
+        except OSError as failed:
+            connection.close()
+            error = error or failed
+        else:
+            return connection
+    raise error or OSError(f"{host} has no address")
+
+
 def _numeric(variable: str) -> str | None:
     """The address that ``variable`` gives, numeric, since that is what travels; None where it is
     not set. Raises ``ValueError``."""

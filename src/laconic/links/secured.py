@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from laconic.links import tls
+from laconic.links import forks, tls
 
 T = TypeVar("T")
 
@@ -126,10 +126,13 @@ def secure(connection: socket.socket, *, server: bool, seconds: float) -> Stream
     context = contexts.server if server else contexts.client
     before = connection.gettimeout()
     connection.settimeout(seconds)
+    with forks.guard:
+        made = context.wrap_socket(connection, server, do_handshake_on_connect=False)
+        forks.close_in_child(made)
     try:
-        made: Any = context.wrap_socket(connection, server_side=server)
+        made.do_handshake()
     except BaseException:
-        connection.close()
+        made.close()
         raise
     made.settimeout(before)
     return SharedSocket(made)

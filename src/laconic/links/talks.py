@@ -11,6 +11,7 @@ import re
 import select
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable
 
@@ -28,6 +29,7 @@ _PAUSE = 0.1
 _MOST_REASONS = 20
 _reasons: set[str] = set()
 """Why callers were refused. Each reason is logged once, so that strangers cannot fill a log."""
+_logging = threading.Lock()
 
 
 class EndedError(ConnectionError):
@@ -36,7 +38,8 @@ class EndedError(ConnectionError):
 
 class Talk:
     """One conversation. ``ended`` is called once, with the error, or with None and `result` set. It
-    may set `kept`; otherwise the connection is closed. ``context``: of TLS, if it is used."""
+    may set `kept`; otherwise the connection is closed. ``context``: of TLS, if it is used.
+    ``caller``: the address of who has called, for the log."""
 
     def __init__(
         self,
@@ -47,8 +50,12 @@ class Talk:
         *,
         connecting: bool = False,
         context: ssl.SSLContext | None = None,
+        caller: str = "",
     ) -> None:
         self.connection = connection
+        self.number = connection.fileno()
+        """The file descriptor, also once it is closed."""
+        self.caller = caller
         self.kept = False
         self.deadline = deadline
         self.ended = ended
@@ -191,7 +198,7 @@ class Talks:
         for _ in range(_ACCEPTS):
             try:
                 with forks.guard:
-                    connection, _ = server.accept()
+                    connection, address = server.accept()
                     forks.close_in_child(connection)
             except (BlockingIOError, ConnectionAbortedError):
                 return
@@ -205,12 +212,14 @@ class Talks:
                 self._end(oldest, TimeoutError("made room for another caller"))
             deadline = time.monotonic() + seconds
             context = None if self._contexts is None else self._contexts.server
-            self._begin(Talk(connection, exchange(), deadline, ended, context=context))
+            caller = str(address[0])
+            at = connection, exchange(), deadline, ended
+            self._begin(Talk(*at, context=context, caller=caller))
 
     def _begin(self, talk: Talk) -> None:
-        self._talks[talk.connection.fileno()] = talk
+        self._talks[talk.number] = talk
         self._strangers += talk.inbound
-        self._poll.register(talk.connection, talk.events)
+        self._poll.register(talk.number, talk.events)
         if not talk.connecting:
             self._move(talk)  # its first message has often come already
 
@@ -223,14 +232,14 @@ class Talks:
             if said:
                 self._end(talk, None)
             else:
-                self._poll.modify(talk.connection, talk.events)
+                self._poll.modify(talk.number, talk.events)
 
     def _end(self, talk: Talk, error: Exception | None) -> None:
-        self._poll.unregister(talk.connection)
-        del self._talks[talk.connection.fileno()]
+        self._poll.unregister(talk.number)
+        del self._talks[talk.number]
         self._strangers -= talk.inbound
         if talk.inbound and isinstance(error, (RefusedError, ssl.SSLError)):
-            _log_refused(talk.connection, error)
+            log_refused(talk.caller, error)
         try:
             talk.ended(talk, error)
         finally:
@@ -240,21 +249,18 @@ class Talks:
     def close(self) -> None:
         """End all conversations."""
         for talk in list(self._talks.values()):
-            self._poll.unregister(talk.connection)
+            self._poll.unregister(talk.number)
             talk.connection.close()
         self._talks.clear()
         self._strangers = 0
 
 
-def _log_refused(connection: socket.socket, error: Exception) -> None:
-    """Log that a caller was refused, once for each reason."""
+def log_refused(caller: str, error: Exception) -> None:
+    """Log that the caller at an address was refused, once for each reason."""
     why = secured.reason(error) if isinstance(error, ssl.SSLError) else str(error)
     kind = re.sub(r"\d+", "", why)
-    if kind in _reasons or len(_reasons) >= _MOST_REASONS:
-        return
-    _reasons.add(kind)
-    try:
-        caller = str(connection.getpeername()[0])
-    except OSError:
-        caller = "an unknown address"
+    with _logging:
+        if kind in _reasons or len(_reasons) >= _MOST_REASONS:
+            return
+        _reasons.add(kind)
     log.warning("refused a caller at %s: %s (more of them are not logged)", caller, why)

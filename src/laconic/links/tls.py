@@ -12,7 +12,7 @@ import functools
 import os
 import ssl
 import time
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 TRANSPORT = "GLOO_DEVICE_TRANSPORT"
 KEY, CERTIFICATE = "GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY", "GLOO_DEVICE_TRANSPORT_TCP_TLS_CERT"
@@ -28,6 +28,18 @@ class Contexts(NamedTuple):
 
     server: ssl.SSLContext
     client: ssl.SSLContext
+
+
+class _Socket(ssl.SSLSocket):
+    """Is never wrapped before it is connected. Python tells this by its peer, and raises where the
+    peer has reset the connection already: ``wrap_socket`` has taken over the descriptor then, and
+    nobody can close it. The handshake says the same, in order."""
+
+    def getpeername(self) -> Any:
+        try:
+            return super().getpeername()
+        except OSError:
+            return None
 
 
 class Settings(NamedTuple):
@@ -115,6 +127,7 @@ def _context(protocol: int, files: Settings) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
+    context.sslsocket_class = _Socket
 
     def password() -> NoReturn:  # else OpenSSL asks at the terminal
         raise ValueError(

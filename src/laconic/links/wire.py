@@ -139,7 +139,8 @@ class Transfer:
 
     If not ``ready``, `send` says how much of each can be sent, and always for what comes ``then``.
     Bytes move inside `wait`, except those that the kernel accepts at once. The last `wait` must be
-    for all messages. Raises `LinkError` if an earlier message was not completed.
+    for all messages. Raises `LinkError` if an earlier message was not completed, and the same error
+    again after a failure.
     """
 
     def __init__(
@@ -169,6 +170,8 @@ class Transfer:
         self._outgoing = {r: i for i, (r, _, comes) in enumerate(all_of) if not comes}
         """The last message for each rank."""
         self._timeout = timeout
+        self._failure: tuple[int, int, int] | None = None
+        """What `frames.move` has returned; not the error, which would hold the connections."""
         self.names = names
         self.mutual = len(receives) if receives.keys() == sends.keys() else 0
         """With how many ranks messages are exchanged in both directions; 0: not with all."""
@@ -213,6 +216,8 @@ class Transfer:
         return {r: frames.FIELDS.unpack_from(got)[3] for r, got in each}
 
     def _move(self, until: int, enough: int = 0) -> None:
+        if self._failure is not None:  # what has moved since was not checked
+            raise self._error(*self._failure)
         outcome, left = frames.INTERRUPTED, self._timeout
         while outcome == frames.INTERRUPTED and left > 0:  # Python's handlers run in between
             start = time.monotonic()
@@ -224,16 +229,21 @@ class Transfer:
                 left = self._timeout if moved else left - (time.monotonic() - start)
         if outcome == frames.FINE:
             return
+        self._failure = outcome, index, error
+        raise self._error(*self._failure)
+
+    def _error(self, outcome: int, index: int, number: int) -> LostError | LinkError:
+        """Of what `frames.move` has returned."""
         if outcome in (frames.SILENT, frames.INTERRUPTED):
-            raise LostError(f"nothing was sent or received for {self._timeout:g} s")
+            return LostError(f"nothing was sent or received for {self._timeout:g} s")
         rank, message = self._ranks[index], self._messages[index]
         if outcome == frames.CHANGED:
-            raise ChangedError(rank, self.names[rank])
+            return ChangedError(rank, self.names[rank])
         if outcome == frames.OTHER:
             serial, call_id, size, _ = frames.FIELDS.unpack_from(message.got)
-            raise OtherCallError(rank, self.names[rank], (serial, call_id), size, message.size)
-        why = "closed by it" if outcome == frames.CLOSED else os.strerror(error)
-        raise LostError(f"connection to rank {self.names[rank]}: {why}")
+            return OtherCallError(rank, self.names[rank], (serial, call_id), size, message.size)
+        why = "closed by it" if outcome == frames.CLOSED else os.strerror(number)
+        return LostError(f"connection to rank {self.names[rank]}: {why}")
 
 
 def _tcp_info(fd: int, layout: struct.Struct) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ class Reception:
 
     def __init__(self, members: Members, service: socket.socket, units: Units) -> None:
         self._members, self._service, self._units = members, service, units
+        self._answering: Service | None = None
         self._waiting: SimpleQueue[Relay] = SimpleQueue()
         self._bequests: SimpleQueue[tuple[str, Bequest]] = SimpleQueue()
 
@@ -28,6 +29,7 @@ class Reception:
         """Answer newcomers from now on."""
         members = self._members
         service = Service(self._service, members.secret, members.add, self._units)
+        self._answering = service
         self._waiting, self._bequests = service.waiting, service.bequests
 
     def callers(self, step: int) -> list[Relay]:
@@ -75,4 +77,7 @@ class Reception:
 
     def close(self) -> None:
         """Answer nobody from now on."""
-        self._service.close()
+        if self._answering is None:
+            self._service.close()
+        else:
+            self._answering.close()

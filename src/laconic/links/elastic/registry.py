@@ -139,17 +139,13 @@ class _Client:
         prefix = f"laconic/{job}"
         if self._contexts is not None:
             return self._connect_by_tls(f"{prefix}/", self._contexts)
-        with socket.create_connection((host, port), CALL_SECONDS):
-            pass  # torch's own client retries for long, and logs each attempt
-        try:
-            store = self._plain_store(CALL_SECONDS)
-        except RuntimeError:
-            if tls_store.speaks_tls(host, port):
-                raise tls_store.UntrustedError(
-                    "uses TLS, and this worker does not: set the variables that `laconic keys` "
-                    "prints"
-                ) from None
-            raise
+        if tls_store.probe(host, port, CALL_SECONDS) == tls_store.Probed.TLS:
+            raise tls_store.UntrustedError(
+                "uses TLS, and this worker does not: set the variables that `laconic keys` prints"
+            )
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, None, False, timedelta(seconds=CALL_SECONDS), False
+        )
         return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
     def _connect_by_tls(self, prefix: str, contexts: tls.Contexts) -> tls_store.Client:
@@ -159,22 +155,19 @@ class _Client:
         except ConnectionRefusedError:
             raise
         except OSError:  # it ends, or hangs, or has no TLS
-            try:
-                self._plain_store(CALL_SECONDS / 4)
-            except RuntimeError:
-                pass
-            else:
+            if self._is_plain():
                 raise tls_store.UntrustedError(
                     "has no TLS, and this worker uses it: set the variables that `laconic keys` "
                     "prints there too"
                 ) from None
             raise
 
-    def _plain_store(self, seconds: float) -> Store:
+    def _is_plain(self) -> bool:
         host, port, _ = self._at
-        return dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, None, False, timedelta(seconds=seconds), False
-        )
+        try:
+            return tls_store.probe(host, port, CALL_SECONDS / 4) == tls_store.Probed.PLAIN
+        except OSError:
+            return False
 
     def close(self, until: float = 0.0) -> None:
         """Let the thread end, once the call that it is in returns. Wait for that until the time

@@ -13,6 +13,7 @@ import io
 import logging
 import queue
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -26,11 +27,12 @@ from torch import Tensor
 
 from laconic.errors import LinkError
 from laconic.links import forks, handshake, secured
-from laconic.links.addresses import Address
+from laconic.links.addresses import Address, connect
 from laconic.links.calls import Call
 from laconic.links.elastic.turns import Turns
 from laconic.links.elastic.units import Units
 from laconic.links.elastic.view import Member, View
+from laconic.links.talks import Talk, Talks
 
 log = logging.getLogger("laconic")
 
@@ -39,7 +41,8 @@ BEQUEST = "bequest"
 """What a worker that leaves says in place of the reason of a view."""
 KEY = bytes(handshake.KEY_BYTES)
 HANDSHAKE_SECONDS = 5.0
-RETRY_SECONDS = 0.1
+LOOK_SECONDS = 1.0
+"""How often a service looks whether it was closed, where nothing wakes its thread."""
 MOST_WAITING = 2**26
 """How many bytes more than two snapshots may wait to be sent to a newcomer."""
 MOST_AT_ONCE = 2**24
@@ -254,10 +257,9 @@ def bequeath(heir: Member, secret: bytes, me: Member, bequest: Bequest) -> None:
 def _call(worker: Member, secret: bytes, hello: View) -> Stream:
     address = Address.parse(worker.service)
     try:
-        with forks.guard:
-            plain = socket.create_connection((address.host, address.port), HANDSHAKE_SECONDS)
-            connection = secured.secure(plain, server=False, seconds=HANDSHAKE_SECONDS)
-            stream = Stream(connection)
+        plain = connect(address.host, address.port, HANDSHAKE_SECONDS)
+        connection = secured.secure(plain, server=False, seconds=HANDSHAKE_SECONDS)
+        stream = Stream(connection)
     except OSError as error:
         raise RelayError(str(error)) from error
     try:
@@ -364,7 +366,7 @@ class Relay:
 class Service:
     """Accepts newcomers that know the ``secret``, from a thread of its own, for a worker that does
     ``units``. ``waiting``: those that wait for a snapshot. ``bequests``: what workers have sent
-    that left, with their ids."""
+    that left, with their ids. `close` closes ``server`` too."""
 
     def __init__(
         self,
@@ -377,34 +379,49 @@ class Service:
         self.bequests: queue.SimpleQueue[tuple[str, Bequest]] = queue.SimpleQueue()
         self._server, self._secret, self._ready = server, secret, ready
         self._units = units
-        threading.Thread(target=self._serve, daemon=True, name="laconic-service").start()
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="laconic-service")
+        self._thread.start()
 
     def _serve(self) -> None:
-        while True:
-            try:
-                connection, _ = self._server.accept()
-            except OSError:
-                if self._server.fileno() < 0:
-                    return  # it was closed
-                time.sleep(RETRY_SECONDS)  # perhaps too many files are open
-                continue
-            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+        talks = Talks()
+        talks.serve(self._server, self._exchange, HANDSHAKE_SECONDS, self._answered)
+        while not self._closed:
+            talks.turn(LOOK_SECONDS)
+        talks.close()
+        self._server.close()
 
-    def _answer(self, plain: socket.socket) -> None:
+    def close(self) -> None:
+        """Answer nobody from now on."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread, on most systems
+        self._thread.join()
+
+    def _exchange(self) -> handshake.Exchange:
+        return handshake.answer(PURPOSE, lambda key: self._secret, self._welcome)
+
+    def _welcome(self, hello: handshake.Hello, text: bytes) -> bytes:
         try:
-            connection = secured.secure(plain, server=True, seconds=HANDSHAKE_SECONDS)
-        except OSError:  # a stranger
+            View.unpack(text.decode())
+        except ValueError as error:
+            raise handshake.RefusedError(str(error)) from None
+        return b""
+
+    def _answered(self, talk: Talk, error: Exception | None) -> None:
+        if error is not None:
             return
-        stream = Stream(connection)
-        try:
-            exchange = handshake.answer(PURPOSE, lambda key: self._secret, lambda hello, text: b"")
-            said = _converse(connection, exchange)
-            hello = View.unpack(said[handshake.HELLO_BYTES :].decode())
-            if hello.why == BEQUEST:
-                self._inherit(hello.members[0].id, stream)
-                return
-        except (RelayError, ValueError):
-            stream.close()
+        talk.kept = True
+        connection = talk.connection
+        connection.settimeout(None)
+        if isinstance(connection, ssl.SSLSocket):
+            stream = Stream(secured.SharedSocket(connection))
+        else:
+            stream = Stream(connection)
+        hello = View.unpack(talk.result[handshake.HELLO_BYTES :].decode())
+        if hello.why == BEQUEST:
+            at = hello.members[0].id, stream
+            threading.Thread(target=self._inherit, args=at, daemon=True).start()
             return
         if _NOT_SENT is not None:  # else the kernel takes in MiB, and sends them beside a round
             with contextlib.suppress(OSError):  # it has ended already
@@ -417,6 +434,8 @@ class Service:
             if isinstance(frame, Bequest):
                 self.bequests.put((id, frame))
                 stream.say(READY)
+        except RelayError as error:
+            log.info("what %s held was not taken over: %s", id, error)
         finally:
             stream.close()
 

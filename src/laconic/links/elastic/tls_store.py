@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import secrets
 import select
 import socket
 import ssl
@@ -25,9 +26,12 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any
 
 from laconic.links import forks, tls, wire
+from laconic.links.addresses import connect
+from laconic.links.talks import log_refused
 from laconic.links.texts import clean
 
 log = logging.getLogger("laconic")
@@ -44,6 +48,9 @@ PROBE_SECONDS = 1.0
 _PAUSE = 0.1
 """Seconds without new clients after the process has run out of file descriptors."""
 _LENGTH = struct.Struct(">I")
+_TORCH_PING, _NONCE_BYTES = struct.pack("=BIB", 0, 0x3C85F7CE, 13), 4
+"""How torch's client begins: VALIDATE with its magic number, and PING, which is followed by a nonce
+that the store sends back."""
 
 
 class UntrustedError(RuntimeError):
@@ -122,12 +129,16 @@ class _Serving:
         """Accept clients until `stop`."""
         with self._listening:
             while not self._ended:
+                self._wait()
                 try:
-                    client = self._accept()
-                except OSError:  # no file descriptors are left, or the client has gone
+                    client, address = self._accept()
+                except (BlockingIOError, ConnectionAbortedError):  # nobody, or one that has gone
+                    continue
+                except OSError:  # no file descriptors are left
                     time.sleep(0 if self._ended else _PAUSE)
                     continue
-                thread = threading.Thread(target=self._converse, args=(client,), daemon=True)
+                at = client, address
+                thread = threading.Thread(target=self._converse, args=at, daemon=True)
                 try:
                     thread.start()
                 except RuntimeError:  # no threads are left
@@ -141,10 +152,10 @@ class _Serving:
             for end in (self._listening, *self._clients):
                 _shutdown(end)
 
-    def _accept(self) -> ssl.SSLSocket:
-        self._wait()
+    def _accept(self) -> tuple[ssl.SSLSocket, str]:
+        """A client, and its address."""
         with forks.guard:  # does not block any more
-            connection, _ = self._listening.accept()
+            connection, address = self._listening.accept()
             connection.settimeout(HELLO_SECONDS)
             try:
                 client = self._context.wrap_socket(connection, True, do_handshake_on_connect=False)
@@ -158,7 +169,7 @@ class _Serving:
                 _shutdown(strangers[0])
                 self._clients[strangers[0]] = False  # its thread closes it
             self._clients[client] = True
-        return client
+        return client, str(address[0])
 
     def _wait(self) -> None:
         """Until a client calls, or `stop`."""
@@ -172,9 +183,13 @@ class _Serving:
             self._clients.pop(client, None)
         client.close()
 
-    def _converse(self, client: ssl.SSLSocket) -> None:
+    def _converse(self, client: ssl.SSLSocket, address: str) -> None:
         try:
-            client.do_handshake()  # the timeout is for all of it
+            try:
+                client.do_handshake()  # the timeout is for all of it
+            except ssl.SSLError as error:
+                log_refused(address, error)
+                return
             with self._lock:
                 self._clients[client] = False
             if self._ended:
@@ -211,7 +226,7 @@ class Client:
         self, host: str, port: int, prefix: str, contexts: tls.Contexts, seconds: float
     ) -> None:
         self._prefix = prefix
-        connection = _connected(host, port, seconds)
+        connection = connect(host, port, seconds)
         try:
             with forks.guard:  # wraps it without a handshake, which would block
                 self._connection = contexts.client.wrap_socket(
@@ -248,7 +263,7 @@ class Client:
 
     def get(self, key: str) -> bytes:
         """The value of ``key``, which must have one."""
-        return str(self._ask("get", self._prefix + key)).encode()
+        return str(self._ask("get", self._prefix + key)).encode(errors="replace")
 
     def set(self, key: str, value: str) -> None:
         """Set the value of ``key``."""
@@ -257,7 +272,8 @@ class Client:
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Set ``key`` to ``desired`` if its value is ``expected``, which is "" for none; returns
         its value."""
-        return str(self._ask("compare_set", self._prefix + key, expected, desired)).encode()
+        found = str(self._ask("compare_set", self._prefix + key, expected, desired))
+        return found.encode(errors="replace")  # JSON may hold half a surrogate pair
 
     def add(self, key: str, amount: int) -> int:
         """Add ``amount`` to the number ``key``, which begins at 0; returns the sum."""
@@ -288,6 +304,31 @@ class Client:
         return json.loads(_read(self._connection, length))
 
 
+class Probed(Enum):
+    """What listens at a coordinator's address: torch's store, a program with TLS, or neither."""
+
+    PLAIN, TLS, UNKNOWN = range(3)
+
+
+def probe(host: str, port: int, seconds: float) -> Probed:
+    """Ask what listens there. Raises `OSError` where nothing does.
+
+    torch's own client takes seconds to give up a server with TLS, and writes its C++ stack to the
+    standard error. So the question is what this client would say first: torch's store answers it,
+    and a server with TLS ends the connection. If the answer is neither, as of another version of
+    torch, its own client has the last word."""
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    with connect(host, port, seconds) as connection:
+        connection.settimeout(PROBE_SECONDS)
+        try:
+            connection.sendall(_TORCH_PING + nonce)
+            if _read(connection, _NONCE_BYTES) == nonce:
+                return Probed.PLAIN
+        except OSError:
+            pass
+    return Probed.TLS if speaks_tls(host, port) else Probed.UNKNOWN
+
+
 def speaks_tls(host: str, port: int) -> bool:
     """Whether a program with TLS listens there. Trusts nobody and sends nothing but a handshake."""
     asking = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -301,23 +342,6 @@ def speaks_tls(host: str, port: int) -> bool:
             return True
     except OSError:
         return False
-
-
-def _connected(host: str, port: int, seconds: float) -> socket.socket:
-    error: OSError | None = None
-    for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        with forks.guard:
-            connection = socket.socket(family, socket.SOCK_STREAM)
-            forks.close_in_child(connection)
-        connection.settimeout(seconds)
-        try:
-            connection.connect(address)
-        except OSError as failed:
-            connection.close()
-            error = error or failed
-        else:
-            return connection
-    raise error or OSError(f"{host} has no address")
 
 
 def _handshake(connection: ssl.SSLSocket) -> None:

@@ -10,6 +10,13 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 
+def _count(value: Any) -> int:
+    """``value``, a number of something; raises ``ValueError``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no number of anything")
+    return value
+
+
 @dataclass(frozen=True)
 class Rules:
     """When a round of one kind closes: ``grace`` seconds after ``quorum`` workers have arrived, or
@@ -37,8 +44,12 @@ class Announcement:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Announcement:
-        """The inverse of ``vars``, from JSON."""
-        return cls(**{**fields, "rates": tuple(fields["rates"])})
+        """The inverse of ``vars``, from JSON. Raises ``LookupError``, ``TypeError`` and
+        ``ValueError`` where ``fields`` are not of that form."""
+        counts = [_count(fields[name]) for name in ("kind", "base", "steps", "step")]
+        kind, base, steps, step = counts
+        seconds, rates = float(fields["seconds"]), tuple(float(r) for r in fields["rates"])
+        return cls(kind, base, steps, seconds, step, rates)
 
 
 class Delivery(NamedTuple):
@@ -73,9 +84,11 @@ class Closing:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Closing:
-        """The inverse of `as_json`."""
-        lists = {name: tuple(fields[name]) for name in ("roster", "paces")}
-        return cls(kind=fields["kind"], number=fields["number"], **lists)
+        """The inverse of `as_json`; raises as `Announcement.of`."""
+        roster, paces = (tuple(map(_count, fields[name])) for name in ("roster", "paces"))
+        if len(roster) != len(paces):
+            raise ValueError("each rank of a roster has a pace")
+        return cls(_count(fields["kind"]), _count(fields["number"]), roster, paces)
 
 
 class Merge(Protocol):

@@ -23,6 +23,7 @@ from laconic.links.collectives import Collectives
 from laconic.links.quorum.port import Announcement, Closing, Delivery
 from laconic.links.quorum.syncer import Outcome, Syncer
 from laconic.links.rendezvous import ADVICE
+from laconic.links.texts import clean
 from laconic.links.wire import LostError, Wire
 
 NEVER = 1e6
@@ -30,6 +31,8 @@ NEVER = 1e6
 MORE_SECONDS = 30.0
 """For so much longer than rank 0 another worker waits: rank 0 knows who is missing."""
 EXIT_SECONDS = 5.0
+MOST_TEXT, MOST_SAID = 2**24, 300
+"""The longest text, in bytes, and the longest part of it in an error, in characters."""
 _HEADER = (1, 1)
 """Of every message: each connection carries the messages of one pair of workers, in their order."""
 
@@ -62,7 +65,7 @@ class Line:
     """The connection to one other worker. Rank 0 is 0 on it, and the other worker 1."""
 
     def __init__(self, wire: Wire, place: int, other: int, timeout: float) -> None:
-        self._wire, self._place = wire, place
+        self._wire, self._place, self._other = wire, place, other
         wire.timeout = timeout
         self._collectives = Collectives(_Guard(place, other), wire)
 
@@ -81,13 +84,30 @@ class Line:
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         self.send(torch.tensor([len(data)]), data)
 
-    def receive_text(self) -> Any:
-        """Receive what `send_text` sends."""
+    def receive_text(self) -> dict[str, Any]:
+        """Receive what `send_text` sends: a dictionary."""
         size = torch.zeros(1, dtype=torch.int64)
         self.receive(size)
+        if not 0 <= int(size) <= MOST_TEXT:
+            raise self.violated(f"a text of {int(size)} bytes")
         data = torch.empty(int(size), dtype=torch.uint8)
         self.receive(data)
-        return json.loads(bytes(data.tolist()))
+        with self.reading():
+            return dict(json.loads(bytes(data.tolist())))
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """A context for what is read out of a text: raises a `LinkError` that names the other
+        worker where it is not there."""
+        try:
+            yield
+        except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
+            raise self.violated(f"no message of laconic's: {error!r}") from error
+
+    def violated(self, what: str) -> LinkError:
+        """The error of the other worker, which has sent ``what``."""
+        text = clean(f"rank {self._other} has sent {what}"[:MOST_SAID])
+        return LinkError(f"{text}. {ADVICE}", ranks=[self._other])
 
     def shutdown(self) -> None:
         """End the connection, so that a thread that waits returns."""
@@ -172,7 +192,7 @@ class Host:
         try:
             while self._serve_one(rank, line):
                 pass
-        except LinkError as error:
+        except Exception as error:  # else the other workers would wait for this one
             with self.change:
                 if not self._closed:
                     self.fail(error)
@@ -180,19 +200,23 @@ class Host:
     def _serve_one(self, rank: int, line: Line) -> bool:
         """Serve one message of worker ``rank``. Returns whether more will come."""
         said = line.receive_text()
-        if said["what"] == "meet":
+        what = said.get("what")
+        if what == "meet":
             self.meet(rank)
             return True
-        if said["what"] == "leave":
+        if what == "leave":
             with self.change:
                 self.core.leave(rank)
                 self.change.notify_all()
             return False
-        about = Announcement.of(said["about"])
-        tensors = [torch.empty_like(t) for t in self._like[about.kind]]
+        if what != "arrive":
+            raise line.violated(f"no message of laconic's: {what!r}")
+        with line.reading():
+            about = Announcement.of(said["about"])
+            tensors = [torch.empty_like(t) for t in self._like[about.kind]]
         line.receive(*tensors)
         bases = None
-        if said["bases"]:
+        if said.get("bases"):
             bases = [torch.empty_like(t) for t in tensors]
             line.receive(*bases)
         try:
@@ -290,9 +314,12 @@ class GuestPort(_Clock):
         line.send(*delivery.tensors, *(delivery.bases or ()))
         answer = line.receive_text()
         if "error" in answer:
-            raise LinkError(answer["error"], ranks=answer["ranks"])
+            with line.reading():
+                text, ranks = clean(str(answer["error"])), [int(r) for r in answer["ranks"]]
+            raise LinkError(text, ranks=ranks)
         line.receive(*delivery.tensors)
-        return Closing.of(answer)
+        with line.reading():
+            return Closing.of(answer)
 
     def meet(self, step: int) -> None:
         self._line.send_text({"what": "meet"})

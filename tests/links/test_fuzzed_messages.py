@@ -1,0 +1,379 @@
+"""Whatever comes over a connection that stands: the two movers of messages, and quorum rounds."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import socket
+import ssl
+import struct
+import time
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, NamedTuple, NoReturn
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from laconic.errors import LinkError
+from laconic.links import frames, tls
+from laconic.links.frames import CHANGED, CLOSED, FINE, FRAME, HEADER_BYTES, OTHER
+from laconic.links.quorum.port import Announcement, Closing, Delivery, Rules
+from laconic.links.quorum.syncer import Syncer
+from laconic.links.quorum.tcp import GuestPort, Host, Line
+from laconic.links.wire import ChangedError, Connections, Transfer
+
+import job_keys
+
+pytestmark = pytest.mark.timeout(60)
+HERE, THERE = (3, 7), (4, 7)
+GUARD = 64
+SIZES = (0, 1, 5, FRAME - 1, FRAME, FRAME + 1, 17 * FRAME + 3)
+
+
+def examples(count: int) -> settings:
+    """So many, the same ones in every run."""
+    return settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+# -- messages ----
+
+
+def said(place: tuple[int, int], payload: bytes, digest: int = 0) -> bytes:
+    """A message as it travels."""
+    out = struct.pack("=QQQQ", *place, len(payload), digest)
+    total = zlib.crc32(out)
+    out += struct.pack("=I", total)
+    for start in range(0, len(payload), FRAME):
+        frame = payload[start : start + FRAME]
+        total = zlib.crc32(frame, total)
+        out += frame + struct.pack("=I", total)
+    return out
+
+
+def read(data: bytes, place: tuple[int, int], size: int) -> tuple[int, bytes, int]:
+    """What must become of a message of ``size`` bytes that ``data`` begins with, and then ends: the
+    outcome, the bytes that may be used, and how many were read."""
+    if len(data) < HEADER_BYTES:
+        return CLOSED, b"", len(data)
+    total = zlib.crc32(data[:32])
+    if data[32:36] != struct.pack("=I", total):
+        return CHANGED, b"", 0
+    if data[:24] != struct.pack("=QQQ", *place, size):
+        return OTHER, b"", 0
+    used, at = b"", HEADER_BYTES
+    while len(used) < size:
+        frame = data[at : at + min(FRAME, size - len(used))]
+        at += len(frame) + 4
+        if at > len(data):
+            return CLOSED, used, len(data)
+        total = zlib.crc32(frame, total)
+        if data[at - 4 : at] != struct.pack("=I", total):
+            return CHANGED, used, 0
+        used += frame
+    return FINE, used, at
+
+
+class Sent(NamedTuple):
+    """What comes in place of two messages of ``sizes`` bytes, in pieces that end at ``cuts``."""
+
+    sizes: tuple[int, int]
+    data: bytes
+    cuts: tuple[int, ...]
+
+
+FIELDS = (0, 1, 3, 7, 2**31, 2**32 - 1, 2**62, 2**63, 2**64 - 1)
+
+
+@st.composite
+def sent(draw: st.DrawFn) -> Sent:
+    """Two messages as they should be, or with changed bytes, or cut off; messages that say
+    something else about themselves, with the right checksums; and anything."""
+    size = st.sampled_from(SIZES) | st.integers(0, 200)
+    sizes = draw(size), draw(size)
+    pattern = draw(st.binary(min_size=1, max_size=9))
+    bodies = [(pattern * (n // len(pattern) + 1))[:n] for n in sizes]
+    data = bytearray(said(HERE, bodies[0], draw(st.sampled_from(FIELDS))) + said(THERE, bodies[1]))
+    match draw(st.sampled_from(("right", "changed", "cut", "cut", "fields", "swapped", "any"))):
+        case "changed":
+            for place in draw(st.lists(st.integers(0, len(data) - 1), min_size=1, max_size=3)):
+                data[place] ^= draw(st.integers(1, 255))
+        case "cut":
+            del data[draw(st.integers(0, len(data))) :]
+        case "fields":
+            fields = struct.pack("=QQQQ", *draw(st.tuples(*[st.sampled_from(FIELDS)] * 4)))
+            data[:36] = fields + struct.pack("=I", zlib.crc32(fields))
+        case "swapped":
+            data = bytearray(said(THERE, bodies[0]) + said(HERE, bodies[1]))
+        case "any":
+            data = bytearray(draw(st.binary(max_size=300)))
+    cuts = draw(st.lists(st.integers(0, len(data)), max_size=4).map(sorted))
+    return Sent(sizes, bytes(data), tuple(cuts))
+
+
+class Room:
+    """Memory for a payload between bytes that must stay as they are."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._all = ctypes.create_string_buffer(b"\xa5" * (size + 2 * GUARD), size + 2 * GUARD)
+        self.address = ctypes.addressof(self._all) + GUARD
+
+    def payload(self) -> bytes:
+        data = self._all.raw
+        assert data[:GUARD] == data[GUARD + self.size :] == b"\xa5" * GUARD, "out of bounds"
+        return data[GUARD : GUARD + self.size]
+
+
+def check_two_messages(
+    example: Sent, ours: socket.socket, theirs: socket.socket, secured: frames.Secured
+) -> int:
+    """``theirs`` sends, and ends; ``ours`` receives what `read` says. Returns the outcome."""
+    rooms = [Room(size) for size in example.sizes]
+    messages = (frames.Message * 2)()
+    for index, (room, place) in enumerate(zip(rooms, (HERE, THERE), strict=True)):
+        where = room.address, room.size, -1, ours.fileno(), True, index - 1
+        frames.begin(messages, index, place, 0, *where)
+    ours.setblocking(False)
+    theirs.setblocking(False)
+    outcome, which = FINE, 0
+    for start, end in zip((0, *example.cuts), (*example.cuts, len(example.data)), strict=True):
+        left = memoryview(example.data)[start:end]
+        while outcome == FINE and len(left):
+            with suppress(BlockingIOError, ssl.SSLWantWriteError):
+                left = left[theirs.send(left) :]
+            outcome, which, _ = frames.move(messages, secured, frames.WITHOUT_WAITING, 0, 0)
+    theirs.shutdown(socket.SHUT_WR)
+    if outcome == FINE:
+        outcome, which, _ = frames.move(messages, secured, frames.ALL, 0, 5000)
+    first, used, length = read(example.data, HERE, rooms[0].size)
+    second, more, total = read(example.data[length:], THERE, rooms[1].size)
+    if first != FINE:
+        second, more = first, b""
+    assert outcome == second and (outcome == FINE or which == int(first == FINE))
+    for room, message, right in zip(rooms, messages, (used, more), strict=True):
+        assert message.done == len(right) and room.payload()[: len(right)] == right
+    if outcome == FINE and not secured:
+        ours.setblocking(True)
+        rest = b"".join(iter(lambda: ours.recv(2**16), b""))
+        assert rest == example.data[length + total :], "it reads no further"
+    return outcome
+
+
+@pytest.mark.parametrize("mover", ["compiled", "interpreted"])
+def test_any_bytes_in_place_of_messages(mover: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both movers do the same: nothing is used whose checksum is wrong, nothing is written out of
+    bounds, and nothing hangs."""
+    if mover == "interpreted":
+        monkeypatch.setattr(frames, "library", lambda: None)
+
+    outcomes = set()
+
+    @examples(1000)
+    @given(sent())
+    def check(example: Sent) -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            outcomes.add(check_two_messages(example, ours, theirs, {}))
+
+    check()
+    assert outcomes == {FINE, CLOSED, CHANGED, OTHER}
+
+
+def test_any_bytes_in_place_of_messages_over_tls(
+    monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs
+) -> None:
+    """From somebody with a certificate of the job."""
+    job_keys.turn_on(monkeypatch, jobs.one)
+    contexts = tls.contexts()
+    assert contexts is not None
+    with ThreadPoolExecutor(1) as pool:
+
+        @examples(200)
+        @given(sent())
+        def check(example: Sent) -> None:
+            plain = socket.socketpair()
+            there = pool.submit(contexts.client.wrap_socket, plain[1])
+            with contexts.server.wrap_socket(plain[0], True) as ours, there.result() as theirs:
+                check_two_messages(example, ours, theirs, {ours.fileno(): ours})
+
+        check()
+
+
+@pytest.mark.parametrize("mover", ["compiled", "interpreted"])
+def test_a_transfer_that_has_failed_fails_again(
+    mover: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last frame is wrong: nothing is left to move. Its error does not keep the connections."""
+    if mover == "interpreted":
+        monkeypatch.setattr(frames, "library", lambda: None)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        connections = Connections()
+        connections.keep(1, ours)
+        room = torch.zeros(5, dtype=torch.uint8)
+        transfer = Transfer(connections, {}, {1: room}, HERE, 5.0, range(2))
+        theirs.sendall(said(HERE, b"right")[:-1] + b"x")
+        for _ in range(2):
+            with pytest.raises(ChangedError, match="from rank 1 was changed on its way"):
+                transfer.wait()
+        del transfer, connections
+        theirs.settimeout(5)
+        assert theirs.recv(1) == b"", "closed"
+
+
+# -- rounds with a quorum ----
+
+
+class Pair:
+    """A wire between two workers, over a local connection."""
+
+    timeout, names = 5.0, (0, 2)
+
+    def __init__(self, end: socket.socket, other: int) -> None:
+        self.connections = Connections()
+        self.connections.keep(other, end)
+
+    def shutdown(self) -> None:
+        self.connections.shutdown()
+
+    def close(self) -> None:
+        self.connections.close()
+
+
+def pair_of_lines() -> tuple[Line, Line]:
+    """Rank 0's to rank 2, and rank 2's to rank 0."""
+    ends = socket.socketpair()
+    host = Line(Pair(ends[0], 1), 0, 2, 5.0)  # type: ignore[arg-type]
+    return host, Line(Pair(ends[1], 0), 1, 0, 5.0)  # type: ignore[arg-type]
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+ABOUT = vars(Announcement(0, 0, 4, 0.5, 4, (0.1,)))
+ARRIVES = {"what": "arrive", "about": ABOUT, "bases": False}
+CLOSES = Closing(0, 1, (0, 2), (4, 4)).as_json()
+
+
+@st.composite
+def differing(draw: st.DrawFn, right: dict[str, Any]) -> bytes:
+    """``right`` as JSON with a field that is missing or something else, or anything."""
+    value: Any = dict(right)
+    match draw(st.sampled_from(("lacks", "other", "other", "nested", "json", "bytes"))):
+        case "lacks":
+            del value[draw(st.sampled_from(sorted(value)))]
+        case "other":
+            value[draw(st.sampled_from(sorted(value)))] = draw(ANYTHING)
+        case "nested" if isinstance(value.get("about"), dict):
+            about = dict(value["about"])
+            about[draw(st.sampled_from(sorted(about)))] = draw(ANYTHING)
+            value["about"] = about
+        case "bytes":
+            return draw(st.binary(max_size=50))
+        case _:
+            value = draw(ANYTHING)
+    return json.dumps(value).encode()
+
+
+def say(line: Line, length: int, data: bytes) -> None:
+    """Send a text that claims to have this ``length``."""
+    line.send(torch.tensor([length]), torch.tensor(list(data), dtype=torch.uint8))
+
+
+LENGTHS = st.sampled_from((-1, 2**24 + 1, 2**40, 2**63 - 1))
+
+
+def conclude(text: str, ranks: Sequence[int]) -> NoReturn:
+    raise LinkError(text, ranks=ranks)
+
+
+@pytest.mark.parametrize("huge", [False, True])
+def test_rank_0_names_a_worker_that_sends_anything(huge: bool) -> None:
+    """Every other worker raises an error that names it, at once, and no thread fails."""
+
+    @examples(25 if huge else 250)
+    @given(differing(ARRIVES), LENGTHS)
+    def check(data: bytes, length: int) -> None:
+        def merge(closing: Closing, deliveries: Any) -> list[Tensor]:
+            return [torch.zeros(3)]
+
+        core = Syncer(2, [Rules(2, 0.0)], merge, lambda kind, speeds, roster: [4] * len(roster))
+        ours, theirs = pair_of_lines()
+        host = Host(core, {1: ours}, [[torch.zeros(3)]], 5.0, conclude)
+        with suppress(LinkError):  # it may be gone already
+            say(theirs, length if huge else len(data), b"" if huge else data)
+            theirs.send(torch.ones(3), torch.ones(3))  # what follows an arrival
+        try:
+            host.deliver(0, Delivery(Announcement(**ABOUT), [torch.zeros(3)]))
+        except LinkError as error:
+            assert error.ranks == (2,) and "\n" not in str(error)
+        else:
+            assert not huge and core.rounds == [1]
+            assert json.loads(data)["what"] in ("arrive", "meet", "leave")
+        host.close()
+        theirs.close()
+        ours.close()
+
+    check()
+
+
+def test_a_thread_of_rank_0_that_fails_ends_the_rounds() -> None:
+    """Whatever it fails by, here a result for no tensor: the others would wait for its worker."""
+
+    def merge(closing: Closing, deliveries: Any) -> list[Tensor]:
+        return []
+
+    core = Syncer(2, [Rules(1, 0.0)], merge, lambda kind, speeds, roster: [4] * len(roster))
+    ours, theirs = pair_of_lines()
+    host = Host(core, {1: ours}, [[torch.zeros(3)]], 5.0, conclude)
+    theirs.send_text(ARRIVES)
+    theirs.send(torch.ones(3))
+    assert theirs.receive_text()["number"] == 1
+    end = time.monotonic() + 5
+    while host._failure is None and time.monotonic() < end:
+        time.sleep(0.01)
+    with pytest.raises(LinkError, match=r"zip\(\) argument"):
+        host.deliver(0, Delivery(Announcement(**ABOUT), [torch.zeros(3)]))
+    host.close()
+    theirs.close()
+    ours.close()
+
+
+@pytest.mark.parametrize("huge", [False, True])
+def test_a_worker_names_rank_0_that_sends_anything(huge: bool) -> None:
+    @examples(25 if huge else 250)
+    @given(differing(CLOSES), LENGTHS)
+    def check(data: bytes, length: int) -> None:
+        theirs, ours = pair_of_lines()
+        port = GuestPort(ours)
+        say(theirs, length if huge else len(data), b"" if huge else data)
+        theirs.send(torch.full((3,), 9.0))
+        x = torch.zeros(3)
+        try:
+            closing = port.deliver(Delivery(Announcement(**ABOUT), [x]))
+        except LinkError as error:
+            assert error.ranks == (0,) and "\n" not in str(error)
+        else:
+            assert (
+                not huge and x.tolist() == [9.0] * 3 and len(closing.roster) == len(closing.paces)
+            )
+        ours.close()
+        theirs.close()
+
+    check()
