@@ -16,7 +16,6 @@ Symbols:
 
     exposed_r = f_r * (T_r + w_r)                            parameter round
     exposed_r = f_r * max(0, T_r + w_r - d_r * c)            parameter round with a delay
-    exposed_r = f_r * max(0, T_r + w_r - d_r * c)            gradient round with a delay
     exposed_r = f_r * (e_K - B * c)                          gradient round, in buckets 1 to K:
       e_j = max(e_{j-1}, B * c * (share of the gradients in buckets 1 to j)) + T_rj + w_rj
     seconds   = max(c + sum_r exposed_r, min(sum_r f_r * T_r / U_r, c + sum_r f_r * (T_r + w_r)))
@@ -276,14 +275,9 @@ def _gradients(r: AnyRound, facts: Facts) -> _Load:
     amount = _shaped(r, facts).cost(_elements(r, facts, n), facts.itemsize, n)
     names = ("direct", r.over, "workers") if r.exchange.direct else (r.over, "workers")
     largest = max(math.prod(shape) for shape in facts.shapes) * facts.itemsize
-    sizes = bucket_sizes(r.exchange, facts.elements * facts.itemsize, largest, r.delay)
+    sizes = bucket_sizes(r.exchange, facts.elements * facts.itemsize, largest)
     seconds = facts.travel(names, amount, n, len(sizes))
     work = facts.work.get(work_key(r), 0.0)
-    external = _external_share(r, facts) * amount.bytes
-    if r.delay:
-        stretch = facts.contention * (work + facts.carry * amount.bytes)
-        exposed = max(seconds + work - r.delay * (facts.compute + stretch), 0.0)
-        return _Load(seconds, exposed, stretch, external)
     backward = facts.backward * facts.compute
     each = [(seconds + work) * size / sum(sizes) for size in sizes]
     end = done = 0.0
@@ -294,7 +288,7 @@ def _gradients(r: AnyRound, facts: Facts) -> _Load:
     overlap = 1 - min(exposed / (seconds + work), 1.0) if seconds + work else 0.0
     concurrent = overlap * (work + facts.carry * amount.bytes)
     stretch = facts.contention * concurrent
-    return _Load(seconds, exposed, stretch, external)
+    return _Load(seconds, exposed, stretch, _external_share(r, facts) * amount.bytes)
 
 
 def _external_share(r: AnyRound, facts: Facts) -> float:

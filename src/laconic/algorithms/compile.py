@@ -115,11 +115,6 @@ def replicated(recipe: Recipe) -> Recipe:
                 f"{r.name} is inside groups of workers, or inside a worker: where workers come and "
                 "go, rounds are over all workers, and a worker is one rank"
             )
-        if isinstance(r, GradientRound) and r.delay:
-            raise ValueError(
-                f"{r.name} with a delay of {r.delay}: where workers come and go, gradients are "
-                "averaged without a delay"
-            )
         try:
             rounds.append(replace(r, exchange=r.exchange.replicated()))
         except ValueError as error:

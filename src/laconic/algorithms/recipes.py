@@ -62,21 +62,15 @@ from laconic.errors import check_bool, check_choice, check_float, check_int
 
 
 @named
-def ddp(*, codec: CodecOption = None, delay: int = 0) -> Recipe:
+def ddp(*, codec: CodecOption = None) -> Recipe:
     """Average gradients over all ranks during every backward pass.
 
     Li et al., VLDB 2020, arXiv 2006.15704. Use it on fast networks: one step of n workers equals
     one step on an n times larger batch. ``codec``: how gradients are coded. ``"int4"`` takes an
     eighth of the bytes; see `CodedMean`.
-
-    ``delay``: the optimizer uses the mean gradient of so many steps before, ``x_{t+1} <- x_t -
-    lr * mean(g(x_{t-delay}))`` for SGD (Pipe-SGD, Li et al., NeurIPS 2018, arXiv 1811.03619). All
-    workers hold the same x, and communication overlaps with the steps between. The first ``delay``
-    steps move nothing, and the last ``delay`` gradients are not used. One backward pass in a step
-    is averaged: put `no_sync` around others.
     """
     mean = mean_over_workers(codec, relative=False)
-    return (GradientRound(every(1), Average(), mean, over="world", delay=delay),)
+    return (GradientRound(every(1), Average(), mean, over="world"),)
 
 
 @named

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.schedules import Schedule, every
@@ -72,32 +72,23 @@ class Round:
         return f"{type(self.update).__name__} round{of}"
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class GradientRound:
     """An average of gradients during backward passes, as data.
 
-    ``update``: `Average`, or another one that only has a `combine` and keeps no state. ``delay``: 0
-    if it is complete when ``backward()`` returns. Else ``backward()`` leaves the mean of so many
-    steps before in ``.grad``, and this one's is on its way while later steps compute.
+    ``update``: `Average`, or another one that only has a `combine` and keeps no state.
     """
 
     when: Schedule
     update: Update
     exchange: Exchange
     over: str = "workers"
-    delay: int = 0
 
-    def __repr__(self) -> str:
-        """As a dataclass, without a ``delay`` of 0, which saved states of earlier versions lack."""
-        shown = [f for f in fields(self) if f.name != "delay" or self.delay]
-        return f"GradientRound({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
+    delay: ClassVar[int] = 0
+    """It is complete when ``backward()`` returns."""
 
     def __post_init__(self) -> None:
         check_choice("over", self.over, SETS)
-        if check_int("delay", self.delay, 0) and self.when != every(1):
-            raise ValueError(
-                "gradients with a delay are averaged in every step: give when=every(1)"
-            )
         update = self.update
         combines_only = update.replaces and not update.slots and not abilities(update)
         if update.whole:
@@ -130,7 +121,7 @@ def typical(r: AnyRound) -> AnyRound:
     """``r`` at every step, over the workers, without delay, of the first fragment: rounds that
     are equal then cost the processors the same."""
     if isinstance(r, GradientRound):
-        return replace(r, when=every(1), over="workers", delay=0)
+        return replace(r, when=every(1), over="workers")
     part = Fragment(0, r.part.count, r.part.by) if isinstance(r.part, Fragment) else r.part
     return replace(r, when=every(1), delay=0, part=part, over="workers")
 

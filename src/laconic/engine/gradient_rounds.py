@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ from laconic.algorithms.round import GradientRound
 from laconic.algorithms.update import Clock, State
 from laconic.buckets import BUCKET_BYTES, Bucket, Segment, bucketize, local, state_dtype
 from laconic.engine.channel import Channel
-from laconic.engine.delayed_gradients import Flight, Flights, clear
 from laconic.engine.flat_gradients import FlatGradients, nonzero, sample_positions
 from laconic.engine.nonfinite import NonfiniteCheck
 from laconic.errors import LinkError, NotFiniteError
@@ -44,11 +42,8 @@ REENTRANT = (
 )
 
 
-def bucket_bytes(exchange: Exchange, total: int, delay: int = 0) -> tuple[int, int]:
-    """Most bytes in the first bucket, and in the others, for ``total`` bytes of gradients. With a
-    ``delay``, sending need not start early, and each bucket would add its messages' latency."""
-    if delay:
-        return BUCKET_BYTES, BUCKET_BYTES
+def bucket_bytes(exchange: Exchange, total: int) -> tuple[int, int]:
+    """Most bytes in the first bucket, and in the others, for ``total`` bytes of gradients."""
     if not exchange.slots:
         return FIRST_BYTES, BUCKET_BYTES
     least = max(-(-total // CODED_BUCKETS // LEAST_BYTES), 1)
@@ -56,10 +51,10 @@ def bucket_bytes(exchange: Exchange, total: int, delay: int = 0) -> tuple[int, i
     return each, each
 
 
-def bucket_sizes(exchange: Exchange, total: int, largest: int = 0, delay: int = 0) -> list[int]:
+def bucket_sizes(exchange: Exchange, total: int, largest: int = 0) -> list[int]:
     """The approximate bytes of each bucket, for ``total`` bytes of gradients, of which the largest
     tensor has ``largest``."""
-    first, each = bucket_bytes(exchange, total, delay)
+    first, each = bucket_bytes(exchange, total)
     if exchange.whole:
         first, each = max(first, largest), max(each, largest)
     whole, rest = divmod(max(total - first, 0), each)
@@ -122,7 +117,6 @@ class GradientRunner:
         self._params: list[Tensor] = []
         self._hooks: dict[int, RemovableHandle] = {}
         self._flats: list[FlatGradients] = []
-        self._flights = Flights(r.delay)
         self._pending: list[Pending[None]] = []
         self._missing: list[int] = []
         """By bucket, how many parameters' gradients have not arrived."""
@@ -150,7 +144,7 @@ class GradientRunner:
             self._discard()
         unsent = {**self._unsent, **self.left_over()}
         total = sum(local(p).numel() * p.element_size() for p in params)
-        first, each = bucket_bytes(self.exchange, total, self.round.delay)
+        first, each = bucket_bytes(self.exchange, total)
         buckets = bucketize(
             [params[::-1]],
             self.exchange.multiple(1 if self._context.elastic else self._link.size),
@@ -218,15 +212,6 @@ class GradientRunner:
                 values.copy_(whole[segment.start : segment.stop] * self._scale_of(name))
         return channel
 
-    def flights(self) -> list[dict[str, Any]]:
-        """The gradients in flight, as plain data. Waits for them; sends nothing."""
-        return self._flights.state_dict(self._params)
-
-    def load_flights(self, saved: Sequence[Mapping[str, Any]]) -> Callable[[], None]:
-        """A function that goes on with the gradients ``saved`` by `flights`."""
-        found = self._flights.prepare(saved, self.channels, self._samples, self._params)
-        return partial(self._flights.load, found)
-
     def detach(self) -> None:
         """Remove the hooks."""
         while self._hooks:
@@ -245,11 +230,6 @@ class GradientRunner:
                 f"{self._label}: a backward pass raised after a part of its gradients was sent (or "
                 "another pass ran within it), so this rank cannot rejoin the others: start again "
                 f"from the last checkpoint; {REENTRANT}"
-            )
-        if self.round.delay and self._averaged:
-            raise RuntimeError(
-                f"{self.round.name}: with a delay, one backward pass in a step is averaged: "
-                "put no_sync() around the others"
             )
         self._discard()
         self.refresh(keep=True)
@@ -337,17 +317,10 @@ class GradientRunner:
         self._task = None
         while len(self._pending) < len(self.channels):
             self._send()
-        had = {id(p): p.grad is not None for p in self._params}
-        at = self.channels, self._samples, self._flats, self._pending, had, self.scale, self._label
-        due = self._flights.after(Flight(*at))
-        if due is None:
-            clear(self._params, scaled=self._context.scale is not None)
-        else:
-            due.wait()
-            self._write(due)
+        for pending in self._pending:
+            pending.wait()
         self._pending = []
-        if self.round.delay:  # the memory of what was used now is used again
-            self._flats = due.flats if due is not None and due.channels is self.channels else []
+        self._write()
         self._averaged = True
 
     def before_step(self) -> None:
@@ -358,9 +331,6 @@ class GradientRunner:
         joined = self.refresh(keep=self._active() and not self._averaged)
         if not (self._active() and self.channels) or (self._averaged and not joined):
             return
-        if self._averaged and self.round.delay:
-            clear([p for p in self._params if id(p) not in before], scaled=False)
-            return  # those that joined have no mean yet
         if self._averaged and self.exchange.slots:
             self._average_dense([p for p in self._params if id(p) not in before], joined=True)
             self._average_dense(params, joined=False)
@@ -398,35 +368,24 @@ class GradientRunner:
             self._flats = []
 
     @torch.no_grad()
-    def _write(self, flight: Flight) -> None:
+    def _write(self) -> None:
         """Write the means to ``.grad``. If no rank had a gradient for a parameter it stays None, so
         that the optimizer skips it, as it would in one process."""
-        unused = self._unused(flight)
-        for flat in flight.flats:
-            if self.scale != flight.scale:
-                flat.whole.mul_(self.scale / flight.scale)
+        unused = self._unused()
+        for flat in self._flats:
             flat.scatter(unused)
-        for p in self._params if self.round.delay else ():
-            if id(p) in unused or id(p) not in flight.had:
-                p.grad = None  # what is there is of this step
 
-    def _unused(self, flight: Flight) -> set[int]:
+    def _unused(self) -> set[int]:
         """The ids of parameters without a gradient on any rank. All ranks see the same means, so
         they agree which are all zeros. Only for these, which are rare, do they exchange who had a
         gradient, and for frozen ones, which may have a residual."""
         found: set[int] = set()
-        for channel, flat, samples in zip(
-            flight.channels, flight.flats, flight.samples, strict=True
-        ):
+        for channel, flat, samples in zip(self.channels, self._flats, self._samples, strict=True):
             found |= nonzero(channel.bucket, flat, samples)
-        doubtful = [
-            p
-            for p in self._params
-            if id(p) in flight.had and (id(p) not in found or not p.requires_grad)
-        ]
+        doubtful = [p for p in self._params if id(p) not in found or not p.requires_grad]
         if not doubtful:
             return set()
-        had = torch.tensor([float(flight.had[id(p)]) for p in doubtful])
-        had = had.to(flight.flats[0].whole.device)
-        self._comm.call(partial(self._link.mean, had), flight.label)
+        had = torch.tensor([float(p.grad is not None) for p in doubtful])
+        had = had.to(self._flats[0].whole.device)
+        self._comm.call(partial(self._link.mean, had), self._label)
         return {id(p) for p, share in zip(doubtful, had.tolist(), strict=True) if share == 0}

@@ -29,9 +29,9 @@ _DIFFERENT_WEIGHTS = (
 
 
 def _stateful(run: RecipeRun) -> list[GradientRunner]:
-    """The gradient rounds with state or a delay. Averages inside a worker have none; another layout
-    of ranks need not have them."""
-    return [g for g in run.gradients if g.exchange.slots or g.round.delay]
+    """The gradient rounds with state. Averages inside a worker have none; another layout of ranks
+    need not have them."""
+    return [gradients for gradients in run.gradients if gradients.exchange.slots]
 
 
 def header(run: RecipeRun) -> Saved:
@@ -61,17 +61,11 @@ def _state_dict(run: RecipeRun, in_step: bool, policy: Policy | None) -> Saved:
         "step": run.session.step,
         "in_step": in_step,
         "rounds": [saved_state.round_state(running) for running in run.rounds],
-        "gradients": [_gradient_state(gradients) for gradients in _stateful(run)],
+        "gradients": [{**saved_state.exchange_state(g), "scale": g.scale} for g in _stateful(run)],
         "auto": None if policy is None else policy.state_dict(),
         "scores": None if run.scores is None else run.scores.state_dict(),
         "quorum": None if run.quorum is None else run.quorum.state_dict(),
     }
-
-
-def _gradient_state(gradients: GradientRunner) -> Saved:
-    flights = gradients.flights()  # first: arrivals may change the state
-    saved = {**saved_state.exchange_state(gradients), "scale": gradients.scale}
-    return {**saved, "flights": flights} if gradients.round.delay else saved
 
 
 def parts_of(state: State | Sequence[State | None], run: RecipeRun) -> dict[int, Saved]:
@@ -144,8 +138,6 @@ class Loading:
             states = [part["gradients"][index] for part in saved]
             self._load.append(saved_state.load_exchange_state(gradients, states, source))
             self._load.append(partial(setattr, gradients, "scale", float(states[0]["scale"])))
-            if gradients.round.delay:  # the same means on every rank
-                self._load.append(gradients.load_flights(states[0]["flights"]))
         if run.scores is not None and mine is not None:
             self._load.append(run.scores.loader(first["scores"]))
         self.step, self.in_step = int(first["step"]), bool(first["in_step"])
