@@ -359,7 +359,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("links/wire.py", "size if ready and after < 0 else -1", "size if after < 0 else -1", WIRE),
     ("links/frames.py", "return before is None or before.moved ==", "return True or before.moved ==", LINKS),
     ("engine/drift.py", "if len(set(digests)) < 2:", "if True:", DRIFT),
-    ("engine/drift.py", "(bits * weights).sum()", "bits.sum()", DRIFT),
+    ("engine/drift.py", "x.element_size(), crc)", "x.element_size(), 0)", DRIFT),
     ("engine/drift.py", "session.broadcast([*session.params(), *tensors], root)", "session.broadcast(session.params(), root)", DRIFT),
     ("links/wire.py", "{r: frames.FIELDS.unpack_from(got)[3] for", "{r: 0 for", DRIFT),
     ("links/collectives.py", "if mean.dtype != own.dtype:", "if False:", LINKS),

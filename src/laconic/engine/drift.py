@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from laconic.algorithms.round import plain
-from laconic.buckets import local
+from laconic.buckets import is_sharded, local
 from laconic.links.calls import Call
 from laconic.links.comm_thread import Pending
+from laconic.links.frames import crc32
 
 if TYPE_CHECKING:
     from laconic.engine.channel import Channel
@@ -35,47 +36,49 @@ if TYPE_CHECKING:
     from laconic.links.link import Link
 
 PART, PARTS = 2**14, 256
-"""The least elements of a part, and the most parts that all is cut into. A call carries the digest
-of one part for every step since the last call of its kind, so the time per step is the same."""
+"""The least elements of a part, and the most parts that all is cut into. Gradients carry the digest
+of one part. A round carries that of one part for every step since the last round of its kind, so
+the time per step is the same, but at most of `MOST` parts, or of a quarter of all."""
+MOST = 8
 REPAIR_STEPS = 1000
 """The least number of steps between two repairs. Where processors differ, workers drift apart by
 roundings at every step, which does no harm for long, and a repair costs as much as a round."""
 GRADIENTS = "gradients"
-_PIECE = 2**16
-_FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd, so that every change of one element shows
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def digest(pieces: Sequence[Tensor]) -> int:
-    """A number from 1 to 2**64 - 1 that depends on every bit of the flat tensors ``pieces``, and on
-    their order: the sum of all elements' bits as integers, times odd numbers, modulo 2**64."""
-    total = torch.zeros((), dtype=torch.int64)
-    for piece in pieces:
-        for x in torch.split(torch.view_as_real(piece) if piece.is_complex() else piece, _PIECE):
-            bits = x.reshape(-1).view(_INTEGERS[x.element_size()]).to(torch.int64) + 1
-            weights = 2 * torch.arange(len(bits), dtype=torch.int64) + 1
-            total = total * _FACTOR + (bits * weights).sum()
-    return int(total) % 2**64 or 1
+def digest(pieces: Iterable[Tensor]) -> int:
+    """A number from 1 to 2**32 that depends on every bit of the flat tensors ``pieces``, and on
+    their order: the CRC-32 of all bytes, plus 1."""
+    crc = 0
+    for x in pieces:
+        x = x.contiguous()
+        crc = crc32(x.data_ptr(), x.numel() * x.element_size(), crc)
+    return 1 + crc
+
+
+def parts_of(total: int) -> tuple[int, int]:
+    """Into how many parts so many elements are cut, and the elements of a part."""
+    each = max(PART, -(-total // PARTS))
+    return max(-(-total // each), 1), each
 
 
 def part_of(tensors: Sequence[Tensor], number: int, count: int = 1) -> Iterator[Tensor]:
     """``count`` parts from the part ``number`` on, counted around, of the ``tensors`` one after the
     other."""
-    flat = [local(t).detach().reshape(-1) for t in tensors]
-    total = sum(map(len, flat))
-    each = max(PART, -(-total // PARTS))
-    parts = max(-(-total // each), 1)
-    first = number % parts
-    beyond = first + min(count, parts) - parts
-    stretches = [(first * each, (first + min(count, parts)) * each)]
+    sizes = [(local(t) if is_sharded(t) else t).numel() for t in tensors]
+    total = sum(sizes)
+    parts, each = parts_of(total)
+    first, count = number % parts, min(count, parts)
+    beyond = first + count - parts
+    stretches = [(first * each, (first + count) * each)]
     if beyond > 0:
         stretches = [(first * each, total), (0, beyond * each)]
     for start, stop in stretches:
         at = 0
-        for x in flat:
-            if start < at + len(x) and at < stop:
-                yield x[max(start - at, 0) : stop - at]
-            at += len(x)
+        for t, size in zip(tensors, sizes, strict=True):
+            if start < at + size and at < stop:
+                yield local(t).reshape(-1)[max(start - at, 0) : stop - at]
+            at += size
 
 
 class Difference(NamedTuple):
@@ -124,7 +127,7 @@ class DriftCheck:
         if not self.possible:
             return 0
         self._sent = True
-        return digest(list(part_of(self._session.params(), self._session.step)))
+        return digest(part_of(self._session.params(), self._session.step))
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -236,10 +239,12 @@ class RoundCheck:
         return [t for t in found if t.dim()]
 
     def _digest(self, tensors: Sequence[Tensor], step: int) -> int:
-        """Of one part for every step since the last round of this kind."""
-        when, most = self._running.round.when, min(step, PARTS)
+        """Of some parts of ``tensors``, flat ones; others in the next round."""
+        when, executed = self._running.round.when, self._running.executed
+        parts, _ = parts_of(sum(t.numel() for t in tensors))
+        most = min(step, max(MOST, parts // 4))
         since = next((k for k in range(1, most) if when(step - k)), most)
-        return digest(list(part_of(tensors, step - since, since)))
+        return digest(part_of(tensors, executed * since, since))
 
     @torch.no_grad()
     def digest(self, step: int) -> int:
@@ -275,8 +280,8 @@ class RoundCheck:
                 self._check.repaired[self._name] = step
             self._report(found, repairs)
         if self._equal_x and not self._equal_state(channels):
-            views = [s.view() for c in channels for s in c.bucket.segments]
-            self._x_digest = self._digest(views, step)
+            views = [c.bucket.views() or [s.view() for s in c.bucket.segments] for c in channels]
+            self._x_digest = self._digest([v for each in views for v in each], step)
 
     def _look(self, channels: Sequence[Channel], step: int) -> tuple[Difference | None, bool]:
         """In the communication thread."""
