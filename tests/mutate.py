@@ -367,7 +367,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("engine/drift.py", "exchange.agrees and heard_by_all", "heard_by_all", DRIFT),
     ("engine/drift.py", "executed * since, since", "0, since", DRIFT),
     ("engine/drift.py", "self._x_digest = 0\n        self._looking", "self._looking", DRIFT),
-    ("engine/newcomers.py", "session.drift.repaired = dict", "session.drift.found = len", DRIFT),
+    ("engine/newcomers.py", "session.drift.repaired = dict(state[\"repaired\"])", "pass", DRIFT),
     ("links/elastic/replay.py", "self.digests = record.digests", "pass", DRIFT),
     ("engine/drift.py", "x.element_size(), crc)", "x.element_size(), 0)", DRIFT),
     ("engine/drift.py", "session.broadcast([*session.params(), *tensors], sender)", "session.broadcast(session.params(), sender)", DRIFT),

@@ -15,13 +15,17 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
-from laconic.algorithms.exchanges import ShardedMean
+from laconic.algorithms.exchanges import Push, ShardedMean
 from laconic.algorithms.round import Round
 from laconic.algorithms.schedules import every
-from laconic.algorithms.updates import Downpour
+from laconic.algorithms.topology import Graph
+from laconic.algorithms.updates import Average, Downpour
 from laconic.engine import drift
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.links import Link
+from laconic.links.calls import Call
+from laconic.links.elastic.relay import Record
+from laconic.links.elastic.replay import Replay
 
 import all_recipes
 import gloo
@@ -148,6 +152,14 @@ def check(results: list[dict[str, Any]], row: Row) -> None:
         expected = [int(bool(inside) and s >= row.found) for s in range(len(r["drifted"]))]
         assert r["drifted"] == expected, rank
         assert torch.equal(r["values"], results[0]["values"])
+        if "params" in r and _sets_x(row):
+            assert torch.equal(r["params"], results[0]["params"])
+
+
+def _sets_x(row: Row) -> bool:
+    """Whether the last round sets x."""
+    last = row.recipe[row.index]
+    return last.update.replaces and not last.delay
 
 
 def steps_of(row: Row) -> int:
@@ -312,7 +324,12 @@ def odd_step(model: Any, optimizers: Any, sync: la.Synchronizer, rank: int) -> N
 
 
 TWO_SHARDS = Round(every(3), Downpour(), ShardedMean(shards=2))
-ALIKE = {**all_recipes.ROWS, "downpour, two shards": all_recipes.Row((TWO_SHARDS,))}
+GOSSIP = Round(every(2), Average(), Push(Graph("ring")))
+ALIKE = {
+    **all_recipes.ROWS,
+    "downpour, two shards": all_recipes.Row((TWO_SHARDS,)),
+    "gossip that replaces x": all_recipes.Row((GOSSIP,)),
+}
 
 
 @pytest.mark.parametrize("name", ALIKE)
@@ -381,6 +398,24 @@ def test_no_false_alarm_with_other_workers(name: str, others: int, tmp_path: Pat
 
     la.simulate(lambda rank: train(rank, 7, False), workers=3)
     assert la.simulate(lambda rank: train(rank, 20, True), workers=others) == [0] * others
+
+
+def test_a_state_that_is_loaded_ends_what_was_noted_of_x() -> None:
+    """A newcomer that loads another worker's state has not taken part in the round before."""
+
+    def train(rank: int) -> list[int]:
+        model, optimizer = build()
+        sync = la.attach(model, optimizer, la.local_sgd(2))
+        (check_of_round,) = sync.driver.run._checks.values()
+        noted = [check_of_round.digest(2)]
+        for _ in range(2):
+            go(model, optimizer, sync, rank)
+        noted.append(check_of_round.digest(4))
+        sync.load_state_dict(sync.state_dict())
+        return [*noted, check_of_round.digest(4)]
+
+    for before, noted, loaded in la.simulate(train, workers=2):
+        assert before == 0 and noted > 0 and loaded == 0
 
 
 # -- elastic runs ----
@@ -452,3 +487,31 @@ def test_newcomers_of_a_worker_that_differs(name: str) -> None:
             results = la.simulate(lambda number, a=args: train_elastic(number, *a), faults=faults)
         two, newcomer = results[2:]
         assert torch.equal(two["values"], newcomer["values"]), join
+
+
+def test_a_newcomer_knows_when_the_others_were_repaired() -> None:
+    """The second fault comes too soon after the first repair, and none repairs it."""
+
+    def train(number: int) -> int:
+        model, optimizer = build()
+        sync = la.attach(model, optimizer, la.diloco(4), elastic=la.Elastic())
+        while sync.step < 20:
+            go(model, optimizer, sync, number)
+            if number == 1 and sync.step in (5, 13):
+                state_of(sync.driver.run.rounds[0], "anchor")[0] += 0.1
+        return sync.stats().steps_drifted
+
+    with pytest.warns(UserWarning, match="have drifted apart: at step 8"):
+        found = la.simulate(train, faults=la.Faults(2, join=(9,)))
+    assert found == [3, 3, 2]
+
+
+def test_a_newcomer_gets_digests_with_what_it_repeats() -> None:
+    replay, call, x = Replay(lambda: None), Call(3, "a round"), torch.zeros(4)
+    replay.feed = lambda call: Record(call, 2, [torch.ones(4)], [5, 7])
+    replay.begin_call(call)
+    assert replay.digests == []
+    replay.unit(lambda: replay.mean(x))
+    assert replay.digests == [5, 7] and x.tolist() == [1.0] * 4
+    replay.begin_call(call)
+    assert replay.digests == []
