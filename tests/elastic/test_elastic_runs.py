@@ -48,6 +48,29 @@ def test_a_killed_worker_and_its_replacement(recipe: str) -> None:
     assert len(digests) == 3 and len(set(digests)) == 1
 
 
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "laconic.ddp()",
+        "laconic.local_sgd(4, codec='int8')",
+        "laconic.local_sgd(4, delay=2, codec='int8')",
+    ],
+)
+def test_workers_that_drift_apart_are_repaired(recipe: str) -> None:
+    """While a worker is killed and another one joins: all that are left have seen it."""
+    with Run(recipe, count=3, steps=300, fault=[2, 150]) as run:
+        for worker in run.workers:
+            worker.wait_for("ready")
+        newcomer = run.add()
+        newcomer.wait_for("ready")
+        run.workers[0].send(signal.SIGKILL)
+        done = [w.wait_for("done") for w in run.workers[1:]]
+        assert len({event["digest"] for event in done}) == 1
+        assert [event["drifted"] for event in done] == [1, 1, 1]
+        texts = [w.errors for w in run.workers[1:] if w.end() == 0]
+    assert len(texts) == 3 and sum("have drifted apart: at step 15" in t for t in texts) == 1
+
+
 def test_a_worker_that_hangs_is_left_behind() -> None:
     with Run("laconic.local_sgd(2)", count=3, steps=600, fresh=True) as run:
         for worker in run.workers:

@@ -296,6 +296,9 @@ def test_a_broadcast_that_is_interrupted_leaves_its_input(
                 x[:2] = 7.0
                 raise Interrupted("rank 0 is lost")
 
+        def digests(self) -> list[int]:
+            return []
+
     def train(number: int) -> list[float]:
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -13,7 +13,7 @@ from torch import nn
 import laconic
 from laconic.algorithms.parse import parse_recipe
 from laconic.engine import drift
-from laconic.engine.drift import digest, largest_group, part_of
+from laconic.engine.drift import Difference, digest, part_of
 from laconic.links import Link
 
 import gloo
@@ -109,9 +109,12 @@ def test_repairs_keep_their_distance() -> None:
     assert torch.equal(results[0]["params"], results[1]["params"])
 
 
-@pytest.mark.parametrize("recipe", ["local_sgd(2)", "post_local_sgd(2, 2)"])
+@pytest.mark.parametrize(
+    "recipe", ["local_sgd(2)", "post_local_sgd(2, 2)", "local_sgd(3, delay=2)", "sgp()"]
+)
 def test_nothing_is_found_where_workers_may_differ(recipe: str) -> None:
-    results = laconic.simulate(lambda rank: train(rank, 6, {3: 2}, recipe), workers=3)
+    """x changes on one worker between two rounds, as by a step: the next round averages it."""
+    results = laconic.simulate(lambda rank: train(rank, 6, {3: 2}, recipe, 1), workers=3)
     assert results[0]["drifted"][-1] == 0
 
 
@@ -142,13 +145,30 @@ def test_parts_cover_everything_once() -> None:
     parts = [torch.cat(list(part_of(tensors, k))) for k in range(10)]
     again = torch.cat(list(part_of(tensors, 10)))
     assert torch.equal(torch.cat(parts), torch.arange(105.0)) and torch.equal(again, parts[0])
+    several = [torch.cat(list(part_of(tensors, 8, count))) for count in (2, 5, 99)]
+    assert torch.equal(several[0], torch.cat(parts[8:]))
+    assert torch.equal(several[1], torch.cat([*parts[8:], *parts[:3]]))
+    assert torch.equal(several[2], torch.cat([*parts[8:], *parts[:8]])), "none twice"
+    assert list(part_of([torch.zeros(0)], 3, 2)) == []
 
 
 @pytest.mark.parametrize(
-    ("digests", "rank"), [([1, 1, 2], 0), ([2, 1, 1], 1), ([1, 2], 0), ([1, 2, 3, 2, 1], 0)]
+    ("digests", "found"),
+    [
+        ([1, 1, 2], (0, [2])),
+        ([2, 1, 1], (1, [0])),
+        ([1, 2], (0, [1])),
+        ([1, 2, 3, 2, 1], (0, [1, 2, 3])),
+        ([0, 0, 2, 0, 1, 1], (4, [2])),
+        ([1, 1, 1], None),
+        ([0, 1, 0], None),
+        ([0, 0, 0], None),
+        ([], None),
+    ],
 )
-def test_the_largest_group_counts(digests: list[int], rank: int) -> None:
-    assert largest_group(digests) == rank
+def test_the_largest_group_counts(digests: list[int], found: tuple[int, list[int]] | None) -> None:
+    """A rank with 0 has nothing to compare."""
+    assert Difference.of(digests) == found
 
 
 @pytest.fixture(autouse=True)

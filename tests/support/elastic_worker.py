@@ -18,7 +18,7 @@ import torch
 
 import laconic
 
-OWN = ("samples", "clip", "fails_after", "linger")
+OWN = ("samples", "clip", "fails_after", "linger", "fault")
 """The options that are not those of `laconic.Elastic`."""
 
 
@@ -50,7 +50,8 @@ def train(
 ) -> None:
     """Train a small model. ``options``: ``samples`` of a dataset, else each worker draws its own by
     its ``number``; ``clip``: clip the gradients; ``fails_after``: see `Clock`; ``linger``: seconds
-    to live on after the end."""
+    to live on after the end; ``fault``: the number of a worker, and the step after which what all
+    should have changes there."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(20, 100),
@@ -83,13 +84,18 @@ def train(
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         scheduler.step()
+        if options.get("fault") == [number, sync.step]:
+            rounds = sync.driver.run.rounds
+            state = rounds[0].channels[0].exchange_state if rounds else {}
+            state.get("reference", model[0].weight.detach()).view(-1)[3] += 1e-3
         time.sleep(pace)
     sync.finish()
     digest = hashlib.sha256()
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
             digest.update(tensor.detach().numpy().tobytes())
-    say("done", digest=digest.hexdigest(), loss=loss.item(), workers=len(sync.view.workers))
+    stats = {"workers": len(sync.view.workers), "drifted": sync.stats().steps_drifted}
+    say("done", digest=digest.hexdigest(), loss=loss.item(), **stats)
     time.sleep(options.get("linger", 0.0))
 
 

@@ -1,82 +1,125 @@
-"""Finds workers whose parameters should be equal and are not, and repairs them.
+"""Finds workers that should hold the same values and do not, and repairs them.
 
 Where only gradients are averaged, every worker takes the same steps, and all should hold the same
-x. Processors of different kinds round differently, and memory can fail. So every worker computes a
-digest of a part of its x, another part in each step. The messages of the step's gradients carry it,
-at no cost. If the digests differ, all workers know it at the end of the same step.
+x. A parameter round whose exchange agrees leaves on all workers the same state that every worker
+keeps: anchors and outer momenta that are not sharded, references of coded messages. If it has none,
+and replaces x at once, it leaves the same x. Processors of different kinds round differently, and
+memory can fail. So every worker computes a digest of a part of what should be the same, another
+part each time. The messages of the next gradients, or of the next round of the kind, carry it, at
+no cost. If the digests differ, all workers know it at the end of that call.
+
+Nothing is compared that may differ: x between rounds, x where results are folded in late, the state
+of gossip and eager updates, residuals.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from laconic.buckets import local
+from laconic.algorithms.round import plain
+from laconic.buckets import is_sharded, local
+from laconic.links.calls import Call
+from laconic.links.comm_thread import Pending
+from laconic.links.frames import crc32
 
 if TYPE_CHECKING:
+    from laconic.engine.channel import Channel
+    from laconic.engine.parameter_rounds import ParameterRunner
     from laconic.engine.session import Session
+    from laconic.links.link import Link
 
 PART, PARTS = 2**14, 256
-"""The least elements of a part, and the most parts that x is cut into."""
+"""The least elements of a part, and the most parts that all is cut into. Gradients carry the digest
+of one part. A round carries that of one part for every step since the last round of its kind, so
+the time per step is the same, but at most of `MOST` parts, or of a quarter of all."""
+MOST = 8
 REPAIR_STEPS = 1000
 """The least number of steps between two repairs. Where processors differ, workers drift apart by
 roundings at every step, which does no harm for long, and a repair costs as much as a round."""
-_PIECE = 2**16
-_FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd, so that every change of one element shows
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+GRADIENTS = "gradients"
 
 
-def digest(pieces: Sequence[Tensor]) -> int:
-    """A number from 1 to 2**64 - 1 that depends on every bit of the flat tensors ``pieces``, and on
-    their order: the sum of all elements' bits as integers, times odd numbers, modulo 2**64."""
-    total = torch.zeros((), dtype=torch.int64)
-    for piece in pieces:
-        for x in torch.split(torch.view_as_real(piece) if piece.is_complex() else piece, _PIECE):
-            bits = x.reshape(-1).view(_INTEGERS[x.element_size()]).to(torch.int64) + 1
-            weights = 2 * torch.arange(len(bits), dtype=torch.int64) + 1
-            total = total * _FACTOR + (bits * weights).sum()
-    return int(total) % 2**64 or 1
+def digest(pieces: Iterable[Tensor]) -> int:
+    """A number from 1 to 2**32 that depends on every bit of the flat tensors ``pieces``, and on
+    their order: the CRC-32 of all bytes, plus 1."""
+    crc = 0
+    for x in pieces:
+        x = x.contiguous()
+        crc = crc32(x.data_ptr(), x.numel() * x.element_size(), crc)
+    return 1 + crc
 
 
-def part_of(tensors: Sequence[Tensor], number: int) -> Iterator[Tensor]:
-    """The part ``number``, counted around, of the ``tensors`` one after the other."""
-    flat = [local(t).detach().reshape(-1) for t in tensors]
-    total = sum(map(len, flat))
+def parts_of(total: int) -> tuple[int, int]:
+    """Into how many parts so many elements are cut, and the elements of a part."""
     each = max(PART, -(-total // PARTS))
-    start = number % max(-(-total // each), 1) * each
-    for x in flat:
-        if start < len(x) and start + each > 0:
-            yield x[max(start, 0) : start + each]
-        start -= len(x)
+    return max(-(-total // each), 1), each
 
 
-def largest_group(digests: Sequence[int]) -> int:
-    """The first rank of the largest group of ranks with equal digests; of two, of the first."""
-    ((most, _),) = Counter(digests).most_common(1)
-    return digests.index(most)
+def part_of(tensors: Sequence[Tensor], number: int, count: int = 1) -> Iterator[Tensor]:
+    """``count`` parts from the part ``number`` on, counted around, of the ``tensors`` one after the
+    other."""
+    sizes = [(local(t) if is_sharded(t) else t).numel() for t in tensors]
+    total = sum(sizes)
+    parts, each = parts_of(total)
+    first, count = number % parts, min(count, parts)
+    beyond = first + count - parts
+    stretches = [(first * each, (first + count) * each)]
+    if beyond > 0:
+        stretches = [(first * each, total), (0, beyond * each)]
+    for start, stop in stretches:
+        at = 0
+        for t, size in zip(tensors, sizes, strict=True):
+            if start < at + size and at < stop:
+                yield local(t).reshape(-1)[max(start - at, 0) : stop - at]
+            at += size
+
+
+class Difference(NamedTuple):
+    """The ranks ``others`` differ from the rank ``root``, the first of the largest group."""
+
+    root: int
+    others: list[int]
+
+    @classmethod
+    def of(cls, digests: Sequence[int]) -> Difference | None:
+        """What the ranks' ``digests`` say. A rank with 0 has nothing to compare."""
+        counts = Counter(value for value in digests if value)
+        if len(counts) < 2:
+            return None
+        ((most, _),) = counts.most_common(1)
+        others = [r for r, value in enumerate(digests) if value not in (0, most)]
+        return cls(digests.index(most), others)
 
 
 class DriftCheck:
-    """Compares what the workers of ``session`` hold. ``found``: in how many steps they differed."""
+    """Compares what the workers of ``session`` hold. ``found``: in how many steps they differed.
+    ``repaired``: the step of the last repair, by what was repaired; the same on all ranks that
+    repair it together."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._repaired: int | None = None
-        """The step of the last repair."""
+        self.repaired: dict[str, int] = {}
         self._sent = False
-        """Whether digests were sent since the last look."""
+        """Whether digests of x were sent with gradients since the last look."""
         self.found = 0
+        self._found_in = -1
+        """The last step in which they differed."""
 
     @property
     def possible(self) -> bool:
-        """Whether this run's messages can carry digests, and every rank hears from all others."""
+        """Whether the messages of gradients can carry digests, and every rank hears from all
+        others."""
         session = self._session
-        alike = session.elastic is None and session.workers.size == session.world.size > 1
+        if session.elastic is not None:
+            return True
+        alike = session.workers.size == session.world.size > 1
         return alike and session.device.type == "cpu" and not session.sharded
 
     def digest(self) -> int:
@@ -84,7 +127,7 @@ class DriftCheck:
         if not self.possible:
             return 0
         self._sent = True
-        return digest(list(part_of(self._session.params(), self._session.step)))
+        return digest(part_of(self._session.params(), self._session.step))
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -92,31 +135,188 @@ class DriftCheck:
         same digests, so all of them do the same."""
         if not self._sent:
             return
-        self._sent, digests = False, self._session.workers.digests()
-        if len(set(digests)) < 2:
+        session = self._session
+        self._sent, found = False, Difference.of(session.workers.digests())
+        if found is None:
             return
-        session, root = self._session, largest_group(digests)
-        other = [r for r, value in enumerate(digests) if value != digests[root]]
-        self.found += 1
-        repairs = self._repaired is None or session.step - self._repaired >= REPAIR_STEPS
-        if self.found == 1 and session.world.rank == 0:
-            warnings.warn(
-                f"the workers' parameters have drifted apart: at step {session.step} ranks {other} "
-                f"differ from rank {root}, though all took the same steps. Their processors round "
-                "differently, memory is faulty, or the training changes parameters on some ranks "
-                f"only. They get rank {root}'s parameters and optimizer state, now and whenever it "
-                f"is found again, at most every {REPAIR_STEPS} steps",
-                stacklevel=2,
-            )
-        session.recorder.event("drift", ranks=other, repaired=repairs)
+        repairs = self.repairs(GRADIENTS, session.step)
+        what = (
+            f"the workers' parameters have drifted apart: at step {session.step} ranks "
+            f"{found.others} differ from rank {found.root}, though all took the same steps"
+        )
+        self.report(found, repairs, what, session.world, "parameters and optimizer state")
         if repairs:
-            self._repaired = session.step
-            self._repair(root)
+            self._repair(found.root)
+            self.repaired[GRADIENTS] = session.step
 
     def _repair(self, root: int) -> None:
         session = self._session
-        session.call("repairing replicas")
         assert session.optimizer is not None, "a step was taken"
         states = [session.optimizer.state.get(p, {}) for p in session.params()]
         tensors = [v for s in states for _, v in sorted(s.items()) if isinstance(v, Tensor)]
-        session.broadcast([*session.params(), *tensors], root)
+        sender, call = self.sender(root), Call(session.step, "repairing replicas")
+        session.status("repairing replicas")
+        session.comm.before_next(partial(session.world.begin_call, call, wait=False))
+        session.broadcast([*session.params(), *tensors], sender)
+        session.status("computing")
+
+    def repairs(self, what: str, step: int) -> bool:
+        """Whether a difference in ``what`` that was found after ``step`` is repaired."""
+        last = self.repaired.get(what)
+        return last is None or not 0 <= step - last < REPAIR_STEPS
+
+    def sender(self, root: int) -> Callable[[], int]:
+        """A function that returns, when it is sent to the others, the rank of the worker that had
+        the rank ``root`` in the call under way: in an elastic run workers come and go."""
+        elastic = self._session.elastic
+        if elastic is None:
+            return lambda: root
+        return partial(elastic.rank_of, elastic.contributor(root))
+
+    def report(
+        self, found: Difference, repairs: bool, what: str, link: Link, repaired: str
+    ) -> None:
+        """Count the difference; the first one is a warning, too. ``what``: its text; ``repaired``:
+        what the ranks of ``link`` get from one of them."""
+        session = self._session
+        if session.elastic is not None and session.elastic.replaying:
+            return  # this newcomer did not take part
+        if self._found_in != session.step:
+            self.found, self._found_in = self.found + 1, session.step
+        if self.found == 1 and link.rank == 0:
+            warnings.warn(
+                f"{what}. Their processors round differently, memory is faulty, or the training "
+                f"changes this on some ranks only. They get rank {found.root}'s {repaired}, now "
+                f"and whenever it is found again, at most every {REPAIR_STEPS} steps",
+                stacklevel=2,
+            )
+        session.recorder.event("drift", ranks=found.others, repaired=repairs)
+
+
+class RoundCheck:
+    """Compares what the parameter round of ``running``, number ``index`` of the recipe, leaves
+    alike on all workers."""
+
+    def __init__(self, session: Session, running: ParameterRunner, index: int) -> None:
+        self._session, self._check, self._running = session, session.drift, running
+        self._name = f"{index} {plain(running.round)}"
+        self._x_digest = 0
+        """Of x right after the last round, if that is what is compared; 0 before the first."""
+        self._looking: list[tuple[int, Pending[tuple[Difference | None, bool]]]] = []
+        """Of delayed rounds: the step of their folding, and whether the workers differed."""
+
+    @property
+    def _possible(self) -> bool:
+        """Whether all workers get the same, and its messages show each of them all digests."""
+        exchange, workers = self._running.exchange, self._workers
+        heard_by_all = exchange.owners(workers) in (None, workers)
+        return exchange.agrees and heard_by_all and self._session.device.type == "cpu"
+
+    @property
+    def _workers(self) -> int:
+        """How many there are. In an elastic run nothing here depends on it."""
+        return 1 if self._session.elastic is not None else self._running.link.size
+
+    @property
+    def _equal_x(self) -> bool:
+        """Whether the round leaves the same x on all workers."""
+        r = self._running.round
+        return r.update.replaces and not r.delay and not self._running.set.vary
+
+    def _equal_state(self, channels: Sequence[Channel]) -> list[Tensor]:
+        """The state that is the same on all workers, and that each of them keeps."""
+        running = self._running
+        slots = ["everywhere"]
+        if running.exchange.owners(self._workers) is None:
+            slots.append("owner")
+        found = []
+        for channel in channels:
+            for kept, state in (
+                (running.round.update.slots, channel.state),
+                (channel.exchange.slots, channel.exchange_state),
+            ):
+                found += [t for k, t in sorted(state.items()) if kept.get(k, "owner") in slots]
+        return [t for t in found if t.dim()]
+
+    def _digest(self, tensors: Sequence[Tensor], step: int) -> int:
+        """Of some parts of ``tensors``, flat ones; others in the next round."""
+        when, executed = self._running.round.when, self._running.executed
+        parts, _ = parts_of(sum(t.numel() for t in tensors))
+        most = min(step, max(MOST, parts // 4))
+        since = next((k for k in range(1, most) if when(step - k)), most)
+        return digest(part_of(tensors, executed * since, since))
+
+    @torch.no_grad()
+    def digest(self, step: int) -> int:
+        """What the messages of the round after ``step`` carry. 0 where rounds are still in flight:
+        they change the state."""
+        if not self._possible or self._running.in_flight:
+            return 0
+        state = self._equal_state(self._running.channels)
+        return self._digest(state, step) if state else self._x_digest
+
+    @torch.no_grad()
+    def after_start(self, step: int) -> None:
+        """The round after ``step`` was started: look whether the workers differed before it, and
+        repair them. All of them see the same digests. A delayed round looks when it is done."""
+        running, comm = self._running, self._session.comm
+        if not self._possible or not running.communicates:
+            return
+        channels, label = list(running.channels), running.label(step)
+        if running.round.delay:
+            pending = comm.submit(partial(self._look, channels, step), label)
+            self._looking.append((step + running.round.delay, pending))
+            return
+        found = Difference.of(running.link.digests())
+        if found is not None:
+            repairs = self._check.repairs(self._name, step)
+            if repairs:
+                sender = self._check.sender(found.root)
+                comm.call(partial(self._send_state, channels, sender), label)
+                for channel in channels if self._equal_x else ():
+                    x = channel.bucket.pack(channel.bucket.empty())
+                    comm.call(partial(self._send, x, sender), label)
+                    channel.bucket.unpack(x)
+                self._check.repaired[self._name] = step
+            self._report(found, repairs)
+        if self._equal_x and not self._equal_state(channels):
+            views = [c.bucket.views() or [s.view() for s in c.bucket.segments] for c in channels]
+            self._x_digest = self._digest([v for each in views for v in each], step)
+
+    def _look(self, channels: Sequence[Channel], step: int) -> tuple[Difference | None, bool]:
+        """In the communication thread."""
+        found = Difference.of(self._running.link.digests())
+        if found is None or not self._check.repairs(self._name, step):
+            return found, False
+        self._send_state(channels, self._check.sender(found.root))
+        self._check.repaired[self._name] = step
+        return found, True
+
+    def _send_state(self, channels: Sequence[Channel], sender: Callable[[], int]) -> None:
+        for tensor in self._equal_state(channels):
+            self._send(tensor, sender)
+
+    def _send(self, tensor: Tensor, sender: Callable[[], int]) -> None:
+        self._running.link.broadcast(tensor, sender())
+
+    def report_due(self, step: int) -> None:
+        """Report what rounds have found that are folded after ``step``."""
+        while self._looking and self._looking[0][0] <= step:
+            found, repairs = self._looking.pop(0)[1].wait()
+            if found is not None:
+                self._report(found, repairs)
+
+    def _report(self, found: Difference, repairs: bool) -> None:
+        running, step = self._running, self._session.step
+        what = (
+            f"the workers have drifted apart: at step {step} ranks {found.others} of the "
+            f"{running.round.over} differ from rank {found.root} in what each {running.round.name} "
+            "leaves alike on all of them"
+        )
+        what += ": outer state" if self._equal_state(running.channels) else ": the parameters"
+        self._check.report(found, repairs, what, running.link, "values")
+
+    def forget(self) -> None:
+        """x and the state are others now, on all workers."""
+        self._x_digest = 0
+        self._looking.clear()

@@ -361,6 +361,7 @@ class Driver:
     def _take(self, loaded: Loading) -> None:
         loaded.complete()
         self.run = loaded.run
+        self.run.forget_digests()
         self.session.step, self._in_step = loaded.step, loaded.in_step
         if isinstance(self.session.optimizer, JointOptimizer):
             self.session.optimizer.reset()

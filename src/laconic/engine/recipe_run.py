@@ -22,6 +22,7 @@ from laconic.algorithms.round import GradientRound, Recipe, Round, describe, rec
 from laconic.algorithms.scores import Scores
 from laconic.algorithms.update import Clock
 from laconic.buckets import Scratch, module_buffers
+from laconic.engine.drift import RoundCheck
 from laconic.engine.gradient_rounds import GradientContext, GradientRunner
 from laconic.engine.in_flight import RoundContext
 from laconic.engine.joint_optimizer import JointOptimizer
@@ -48,6 +49,8 @@ class RecipeRun:
         self.rounds: list[ParameterRunner] = []
         self.gradients: list[GradientRunner] = []
         self._differ = workers_differ(recipe)
+        self._checks: dict[int, RoundCheck] = {}
+        """By the id of the runner."""
         self.groups = 0
         """Parameter groups that the rounds know."""
         self.quorum: QuorumRounds | None = None
@@ -85,6 +88,7 @@ class RecipeRun:
         ]
         for running in self.rounds:
             running.set.add_groups()
+        self._checks = {id(r): RoundCheck(session, r, i) for i, r in enumerate(self.rounds)}
         self.groups = len(optimizer.param_groups)
         if any(isinstance(r.exchange, QuorumMean) for r in self._planned):
             self.quorum = QuorumRounds(session, self.rounds)
@@ -175,6 +179,11 @@ class RecipeRun:
             running.finish(self.session.step)
         if self.quorum is not None:
             self.quorum.catch_up(keep=True)
+
+    def forget_digests(self) -> None:
+        """x is another one now: what rounds have noted of it does not count."""
+        for check in self._checks.values():
+            check.forget()
 
     def close(self) -> None:
         """End what the rounds have opened. They do not run again."""
@@ -296,10 +305,13 @@ class RecipeRun:
         if self.quorum is not None:
             return self.quorum.communicate(step, now=now)
         for running in self.rounds:
+            check = self._checks[id(running)]
+            check.report_due(step)
             running.fold_due(step)
             if now or running.round.when(step):
-                self._prepare(running)
+                self._prepare(running, check)
                 running.start(step)
+                check.after_start(step)
                 self.session.status("computing")
                 ran += 1
         if self._averaging_ends():
@@ -309,7 +321,7 @@ class RecipeRun:
                     running.start_here(step)
         return ran
 
-    def _prepare(self, running: ParameterRunner) -> None:
+    def _prepare(self, running: ParameterRunner, check: RoundCheck) -> None:
         """Quiesce the other rounds where ``running`` asks for it, and announce it."""
         step = self.session.step
         if running.round.update.quiesces_others:
@@ -317,13 +329,13 @@ class RecipeRun:
                 if other is not running:
                     other.quiesce(step, averaged=running.round.exchange.agrees)
         self.session.status(running.label(step))
-        self._announce(running)
+        self._announce(running, check.digest(step))
 
-    def _announce(self, running: ParameterRunner) -> None:
+    def _announce(self, running: ParameterRunner, digest: int = 0) -> None:
         """Tell the other ranks which round the next message belongs to."""
         if running.communicates:
             step = self.session.step
-            call = Call(step, running.round.name, self._starts(step))
+            call = Call(step, running.round.name, self._starts(step), digest)
             self.session.comm.before_next(partial(running.link.begin_call, call, wait=False))
 
     def _starts(self, step: int) -> bool:

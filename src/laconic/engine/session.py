@@ -217,16 +217,18 @@ class Session:
         self.comm.call(partial(self.world.mean, own), "mean()")
         return float(own)
 
-    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
+    def broadcast(self, tensors: Sequence[Tensor], root: int | Callable[[], int] = 0) -> None:
         """Copy rank ``root``'s ``tensors`` to all ranks; a shard, rank 0's, to the ranks with the
-        same shard."""
+        same shard. ``root()``: its rank at the time of sending, where workers come and go."""
+        now = root if callable(root) else partial(int, root)
         unique = list({id(t): t for t in tensors}.values())
         shards = [t for t in unique if is_sharded(t)]
         whole = [t for t in unique if not is_sharded(t)]
         for link, those in ((self.world, whole), (self.workers, shards)):
             for bucket in bucketize([those], 1):
                 flat = bucket.pack(bucket.empty())
-                self.comm.call(partial(link.broadcast, flat, root), "sharing parameters")
+                job = partial(_broadcast, link, flat, now)
+                self.comm.call(job, "sharing parameters")
                 bucket.unpack(flat)
 
     def write_mean(self, groups: Sequence[Sequence[Tensor]], link: Link) -> None:
@@ -263,3 +265,7 @@ class Session:
         """Bytes sent so far, and the seconds spent in collectives."""
         calls = list(self.ledger.by_call.values())
         return float(sum(c.bytes for c in calls)), sum(c.seconds for c in calls)
+
+
+def _broadcast(link: Link, flat: Tensor, root: Callable[[], int]) -> None:
+    link.broadcast(flat, root())

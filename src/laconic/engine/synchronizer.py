@@ -45,8 +45,8 @@ class Stats:
     delay is waited for on the GPU, which this does not measure. ``workers_lost``: in an elastic
     run, the workers that were lost or have left since its start. ``steps_lost``: how many of their
     steps no other worker has received, as far as the others had heard of them.
-    ``steps_drifted``: after how many steps the workers' parameters were found to differ, though
-    only gradients are averaged.
+    ``steps_drifted``: after how many steps workers were found to differ in what they should hold
+    alike: all parameters where only gradients are averaged, elsewhere what rounds make equal.
     """
 
     steps: int

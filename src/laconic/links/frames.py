@@ -127,6 +127,14 @@ def library() -> ctypes.CDLL | None:
     return found
 
 
+def crc32(address: int, size: int, before: int = 0) -> int:
+    """The CRC-32 of ``size`` bytes at the ``address``, after bytes whose CRC-32 is ``before``."""
+    compiled = library()
+    if compiled is not None:
+        return int(compiled.laconic_crc32(before, address, size))
+    return zlib.crc32((ctypes.c_ubyte * size).from_address(address), before)
+
+
 # -- as wire.c, in Python ----
 
 

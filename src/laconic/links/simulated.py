@@ -27,7 +27,6 @@ from laconic.links.calls import Call
 from laconic.links.link import Link, Parts, Sent, arrivals, hops
 
 T = TypeVar("T")
-_LOW = 2**32 - 1
 Compute = Callable[[list[Tensor]], Tensor]
 
 current_link: contextvars.ContextVar[Link | None] = contextvars.ContextVar("link", default=None)
@@ -41,6 +40,7 @@ class _Collective:
     members: Sequence[int]
     call: str
     received: dict[int, Tensor] = field(default_factory=dict)
+    digests: dict[int, int] = field(default_factory=dict)
     result: Tensor | None = None
     joined: float = 0.0
 
@@ -172,10 +172,17 @@ class Stage:
         self.pass_turn(rank)
 
     def join(
-        self, rank: int, members: Sequence[int], count: int, call: str, x: Tensor, compute: Compute
-    ) -> tuple[Tensor, float]:
+        self,
+        rank: int,
+        members: Sequence[int],
+        count: int,
+        call: str,
+        x: Tensor,
+        compute: Compute,
+        digest: int,
+    ) -> tuple[Tensor, float, Sequence[int]]:
         """Contribute ``x`` and wait for the other members. Returns ``compute`` of all tensors, in
-        rank order, and when the last one came."""
+        rank order, when the last one came, and the members' digests."""
         if self.failure is not None:
             raise self.error()
         key = (tuple(members), count)
@@ -187,6 +194,7 @@ class Stage:
             )
             raise self.error()
         collective.received[rank] = x
+        collective.digests[rank] = digest
         if len(collective.received) == len(members):
             collective.result = compute([collective.received[r] for r in members])
             collective.joined = time.perf_counter()
@@ -200,7 +208,8 @@ class Stage:
             self.take_turn(rank)
         if collective.result is None:
             raise self.error()
-        return collective.result, collective.joined
+        digests = [collective.digests[r] for r in members]
+        return collective.result, collective.joined, digests
 
 
 class SimulatedLink:
@@ -216,6 +225,7 @@ class SimulatedLink:
         self.ports = 0
         """How many ports to rounds with a quorum were opened over this link."""
         self.joined = 0.0
+        self._digest = 0
         self._digests: Sequence[int] = []
         self.rank = members.index(me)
         self.size = len(members)
@@ -231,14 +241,18 @@ class SimulatedLink:
         """``shape``: what must be the same on all ranks, if not the shape of ``x``."""
         self._count += 1
         call = f"{call}{list(shape or x.shape)}"
-        result, self.joined = self.stage.join(self.me, self._members, self._count, call, x, compute)
+        at = self.me, self._members, self._count, call, x, compute, self._digest
+        result, self.joined, self._digests = self.stage.join(*at)
         return result
 
     def begin_call(self, call: Call, *, wait: bool) -> bool:
-        own = torch.tensor([call.digest & _LOW, call.digest >> 32])
-        everyone = self._join(f"{call} ", own, torch.stack)
-        self._digests = [low | high << 32 for low, high in everyone.tolist()]
+        self.begin_digest(call.digest)
+        self._join(f"{call} ", torch.zeros(0), lambda everyone: everyone[0])
         return wait
+
+    def begin_digest(self, digest: int) -> None:
+        """As `Collectives.begin_digest`."""
+        self._digest, self._digests = digest, []
 
     def digests(self) -> Sequence[int]:
         return self._digests

@@ -140,7 +140,8 @@ class ElasticLink:
 
     def _send_record(self) -> None:
         """Send what the unit's collectives have brought to the newcomers."""
-        record = Record(self.units.call, len(self.units.ranks), self.units.outputs)
+        units, heard = self.units, list(self.units.kept.digests.values())
+        record = Record(units.call, len(units.ranks), units.outputs, heard)
         self.relays = [relay for relay in self.relays if not relay.ended]
         for relay in self.relays:
             relay.put(record)
@@ -164,6 +165,8 @@ class ElasticLink:
             if not self.rendezvous.resolve():
                 raise
             result = passed_on(units.outcome)
+        else:
+            units.outcome.digests = dict(zip(units.ranks, link.digests(), strict=False))
         if self.relays and units.outcome.output is not None:
             units.outputs.append(units.outcome.output.clone())
         self.joined = time.perf_counter()
@@ -194,7 +197,7 @@ class ElasticLink:
             self.replay.begin_call(call)
             return False
         units, rendezvous = self.units, self.rendezvous
-        units.call = call
+        units.call, units.heard = call, {}
         self.members.is_at(CallPosition(units.serial, shown(call)))
         self._begun.append(time.monotonic())
         self.members.signs.pace = max((b - a for a, b in pairwise(self._begun)), default=0.0)
@@ -210,6 +213,8 @@ class ElasticLink:
                 f"this worker has just joined the run, and {call} comes before its first round: "
                 "take an optimizer step first"
             )
+        if rendezvous.link is not None:
+            rendezvous.link.begin_digest(call.digest)
         if wait and self.size > 1:
             ids = self.gather(torch.tensor([call.id])).flatten().tolist()
             if any(number != call.id for number in ids):
@@ -217,7 +222,15 @@ class ElasticLink:
         return wait
 
     def digests(self) -> Sequence[int]:
-        return []  # a unit that another worker has completed brings none
+        return self.replay.digests if self.replaying else list(self.units.heard.values())
+
+    def contributor(self, rank: int) -> str:
+        """The id of the worker with `digests` ``rank``, for `rank_of`."""
+        return "" if self.replaying else list(self.units.heard)[rank]
+
+    def rank_of(self, id: str) -> int:
+        """The rank of that worker in the unit under way; 0 if it is lost, as on all workers."""
+        return self.units.ranks.index(id) if id in self.units.ranks else 0
 
     def sent(self) -> Mapping[int, Sent]:
         link = self.rendezvous.link

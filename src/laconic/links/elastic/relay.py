@@ -72,11 +72,13 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Record:
-    """What the collectives of a unit have brought, and how many ``workers`` took part."""
+    """What the collectives of a unit have brought, how many ``workers`` took part, and what they
+    have said of themselves (`Call.digest`)."""
 
     call: Call
     workers: int
     outputs: Sequence[Tensor]
+    digests: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,7 @@ class Rendezvous:
         assert self._mesh is not None and self.ids[: len(ids)] == list(ids), "newcomers come last"
         self._units.ranks = list(ids)
         self.link = Everyone(Guard(self._mesh, len(ids), self._header), self._mesh)
+        self.link.begin_digest(self._units.call.digest)
 
     def _header(self) -> tuple[int, int]:
         units = self._units
@@ -174,7 +175,7 @@ class Rendezvous:
         units = self._units
         if outcome is not None:
             assert units.under_way, "it waits in that unit"
-            units.outcome = outcome
+            units.outcome = replace(outcome, digests=dict(first["digests"]))
             units.complete()
         units.active = [id for id in mesh.view.ids if id in first["active"]]
         self._members.signs.active = set(units.active)
@@ -191,6 +192,7 @@ class Rendezvous:
             "id": units.me,
             "done": units.done,
             "active": units.active,
+            "digests": units.kept.digests,
             "bytes": 0 if output is None else output.numel() * output.element_size(),
             "swaps": units.under_way and units.outcome.sent is not None,
             "source": list(units.outcome.source) if units.under_way else [],

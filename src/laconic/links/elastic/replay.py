@@ -31,6 +31,8 @@ class Replay:
         self._outputs: list[Tensor] | None = None
         self.latest: Tensor | None = None
         """What the last collective of the latest unit has brought."""
+        self.digests: Sequence[int] = []
+        """See `Link.digests`: those of the donor's unit."""
         self._workers = 1
         self._thread: int | None = None
 
@@ -55,7 +57,7 @@ class Replay:
 
     def begin_call(self, call: Call) -> None:
         """The next units belong to ``call``."""
-        self._call = call
+        self._call, self.digests = call, []
 
     @property
     def size(self) -> int:
@@ -68,6 +70,7 @@ class Replay:
         if self._outputs is None and self.feed is not None:
             record = self.feed(self._call)
             self._workers, self._outputs = record.workers, list(record.outputs)
+            self.digests = record.digests
             self.note(record)
         return self._outputs
 

@@ -106,6 +106,7 @@ class _Rendezvous:
         if self._me not in workers:
             return  # a newcomer: it begins with the next call that starts a step's rounds
         self.link = _Links(self._cast.stage, self._me, workers)
+        self.link.begin_digest(self._units.call.digest)
         missing = self._cast.plan.missing(self._me, self._units.serial)
         self.link.lost = [workers.index(worker) for worker in missing]
 

@@ -30,12 +30,14 @@ class Outcome:
     """What a unit's last collective has brought. ``output``: a tensor that all workers receive.
     ``sent``: a worker's own message, where only some receive it (`Link.swap`). ``source``: the ids
     of the workers whose messages this one receives then. ``pieces``: these messages, where another
-    worker has completed the unit; None for a message that is lost."""
+    worker has completed the unit; None for a message that is lost. ``digests``: what all workers
+    have said of themselves (`Call.digest`), by id in the order of their ranks."""
 
     output: Tensor | None = None
     sent: Tensor | None = None
     source: Sequence[str] = ()
     pieces: list[Tensor | None] = field(default_factory=list)
+    digests: dict[str, int] = field(default_factory=dict)
 
 
 class Units:
@@ -59,6 +61,9 @@ class Units:
         """The call that the unit under way, or the last one, belongs to."""
         self.outcome, self.kept = Outcome(), Outcome()
         """Of the unit under way, and of the last one that was completed."""
+        self.heard: dict[str, int] = {}
+        """The digests of the last unit of the present call that was completed. All of its workers
+        have the same, because the digests are passed on with the rest of the outcome."""
         self.outputs: list[Tensor] = []
         """What the collectives of the unit under way have brought so far, for newcomers."""
         self.collectives = 0
@@ -96,6 +101,7 @@ class Units:
         """The unit under way is complete: its outcome counts."""
         self._note()
         self.done, self.kept = self.serial, self.outcome
+        self.heard = self.outcome.digests
         self.active = list(self.ranks)
 
     def _note(self) -> None:
