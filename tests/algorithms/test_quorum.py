@@ -337,6 +337,12 @@ def test_own_pace_leaves_time_to_send(speed: float, sending: float) -> None:
         assert rounds == (max(-(-sending // 2), 1) if skip else 1)
 
 
+def test_own_pace_uses_the_grace_for_a_quarter_of_a_step() -> None:
+    speeds = (2.99, 2.94, 2.93, 0.95, 0.93)
+    assert [own_pace(12, v, 3.0, grace=9.0)[0] for v in speeds] == [12, 12, 11, 4, 3]
+    assert [own_pace(12, v, 3.0, grace=0.02)[0] for v in speeds] == [12, 11, 11, 3, 3]
+
+
 def syncer(quorum: int, grace: float, workers: int = 4, kinds: int = 1) -> Syncer:
     rules = [Rules(quorum, grace)] * kinds
     return Syncer(

@@ -220,14 +220,17 @@ def outer_step(
 def pace(recipe: Quorum, w: _Runner, all_of: Sequence[_Runner]) -> tuple[int, int]:
     """How many steps w takes until it arrives again, and how many rounds later. With T the seconds
     in which the fastest worker takes the period, and c the seconds that w's message takes longer
-    than the (lower) median: floor((k*T - c) * speed) steps, at least 1, and k = ceil(c / (T/2))
+    than the (lower) median: floor((k*T - c) * speed + min(1/4, grace * speed)) steps, at least 1,
+    and k = ceil(c / (T/2))
     rounds, at least 1, always 1 if a round needs all workers; all as last seen."""
     seen = [other for other in all_of if other.speed is not None]
     fastest = max(other.speed for other in seen if other.speed is not None)
     usual = sorted(other.sending for other in seen)[(len(seen) - 1) // 2]
     between, c = recipe.period / fastest, max(w.sending - usual, 0.0)
     k = max(-int(-c // (between / 2)), 1) if recipe.quorum < len(all_of) else 1
-    return max(int((k * between - c) * (w.speed or fastest) + 1e-6), 1), k
+    speed = w.speed or fastest
+    late = min(0.25, recipe.grace * speed)
+    return max(int((k * between - c) * speed + late + 1e-6), 1), k
 
 
 def zeros(p: Params) -> Params:

@@ -101,10 +101,8 @@ class QuorumRounds:
         period, unknown = self.kinds[kind].schedule.period, Speed(fastest, usual)
         known = [speeds.get(rank, unknown) for rank in roster]
         skip = exchange.workers is not None and exchange.workers < n
-        return [
-            Appointment(*own_pace(period, s.steps, fastest, s.sending - usual, skip=skip))
-            for s in known
-        ]
+        pace = partial(own_pace, period, fastest=fastest, grace=exchange.grace, skip=skip)
+        return [Appointment(*pace(s.steps, sending=s.sending - usual)) for s in known]
 
     # -- one round ----
 
