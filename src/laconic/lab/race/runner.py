@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from laconic.algorithms.compile import has_quorum, in_groups
+from laconic.algorithms.compile import check_quorum, has_quorum, in_groups
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.recipes import WITH_GROUPS
 from laconic.algorithms.round import Recipe, Round
@@ -114,6 +114,10 @@ class Settings:
         check_int("per-host", self.per_host, 1)
         self._check_groups(recipes)
         quorums = [text for text, recipe in recipes.items() if _has_quorum(recipe)]
+        for text in quorums:
+            compiled = recipes[text]
+            assert not isinstance(compiled, Auto), "it has no quorum"
+            check_quorum(compiled, self.hosts * self.per_host, plain=True)
         if self.steps is not None and quorums:
             raise ValueError(
                 f"workers take different numbers of steps under {quorums[0]}: give --seconds "
