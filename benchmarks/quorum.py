@@ -3,6 +3,7 @@
     python -m benchmarks.quorum                  tunes each method, then compares fresh seeds
     python -m benchmarks.quorum --quick          a small grid and two seeds
     python -m benchmarks.quorum --slow-link 1.5  and one link is ten times slower
+    python -m benchmarks.quorum --fixed          without tuning: default and common settings
 
 Four workers train an MLP 64-128-10 on scikit-learn's digits, in the simulator, for the same virtual
 time. A step takes 1, 1, 1, and 3 seconds; messages take no time. The row "equal workers" has four
@@ -15,6 +16,8 @@ means and their standard errors over fresh seeds:
     default   DiLoCo's outer learning rate 0.7 and momentum 0.9, inner rate 0.08
     common    the settings that are best for equal workers
     tuned     the settings that are best for this method, on other seeds
+
+Losses are also divided by that of equal workers with the same seed and column.
 """
 
 from __future__ import annotations
@@ -76,7 +79,8 @@ METHODS: dict[str, Method] = {
     ),
 }
 GRID = {"inner": (0.08, 0.16, 0.32), "lr": (0.7, 1.0, 1.3), "momentum": (0.0, 0.3, 0.6)}
-DEFAULT = 0.08, 0.7, 0.9
+DEFAULT, COMMON = (0.08, 0.7, 0.9), (0.16, 1.0, 0.3)
+"""Inner rate, outer rate, outer momentum. The second is what tuning equal workers has found."""
 
 
 @cache
@@ -134,6 +138,7 @@ def worker(recipe: la.Recipe, inner: float, seconds: float, seed: int, rank: int
     return trainer.finish()
 
 
+Settings = tuple[float, float, float]
 Task = tuple[str, float, float, float, float, int, float]
 
 
@@ -161,6 +166,7 @@ def _text(losses: Sequence[float]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--fixed", action="store_true")
     parser.add_argument("--seconds", type=float, default=300.0, help="virtual, for each run")
     parser.add_argument("--slow-link", type=float, default=0.0, help="seconds of its messages")
     parser.add_argument("--processes", type=int, default=2)
@@ -169,39 +175,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     grid = {k: v[1:2] for k, v in GRID.items()} if given.quick else GRID
     tuning, fresh = (TUNING[:1], FRESH[:2]) if given.quick else (TUNING, FRESH)
-    settings = list(itertools.product(*grid.values()))
     start, found = time.time(), {}
-    common: tuple[float, ...] | None = None
-    print(f"{'':28}  {'default':17}  {'common':17}  tuned")
+    common: Settings | None = COMMON if given.fixed else None
+    reference: dict[str, list[float]] = {}
     with Pool(given.processes) as pool:
+
+        def losses(
+            name: str, tried: Sequence[Settings], seeds: Sequence[int]
+        ) -> dict[Settings, list[float]]:
+            tasks = [(name, *s, given.seconds, n, given.slow_link) for s in tried for n in seeds]
+            ran = pool.map(run, tasks, chunksize=1)
+            return {s: ran[i * len(seeds) :][: len(seeds)] for i, s in enumerate(tried)}
+
         for name in given.only:
-            tasks = [
-                (name, *s, given.seconds, seed, given.slow_link)
-                for s in settings
-                for seed in tuning
-            ]
-            losses = pool.map(run, tasks, chunksize=1)
-            means = [
-                statistics.fmean(losses[i * len(tuning) : (i + 1) * len(tuning)])
-                for i in range(len(settings))
-            ]
-            best = settings[means.index(min(means))]
-            common = common or best
-            losses_of = {
-                which: pool.map(
-                    run, [(name, *s, given.seconds, seed, given.slow_link) for seed in fresh]
-                )
-                for which, s in (("default", DEFAULT), ("common", common), ("tuned", best))
+            settings = [] if given.fixed else [*itertools.product(*grid.values())]
+            tried = {
+                s: statistics.fmean(each) for s, each in losses(name, settings, tuning).items()
             }
-            chosen = dict(zip(grid, best, strict=True))
-            tried = {str(s): mean for s, mean in zip(settings, means, strict=True)}
-            found[name] = {**losses_of, "settings": chosen, "grid": tried}
-            print(
-                f"{name:28}  {'  '.join(_text(losses) for losses in losses_of.values())}  "
-                + ", ".join(f"{k} {v}" for k, v in chosen.items())
-                + f"   ({time.time() - start:.0f} s)",
-                flush=True,
-            )
+            best = min(tried, key=tried.__getitem__, default=None)
+            common = common or best
+            chosen = {"default": DEFAULT, "common": common, "tuned": best}
+            known = {k: s for k, s in chosen.items() if s is not None}
+            each = losses(name, list({*known.values()}), fresh)
+            ran = {k: each[s] for k, s in known.items()}
+            reference = reference or ran
+            found[name] = {**ran, "settings": best, "grid": {str(s): m for s, m in tried.items()}}
+            for column, values in ran.items():
+                ratios = [a / b for a, b in zip(values, reference[column], strict=True)]
+                inner, lr, momentum = known[column]
+                print(
+                    f"{name:28} {column:8} {_text(values)}   {_text(ratios)} of {given.only[0]}   "
+                    f"(inner {inner}, lr {lr}, momentum {momentum}; {time.time() - start:.0f} s)",
+                    flush=True,
+                )
     if given.file is not None:
         given.file.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -30,14 +30,22 @@ from typing import Any
 import torch
 
 import laconic as la
-from benchmarks.quorum import DEFAULT, PERIOD, SLOW_LINK, WORKERS, Trainer, naive
+from benchmarks.quorum import (
+    COMMON,
+    DEFAULT,
+    EQUAL,
+    PERIOD,
+    SLOW,
+    SLOW_LINK,
+    WORKERS,
+    Trainer,
+    naive,
+)
 from laconic.lab.emulation.cluster import Cluster, launch
 
 STEP = 0.02
-SLOW, EQUAL = (1.0, 1.0, 1.0, 3.0), (1.2, 1.2, 1.2, 1.2)
 FAST_RATE, SLOW_RATE = 100e6, 10e6
-TUNED = 0.16, 1.0, 0.3
-SETTINGS = {"default": DEFAULT, "tuned": TUNED}
+SETTINGS = {"default": DEFAULT, "tuned": COMMON}
 REFERENCE = "equal workers, DiLoCo"
 GRACE = 0.02
 SYNCHRONOUS = partial(la.diloco, PERIOD)
@@ -156,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--only", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seconds", type=float, default=6.0, help="of each run")
-    parser.add_argument("--width", type=int, default=192, help="of the hidden layer")
+    parser.add_argument("--width", type=int, default=128, help="of the hidden layer")
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.worker is not None:
