@@ -123,7 +123,7 @@ def measure(
 def table(runs: Sequence[Run]) -> list[str]:
     """The lines of the table: losses, ratios to the reference by seed, steps and rounds."""
     lines = [
-        f"{'':28}{'setting':9}{'loss':19}{'ratio to equal':17}{'steps by rank':21}"
+        f"{'':28}{'setting':9}{'loss':19}{'ratio to equal':21}{'steps by rank':21}"
         f"{'waiting by rank':21}rounds"
     ]
     by = {(r["setting"], r["method"], r["seed"]): r for r in runs}
@@ -140,7 +140,7 @@ def table(runs: Sequence[Run]) -> list[str]:
             waiting = [f"{w:.0%}" for w in _means(r["waiting"] for r in mine)]
             lines.append(
                 f"{method:28}{setting:9}{_text([r['loss'] for r in mine], 4):19}"
-                f"{_text(ratios, 3):17}{', '.join(steps):21}{', '.join(waiting):21}"
+                f"{_text(ratios, 3):21}{', '.join(steps):21}{', '.join(waiting):21}"
                 f"{statistics.fmean(r['rounds'] for r in mine):.0f}"
             )
     return lines
