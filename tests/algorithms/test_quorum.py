@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import laconic as la
 from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.exchanges.quorum import Contribution
-from laconic.algorithms.schedules import own_steps
+from laconic.algorithms.schedules import own_pace
 from laconic.algorithms.updates import DelayedNesterov, OuterStep
-from laconic.links.quorum.port import Announcement, Closing, Delivery, Rules
+from laconic.links.quorum.port import Announcement, Appointment, Closing, Delivery, Rules
 from laconic.links.quorum.syncer import Syncer
 
 import quorum_training as quorum
@@ -95,6 +95,23 @@ def test_a_quorum_equals_its_reference(row: str, times: str, optimizer: str) -> 
     job = Job(recipe, 4, max(STEPS), optimizer)
     expected = quorum.expected(job, wanted, STEPS, SECONDS[times])
     runs = quorum.simulated(job, STEPS, SECONDS[times])
+    assert [(c.kind, c.roster) for c in runs[0].closings] == expected.rosters
+    assert quorum.gap(runs, expected) < 1e-10
+
+
+MESSAGES = {"one is slow": (0.0, 0.1, 1.6, 0.2), "very slow": (0.0, 0.3, 0.3, 9.5)}
+
+
+@pytest.mark.parametrize("messages", MESSAGES)
+@pytest.mark.parametrize("times", SECONDS)
+@pytest.mark.parametrize("row", [r for r in ROWS if "steps" not in r and "reset" not in r])
+def test_a_quorum_whose_messages_take_time_equals_its_reference(
+    row: str, times: str, messages: str
+) -> None:
+    recipe, wanted = ROWS[row]
+    job = Job(recipe, 4, max(STEPS))
+    expected = quorum.expected(job, wanted, STEPS, SECONDS[times], MESSAGES[messages])
+    runs = quorum.simulated(job, STEPS, SECONDS[times], messages=MESSAGES[messages])
     assert [(c.kind, c.roster) for c in runs[0].closings] == expected.rosters
     assert quorum.gap(runs, expected) < 1e-10
 
@@ -300,15 +317,40 @@ def test_the_mean_of_late_contributions() -> None:
     assert QuorumMean(1, anchored=False).mean(both, None, 4).tolist() == [4.5, 4.5]
 
 
-def test_own_steps() -> None:
-    assert [own_steps(12, v, 3.0) for v in (3.0, 1.0, 1.49, 2.99, 0.01)] == [12, 4, 5, 11, 1]
-    assert own_steps(12, 1 / 3, 1.0) == 4
-    assert own_steps(12, 0.0, 0.0) == 12, "no speed is known"
+def test_own_pace() -> None:
+    speeds = (3.0, 1.0, 1.49, 2.99, 0.01)
+    assert [own_pace(12, v, 3.0) for v in speeds] == [(s, 1) for s in (12, 4, 5, 11, 1)]
+    assert own_pace(12, 1 / 3, 1.0) == (4, 1)
+    assert own_pace(12, 0.0, 0.0) == (12, 1), "no speed is known"
+    assert own_pace(12, 0.0, 1.0) == (1, 1)
+
+
+@pytest.mark.parametrize("speed", [3.0, 1.0, 0.3])
+@pytest.mark.parametrize("sending", [-1.0, 0.0, 0.7, 2.0, 2.1, 9.9])
+def test_own_pace_leaves_time_to_send(speed: float, sending: float) -> None:
+    """Rounds are 4 s apart. The message arrives for a round, and one step later would not."""
+    for skip in (False, True):
+        steps, rounds = own_pace(12, speed, 3.0, sending, skip=skip)
+        left = 4.0 * rounds - max(sending, 0.0)
+        assert steps == 1 or steps / speed <= left + 1e-6
+        assert (steps + 1) / speed > left
+        assert rounds == (max(-(-sending // 2), 1) if skip else 1)
+
+
+def test_own_pace_uses_the_grace_for_a_quarter_of_a_step() -> None:
+    speeds = (2.99, 2.94, 2.93, 0.95, 0.93)
+    assert [own_pace(12, v, 3.0, grace=9.0)[0] for v in speeds] == [12, 12, 11, 4, 3]
+    assert [own_pace(12, v, 3.0, grace=0.02)[0] for v in speeds] == [12, 11, 11, 3, 3]
 
 
 def syncer(quorum: int, grace: float, workers: int = 4, kinds: int = 1) -> Syncer:
     rules = [Rules(quorum, grace)] * kinds
-    return Syncer(workers, rules, lambda c, d: [], lambda kind, speeds, roster: [0] * len(roster))
+    return Syncer(
+        workers,
+        rules,
+        lambda c, d: [],
+        lambda kind, speeds, roster: [Appointment(0, 1)] * len(roster),
+    )
 
 
 def arrive(core: Syncer, rank: int, now: float, kind: int = 0) -> None:
@@ -330,6 +372,33 @@ def test_when_rounds_close() -> None:
     assert core.next_closing() == (9.5, 0), "all are there, so nobody waits for the grace"
     assert core.close(0, 9.5) == (0, 1, 2, 3)
     assert core.rounds == [2]
+
+
+def test_the_grace_is_not_for_those_that_are_expected_later() -> None:
+    """Worker 3 is expected every third round, and takes part when it comes."""
+
+    def paces(kind: int, speeds: Any, roster: Any) -> list[Appointment]:
+        return [Appointment(1, 3 if rank == 3 else 1) for rank in roster]
+
+    core = Syncer(4, [Rules(2, 9.0)], lambda c, d: [], paces)
+    now, rosters, waited = 0.0, [], []
+    for number in range(1, 8):
+        for rank in range(4):
+            if rank < 3 or number in (1, 4, 6):
+                arrive(core, rank, now + rank % 3 / 4)
+        found = core.next_closing()
+        assert found is not None
+        rosters.append(3 in core.close(0, found[0]))
+        waited.append(found[0] - now)
+        now = found[0]
+        state = core.state()
+        core = Syncer(4, [Rules(2, 9.0)], lambda c, d: [], paces)
+        core.load(state)
+    assert rosters == [True, False, False, True, False, True, False]
+    assert waited == [0.5] * 7
+    arrive(core, 0, now)
+    arrive(core, 1, now)
+    assert core.next_closing() == (now + 9.0, 0), "worker 2 is expected"
 
 
 def test_who_counts_as_arrived() -> None:

@@ -315,6 +315,75 @@ def test_a_race_of_seconds_with_a_recipe_that_diverges_and_one_that_is_killed(
     check_plots(race)
 
 
+@pytest.mark.timeout(120)
+def test_workers_of_different_speeds_in_a_race(tmp_path: Path) -> None:
+    """One worker computes three times as long, and one link is ten times slower. Every worker
+    trains for the time of the race, and takes as many steps as it can."""
+    recipe = 'diloco(24, momentum=0.9, quorum=3, grace=0.01, pace="own")'
+    options = ["--slow-host", "3=3", "--bandwidth-host", "2=10mbit", "--seconds", "3"]
+    with running([recipe], options, tmp_path / "out") as started:
+        race = started.end(100)
+    assert race.code == 0, race.err
+    assert "Traceback" not in race.err
+    row = race.row(recipe)
+    if refusal() is not None:
+        assert row.status == "absent"
+        return
+    assert row.status == "ok" and row.loss is not None
+    assert len(row.worker_steps) == 4 and min(row.worker_steps) > 24
+    assert row.worker_steps[3] < 0.7 * row.worker_steps[0]
+    assert abs(row.steps - sum(row.worker_steps) / 4) <= 0.5
+    assert row.seconds_per_step == pytest.approx(row.seconds / row.steps)
+    assert 3.0 <= row.seconds < 3.3, "each worker has all of the time, and ends its last step"
+    assert len(row.curve) == 9 and row.curve[-1].step == row.steps
+    for before, after in pairwise(row.curve):
+        assert before.step < after.step and before.megabytes < after.megabytes
+        assert after.seconds - before.seconds == pytest.approx(3 / 8, abs=0.2)
+        assert after.distance is not None and after.distance > 1e-6
+    first = row.curve[0].loss
+    assert first is not None and row.loss < 0.7 * first
+
+    # the note, and what it was made of
+    numbers = ", ".join(f"{steps:,}" for steps in row.worker_steps[:3])
+    took = f"workers took {numbers} and {row.worker_steps[3]:,} steps, and part in "
+    assert row.notes[0].startswith(took) and took in race.text
+    parts = [*map(int, re.findall(r"\d+", row.notes[0].replace(",", "").split("part in")[1]))]
+    *parts, rounds = parts
+    assert len(parts) == 4 and 0 < max(parts) <= rounds
+    sent = 2 * (sum(parts) - parts[0]) * DIGITS * 4 / 4  # there and back, the mean over 4 hosts
+    assert row.ledger_bytes_per_step * row.steps == pytest.approx(sent, rel=0.02)
+    assert sum(r.bytes * len(r.steps()) for r in row.rounds) == pytest.approx(sent, rel=0.05)
+    assert "outer rounds; below about 100 an outer momentum of 0.9 overshoots" in race.text
+
+    # the timelines: what each worker did for all of the time
+    assert len(row.timeline) == 4
+    trained = [sum(b - a for a, b, kind in spans if kind != "send") for spans in row.timeline]
+    assert sum(trained) / 4 == pytest.approx(row.seconds, rel=0.05)
+    slow_link = sum(b - a for a, b, kind in row.timeline[2] if kind == "send")
+    usual_link = sum(b - a for a, b, kind in row.timeline[1] if kind == "send")
+    assert slow_link / parts[2] > 2 * usual_link / parts[1]
+    check_plots(race)
+
+
+@pytest.mark.timeout(60)
+def test_a_quorum_needs_emulated_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*arguments: object, **options: object) -> NoReturn:
+        raise NamespacesUnavailable("the kernel says no")
+
+    monkeypatch.setattr(runner, "Cluster", refuse)
+    recipe, out = "local_sgd(4, quorum=2)", tmp_path / "out"
+    options = ["--hosts", "2", "--seconds", "1", "--workload", "digits", "--out", str(out)]
+    assert main(["compare", recipe, *options]) == 0
+    row = Race(0, "", "", out).row(recipe)
+    assert (row.status, row.steps) == ("absent", 0)
+    assert row.error == (
+        "it needs emulated hosts: rounds with a quorum do not run over a throttled link"
+    )
+    assert "absent: it needs emulated hosts" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.timeout(300)
 def test_without_permission_for_namespaces_a_throttled_link_stands_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -469,6 +538,11 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "ddp --seconds=-3",
         "seconds must be a finite number of at least 1, not -3",
     ),
+    "steps with a quorum": (
+        "diloco(8,quorum=3) --steps 9",
+        "workers take different numbers of steps under diloco(8,quorum=3): give --seconds",
+    ),
+    "quorum": ("local_sgd(8,quorum=3) --hosts 2", "at most the number of workers, 2, not 3"),
     "seconds, no number": ("ddp --seconds nan", "seconds must be"),
     "seconds without end": ("ddp --seconds inf", "seconds must be"),
     "out, a file": ("ddp --steps 3 --out file", "file"),

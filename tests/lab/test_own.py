@@ -505,7 +505,7 @@ def test_a_slow_host_sleeps_in_proportion_to_what_it_computes(
     task = Workload("x", model, optimizer, batches, loss, [])  # type: ignore[arg-type]
     run = worker.Run(replace(SPEC, paces=[1.0, pace]), task, ())
     for step in (1, 2):
-        run.step(step, 10)
+        run.step(step, step / 10)
     assert sleeps == pytest.approx(slept)
 
 

@@ -1,10 +1,11 @@
 """Plain float64 loop for rounds that close with a quorum: no processes, no messages, no buckets.
 
-Time is virtual. Worker i needs seconds[i] for a step, and waits where it arrives. Since nobody
-comes while all wait, the loop looks at all arrival times and closes the round that closes first:
+Time is virtual. Worker i needs seconds[i] for a step, and messages[i] until its message has
+arrived, for which it waits. Since nobody comes while all wait, the loop looks at all arrival times
+and closes the round that closes first:
 
     t_q = the time at which the quorum-th worker is there (a worker that has ended is there, too)
-    the round closes at min(t_q + grace, the time at which the last one is there)
+    the round closes at min(t_q + grace, the time at which the last one is there that is expected)
 
 Each worker i of the round M brings d_i = base_i - x_i, where base_i is what x_i began with:
 
@@ -43,8 +44,8 @@ Rule = Literal["average", "nesterov", "delayed", "slow"]
 
 @dataclass(frozen=True)
 class Quorum:
-    """``own``: a worker arrives after max(floor(period * its speed / the fastest speed), 1) steps,
-    both as last seen; the first time as without it. ``reset``: of the optimizer's state.
+    """``own``: a worker arrives after the steps of `pace`, and is expected so many rounds later;
+    the first time as without it. ``reset``: of the optimizer's state.
     ``fragments``: the tensors of each fragment; fragment k of K is due after steps
     (k+1)*period//K, ... + period, and everything below is done for each fragment by itself."""
 
@@ -71,28 +72,32 @@ class _Part:
     base: Params
     pace: int
     since: int = 0
+    expected: int = 0
 
 
 @dataclass
 class _Runner:
-    """``time``: now; ``steps``: taken in all."""
+    """``time``: now; ``steps``: taken in all; ``sent``: it waits for a round."""
 
     worker: Worker
     parts: list[_Part]
     time: float = 0.0
     steps: int = 0
+    sent: bool = False
+    sending: float = 0.0
     speed: float | None = None
     trace: list[Params] = field(default_factory=list)
 
 
 @dataclass
 class _Outer:
-    """The outer state of one fragment. ``held``: contributions in ``late``."""
+    """The outer state of one fragment. ``held``: contributions in ``late``. ``rounds``: so far."""
 
     a: Params
     m: Params
     late: Params
     held: int = 0
+    rounds: int = 0
 
 
 @dataclass
@@ -113,9 +118,11 @@ def run(
     lr: Rates,
     data: Data,
     init: Sequence[Params],
+    messages: Sequence[float] | None = None,
 ) -> Result:
     """Worker i takes steps[i] steps; then it waits for the others' end."""
     n, count = len(seconds), len(recipe.fragments)
+    messages = messages or [0.0] * n
     x0 = init[0]
     outer = [_Outer(copy(x0), zeros(x0), zeros(x0)) for _ in range(count)]
     all_of = [
@@ -134,26 +141,32 @@ def run(
         for i, w in enumerate(all_of):
             while w.steps < steps[i] and due(recipe, w) is None:
                 advance(w, i, seconds[i], optimizer, lr, data)
+            if due(recipe, w) is not None and not w.sent:
+                w.time, w.sent = w.time + messages[i], True
         at = {i: k for i, w in enumerate(all_of) if (k := due(recipe, w)) is not None}
         if not at:
             break
         for i in at:  # those that wait have told how fast they are, even if they come too late
-            all_of[i].speed = 1 / seconds[i]
+            all_of[i].speed, all_of[i].sending = 1 / seconds[i], messages[i]
         there = sorted(w.time for w in all_of)
         closes = {}
         for k in {*at.values()}:
             first = min(all_of[i].time for i in at if at[i] == k)
             begins = max(there[recipe.quorum - 1], first)  # the grace
-            closes[k] = min(begins + recipe.grace, max(there[-1], first))
+            number = outer[k].rounds + 1
+            last = [w.time for w in all_of if w.parts[k].expected <= number]
+            closes[k] = min(begins + recipe.grace, max([begins, *last]))
         k = min(closes, key=lambda k: (closes[k], k))
         members = [i for i in at if at[i] == k and all_of[i].time <= closes[k]]
         rosters.append((k, tuple(members)))
         outer_step(recipe, k, outer[k], all_of, members, lr)
-        fastest = max(w.speed for w in all_of if w.speed is not None)
+        outer[k].rounds += 1
         for i in members:
             w, part = all_of[i], all_of[i].parts[k]
-            w.time, part.since, part.base = closes[k], w.steps, copy(outer[k].a)
-            part.pace = max(int(recipe.period * (w.speed or fastest) / fastest + 1e-6), 1)
+            w.time, w.sent = closes[k], False
+            part.since, part.base = w.steps, copy(outer[k].a)
+            part.pace, later = pace(recipe, w, all_of)
+            part.expected = outer[k].rounds + later
             for name in recipe.fragments[k]:
                 w.worker.x[name] = outer[k].a[name].copy()
                 if recipe.reset:
@@ -202,6 +215,22 @@ def outer_step(
                 a[name] = a[name] - recipe.lr * recipe.momentum * m[name]
                 late[name] = 0.0 * late[name]
     outer.held = outer.held if outer.held < n else 0
+
+
+def pace(recipe: Quorum, w: _Runner, all_of: Sequence[_Runner]) -> tuple[int, int]:
+    """How many steps w takes until it arrives again, and how many rounds later. With T the seconds
+    in which the fastest worker takes the period, and c the seconds that w's message takes longer
+    than the (lower) median: floor((k*T - c) * speed + min(1/4, grace * speed)) steps, at least 1,
+    and k = ceil(c / (T/2))
+    rounds, at least 1, always 1 if a round needs all workers; all as last seen."""
+    seen = [other for other in all_of if other.speed is not None]
+    fastest = max(other.speed for other in seen if other.speed is not None)
+    usual = sorted(other.sending for other in seen)[(len(seen) - 1) // 2]
+    between, c = recipe.period / fastest, max(w.sending - usual, 0.0)
+    k = max(-int(-c // (between / 2)), 1) if recipe.quorum < len(all_of) else 1
+    speed = w.speed or fastest
+    late = min(0.25, recipe.grace * speed)
+    return max(int((k * between - c) * speed + late + 1e-6), 1), k
 
 
 def zeros(p: Params) -> Params:

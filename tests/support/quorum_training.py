@@ -52,22 +52,31 @@ def work(
 
 
 def simulated(
-    job: Job, steps: Sequence[int], seconds: Sequence[float] | None, closings: Any = None
+    job: Job,
+    steps: Sequence[int],
+    seconds: Sequence[float] | None,
+    closings: Any = None,
+    messages: Sequence[float] | None = None,
 ) -> list[Ran]:
     return la.simulate(
         lambda rank: work(job, rank, steps[rank]),
         workers=job.workers,
         step_seconds=seconds,
+        message_seconds=messages,
         closings=closings,
     )
 
 
 def expected(
-    job: Job, recipe: reference_quorum.Quorum, steps: Sequence[int], seconds: Sequence[float]
+    job: Job,
+    recipe: reference_quorum.Quorum,
+    steps: Sequence[int],
+    seconds: Sequence[float],
+    messages: Sequence[float] | None = None,
 ) -> reference_quorum.Result:
     rules = training.OPTIMIZERS[job.optimizer][1]
     init = reference.initial(job.workers, job.seed)
-    return reference_quorum.run(recipe, seconds, steps, rules, job.lr, job.data(), init)
+    return reference_quorum.run(recipe, seconds, steps, rules, job.lr, job.data(), init, messages)
 
 
 def gap(runs: Sequence[Ran], wanted: reference_quorum.Result) -> float:

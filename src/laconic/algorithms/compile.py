@@ -91,6 +91,11 @@ def check_quorum(recipe: Recipe, workers: int | None, *, plain: bool) -> None:
         )
 
 
+def has_quorum(recipe: Recipe) -> bool:
+    """Return whether ``recipe`` has rounds that do not wait for all workers."""
+    return any(isinstance(r.exchange, QuorumMean) for r in recipe)
+
+
 def _fits_quorum(r: Round) -> bool:
     update, exchange = r.update, r.exchange
     combines_only = update.replaces and not update.whole and not abilities(update)

@@ -7,19 +7,28 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median_low
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from laconic.algorithms.exchanges.quorum import Contribution, QuorumMean
-from laconic.algorithms.schedules import Every, own_steps
+from laconic.algorithms.schedules import Every, own_pace
 from laconic.algorithms.update import Clock
 from laconic.buckets import state_dtype
 from laconic.engine.channel import Channel, is_owned
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.session import Session
-from laconic.links.quorum.port import Announcement, Closing, Delivery, Port, Rules
+from laconic.links.quorum.port import (
+    Announcement,
+    Appointment,
+    Closing,
+    Delivery,
+    Port,
+    Rules,
+    Speed,
+)
 from laconic.links.quorum.start import open_port
 from laconic.links.quorum.syncer import Syncer
 
@@ -82,13 +91,18 @@ class QuorumRounds:
         return self._syncer
 
     def _paces(
-        self, kind: int, speeds: Mapping[int, float], roster: Sequence[int]
-    ) -> Sequence[int]:
-        if self.kinds[kind].exchange.pace == "equal":
-            return [0] * len(roster)
-        fastest = max(speeds.values(), default=0.0)
-        period = self.kinds[kind].schedule.period
-        return [own_steps(period, speeds.get(rank, fastest), fastest) for rank in roster]
+        self, kind: int, speeds: Mapping[int, Speed], roster: Sequence[int]
+    ) -> Sequence[Appointment]:
+        exchange, n = self.kinds[kind].exchange, self._link.size
+        if exchange.pace == "equal":
+            return [Appointment(0)] * len(roster)
+        fastest = max((s.steps for s in speeds.values()), default=0.0)
+        usual = median_low([s.sending for s in speeds.values()] or [0.0])
+        period, unknown = self.kinds[kind].schedule.period, Speed(fastest, usual)
+        known = [speeds.get(rank, unknown) for rank in roster]
+        skip = exchange.workers is not None and exchange.workers < n
+        pace = partial(own_pace, period, fastest=fastest, grace=exchange.grace, skip=skip)
+        return [Appointment(*pace(s.steps, sending=s.sending - usual)) for s in known]
 
     # -- one round ----
 

@@ -67,8 +67,12 @@ class Ledger:
         start = time.perf_counter()
         with self.watched():
             yield
+        self.add(collective, ranks, amount, received, time.perf_counter() - start)
+
+    def add(self, collective: str, ranks: str, amount: Cost, received: int, seconds: float) -> None:
+        """Book a collective that has completed in ``seconds``."""
         totals = self.by_call.setdefault(self.call, CallTotals())
-        totals.seconds += time.perf_counter() - start
+        totals.seconds += seconds
         totals.bytes += amount.bytes
         self.bytes_sent += amount.bytes
         self.bytes_received += received

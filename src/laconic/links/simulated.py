@@ -111,7 +111,12 @@ class Stage:
     """Lets one worker at a time run, and brings the members of a collective together. Only the
     worker whose turn it is reads or writes the attributes."""
 
-    def __init__(self, workers: int, step_seconds: Sequence[float] | None = None) -> None:
+    def __init__(
+        self,
+        workers: int,
+        step_seconds: Sequence[float] | None = None,
+        message_seconds: Sequence[float] | None = None,
+    ) -> None:
         self.turns = [threading.Lock() for _ in range(workers)]
         for turn in self.turns[1:]:
             turn.acquire()  # rank 0 begins; passing the turn to a rank releases its lock
@@ -123,6 +128,8 @@ class Stage:
         self.left: list[int] = []
         self.step_seconds = [1.0] * workers if step_seconds is None else list(step_seconds)
         """The virtual seconds of each worker's steps, for rounds that close with a quorum."""
+        self.message_seconds = [0.0] * workers if message_seconds is None else list(message_seconds)
+        """The virtual seconds until rank 0 has a worker's message of such a round."""
         self.clocks = [0.0] * workers
         self.recorded: Sequence[Any] | None = None
         """The rounds of an earlier run, to be repeated; see `laconic.links.quorum.syncer`."""

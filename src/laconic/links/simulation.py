@@ -23,6 +23,7 @@ def simulate(
     faults: Plan | None = None,
     *,
     step_seconds: Sequence[float] | None = None,
+    message_seconds: Sequence[float] | None = None,
     closings: Sequence[Closing] | None = None,
 ) -> list[T]:
     """Run ``worker_fn(rank)`` for every rank below ``workers`` (None: 8), as threads that take
@@ -39,6 +40,8 @@ def simulate(
     ``step_seconds``: how long each worker takes for a step of its optimizer, in virtual seconds
     (None: one second each). They decide who arrives when, where rounds close with a quorum
     (``diloco(..., quorum=)``); nobody sleeps, and the result is the same from run to run.
+    ``message_seconds``: how long each worker's message of such a round takes to rank 0 (None: no
+    time). The worker does not compute meanwhile. Results take no time to come back.
     ``closings``: repeat the rounds that another run has closed (`Synchronizer.closings` of its rank
     0), whatever the times: with the same program, this gives the same bits.
 
@@ -53,7 +56,11 @@ def simulate(
         )
     else:
         count = faults.workers
-    stage = Stage(count, _seconds(step_seconds, count))
+    stage = Stage(
+        count,
+        _seconds("step_seconds", step_seconds, count, strict=True),
+        _seconds("message_seconds", message_seconds, count, strict=False),
+    )
     stage.recorded = closings
     cast = None if faults is None else Cast(faults, stage)
     results: dict[int, Any] = {}
@@ -90,12 +97,13 @@ def simulate(
     return [results.get(rank) for rank in range(count)]  # type: ignore[misc]
 
 
-def _seconds(step_seconds: Sequence[float] | None, workers: int) -> list[float] | None:
-    if step_seconds is None:
+def _seconds(
+    name: str, seconds: Sequence[float] | None, workers: int, *, strict: bool
+) -> list[float] | None:
+    if seconds is None:
         return None
-    if len(step_seconds) != workers:
+    if len(seconds) != workers:
         raise ValueError(
-            f"step_seconds has {len(step_seconds)} numbers, and there are {workers} workers: give "
-            "one for each"
+            f"{name} has {len(seconds)} numbers, and there are {workers} workers: give one for each"
         )
-    return [check_float("step_seconds", s, 0.0, strict=True) for s in step_seconds]
+    return [check_float(name, s, 0.0, strict=strict) for s in seconds]

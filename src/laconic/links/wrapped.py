@@ -12,6 +12,7 @@ from laconic.links import cost
 from laconic.links.calls import Call
 from laconic.links.cost import Cost
 from laconic.links.link import Link, Parts, Sent
+from laconic.links.quorum.port import Port, no_quorum
 
 
 def size_of(x: Tensor) -> int:
@@ -33,6 +34,10 @@ class Wrapped:
     def like(self, link: Link) -> Link:
         """``link``, wrapped as this one is."""
         raise NotImplementedError
+
+    def around_port(self, port: Port) -> Port:
+        """``port``, wrapped as this link is. Raises ``ValueError`` if this link cannot do so."""
+        raise no_quorum(self)
 
     def _around(self, collective: str, amount: Cost) -> AbstractContextManager[None]:
         """For a collective that brings a rank as much as it sends, as most do."""

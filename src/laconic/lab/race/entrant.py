@@ -43,6 +43,9 @@ class Entrant(Protocol):
         ``sample`` copies the parameters before these rounds, for `distance`.
         """
 
+    def sample(self) -> None:
+        """Copy the parameters now, for `distance`."""
+
     def distance(self) -> float:
         """Return the distance between the workers' parameters at the last sample.
 
@@ -104,7 +107,7 @@ class RecipeEntrant:
         self.consensus = self.sync.consensus
         self.mean = self.sync.mean
         self.report = self.sync.report_loss
-        self._take_sample()
+        self.sample()
 
     def step(self, sample: bool) -> None:
         self._sample_due = sample
@@ -113,10 +116,10 @@ class RecipeEntrant:
     def _after_optimizer(self) -> None:
         """Sample after the optimizer's update and before any round."""
         if self._sample_due:
-            self._take_sample()
+            self.sample()
 
     @torch.no_grad()
-    def _take_sample(self) -> None:
+    def sample(self) -> None:
         """Copy this worker's parameters, or above `SAMPLE_SIZE` an evenly spaced subset."""
         flat = torch.cat([p.detach().reshape(-1).float() for p in self.model.parameters()])
         self._sample = flat[:: -(-flat.numel() // SAMPLE_SIZE)].clone()
@@ -181,6 +184,9 @@ class RivalEntrant:
 
     def step(self, sample: bool) -> None:
         self._attached.step()
+
+    def sample(self) -> None:
+        """Do nothing: the distance is unknown."""
 
     def distance(self) -> float:
         return math.nan

@@ -95,7 +95,7 @@ def _csv(result: Result, directory: Path) -> list[Path]:
         for row in result.rows
         for point in row.curve
     ]
-    nested = ("curve", "notes", "timeline", "rounds")
+    nested = ("curve", "notes", "timeline", "rounds", "worker_steps")
     rows = [
         {
             **{field.name: getattr(row, field.name) for field in fields(row)},

@@ -86,9 +86,9 @@ class Row:
 
     Args:
         recipe: the recipe with its arguments, or `NO_COMMUNICATION`.
-        status: "absent" for another library that cannot run here, which is not a failure.
+        status: "absent" for what cannot run here, which is not a failure.
         error: why the run failed, diverged or is absent. Only the first line is shown.
-        steps, seconds: length of the run on the training clock.
+        steps, seconds: length of the run on the training clock, the mean over workers.
         seconds_per_step: NaN if there is none.
         loss: final loss; None if it is not finite.
         ledger_bytes_per_step: payload sent per host, from laconic's ledger; NaN for other
@@ -101,6 +101,7 @@ class Row:
         source: the directory of the result, if several results are combined.
         seed: of the model and the batches. A recipe has one row per seed.
         peer: whether the row is another library, whose bytes are known from the interface only.
+        worker_steps: by rank. They differ under a recipe whose rounds close with a quorum.
     """
 
     recipe: str
@@ -120,6 +121,7 @@ class Row:
     source: str = ""
     seed: int = 0
     peer: bool = False
+    worker_steps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss", _finite(self.loss))
@@ -187,6 +189,7 @@ def _row(fields: dict[str, Any]) -> Row:
                 for rank in fields.get("timeline", ())
             ),
             "rounds": tuple(Rounds(**rounds) for rounds in fields.get("rounds", ())),
+            "worker_steps": tuple(fields.get("worker_steps", ())),
         }
     )
 

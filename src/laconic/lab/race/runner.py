@@ -7,7 +7,7 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from laconic.algorithms.compile import in_groups
+from laconic.algorithms.compile import check_quorum, has_quorum, in_groups
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.recipes import WITH_GROUPS
 from laconic.algorithms.round import Recipe, Round
-from laconic.algorithms.updates import OuterStep
+from laconic.algorithms.updates import DelayedNesterov, OuterStep
 from laconic.auto import Auto
 from laconic.errors import check_float, check_int
 from laconic.lab.emulation.cluster import (
@@ -51,6 +51,10 @@ RANK_TIMEOUT = 60.0
 """A rank that does not answer for this many seconds fails its row."""
 UNTHROTTLED = "it needs emulated hosts: a throttled link slows only laconic's own messages"
 """Why another library has no row without emulated hosts."""
+NO_THROTTLED_QUORUM = (
+    "it needs emulated hosts: rounds with a quorum do not run over a throttled link"
+)
+"""Why a recipe has no row without emulated hosts."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,16 @@ class Settings:
             check_float("the factor of a slow host", factor, 1.0)
         check_int("per-host", self.per_host, 1)
         self._check_groups(recipes)
+        quorums = [text for text, recipe in recipes.items() if _has_quorum(recipe)]
+        for text in quorums:
+            compiled = recipes[text]
+            assert not isinstance(compiled, Auto), "it has no quorum"
+            check_quorum(compiled, self.hosts * self.per_host, plain=True)
+        if self.steps is not None and quorums:
+            raise ValueError(
+                f"workers take different numbers of steps under {quorums[0]}: give --seconds "
+                "instead of --steps"
+            )
         if self.steps is not None:
             check_int("steps", self.steps, 1)
         if (self.seconds is None) == (self.steps is None):
@@ -207,10 +221,13 @@ def run(settings: Settings, command: str, watch: Watch) -> Iterator[Result]:
     entries += [(True, text) for text in settings.rivals]
     with network(settings) as (cluster, reason):
         if not cluster.emulated:
+            known, rules = settings.recipes, settings.user_recipes()
+            quorums = [text for text in known if _has_quorum(parse_recipe(text, rules))]
             missing = dict.fromkeys(settings.rivals, UNTHROTTLED)
+            missing |= dict.fromkeys(quorums, NO_THROTTLED_QUORUM)
         for seed in settings.seeds:
             for is_peer, text in entries:
-                if is_peer and text in missing:
+                if text in missing:
                     if seed != settings.seeds[0]:
                         continue
                     row, size = _no_row(text, "absent", missing[text]), 0
@@ -364,13 +381,48 @@ def _row_from(
         interface_bytes_per_step=last["frames"] / steps,
         waiting=last["waiting"],
         curve=curve,
+        worker_steps=tuple(map(round, last["worker_steps"])),
     )
     if name == NO_COMMUNICATION:
         return row
     recipe = rivals.find(name).rounds if peer else parse_recipe(name, settings.user_recipes())
     if isinstance(recipe, Auto):
         return replace(row, notes=tuple(last["choices"]))
+    if _has_quorum(recipe):
+        return replace(row, notes=_quorum_notes(recipe, row.worker_steps, last["rosters"]))
     return replace(row, notes=_advice(recipe, steps))
+
+
+def _has_quorum(recipe: Recipe | Auto) -> bool:
+    return not isinstance(recipe, Auto) and has_quorum(recipe)
+
+
+def _quorum_notes(
+    recipe: Recipe, steps: Sequence[int], rosters: Sequence[Sequence[int]]
+) -> tuple[str, ...]:
+    """Return notes on a run whose workers took different numbers of ``steps``, by rank."""
+    if not rosters:
+        return ("the run ended before its first round: give it more time",)
+    parts = [sum(rank in roster for roster in rosters) for rank in range(len(steps))]
+    took = f"workers took {_listed(steps)} steps, and part in {_listed(parts)} of {len(rosters)}"
+    notes = (f"{took} rounds",)
+    momenta = [r.update.momentum for r in recipe if isinstance(r.update, DelayedNesterov)]
+    return notes + _overshoot(max(momenta, default=0.0), sum(parts) // len(parts))
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """Return numbers by rank as text."""
+    return ", ".join(f"{number:,}" for number in numbers[:-1]) + f" and {numbers[-1]:,}"
+
+
+def _overshoot(momentum: float, rounds: int) -> tuple[str, ...]:
+    """Return a note if ``rounds`` outer rounds are too few for this outer momentum."""
+    if momentum <= 0.6 or rounds >= FEW_ROUNDS:
+        return ()
+    return (
+        f"{rounds} outer rounds; below about {FEW_ROUNDS} an outer momentum of {momentum:g} "
+        "overshoots, try 0.3 to 0.6",
+    )
 
 
 def _no_row(name: str, status: Status, why: str, steps: int = 0) -> Row:
@@ -390,11 +442,7 @@ def _advice(recipe: Recipe, steps: int) -> tuple[str, ...]:
     if last and not any(last[0].when(step) for step in range(1, steps + 1)):
         return ("the run ended before its first round: give it more time",)
     for r in recipe:
-        if isinstance(r.update, OuterStep) and r.update.outer is None and r.update.momentum > 0.6:
+        if isinstance(r.update, OuterStep) and r.update.outer is None:
             rounds = sum(r.when(step) for step in range(1, steps + 1))
-            if rounds < FEW_ROUNDS:
-                return (
-                    f"{rounds} outer rounds; below about {FEW_ROUNDS} an outer momentum of "
-                    f"{r.update.momentum:g} overshoots, try 0.3 to 0.6",
-                )
+            return _overshoot(r.update.momentum, rounds)
     return ()

@@ -22,6 +22,8 @@ from laconic.lab.race.result import Rounds, Span
 from laconic.links import Link
 from laconic.links.calls import GRADIENTS, Call
 from laconic.links.cost import Cost
+from laconic.links.quorum.port import Port
+from laconic.links.quorum.wrapped import WrappedPort
 from laconic.links.wrapped import Wrapped
 
 MAX_SPANS = 400
@@ -238,7 +240,31 @@ class RecordedLink(Wrapped):
     def like(self, link: Link) -> Link:
         return RecordedLink(link, self._recorder)
 
+    def around_port(self, port: Port) -> Port:
+        return RecordedPort(port, self._recorder, self.rank, self.size)
+
     def begin_call(self, call: Call, *, wait: bool) -> bool:
         # Only a round's call is not waited for. Gradients are announced before their step.
         self._step = None if wait else call.step + (call.name == GRADIENTS)
         return super().begin_call(call, wait=wait)
+
+
+class RecordedPort(WrappedPort):
+    """``port`` of worker ``rank`` of ``size``, whose rounds are reported to a recorder.
+
+    Rank 0 records the bytes, by its own steps, because it knows of all rounds. Each round counts
+    with the mean over hosts: each worker of the roster sends the model, and rank 0 sends it back.
+    What rank 0 sends while it computes is not among its spans.
+    """
+
+    def __init__(self, port: Port, recorder: Recorder, rank: int, size: int) -> None:
+        super().__init__(port, rank)
+        self._recorder, self._size = recorder, size
+
+    def watched(self) -> AbstractContextManager[None]:
+        return self._recorder.sending(None, Cost(0, 0))
+
+    def book(self, step: int, sent: Cost, received: int, seconds: float) -> None:
+        if not self._rank:
+            both_ways = sent.bytes + received
+            self._recorder.add_bytes(step, Cost(both_ways // self._size, 0))

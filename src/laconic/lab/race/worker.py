@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from laconic.algorithms.compile import has_quorum
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Recipe
 from laconic.attach import init
@@ -143,7 +144,7 @@ class Clock:
         """Return the counts as means over the ranks. Call it on every rank."""
         mean = self._entrant.mean
         return {
-            "steps": self.steps,
+            "steps": round(mean(self.steps)),
             "seconds": mean(self.seconds),
             "waiting": mean(self.waiting) / mean(self.seconds),
             "sent": mean(self.sent) * self._ranks,
@@ -184,13 +185,13 @@ class Run:
             return link
         return Throttled(link, self.spec.bandwidths[self.host], self.spec.latencies[self.host])
 
-    def step(self, step: int, steps: int, sample: bool = False) -> None:
-        """Run one training step, at the learning rate of ``step`` of ``steps``.
+    def step(self, step: int, share: float, sample: bool = False) -> None:
+        """Run one training step, at the learning rate after this ``share`` of the run.
 
         ``sample`` records the distance between the workers before the step's rounds.
         """
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
-            group["lr"] = peak * lr_factor(step, steps, self.workload)
+            group["lr"] = peak * lr_factor(share, 1.0, self.workload)
         wall, busy = time.perf_counter(), time.thread_time()
         loss = self.workload.loss(self.entrant.model, self._batch(step))
         wall, forward = time.perf_counter() - wall, time.thread_time() - busy
@@ -214,6 +215,11 @@ class Run:
             raise ValueError(
                 f"the batches of worker {self.rank} ended before step {step}: they must be endless"
             ) from None
+
+    def each(self, value: float) -> list[float]:
+        """Return the number of every rank. Call it on every rank."""
+        mean = self.entrant.mean
+        return [self.size * mean(value * (r == self.rank)) for r in range(self.size)]
 
     @torch.no_grad()
     def validation_loss(self) -> float:
@@ -258,7 +264,7 @@ def schedule(spec: Spec, workload: Workload, entry: Recipe | Auto | Rival) -> pl
         run.entrant.seek(step - 1)
         start = time.perf_counter()
         for _ in range(count):
-            run.step(1, 100)
+            run.step(1, 0.01)
         return run.entrant.mean(time.perf_counter() - start)
 
     for _ in range(2):  # the first steps create the optimizer's state and warm the caches
@@ -287,35 +293,82 @@ def race(spec: Spec) -> None:
         entry = parse_recipe(spec.recipe, user_files.rules(Path(spec.rules)) if spec.rules else {})
     rank = int(os.environ["RANK"])
     emit(rank, event="planning")
-    planned = schedule(spec, workload, entry)
-    run = Run(spec, workload, entry)
+    if isinstance(entry, tuple) and has_quorum(entry):
+        assert spec.seconds is not None, "Settings.check requires seconds"
+        warm_up(spec, workload)
+        run = Run(spec, workload, entry)
+        curve = train_by_time(run, spec.seconds, spec.validations)
+    else:
+        planned = schedule(spec, workload, entry)
+        run = Run(spec, workload, entry)
+        emit(rank, event="start", steps=planned.steps)
+        curve = train(run, planned)
     parameters = sum(p.numel() for p in run.model.parameters())
-    emit(rank, event="start", steps=planned.steps)
-    curve = train(run, planned)
     recorder = run.entrant.recorder
     if recorder is not None:
         record = {"event": "timeline", "ran": recorder.ran, "spans": recorder.spans()}
         print(json.dumps(record), file=sys.__stdout__, flush=True)  # on every rank
         emit(rank, event="rounds", rounds=[asdict(rounds) for rounds in recorder.rounds()])
     choices = run.entrant.sync.choices if isinstance(run.entrant, RecipeEntrant) else []
+    closings = run.entrant.sync.closings if isinstance(run.entrant, RecipeEntrant) else []
+    rosters = [closing.roster for closing in closings]
+    steps = run.each(run.clock.steps)
     texts = [f"after step {c.step}: {c.reason}" for c in choices]
     figures = run.clock.figures()
-    emit(rank, event="end", parameters=parameters, curve=curve, choices=texts, **figures)
+    emit(rank, event="end", parameters=parameters, curve=curve, choices=texts,
+         rosters=rosters, worker_steps=steps, **figures)  # fmt: skip
     run.entrant.close()
 
 
-def train(run: Run, planned: plan.Schedule) -> list[tuple[int, float, float, float, float]]:
-    """Train, and return the curve from before the first step on.
+Curve = list[tuple[int, float, float, float, float]]
+"""Points (step, seconds, megabytes, validation loss, distance between the workers before the step's
+rounds), from before the first step on."""
 
-    Its points are (step, seconds, megabytes, validation loss, distance between the workers before
-    the step's rounds).
+
+def warm_up(spec: Spec, workload: Workload) -> None:
+    """Take two steps without communication: the first ones are slow."""
+    run = Run(spec, workload, ())
+    for step in (1, 2):
+        run.step(step, 0.01)
+    run.entrant.close()
+
+
+def train_by_time(run: Run, seconds: float, validations: int) -> Curve:
+    """Train for so many seconds of each worker's own clock, where rounds close with a quorum.
+
+    Workers take different numbers of steps. The curve has their mean. Each validation is after the
+    same time on all workers; those that wait for the others' last step are not timed meanwhile.
     """
+    clock, reported, step = run.clock, 0.0, 0
+    curve = [(0, 0.0, 0.0, run.validation_loss(), run.entrant.distance())]
+    for number in range(1, validations + 1):
+        clock.start()
+        while (spent := clock.running()) < seconds * number / validations:
+            step += 1
+            run.step(step, spent / seconds)
+            if time.perf_counter() - reported > REPORT_SECONDS:
+                reported, pace = time.perf_counter(), clock.running() / step
+                emit(run.rank, event="step", step=step, steps=max(step, round(seconds / pace)),
+                     loss=run.loss, sent=run.entrant.sent(), pace=pace)  # fmt: skip
+        clock.stop(step)
+        run.entrant.sample()
+        mean = run.entrant.mean
+        point = round(mean(step)), mean(clock.seconds), clock.megabytes()
+        curve.append((*point, run.validation_loss(), run.entrant.distance()))
+        emit(run.rank, event="validation", step=step, steps=step, loss=curve[-1][3])
+        if not math.isfinite(curve[-1][3]):
+            break
+    return curve
+
+
+def train(run: Run, planned: plan.Schedule) -> Curve:
+    """Train a planned number of steps, and return the curve."""
     clock, reported, step = run.clock, 0.0, 0
     curve = [(0, 0.0, 0.0, run.validation_loss(), run.entrant.distance())]
     clock.start()
     while step < planned.steps and math.isfinite(curve[-1][3]):
         step += 1
-        run.step(step, planned.steps, sample=planned.is_check(step))
+        run.step(step, step / planned.steps, sample=planned.is_check(step))
         if time.perf_counter() - reported > REPORT_SECONDS:
             reported, pace = time.perf_counter(), clock.running() / step
             emit(run.rank, event="step", step=step, steps=planned.steps, loss=run.loss,

@@ -91,6 +91,14 @@ class Closing:
         return cls(_count(fields["kind"]), _count(fields["number"]), roster, paces)
 
 
+def no_quorum(link: object) -> ValueError:
+    """The error where rounds with a quorum would run over ``link``."""
+    return ValueError(
+        "rounds with a quorum run between processes with models on the CPU, and in "
+        f"laconic.simulate without link=, not over a {type(link).__name__}"
+    )
+
+
 class Merge(Protocol):
     """Called on rank 0 when a round closes, with what each worker of the roster delivers."""
 
@@ -98,9 +106,25 @@ class Merge(Protocol):
         """Return the result of each tensor, for all of them."""
 
 
-Paces = Callable[[int, Mapping[int, float], Sequence[int]], Sequence[int]]
-"""From a kind, the last known speed of each worker in steps per second, by rank, and the ranks of a
-roster: the `Closing.paces`."""
+class Speed(NamedTuple):
+    """What was last seen of a worker: its ``steps`` per second, and the seconds that its message
+    took to rank 0, ``sending``."""
+
+    steps: float
+    sending: float
+
+
+class Appointment(NamedTuple):
+    """When a worker takes part again: after so many ``steps`` (0: as the schedule says), in the
+    round that is so many ``rounds`` later."""
+
+    steps: int
+    rounds: int = 1
+
+
+Paces = Callable[[int, Mapping[int, Speed], Sequence[int]], Sequence[Appointment]]
+"""From a kind, the last known speed of each worker, by rank, and the ranks of a roster: when each
+of these takes part again."""
 
 
 class Port(Protocol):

@@ -14,7 +14,8 @@ from laconic.links.simulated import SimulatedLink, Stage
 
 class SimulatedSyncer:
     """What the simulated workers of one set share. Each worker's own time advances by its seconds
-    per step. A round closes once every worker waits: then it is known who arrives when."""
+    per step, and its messages arrive so many seconds later as they take. A round closes once every
+    worker waits: then it is known who arrives when."""
 
     def __init__(self, stage: Stage, core: Syncer) -> None:
         self.stage, self.core = stage, core
@@ -79,7 +80,8 @@ class SimulatedPort:
         if stage.failure is not None:
             raise stage.error()
         now = self._advance(delivery.announcement.step)
-        shared.core.arrive(self._me, delivery, now)
+        sending = stage.message_seconds[self._me]
+        shared.core.arrive(self._me, delivery, now + sending, sending)
         stage.runnable[self._me] = False
         stage.pass_turn(self._me)
         stage.take_turn(self._me)

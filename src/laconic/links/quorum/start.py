@@ -2,73 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
 from laconic.links.cost import Cost
 from laconic.links.link import Link
 from laconic.links.metered import Ledger, Metered
-from laconic.links.quorum.port import Closing, Delivery, Port
+from laconic.links.quorum.port import Closing, Port, no_quorum
 from laconic.links.quorum.simulated import open_simulated
 from laconic.links.quorum.syncer import Syncer
 from laconic.links.quorum.tcp import MORE_SECONDS, NEVER, GuestPort, Host, HostPort, Line
+from laconic.links.quorum.wrapped import WrappedPort
 from laconic.links.simulated import SimulatedLink
 from laconic.links.tcp import TcpLink
-from laconic.links.wrapped import Wrapped, size_of
+from laconic.links.wrapped import Wrapped
 
 Make = Callable[[Sequence[Closing] | None], Syncer]
 """Makes rank 0's syncer, which repeats these rounds, if there are any."""
 
 
-class MeteredPort:
-    """``port``, with what goes over it booked in ``ledger``. Rank 0's process sends a result to
-    each other worker of the roster, and receives from it."""
+class MeteredPort(WrappedPort):
+    """``port``, with what goes over it booked in ``ledger``."""
 
     def __init__(self, port: Port, ledger: Ledger, rank: int) -> None:
-        self._port, self._ledger, self._rank = port, ledger, rank
-        self.closings = port.closings
-        self._booked = 0
+        super().__init__(port, rank)
+        self._ledger = ledger
 
-    def seconds(self, step: int) -> float:
-        return self._port.seconds(step)
+    def watched(self) -> AbstractContextManager[None]:
+        return self._ledger.watched()
 
-    def worked(self, step: int, waited: float) -> float:
-        return self._port.worked(step, waited)
-
-    def quiet(self) -> AbstractContextManager[object]:
-        return self._port.quiet()
-
-    def restart(self, step: int) -> None:
-        self._port.restart(step)
-
-    def deliver(self, delivery: Delivery) -> Closing:
-        size = sum(map(size_of, delivery.tensors))
-        sent = size * (1 if delivery.bases is None else 2)
-        if self._rank:
-            with self._book(sent, size):
-                return self._port.deliver(delivery)
-        with self._ledger.watched():
-            closing = self._port.deliver(delivery)
-        closed, self._booked = self.closings[self._booked :], len(self.closings)
-        others = sum(len([r for r in each.roster if r]) for each in closed)
-        with self._book(others * size, others * size):
-            return closing
-
-    @contextmanager
-    def _book(self, sent: int, received: int) -> Iterator[None]:
-        with self._ledger.book("quorum", "workers", Cost(sent, 1), received):
-            yield
-
-    def meet(self, step: int) -> None:
-        self._port.meet(step)
-
-    def close(self) -> None:
-        self._port.close()
-
-    def abandon(self) -> None:
-        self._port.abandon()
+    def book(self, step: int, sent: Cost, received: int, seconds: float) -> None:
+        self._ledger.add("quorum", "workers", sent, received, seconds)
 
 
 def open_port(link: Link, like: Sequence[Sequence[Tensor]], step: int, make: Make) -> Port:
@@ -82,11 +48,9 @@ def open_port(link: Link, like: Sequence[Sequence[Tensor]], step: int, make: Mak
         return open_simulated(link, step, lambda: make(link.stage.recorded))
     if isinstance(link, TcpLink):
         return _over_tcp(link, like, make)
-    kind = type(link.link).__name__ if isinstance(link, Wrapped) else "none"
-    raise ValueError(
-        f"rounds with a quorum run between processes with models on the CPU, and in "
-        f"laconic.simulate without link=, not over a {type(link).__name__} (around: {kind})"
-    )
+    if isinstance(link, Wrapped):
+        return link.around_port(open_port(link.link, like, step, make))
+    raise no_quorum(link)
 
 
 def _over_tcp(link: TcpLink, like: Sequence[Sequence[Tensor]], make: Make) -> Port:

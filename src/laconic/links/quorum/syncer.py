@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from laconic.links.quorum.port import Closing, Delivery, Merge, Paces, Rules
+from laconic.links.quorum.port import Closing, Delivery, Merge, Paces, Rules, Speed
 
 
 class _Waiting(NamedTuple):
@@ -25,10 +26,11 @@ class Outcome(NamedTuple):
 class Syncer:
     """Keeps who has arrived, and closes rounds. It belongs to rank 0.
 
-    A round closes ``grace`` seconds after the quorum has arrived, or as soon as all workers have. A
-    worker that is in a call that waits for all workers (`meet`), waits for a round of another kind,
-    or has left counts as arrived, since it cannot come before others go on. ``recorded``: the
-    rounds of an earlier run, to be repeated; then times do not matter.
+    A round closes ``grace`` seconds after the quorum has arrived, or as soon as all workers have
+    that are expected (`Appointment.rounds`). A worker that is in a call that waits for all workers
+    (`meet`), waits for a round of another kind, or has left counts as arrived, since it cannot come
+    before others go on. ``recorded``: the rounds of an earlier run, to be repeated; then times do
+    not matter.
     """
 
     def __init__(
@@ -44,20 +46,23 @@ class Syncer:
         self._waiting: dict[int, _Waiting] = {}
         self._meeting: dict[int, float] = {}
         self._left: set[int] = set()
-        self._speeds: dict[int, float] = {}
+        self._speeds: dict[int, Speed] = {}
         self._recorded = None if recorded is None else list(recorded)
+        self._expected = [[0] * workers for _ in rules]
+        """By kind and rank: the first round that waits for this worker during the grace."""
         self.rounds = [0] * len(rules)
         """How many rounds of each kind have closed."""
         self.closings: list[Closing] = []
         self.outcomes: dict[int, Outcome] = {}
         """By rank, until that worker takes it."""
 
-    def arrive(self, rank: int, delivery: Delivery, now: float) -> None:
-        """Worker ``rank`` has delivered at the time ``now``."""
+    def arrive(self, rank: int, delivery: Delivery, now: float, sending: float = 0.0) -> None:
+        """Worker ``rank`` has delivered at the time ``now``. Its message took ``sending``
+        seconds."""
         about = delivery.announcement
         self._meeting.pop(rank, None)
         if about.seconds > 0 and about.steps > 0:
-            self._speeds[rank] = about.steps / about.seconds
+            self._speeds[rank] = Speed(about.steps / about.seconds, sending)
         self._waiting[rank] = _Waiting(now, delivery)
 
     def meet(self, rank: int, now: float) -> float | None:
@@ -91,15 +96,18 @@ class Syncer:
         mine = [w.time for w in self._waiting.values() if w.delivery.announcement.kind == kind]
         if not mine:
             return None
-        present = sorted([*self._meeting.values(), *(w.time for w in self._waiting.values())])
-        there = len(present) + len(self._left)
-        if there < min(rules.quorum, self.workers):
+        there = {**self._meeting, **{rank: w.time for rank, w in self._waiting.items()}}
+        if len(there) + len(self._left) < min(rules.quorum, self.workers):
             return None
         missing = max(rules.quorum - len(self._left), 1)  # of which the last one comes
-        reached = max(present[missing - 1], min(mine))
-        if there == self.workers:
-            return min(max(present[-1], min(mine)), reached + rules.grace)
-        return reached + rules.grace
+        reached = max(sorted(there.values())[missing - 1], min(mine))
+        number = self.rounds[kind] + 1
+        expected = [
+            there.get(rank, math.inf)
+            for rank, first in enumerate(self._expected[kind])
+            if first <= number and rank not in self._left
+        ]
+        return min(max([reached, *expected]), reached + rules.grace)
 
     def _next_recorded(self, recorded: Sequence[Closing]) -> tuple[float, int] | None:
         if not recorded:
@@ -136,8 +144,11 @@ class Syncer:
                 for rank, w in sorted(self._waiting.items())
                 if w.delivery.announcement.kind == kind and w.time <= until
             )
-            paces = tuple(self._paces(kind, self._speeds, roster))
-            closing = Closing(kind, self.rounds[kind] + 1, roster, paces)
+            number = self.rounds[kind] + 1
+            appointments = self._paces(kind, self._speeds, roster)
+            for rank, appointment in zip(roster, appointments, strict=True):
+                self._expected[kind][rank] = number + appointment.rounds
+            closing = Closing(kind, number, roster, tuple(a.steps for a in appointments))
         deliveries = {rank: self._waiting[rank].delivery for rank in roster}
         results = self._merge(closing, deliveries)
         self.rounds[kind] = closing.number
@@ -149,10 +160,18 @@ class Syncer:
 
     def state(self) -> dict[str, object]:
         """What a run that is resumed needs, as plain data."""
-        return {"rounds": [*self.rounds], "speeds": dict(self._speeds)}
+        speeds = {rank: [*speed] for rank, speed in self._speeds.items()}
+        return {
+            "rounds": [*self.rounds],
+            "speeds": speeds,
+            "expected": [*map(list, self._expected)],
+        }
 
     def load(self, state: Mapping[str, object]) -> None:
         """Restore what `state` returned."""
-        rounds, speeds = state["rounds"], state["speeds"]
+        rounds, speeds, expected = state["rounds"], state["speeds"], state["expected"]
         assert isinstance(rounds, list) and isinstance(speeds, dict), "of this class"
-        self.rounds, self._speeds = list(rounds), dict(speeds)
+        assert isinstance(expected, list), "of this class"
+        self._expected = [list(ranks) for ranks in expected]
+        self.rounds = list(rounds)
+        self._speeds = {rank: Speed(*speed) for rank, speed in speeds.items()}

@@ -148,11 +148,12 @@ class Host:
             thread.start()
         _hosts.add(self)
 
-    def deliver(self, rank: int, delivery: Delivery) -> Outcome:
-        """Wait until the round of worker ``rank`` has closed."""
+    def deliver(self, rank: int, delivery: Delivery, sending: float = 0.0) -> Outcome:
+        """Wait until the round of worker ``rank`` has closed. Its message took ``sending``
+        seconds."""
         core, end = self.core, time.monotonic() + self._timeout
         with self.change:
-            core.arrive(rank, delivery, time.monotonic())
+            core.arrive(rank, delivery, time.monotonic(), sending)
             self.change.notify_all()
             while rank not in core.outcomes:
                 if self._failure is not None:
@@ -214,13 +215,15 @@ class Host:
         with line.reading():
             about = Announcement.of(said["about"])
             tensors = [torch.empty_like(t) for t in self._like[about.kind]]
+        start = time.monotonic()
         line.receive(*tensors)
         bases = None
         if said.get("bases"):
             bases = [torch.empty_like(t) for t in tensors]
             line.receive(*bases)
+        delivery, sending = Delivery(about, tensors, bases), time.monotonic() - start
         try:
-            closing, results = self.deliver(rank, Delivery(about, tensors, bases))
+            closing, results = self.deliver(rank, delivery, sending)
         except LinkError as error:
             line.send_text({"error": str(error), "ranks": list(error.ranks)})
             return False

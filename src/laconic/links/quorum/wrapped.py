@@ -1,0 +1,67 @@
+"""The base of ports around other ports: passes all calls on, and reports what each delivery sends
+and receives."""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+
+from laconic.links.cost import Cost
+from laconic.links.quorum.port import Closing, Delivery, Port
+from laconic.links.wrapped import size_of
+
+
+class WrappedPort:
+    """``port`` of worker ``rank``, with `watched` around every delivery, and `book` after it."""
+
+    def __init__(self, port: Port, rank: int) -> None:
+        self._port, self._rank = port, rank
+        self._booked = len(port.closings)
+
+    def watched(self) -> AbstractContextManager[None]:
+        """The context for a delivery."""
+        raise NotImplementedError
+
+    def book(self, step: int, sent: Cost, received: int, seconds: float) -> None:
+        """A delivery after ``step`` has taken ``seconds``. This worker's process ``sent`` and
+        ``received`` so much since the last one: on rank 0, what the rounds that have closed in the
+        meantime took."""
+        raise NotImplementedError
+
+    def deliver(self, delivery: Delivery) -> Closing:
+        size, start = sum(map(size_of, delivery.tensors)), time.perf_counter()
+        with self.watched():
+            closing = self._port.deliver(delivery)
+        sent = size * (1 if delivery.bases is None else 2)
+        if not self._rank:  # its process sends a result to each other worker of a roster
+            closed = self.closings[self._booked :]
+            self._booked += len(closed)
+            sent = size = size * sum(len([r for r in each.roster if r]) for each in closed)
+        seconds = time.perf_counter() - start
+        self.book(delivery.announcement.step, Cost(sent, 1), size, seconds)
+        return closing
+
+    @property
+    def closings(self) -> list[Closing]:
+        return self._port.closings
+
+    def seconds(self, step: int) -> float:
+        return self._port.seconds(step)
+
+    def worked(self, step: int, waited: float) -> float:
+        return self._port.worked(step, waited)
+
+    def quiet(self) -> AbstractContextManager[object]:
+        return self._port.quiet()
+
+    def restart(self, step: int) -> None:
+        self._port.restart(step)
+
+    def meet(self, step: int) -> None:
+        self._port.meet(step)
+
+    def close(self) -> None:
+        self._port.close()
+
+    def abandon(self) -> None:
+        self._port.abandon()
