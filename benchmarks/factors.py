@@ -35,6 +35,7 @@ ROWS = (
     "ddp(codec='int4')",
     "power_sgd(4, codec='int8')",
     "sparse_loco(16)",
+    "local_sgd(2, delay=2, codec='int4')",
     *(
         f"streaming_diloco({period}, 4, 1, codec='int4', lr=0.7, momentum=0.6)"
         for period in (4, 8, 16, 32, 64)

@@ -105,7 +105,8 @@ def advice_that_auto_leaves_out() -> str:
     from laconic.predict import Facts
 
     facts = Facts(4, ((845, 1024),), 4, 0.15, 1e7, 1e-3)
-    advised = {c.recipe for c in choices(facts) if c.text.startswith("streaming_diloco(")}
+    kinds = ("streaming_diloco(", "local_sgd(2, delay=")
+    advised = {c.recipe for c in choices(facts) if c.text.startswith(kinds)}
     chosen = {c.recipe for c in candidates(facts) if isinstance(c.recipe[0], Round)}
     if advised != chosen:
         other = [c.text for c in choices(facts) if c.recipe in advised - chosen]

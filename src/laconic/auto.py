@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from laconic.algorithms.named import checked
-from laconic.algorithms.round import GradientRound, Recipe
-from laconic.candidates import Candidate, candidates, start, streaming
+from laconic.algorithms.round import Recipe
+from laconic.candidates import Candidate, candidates, made, start
 from laconic.engine.session import Session
 from laconic.errors import check_float
 from laconic.links.calls import Call
 from laconic.links.comm_thread import Pending
-from laconic.predict import Facts, often, predict
+from laconic.predict import Facts, predict
 from laconic.probe import Probed, probe, slow_host, slow_worker
 from laconic.units import format_rate
 
@@ -80,7 +80,8 @@ def auto(target: float | None = None) -> Auto:
     ``target``: the share of the speed without communication to reach, in (0, 1]. The choice is
     among the recipes predicted to reach it, or else the fastest. None: the recipe with the most
     progress per second, even if its steps are slower. Candidates: `ddp` with and without codecs,
-    and `streaming_diloco` with Int4 in several periods, with the delay that hides its messages.
+    and, with Int4 and the delay that hides their messages, `local_sgd` every two steps and
+    `streaming_diloco` in several periods.
     """
     if target is not None:
         check_float("target", target, 0.0, strict=True, most=1.0)
@@ -363,13 +364,10 @@ class Chooser:
 
 
 def _respelled(text: str, recipe: Recipe) -> str:
-    """The text of ``recipe`` by `streaming`, if that makes the same recipe; else ``text``. Older
-    versions saved all arguments. With one text per recipe, a choice that stays is no change."""
-    first = recipe[0]
-    if isinstance(first, GradientRound):
-        return text
-    same = streaming(round(1 / often(first)), first.delay, 1.0)
-    return same.text if same.recipe == recipe else text
+    """The text of ``recipe`` as a candidate, if there is such; else ``text``. Older versions saved
+    all arguments. With one text per recipe, a choice that stays is no change."""
+    same = made(recipe)
+    return text if same is None else same.text
 
 
 def _medians(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from laconic.algorithms.recipes import ddp, streaming_diloco
-from laconic.algorithms.round import Recipe, Round
-from laconic.predict import Facts, travel
+from laconic.algorithms.recipes import ddp, local_sgd, streaming_diloco
+from laconic.algorithms.round import GradientRound, Recipe, Round
+from laconic.predict import Facts, often, travel
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,10 @@ class Candidate:
 GRADIENTS = {None: 1.0, "int8": 1.0, "int4": 1.02}
 """Gradient codecs and their measured steps. bfloat16 is not here, since it sends twice as much as
 Int8, which takes no more steps."""
+LOCAL = {2: 1.3}
+"""Periods of `laconic.local_sgd` with Int4 and a delay, and their steps, measured with a delay of
+2. It sends more than `laconic.streaming_diloco`, and hides it as well: the choice where the rate
+would do for gradients, but the latency does not."""
 PERIODS = {4: 1.37, 8: 1.43, 16: 1.5, 32: 1.58, 64: 1.66, 128: 1.74, 256: 1.82, 512: 1.9}
 """Periods of `laconic.streaming_diloco` with Int4 and their steps: measured with a delay of 1 for
 periods up to 64, of which a run of 480 steps has a few, and extrapolated by 0.08 per doubling."""
@@ -51,30 +55,57 @@ def candidates(facts: Facts, now: Candidate | None = None) -> Iterator[Candidate
     while that hides its messages and half a step."""
     for codec, steps in GRADIENTS.items():
         yield _gradients(codec, steps)
-    for period in CHOSEN:
-        steps = PERIODS[period]
-        delay, seconds = delay_for(period, facts)
-        candidate = streaming(period, delay, steps)
-        if now is not None and now.recipe[0].when == candidate.recipe[0].when:
-            late = now.recipe[0].delay
-            if seconds <= (late - HALF) * facts.compute and late <= 2 * delay:
-                candidate = streaming(period, late, steps)
-        yield candidate
+    for make, periods in DELAYED.items():
+        for period, steps in periods.items():
+            delay, seconds = delay_for(period, facts, make)
+            candidate = make(period, delay, steps)
+            if now is not None and now.text == make(period, now.recipe[0].delay, steps).text:
+                late = now.recipe[0].delay
+                if seconds <= (late - HALF) * facts.compute and late <= 2 * delay:
+                    candidate = make(period, late, steps)
+            yield candidate
 
 
-def delay_for(period: int, facts: Facts) -> tuple[int, float]:
-    """The delay, in steps, and the seconds that a fragment's message takes. The delay is 1.25 times
-    these seconds, plus half a step since the last rank sends late, at most the period. The margin
-    is needed: with a message that took 0.6 of its delay of one step all ranks waited 13% of the
-    time, at 10 Mbit/s on 4 emulated hosts."""
-    seconds = travel(streaming(period, 1, 1.0).recipe[0], facts)
+Maker = Callable[[int, int, float], Candidate]
+"""Makes a candidate from a period, a delay, and its steps."""
+
+
+def delay_for(period: int, facts: Facts, make: Maker | None = None) -> tuple[int, float]:
+    """The delay, in steps, and the seconds that a message takes (by default that of a fragment of
+    `streaming`). The delay is 1.25 times these seconds, plus half a step since the last rank sends
+    late, at most the period. The margin is needed: with a message that took 0.6 of its delay of one
+    step all ranks waited 13% of the time, at 10 Mbit/s on 4 emulated hosts."""
+    seconds = travel((make or streaming)(period, 1, 1.0).recipe[0], facts)
     return min(math.ceil(1.25 * seconds / facts.compute + HALF), period), seconds
+
+
+def local(period: int, delay: int, steps: float) -> Candidate:
+    """Averages of the parameters in Int4, `delay` steps late."""
+    recipe = local_sgd(period, delay=delay, codec="int4")
+    return Candidate(f"local_sgd({period}, delay={delay}, codec='int4')", recipe, steps)
 
 
 def streaming(period: int, delay: int, steps: float) -> Candidate:
     """Streaming DiLoCo with the defaults, with which `PERIODS` were measured."""
     recipe = streaming_diloco(period, delay=delay)
     return Candidate(f"streaming_diloco({period}, delay={delay})", recipe, steps)
+
+
+DELAYED: Mapping[Maker, Mapping[int, float]] = {
+    local: LOCAL,
+    streaming: {period: PERIODS[period] for period in CHOSEN},
+}
+"""The candidates with a delay: how to make them, and their steps by period."""
+
+
+def made(recipe: Recipe) -> Candidate | None:
+    """The candidate of `DELAYED` that is ``recipe``, with steps of 1; None if there is none."""
+    if isinstance(recipe[0], GradientRound):
+        return None
+    period, delay = round(1 / often(recipe[0])), recipe[0].delay
+    known: Mapping[Maker, Mapping[int, float]] = {local: LOCAL, streaming: PERIODS}
+    spelled = (make(period, delay, 1.0) for make, periods in known.items() if period in periods)
+    return next((c for c in spelled if c.recipe == recipe), None)
 
 
 def _gradients(codec: str | None, steps: float) -> Candidate:

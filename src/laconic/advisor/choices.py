@@ -15,7 +15,8 @@ from laconic.algorithms.recipes import local_sgd, power_sgd
 from laconic.algorithms.round import GradientRound, Recipe, Round
 from laconic.algorithms.updates import momentum_for
 from laconic.auto import Auto
-from laconic.candidates import GRADIENTS, candidates, streaming
+from laconic.candidates import GRADIENTS, candidates, made, streaming
+from laconic.candidates import LOCAL as AVERAGED
 from laconic.candidates import PERIODS as STEPS
 from laconic.codecs import CODECS
 from laconic.predict import Facts, often
@@ -91,6 +92,10 @@ def choices(facts: Facts, recipes: Sequence[str] = ()) -> list[Choice]:
     for candidate in candidates(facts):
         if isinstance(candidate.recipe[0], GradientRound):
             gradients.append(_choice(candidate.text, None, GRADIENT_QUALITY[candidate.text]))
+        elif candidate.text.startswith("local_sgd"):
+            more = f"{candidate.steps - 1:.0%} more steps for the same loss, on text"
+            period = round(1 / often(candidate.recipe[0]))
+            gradients.append(_choice(candidate.text, period, f"{more} (benchmarks.factors)"))
         else:
             period = round(1 / often(candidate.recipe[0]))
             streams[period] = _choice(candidate.text, period, _streaming_quality(period))
@@ -180,6 +185,10 @@ def steps_of(recipe: Recipe) -> Steps:
     if not share:
         raise ValueError("advise compares only recipes whose rounds continue through the run")
     period = 1 / share
+    candidate = made(recipe)
+    if candidate is not None and candidate.text.startswith("local_sgd"):
+        source = MEASURED if recipe[0].delay == 2 else "measured with a delay of 2"
+        return Steps(AVERAGED[round(period)], source)
     nearest = min(STEPS, key=lambda p: abs(math.log2(p / period)))
     if recipe != streaming(nearest, recipe[0].delay, 1.0).recipe:
         return Steps(STEPS[nearest], f"assumed equal to streaming_diloco({nearest})")
