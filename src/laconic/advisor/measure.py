@@ -6,7 +6,6 @@ The figures are gathered, and every rank computes the same `Measured` from all o
 
 from __future__ import annotations
 
-import itertools
 import math
 import resource
 import statistics
@@ -31,6 +30,7 @@ from laconic.algorithms.round import Recipe
 from laconic.device import accelerator, seconds_between, time_mark
 from laconic.errors import LinkError
 from laconic.links import cost
+from laconic.links.congestion import LONG_SECONDS
 from laconic.links.cost import Cost
 from laconic.links.link import Link, Sent
 from laconic.predict import BACKWARD, Facts, Net, itemsize_of
@@ -42,15 +42,11 @@ LEAST, MOST, REPEATS = 2**8, 2**26, 3
 """Bytes of the smallest and largest message of a sweep, and how often each is sent."""
 LONG = 0.25
 """A sweep ends with a message that takes this many seconds."""
-TRIPS = 8
-"""Round trips that a sweep's longest message takes at least: a cycle of BBR, which looks for more
-bandwidth once in eight."""
-SIZES = 3
-"""Sizes of messages that a sweep has at least."""
-FAR = 100
-"""If the longest message takes fewer round trips, congestion control may not know the rate yet."""
-SETTLED, MOST_WARMUPS = 0.95, 12
-"""It does if two messages in a row take at least this fraction of the shortest time before, or
+TRIPS = 16
+"""Round trips that a message over a long round trip takes at least: two cycles of BBR, which looks
+for more bandwidth once in eight. A packet that is lost late then costs little."""
+SETTLED, TIMES, MOST_MESSAGES = 0.95, 3, 40
+"""Such messages end when this fraction of the shortest time before was missed so often in a row, or
 after so many messages."""
 TURNS = 4
 """How often each kind of step is timed in turn."""
@@ -390,52 +386,56 @@ def _timed(bench: Bench, link: Link, collective: str, length: int) -> _Timing:
 
 
 def _sweep(bench: Bench, link: Link, collective: str, size: int) -> tuple[Net, float]:
-    """Time messages of several sizes.
-
-    The largest takes `LONG` seconds or has ``size`` bytes, and takes `TRIPS` round trips. It comes
-    first: after many small messages congestion control no longer knows the network's rate.
-    """
+    """Return the network by a collective's time, and the processor seconds per byte."""
     send = partial(_timed, bench, link, collective)
-    first = statistics.median(send(LEAST).seconds for _ in range(REPEATS))
-    trip = 2 * first / max(_amount(collective, torch.zeros(link.size), link.size).messages, 1)
-    length, longest = LEAST, first
-    fewest = LEAST * 2 ** (SIZES - 1)  # enough sizes to fit a line, on a network of any latency
-    while length < fewest or (
-        length < MOST
-        and (longest < TRIPS * trip or (length < max(size, 2**18) and longest < LONG + 2 * first))
-    ):
-        length = 2 * length if longest > 2 * first else 4 * length
-        longest = send(length).seconds
-    far = longest < FAR * trip
-    if far:
-        _settle(partial(send, length), longest)
-    timings: list[_Timing] = []
-    for count in itertools.count(1):
-        each = [send(length) for _ in range(REPEATS)]
-        timings += each
-        if length == LEAST:
-            break
-        short = statistics.median(timing.seconds for timing in each) < 2 * first
-        length = max(length // (8 if short and count >= SIZES else 2), LEAST)
-    fitted = fit([Sample(t.amount.bytes, t.amount.messages, t.seconds) for t in timings])
-    if far:  # by lost packets the line starts higher: they count for themselves
-        messages = max(timings[0].amount.messages, 1)
-        fitted = replace(fitted, latency=first / messages)
+    least = [send(LEAST) for _ in range(REPEATS)]
+    first = statistics.median(timing.seconds for timing in least)
+    trip = 2 * first / max(least[0].amount.messages, 1)
+    net, timings = _far(send, first, trip) if trip >= LONG_SECONDS else _near(send, first, size)
     busy, sent = sum(t.used for t in timings), sum(t.amount.bytes for t in timings)
     # Different machines may round the fit differently, so all use rank 0's.
-    figures = bench.gather(*astuple(fitted), busy / max(sent, 1))[0].tolist()
+    figures = bench.gather(*astuple(net), busy / max(sent, 1))[0].tolist()
     return Net(*figures[:3]), figures[3]
 
 
-def _settle(send: Callable[[], _Timing], fastest: float) -> None:
-    """Send messages until they become no faster: congestion control has then found the rate."""
-    slower = 0
-    for _ in range(MOST_WARMUPS):
-        seconds = send().seconds
-        slower = slower + 1 if seconds >= SETTLED * fastest else 0
-        fastest = min(fastest, seconds)
-        if slower == 2:
+def _near(send: Callable[[int], _Timing], first: float, size: int) -> tuple[Net, Sequence[_Timing]]:
+    """Time growing messages, until one takes `LONG` seconds or has ``size`` bytes."""
+    timings: list[_Timing] = []
+    length, longest = LEAST, 0.0
+    fewest = LEAST * 2**2  # enough sizes to fit a line, on a network of any latency
+    while length <= fewest or (
+        length <= min(max(size, 2**18), MOST) and longest < LONG + 2 * first
+    ):
+        each = [send(length) for _ in range(REPEATS)]
+        timings += each
+        length, longest = 2 * length, statistics.median(timing.seconds for timing in each)
+    return fit([Sample(t.amount.bytes, t.amount.messages, t.seconds) for t in timings]), timings
+
+
+def _far(
+    send: Callable[[int], _Timing], first: float, trip: float
+) -> tuple[Net, Sequence[_Timing]]:
+    """Time long messages, whatever the model's size, until they become no faster.
+
+    Congestion control has then found the network's rate. The rate is that of the fastest of them,
+    in which the fewest packets were lost late; `predict` counts lost packets for themselves.
+    """
+    enough, length, slower = max(LONG, TRIPS * trip), 2**14, 0
+    timings = [send(length)]
+    for _ in range(MOST_MESSAGES):
+        fastest = min(timing.seconds for timing in timings)
+        if fastest < enough and length < MOST:
+            length *= 4 if fastest < 2 * first else 2
+            timings, slower = [], 0
+        elif slower == TIMES:
             break
+        timings.append(send(length))
+        if len(timings) > 1:
+            slower = slower + 1 if timings[-1].seconds >= SETTLED * fastest else 0
+    best = min(timings, key=lambda timing: timing.seconds)
+    latency = first / max(best.amount.messages, 1)
+    rate = 8 * best.amount.bytes / max(best.seconds - first, 1e-9)
+    return Net(rate, latency), timings
 
 
 def _rates(bench: Bench, rate: float, size: int) -> tuple[float, ...]:
