@@ -46,8 +46,8 @@ TRIPS = 16
 """Round trips that a message over a long round trip takes at least: two cycles of BBR, which looks
 for more bandwidth once in eight. A packet that is lost late then costs little."""
 SETTLED, TIMES, MOST_MESSAGES = 0.95, 3, 40
-"""Such messages end when this fraction of the shortest time before was missed so often in a row, or
-after so many messages."""
+"""Such messages end when so many in a row take at least this fraction of the shortest time before,
+or after so many messages in all."""
 TURNS = 4
 """How often each kind of step is timed in turn."""
 TRIM = 0.1
