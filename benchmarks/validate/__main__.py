@@ -102,7 +102,7 @@ def shared(seconds: float) -> dict[str, object]:
 
 def launch(network: Network, common: dict[str, object], seconds: float) -> Launch:
     """Run one launch: measure the facts, and time all rows."""
-    spec = Spec("text", None, [], STEPS, 0, None, 0.0, cluster.TIMEOUT)
+    spec = Spec("text", None, [], STEPS, 0, cluster.TIMEOUT)
     specification = json.dumps([asdict(spec), asdict(Job(list(ROWS), seconds))])
     with Cluster(network.hosts, bandwidth=network.rate) as hosts:
         argv = ["-m", "benchmarks.validate.worker", specification]

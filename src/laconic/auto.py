@@ -380,4 +380,6 @@ def _medians(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _facts(saved: Mapping[str, Any]) -> Facts:
-    return Facts(**{**saved, "shapes": tuple(tuple(shape) for shape in saved["shapes"])})
+    shapes = tuple(tuple(shape) for shape in saved["shapes"])
+    alike = {name: tuple(saved.get(name, ())) for name in ("computes", "rates")}
+    return Facts(**{**saved, **alike, "shapes": shapes})

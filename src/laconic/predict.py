@@ -34,6 +34,16 @@ knows. A collective waits for the last of its n ranks' packets, so each of its m
 longer on average: ``packets`` is how many the n ranks send at the end of the message, in its last
 round trip. Packets lost before arrive while others are sent.
 
+Rounds with a quorum of q workers, at most every H steps, let worker i arrive after k_i steps of c_i
+seconds; k_i = H, or at own pace the steps that it takes while the fastest takes H. Then
+
+    t_i     = k_i * c_i + sum_r (T_ri + w_r) + s * sqrt(H)
+    closed  = min(largest t, q-th smallest t + grace)
+    seconds = n / sum_i k_i / max(t_i, closed)                              per step of a worker
+
+T_ri is the time of what rank 0 receives and sends for all (`Exchange.busiest`), or longer if worker
+i's own network needs more for its message and the result.
+
 The second term of the maximum is the network's capacity. A collective starts only when its last
 rank has reached it, so collectives with a delay keep the network busy for at most the share U of
 the time. U_r = 1 for all other rounds and for gossip. A step never takes longer than it would
@@ -43,9 +53,10 @@ without overlap.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from typing import cast
 
 import torch
@@ -53,6 +64,7 @@ from torch import Tensor
 
 from laconic.algorithms.compile import with_replicas
 from laconic.algorithms.exchange import Exchange, Gossip
+from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.round import (
     AnyRound,
     GradientRound,
@@ -61,7 +73,7 @@ from laconic.algorithms.round import (
     fragments_of,
     typical,
 )
-from laconic.algorithms.schedules import After, Every, Schedule
+from laconic.algorithms.schedules import After, Every, Schedule, own_pace
 from laconic.buckets import BUCKET_BYTES
 from laconic.engine.gradient_rounds import bucket_sizes
 from laconic.links import cost
@@ -119,7 +131,9 @@ class Facts:
     ``work``, w by `work_key`; ``contention``, k; ``carry``, processor seconds per byte sent;
     ``skew``, s. ``nets`` gives the network by rank set, as one rank sees it when all ranks use it
     at once: ``"workers"``, ``"world"``, ``"replica"``, and ``"peers"`` for a message to one other
-    worker.
+    worker. ``computes`` are the seconds of a step on each worker, and ``rates`` the bit/s of each
+    one's network, by rank; empty if they are alike. ``compute`` and ``rate`` are then those of the
+    slowest, for which the others wait.
     """
 
     workers: int
@@ -136,6 +150,13 @@ class Facts:
     contention: float = 0.0
     carry: float = 0.0
     skew: float = 0.0
+    computes: tuple[float, ...] = ()
+    rates: tuple[float, ...] = ()
+
+    @property
+    def alone(self) -> float:
+        """The seconds of a step if no worker waits for another: the harmonic mean of theirs."""
+        return statistics.harmonic_mean(self.computes) if self.computes else self.compute
 
     @property
     def elements(self) -> int:
@@ -147,10 +168,19 @@ class Facts:
         known = (self.nets[name] for name in names if name in self.nets)
         return next(known, Net(self.rate, self.latency))
 
-    def travel(self, names: Sequence[str], amount: Cost, n: int, buckets: int) -> float:
+    def travel(
+        self,
+        names: Sequence[str],
+        amount: Cost,
+        n: int,
+        buckets: int,
+        rate: float | None = None,
+    ) -> float:
         """Return the seconds that ``amount``, split into ``buckets``, takes among n ranks on the
-        first known network among ``names``, with the delay by lost packets."""
+        first known network among ``names``, at its ``rate`` or another one, with the delay by lost
+        packets."""
         net = self.net(*names)
+        net = net if rate is None else replace(net, rate=rate)
         messages = amount.messages * buckets
         if not messages or not self.loss:
             return net.seconds(amount, buckets)
@@ -163,7 +193,8 @@ class Facts:
 class Prediction:
     """The predicted cost of a step.
 
-    Of its ``seconds``, ``exposed`` are spent waiting for communication. ``bytes`` is what each rank
+    Of its ``seconds``, ``exposed`` are spent waiting for communication. At workers' own pace,
+    ``seconds`` are per step of a mean worker. ``bytes`` is what each rank
     sends to other workers per step, ``busy`` the share of the time the network is in use, and
     ``hidden`` the share of communication that overlaps with training.
     """
@@ -203,6 +234,8 @@ def predict(recipe: Recipe, facts: Facts) -> Prediction:
 
     Rounds inside a group, and all processor work that ``facts`` lacks, count as free.
     """
+    if recipe and all(isinstance(r.exchange, QuorumMean) for r in recipe):
+        return _predict_quorum(recipe, facts)
     rounds = with_replicas(recipe) if facts.ranks > 1 else recipe
     exposed = network = waited = least = serial = sent = synchronous = 0.0
     for r in rounds:
@@ -225,6 +258,44 @@ def predict(recipe: Recipe, facts: Facts) -> Prediction:
     waited = min(waited + max(total - facts.compute - exposed, 0.0), network)
     hidden = 1 - waited / network if network else 0.0
     return Prediction(total, total - facts.compute, sent, network / total, hidden)
+
+
+def _predict_quorum(recipe: Recipe, facts: Facts) -> Prediction:
+    """Predict the cost of a step under a recipe whose rounds close with a quorum. All are due
+    equally often, over workers of one rank, without a delay (`check_quorum`)."""
+    exchange = recipe[0].exchange
+    assert isinstance(exchange, QuorumMean), "selected by `predict`"
+    n, period = facts.workers, round(1 / often(recipe[0]))
+    computes = facts.computes or (facts.compute,) * n
+    fastest = 1 / min(computes) if min(computes) else 0.0
+    network, sent = [0.0] * n, 0.0
+    other = facts.skew * math.sqrt(period)
+    for r in recipe:
+        length = _elements(r, facts, n)
+        amount = r.exchange.busiest(length, facts.itemsize, n)
+        for rank, rate in enumerate(facts.rates or (facts.net("workers").rate,) * n):
+            first = facts.rates[0] if facts.rates else rate
+            own = min(first, max(n - 1, 1) * rate)  # it sends a share of what rank 0 does
+            network[rank] += facts.travel((r.over, "workers"), amount, n, 1, own)
+        sent += r.exchange.cost(length, facts.itemsize, n).bytes
+        other += facts.work.get(work_key(r), 0.0)
+    steps = [period] * n
+    if exchange.pace == "own":
+        skip = (exchange.workers or n) < n
+        usual = statistics.median_low(network)
+        pace = partial(own_pace, period, fastest=fastest, grace=exchange.grace, skip=skip)
+        steps = [  # half of a round's seconds are those of the message to rank 0
+            pace(1 / c if c else fastest, sending=(t - usual) / 2)[0]
+            for c, t in zip(computes, network, strict=True)
+        ]
+    ends = [k * c + t + other for k, c, t in zip(steps, computes, network, strict=True)]
+    reached = sorted(ends)[min(exchange.workers or n, n) - 1]
+    closed = min(max(ends), reached + exchange.grace)
+    spans = [max(end, closed) for end in ends]
+    rounds = sum(1 / span for span in spans) / n  # of a mean worker, per second
+    seconds = n / sum(k / span for k, span in zip(steps, spans, strict=True))
+    busy = min(min(network) * rounds, 1.0)
+    return Prediction(seconds, seconds - facts.alone, sent * rounds * seconds, busy)
 
 
 def travel(r: AnyRound, facts: Facts) -> float:

@@ -57,7 +57,7 @@ def probe(link: Link, device: torch.device) -> Probed:
     later = link.sent()
     packets, again = (sum(getattr(s, k) for s in later.values()) for k in ("packets", "again"))
     rate = 8 * sent / max(seconds - before[1], 1e-9)
-    return Probed(rate, latency, packets, again, [_speed(earlier, later, r) for r in range(n)])
+    return Probed(rate, latency, packets, again, speeds(earlier, later, n))
 
 
 def timed(link: Link, device: torch.device, size: int) -> float:
@@ -76,6 +76,11 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def speeds(earlier: Mapping[int, Sent], later: Mapping[int, Sent], n: int) -> list[float]:
+    """The bit/s at which this rank's bytes have arrived at each of ``n`` ranks; 0 if not known."""
+    return [_speed(earlier, later, rank) for rank in range(n)]
+
+
 def _speed(earlier: Mapping[int, Sent], later: Mapping[int, Sent], rank: int) -> float:
     if rank not in earlier or rank not in later:
         return 0.0
@@ -83,11 +88,31 @@ def _speed(earlier: Mapping[int, Sent], later: Mapping[int, Sent], rank: int) ->
     return 8 * (later[rank].bytes - earlier[rank].bytes) / seconds if seconds > 0 else 0.0
 
 
+def unequal_workers(computes: Tensor) -> bool:
+    """Whether the slowest rank's steps take so much longer than the median rank's."""
+    usual = float(computes.median())
+    return usual > 0 and float(computes.max()) >= UNEQUAL_WORKERS * usual
+
+
+def own_rates(speeds: Tensor) -> Tensor:
+    """How fast each rank's network is, relative to the others, from the speeds at which each rank
+    (rows) sends to each (columns): as fast as its fastest connection, in the slower of the two
+    directions."""
+    return torch.minimum(speeds.amax(0), speeds.amax(1))
+
+
+def unequal_hosts(rates: Tensor) -> bool:
+    """Whether the slowest network is so much slower than the median one. Which of two is slow,
+    nobody can tell."""
+    slowest = float(rates.min())
+    return len(rates) > 2 and slowest > 0 and float(rates.median()) >= UNEQUAL_HOSTS * slowest
+
+
 def slow_worker(computes: Tensor) -> str:
     """A clause on the rank whose steps take longest, from each rank's seconds; empty if they take
     about as long as the median rank's."""
     slowest, usual = float(computes.max()), float(computes.median())
-    if not usual or slowest < UNEQUAL_WORKERS * usual:
+    if not unequal_workers(computes):
         return ""
     gain = float((slowest / computes).mean())
     return (
@@ -98,14 +123,13 @@ def slow_worker(computes: Tensor) -> str:
 
 
 def slow_host(speeds: Tensor) -> str:
-    """A clause on the rank whose network is slowest, from the speeds at which each rank (rows)
-    sends to each (columns); empty if it is about as fast as the median rank's. A rank's network is
-    as fast as its fastest connection, in the slower of the two directions."""
-    rates = torch.minimum(speeds.amax(0), speeds.amax(1))
-    slowest, usual = float(rates.min()), float(rates.median())
-    if len(rates) < 3 or not slowest or usual < UNEQUAL_HOSTS * slowest:
-        return ""  # which of two is slow, nobody can tell
+    """A clause on the rank whose network is slowest, from the `speeds` of all ranks; empty if it is
+    about as fast as the median rank's."""
+    rates = own_rates(speeds)
+    if not unequal_hosts(rates):
+        return ""
+    factor = float(rates.median() / rates.min())
     return (
-        f"; the network of rank {int(rates.argmin())} is {usual / slowest:.2g} times slower than "
+        f"; the network of rank {int(rates.argmin())} is {factor:.2g} times slower than "
         "the median rank's, and the others wait for it"
     )

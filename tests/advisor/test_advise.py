@@ -88,7 +88,9 @@ def test_rounds_alike_are_rehearsed_once() -> None:
     assert len(kinds) == 2
 
 
-@pytest.mark.parametrize("text", ["local_sgd(4)", "ddp(codec='int4')", "sgp()", "power_sgd(2)"])
+@pytest.mark.parametrize(
+    "text", ["local_sgd(4)", "ddp(codec='int4')", "sgp()", "power_sgd(2)", "diloco(4, quorum=2)"]
+)
 def test_a_round_over_silence_keeps_processors_busy(text: str) -> None:
     recipe = parse_recipe(text)
     assert isinstance(recipe, tuple)
@@ -519,6 +521,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     told = json.loads(said)
     assert set(told) == {
         "facts", "rows", "guide", "recommendation", "code", "reason", "computes", "held", "peak",
+        "slow",
     }  # fmt: skip
     row = next(row for row in told["rows"] if row["recipe"] == "local_sgd(16)")
     assert set(row) == {

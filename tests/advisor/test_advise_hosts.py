@@ -51,6 +51,21 @@ def test_a_workload_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(told["computes"]) == 2 and told["facts"]["compute"] > min(told["computes"])
 
 
+def test_a_slow_host_a_slow_network_and_lost_packets_are_found(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    network = ["--bandwidth", "20mbit", "--bandwidth-host", "1=2mbit", "--loss", "2%"]
+    options = ["--hosts", "3", "--slow-host", "2=4", "--latency", "5ms", "--steps", "6", "--json"]
+    assert main(["advise", "--workload", "digits", *network, *options]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["facts"]["loss"] == pytest.approx(0.02, rel=0.5)
+    assert 4.9e-3 < told["facts"]["latency"] < 0.02, (
+        "and some packets of the least messages are lost"
+    )
+    assert [(s["rank"], s["what"]) for s in told["slow"]] == [(2, "steps"), (1, "network")]
+    assert any("quorum=2" in row["recipe"] for row in told["rows"])
+
+
 def test_what_fails_in_a_workload_is_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

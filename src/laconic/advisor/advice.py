@@ -10,25 +10,30 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 import torch
 
 from laconic.advisor.choices import KNOWN, Choice, choices, steps_of
 from laconic.algorithms.compile import with_replicas
 from laconic.algorithms.exchange import Exchange
-from laconic.algorithms.exchanges import Mean
+from laconic.algorithms.exchanges import Mean, QuorumMean
 from laconic.algorithms.parse import qualified
 from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round, fragments_of
 from laconic.buckets import BUCKET_BYTES
 from laconic.engine.gradient_rounds import bucket_sizes
 from laconic.links import cost
 from laconic.predict import Facts, often, predict
+from laconic.probe import unequal_hosts, unequal_workers
 from laconic.units import three_digits
 
 WORTH = 0.05
 """How much slower than the best a recipe that gives up less may be, as a fraction."""
+BY_TIME = (
+    "Workers then take different numbers of steps: end the loop by time or by data, not by a "
+    "number of steps (docs/quorum.md)."
+)
 GUIDE_PERIODS = (3, 12, 48)
 """H for which the inequality is evaluated: the guide's own value and the SlowMo paper's two."""
 
@@ -92,11 +97,47 @@ class Guide:
 
 
 @dataclass(frozen=True)
+class Slow:
+    """A rank that the others wait for.
+
+    ``what``: "steps" if its steps take ``factor`` times as long as the median rank's, "network" if
+    its network is so many times slower. ``ddp``: seconds per step of ddp(), and ``ddp_without`` if
+    the rank were as fast as the median rank. ``gain``: how many times as many steps all ranks
+    together would take if none waited for slower ones; None for a network.
+    """
+
+    rank: int
+    what: Literal["steps", "network"]
+    factor: float
+    ddp: float
+    ddp_without: float
+    gain: float | None
+
+    def __str__(self) -> str:
+        """Return a sentence."""
+        factor = f"{self.factor:.2g} times"
+        waiting = (
+            f"a step of ddp() takes {three_digits(self.ddp)} s because the others wait for it, and "
+            f"would take {three_digits(self.ddp_without)} s otherwise"
+        )
+        if self.gain is None:
+            return (
+                f"The network of rank {self.rank} is {factor} slower than the median rank's: "
+                f"{waiting}."
+            )
+        return (
+            f"Rank {self.rank} computes {factor} as long as the median rank: {waiting}. If none "
+            f"waited, all together would take {self.gain:.2g} times as many steps."
+        )
+
+
+@dataclass(frozen=True)
 class Advice:
     """The result of `laconic.advise`, equal on every rank.
 
     ``computes``: seconds of a step on each rank. ``held``: bytes of parameters, gradients and
     optimizer state. ``peak``: bytes of memory in use. These are None without a measurement.
+    ``slow``: the ranks that the others wait for.
     ``recommendation`` is the text of a recipe, ``code`` the line for a training loop, and
     ``reason`` the explanation, including recipes that no measurement distinguishes from it.
     """
@@ -110,6 +151,7 @@ class Advice:
     computes: tuple[float, ...] | None = None
     held: int | None = None
     peak: int | None = None
+    slow: tuple[Slow, ...] = ()
 
     @property
     def row(self) -> Row:
@@ -142,12 +184,46 @@ def advice_on(
     peak: int | None = None,
 ) -> Advice:
     """Predict all `choices` and the user's own ``recipes`` from ``facts``, and recommend one."""
-    rows = rows_of(choices(facts, recipes), facts)
+    compared = choices(facts, recipes)
+    rows = rows_of(compared, facts)
     best, reason = recommend(rows)
+    slow = slow_ranks(facts, computes or facts.computes, compared[0].recipe)
+    reason = " ".join([reason, *map(str, slow)])
+    if any(may_be_late(c.recipe, facts.workers) for c in compared if c.text == best.recipe):
+        reason += f" {BY_TIME}"
     node = f", nprocs_per_node={facts.ranks}" if facts.ranks > 1 else ""
     code = f"sync = laconic.attach(model, optimizer, {qualified(best.recipe)}{node})"
     guide = tuple(guides(facts))
-    return Advice(facts, tuple(rows), guide, best.recipe, code, reason, computes, held, peak)
+    return Advice(facts, tuple(rows), guide, best.recipe, code, reason, computes, held, peak, slow)
+
+
+def slow_ranks(facts: Facts, computes: Sequence[float], ddp: Recipe) -> tuple[Slow, ...]:
+    """Return the rank whose steps take much longer than the median rank's, from each rank's
+    seconds, and that whose network is much slower, by `Facts.rates`."""
+    found, each = [], torch.tensor(computes, dtype=torch.float64)
+    now = predict(ddp, facts).seconds
+    if len(each) and unequal_workers(each):
+        factor = float(each.max() / each.median())
+        without = predict(ddp, replace(facts, compute=facts.compute / factor)).seconds
+        gain = float((each.max() / each).mean())
+        found.append(Slow(int(each.argmax()), "steps", factor, now, without, gain))
+    rates = torch.tensor(facts.rates, dtype=torch.float64)
+    if len(rates) and unequal_hosts(rates):
+        factor = float(rates.median() / rates.min())
+        nets = {k: replace(net, rate=net.rate * factor) for k, net in facts.nets.items()}
+        faster = replace(facts, rate=facts.rate * factor, nets=nets)
+        without = predict(ddp, faster).seconds
+        found.append(Slow(int(rates.argmin()), "network", factor, now, without, None))
+    return tuple(found)
+
+
+def may_be_late(recipe: Recipe, workers: int) -> bool:
+    """Return whether workers take different numbers of steps under ``recipe``."""
+    return any(
+        r.exchange.pace == "own" or (r.exchange.workers or workers) < workers
+        for r in recipe
+        if isinstance(r.exchange, QuorumMean)
+    )
 
 
 def rows_of(candidates: Sequence[Choice], facts: Facts) -> list[Row]:
@@ -166,7 +242,7 @@ def _row(choice: Choice, facts: Facts, ddp: float) -> Row:
         megabytes=p.bytes / 1e6,
         memory=memory(choice.recipe, facts),
         speedup=ddp / p.seconds,
-        share=facts.compute / p.seconds,
+        share=facts.alone / p.seconds,
         steps=factor.factor,
         steps_from=factor.source,
         quality=choice.quality,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from laconic.algorithms.compile import workers_differ
+from laconic.algorithms.compile import check_quorum, workers_differ
 from laconic.algorithms.exchanges import CodedMean
 from laconic.algorithms.exchanges.low_rank import LowRank
 from laconic.algorithms.parse import parse_recipe
@@ -56,6 +56,7 @@ SPARSE = {
     64: "ahead of DiLoCo in long runs (Sarfi et al. 2025)",
     256: "rarer than the default of 30, after Sarfi et al. 2025: expect to lose quality",
 }
+OWN_PACE = "as equal workers of the same speed together, on digits (docs/quorum.md)"
 MEASURED, EXACT = "measured (benchmarks.factors)", "the same mathematics"
 KNOWN = (MEASURED, EXACT)
 """Sources of steps that were determined for the recipe itself."""
@@ -107,7 +108,9 @@ def choices(facts: Facts, recipes: Sequence[str] = ()) -> list[Choice]:
         between = len(others) - 1 if others else 0  # `sparse_loco` gives up more
         stream = [streams[period]] if period in streams else []
         found += [*others[:between], *stream, *others[between:]]
-    return gradients + found + [_user_choice(text) for text in recipes]
+        if facts.computes or facts.rates:
+            found += [_at_own_pace(period, facts)] if period in PERIODS else []
+    return gradients + found + [_user_choice(text, facts) for text in recipes]
 
 
 def _with_period(period: int, facts: Facts) -> list[Choice]:
@@ -124,6 +127,16 @@ def _with_period(period: int, facts: Facts) -> list[Choice]:
     return [_choice(text, period, quality) for text, quality in texts]
 
 
+def _at_own_pace(period: int, facts: Facts) -> Choice:
+    """DiLoCo at each worker's own pace, which also does not wait for the last worker if there are
+    more than two. Equal workers would arrive within the ``grace``: two steps of the slowest."""
+    options = "pace='own'"
+    if facts.workers > 2:
+        slowest = max(facts.computes, default=facts.compute)
+        options = f"quorum={facts.workers - 1}, grace={2 * slowest:.1g}, {options}"
+    return _choice(f"diloco({period}, {options})", period, OWN_PACE)
+
+
 def _streaming_quality(period: int) -> str:
     if period > LONGEST:
         return "like DiLoCo in long runs (Douillard et al. 2025); not measured on text"
@@ -137,7 +150,7 @@ def _choice(text: str, period: int | None, quality: str) -> Choice:
     return Choice(text, recipe, period, quality)
 
 
-def _user_choice(text: str) -> Choice:
+def _user_choice(text: str, facts: Facts) -> Choice:
     recipe = parse_recipe(text)
     if isinstance(recipe, Auto):
         raise ValueError(f"{text} chooses its recipe during training: there is nothing to predict")
@@ -145,6 +158,7 @@ def _user_choice(text: str) -> Choice:
         raise ValueError(
             f"{text} has rounds inside groups of workers, which advise does not support"
         )
+    check_quorum(recipe, facts.workers, plain=facts.ranks == 1)
     return Choice(text, recipe, None, OWN)
 
 
@@ -153,7 +167,8 @@ def rehearsed(workers: int, recipes: Sequence[str] = ()) -> list[Recipe]:
 
     Their rounds are timed before the other facts are known.
     """
-    known = choices(replace(PLAIN, workers=workers), recipes)
+    unequal = (1.0,) * (workers - 1) + (2.0,)
+    known = choices(replace(PLAIN, workers=workers, computes=unequal), recipes)
     return [choice.recipe for choice in known] + [local_sgd(1)]
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from laconic.advisor.measure import Measured
 from laconic.advisor.worker import Spec, measured_of
-from laconic.lab.emulation.cluster import Cluster, Loopback, check_hosts, check_rate, launch
-from laconic.lab.race import user_files, workloads
+from laconic.lab.emulation.cluster import Cluster, Loopback, launch
 from laconic.lab.race.runner import Settings, network
 
 SECONDS = 300.0
@@ -19,31 +17,39 @@ TIMEOUT = 60.0
 """Seconds after which a rank that does not answer is an error on the others."""
 
 
-def check(spec: Spec, hosts: int, per_host: int, bandwidth: float) -> None:
+def check(settings: Settings) -> None:
     """Raise ``ValueError`` for settings that would fail later. Starts nothing."""
-    check_hosts(hosts)
-    check_rate(bandwidth)
-    if hosts * per_host < 2:
+    if settings.hosts * settings.per_host == 1:
         raise ValueError("one process cannot communicate: give --hosts 2 or more")
-    data = None if spec.data is None else Path(spec.data)
-    if user_files.is_workload(spec.workload):
-        user_files.try_out(
-            user_files.workload(spec.workload, data), spec.workload, hosts * per_host, spec.seed
-        )
-    else:
-        workloads.load(spec.workload, data=data)
+    settings.check()
 
 
 def measure_on_hosts(
-    spec: Spec, hosts: int, per_host: int, bandwidth: float
+    settings: Settings, recipes: Sequence[str], steps: int
 ) -> tuple[Measured, str | None]:
-    """Return the measurement, and if hosts could not be emulated, the reason."""
-    settings = Settings(recipes=(), hosts=hosts, per_host=per_host, bandwidth=bandwidth)
+    """Measure the workload of ``settings`` on its hosts, with ``recipes`` in addition to the
+    advisor's and ``steps`` per timing. Return the measurement, and if hosts could not be emulated,
+    the reason."""
+    hosts = range(settings.hosts)
+    spec = Spec(
+        workload=settings.workload,
+        data=settings.data,
+        recipes=list(recipes),
+        steps=steps,
+        seed=settings.seeds[0],
+        timeout=TIMEOUT,
+        paces=[settings.slow_hosts.get(host, 1.0) for host in hosts],
+    )
     with network(settings) as (cluster, reason):
-        if not cluster.emulated:
-            spec = replace(spec, bandwidth=bandwidth / per_host)
+        if not cluster.emulated:  # ranks share their host's throttled link
+            rates = [settings.host_bandwidth.get(host, settings.bandwidth) for host in hosts]
+            spec = replace(
+                spec,
+                bandwidths=[rate / settings.per_host for rate in rates],
+                latencies=[*map(settings.impairments.message_seconds, hosts)],
+            )
         argv = ["-m", "laconic.advisor.worker", spec.to_json()]
-        return measured_of(output_lines(cluster, argv, per_host)[-1]), reason
+        return measured_of(output_lines(cluster, argv, settings.per_host)[-1]), reason
 
 
 def output_lines(

@@ -23,13 +23,14 @@ def facts_from(
     backward_share: float = BACKWARD,
     dtype: str = "float32",
     local_bandwidth: float | None = None,
+    loss: float = 0.0,
 ) -> Facts:
     """Return facts for training on ``nodes`` workers of ``nprocs_per_node`` ranks each.
 
     The model has ``params`` parameters of ``dtype``. A step computes for ``step_time`` seconds, a
     ``backward_share`` of them in the backward pass. Each node's network interface has ``bandwidth``
     bit/s and ``latency`` seconds per message. Ranks of a node are connected by ``local_bandwidth``
-    (None: averages inside a node are free).
+    (None: averages inside a node are free). A share ``loss`` of the packets between nodes is lost.
 
     The ranks of a node share its interface: each sends its part of a round between nodes. An
     all-reduce over all ranks passes each interface once, like NCCL's rings. An exchange from every
@@ -46,6 +47,8 @@ def facts_from(
     ranks = check_int("nprocs-per-node", nprocs_per_node, 1)
     check_float("backward-share", backward_share, 0.0, most=1.0)
     check_choice("dtype", dtype, ITEMSIZES)
+    if not 0 <= check_float("loss", loss, 0.0) < 1:
+        raise ValueError(f"loss must be from 0 to less than 1, not {loss!r}")
     if local_bandwidth is not None:
         if ranks == 1:
             raise ValueError(
@@ -73,6 +76,7 @@ def facts_from(
         compute=step_time,
         rate=bandwidth,
         latency=latency,
+        loss=loss,
         backward=backward_share,
         ranks=ranks,
         nets=nets,

@@ -10,7 +10,7 @@ from laconic.advisor.advice import Advice, Guide, Row
 from laconic.advisor.choices import KNOWN
 from laconic.errors import install
 from laconic.lab.race.plots import COLORS
-from laconic.units import format_bytes, format_rate, format_seconds, three_digits
+from laconic.units import format_bytes, format_rate, format_seconds, format_share, three_digits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,11 +51,13 @@ def show(advice: Advice, console: Console) -> None:
 def facts_text(advice: Advice) -> Iterator[str]:
     """Yield lines about what the predictions are based on."""
     f, net = advice.facts, advice.facts.net("workers")
+    lost = f", {format_share(f.loss)} of packets lost" if f.loss else ""
     ranks = f" of {f.ranks} ranks" if f.ranks > 1 else ""
     yield (
         f"{f.workers} workers{ranks}, {f.elements:,} parameters of {f.itemsize} bytes; a step "
         f"computes for {format_seconds(f.compute)}, {f.backward:.0%} of it backward; network per "
         f"rank: {format_rate(net.rate)}, {format_seconds(net.latency)} per message"
+        f"{lost}"
     )
     if advice.computes is not None and advice.held is not None and advice.peak is not None:
         least, most = min(advice.computes), max(advice.computes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -34,8 +35,9 @@ from laconic.predict import Facts, Net
 class Spec:
     """The specification of a measurement, equal on all ranks.
 
-    ``bandwidth`` (bit/s per rank) and ``latency`` (s) are for a link to be throttled here.
-    ``recipes`` are the user's own, in addition to the advisor's.
+    ``bandwidths`` (bit/s per rank) and ``latencies`` (s), by host, are for a link to be throttled
+    here. ``paces`` are the factors by which each host's compute time is extended. ``recipes`` are
+    the user's own, in addition to the advisor's.
     """
 
     workload: str
@@ -43,9 +45,10 @@ class Spec:
     recipes: list[str]
     steps: int
     seed: int
-    bandwidth: float | None
-    latency: float
     timeout: float
+    bandwidths: list[float] | None = None
+    latencies: list[float] | None = None
+    paces: list[float] | None = None
 
     def to_json(self) -> str:
         """Return the specification for the worker's command line."""
@@ -64,28 +67,37 @@ class Training:
         self.optimizer: Optimizer = self.workload.optimizer(self.model)
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._batches = self.workload.batches(rank, size, spec.seed)
+        self._pace = 1.0 if spec.paces is None else spec.paces[_host()]
 
     def step(self) -> None:
         """Run one local step: forward, backward, optimizer."""
+        start = time.perf_counter()
         loss = self.workload.loss(self.model, next(self._batches))
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
+        if self._pace > 1:
+            time.sleep((self._pace - 1) * (time.perf_counter() - start))
         self.optimizer.step()
+
+
+def _host() -> int:
+    return int(os.environ["GROUP_RANK"])
 
 
 def link_of(spec: Spec) -> Link:
     """Return a link to all ranks."""
     link = world_link(torch.device("cpu"), timedelta(seconds=spec.timeout))
-    if spec.bandwidth is None and not spec.latency:
+    if spec.bandwidths is None or spec.latencies is None:
         return link
-    return Throttled(link, spec.bandwidth, spec.latency)
+    return Throttled(link, spec.bandwidths[_host()], spec.latencies[_host()])
 
 
 def facts_of(plain: dict[str, Any]) -> Facts:
     """Rebuild facts from the result of `asdict`."""
     nets = {name: Net(**net) for name, net in plain["nets"].items()}
     shapes = tuple(tuple(shape) for shape in plain["shapes"])
-    return Facts(**{**plain, "nets": nets, "shapes": shapes})
+    alike = {name: tuple(plain.get(name, ())) for name in ("computes", "rates")}
+    return Facts(**{**plain, **alike, "nets": nets, "shapes": shapes})
 
 
 def measured_of(line: str) -> Measured:

@@ -101,6 +101,16 @@ class Exchange:
         what the link counts in `run`, as the mean over the ranks."""
         return Cost(0, 0)
 
+    def busiest(self, length: int, itemsize: int, n: int) -> Cost:
+        """What the busiest of ``n`` ranks sends, or receives while others wait: a round takes as
+        long as that."""
+        return self.cost(length, itemsize, n)
+
+    def typical(self) -> Exchange:
+        """An exchange that keeps the processors as busy: the same one for all that are equal in
+        that."""
+        return self
+
     def run(
         self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
     ) -> Arrival:

@@ -123,7 +123,8 @@ def typical(r: AnyRound) -> AnyRound:
     if isinstance(r, GradientRound):
         return replace(r, when=every(1), over="workers")
     part = Fragment(0, r.part.count, r.part.by) if isinstance(r.part, Fragment) else r.part
-    return replace(r, when=every(1), delay=0, part=part, over="workers")
+    exchange = r.exchange.typical()
+    return replace(r, when=every(1), delay=0, part=part, over="workers", exchange=exchange)
 
 
 class NamedRecipe(tuple[AnyRound, ...]):

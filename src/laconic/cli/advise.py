@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laconic.cli.compare import needs
+from laconic.cli.compare import needs, parse_factor, values_by_host
 from laconic.errors import check_int
-from laconic.units import parse_count, parse_duration, parse_rate
+from laconic.units import parse_count, parse_duration, parse_rate, parse_share
 
 if TYPE_CHECKING:
     from laconic.advisor import Advice
@@ -18,7 +18,7 @@ NUMBERS = ("params", "step_time", "bandwidth", "latency", "nodes")
 """Options required for advice from numbers."""
 ONLY_NUMBERS = ("params", "step_time", "nodes", "nprocs_per_node", "backward_share", "dtype",
                 "local_bandwidth")  # fmt: skip
-ONLY_MEASURED = ("hosts", "per_host", "data", "steps", "seed")
+ONLY_MEASURED = ("hosts", "per_host", "data", "steps", "seed", "bandwidth_host", "slow_host")
 
 
 def add(commands: Any) -> None:
@@ -32,7 +32,12 @@ def add(commands: Any) -> None:
         "laconic.advise().",
     )
     parser.add_argument("--bandwidth", metavar="RATE", help="bandwidth of each node, such as 1gbit")
-    parser.add_argument("--latency", metavar="TIME", help="latency of each message, such as 30ms")
+    parser.add_argument(
+        "--latency", metavar="TIME", help="latency of each message, half of a ping, such as 30ms"
+    )
+    parser.add_argument(
+        "--loss", metavar="SHARE", help="share of packets that are lost each way, such as 0.1%%"
+    )
     numbers = parser.add_argument_group("from numbers")
     numbers.add_argument(
         "--params", metavar="COUNT", help="number of parameters of the model, such as 1.3B"
@@ -64,6 +69,18 @@ def add(commands: Any) -> None:
     measured.add_argument("--hosts", type=int, help="number of hosts (default: 4)")
     measured.add_argument(
         "--per-host", type=int, help="processes per host, each one worker (default: 1)"
+    )
+    measured.add_argument(
+        "--bandwidth-host",
+        action="append",
+        metavar="HOST=RATE",
+        help="bandwidth of one host, such as 2=10mbit; repeatable",
+    )
+    measured.add_argument(
+        "--slow-host",
+        action="append",
+        metavar="HOST=FACTOR",
+        help="make one host compute more slowly, such as 2=1.5; repeatable",
     )
     measured.add_argument("--steps", type=int, help="steps per timing (default: 20)")
     measured.add_argument("--seed", type=int, help="random seed (default: 0)")
@@ -135,6 +152,8 @@ def _numbers(arguments: argparse.Namespace) -> Advice:
     }
     if arguments.local_bandwidth is not None:
         optional["local_bandwidth"] = parse_rate(arguments.local_bandwidth)
+    if arguments.loss is not None:
+        optional["loss"] = parse_share(arguments.loss)
     facts = facts_from(
         params=parse_count(arguments.params),
         step_time=parse_duration(arguments.step_time),
@@ -149,27 +168,33 @@ def _numbers(arguments: argparse.Namespace) -> Advice:
 def _measured(arguments: argparse.Namespace) -> tuple[Advice, str | None]:
     from laconic.advisor import advice_on, cluster
     from laconic.advisor.choices import PLAIN, choices
-    from laconic.advisor.worker import Spec
+    from laconic.lab.emulation.impairments import Impairments
     from laconic.lab.emulation.jobs import terminate_as_exit
+    from laconic.lab.race.runner import Settings
 
     _refuse(arguments, ONLY_NUMBERS, "is measured with --workload: remove one of the two")
     hosts = 4 if arguments.hosts is None else check_int("hosts", arguments.hosts, 1)
     per_host = 1 if arguments.per_host is None else check_int("per-host", arguments.per_host, 1)
-    bandwidth = parse_rate(arguments.bandwidth or "100mbit")
     choices(PLAIN, arguments.recipe)
-    spec = Spec(
+    steps = 20 if arguments.steps is None else check_int("steps", arguments.steps, 2)
+    settings = Settings(
+        recipes=(),
+        hosts=hosts,
+        per_host=per_host,
+        bandwidth=parse_rate(arguments.bandwidth or "100mbit"),
+        host_bandwidth=values_by_host("bandwidth-host", arguments.bandwidth_host or (), parse_rate),
+        impairments=Impairments(
+            latency=2 * parse_duration(arguments.latency or "0"),  # of a round trip
+            loss=parse_share(arguments.loss or "0"),
+        ),
+        slow_hosts=values_by_host("slow-host", arguments.slow_host or (), parse_factor),
         workload=arguments.workload,
         data=arguments.data and str(Path(arguments.data).resolve()),
-        recipes=arguments.recipe,
-        steps=20 if arguments.steps is None else check_int("steps", arguments.steps, 2),
-        seed=0 if arguments.seed is None else check_int("seed", arguments.seed, 0),
-        bandwidth=None,
-        latency=parse_duration(arguments.latency or "0"),
-        timeout=cluster.TIMEOUT,
+        seeds=(0 if arguments.seed is None else arguments.seed,),
     )
-    cluster.check(spec, hosts, per_host, bandwidth)
+    cluster.check(settings)
     with terminate_as_exit():
-        measured, reason = cluster.measure_on_hosts(spec, hosts, per_host, bandwidth)
+        measured, reason = cluster.measure_on_hosts(settings, arguments.recipe, steps)
     advice = advice_on(
         measured.facts,
         arguments.recipe,

@@ -131,9 +131,9 @@ def run(arguments: argparse.Namespace) -> int:
         per_host=arguments.per_host,
         group_size=arguments.group_size,
         bandwidth=parse_rate(arguments.bandwidth),
-        host_bandwidth=_per_host("bandwidth-host", arguments.bandwidth_host, parse_rate),
+        host_bandwidth=values_by_host("bandwidth-host", arguments.bandwidth_host, parse_rate),
         impairments=impairments.impairments_of(arguments),
-        slow_hosts=_per_host("slow-host", arguments.slow_host, _factor),
+        slow_hosts=values_by_host("slow-host", arguments.slow_host, parse_factor),
         workload=arguments.workload,
         data=arguments.data and str(Path(arguments.data).resolve()),
         seconds=seconds,
@@ -169,7 +169,9 @@ def needs(command: str) -> None:
         raise ImportError(f"laconic {command} needs {error.name}: {install('lab')}") from None
 
 
-def _per_host(option: str, texts: Sequence[str], parse: Callable[[str], float]) -> dict[int, float]:
+def values_by_host(
+    option: str, texts: Sequence[str], parse: Callable[[str], float]
+) -> dict[int, float]:
     """Parse values by host, such as ``2=10mbit``."""
     values: dict[int, float] = {}
     for text in texts:
@@ -187,7 +189,8 @@ def _per_host(option: str, texts: Sequence[str], parse: Callable[[str], float]) 
 EXAMPLES = {"bandwidth-host": "10mbit", "slow-host": "1.5"}
 
 
-def _factor(text: str) -> float:
+def parse_factor(text: str) -> float:
+    """Return the factor by which a host is slower."""
     try:
         return float(text)
     except ValueError:

@@ -10,6 +10,8 @@ from torch import Tensor
 from laconic.links.cost import Cost
 from laconic.links.link import Link
 from laconic.links.metered import Ledger, Metered
+from laconic.links.null import NullLink
+from laconic.links.quorum.null import NullPort
 from laconic.links.quorum.port import Closing, Port, no_quorum
 from laconic.links.quorum.simulated import open_simulated
 from laconic.links.quorum.syncer import Syncer
@@ -46,6 +48,8 @@ def open_port(link: Link, like: Sequence[Sequence[Tensor]], step: int, make: Mak
         return MeteredPort(port, link.ledger, link.rank)
     if isinstance(link, SimulatedLink):
         return open_simulated(link, step, lambda: make(link.stage.recorded))
+    if isinstance(link, NullLink):
+        return NullPort(make(None))
     if isinstance(link, TcpLink):
         return _over_tcp(link, like, make)
     if isinstance(link, Wrapped):

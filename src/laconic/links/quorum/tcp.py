@@ -251,7 +251,7 @@ def _close_all() -> None:
         host.close()
 
 
-class _Clock:
+class Clock:
     """The real time."""
 
     def seconds(self, step: int) -> float:
@@ -266,7 +266,7 @@ class _Clock:
         """See `Port.restart`."""
 
 
-class HostPort(_Clock):
+class HostPort(Clock):
     """Rank 0's own port."""
 
     def __init__(self, host: Host) -> None:
@@ -299,7 +299,7 @@ class HostPort(_Clock):
             self._host.fail(LinkError(f"rank 0 has failed. {ADVICE}", ranks=[0]))
 
 
-class GuestPort(_Clock):
+class GuestPort(Clock):
     """The port of any other worker: ``line`` is that to rank 0."""
 
     closings: list[Closing] = []  # noqa: RUF012  never changed
