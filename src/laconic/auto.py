@@ -1,7 +1,7 @@
 """The recipe `auto`: measure the step and the network, choose a recipe, and review the choice.
 
-Every rank measures, and the measurements are gathered. From the slowest of each, all ranks compute
-the same choice: the candidate with the most progress per second,
+Every rank measures, and the measurements are gathered. From the slowest rank's value of each, all
+ranks compute the same choice: the candidate with the most progress per second,
 
     argmin  seconds(candidate) * steps(candidate)
 
@@ -37,23 +37,27 @@ from laconic.units import format_rate
 log = logging.getLogger("laconic")
 
 FIRST_WARMUP, FIRST_WINDOW = 2, 2
-"""Steps before the first choice: those not measured, since they are slow, and those measured. They
-are few, since on a slow network each takes several times as long as after the choice."""
+"""Steps before the first choice: first those that are not measured, because the first steps are
+slow, and then those that are. They are few, because on a slow network each takes several times as
+long as after the choice."""
 WARMUP, WINDOW = 3, 8
 """The same after a choice, before it is reviewed."""
 REVIEW = 64
 """Steps between reviews, in which the ranks compare their pace with the one before."""
 LATER = 8
-"""Least steps from the start of a review to its result, which comes beside the training."""
+"""The least number of steps from the start of a review to its result. Training continues
+meanwhile."""
 CHANGE = 1.4
-"""The network is measured again if the time of a step (with its waiting) or of a byte has grown or
-shrunk by this factor."""
+"""The network is measured again if the time per step (including waiting) or the time per byte has
+grown or shrunk by this factor."""
 GAIN = 0.05
-"""The least relative gain of another choice: a change sends a few models over the network."""
+"""The least relative gain for which the recipe is changed, because a change sends a few models over
+the network."""
 TIE = 0.02
-"""Of candidates that differ by less, the first is chosen: it sacrifices least."""
+"""Among candidates within this relative distance of the best, the first one is chosen, which
+differs least from dense gradient averaging."""
 LEAST_TRAFFIC = 2**16
-"""Bytes from which on the time of a byte is known well enough."""
+"""The least number of bytes for an accurate time per byte."""
 
 PACE, MEASURE = "comparing the pace", "measuring the network"
 """The names of the calls of a policy."""
@@ -61,7 +65,7 @@ PACE, MEASURE = "comparing the pace", "measuring the network"
 
 @dataclass(frozen=True)
 class Auto:
-    """The result of `laconic.auto`, in place of a recipe, which is chosen in training."""
+    """The result of `laconic.auto`, in place of a recipe, which is chosen during training."""
 
     target: float | None = None
 
@@ -74,14 +78,14 @@ class Auto:
 @checked
 def auto(target: float | None = None) -> Auto:
     """Measure the first steps and the network, then choose codec, period and overlap. Choose again
-    when they change. Every rank makes the same choice; the logger ``laconic`` and
-    `Synchronizer.choices` have the reasons.
+    when they change. Every rank makes the same choice. The logger ``laconic`` and
+    `Synchronizer.choices` give the reasons.
 
-    ``target``: the share of the speed without communication to reach, in (0, 1]. The choice is
-    among the recipes predicted to reach it, or else the fastest. None: the recipe with the most
-    progress per second, even if its steps are slower. Candidates: `ddp` with and without codecs,
-    and, with Int4 and the delay that hides their messages, `local_sgd` every two steps and
-    `streaming_diloco` in several periods.
+    ``target``: the least speed, as a share in (0, 1] of the speed without communication. Only
+    recipes that are predicted to reach it are considered, or the fastest one if none does. None:
+    the recipe with the most progress per second, even if its steps are slower. The candidates are
+    `ddp` with and without codecs, and, with Int4 and a delay that hides their messages, `local_sgd`
+    every two steps and `streaming_diloco` for several periods.
     """
     if target is not None:
         check_float("target", target, 0.0, strict=True, most=1.0)
@@ -101,9 +105,9 @@ class Choice:
 def choose(
     auto: Auto, facts: Facts, now: Candidate | None, extra: Mapping[str, float]
 ) -> tuple[str, str]:
-    """The text of the best candidate, and the reason. ``now``: the present one, which stays unless
-    another is better by `GAIN`. ``extra``: by `Candidate.kind`, measured seconds per step beyond
-    the prediction."""
+    """The text of the best candidate, and the reason. ``now``: the current candidate, which is kept
+    unless another one is better by `GAIN`. ``extra``: measured seconds per step beyond the
+    prediction, by `Candidate.kind`."""
     choices = list(candidates(facts, now))
     seconds = {
         c.text: max(predict(c.recipe, facts).seconds + extra.get(c.kind, 0.0), facts.compute)
@@ -130,11 +134,12 @@ def choose(
 
 
 _PLACE = ("steps", "due", "baseline", "extra", "workers", "facts_loaded")
-"""What tells where a `Chooser` is between two reviews; the same on all workers."""
+"""The attributes of a `Chooser` between two reviews that are equal on all workers."""
 
 
 class Chooser:
-    """Measures for a synchronizer with ``workers`` workers; decides when to change the recipe."""
+    """Measures for a synchronizer with ``workers`` workers, and decides when to change the
+    recipe."""
 
     def __init__(self, auto: Auto, workers: int) -> None:
         self.auto = auto
@@ -142,25 +147,26 @@ class Chooser:
         self.choices: list[Choice] = []
         self._extra: dict[str, float] = {}
         self._baseline: list[float] = []
-        """The pace in the first review of the present recipe."""
+        """The pace in the first review of the current recipe."""
         self._paces: Pending[Tensor] | None = None
         self._facts: Facts | None = None
         self._facts_loaded = False
         """Whether the facts were loaded: they may be of another network."""
         self._workers = workers
-        """Those that took part in the latest measurement."""
+        """The number of workers in the latest measurement."""
         self._step = 0
         """The optimizer steps taken."""
         self._steps, self._due = 0, 0
-        """Steps with the present recipe, and those at which `_paces` is read."""
+        """Steps with the current recipe, and the number of steps at which `_paces` is read."""
         self._spans: list[tuple[float, float]] = []
         """Seconds of each step, and of its waiting."""
         self._last = self._traffic = (0.0, 0.0)
         self._uneven = ""
-        """What the latest measurement says of unequal workers and links."""
+        """What the latest measurement says about unequal workers and networks."""
 
     def start(self, session: Session) -> None:
-        """Use ``session``: measure the link between its workers, and choose with all its ranks."""
+        """Use ``session``: measure the link between its workers. All of its ranks choose
+        together."""
         self._link, self._world, self._comm = session.workers, session.world, session.comm
         self._device, self._model, self._sent = session.device, session.shapes, session.traffic
         self._alone = session.elastic is None and session.workers.size == 1
@@ -178,7 +184,7 @@ class Chooser:
 
     @property
     def recipe(self) -> Recipe:
-        """The present recipe."""
+        """The current recipe."""
         return self.now.recipe
 
     def after_step(self, step: int) -> bool:
@@ -217,7 +223,8 @@ class Chooser:
                 self._compare(step, [wall, each], compute)
 
     def _announce(self, name: str) -> None:
-        """The next job of the communication thread is a call of its own, not part of a round."""
+        """Announce that the next job of the communication thread is a separate call, not part of a
+        round."""
         begin = partial(self._world.begin_call, Call(self._step, name), wait=False)
         self._comm.before_next(begin)
 
@@ -273,8 +280,8 @@ class Chooser:
         self.now = by_text.get(text, self.now)
 
     def _rests(self, facts: Facts) -> bool:
-        """Whether there is nothing to choose from, because the other workers are lost or have not
-        come, or nobody has measured a step yet. Then the next steps are measured anew."""
+        """Whether no choice is possible, because the other workers are lost or have not joined, or
+        no worker has measured a step yet. If so, the next steps are measured again."""
         rests = facts.workers == 1 or not facts.compute
         if rests:
             self._steps, self._baseline, self._spans = 0, [], []
@@ -323,8 +330,8 @@ class Chooser:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a `state_dict`, with its `recipe`. The time of steps is measured again, since the
-        machine may be another one."""
+        """Load a `state_dict`, with its `recipe`. Step times are measured again, because the
+        machine may be a different one."""
         from laconic.algorithms.parse import parse_recipe  # imports this module
 
         choices = [Choice(**{**c, "facts": _facts(c["facts"])}) for c in state["choices"]]
@@ -364,15 +371,16 @@ class Chooser:
 
 
 def _respelled(text: str, recipe: Recipe) -> str:
-    """The text of ``recipe`` as a candidate, if there is such; else ``text``. Older versions saved
-    all arguments. With one text per recipe, a choice that stays is no change."""
+    """The text of the candidate that equals ``recipe``, if there is one; else ``text``. Older
+    versions saved all arguments. With one text per recipe, an unchanged choice does not look like a
+    change."""
     same = made(recipe)
     return text if same is None else same.text
 
 
 def _medians(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The median seconds of steps, and of steps without their waiting. Without ``spans``, on a
-    worker that has just joined, 0: the slowest worker's count."""
+    """The median seconds of steps, and of steps without their waiting. A worker that has just
+    joined has no ``spans`` and returns 0, because only the slowest worker's values are used."""
     if not spans:
         return 0.0, 0.0
     walls = statistics.median(wall for wall, _ in spans)

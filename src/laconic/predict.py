@@ -1,7 +1,7 @@
 """Predict the seconds per training step of a recipe from measured costs.
 
-This is the only cost model. `laconic.auto` chooses a recipe by it, `laconic advise` reports it,
-and `make validate-model` compares it with measurements.
+This is the only cost model. `laconic.auto` chooses recipes with it, `laconic advise` reports its
+predictions, and `make validate-model` compares them with measurements.
 
 Symbols:
 
@@ -26,13 +26,14 @@ With f synchronous rounds per step, waiting adds s * sqrt(f) to a step: step tim
 independently, so the lag of the slowest worker grows as the square root of the number of steps
 between two rounds. Gossip does not wait for the slowest worker.
 
-A packet that is lost arrives a round trip later, and a quarter of one passes before the sender
-knows. A collective waits for the last of its n ranks' packets, so each of its messages takes
+A packet that is lost arrives 1.25 round trips later: the sender detects the loss after a quarter of
+a round trip, and sending again takes one more. A collective waits for the last packet of all of its
+n ranks, so each of its messages takes
 
     1.25 * 2 * latency * (1 - (1 - loss)**packets)
 
-longer on average: ``packets`` is how many the n ranks send at the end of the message, in its last
-round trip. Packets lost before arrive while others are sent.
+longer on average. ``packets`` is the number of packets that the n ranks send in the last round trip
+of the message. Packets that are lost earlier are sent again while others are still being sent.
 
 Rounds with a quorum of q workers, at most every H steps, let worker i arrive after k_i steps of c_i
 seconds; k_i = H, or at own pace the steps that it takes while the fastest takes H. Then
@@ -82,8 +83,9 @@ from laconic.links.cost import Cost
 BACKWARD = 0.6
 """Default for B, the share of a step's compute time during which gradients become available."""
 UTILIZATION = 0.7
-"""U. Measured with the text model on 4 emulated hosts at 10 Mbit/s: a recipe whose exchanges would
-have saturated the network, had all ranks been equally fast, kept it busy 0.6 of the time."""
+"""U. Chosen after a measurement with the text model on 4 emulated hosts at 10 Mbit/s: a recipe
+whose exchanges would have saturated the network, had all ranks been equally fast, kept it busy 0.6
+of the time."""
 HORIZON = 15 * 512
 """Steps over which the rounds of a schedule that is not simply periodic are counted. The count is
 exact for periods that divide it."""
@@ -92,8 +94,8 @@ LATER = 10_000 * HORIZON
 PACKET = 1448
 """Payload bytes of a TCP packet on Ethernet."""
 RECOVERY = 1.25
-"""Round trips by which a lost packet is late: it is sent again when others that were sent a quarter
-of a round trip later have arrived (RACK, RFC 8985)."""
+"""The number of round trips by which a lost packet arrives late. It is sent again when packets that
+were sent a quarter of a round trip after it are acknowledged (RACK, RFC 8985)."""
 
 
 @dataclass(frozen=True)

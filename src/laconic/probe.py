@@ -1,5 +1,5 @@
-"""Probe the network among the ranks of a link, for `laconic.auto`: rate, latency, lost packets, and
-which hosts or workers the others wait for."""
+"""Probe the network between the ranks of a link, for `laconic.auto`: its rate, latency and lost
+packets, and which hosts or workers the others wait for."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from laconic.links import cost
 from laconic.links.link import Link, Sent
 
 LEAST, MOST, LONG = 2**16, 2**26, 0.1
-"""Bytes of the first and the largest probe, and the seconds after which no larger one is sent."""
+"""Bytes of the first and of the largest probe. Once a probe takes `LONG` seconds, no larger one is
+sent."""
 LATENCIES = 8
-"""How often a message's latency such a probe must take besides: before, congestion control may
-still look for the rate."""
+"""The last probe must also take this many times a message's latency: in less time, congestion
+control may not have found the rate yet."""
 UNEQUAL_WORKERS, UNEQUAL_HOSTS = 1.25, 2.5
-"""By what factor the slowest must be slower than the median to be reported."""
+"""The slowest worker or host is reported if it is slower than the median by this factor."""
 
 
 class Probed(NamedTuple):
-    """What one rank finds: ``rate`` in bit/s, ``latency`` in seconds per message, the ``packets``
-    that it has sent, how many of them ``again``, and by rank at which ``speeds``, in bit/s, its
-    bytes have arrived."""
+    """What one rank measures: ``rate`` in bit/s; ``latency`` in seconds per message; ``packets``,
+    the number that it has sent; ``again``, how many of them were sent again; ``speeds``, the rate
+    in bit/s at which its bytes reached each rank."""
 
     rate: float
     latency: float
@@ -37,10 +38,11 @@ class Probed(NamedTuple):
 
 
 def probe(link: Link, device: torch.device) -> Probed:
-    """Send probes that grow until one takes `LONG`. Every rank of the link must call it.
+    """Send growing probes until one takes `LONG` seconds. Every rank of the link must call it.
 
-    The rate is that of the last probe beyond the one before, since a shaped network interface
-    passes the first bytes at full speed. Rate and latency are the same on all ranks.
+    The rate is the difference in bytes between the last two probes over their difference in
+    seconds, because a shaped network interface passes the first bytes at full speed. Rate and
+    latency are the same on all ranks.
     """
     n = link.size
     if n == 1:  # in an elastic run
@@ -61,8 +63,8 @@ def probe(link: Link, device: torch.device) -> Probed:
 
 
 def timed(link: Link, device: torch.device, size: int) -> float:
-    """Seconds of an all-to-all of ``size`` bytes, on the slowest rank. All ranks have just heard
-    from each other when it begins, and when it ends."""
+    """Seconds of an all-to-all of ``size`` bytes, on the slowest rank. The ranks must have just
+    communicated before, so that all begin at once."""
     x, out = torch.zeros(2, link.size, size // link.size, dtype=torch.uint8, device=device)
     start = _now(device)
     link.all_to_all(x, out)
@@ -109,8 +111,8 @@ def unequal_hosts(rates: Tensor) -> bool:
 
 
 def slow_worker(computes: Tensor) -> str:
-    """A clause on the rank whose steps take longest, from each rank's seconds; empty if they take
-    about as long as the median rank's."""
+    """A clause about the rank whose steps take longest, from each rank's seconds; empty if they
+    take about as long as the median rank's."""
     slowest, usual = float(computes.max()), float(computes.median())
     if not unequal_workers(computes):
         return ""

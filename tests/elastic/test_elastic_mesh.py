@@ -227,7 +227,7 @@ def test_a_member_that_is_gone(hosts: list[Host]) -> None:
 
 def test_nobody_comes_for_too_long(hosts: list[Host]) -> None:
     mesh = Mesh(view_of(hosts), hosts[0][0], 0.2)
-    with pytest.raises(Interrupted, match=r"ranks \[1, 2\] have not called within 0.2 s"):
+    with pytest.raises(Interrupted, match=r"ranks \[1, 2\] have not connected within 0.2 s"):
         mesh.connect(hosts[0][1], SECRET, nothing)
 
 

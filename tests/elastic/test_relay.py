@@ -186,7 +186,7 @@ def test_a_flipped_bit_is_noticed(pair: tuple[socket.socket, socket.socket], pla
     data = bytearray(saved({"kind": "refusal", "why": "x"}))
     data[place] ^= 8
     pair[0].sendall(data)
-    with pytest.raises(RelayError, match="was changed on its way"):
+    with pytest.raises(RelayError, match="was changed in transit"):
         Stream(pair[1]).receive()
 
 

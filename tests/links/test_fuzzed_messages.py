@@ -226,7 +226,7 @@ def test_a_transfer_that_has_failed_fails_again(
         transfer = Transfer(connections, {}, {1: room}, HERE, 5.0, range(2))
         theirs.sendall(said(HERE, b"right")[:-1] + b"x")
         for _ in range(2):
-            with pytest.raises(ChangedError, match="from rank 1 was changed on its way"):
+            with pytest.raises(ChangedError, match="from rank 1 was changed in transit"):
                 transfer.wait()
         del transfer, connections
         theirs.settimeout(5)

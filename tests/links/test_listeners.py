@@ -125,14 +125,16 @@ def test_the_address_to_listen_at(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("variable", [module.BIND, module.ADDRESS])
 def test_no_address(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "no such name.invalid")
-    with pytest.raises(ValueError, match=f"{variable}=no such name.invalid is no address"):
+    with pytest.raises(ValueError, match=f"{variable}=no such name.invalid is not an address"):
         listen("127.0.0.1")
 
 
 @pytest.mark.parametrize("text", ["0.0.0.0", "::"])
 def test_nobody_can_call_all_addresses(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(module.ADDRESS, text)
-    with pytest.raises(ValueError, match=f"LACONIC_ADDRESS={text} is no address that other worke"):
+    with pytest.raises(
+        ValueError, match=f"LACONIC_ADDRESS={text} is not an address that other worke"
+    ):
         listen("127.0.0.1")
 
 

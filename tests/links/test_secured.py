@@ -167,7 +167,7 @@ def test_what_was_changed_on_the_way_is_not_used(connected: Callable[..., Connec
     room = torch.zeros(5000, dtype=torch.uint8)
     waits = first.post({}, {1: room}, HERE)
     second.post({0: torch.ones(5000, dtype=torch.uint8)}, {}, HERE).wait()
-    with pytest.raises(ChangedError, match="from rank 1 was changed on its way"):
+    with pytest.raises(ChangedError, match="from rank 1 was changed in transit"):
         waits.wait()
     assert waits._messages[0].done == 0
 
@@ -275,7 +275,7 @@ def test_a_handshake_cannot_be_replayed(
                 s.sendall(recorded)
                 while answer := receive(s):
                     assert len(answer) < 5000
-            with pytest.raises(LinkError, match=r"ranks \[1\] have not called"):
+            with pytest.raises(LinkError, match=r"ranks \[1\] have not connected"):
                 waits.result()
 
 

@@ -136,7 +136,7 @@ def test_a_directory_of_cas(
     with pytest.raises(ValueError, match="is not signed by the CA"):
         tls.contexts()
     turn_on(monkeypatch, jobs.one, CA_FILE="", CA_PATH=tmp_path / "none")
-    with pytest.raises(ValueError, match=rf"none \({PREFIX}CA_PATH\) is no directory"):
+    with pytest.raises(ValueError, match=rf"none \({PREFIX}CA_PATH\) is not a directory"):
         tls.contexts()
 
 

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from laconic.lab.emulation.impairments import Impairments
 
 HELP = {
-    "latency": ("TIME", "50ms", "time that a packet and its answer take (ping), such as 50ms"),
-    "jitter": ("TIME", "10ms", "by how much a ping may differ from that, such as 10ms"),
-    "loss": ("SHARE", "0.1%", "share of packets that are lost each way, such as 0.1%% or 0.001"),
+    "latency": ("TIME", "50ms", "round-trip time of a packet and its answer (ping), such as 50ms"),
+    "jitter": ("TIME", "10ms", "how far a ping may differ from the latency, such as 10ms"),
+    "loss": ("SHARE", "0.1%", "share of packets lost in each direction, such as 0.1%% or 0.001"),
 }
 """For each option, the kind of its value, an example, and the help."""
 
@@ -28,10 +28,10 @@ def add(parser: argparse.ArgumentParser) -> None:
             action="append",
             metavar=f"HOST={kind}",
             help=f"{name} of one host, such as 2={example.replace('%', '%%')}; between two hosts, "
-            "the mean of theirs counts; repeatable",
+            "the mean of their values applies; repeatable",
         )
     parser.add_argument(
-        "--network-seed", type=int, metavar="N", help="of jitter and loss (default: 0)"
+        "--network-seed", type=int, metavar="N", help="seed of jitter and loss (default: 0)"
     )
 
 

@@ -1,4 +1,4 @@
-"""``laconic keys``: make the keys with which the workers of a job recognize each other."""
+"""``laconic keys``: make the keys by which the workers of a job recognize each other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DAYS = 365
 """How long certificates are valid by default."""
 _SKEW = timedelta(hours=1)
-"""Certificates are valid from so long before they are made: clocks of hosts differ."""
+"""Certificates become valid this long before they are made, because hosts' clocks differ."""
 CA, CA_KEY, CERTIFICATE, KEY, SECRET = "ca.pem", "ca-key.pem", "cert.pem", "key.pem", "secret"
 
 
@@ -29,32 +29,33 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "keys",
         help="make the keys and certificates of a job",
-        description="Makes what the workers and the coordinator of one job need to encrypt what "
-        "they send and to refuse strangers: a certificate authority (CA) for this job, a "
-        "certificate with its key, and a secret. Prints the variables to set. Copy the directory "
-        "to every host.",
+        description="Make the files with which the workers and the coordinator of one job encrypt "
+        "their connections and refuse strangers: a certificate authority (CA) for this job, a "
+        "certificate with its key, and a secret. Print the environment variables to set. Copy the "
+        "directory to every host.",
     )
     parser.add_argument("directory", type=Path, metavar="DIR", help="where to write the files")
     parser.add_argument(
-        "--days", type=int, default=DAYS, help="how long they are valid (default: %(default)s)"
+        "--days", type=int, default=DAYS, help="days of validity (default: %(default)s)"
     )
     parser.add_argument(
         "--keep-ca",
         action="store_true",
-        help=f"also write the CA's private key, {CA_KEY}, with which --ca can make more "
-        "certificates; by default it is not kept, so that nobody can",
+        help=f"also write the CA's private key, {CA_KEY}, so that --ca can make more certificates; "
+        "by default, it is discarded, so that nobody can",
     )
     parser.add_argument(
         "--ca",
         type=Path,
         metavar="OLD",
-        help="sign with the CA that was kept in the directory OLD, and copy the secret from there: "
-        "another certificate for the same job",
+        help="make another certificate for the same job: sign it with the CA in the directory OLD, "
+        "and copy the secret from there; it expires no later than the CA",
     )
     parser.add_argument(
         "--show",
         action="store_true",
-        help="only print the variables again, for a directory that exists: its path on this host",
+        help="only print the variables again, with the path that the existing directory has on "
+        "this host",
     )
     parser.set_defaults(run=run)
 
@@ -97,7 +98,7 @@ class Authority(NamedTuple):
 
     @classmethod
     def make(cls, days: float) -> Authority:
-        """A new one, valid for so many ``days``; a negative number makes one that has expired."""
+        """A new CA, valid for this many ``days``. A negative number makes one that has expired."""
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import ec
@@ -119,7 +120,7 @@ class Authority(NamedTuple):
 
     @classmethod
     def read(cls, directory: Path) -> Authority:
-        """The one that ``--keep-ca`` has written; raises ``ValueError``."""
+        """The CA that ``--keep-ca`` has written; raises ``ValueError``."""
         from cryptography import x509
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -130,7 +131,7 @@ class Authority(NamedTuple):
             certificate = x509.load_pem_x509_certificate(_read(directory / CA))
             key = load_pem_private_key(_read(directory / CA_KEY), None)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{CA} and {CA_KEY} in {directory} are no CA: {error}") from error
+            raise ValueError(f"{CA} and {CA_KEY} in {directory} are not a CA: {error}") from error
         if (
             not isinstance(key, ec.EllipticCurvePrivateKey)
             or key.public_key() != certificate.public_key()
@@ -139,8 +140,8 @@ class Authority(NamedTuple):
         return cls(certificate, key)
 
     def sign(self, days: float) -> tuple[bytes, bytes]:
-        """A certificate for both sides of a connection, valid for so many ``days`` and no longer
-        than the CA's, and its private key. As PEM."""
+        """A certificate for both sides of a connection, and its private key, as PEM. The
+        certificate is valid for this many ``days``, but no longer than the CA's."""
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.asymmetric import ec
@@ -178,11 +179,11 @@ class Authority(NamedTuple):
 def write(directory: Path, public: dict[str, bytes], private: dict[str, bytes]) -> None:
     """Write the files, none of which may exist. Only their owner can read the ``private`` ones."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # what an earlier job has left would not fit the new files
+    # Files of an earlier job would not match the new ones.
     for name in (CA, CA_KEY, CERTIFICATE, KEY, SECRET):
         if os.path.lexists(directory / name):
             raise ValueError(
-                f"{directory / name} exists, and may be in use: choose another directory"
+                f"{directory / name} exists and may be in use: choose another directory"
             )
     for files, mode in ((private, 0o600), (public, 0o644)):
         for name, data in files.items():
@@ -192,8 +193,8 @@ def write(directory: Path, public: dict[str, bytes], private: dict[str, bytes]) 
 
 
 def text(directory: Path, *, kept: bool) -> str:
-    """What the command prints: the variables, and what to know as comments, so that a shell can
-    evaluate all of it."""
+    """The command's output: the variables, and notes as comments, so that a shell can evaluate all
+    of it."""
     values = {
         tls.SWITCH: 1,
         tls.KEY: directory / KEY,

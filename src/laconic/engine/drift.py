@@ -1,15 +1,16 @@
-"""Finds workers that should hold the same values and do not, and repairs them.
+"""Detects workers whose values should be equal but differ, and repairs them.
 
-Where only gradients are averaged, every worker takes the same steps, and all should hold the same
-x. A parameter round whose exchange agrees leaves on all workers the same state that every worker
-keeps: anchors and outer momenta that are not sharded, references of coded messages. If it has none,
-and replaces x at once, it leaves the same x. Processors of different kinds round differently, and
-memory can fail. So every worker computes a digest of a part of what should be the same, another
-part each time. The messages of the next gradients, or of the next round of the kind, carry it, at
-no cost. If the digests differ, all workers know it at the end of that call.
+If only gradients are averaged, every worker takes the same steps, and x should be equal on all
+workers. After a parameter round whose exchange agrees (`Exchange.agrees`), the state that every
+worker keeps should be equal: anchors and outer momenta that are not sharded, references of coded
+messages. If there is no such state, and the round replaces x at once, x should be equal right after
+the round. Values can still differ, because processors of different kinds round differently and
+memory can fail. Every worker therefore computes a digest of a part of these values, a different
+part each time. The headers of the next gradients, or of the next round of that kind, carry the
+digest, at no cost. If the digests differ, all workers know it at the end of that call.
 
-Nothing is compared that may differ: x between rounds, x where results are folded in late, the state
-of gossip and eager updates, residuals.
+Values that may differ are not compared: x between rounds, x if results are folded in late, the
+state of gossip and eager updates, residuals.
 """
 
 from __future__ import annotations
@@ -36,13 +37,15 @@ if TYPE_CHECKING:
     from laconic.links.link import Link
 
 PART, PARTS = 2**14, 256
-"""The least elements of a part, and the most parts that all is cut into. Gradients carry the digest
-of one part. A round carries that of one part for every step since the last round of its kind, so
-the time per step is the same, but at most of `MOST` parts, or of a quarter of all."""
+"""The least number of elements in a part, and the most parts. Gradients carry the digest of one
+part. A round carries the digest of one part for every step since the last round of its kind, so
+that the time per step is the same, but of at most `MOST` parts or a quarter of all parts, whichever
+is more."""
 MOST = 8
 REPAIR_STEPS = 1000
-"""The least number of steps between two repairs. Where processors differ, workers drift apart by
-roundings at every step, which does no harm for long, and a repair costs as much as a round."""
+"""The least number of steps between two repairs. On processors of different kinds, workers drift
+apart by rounding errors at every step. These are harmless for a long time, and a repair costs as
+much as a round."""
 GRADIENTS = "gradients"
 
 
@@ -57,14 +60,14 @@ def digest(pieces: Iterable[Tensor]) -> int:
 
 
 def parts_of(total: int) -> tuple[int, int]:
-    """Into how many parts so many elements are cut, and the elements of a part."""
+    """The number of parts for ``total`` elements, and the number of elements in a part."""
     each = max(PART, -(-total // PARTS))
     return max(-(-total // each), 1), each
 
 
 def part_of(tensors: Sequence[Tensor], number: int, count: int = 1) -> Iterator[Tensor]:
-    """``count`` parts from the part ``number`` on, counted around, of the ``tensors`` one after the
-    other."""
+    """``count`` parts of the concatenated ``tensors``, beginning with the part ``number`` and
+    wrapping around."""
     sizes = [(local(t) if is_sharded(t) else t).numel() for t in tensors]
     total = sum(sizes)
     parts, each = parts_of(total)
@@ -89,7 +92,8 @@ class Difference(NamedTuple):
 
     @classmethod
     def of(cls, digests: Sequence[int]) -> Difference | None:
-        """What the ranks' ``digests`` say. A rank with 0 has nothing to compare."""
+        """The difference between the ranks' ``digests``; None if there is none. A rank with 0 has
+        nothing to compare."""
         counts = Counter(value for value in digests if value)
         if len(counts) < 2:
             return None
@@ -99,15 +103,15 @@ class Difference(NamedTuple):
 
 
 class DriftCheck:
-    """Compares what the workers of ``session`` hold. ``found``: in how many steps they differed.
-    ``repaired``: the step of the last repair, by what was repaired; the same on all ranks that
-    repair it together."""
+    """Compares the values of the workers of ``session``. ``found``: the number of steps in which
+    they differed. ``repaired``: the step of the last repair, by what was repaired; equal on all
+    ranks that take part in the repair."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self.repaired: dict[str, int] = {}
         self._sent = False
-        """Whether digests of x were sent with gradients since the last look."""
+        """Whether digests of x were sent with gradients since the last check."""
         self.found = 0
         self._found_in = -1
         """The last step in which they differed."""
@@ -123,7 +127,7 @@ class DriftCheck:
         return alike and session.device.type == "cpu" and not session.sharded
 
     def digest(self) -> int:
-        """What the gradients of the next step carry."""
+        """The digest that the gradients of the next step carry."""
         if not self.possible:
             return 0
         self._sent = True
@@ -131,7 +135,7 @@ class DriftCheck:
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Look whether the workers differed before this step, and repair them. All ranks see the
+        """Check whether the workers differed before this step, and repair them. All ranks see the
         same digests, so all of them do the same."""
         if not self._sent:
             return
@@ -161,13 +165,13 @@ class DriftCheck:
         session.status("computing")
 
     def repairs(self, what: str, step: int) -> bool:
-        """Whether a difference in ``what`` that was found after ``step`` is repaired."""
+        """Whether to repair a difference in ``what`` that was found after ``step``."""
         last = self.repaired.get(what)
         return last is None or not 0 <= step - last < REPAIR_STEPS
 
     def sender(self, root: int) -> Callable[[], int]:
-        """A function that returns, when it is sent to the others, the rank of the worker that had
-        the rank ``root`` in the call under way: in an elastic run workers come and go."""
+        """A function that returns the current rank of the worker that has the rank ``root`` now.
+        Call it when the repair is sent: in an elastic run, workers join and leave."""
         elastic = self._session.elastic
         if elastic is None:
             return lambda: root
@@ -176,8 +180,8 @@ class DriftCheck:
     def report(
         self, found: Difference, repairs: bool, what: str, link: Link, repaired: str
     ) -> None:
-        """Count the difference; the first one is a warning, too. ``what``: its text; ``repaired``:
-        what the ranks of ``link`` get from one of them."""
+        """Count the difference, and warn about the first one. ``what``: the warning's text.
+        ``repaired``: what the ranks of ``link`` receive from one of them."""
         session = self._session
         if session.elastic is not None and session.elastic.replaying:
             return  # this newcomer did not take part
@@ -186,16 +190,16 @@ class DriftCheck:
         if self.found == 1 and link.rank == 0:
             warnings.warn(
                 f"{what}. Their processors round differently, memory is faulty, or the training "
-                f"changes this on some ranks only. They get rank {found.root}'s {repaired}, now "
-                f"and whenever it is found again, at most every {REPAIR_STEPS} steps",
+                f"program changes values on some ranks only. All ranks receive rank {found.root}'s "
+                f"{repaired}, now and at later differences, at most every {REPAIR_STEPS} steps",
                 stacklevel=2,
             )
         session.recorder.event("drift", ranks=found.others, repaired=repairs)
 
 
 class RoundCheck:
-    """Compares what the parameter round of ``running``, number ``index`` of the recipe, leaves
-    alike on all workers."""
+    """Compares what should be equal on all workers after the parameter round of ``running``, number
+    ``index`` of the recipe."""
 
     def __init__(self, session: Session, running: ParameterRunner, index: int) -> None:
         self._session, self._check, self._running = session, session.drift, running
@@ -203,18 +207,19 @@ class RoundCheck:
         self._x_digest = 0
         """Of x right after the last round, if that is what is compared; 0 before the first."""
         self._looking: list[tuple[int, Pending[tuple[Difference | None, bool]]]] = []
-        """Of delayed rounds: the step of their folding, and whether the workers differed."""
+        """Of delayed rounds: the step after which they are folded in, and the result of the
+        check."""
 
     @property
     def _possible(self) -> bool:
-        """Whether all workers get the same, and its messages show each of them all digests."""
+        """Whether all workers receive the same result, and every worker sees all digests."""
         exchange, workers = self._running.exchange, self._workers
         heard_by_all = exchange.owners(workers) in (None, workers)
         return exchange.agrees and heard_by_all and self._session.device.type == "cpu"
 
     @property
     def _workers(self) -> int:
-        """How many there are. In an elastic run nothing here depends on it."""
+        """The number of workers. In an elastic run, nothing here depends on it."""
         return 1 if self._session.elastic is not None else self._running.link.size
 
     @property
@@ -239,7 +244,7 @@ class RoundCheck:
         return [t for t in found if t.dim()]
 
     def _digest(self, tensors: Sequence[Tensor], step: int) -> int:
-        """Of some parts of ``tensors``, flat ones; others in the next round."""
+        """The digest of some parts of the flat ``tensors``; the next round takes other parts."""
         when, executed = self._running.round.when, self._running.executed
         parts, _ = parts_of(sum(t.numel() for t in tensors))
         most = min(step, max(MOST, parts // 4))
@@ -248,8 +253,8 @@ class RoundCheck:
 
     @torch.no_grad()
     def digest(self, step: int) -> int:
-        """What the messages of the round after ``step`` carry. 0 where rounds are still in flight:
-        they change the state."""
+        """The digest that the messages of the round after ``step`` carry. 0 if rounds are still in
+        flight, because they change the state."""
         if not self._possible or self._running.in_flight:
             return 0
         state = self._equal_state(self._running.channels)
@@ -257,8 +262,9 @@ class RoundCheck:
 
     @torch.no_grad()
     def after_start(self, step: int) -> None:
-        """The round after ``step`` was started: look whether the workers differed before it, and
-        repair them. All of them see the same digests. A delayed round looks when it is done."""
+        """After the round after ``step`` has started, check whether the workers differed before it,
+        and repair them. All of them see the same digests. A delayed round is checked when it is
+        complete."""
         running, comm = self._running, self._session.comm
         if not self._possible or not running.communicates:
             return
@@ -284,7 +290,7 @@ class RoundCheck:
             self._x_digest = self._digest([v for each in views for v in each], step)
 
     def _look(self, channels: Sequence[Channel], step: int) -> tuple[Difference | None, bool]:
-        """In the communication thread."""
+        """Check and repair a delayed round, in the communication thread."""
         found = Difference.of(self._running.link.digests())
         if found is None or not self._check.repairs(self._name, step):
             return found, False
@@ -300,7 +306,7 @@ class RoundCheck:
         self._running.link.broadcast(tensor, sender())
 
     def report_due(self, step: int) -> None:
-        """Report what rounds have found that are folded after ``step``."""
+        """Report the differences that rounds folded in after ``step`` have found."""
         while self._looking and self._looking[0][0] <= step:
             found, repairs = self._looking.pop(0)[1].wait()
             if found is not None:
@@ -310,13 +316,13 @@ class RoundCheck:
         running, step = self._running, self._session.step
         what = (
             f"the workers have drifted apart: at step {step} ranks {found.others} of the "
-            f"{running.round.over} differ from rank {found.root} in what each {running.round.name} "
-            "leaves alike on all of them"
+            f"{running.round.over} differ from rank {found.root} in what should be equal on all of "
+            f"them after each {running.round.name}"
         )
         what += ": outer state" if self._equal_state(running.channels) else ": the parameters"
         self._check.report(found, repairs, what, running.link, "values")
 
     def forget(self) -> None:
-        """x and the state are others now, on all workers."""
+        """Discard digests: x and the state were replaced on all workers."""
         self._x_digest = 0
         self._looking.clear()

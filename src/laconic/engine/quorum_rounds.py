@@ -1,5 +1,4 @@
-"""Rounds that close when some workers have arrived, at work on one worker; and on rank 0 the outer
-steps of all of them."""
+"""Runs rounds with a quorum on one worker, and their outer steps on rank 0."""
 
 from __future__ import annotations
 
@@ -37,9 +36,10 @@ from laconic.links.quorum.syncer import Syncer
 class Kind:
     """Rounds that are due at the same steps, and close together.
 
-    ``base``: the number of the round whose result this worker's x began with; 0: the common start.
-    ``since``: the step after which it did, at the time ``began``. ``pace``: after how many steps it
-    arrives again; 0: as the schedule says. ``known``: rank 0 has the result that x began with.
+    ``base``: the number of the round whose result this worker last received; 0: the common start.
+    ``since``: the step after which it received that result, at the time ``began``. ``pace``: the
+    number of steps until it arrives again; 0: as the schedule says. ``known``: whether rank 0 has
+    the result ``base``.
     """
 
     runners: list[ParameterRunner]
@@ -107,8 +107,8 @@ class QuorumRounds:
     # -- one round ----
 
     def communicate(self, step: int, *, now: bool = False) -> int:
-        """Take part in the rounds that are due after ``step``, or, ``now``, in all. Returns how
-        many there were."""
+        """Take part in the rounds that are due after ``step``, or in all rounds if ``now``. Returns
+        their number."""
         ran = 0
         for index, kind in enumerate(self.kinds):
             if now or kind.due(step):
@@ -142,8 +142,7 @@ class QuorumRounds:
         kind.began = self._worked(step)
 
     def _worked(self, step: int) -> float:
-        """The seconds that this worker has worked for ``step`` steps, from some moment on: those in
-        which it waited do not count."""
+        """Seconds without those spent waiting, after ``step`` steps, since an arbitrary start."""
         return self.port.worked(step, self._session.comm.seconds_waiting)
 
     def _rates(self) -> tuple[float, ...]:
@@ -154,17 +153,17 @@ class QuorumRounds:
     # -- calls of all workers ----
 
     def listen(self) -> None:
-        """Have calls of all workers announced from now on."""
+        """From now on, announce calls that wait for all workers."""
         self._session.meet = self.meet
 
     def meet(self) -> None:
-        """A call follows that waits for all workers: see `Port.meet`."""
+        """Announce a call that waits for all workers: see `Port.meet`."""
         self._session.comm.call(partial(self.port.meet, self._session.step), "a call of all")
 
     def catch_up(self, *, keep: bool) -> None:
-        """Move x of a worker that is late from the result that it began with to that of the latest
-        round: ``x <- x + (a - base)``. Then the mean over workers of x has every step. ``keep``:
-        the worker goes on from there. All ranks must call it, in a call of all workers."""
+        """Move x of a late worker from the result from which it started to that of the latest
+        round: ``x <- x + (a - base)``. The mean of x over all workers then includes every step.
+        ``keep``: the worker continues from there. All ranks must call it, after `meet`."""
         session = self._session
         latest = [0] * len(self.kinds) if self._syncer is None else self._syncer.rounds
         row = torch.tensor([*latest, *(kind.base for kind in self.kinds)])
@@ -218,7 +217,7 @@ class QuorumRounds:
             self._merger.load(state["syncer"]["bases"])
 
     def abandon(self) -> None:
-        """This worker has failed: the others learn of it."""
+        """Tell the others that this worker has failed."""
         self.port.abandon()
 
     def close(self) -> None:
@@ -229,7 +228,7 @@ class QuorumRounds:
 
 
 class Merger:
-    """Takes the outer steps, on rank 0: called when a round closes. ``results``: of the latest
+    """Takes the outer steps on rank 0, when a round closes. ``results``: the results of the latest
     round of each kind, by channel."""
 
     def __init__(self, kinds: Sequence[Kind], workers: int, seed: int) -> None:
@@ -239,19 +238,20 @@ class Merger:
             for k in kinds
         ]
         self._earlier: list[dict[int, list[Tensor]]] = [{0: r} for r in self.results]
-        """By kind and number: the results that some worker has begun with."""
+        """By kind and round number: the results from which some worker has started."""
         self._held = [[0] * workers for _ in kinds]
-        """By kind and rank: the number of the round whose result this worker has begun with."""
+        """By kind and rank: the number of the round from whose result this worker has started."""
 
     @torch.no_grad()
     def __call__(self, closing: Closing, deliveries: Mapping[int, Delivery]) -> list[Tensor]:
-        """Take the outer step of each round of the kind. Return the results by channel."""
+        """Take the outer step of each round of the kind that closes. Return the results by
+        channel."""
         kind, held = self._kinds[closing.kind], self._held[closing.kind]
         for rank, delivery in deliveries.items():
             if delivery.announcement.base != held[rank]:
                 raise ValueError(
-                    f"rank {rank} goes on from round {delivery.announcement.base}, and rank 0 has "
-                    f"it at round {held[rank]}: load states that all ranks saved in one call of "
+                    f"rank {rank} continues from round {delivery.announcement.base}, but rank 0 "
+                    f"expects round {held[rank]}: load states that all ranks saved in one call of "
                     "laconic.save, or while no rank was in optimizer.step()"
                 )
         results, at = [], 0
@@ -300,14 +300,14 @@ class Merger:
         return result.to(channel.bucket.dtype, copy=True)
 
     def _anchor(self, running: ParameterRunner, channel: Channel) -> Tensor | None:
-        """The result of the round before, which late workers' steps are moved to."""
+        """The result of the previous round, to which late workers' steps are applied."""
         exchange, name = running.exchange, running.round.update.anchor
         if not isinstance(exchange, QuorumMean) or not exchange.anchored or name is None:
             return None
         return channel.state[name].to(state_dtype(channel.bucket.dtype))
 
     def all_hold(self, kind: int, number: int) -> None:
-        """All workers go on from the result of round ``number`` of this kind."""
+        """Record that all workers continue from the result of round ``number`` of this kind."""
         self._held[kind] = [number] * self._workers
         self._forget(kind)
 
@@ -317,7 +317,7 @@ class Merger:
         self._earlier[kind] = {n: r for n, r in earlier.items() if n in needed}
 
     def state(self) -> dict[str, Any]:
-        """What a run that is resumed needs: the bases of late workers come from them."""
+        """What a resumed run needs. Late workers send their bases themselves."""
         return {
             "held": [list(held) for held in self._held],
             "results": [[t.clone() for t in results] for results in self.results],

@@ -1,11 +1,11 @@
-"""Where a process listens: its host's own address, and addresses that travel between ranks.
+"""Where a process listens, and the addresses that ranks send to each other.
 
-Three environment variables change it, for firewalls, NATs and VPNs. Every listener of a worker
-follows them:
+Three environment variables change where it listens, for firewalls, NATs and VPNs. They apply to
+every listener of a worker:
 
 - LACONIC_PORTS, such as ``29500-29599``: the ports to use. Each listener takes the first free one.
 - LACONIC_BIND: the address of this host to listen at.
-- LACONIC_ADDRESS: the address that other workers call, where a NAT or a VPN makes it another one.
+- LACONIC_ADDRESS: the address that other workers connect to, if a NAT or a VPN makes it different.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Address(NamedTuple):
 
 
 def listen(host: str | None = None) -> tuple[socket.socket, str]:
-    """A socket that listens, and the address under which other workers call it. ``host``: the
-    address to listen at unless LACONIC_BIND says another; None: `own_address`.
+    """Return a listening socket, and the address that other workers connect to. ``host``: the
+    address to listen on, unless LACONIC_BIND is set; None: `own_address`.
 
-    Raises ``ValueError`` where a variable is malformed, and `LinkError` where all ports of
-    LACONIC_PORTS are taken.
+    Raises ``ValueError`` if a variable is malformed, and `LinkError` if all ports of LACONIC_PORTS
+    are in use.
     """
     bound = _numeric(BIND) or host or own_address()
     announced = _numeric(ADDRESS) or (_unspecific(bound) and (host or own_address())) or bound
@@ -79,7 +79,7 @@ link."""
 
 
 def ports() -> range:
-    """The ports that LACONIC_PORTS allows; 0, any free one, where it is not set. Raises
+    """The ports that LACONIC_PORTS allows; only 0, any free port, if it is not set. Raises
     ``ValueError``."""
     text = os.environ.get(PORTS, "").strip()
     if not text:
@@ -103,8 +103,8 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 def connect(host: str, port: int, seconds: float) -> socket.socket:
-    """A connection to a listener, each call over which may take so many ``seconds``, as connecting
-    may. Raises `OSError`."""
+    """Connect to a listener. Connecting, and each later call on the connection, may take this many
+    ``seconds``. Raises `OSError`."""
     error: OSError | None = None
     for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         with forks.guard:
@@ -122,17 +122,17 @@ def connect(host: str, port: int, seconds: float) -> socket.socket:
 
 
 def _numeric(variable: str) -> str | None:
-    """The address that ``variable`` gives, numeric, since that is what travels; None where it is
-    not set. Raises ``ValueError``."""
+    """The address that ``variable`` gives, in numeric form, which is what ranks send to each other;
+    None if it is not set. Raises ``ValueError``."""
     text = os.environ.get(variable, "").strip()
     if not text:
         return None
     try:
         found = socket.getaddrinfo(text.strip("[]"), None, type=socket.SOCK_STREAM)[0][4][0]
     except (OSError, UnicodeError) as error:
-        raise ValueError(f"{variable}={text} is no address, and no name of one: {error}") from error
+        raise ValueError(f"{variable}={text} is not an address or a host name: {error}") from error
     if variable == ADDRESS and _unspecific(str(found)):
-        raise ValueError(f"{variable}={text} is no address that other workers can call")
+        raise ValueError(f"{variable}={text} is not an address that other workers can call")
     return str(found)
 
 
@@ -152,8 +152,8 @@ def address_toward(host: str) -> str | None:
 
 
 def address_of(interface: str) -> str | None:
-    """The address of a network interface of this host, on Linux: IPv4, else a global one of IPv6;
-    None where it has none."""
+    """The address of a network interface of this host, on Linux: its IPv4 address, else a global
+    IPv6 address; None if it has neither."""
     return _ipv4_of(interface) or _ipv6_of(interface)
 
 
@@ -183,8 +183,9 @@ def _ipv4_of(interface: str) -> str | None:
 
 def own_address() -> str:
     """This host's address for other ranks. It is the address of the first interface that
-    GLOO_SOCKET_IFNAME names; else the one toward MASTER_ADDR; else the one that the host's name
-    resolves to. The last also replaces a loopback address where there are several hosts."""
+    GLOO_SOCKET_IFNAME names; else the address of the interface toward MASTER_ADDR; else the address
+    that the host's name resolves to. The last also replaces a loopback address if there are several
+    hosts."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip()
     named = address_of(interface) if interface else None
     master = os.environ.get("MASTER_ADDR")

@@ -206,7 +206,7 @@ class CallGuard:
         """Raise if another rank is known not to come to the current call. Called by a thread that
         waits, from time to time."""
         if os.getpid() != self._process:
-            raise LinkError("a forked process cannot use its parent's link: start it by spawn")
+            raise LinkError("a forked process cannot use its parent's link: start it with spawn")
         try:
             self._raise_verdict()
             if self._should_ask():

@@ -1,9 +1,9 @@
-"""Which congestion control a connection uses.
+"""Selects the congestion control of a connection.
 
-Most systems have cubic, which takes every lost packet for a full network. At a round trip of 100 ms
-and with one packet in a thousand lost, it sends a few Mbit/s, whatever the network's rate. BBR
-measures rate and round trip instead. On a network without latency and loss it is some percent
-slower. So connections with a long round trip use BBR, where the system has it.
+Most systems default to cubic, which interprets every lost packet as congestion. At a round trip of
+100 ms, with one packet in a thousand lost, it sends a few Mbit/s, whatever the network's rate. BBR
+measures the rate and the round trip instead. On a network without latency and loss, it is a few
+percent slower. Therefore connections with a long round trip use BBR, if the system has it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 VARIABLE = "LACONIC_CONGESTION"
-"""The variable that names another one; ``system`` leaves the system's."""
+"""The environment variable that selects a congestion control; ``system`` keeps the system's."""
 SYSTEM, LONG = "system", "bbr"
 LONG_SECONDS = 0.005
 """The least round trip with which `LONG` is used."""
@@ -26,7 +26,7 @@ _OPTION = getattr(socket, "TCP_CONGESTION", None)  # not on every system
 
 
 def available() -> Sequence[str]:
-    """The names that a program of this user can choose; empty where the system does not say."""
+    """The names that this user's programs can choose; empty if the system does not report them."""
     try:
         names = (_AVAILABLE if os.geteuid() == 0 else _ALLOWED).read_text().split()
     except (OSError, AttributeError):  # not Linux
@@ -44,7 +44,7 @@ def chosen() -> str:
 
 
 def name_for(round_trip: float) -> str:
-    """The name for a connection whose round trip takes so many seconds; empty: the system's."""
+    """The name for a connection with a ``round_trip`` in seconds; empty for the system's."""
     name = chosen()
     if name:
         return "" if name == SYSTEM else name
@@ -62,8 +62,7 @@ def round_trip(connection: socket.socket) -> float:
 
 
 def name_of(connection: socket.socket) -> str:
-    """The congestion control of an open TCP connection; the empty string where the system does not
-    say."""
+    """The congestion control of an open TCP connection; empty if the system does not report it."""
     if _OPTION is None:
         return ""
     try:

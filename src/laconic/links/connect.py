@@ -1,7 +1,7 @@
 """How the ranks of a link connect to each other: every rank calls the ranks before it.
 
 Both sides of a connection prove that they know the link's secret (`laconic.links.handshake`). All
-conversations run at once in one thread, so strangers that call delay no rank.
+conversations run at once in one thread, so strangers that connect do not delay any rank.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ CHECK_SECONDS, RETRY_SECONDS = 1.0, 0.05
 class Connecting:
     """Connects rank ``rank`` to the other ranks of its link.
 
-    ``names``: what ranks are called in errors; ``key``: what callers of this rank must name;
-    ``secret``: what all ranks of the link know; ``keep``: receives each rank's connection;
-    ``check_seconds``: the time between two checks of whether waiting is in vain.
+    ``names``: the numbers of the ranks in errors. ``key``: identifies this rank's end of the link;
+    callers must send it. ``secret``: the link's secret. ``keep``: called with each connection.
+    ``check_seconds``: seconds between two calls of ``check``.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Connecting:
         self, server: socket.socket, addresses: Sequence[str], check: Callable[[], None]
     ) -> None:
         """Connect to all ranks. ``addresses``: where each of them listens, by rank. ``check()`` is
-        called every so many seconds, and raises where waiting is in vain."""
+        called periodically, and raises if a rank can no longer connect."""
         self._addresses = {r: Address.parse(a) for r, a in enumerate(addresses[: self._rank])}
         self._callers = set(range(self._rank + 1, len(addresses)))
         check_at = time.monotonic() + self._check_seconds
@@ -69,7 +69,7 @@ class Connecting:
                 if now >= self._deadline:
                     who = sorted(self._names[r] for r in missing)
                     raise LinkError(
-                        f"ranks {who} have not called within {self._timeout:g} s", ranks=who
+                        f"ranks {who} have not connected within {self._timeout:g} s", ranks=who
                     )
                 if now >= check_at:
                     check()
@@ -147,7 +147,7 @@ class Connecting:
         host, port, _ = self._addresses[rank]
         name = self._names[rank]
         raise LinkError(
-            f"rank {name} can't be reached at {host}, port {port}: {error}; where a host has "
-            "several networks GLOO_SOCKET_IFNAME names the interface to use",
+            f"rank {name} can't be reached at {host}, port {port}: {error}; if a host has several "
+            "networks, set GLOO_SOCKET_IFNAME to the interface to use",
             ranks=[name],
         ) from error

@@ -1,13 +1,13 @@
-"""What a message looks like on its way, and moving it between memory and sockets.
+"""The wire format of messages, and moving them between memory and sockets.
 
-A message is a header and a payload. The header has the sender's call (serial number and id), the
-number of bytes that follow, a digest that the sender adds, and a checksum of all that. The payload
-is cut into frames of `FRAME` bytes, the last one shorter. After each comes a checksum of all that
-was sent so far. The receiver knows which call and how many bytes must come. It uses no frame before
-its checksum was found right.
+A message is a header and a payload. The header contains the sender's call (serial number and id),
+the number of bytes in the payload, a digest that the sender adds, and a checksum of these fields.
+The payload is split into frames of `FRAME` bytes; the last one may be shorter. After each frame
+comes a checksum of all header fields and payload bytes so far. The receiver knows which call and
+how many bytes to expect. It uses no frame before it has verified the frame's checksum.
 
-The checksums are CRC-32 as in zlib: no change of up to 32 bits in a row goes unnoticed, and of
-others one in four billion. TCP's own checksum has 16 bits.
+The checksums are zlib's CRC-32. They detect every change within 32 consecutive bits, and miss one
+in four billion other changes. TCP's own checksum has only 16 bits.
 
 `move` calls the compiled ``wire.c``, or does the same in Python. Connections that use TLS are moved
 in Python.
@@ -37,11 +37,11 @@ CALL_BYTES = 24
 HEADER_BYTES = FIELDS.size + 4
 FRAME, CHECK_BYTES = 16384, 4
 AT_ONCE = 16
-"""How many frames are moved in one go."""
+"""The most frames that one system call moves."""
 
 FINE, SILENT, CLOSED, OTHER, FAILED, INTERRUPTED, CHANGED = range(7)
-"""What `move` returns. `SILENT`: no byte moved for too long. `CLOSED`: the other side has closed
-the connection. `OTHER`: a message of another call has come. `FAILED`: an error of the system.
+"""The outcomes of `move`. `SILENT`: no byte moved for too long. `CLOSED`: the other side has closed
+the connection. `OTHER`: a message of another call has arrived. `FAILED`: a system call failed.
 `INTERRUPTED`: a signal may have to be handled. `CHANGED`: a checksum is wrong."""
 ALL, WITHOUT_WAITING = -1, -2
 
@@ -87,8 +87,8 @@ def begin(
     after: int,
 ) -> None:
     """Begin ``messages[index]``, with ``size`` bytes at the ``address``. ``ready``: how many of
-    them can be sent; -1: not even the header. ``after``: the index of the message before it over
-    the same connection in the same direction; -1: none."""
+    them can be sent; -1: not even the header. ``after``: the index of the preceding message on the
+    same connection in the same direction; -1: none."""
     fields = FIELDS.pack(*header, size, digest)
     start = fields + _bytes(zlib.crc32(fields))
     counts = size, ready, 0, 0, 0, 0  # ready; moved, done, summed, sum
@@ -98,10 +98,10 @@ def begin(
 def move(
     messages: ctypes.Array[Message], secured: Secured, until: int, enough: int, timeout: int
 ) -> tuple[int, int, int]:
-    """Move bytes until ``enough`` bytes of the payload of message ``until`` have come; `ALL`: all
-    messages; `WITHOUT_WAITING`: what can move without waiting. Gives up ``timeout`` ms after the
-    last byte. Returns the outcome, the index of the message that it is about (`INTERRUPTED`: 1 if
-    bytes moved, else 0), and the system's error number."""
+    """Move bytes until ``enough`` payload bytes of message ``until`` have arrived. If ``until`` is
+    `ALL`, move all messages; if `WITHOUT_WAITING`, whatever can move without waiting. Gives up when
+    no byte has moved for ``timeout`` ms. Returns the outcome, the index of the message concerned
+    (`INTERRUPTED`: 1 if bytes moved, else 0), and the system's error number."""
     compiled = None if secured else library()
     if compiled is None:
         return _move_interpreted(messages, secured, until, enough, timeout)
@@ -244,7 +244,7 @@ def _describe(message: Message) -> list[memoryview]:
 
 
 def _advance(message: Message, moved: int) -> int:
-    """Take in that ``moved`` more bytes have moved: check what came."""
+    """Record that ``moved`` more bytes have moved, and verify what was received."""
     before = message.moved
     message.moved += moved
     if message.moved < HEADER_BYTES:
@@ -304,8 +304,8 @@ def _step(message: Message, secured: ssl.SSLSocket | None) -> tuple[int, int]:
 
 
 def _move_secured(connection: ssl.SSLSocket, parts: list[memoryview], comes: bool) -> int:
-    """As ``readv`` or ``writev``. What TLS could not send it must be given again, with the same
-    bytes in front: so it is."""
+    """Like ``readv`` or ``writev``. If TLS could not send some bytes, the next call must begin with
+    the same bytes. It does, because a message's bytes are sent in order."""
     if not comes:
         return connection.send(b"".join(parts))
     return connection.recv_into(next(part for part in parts if len(part)))

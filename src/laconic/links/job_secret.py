@@ -1,13 +1,13 @@
-"""A secret that all workers of a job have before they meet, from the file that LACONIC_SECRET_FILE
-names.
+"""A secret that all workers of a job have before they connect, from the file that
+LACONIC_SECRET_FILE names.
 
-Without it, a worker draws a secret and shares it over torch's store or process group, where whoever
-reads the packets reads the secret. With it, only a random salt travels, and every worker derives
-the same secrets from both:
+Without it, one worker generates a secret and shares it over torch's store or process group, where
+anyone who reads packets can read it. With it, only a random salt is sent, and every worker derives
+the same secrets from the file and the salt:
 
     secret = HMAC-SHA256(file, purpose, name, salt)
 
-`fingerprint` is what workers compare, so that a wrong file is an error that says so. It reveals
+Workers compare their `fingerprint`, so that a wrong file raises an error that says so. It reveals
 nothing about a secret of 32 random bytes, such as ``laconic keys`` makes.
 """
 
@@ -22,8 +22,8 @@ _REMEDY = "give every worker the same file"
 
 
 def read() -> bytes | None:
-    """The secret; None: LACONIC_SECRET_FILE is not set. Raises ``ValueError`` where the file cannot
-    be read, or is too short."""
+    """The secret; None: LACONIC_SECRET_FILE is not set. Raises ``ValueError`` if the file cannot be
+    read or is too short."""
     path = os.environ.get(VARIABLE, "")
     if not path:
         return None
@@ -35,7 +35,7 @@ def read() -> bytes | None:
         raise ValueError(f"cannot read {path} ({VARIABLE}): {reason}") from error
     if len(found) < LEAST_BYTES:
         raise ValueError(
-            f"{path} ({VARIABLE}) has {len(found)} bytes, and a secret has at least "
+            f"{path} ({VARIABLE}) has {len(found)} bytes, and a secret must have at least "
             f"{LEAST_BYTES}: `laconic keys` makes one"
         )
     return found
@@ -48,13 +48,13 @@ def derive(secret: bytes, purpose: str, name: str = "", salt: bytes = b"") -> by
 
 
 def fingerprint() -> str:
-    """What tells whether two workers have the same secret; the empty string where there is none."""
+    """A string that is equal for equal secrets; empty if LACONIC_SECRET_FILE is not set."""
     secret = read()
     return "" if secret is None else derive(secret, "fingerprint").hex()
 
 
 def difference(who: str, own: str, first: str) -> str:
-    """What is wrong with ``who``, whose fingerprint is ``own``, where ``first`` is that of the
+    """The error text for ``who``, whose fingerprint ``own`` differs from ``first``, that of the
     first worker."""
     if not own:
         return f"{who} has no {VARIABLE}, and the first worker has: {_REMEDY}"

@@ -1,4 +1,4 @@
-"""TLS connections that threads share, and the reasons why there is none, in words."""
+"""TLS connections that threads can share, and messages that explain failed handshakes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REASONS = {
     "HTTP_REQUEST": "it does not speak TLS",
     "UNSUPPORTED_PROTOCOL": "it speaks an older version of TLS",
 }
-"""By the ends of OpenSSL's names."""
+"""Explanations, by the last part of OpenSSL's name for a reason."""
 
 
 def reason(error: Exception) -> str:
@@ -46,8 +46,8 @@ def reason(error: Exception) -> str:
 
 
 def about_certificates(error: Exception | None) -> bool:
-    """Whether one side does not accept the other's certificate, so that calling again is in
-    vain."""
+    """Whether one side rejects the other's certificate, so that connecting again would fail,
+    too."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return True
     name = str(getattr(error, "reason", None) or "")
@@ -55,8 +55,8 @@ def about_certificates(error: Exception | None) -> bool:
 
 
 class SharedSocket:
-    """A TLS connection that one thread may read while another one writes: OpenSSL allows one call
-    at a time. Raises `OSError` as a socket does."""
+    """A TLS connection that one thread may read while another one writes. OpenSSL itself allows
+    only one call at a time. Raises `OSError` as a socket does."""
 
     def __init__(self, connection: ssl.SSLSocket) -> None:
         self._timeout = connection.gettimeout()
@@ -106,7 +106,7 @@ class SharedSocket:
         self._connection.setsockopt(level, option, value)
 
     def shutdown(self, how: int) -> None:
-        """End the connection, without TLS's own farewell: the other thread may be in a call."""
+        """End the connection, without TLS's closing message: the other thread may be in a call."""
         socket.socket.shutdown(self._connection, how)
 
     def close(self) -> None:
@@ -118,8 +118,8 @@ Stream = socket.socket | SharedSocket
 
 
 def secure(connection: socket.socket, *, server: bool, seconds: float) -> Stream:
-    """``connection``, with TLS where the job has certificates. The handshake takes at most so many
-    ``seconds``. Raises `OSError`, and closes the connection then."""
+    """Return ``connection``, with TLS if the job uses it. The handshake may take this many
+    ``seconds``. If it fails, closes the connection and raises `OSError`."""
     contexts = tls.contexts()
     if contexts is None:
         return connection

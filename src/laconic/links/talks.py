@@ -1,6 +1,7 @@
-"""Many short conversations over sockets, at once and in one thread. Each has a deadline for all of
-it, so a caller that sends nothing, or a byte at a time, delays no other. Where the job has
-certificates (`laconic.links.tls`), every conversation begins with a TLS handshake."""
+"""Many short conversations over sockets, at once and in one thread. Each has one deadline for the
+whole conversation, so a caller that sends nothing, or one byte at a time, does not delay the
+others. If the job uses TLS (`laconic.links.tls`), every conversation begins with a TLS
+handshake."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from laconic.links.handshake import Exchange, RefusedError
 log = logging.getLogger("laconic")
 
 MOST_STRANGERS = 128
-"""The most callers at a time that have not proved anything. The next one replaces the oldest."""
+"""The most callers at a time that have not proved who they are. The next one replaces the
+oldest."""
 _ACCEPTS = 32
 """The most callers accepted at once, before other conversations continue."""
 _PAUSE = 0.1
@@ -37,9 +39,9 @@ class EndedError(ConnectionError):
 
 
 class Talk:
-    """One conversation. ``ended`` is called once, with the error, or with None and `result` set. It
-    may set `kept`; otherwise the connection is closed. ``context``: of TLS, if it is used.
-    ``caller``: the address of who has called, for the log."""
+    """One conversation. ``ended`` is called once, with the error, or with None once `result` is
+    set. It may set `kept`; otherwise the connection is closed. ``context``: the TLS context, if TLS
+    is used. ``caller``: the caller's address, for the log."""
 
     def __init__(
         self,
@@ -110,7 +112,7 @@ class Talk:
             return True
 
     def _secure(self) -> None:
-        """Go on with the TLS handshake, if there is one."""
+        """Continue the TLS handshake, if there is one."""
         if self._context is None:
             return
         if not isinstance(self.connection, ssl.SSLSocket):
@@ -263,4 +265,4 @@ def log_refused(caller: str, error: Exception) -> None:
         if kind in _reasons or len(_reasons) >= _MOST_REASONS:
             return
         _reasons.add(kind)
-    log.warning("refused a caller at %s: %s (more of them are not logged)", caller, why)
+    log.warning("refused a caller at %s: %s (further ones are not logged)", caller, why)

@@ -1,9 +1,9 @@
 """The TLS settings of a job, from the environment variables of gloo's TLS transport.
 
-TLS is on with GLOO_DEVICE_TRANSPORT=TCP_TLS or LACONIC_TLS=1. The second leaves torch's gloo as it
-is: the wheels of torch are built without TLS in gloo, which refuses the first. `contexts` reads the
-variables, and checks the files before anything connects: a mistake is an error that
-names the variable and the file.
+GLOO_DEVICE_TRANSPORT=TCP_TLS or LACONIC_TLS=1 turns TLS on. The second does not affect torch's
+gloo. torch's wheels build gloo without TLS, and such a gloo rejects the first. `contexts` reads the
+variables and checks the files before any connection is made. A mistake raises an error that names
+the variable and the file.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Contexts(NamedTuple):
 
 
 class _Socket(ssl.SSLSocket):
-    """Is never wrapped before it is connected. Python tells this by its peer, and raises where the
-    peer has reset the connection already: ``wrap_socket`` has taken over the descriptor then, and
-    nobody can close it. The handshake says the same, in order."""
+    """A socket that is always connected when it is wrapped. ``wrap_socket`` calls ``getpeername``
+    to find out whether it is, and raises if the peer has already reset the connection. By then it
+    owns the descriptor, which nobody can close. Here the handshake reports the reset instead."""
 
     def getpeername(self) -> Any:
         try:
@@ -52,7 +52,7 @@ class Settings(NamedTuple):
 
 
 def settings() -> Settings | None:
-    """The settings of this process; None: TLS is off. Raises ``ValueError`` where TLS is on and a
+    """The settings of this process; None: TLS is off. Raises ``ValueError`` if TLS is on and a
     variable is missing."""
     by_gloo = os.environ.get(TRANSPORT, "").strip().upper() == ON
     by_switch = os.environ.get(SWITCH, "").strip()
@@ -95,7 +95,7 @@ def _contexts(files: Settings) -> Contexts:
     if files.ca_file:
         _check(CA_FILE, files.ca_file, "-----BEGIN CERTIFICATE-----", "certificate")
     if files.ca_path and not os.path.isdir(files.ca_path):
-        raise ValueError(f"{files.ca_path} ({CA_PATH}) is no directory")
+        raise ValueError(f"{files.ca_path} ({CA_PATH}) is not a directory")
     made = Contexts(
         _context(ssl.PROTOCOL_TLS_SERVER, files), _context(ssl.PROTOCOL_TLS_CLIENT, files)
     )
@@ -131,8 +131,8 @@ def _context(protocol: int, files: Settings) -> ssl.SSLContext:
 
     def password() -> NoReturn:  # else OpenSSL asks at the terminal
         raise ValueError(
-            f"{files.key} ({KEY}) is protected by a passphrase: give a key without one, readable "
-            "by its owner only"
+            f"{files.key} ({KEY}) is protected by a passphrase: use a key without one, which only "
+            "its owner can read"
         )
 
     try:
@@ -156,8 +156,8 @@ def _context(protocol: int, files: Settings) -> ssl.SSLContext:
 
 
 def _meet(made: Contexts) -> None:
-    """A handshake of both sides in memory: each verifies the certificate as another process will.
-    Raises `ssl.SSLError`."""
+    """Do a handshake between both sides in memory, so that each verifies the certificate as another
+    process would. Raises `ssl.SSLError`."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = made.client.wrap_bio(to_client, to_server)
     server = made.server.wrap_bio(to_server, to_client, server_side=True)

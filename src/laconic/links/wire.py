@@ -35,8 +35,8 @@ _SENT = struct.Struct("=100xI16xQ28xI8xQ")  # total_retrans, bytes_acked, data_s
 
 
 class OtherCallError(LinkError):
-    """A message from ``rank``, called ``name``, is of another call than this rank is in, according
-    to its ``header``, or of another length."""
+    """A message from ``rank``, named ``name`` in errors, belongs to a different call than the one
+    that this rank is in, according to its ``header``, or has a different length."""
 
     def __init__(
         self, rank: int, name: int, header: tuple[int, int], size: int, expected: int
@@ -47,16 +47,16 @@ class OtherCallError(LinkError):
 
 
 class LostError(RuntimeError):
-    """A connection is closed, or nothing came over it for too long. Not an ``OSError``: a signal
-    handler that runs during the wait may raise one for reasons of its own."""
+    """A connection is closed, or nothing arrived over it for too long. Not an ``OSError``, because
+    a signal handler that runs during the wait may raise an unrelated one."""
 
 
 class ChangedError(LinkError):
-    """A message from ``rank``, called ``name``, is not what was sent."""
+    """A message from ``rank``, named ``name`` in errors, was changed in transit."""
 
     def __init__(self, rank: int, name: int) -> None:
         super().__init__(
-            f"a message from rank {name} was changed on its way: its checksum is wrong. A network "
+            f"a message from rank {name} was changed in transit: its checksum is wrong. A network "
             "interface, a router or memory is faulty, or somebody alters packets"
         )
         self.rank = rank
@@ -66,7 +66,7 @@ class Connections(dict[int, int]):
     """The file descriptors of connected sockets, by rank. Closed when this object is freed."""
 
     busy = False
-    """Whether a message has begun and not ended: no other can follow."""
+    """Whether a message has begun and is not complete. No other message can begin meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Connections(dict[int, int]):
             secured.close()
 
     def shutdown(self) -> None:
-        """End all connections, here and at the other ranks, so that threads that wait return."""
+        """End all connections, here and at the other ranks, so that waiting threads return."""
         for fd in self.values():
             borrowed = socket.socket(fileno=fd)
             try:
@@ -132,15 +132,15 @@ class Connections(dict[int, int]):
 
 
 class Transfer:
-    """Messages under way: ``sends[r]`` to rank r, and from rank r into ``receives[r]``. The tensors
-    are contiguous and on the CPU, and must not be used meanwhile. ``then``: what is sent and
-    received after that, over the same connections. ``digest``: what the others learn besides, an
-    integer of 64 bits.
+    """Messages in flight: ``sends[r]`` to rank r, and from rank r into ``receives[r]``. The tensors
+    must be contiguous and on the CPU, and must not be used meanwhile. ``then``: messages to send
+    and receive after these, over the same connections. ``digest``: a 64-bit integer that each
+    header carries.
 
-    If not ``ready``, `send` says how much of each can be sent, and always for what comes ``then``.
-    Bytes move inside `wait`, except those that the kernel accepts at once. The last `wait` must be
-    for all messages. Raises `LinkError` if an earlier message was not completed, and the same error
-    again after a failure.
+    If not ``ready``, call `send` as each message becomes ready. Messages in ``then`` always need
+    it. Bytes move inside `wait`, except those that the kernel accepts immediately. The last `wait`
+    must be for all messages. Raises `LinkError` if an earlier message was not completed. After a
+    failure, every call raises the same error again.
     """
 
     def __init__(
@@ -157,9 +157,9 @@ class Transfer:
         digest: int = 0,
     ) -> None:
         if connections.forked:
-            raise LinkError("a forked process cannot use its parent's link: start it by spawn")
+            raise LinkError("a forked process cannot use its parent's link: start it with spawn")
         if connections.busy:
-            raise LinkError("a message on this link was left half-way: it cannot be used any more")
+            raise LinkError("an earlier message on the link was not completed: it is unusable")
         self.connections = connections  # as all of these, held while messages are under way
         later_sends, later_receives = then
         groups = [(receives, True), (sends, False), (later_receives, True), (later_sends, False)]
@@ -174,7 +174,8 @@ class Transfer:
         """What `frames.move` has returned; not the error, which would hold the connections."""
         self.names = names
         self.mutual = len(receives) if receives.keys() == sends.keys() else 0
-        """With how many ranks messages are exchanged in both directions; 0: not with all."""
+        """The number of ranks that both send to and receive from this one; 0 if some do only
+        one."""
         self._messages = (frames.Message * len(self._ranks))()
         latest: dict[tuple[int, bool], int] = {}
         for index, (r, x, comes) in enumerate(all_of):
@@ -191,16 +192,15 @@ class Transfer:
         self._move(frames.WITHOUT_WAITING)
 
     def send(self, rank: int, size: int) -> None:
-        """The first ``size`` bytes of the last message for ``rank`` are ready now, and can be
-        sent."""
+        """Allow the first ``size`` bytes of the last message for ``rank`` to be sent."""
         self._messages[self._outgoing[rank]].ready = size
         self._move(frames.WITHOUT_WAITING)
 
     def wait(self, rank: int | None = None, size: int | None = None) -> None:
-        """Wait for the first ``size`` bytes (None: all) of the first message from ``rank``, and for
-        the rest of their frame; without a rank, until all messages have come and are sent. Raises
-        `LostError` if a connection is lost, or no byte moves for ``timeout`` seconds,
-        `OtherCallError` and `ChangedError`."""
+        """Wait until the first ``size`` bytes (None: all) of the first message from ``rank`` have
+        arrived, up to the end of a frame. Without a rank, wait until all messages are sent and
+        received. Raises `LostError` if a connection is lost or no byte moves for ``timeout``
+        seconds, `OtherCallError` and `ChangedError`."""
         if rank is None:
             ready = (m.comes or m.ready == m.size for m in self._messages)
             assert all(ready), "a message is not ready"
@@ -247,7 +247,7 @@ class Transfer:
 
 
 def _tcp_info(fd: int, layout: struct.Struct) -> tuple[int, ...]:
-    """What the system knows of a TCP connection; empty where it does not say."""
+    """The system's ``tcp_info`` of a TCP connection; empty if the system does not report it."""
     if not sys.platform.startswith("linux"):
         return ()
     borrowed = socket.socket(fileno=fd)
@@ -272,8 +272,8 @@ def configure(connection: socket.socket) -> None:
 
 class Wire:
     """The connections of rank ``rank`` of a link to all other ranks. ``host``: where it listens,
-    see `listen`; ``names``: what ranks are called in errors. Every rank sends the others its
-    `address` before it calls `connect`."""
+    see `listen`. ``names``: the numbers of the ranks in errors. Every rank must send its `address`
+    to the others before it calls `connect`."""
 
     def __init__(self, rank: int, host: str | None, timeout: float, names: Sequence[int]) -> None:
         self._server, announced = listen(host)
@@ -285,9 +285,9 @@ class Wire:
         self.address = str(Address(announced, self._server.getsockname()[1], self._key.hex()))
 
     def connect(self, addresses: Sequence[str], secret: bytes, check: Callable[[], None]) -> None:
-        """Connect to all ranks, at their ``addresses``. All of them know the ``secret``, and prove
-        it to each other. ``check()`` is called every second, and raises where waiting is in
-        vain."""
+        """Connect to all ranks, at their ``addresses``. All of them prove to each other that they
+        know the ``secret``. ``check()`` is called every second, and raises if a rank can no longer
+        connect."""
         at = self._rank, self.names, self._key, secret, self.timeout, self._keep
         try:
             with self._server:
@@ -327,7 +327,7 @@ class Wire:
         return min(info) / 1000 if info else 0.0
 
     def shutdown(self) -> None:
-        """End all connections, here and at the other ranks, so that threads that wait return."""
+        """End all connections, here and at the other ranks, so that waiting threads return."""
         self.connections.shutdown()
 
     def post(
@@ -338,10 +338,9 @@ class Wire:
         *,
         ready: bool = True,
     ) -> Transfer:
-        """Begin to send ``sends[r]`` to rank r, and to receive from it into ``receives[r]``; rank r
-        must do so with the same ``header`` (the call's serial
-        number and id), and as many bytes. What is not
-        ``ready`` is sent one by one (`Transfer.send`)."""
+        """Begin to send ``sends[r]`` to rank r, and to receive from it into ``receives[r]``. Rank r
+        must make the matching call, with the same ``header`` (the call's serial number and id) and
+        the same sizes. If not ``ready``, `Transfer.send` releases the messages one by one."""
         at = self.timeout, self.names
         return Transfer(self.connections, sends, receives, header, *at, ready=ready)
 

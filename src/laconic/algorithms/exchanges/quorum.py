@@ -21,8 +21,8 @@ Weigh = Literal["alike", "steps"]
 
 
 class Contribution(NamedTuple):
-    """What one worker delivers: its ``x``; the result that x began with, ``base``, or None if that
-    is the result of the round before; and how many ``steps`` x is away from it."""
+    """What one worker delivers: its ``x``; the result from which x started, ``base``, or None if
+    that is the result of the previous round; and the number of ``steps`` from base to x."""
 
     x: Tensor
     base: Tensor | None
@@ -34,25 +34,26 @@ class QuorumMean(Exchange):
     """The mean over the workers that have arrived when the round closes.
 
     A round closes ``grace`` seconds after ``workers`` of them (None: all) have arrived, or as soon
-    as all have. A worker that comes later takes part in a later round, with all steps that it has
-    taken since it last took part. Let ``a`` be the result of the round before, ``b_i`` the result
-    that worker i began with, and ``y_i = a - (b_i - x_i)``, so ``y_i = x_i`` for a worker that is
-    not late. The mean over the set M of those that have arrived, out of n workers, is::
+    as all expected workers have. A worker that arrives later takes part in a later round, with all
+    steps since it last took part. Let ``a`` be the result of the previous round, ``b_i`` the result
+    from which worker i started, and ``y_i = a - (b_i - x_i)``, so that ``y_i = x_i`` for a worker
+    that is not late. The mean over the set M of workers that have arrived, out of n, is::
 
         weigh="alike":  a - sum over M of (a - y_i) / n
         weigh="steps":  sum over M of (s_i * y_i) / sum over M of s_i
 
-    In the first, a step counts the same in whatever round it is delivered (Liu et al. 2024, arXiv
-    2401.09135, Algorithm 3). With all present it is the plain mean, bit for bit. The second is the
-    weight of Decoupled DiLoCo (Douillard et al. 2026, arXiv 2604.21428), ``tokens**2 / steps`` over
-    its sum, for workers whose steps have equally many tokens; ``s_i`` is the number of steps.
+    With ``"alike"``, a step has the same weight in whichever round it is delivered (Liu et al.
+    2024, arXiv 2401.09135, Algorithm 3). If all workers have arrived, the result is the plain mean,
+    bit for bit. ``"steps"`` is the weight of Decoupled DiLoCo (Douillard et al. 2026, arXiv
+    2604.21428), ``tokens**2 / steps`` divided by its sum, for workers whose steps have equally many
+    tokens. ``s_i`` is the number of steps.
 
-    ``pace="own"``: each worker takes as many of the period's steps as it can while the fastest
-    takes all of them (dynamic local updates). ``anchored=False``: for an update without an anchor,
-    such as that of module buffers. The result is then the mean of ``x`` over M.
+    ``pace="own"``: each worker takes as many steps as it can while the fastest worker takes those
+    of the period (dynamic local updates). ``anchored=False``: for an update without an anchor, such
+    as that of module buffers. The result is then the mean of ``x`` over M.
 
-    Rank 0 keeps the outer state, and a thread of its process receives, averages and sends. A worker
-    sends its message once and receives the result once. Rank 0's process does so for every other.
+    Rank 0 keeps the outer state. Its process receives a message from every other worker of the
+    round, averages them, and sends each of these workers the result.
     """
 
     workers: int | None = None

@@ -51,7 +51,7 @@ _HEAD = struct.Struct(">QI")
 """A frame's length, and the checksum (CRC-32) of the frame."""
 _CHECK = struct.Struct(">I")
 """The checksum of the head."""
-CHANGED = "what came was changed on its way: its checksum is wrong"
+CHANGED = "the message was changed in transit: its checksum is wrong"
 READY, STATE = b"ready", b"state"
 PIECE = 2**16
 """How many bytes are sent at a time, and how many more the kernel accepts before it sends them."""

@@ -1,1 +1,1 @@
-"""Rounds that close when some workers have arrived: who takes part in which round, and when."""
+"""Rounds that close with a quorum of workers: which workers take part in which round, and when."""

@@ -1,4 +1,4 @@
-"""A worker's port to rounds that close with a quorum, and what goes over it."""
+"""The interface between a worker and rounds with a quorum, and the data that passes through it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 
 
 def _count(value: Any) -> int:
-    """``value``, a number of something; raises ``ValueError``."""
+    """``value``, which must be a nonnegative integer; raises ``ValueError``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{value!r} is no number of anything")
+        raise ValueError(f"{value!r} is not a nonnegative integer")
     return value
 
 
 @dataclass(frozen=True)
 class Rules:
     """When a round of one kind closes: ``grace`` seconds after ``quorum`` workers have arrived, or
-    as soon as all have."""
+    as soon as all expected workers have."""
 
     quorum: int
     grace: float
@@ -28,11 +28,11 @@ class Rules:
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a worker says when it arrives at a round of the ``kind`` (an index).
+    """What a worker announces when it arrives at a round of the ``kind`` (an index).
 
-    ``base``: the number of the round whose result its x began with; 0: the common start. ``steps``:
-    taken since, in ``seconds``. ``step``: taken in all. ``rates``: the learning rate of each
-    parameter group.
+    ``base``: the number of the round whose result the worker last received; 0: the common start.
+    ``steps``: the number of steps since then, which took ``seconds``. ``step``: the number of steps
+    in total. ``rates``: the learning rate of each parameter group.
     """
 
     kind: int
@@ -44,8 +44,8 @@ class Announcement:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Announcement:
-        """The inverse of ``vars``, from JSON. Raises ``LookupError``, ``TypeError`` and
-        ``ValueError`` where ``fields`` are not of that form."""
+        """The inverse of ``vars``, from JSON. Raises ``LookupError``, ``TypeError`` or
+        ``ValueError`` if ``fields`` do not have that form."""
         counts = [_count(fields[name]) for name in ("kind", "base", "steps", "step")]
         kind, base, steps, step = counts
         seconds, rates = float(fields["seconds"]), tuple(float(r) for r in fields["rates"])
@@ -53,8 +53,8 @@ class Announcement:
 
 
 class Delivery(NamedTuple):
-    """What a worker delivers when it arrives: ``tensors``, and, if rank 0 may not know them, the
-    ``bases`` that these began with."""
+    """What a worker delivers when it arrives: ``tensors``, and the results from which they started,
+    ``bases``, if rank 0 may not have these."""
 
     announcement: Announcement
     tensors: Sequence[Tensor]
@@ -63,11 +63,11 @@ class Delivery(NamedTuple):
 
 @dataclass(frozen=True)
 class Closing:
-    """A round with a quorum that has closed. ``kind``: 0, or the index of the fragment in its
-    order of rounds. ``number``: how many of the kind have closed, this one included. ``roster``:
-    the ranks of the workers that contributed, ascending. ``paces``: for each of them, how many
-    steps it takes until it arrives again; 0: as the schedule says. `as_json` and `of` convert it to
-    and from what JSON holds."""
+    """A round with a quorum that has closed. ``kind``: 0, or the index of the fragment in its order
+    of rounds. ``number``: how many of the kind have closed, this one included. ``roster``: the
+    ranks of the workers that contributed, ascending. ``paces``: for each of them, the number of
+    steps until it arrives again; 0: as the schedule says. `as_json` and `of` convert it to and from
+    JSON data."""
 
     kind: int
     number: int
@@ -87,12 +87,12 @@ class Closing:
         """The inverse of `as_json`; raises as `Announcement.of`."""
         roster, paces = (tuple(map(_count, fields[name])) for name in ("roster", "paces"))
         if len(roster) != len(paces):
-            raise ValueError("each rank of a roster has a pace")
+            raise ValueError("a roster and its paces must have the same length")
         return cls(_count(fields["kind"]), _count(fields["number"]), roster, paces)
 
 
 def no_quorum(link: object) -> ValueError:
-    """The error where rounds with a quorum would run over ``link``."""
+    """The error if rounds with a quorum are used over a ``link`` that does not support them."""
     return ValueError(
         "rounds with a quorum run between processes with models on the CPU, and in "
         f"laconic.simulate without link=, not over a {type(link).__name__}"
@@ -107,28 +107,28 @@ class Merge(Protocol):
 
 
 class Speed(NamedTuple):
-    """What was last seen of a worker: its ``steps`` per second, and the seconds that its message
-    took to rank 0, ``sending``."""
+    """The latest measurement of a worker: its ``steps`` per second, and the seconds that its
+    message took to reach rank 0, ``sending``."""
 
     steps: float
     sending: float
 
 
 class Appointment(NamedTuple):
-    """When a worker takes part again: after so many ``steps`` (0: as the schedule says), in the
-    round that is so many ``rounds`` later."""
+    """When a worker takes part again: after this many ``steps`` (0: as the schedule says), in the
+    round that comes this many ``rounds`` later."""
 
     steps: int
     rounds: int = 1
 
 
 Paces = Callable[[int, Mapping[int, Speed], Sequence[int]], Sequence[Appointment]]
-"""From a kind, the last known speed of each worker, by rank, and the ranks of a roster: when each
-of these takes part again."""
+"""A function of a kind, the latest speed of each worker (by rank), and the ranks of a roster.
+Returns when each rank of the roster takes part again."""
 
 
 class Port(Protocol):
-    """One worker's. The calls come from one thread at a time."""
+    """The port of one worker. Only one thread at a time calls its methods."""
 
     @property
     def closings(self) -> list[Closing]:
@@ -138,25 +138,26 @@ class Port(Protocol):
         """The time, now that this worker has taken ``step`` steps: real, or virtual."""
 
     def worked(self, step: int, waited: float) -> float:
-        """As `seconds`, without the time spent waiting, of which ``waited`` real seconds."""
+        """As `seconds`, but without the time spent waiting, which is ``waited`` real seconds."""
 
     def quiet(self) -> AbstractContextManager[object]:
         """A context in which no round closes in this process."""
 
     def restart(self, step: int) -> None:
-        """A loaded run goes on from ``step`` at the present time."""
+        """Continue a loaded run from ``step`` at the present time."""
 
     def deliver(self, delivery: Delivery) -> Closing:
         """Contribute to the next round that closes. Wait for that, and write the results into the
         tensors."""
 
     def meet(self, step: int) -> None:
-        """This worker, after ``step`` steps, goes into a call that waits for all workers. Until all
-        of them do, it counts as arrived, so that rounds of the others close."""
+        """Announce that this worker, after ``step`` steps, enters a call that waits for all
+        workers. Until all of them have entered it, this worker counts as arrived, so that the other
+        workers' rounds close."""
 
     def close(self) -> None:
-        """This worker takes part in no more rounds."""
+        """Announce that this worker takes part in no more rounds."""
 
     def abandon(self) -> None:
-        """This worker has failed. All others raise that at their next round. May come from another
-        thread."""
+        """Announce that this worker has failed, so that all others raise an error at their next
+        round. Another thread may call this."""

@@ -1,4 +1,4 @@
-"""Ports of simulated workers: a virtual clock says who arrives when."""
+"""Ports of simulated workers: arrivals follow a virtual clock."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from laconic.links.simulated import SimulatedLink, Stage
 
 
 class SimulatedSyncer:
-    """What the simulated workers of one set share. Each worker's own time advances by its seconds
-    per step, and its messages arrive so many seconds later as they take. A round closes once every
-    worker waits: then it is known who arrives when."""
+    """What the simulated workers of one set share. Each worker's virtual time advances by its
+    seconds per step, and its messages arrive after its message time. A round closes only when every
+    worker waits, because then all arrival times are known."""
 
     def __init__(self, stage: Stage, core: Syncer) -> None:
         self.stage, self.core = stage, core
@@ -26,7 +26,7 @@ class SimulatedSyncer:
         return self.core.waiting()
 
     def close_next(self) -> bool:
-        """Close the round that closes first. Returns whether there was one."""
+        """Close the round with the earliest closing time. Returns whether there was one."""
         for rank in self.stage.left:
             self.core.leave(rank)
         found = self.core.next_closing()

@@ -1,4 +1,4 @@
-"""Opens a worker's port, by the kind of its link."""
+"""Opens a worker's port, depending on the type of its link."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from laconic.links.tcp import TcpLink
 from laconic.links.wrapped import Wrapped
 
 Make = Callable[[Sequence[Closing] | None], Syncer]
-"""Makes rank 0's syncer, which repeats these rounds, if there are any."""
+"""Makes rank 0's syncer, which repeats the given rounds, if any are given."""
 
 
 class MeteredPort(WrappedPort):
-    """``port``, with what goes over it booked in ``ledger``."""
+    """A ``port`` whose traffic is recorded in ``ledger``."""
 
     def __init__(self, port: Port, ledger: Ledger, rank: int) -> None:
         super().__init__(port, rank)
@@ -42,7 +42,7 @@ class MeteredPort(WrappedPort):
 def open_port(link: Link, like: Sequence[Sequence[Tensor]], step: int, make: Make) -> Port:
     """Open this worker's port to rounds over ``link``; all its ranks must call it. ``like``:
     tensors like those that it will deliver, by kind. ``step``: steps taken so far. Raises
-    ``ValueError`` for a link that has none."""
+    ``ValueError`` for a link that does not support rounds with a quorum."""
     if isinstance(link, Metered):
         port = open_port(link.link, like, step, make)
         return MeteredPort(port, link.ledger, link.rank)

@@ -1,4 +1,5 @@
-"""Decides which workers take part in which round. No clock, no network: both are passed in."""
+"""Decides which workers take part in which round. It has neither clock nor network: the caller
+passes in times and messages."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ class Outcome(NamedTuple):
 
 
 class Syncer:
-    """Keeps who has arrived, and closes rounds. It belongs to rank 0.
+    """Tracks which workers have arrived, and closes rounds. It runs on rank 0.
 
-    A round closes ``grace`` seconds after the quorum has arrived, or as soon as all workers have
-    that are expected (`Appointment.rounds`). A worker that is in a call that waits for all workers
-    (`meet`), waits for a round of another kind, or has left counts as arrived, since it cannot come
-    before others go on. ``recorded``: the rounds of an earlier run, to be repeated; then times do
-    not matter.
+    A round closes ``grace`` seconds after the quorum has arrived, or as soon as all expected
+    workers have (`Appointment.rounds`). Some workers cannot arrive before the others continue, and
+    count as arrived: those that are in a call that waits for all workers (`meet`), that wait for a
+    round of another kind, or that have left. ``recorded``: the rounds of an earlier run, to be
+    repeated. Times then do not matter.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Syncer:
         """How many rounds of each kind have closed."""
         self.closings: list[Closing] = []
         self.outcomes: dict[int, Outcome] = {}
-        """By rank, until that worker takes it."""
+        """By rank, until that worker fetches it."""
 
     def arrive(self, rank: int, delivery: Delivery, now: float, sending: float = 0.0) -> None:
         """Worker ``rank`` has delivered at the time ``now``. Its message took ``sending``
@@ -66,8 +67,8 @@ class Syncer:
         self._waiting[rank] = _Waiting(now, delivery)
 
     def meet(self, rank: int, now: float) -> float | None:
-        """Worker ``rank`` goes into a call that waits for all. Returns the time at which the last
-        one did, once all have."""
+        """Worker ``rank`` enters a call that waits for all workers. Once all have entered it,
+        returns the time at which the last one did."""
         self._meeting[rank] = now
         if len(self._meeting) + len(self._left) < self.workers:
             return None
@@ -81,8 +82,8 @@ class Syncer:
         self._meeting.pop(rank, None)
 
     def next_closing(self) -> tuple[float, int] | None:
-        """When the next round closes if nobody else arrives until then, and of which kind; None:
-        not before somebody does."""
+        """The time and the kind of the next closing, if no other worker arrives before it. None: no
+        round closes before another worker arrives."""
         if self._recorded is not None:
             return self._next_recorded(self._recorded)
         found = [
@@ -123,17 +124,17 @@ class Syncer:
         return [rank for rank in range(self.workers) if rank not in there]
 
     def waiting(self) -> str:
-        """Who waits for a round, for errors; empty if nobody does."""
+        """The ranks that wait for a round, as text for errors; empty if there are none."""
         if not self._waiting:
             return ""
         ranks = f"ranks {sorted(self._waiting)} wait for a round with a quorum"
         if not self._recorded:
             return ranks
         following = self._recorded[0].roster
-        return f"{ranks}, and the next one in closings= is of ranks {list(following)}"
+        return f"{ranks}, and the next round in closings= has ranks {list(following)}"
 
     def close(self, kind: int, until: float) -> tuple[int, ...]:
-        """Close a round of this ``kind`` with those that have arrived by the time ``until``.
+        """Close a round of this ``kind`` with the workers that have arrived by the time ``until``.
         Returns their ranks."""
         if self._recorded is not None:
             closing = self._recorded.pop(0)

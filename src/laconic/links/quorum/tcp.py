@@ -1,7 +1,7 @@
-"""Ports of workers that are processes: rank 0 has a thread for each other worker.
+"""Ports of workers that are processes. Rank 0 has a thread for each other worker.
 
-A worker sends what it delivers before rank 0 counts it as arrived. So once a round closes, nobody
-waits for a worker that is slow, or stopped, or for its network.
+Rank 0 counts a worker as arrived only after it has received the worker's whole delivery. Therefore
+a round that closes never waits for a worker that is slow or stopped, or for its network.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from laconic.links.texts import clean
 from laconic.links.wire import LostError, Wire
 
 NEVER = 1e6
-"""Seconds for which rank 0 waits for a worker to arrive: that may take any time."""
+"""Seconds that rank 0 waits for a worker to arrive. A worker may take any time."""
 MORE_SECONDS = 30.0
-"""For so much longer than rank 0 another worker waits: rank 0 knows who is missing."""
+"""The other workers wait this much longer than rank 0, which knows which ranks are missing and
+should report them first."""
 EXIT_SECONDS = 5.0
 MOST_TEXT, MOST_SAID = 2**24, 300
 """The longest text, in bytes, and the longest part of it in an error, in characters."""
 _HEADER = (1, 1)
-"""Of every message: each connection carries the messages of one pair of workers, in their order."""
+"""The header of every message. It can be constant, because each connection carries only the
+messages of one pair of workers, in order."""
 
 
 Conclude = Callable[[str, Sequence[int]], NoReturn]
@@ -42,8 +44,8 @@ Conclude = Callable[[str, Sequence[int]], NoReturn]
 
 
 class _Guard:
-    """What a `Collectives` between two workers asks about its call. ``other``: the world rank of
-    the other one."""
+    """The call guard that a `Collectives` between two workers needs. ``other``: the world rank of
+    the other worker."""
 
     size = 2
     header = _HEADER
@@ -53,7 +55,8 @@ class _Guard:
 
     @contextmanager
     def blaming(self) -> Iterator[None]:
-        """A context for messages, which raises a `LinkError` that names the other worker."""
+        """A context for messages. If the connection is lost, raises a `LinkError` that names the
+        other worker."""
         try:
             yield
         except LostError as error:
@@ -80,7 +83,7 @@ class Line:
             self._collectives.exchange({}, {1 - self._place: tensor})
 
     def send_text(self, value: Any) -> None:
-        """Send what JSON can hold."""
+        """Send a ``value`` that JSON can represent."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         self.send(torch.tensor([len(data)]), data)
 
@@ -97,20 +100,20 @@ class Line:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """A context for what is read out of a text: raises a `LinkError` that names the other
-        worker where it is not there."""
+        """A context for parsing a received text. If it is malformed, raises a `LinkError` that
+        names the other worker."""
         try:
             yield
         except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
             raise self.violated(f"no message of laconic's: {error!r}") from error
 
     def violated(self, what: str) -> LinkError:
-        """The error of the other worker, which has sent ``what``."""
+        """The error about the other worker, which has sent ``what``."""
         text = clean(f"rank {self._other} has sent {what}"[:MOST_SAID])
         return LinkError(f"{text}. {ADVICE}", ranks=[self._other])
 
     def shutdown(self) -> None:
-        """End the connection, so that a thread that waits returns."""
+        """End the connection, so that a waiting thread returns."""
         self._wire.shutdown()
 
     def close(self) -> None:
@@ -120,8 +123,9 @@ class Line:
 
 class Host:
     """Rank 0's side: the syncer, and a thread for each other worker. ``like``: tensors like those
-    that a worker delivers, by kind. ``timeout``: seconds after which a quorum that is not reached
-    is an error. ``conclude``: has all ranks raise a text that blames some of them."""
+    that a worker delivers, by kind. ``timeout``: if the quorum is not reached within this many
+    seconds, all workers raise an error. ``conclude``: makes all ranks raise an error with a given
+    text and the ranks to blame."""
 
     def __init__(
         self,
@@ -180,7 +184,7 @@ class Host:
             self.change.notify_all()
 
     def fail(self, error: Exception) -> None:
-        """Have every worker raise ``error`` at its next round. `change` must be held."""
+        """Make every worker raise ``error`` at its next round. The caller must hold `change`."""
         if self._failure is None:
             try:  # else ranks that see another one end would blame that one
                 self._conclude(str(error), error.ranks if isinstance(error, LinkError) else ())
@@ -246,7 +250,8 @@ _hosts: weakref.WeakSet[Host] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """The interpreter must not stop a thread inside torch: that ends the process with SIGABRT."""
+    """End the threads before the interpreter does: if it stops a thread inside torch, the process
+    dies of SIGABRT."""
     for host in list(_hosts):
         host.close()
 
@@ -289,7 +294,7 @@ class HostPort(Clock):
         self._host.meet(0)
 
     def close(self) -> None:
-        """Let the other workers go on with what they have begun: they leave by themselves."""
+        """Leave. The other workers may complete what they have begun, and leave by themselves."""
         with self._host.change:
             self._host.core.leave(0)
             self._host.change.notify_all()

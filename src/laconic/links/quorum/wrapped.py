@@ -1,5 +1,5 @@
-"""The base of ports around other ports: passes all calls on, and reports what each delivery sends
-and receives."""
+"""The base class of ports that wrap other ports. It forwards all calls, and reports what each
+delivery sends and receives."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class WrappedPort:
         raise NotImplementedError
 
     def book(self, step: int, sent: Cost, received: int, seconds: float) -> None:
-        """A delivery after ``step`` has taken ``seconds``. This worker's process ``sent`` and
-        ``received`` so much since the last one: on rank 0, what the rounds that have closed in the
-        meantime took."""
+        """Record a delivery after ``step`` that took ``seconds``. ``sent`` and ``received``: what
+        this worker's process has sent and received since the previous delivery. On rank 0, they
+        include the results of all rounds that have closed meanwhile."""
         raise NotImplementedError
 
     def deliver(self, delivery: Delivery) -> Closing:
