@@ -23,7 +23,7 @@ from torch import Tensor
 from laconic.errors import LinkError
 from laconic.links import frames, tls
 from laconic.links.frames import CHANGED, CLOSED, FINE, FRAME, HEADER_BYTES, OTHER
-from laconic.links.quorum.port import Announcement, Closing, Delivery, Rules
+from laconic.links.quorum.port import Announcement, Appointment, Closing, Delivery, Rules
 from laconic.links.quorum.syncer import Syncer
 from laconic.links.quorum.tcp import GuestPort, Host, Line
 from laconic.links.wire import ChangedError, Connections, Transfer
@@ -313,7 +313,7 @@ def test_rank_0_names_a_worker_that_sends_anything(huge: bool) -> None:
         def merge(closing: Closing, deliveries: Any) -> list[Tensor]:
             return [torch.zeros(3)]
 
-        core = Syncer(2, [Rules(2, 0.0)], merge, lambda kind, speeds, roster: [4] * len(roster))
+        core = Syncer(2, [Rules(2, 0.0)], merge, lambda kind, speeds, roster: [Appointment(4)] * len(roster))
         ours, theirs = pair_of_lines()
         host = Host(core, {1: ours}, [[torch.zeros(3)]], 5.0, conclude)
         with suppress(LinkError):  # it may be gone already
@@ -339,7 +339,7 @@ def test_a_thread_of_rank_0_that_fails_ends_the_rounds() -> None:
     def merge(closing: Closing, deliveries: Any) -> list[Tensor]:
         return []
 
-    core = Syncer(2, [Rules(1, 0.0)], merge, lambda kind, speeds, roster: [4] * len(roster))
+    core = Syncer(2, [Rules(1, 0.0)], merge, lambda kind, speeds, roster: [Appointment(4)] * len(roster))
     ours, theirs = pair_of_lines()
     host = Host(core, {1: ours}, [[torch.zeros(3)]], 5.0, conclude)
     theirs.send_text(ARRIVES)
