@@ -21,6 +21,8 @@ sent."""
 LATENCIES = 8
 """The last probe must also take this many times a message's latency: in less time, congestion
 control may not have found the rate yet."""
+ENOUGH = 1000
+"""Packets from which the share of lost ones is computed for the probes alone."""
 UNEQUAL_WORKERS, UNEQUAL_HOSTS = 1.25, 2.5
 """The slowest worker or host is reported if it is slower than the median by this factor."""
 
@@ -57,9 +59,19 @@ def probe(link: Link, device: torch.device) -> Probed:
         seconds = min(seconds, timed(link, device, size))
     sent = cost.all_to_all(size, n).bytes - cost.all_to_all(before[0], n).bytes
     later = link.sent()
-    packets, again = (sum(getattr(s, k) for s in later.values()) for k in ("packets", "again"))
-    rate = 8 * sent / max(seconds - before[1], 1e-9)
+    packets, again = _packets(later)
+    if packets - _packets(earlier)[0] >= ENOUGH:  # else too few to tell: all that were ever sent
+        packets, again = packets - _packets(earlier)[0], again - _packets(earlier)[1]
+    longer = seconds - before[1]
+    if longer < seconds / 4:  # the one before was delayed: no less than the whole one's rate
+        sent, longer = cost.all_to_all(size, n).bytes, seconds
+    rate = 8 * sent / max(longer, 1e-9)
     return Probed(rate, latency, packets, again, speeds(earlier, later, n))
+
+
+def _packets(sent: Mapping[int, Sent]) -> tuple[int, int]:
+    """How many packets were sent to all ranks, and how many of them again."""
+    return sum(s.packets for s in sent.values()), sum(s.again for s in sent.values())
 
 
 def timed(link: Link, device: torch.device, size: int) -> float:
@@ -127,6 +139,8 @@ def slow_worker(computes: Tensor) -> str:
 def slow_host(speeds: Tensor) -> str:
     """A clause on the rank whose network is slowest, from the `speeds` of all ranks; empty if it is
     about as fast as the median rank's."""
+    if len(speeds) != speeds.shape[1]:  # a worker was lost since it was measured
+        return ""
     rates = own_rates(speeds)
     if not unequal_hosts(rates):
         return ""

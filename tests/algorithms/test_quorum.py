@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -418,6 +419,29 @@ def test_who_counts_as_arrived() -> None:
     assert core.meet(3, 9.0) == 9.0, "the last one that is left: the call goes on"
     arrive(core, 1, 10.0)
     assert core.next_closing() is None, "nobody is in a call any more"
+
+
+def test_a_call_that_is_over_keeps_nobody_in_it() -> None:
+    """Worker 2 says late that it has entered a call which the others have left since."""
+    core = syncer(3, 0.0, workers=3)
+    core.meet(0, 1.0)
+    core.meet(1, 1.0)
+    arrive(core, 0, 2.0)
+    assert core.next_closing() is None, "worker 1 has left the call, too, and trains"
+    assert core.meet(2, 2.1) is None
+    assert core.next_closing() is None
+    arrive(core, 1, 3.0)
+    arrive(core, 2, 4.0)
+    assert core.next_closing() == (4.0, 0) and core.close(0, 4.0) == (0, 1, 2)
+    assert [core.meet(rank, 5.0 + rank) for rank in range(3)] == [None, None, 7.0]
+
+
+def test_a_speed_beyond_all_numbers_is_ignored() -> None:
+    core = syncer(1, 0.0)
+    core.arrive(0, Delivery(Announcement(0, 0, 8, 1e-320, 8), []), 1.0)
+    assert core.state()["speeds"] == {}
+    with pytest.raises(ValueError, match="finite"):
+        Announcement.of({**vars(Announcement(0, 0, 8, 1.0, 8)), "seconds": math.inf})
 
 
 def test_recorded_rounds_are_repeated_whatever_the_times() -> None:

@@ -23,6 +23,7 @@ from laconic.engine.gradient_rounds import bucket_sizes
 from laconic.engine.synchronizer import Synchronizer
 from laconic.links import Link, Throttled
 from laconic.links.cost import Cost
+from laconic.links.null import NullLink
 from laconic.predict import Facts, predict
 
 import gloo
@@ -786,6 +787,30 @@ def test_it_names_the_network_that_the_others_wait_for(slower: str) -> None:
     assert probe.slow_host(torch.zeros(4, 4)) == "", "the system does not report it"
 
 
+def test_a_worker_that_is_lost_after_it_was_measured() -> None:
+    """Three were measured, of which two are left to compare."""
+    assert probe.slow_host(torch.ones(2, 3)) == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rate"),
+    [
+        ([0.2, 0.3, 0.7, 1.3, 1.3], 8 * 2.25 * 2**20 / 0.6),
+        ([0.2, 0.3, 0.7, 0.85, 0.6], 8 * 3 * 2**20 / 0.6),  # the one before was delayed
+        ([0.2, 0.3, 0.7, 5.0, 1.3], 8 * 2.25 * 2**20 / 0.6),  # the first of its size was
+    ],
+)
+def test_a_delayed_probe_is_not_taken_for_another_rate(
+    monkeypatch: pytest.MonkeyPatch, seconds: list[float], rate: float
+) -> None:
+    """Probes of 64 KiB, 256 KiB, 1 MiB, and 4 MiB twice, of which 3/4 are sent."""
+    times = iter([0.1, 0.1, 0.1, *seconds])
+    monkeypatch.setattr(probe, "timed", lambda link, device, size: next(times))
+    link = NullLink(4)
+    monkeypatch.setattr(link, "gather", lambda x: x)
+    assert probe.probe(link, torch.device("cpu")).rate == pytest.approx(rate)
+
+
 def _measured(rank: int) -> tuple[str, float]:
     """Rank 1's steps take three times as long."""
     model, optimizer = build(0)
@@ -803,4 +828,4 @@ def test_processes_find_the_slow_one(pool: gloo.Pool) -> None:
     found = pool.run(_measured, ranks=3)
     assert len({reason for reason, _ in found}) == 1
     assert "rank 1 computes" in found[0][0]
-    assert found[0][1] < 0.01, "the loopback interface loses nothing"
+    assert 0 <= found[0][1] < 0.1, "the loopback interface loses next to nothing"

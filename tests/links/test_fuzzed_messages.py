@@ -299,6 +299,10 @@ def say(line: Line, length: int, data: bytes) -> None:
 LENGTHS = st.sampled_from((-1, 2**24 + 1, 2**40, 2**63 - 1))
 
 
+def at_equal_pace(kind: int, speeds: Any, roster: Sequence[int]) -> list[Appointment]:
+    return [Appointment(4)] * len(roster)
+
+
 def conclude(text: str, ranks: Sequence[int]) -> NoReturn:
     raise LinkError(text, ranks=ranks)
 
@@ -313,7 +317,9 @@ def test_rank_0_names_a_worker_that_sends_anything(huge: bool) -> None:
         def merge(closing: Closing, deliveries: Any) -> list[Tensor]:
             return [torch.zeros(3)]
 
-        core = Syncer(2, [Rules(2, 0.0)], merge, lambda kind, speeds, roster: [Appointment(4)] * len(roster))
+        core = Syncer(
+            2, [Rules(2, 0.0)], merge, lambda kind, speeds, roster: [Appointment(4)] * len(roster)
+        )
         ours, theirs = pair_of_lines()
         host = Host(core, {1: ours}, [[torch.zeros(3)]], 5.0, conclude)
         with suppress(LinkError):  # it may be gone already
@@ -339,7 +345,9 @@ def test_a_thread_of_rank_0_that_fails_ends_the_rounds() -> None:
     def merge(closing: Closing, deliveries: Any) -> list[Tensor]:
         return []
 
-    core = Syncer(2, [Rules(1, 0.0)], merge, lambda kind, speeds, roster: [Appointment(4)] * len(roster))
+    core = Syncer(
+        2, [Rules(1, 0.0)], merge, lambda kind, speeds, roster: [Appointment(4)] * len(roster)
+    )
     ours, theirs = pair_of_lines()
     host = Host(core, {1: ours}, [[torch.zeros(3)]], 5.0, conclude)
     theirs.send_text(ARRIVES)

@@ -12,13 +12,16 @@ from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 import torch
 
 import laconic as la
+from laconic.links.quorum.port import Announcement, Appointment, Delivery, Rules
+from laconic.links.quorum.syncer import Syncer
+from laconic.links.quorum.tcp import Host
 
 import gloo
 import quorum_training as quorum
@@ -235,6 +238,23 @@ def too_late(rank: int) -> tuple[str, tuple[int, ...]]:
 def test_a_quorum_that_is_not_reached_names_who_is_missing(own_pool: gloo.Pool) -> None:
     for text, ranks in own_pool.run(too_late, ranks=3):
         assert ranks == (2,) and "no quorum in 1 s: ranks [2] have not arrived" in text, text
+
+
+@pytest.mark.timeout(30)
+def test_a_grace_may_be_longer_than_the_timeout() -> None:
+    """The timeout is for the quorum, which is there."""
+
+    def paces(kind: int, speeds: object, roster: Sequence[int]) -> list[Appointment]:
+        return [Appointment(0)] * len(roster)
+
+    def conclude(text: str, ranks: Sequence[int]) -> NoReturn:
+        raise la.LinkError(text, ranks=ranks)
+
+    core = Syncer(2, [Rules(1, 0.6)], lambda closing, deliveries: [torch.zeros(1)], paces)
+    host = Host(core, {}, [[torch.zeros(1)]], 0.2, conclude)
+    delivery = Delivery(Announcement(0, 0, 1, 1.0, 1), [torch.ones(1)])
+    assert host.deliver(0, delivery).closing.roster == (0,)
+    host.close()
 
 
 def bytes_sent(rank: int) -> tuple[int, int, int]:

@@ -76,5 +76,13 @@ def choose(connection: socket.socket) -> str:
     system's."""
     name = name_for(round_trip(connection)) if _OPTION is not None else ""
     if name and _OPTION is not None:
-        connection.setsockopt(socket.IPPROTO_TCP, _OPTION, name.encode())
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, _OPTION, name.encode())
+        except OSError as error:  # root in a container may set only allowed ones
+            if chosen():
+                raise ValueError(
+                    f"{VARIABLE}={name}: this process may not set it ({error}): allow it by "
+                    f"sysctl net.ipv4.tcp_allowed_congestion_control, or leave {VARIABLE} out"
+                ) from error
+            return ""
     return name

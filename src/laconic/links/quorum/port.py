@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -49,6 +50,8 @@ class Announcement:
         counts = [_count(fields[name]) for name in ("kind", "base", "steps", "step")]
         kind, base, steps, step = counts
         seconds, rates = float(fields["seconds"]), tuple(float(r) for r in fields["rates"])
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"seconds must be finite and at least 0, not {seconds}")
         return cls(kind, base, steps, seconds, step, rates)
 
 

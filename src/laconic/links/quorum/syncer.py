@@ -46,6 +46,9 @@ class Syncer:
         self._rules, self._merge, self._paces = rules, merge, paces
         self._waiting: dict[int, _Waiting] = {}
         self._meeting: dict[int, float] = {}
+        """When each worker entered the call that it is in."""
+        self._meets, self._over = [0] * workers, 0
+        """By rank, the calls of all workers that it has entered; how many are known to be over."""
         self._left: set[int] = set()
         self._speeds: dict[int, Speed] = {}
         self._recorded = None if recorded is None else list(recorded)
@@ -61,20 +64,31 @@ class Syncer:
         """Worker ``rank`` has delivered at the time ``now``. Its message took ``sending``
         seconds."""
         about = delivery.announcement
-        self._meeting.pop(rank, None)
+        self._end_meetings(self._meets[rank])  # its calls are over, so they are for all workers
         if about.seconds > 0 and about.steps > 0:
-            self._speeds[rank] = Speed(about.steps / about.seconds, sending)
+            speed = about.steps / about.seconds
+            if math.isfinite(speed):
+                self._speeds[rank] = Speed(speed, sending)
         self._waiting[rank] = _Waiting(now, delivery)
 
     def meet(self, rank: int, now: float) -> float | None:
         """Worker ``rank`` enters a call that waits for all workers. Once all have entered it,
         returns the time at which the last one did."""
+        self._meets[rank] += 1
+        if self._meets[rank] <= self._over:  # this message was slower than the call itself
+            return None
         self._meeting[rank] = now
-        if len(self._meeting) + len(self._left) < self.workers:
+        entered = min(m for r, m in enumerate(self._meets) if r not in self._left)
+        if entered <= self._over:
             return None
         last = max(self._meeting.values())
-        self._meeting.clear()
+        self._end_meetings(entered)
         return last
+
+    def _end_meetings(self, count: int) -> None:
+        """The first ``count`` calls of all workers are over."""
+        self._over = max(self._over, count)
+        self._meeting = {r: t for r, t in self._meeting.items() if self._meets[r] > self._over}
 
     def leave(self, rank: int) -> None:
         """Worker ``rank`` takes part in no more rounds."""

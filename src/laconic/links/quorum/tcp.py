@@ -162,6 +162,8 @@ class Host:
             while rank not in core.outcomes:
                 if self._failure is not None:
                     raise self._failure
+                if self._closed:
+                    raise LinkError("the rounds have ended")
                 found, now = core.next_closing(), time.monotonic()
                 if found is not None and found[0] <= now:
                     try:
@@ -169,12 +171,12 @@ class Host:
                     except Exception as error:  # every worker raises it
                         self.fail(error)
                     self.change.notify_all()
-                elif now > end:
+                elif found is None and now > end:
                     missing = core.missing()
                     text = f"no quorum in {self._timeout:g} s: ranks {missing} have not arrived"
                     self.fail(LinkError(f"{text}. {ADVICE}", ranks=missing))
                 else:
-                    self.change.wait(min(end if found is None else found[0], end) - now + 1e-3)
+                    self.change.wait((end if found is None else found[0]) - now + 1e-3)
             return core.outcomes.pop(rank)
 
     def meet(self, rank: int) -> None:
@@ -186,8 +188,11 @@ class Host:
     def fail(self, error: Exception) -> None:
         """Make every worker raise ``error`` at its next round. The caller must hold `change`."""
         if self._failure is None:
+            ranks = error.ranks if isinstance(error, LinkError) else ()
+            self._failure = LinkError(str(error), ranks=ranks)
+            self.change.notify_all()
             try:  # else ranks that see another one end would blame that one
-                self._conclude(str(error), error.ranks if isinstance(error, LinkError) else ())
+                self._conclude(str(error), ranks)
             except LinkError as verdict:
                 self._failure = verdict
         self.change.notify_all()
@@ -239,10 +244,12 @@ class Host:
         """End the threads. Their workers may still be sending."""
         with self.change:
             self._closed = True
+            self.change.notify_all()
         for line in self._lines.values():
             line.shutdown()
+        end = time.monotonic() + EXIT_SECONDS
         for thread in self._threads:
-            thread.join(EXIT_SECONDS)
+            thread.join(max(end - time.monotonic(), 0.0))
 
 
 _hosts: weakref.WeakSet[Host] = weakref.WeakSet()
