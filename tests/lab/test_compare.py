@@ -339,7 +339,8 @@ def test_workers_of_different_speeds_in_a_race(tmp_path: Path) -> None:
     for before, after in pairwise(row.curve):
         assert before.step < after.step and before.megabytes < after.megabytes
         assert after.seconds - before.seconds == pytest.approx(3 / 8, abs=0.2)
-        assert after.distance is not None and after.distance > 1e-6
+    distances = [point.distance for point in row.curve[1:]]
+    assert None not in distances and max(distances) > 1e-6, "0 right after a round of all workers"
     first = row.curve[0].loss
     assert first is not None and row.loss < 0.7 * first
 
@@ -353,7 +354,8 @@ def test_workers_of_different_speeds_in_a_race(tmp_path: Path) -> None:
     sent = 2 * (sum(parts) - parts[0]) * DIGITS * 4 / 4  # there and back, the mean over 4 hosts
     assert row.ledger_bytes_per_step * row.steps == pytest.approx(sent, rel=0.02)
     assert sum(r.bytes * len(r.steps()) for r in row.rounds) == pytest.approx(sent, rel=0.05)
-    assert "outer rounds; below about 100 an outer momentum of 0.9 overshoots" in race.text
+    few = "outer rounds; below about 100 an outer momentum of 0.9 overshoots" in race.text
+    assert few == (rounds < 100)
 
     # the timelines: what each worker did for all of the time
     assert len(row.timeline) == 4
