@@ -439,11 +439,15 @@ def _far(
 
 
 def _rates(bench: Bench, rate: float, size: int) -> tuple[float, ...]:
-    """Return each rank's bit/s by the speeds at which its bytes arrive in one more mean, if they
-    differ. ``rate`` is that of the slowest. Empty if they are alike, or not known."""
-    link, before = bench.workers, bench.workers.sent()
-    _timed(bench, link, "mean", min(max(size, 2**18), MOST, max(int(rate * LONG / 8), LEAST)))
-    own = speeds(before, link.sent(), link.size)
+    """Return each rank's bit/s by the speeds at which its bytes arrive in some more means, if they
+    differ. The best one counts, because a lost packet delays others. ``rate`` is that of the
+    slowest. Empty if they are alike, or not known."""
+    link, length = bench.workers, min(max(size, 2**18), MOST, max(int(rate * LONG / 8), LEAST))
+    own = [0.0] * link.size
+    for _ in range(REPEATS):
+        before = link.sent()
+        _timed(bench, link, "mean", length)
+        own = [*map(max, own, speeds(before, link.sent(), link.size))]
     blocks = [own[k : k + MOST_FIGURES] for k in range(0, link.size, MOST_FIGURES)]
     found = own_rates(torch.cat([bench.gather(*block) for block in blocks], 1))
     if not unequal_hosts(found):
