@@ -56,11 +56,8 @@ def test_a_slow_host_a_slow_network_and_lost_packets_are_found(
 ) -> None:
     network = ["--bandwidth", "20mbit", "--bandwidth-host", "1=2mbit", "--loss", "2%"]
     options = ["--hosts", "3", "--slow-host", "2=4", "--latency", "5ms", "--steps", "6", "--json"]
-    for _ in range(4):  # with so many lost packets, a fast connection may look slow, too
-        assert main(["advise", "--workload", "digits", *network, *options]) == 0
-        told = json.loads(capsys.readouterr().out)
-        if len(told["slow"]) == 2:
-            break
+    assert main(["advise", "--workload", "digits", *network, *options]) == 0
+    told = json.loads(capsys.readouterr().out)
     assert told["facts"]["loss"] == pytest.approx(0.02, rel=0.5)
     assert 4.9e-3 < told["facts"]["latency"] < 0.02, (
         "and some packets of the least messages are lost"

@@ -40,6 +40,8 @@ WARMUP = 3
 """Steps that are not measured, because the first ones are slow."""
 LEAST, MOST, REPEATS = 2**8, 2**26, 3
 """Bytes of the smallest and largest message of a sweep, and how often each is sent."""
+MEANS = 10
+"""Means by which the ranks' networks are compared: most have no lost packet on a given path."""
 LONG = 0.25
 """A sweep ends with a message that takes this many seconds."""
 TRIPS = 16
@@ -444,7 +446,7 @@ def _rates(bench: Bench, rate: float, size: int) -> tuple[float, ...]:
     slowest. Empty if they are alike, or not known."""
     link, length = bench.workers, min(max(size, 2**18), MOST, max(int(rate * LONG / 8), LEAST))
     own = [0.0] * link.size
-    for _ in range(REPEATS):
+    for _ in range(MEANS):
         before = link.sent()
         _timed(bench, link, "mean", length)
         own = [*map(max, own, speeds(before, link.sent(), link.size))]
