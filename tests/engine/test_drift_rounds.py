@@ -174,7 +174,7 @@ def test_one_unit_in_the_last_place_is_found_in_the_next_round(row: Row) -> None
         results = la.simulate(lambda rank: train(rank, row, steps_of(row)), workers=workers)
     check(results, row)
     (text,) = {str(w.message) for w in caught}
-    assert f"at step {row.found} ranks [" in text and "they get rank" in text.lower()
+    assert f"at step {row.found} ranks [" in text and "receive rank" in text
 
 
 def test_without_a_repair_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
