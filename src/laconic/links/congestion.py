@@ -4,13 +4,25 @@ Most systems default to cubic, which interprets every lost packet as congestion.
 100 ms, with one packet in a thousand lost, it sends a few Mbit/s, whatever the network's rate. BBR
 measures the rate and the round trip instead. On a network without latency and loss, it is a few
 percent slower. Therefore connections with a long round trip use BBR, if the system has it.
+
+BBR is made for downloads. Between the messages of a training it does badly in two ways, so `Bbr`
+starts it anew before some of them. Both are properties of version 1 (Cardwell et al., "BBR:
+Congestion-Based Congestion Control", ACM Queue 14(5), 2016), which is in Linux.
+
+- After 10 s without a shorter round trip it sends 4 packets per round trip for 0.2 s.
+- Its estimate of the rate is the maximum over 10 round trips, but packets that had nothing behind
+  them in the queue do not count. With short messages the maximum may have nothing left in it.
+  Then one packet that was sent again is enough to set the estimate to one packet per round trip.
+  It takes more than a second to grow back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +33,10 @@ LONG_SECONDS = 0.005
 """The least round trip with which `LONG` is used."""
 _AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
+_ANEW = "reno"
+"""Every Linux has it. Setting the same congestion control again would change nothing."""
+_STATE, _OPEN = struct.Struct("=xB"), 0  # struct tcp_info up to tcpi_ca_state; no packet is lost
+_CC_INFO, _ESTIMATE = 26, struct.Struct("=Q")  # TCP_CC_INFO; struct tcp_bbr_info up to bbr_bw_hi
 _RTT = struct.Struct("=68xI")  # struct tcp_info up to tcpi_rtt, in microseconds
 _OPTION = getattr(socket, "TCP_CONGESTION", None)  # not on every system
 
@@ -86,3 +102,44 @@ def choose(connection: socket.socket) -> str:
                 ) from error
             return ""
     return name
+
+
+class Bbr:
+    """Starts the BBR of a connection anew before a message where it would be slow otherwise: when
+    its estimate of the rate has fallen by half, or is `RENEWED` seconds old. It keeps its window,
+    so it begins with the rate that the window allows.
+
+    Example: 50 Mbit/s, 80 ms, 0.1% of packets lost, messages of 0.1 MB every 0.2 s. Without this,
+    one message in 50 takes more than a second.
+    """
+
+    RENEWED = 5.0
+    KEPT = 0.98
+    """The share of the best estimate that counts for the next message, so that a network that has
+    become slower is accepted after 35 of them."""
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+        self._best = 0.0
+
+    def before_message(self, connection: socket.socket) -> None:
+        """To be called before a message is sent over the ``connection``, which uses BBR."""
+        try:
+            (state,) = _STATE.unpack(
+                connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _STATE.size)
+            )
+            (estimate,) = _ESTIMATE.unpack(
+                connection.getsockopt(socket.IPPROTO_TCP, _CC_INFO, _ESTIMATE.size)
+            )
+        except (OSError, struct.error):  # closed; or not what Linux reports
+            return
+        self._best = max(estimate, self._best * self.KEPT)
+        now = time.monotonic()
+        old = now - self._since > self.RENEWED
+        if state != _OPEN or not (old or estimate < self._best / 2):
+            return  # while packets are being sent again, it would forget its window
+        self._since = now
+        assert _OPTION is not None, "the connection uses BBR"
+        with contextlib.suppress(OSError):  # closed
+            for name in (_ANEW, LONG):
+                connection.setsockopt(socket.IPPROTO_TCP, _OPTION, name.encode())

@@ -8,6 +8,7 @@ the processor time of a round.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import select
@@ -16,7 +17,7 @@ import ssl
 import struct
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -72,6 +73,8 @@ class Connections(dict[int, int]):
         super().__init__()
         self.secured: dict[int, ssl.SSLSocket] = {}
         """Those that use TLS, by file descriptor."""
+        self._bbr: dict[int, congestion.Bbr] = {}
+        """Those whose congestion control is BBR, by file descriptor."""
         self._process = os.getpid()
         forks.close_in_child(self)
 
@@ -83,6 +86,7 @@ class Connections(dict[int, int]):
     def keep(self, rank: int, connection: socket.socket) -> None:
         """Take over the connection to ``rank``, in place of an earlier one."""
         connection.setblocking(False)
+        bbr = congestion.Bbr() if congestion.name_of(connection) == congestion.LONG else None
         before = self.get(rank)
         with forks.guard:
             if isinstance(connection, ssl.SSLSocket):
@@ -90,6 +94,8 @@ class Connections(dict[int, int]):
                 self.secured[fd] = connection
             else:
                 self[rank] = connection.detach()
+        if bbr is not None:
+            self._bbr[self[rank]] = bbr
         if before is not None:
             self._close(before)
 
@@ -104,12 +110,23 @@ class Connections(dict[int, int]):
             found[rank] = Sent(packets, again, acknowledged, busy / 1e6)
         return found
 
+    def before_messages(self, ranks: Iterable[int]) -> None:
+        """To be called before messages for ``ranks`` are sent."""
+        if not self._bbr:
+            return
+        for fd in (self[rank] for rank in ranks):
+            bbr = self._bbr.get(fd)
+            if bbr is not None:
+                with _borrowed(fd) as connection:
+                    bbr.before_message(connection)
+
     def close(self) -> None:
         """Close all connections."""
         while self:
             self._close(self.popitem()[1])
 
     def _close(self, fd: int) -> None:
+        self._bbr.pop(fd, None)
         secured = self.secured.pop(fd, None)
         if secured is None:
             os.close(fd)
@@ -119,13 +136,8 @@ class Connections(dict[int, int]):
     def shutdown(self) -> None:
         """End all connections, here and at the other ranks, so that waiting threads return."""
         for fd in self.values():
-            borrowed = socket.socket(fileno=fd)
-            try:
-                borrowed.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue  # it has ended already
-            finally:
-                borrowed.detach()
+            with _borrowed(fd) as connection, contextlib.suppress(OSError):  # it has ended already
+                connection.shutdown(socket.SHUT_RDWR)
 
     def __del__(self) -> None:
         self.close()
@@ -189,6 +201,7 @@ class Transfer:
             frames.begin(self._messages, index, header, digest, *where)
             latest[r, comes] = index
         connections.busy = True
+        connections.before_messages(sends)
         self._move(frames.WITHOUT_WAITING)
 
     def send(self, rank: int, size: int) -> None:
@@ -246,17 +259,25 @@ class Transfer:
         return LostError(f"connection to rank {self.names[rank]}: {why}")
 
 
+@contextlib.contextmanager
+def _borrowed(fd: int) -> Iterator[socket.socket]:
+    """The socket of a file descriptor, which remains open."""
+    connection = socket.socket(fileno=fd)
+    try:
+        yield connection
+    finally:
+        connection.detach()
+
+
 def _tcp_info(fd: int, layout: struct.Struct) -> tuple[int, ...]:
     """The system's ``tcp_info`` of a TCP connection; empty if the system does not report it."""
     if not sys.platform.startswith("linux"):
         return ()
-    borrowed = socket.socket(fileno=fd)
     try:
-        info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, layout.size)
+        with _borrowed(fd) as connection:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, layout.size)
     except OSError:  # not TCP
         return ()
-    finally:
-        borrowed.detach()
     return layout.unpack(info) if len(info) == layout.size else ()
 
 
