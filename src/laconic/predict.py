@@ -8,6 +8,7 @@ Symbols:
     c    seconds of one step's forward pass, backward pass and optimizer
     B    the share of c during which gradients become available
     T_r  network seconds of round r: `Exchange.cost` on the network of its rank set
+    b_r  those of them in which the network is busy: round r's bytes over the rate
     w_r  processor seconds to pack, encode and fold round r
     f_r  rounds r per step
     d_r  delay of round r, in steps
@@ -18,7 +19,8 @@ Symbols:
     exposed_r = f_r * max(0, T_r + w_r - d_r * c)            parameter round with a delay
     exposed_r = f_r * (e_K - B * c)                          gradient round, in buckets 1 to K:
       e_j = max(e_{j-1}, B * c * (share of the gradients in buckets 1 to j)) + T_rj + w_rj
-    seconds   = max(c + sum_r exposed_r, min(sum_r f_r * T_r / U_r, c + sum_r f_r * (T_r + w_r)))
+    seconds   = max(c + sum_r exposed_r,
+                    min(sum_r f_r * (T_r + (1 / U_r - 1) * b_r), c + sum_r f_r * (T_r + w_r)))
 
 Concurrent work makes c longer by k times its processor seconds: w_r and the cost of sending.
 
@@ -30,10 +32,11 @@ A packet that is lost arrives 1.25 round trips later: the sender detects the los
 a round trip, and sending again takes one more. A collective waits for the last packet of all of its
 n ranks, so each of its messages takes
 
-    1.25 * 2 * latency * (1 - (1 - loss)**packets)
+    (1.25 * 2 * latency - S / 2) * (1 - (1 - loss)**packets)
 
 longer on average. ``packets`` is the number of packets that the n ranks send in the last round trip
-of the message. Packets that are lost earlier are sent again while others are still being sent.
+of the message, which takes S seconds; half of them remain when a packet is lost. Packets that are
+lost earlier are sent again while others are still being sent.
 
 Rounds with a quorum of q workers, at most every H steps, let worker i arrive after k_i steps of c_i
 seconds; k_i = H, or at own pace the steps that it takes while the fastest takes H. Then
@@ -46,9 +49,9 @@ T_ri is the time of what rank 0 receives and sends for all (`Exchange.busiest`),
 i's own network needs more for its message and the result.
 
 The second term of the maximum is the network's capacity. A collective starts only when its last
-rank has reached it, so collectives with a delay keep the network busy for at most the share U of
-the time. U_r = 1 for all other rounds and for gossip. A step never takes longer than it would
-without overlap.
+rank has reached it, so collectives with a delay can keep the network busy for at most the share U
+of the time that latency leaves. U_r = 1 for all other rounds and for gossip. A step never takes
+longer than it would without overlap.
 """
 
 from __future__ import annotations
@@ -188,7 +191,8 @@ class Facts:
             return net.seconds(amount, buckets)
         last = min(amount.bytes / messages, net.rate * 2 * net.latency / 8)
         some_lost = 1 - (1 - self.loss) ** (n * math.ceil(last / PACKET))
-        return net.seconds(amount, buckets) + messages * RECOVERY * 2 * net.latency * some_lost
+        late = RECOVERY * 2 * net.latency - 8 * last / net.rate / 2
+        return net.seconds(amount, buckets) + messages * late * some_lost
 
 
 @dataclass(frozen=True)
@@ -222,10 +226,12 @@ def work_key(r: AnyRound) -> str:
 
 @dataclass(frozen=True)
 class _Load:
-    """The cost of one round: ``network`` and ``exposed`` seconds, ``stretch``, the seconds it adds
-    to the compute time, and the bytes ``sent`` by a rank."""
+    """The cost of one round: ``network`` seconds, of which the network is ``sending`` (the others
+    are latency and lost packets); ``exposed`` seconds; ``stretch``, the seconds it adds to the
+    compute time; and the bytes ``sent`` by a rank."""
 
     network: float
+    sending: float
     exposed: float
     stretch: float
     sent: float
@@ -252,7 +258,8 @@ def predict(recipe: Recipe, facts: Facts) -> Prediction:
             waited += share * min(load.exposed, load.network)
             serial += share * (load.network + facts.work.get(work_key(r), 0.0))
             overlapped = r.delay and not isinstance(r.exchange, Gossip)
-            least += share * load.network / (UTILIZATION if overlapped else 1)
+            pauses = (1 / UTILIZATION - 1) * load.sending if overlapped else 0.0
+            least += share * (load.network + pauses)
             sent += share * load.sent
     exposed += facts.skew * math.sqrt(min(synchronous, 1.0))
     # A delay never makes a step longer than waiting for each message would.
@@ -336,11 +343,12 @@ def _parameters(r: AnyRound, facts: Facts) -> _Load:
     if share > 1:
         seconds += facts.net("replica").seconds(cost.all_gather(size, share), buckets)
     work = facts.work.get(work_key(r), 0.0)
+    sending = min(seconds, amount.seconds(facts.net(*names).rate, 0.0))
     if not r.delay:
-        return _Load(seconds, seconds + work, 0.0, amount.bytes)
+        return _Load(seconds, sending, seconds + work, 0.0, amount.bytes)
     stretch = facts.contention * (work + facts.carry * amount.bytes)
     overlap = r.delay * (facts.compute + often(r) * stretch)
-    return _Load(seconds, max(seconds + work - overlap, 0.0), stretch, amount.bytes)
+    return _Load(seconds, sending, max(seconds + work - overlap, 0.0), stretch, amount.bytes)
 
 
 def _gradients(r: AnyRound, facts: Facts) -> _Load:
@@ -361,7 +369,8 @@ def _gradients(r: AnyRound, facts: Facts) -> _Load:
     overlap = 1 - min(exposed / (seconds + work), 1.0) if seconds + work else 0.0
     concurrent = overlap * (work + facts.carry * amount.bytes)
     stretch = facts.contention * concurrent
-    return _Load(seconds, exposed, stretch, _external_share(r, facts) * amount.bytes)
+    sent = _external_share(r, facts) * amount.bytes
+    return _Load(seconds, seconds, exposed, stretch, sent)
 
 
 def _external_share(r: AnyRound, facts: Facts) -> float:
