@@ -103,6 +103,8 @@ TLS_STORE = ["tests/elastic/test_registry_tls.py"]
 JOB_SECRET = ["tests/links/test_job_secret.py"]
 LISTENERS = ["tests/links/test_listeners.py", "-k", "not program"]
 KEYS = ["tests/cli/test_keys.py"]
+CONGESTION = ["tests/links/test_congestion.py"]
+QUORUM_PROCESSES = ["tests/links/test_quorum_processes.py", "-k", "interrupted or another_rank"]
 REPLACED = ["tests/elastic/test_elastic_runs.py", "-k", "killed_worker and ddp"]
 
 MUTATIONS: list[tuple[str, str, str, list[str]]] = [
@@ -368,7 +370,10 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("engine/drift.py", "comm.call(partial(self._send, x, sender), label)", "pass", DRIFT),
     ("engine/drift.py", "exchange.agrees and heard_by_all", "heard_by_all", DRIFT),
     ("engine/drift.py", "executed * since, since", "0, since", DRIFT),
-    ("engine/drift.py", "self._x_digest = 0\n        self._looking", "self._looking", DRIFT),
+    ("engine/drift.py", "self.x_digest = 0\n        self._looking", "self._looking", DRIFT),
+    ("engine/recipe_run.py", 'self.session.drift.repaired = dict(state["repaired"])', "pass", DRIFT),
+    ("engine/recipe_run.py", 'state["digests"].get(str(index), 0)', "0", DRIFT),
+    ("engine/driver.py", "self.run.forget_digests()\n        loaded.complete()", "loaded.complete()\n        self.run.forget_digests()", DRIFT),
     ("engine/newcomers.py", "session.drift.repaired = dict(state[\"repaired\"])", "pass", DRIFT),
     ("links/elastic/replay.py", "self.digests = record.digests", "pass", DRIFT),
     ("engine/drift.py", "x.element_size(), crc)", "x.element_size(), 0)", DRIFT),
@@ -417,6 +422,17 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("links/quorum/tcp.py", "if not 0 <= int(size) <= MOST_TEXT:", "if False:", FUZZED_MESSAGES),
     ("links/quorum/tcp.py", "except Exception as error:  # else", "except LinkError as error:  # else", FUZZED_MESSAGES),
     ("links/quorum/tcp.py", 'if what != "arrive":', "if False:", FUZZED_MESSAGES),
+    ("links/quorum/tcp.py", "self._report(str(error), error.ranks)\n", "raise error\n", QUORUM_PROCESSES),
+    ("engine/quorum_rounds.py", "if kind.sent is not None:", "if False:", QUORUM_PROCESSES),
+    ("engine/recipe_run.py", "self.quorum.settle()", "pass", QUORUM_PROCESSES),
+    ("links/congestion.py", "old or estimate < self._best / 2", "old", CONGESTION),
+    ("links/congestion.py", "old or estimate < self._best / 2", "estimate < self._best / 2", CONGESTION),
+    ("links/congestion.py", "if state != _OPEN or", "if", CONGESTION),
+    ("links/congestion.py", "self._best * self.KEPT", "self._best", CONGESTION),
+    ("links/congestion.py", "self._since = now\n", "", CONGESTION),
+    ("links/congestion.py", "for name in (_ANEW, LONG):", "for name in (LONG,):", CONGESTION),
+    ("links/congestion.py", "return LONG if round_trip >= LONG_SECONDS and", "return LONG if", CONGESTION),
+    ("links/wire.py", "connections.before_messages(sends)", "pass", CONGESTION),
     ("links/quorum/port.py", "if len(roster) != len(paces):", "if False:", FUZZED_MESSAGES),
     ("links/forks.py", "        thing.close()  #", "        pass  #", HEALTH),
     ("links/call_guard.py", "min(silence, self._transport.heard(r))", "silence", HEALTH),
@@ -700,6 +716,9 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("links/elastic/registry.py", "own = secret.hex() if self._shared is None else self._stored[secret]", "own = secret.hex()", JOB_SECRET),
     ("links/call_guard.py", 'secret = job_secret.derive(shared, "link", salt=secret)', "pass", JOB_SECRET),
     ("links/call_guard.py", "if other != prints[0]:", "if False:", JOB_SECRET),
+    ("links/rendezvous.py", "self._note(error)\n                return", "raise", JOB_SECRET),
+    ("links/rendezvous.py", "self._note(error)\n            else:", "raise\n            else:", JOB_SECRET),
+    ("links/rendezvous.py", "if self._problem is not None:\n            raise", "if False:\n            raise", JOB_SECRET),
     ("links/rendezvous.py", 'if said != f"{how} {own}":', "if False:", JOB_SECRET),
     ("links/job_secret.py", "len(p).to_bytes(8, \"big\") + p", "p", JOB_SECRET),
     ("links/addresses.py", "for port in several:", "for port in reversed(several):", LISTENERS),

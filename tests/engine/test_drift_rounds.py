@@ -211,6 +211,55 @@ def test_repairs_of_a_round_keep_their_distance() -> None:
         assert torch.equal(r["values"], results[0]["values"])
 
 
+@pytest.mark.filterwarnings("ignore:the workers have drifted apart")
+@pytest.mark.parametrize("saved", [4, 6, 8, 9])
+@pytest.mark.parametrize(
+    ("name", "faults"), [("local_sgd", (4, 8)), ("diloco", (3, 9)), ("diloco, unsharded", (4, 8))]
+)
+def test_a_resumed_run_finds_and_repairs_as_the_whole_run(
+    name: str, faults: tuple[int, int], saved: int
+) -> None:
+    """The first fault is found and repaired in the next round; the second one is found, but not
+    repaired yet. That does not depend on where the run was interrupted."""
+    row, steps = ROWS[name], 14
+
+    def part(rank: int, first: int, last: int, state: dict[str, Any] | None) -> dict[str, Any]:
+        model, optimizer = build()
+        sync = la.attach(model, optimizer, row.recipe)
+        if state is not None:
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            sync.load_state_dict(state["sync"])
+        found = []
+        for step in range(first, last + 1):
+            running, before = sync.driver.run.rounds[0], sync.stats().steps_drifted
+            faulty = rank == FAULTY and step in faults
+            if faulty and row.name == "x":
+                disturb(running, row.name)
+            go(model, optimizer, sync, rank)
+            if faulty and row.name != "x":
+                disturb(running, row.name)
+            if sync.stats().steps_drifted > before:
+                found.append((step, dict(sync.driver.session.drift.repaired)))
+        state = {"model": model, "optimizer": optimizer, "sync": sync}
+        return {"found": found, "state": {k: v.state_dict() for k, v in state.items()}}
+
+    def simulate(first: int, last: int, states: list[Any]) -> list[dict[str, Any]]:
+        return la.simulate(
+            lambda rank: part(rank, first, last, copy.deepcopy(states[rank])), workers=3
+        )
+
+    whole = simulate(1, steps, [None] * 3)
+    before = simulate(1, saved, [None] * 3)
+    after = simulate(saved + 1, steps, [r["state"] for r in before])
+    for rank, one in enumerate(whole):
+        assert (
+            len(one["found"]) >= 2 and one["found"] == before[rank]["found"] + after[rank]["found"]
+        )
+        for name, x in one["state"]["model"].items():
+            assert torch.equal(x, after[rank]["state"]["model"][name])
+
+
 def train_and_warn(rank: int, name: str) -> dict[str, Any]:
     """In a process of its own."""
     row = ROWS[name]
@@ -400,8 +449,8 @@ def test_no_false_alarm_with_other_workers(name: str, others: int, tmp_path: Pat
     assert la.simulate(lambda rank: train(rank, 20, True), workers=others) == [0] * others
 
 
-def test_a_state_that_is_loaded_ends_what_was_noted_of_x() -> None:
-    """A newcomer that loads another worker's state has not taken part in the round before."""
+def test_what_was_noted_of_x_is_saved() -> None:
+    """A state of an earlier version, or of other workers, has nothing of it."""
 
     def train(rank: int) -> list[int]:
         model, optimizer = build()
@@ -411,11 +460,16 @@ def test_a_state_that_is_loaded_ends_what_was_noted_of_x() -> None:
         for _ in range(2):
             go(model, optimizer, sync, rank)
         noted.append(check_of_round.digest(4))
-        sync.load_state_dict(sync.state_dict())
+        state = sync.state_dict()
+        check_of_round.forget()
+        sync.load_state_dict(state)
+        noted.append(check_of_round.digest(4))
+        del state["drift"]
+        sync.load_state_dict(state)
         return [*noted, check_of_round.digest(4)]
 
-    for before, noted, loaded in la.simulate(train, workers=2):
-        assert before == 0 and noted > 0 and loaded == 0
+    for before, noted, loaded, earlier in la.simulate(train, workers=2):
+        assert before == 0 and loaded == noted > 0 and earlier == 0
 
 
 # -- elastic runs ----

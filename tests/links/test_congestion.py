@@ -6,8 +6,9 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from laconic.links import congestion
+from laconic.links import congestion, wire
 
 
 @pytest.fixture
@@ -54,3 +55,117 @@ def test_where_it_cannot_be_set_the_systems_is_used(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(congestion.VARIABLE, "bbr")
     with pytest.raises(ValueError, match="may not set it"):
         congestion.choose(Forbidden())  # type: ignore[arg-type]
+
+
+class Connection:
+    """A connection that uses BBR: what the system reports of it, and what is set."""
+
+    def __init__(self) -> None:
+        self.state, self.estimate = 0, 1_000_000
+        self.set: list[str] = []
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        assert level == socket.IPPROTO_TCP
+        if option == socket.TCP_INFO:
+            return bytes([1, self.state]).ljust(size, b"\0")[:size]
+        return self.estimate.to_bytes(8, "little")[:size]
+
+    def setsockopt(self, level: int, option: int, value: bytes) -> None:
+        assert (level, option) == (socket.IPPROTO_TCP, socket.TCP_CONGESTION)
+        self.set.append(value.decode())
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(congestion.time, "monotonic", lambda: now[0])
+    return now
+
+
+ANEW = ["reno", "bbr"]
+
+
+def test_bbr_starts_anew_when_its_estimate_falls_by_half(clock: list[float]) -> None:
+    """And not when it falls by less, or is what it was after that."""
+    connection, bbr = Connection(), congestion.Bbr()
+    for estimate, anew in [(10, False), (6, False), (4, True), (10, False), (12, False), (5, True)]:
+        connection.set, connection.estimate = [], estimate * 1000
+        clock[0] += 0.1
+        bbr.before_message(connection)  # type: ignore[arg-type]
+        assert connection.set == (ANEW if anew else []), estimate
+
+
+def test_bbr_starts_anew_after_some_seconds(clock: list[float]) -> None:
+    connection, bbr, times = Connection(), congestion.Bbr(), []
+    for message in range(25):
+        connection.set = []
+        bbr.before_message(connection)  # type: ignore[arg-type]
+        times += [message] if connection.set == ANEW else []
+        clock[0] += 1
+    assert times == [6, 12, 18, 24]
+
+
+def test_bbr_keeps_its_window_while_packets_are_sent_again(clock: list[float]) -> None:
+    connection, bbr = Connection(), congestion.Bbr()
+    clock[0] += 60
+    for state in (1, 2, 3, 4):
+        connection.state = state
+        bbr.before_message(connection)  # type: ignore[arg-type]
+    assert not connection.set
+    connection.state = 0
+    bbr.before_message(connection)  # type: ignore[arg-type]
+    assert connection.set == ANEW
+
+
+def test_a_network_that_has_become_slower_is_accepted(clock: list[float]) -> None:
+    connection, bbr, anew = Connection(), congestion.Bbr(), 0
+    bbr.before_message(connection)  # type: ignore[arg-type]
+    connection.estimate //= 4
+    for _ in range(100):
+        bbr.before_message(connection)  # type: ignore[arg-type]
+        anew += bool(connection.set)
+        connection.set = []
+    assert anew == 34  # 0.98 to the power of 35 is 0.49
+
+
+def test_closed_connections_and_other_systems_are_left_alone(connection: socket.socket) -> None:
+    for made in (socket.socket(), connection):  # one was never connected, one may not use BBR
+        congestion.Bbr().before_message(made)
+        made.close()
+        congestion.Bbr().before_message(made)
+
+
+def test_messages_start_bbr_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the connections that use it, and that a message is sent over."""
+    monkeypatch.setattr(congestion, "name_of", lambda connection: "bbr")
+    connections, called = wire.Connections(), []
+    monkeypatch.setattr(
+        congestion.Bbr,
+        "before_message",
+        lambda self, connection: called.append(connection.fileno()),
+    )
+    pairs = [socket.socketpair() for _ in range(3)]
+    for rank, (ours, _) in enumerate(pairs):
+        connections.keep(rank, ours)
+    empty = torch.zeros(0)
+    wire.Transfer(connections, {0: empty, 2: empty}, {1: empty}, (1, 1), 1.0, range(3))
+    assert called == [connections[0], connections[2]]
+    connections.close()
+    for _, theirs in pairs:
+        theirs.close()
+
+
+def test_a_connection_that_started_anew_still_uses_bbr(
+    connection: socket.socket, clock: list[float]
+) -> None:
+    """With the system's BBR, if there is one, and data before and after."""
+    if congestion.LONG not in congestion.available():
+        assert congestion.name_of(connection) != congestion.LONG
+        return
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+    bbr = congestion.Bbr()
+    for _ in range(3):
+        clock[0] += 60
+        bbr.before_message(connection)
+        assert congestion.name_of(connection) == "bbr"
+        assert connection.send(bytes(1000)) == 1000

@@ -369,7 +369,7 @@ def test_a_worker_names_rank_0_that_sends_anything(huge: bool) -> None:
     @given(differing(CLOSES), LENGTHS)
     def check(data: bytes, length: int) -> None:
         theirs, ours = pair_of_lines()
-        port = GuestPort(ours)
+        port = GuestPort(ours, conclude)
         say(theirs, length if huge else len(data), b"" if huge else data)
         theirs.send(torch.full((3,), 9.0))
         x = torch.zeros(3)

@@ -306,3 +306,31 @@ def _member() -> object:
     from laconic.links.elastic.view import Member
 
     return Member("0" * 12, *(f"10.0.0.1|{port}|{'00' * 8}" for port in (1, 2, 3)))
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"LACONIC_CONGESTION": "fast"},
+        {"LACONIC_PORTS": "many"},
+        {"LACONIC_TLS": "yes"},
+        {"LACONIC_SECRET_FILE": "/no/such/file"},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_a_wrong_setting_of_one_rank(tmp_path: Path, setting: dict[str, str], wrong: int) -> None:
+    """Ends all ranks at once: that rank with a ValueError, the others with its text."""
+    given: list[dict[str, str]] = [{}, {}, {}]
+    given[wrong] = setting
+    ((name, value),) = setting.items()
+    with ranks(tmp_path, *given) as processes:
+        begin = time.monotonic()
+        ended = [p.communicate(timeout=30)[1].strip().splitlines()[-1] for p in processes]
+        assert time.monotonic() - begin < 20, "before the timeout of the link"
+    lines = [re.sub(r"^\[rank\d\]: ", "", line) for line in ended]
+    assert lines[wrong].startswith("ValueError: ")
+    assert name in lines[wrong] and value in lines[wrong]
+    text = lines[wrong].removeprefix("ValueError: ")
+    others = [line for rank, line in enumerate(lines) if rank != wrong]
+    assert others == [f"laconic.errors.LinkError: rank {wrong}: {text}"] * 2

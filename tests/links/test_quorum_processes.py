@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import laconic as la
+from laconic.links.quorum import tcp
 from laconic.links.quorum.port import Announcement, Appointment, Delivery, Rules
 from laconic.links.quorum.syncer import Syncer
 from laconic.links.quorum.tcp import Host
@@ -216,6 +217,77 @@ def test_a_worker_that_fails_is_named_on_all(own_pool: gloo.Pool, which: int) ->
     assert answers[which][0] == "on purpose"
     for rank, (text, ranks) in enumerate(answers):
         assert rank == which or (ranks == (which,) and f"rank {which}" in text), text
+
+
+class AlarmError(Exception):
+    pass
+
+
+def raise_alarm(*_: object) -> NoReturn:
+    raise AlarmError
+
+
+def interrupted(rank: int, alarm: bool, saves: bool) -> tuple[list[float], int]:
+    """Worker 2 comes late to a round, and a signal handler of worker 1 raises meanwhile; then it
+    ``saves`` its state. The parameters at the end, and how many steps were interrupted."""
+    job, count = Job(la.local_sgd(4, quorum=3), 3, 18), 0
+    model, optimizer = training.build(job, rank)
+    sync = la.attach(model, optimizer, job.recipe, link=gloo.link_of(3))
+    before = signal.signal(signal.SIGALRM, raise_alarm)
+    try:
+        for t in range(1, 19):
+            if (rank, t) == (2, 8):
+                time.sleep(1.0)
+            if (rank, t, alarm) == (1, 8, True):
+                signal.setitimer(signal.ITIMER_REAL, 0.3)
+            try:
+                training.step(job, model, optimizer, job.data()[rank][t - 1], t)
+            except AlarmError:
+                count += 1
+                if saves:
+                    sync.state_dict()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    sync.finish()
+    sync.detach()
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist(), count
+
+
+def test_a_wait_that_is_interrupted_loses_nothing(own_pool: gloo.Pool) -> None:
+    """The worker takes the round's result over when its state is saved, or before its next step.
+    Only in the latter case, that step's gradients are those of the parameters before the round."""
+    whole = own_pool.run(interrupted, False, False, ranks=3)
+    saved = own_pool.run(interrupted, True, True, ranks=3)
+    went_on = own_pool.run(interrupted, True, False, ranks=3)
+    assert [count for _, count in whole] == [0, 0, 0]
+    assert [count for _, count in saved] == [count for _, count in went_on] == [0, 1, 0]
+    assert [x for x, _ in whole] == [x for x, _ in saved]
+    assert went_on[0][0] == went_on[1][0] == went_on[2][0]
+    assert went_on[0][0] == pytest.approx(whole[0][0], abs=0.05)
+
+
+def misled(rank: int) -> tuple[str, tuple[int, ...]]:
+    """In its second round, rank 0 answers rank 1 with something else; what each rank raises."""
+    if rank == 0:
+        answer, answers = tcp.Line.send_text, iter(range(100))
+
+        def wrong(self: tcp.Line, value: Any) -> None:
+            other = self._other == 1 and next(answers) == 1
+            answer(self, {"number": "two"} if other else value)
+
+        tcp.Line.send_text = wrong  # type: ignore[method-assign]
+    try:
+        return failing(rank, -1)
+    finally:
+        if rank == 0:
+            tcp.Line.send_text = answer  # type: ignore[method-assign]
+
+
+def test_what_another_rank_finds_wrong_is_raised_on_all(own_pool: gloo.Pool) -> None:
+    answers = own_pool.run(misled, ranks=3)
+    said = {(text.partition(": ")[2], ranks) for text, ranks in answers}  # without the place
+    ((text, ranks),) = said
+    assert text.startswith("rank 0 has sent no message of laconic's") and ranks == (0,)
 
 
 def too_late(rank: int) -> tuple[str, tuple[int, ...]]:

@@ -204,7 +204,7 @@ class RoundCheck:
     def __init__(self, session: Session, running: ParameterRunner, index: int) -> None:
         self._session, self._check, self._running = session, session.drift, running
         self._name = f"{index} {plain(running.round)}"
-        self._x_digest = 0
+        self.x_digest = 0
         """Of x right after the last round, if that is what is compared; 0 before the first."""
         self._looking: list[tuple[int, Pending[tuple[Difference | None, bool]]]] = []
         """Of delayed rounds: the step after which they are folded in, and the result of the
@@ -258,7 +258,7 @@ class RoundCheck:
         if not self._possible or self._running.in_flight:
             return 0
         state = self._equal_state(self._running.channels)
-        return self._digest(state, step) if state else self._x_digest
+        return self._digest(state, step) if state else self.x_digest
 
     @torch.no_grad()
     def after_start(self, step: int) -> None:
@@ -287,7 +287,7 @@ class RoundCheck:
             self._report(found, repairs)
         if self._equal_x and not self._equal_state(channels):
             views = [c.bucket.views() or [s.view() for s in c.bucket.segments] for c in channels]
-            self._x_digest = self._digest([v for each in views for v in each], step)
+            self.x_digest = self._digest([v for each in views for v in each], step)
 
     def _look(self, channels: Sequence[Channel], step: int) -> tuple[Difference | None, bool]:
         """Check and repair a delayed round, in the communication thread."""
@@ -324,5 +324,5 @@ class RoundCheck:
 
     def forget(self) -> None:
         """Discard digests: x and the state were replaced on all workers."""
-        self._x_digest = 0
+        self.x_digest = 0
         self._looking.clear()

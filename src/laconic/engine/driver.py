@@ -359,9 +359,9 @@ class Driver:
         return loaded.problem
 
     def _take(self, loaded: Loading) -> None:
-        loaded.complete()
         self.run = loaded.run
         self.run.forget_digests()
+        loaded.complete()
         self.session.step, self._in_step = loaded.step, loaded.in_step
         if isinstance(self.session.optimizer, JointOptimizer):
             self.session.optimizer.reset()

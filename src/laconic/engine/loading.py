@@ -51,6 +51,8 @@ def header(run: RecipeRun) -> Saved:
 def state_dict(run: RecipeRun, in_step: bool) -> Saved:
     """See `Synchronizer.state_dict`."""
     policy = run.session.policy
+    if run.quorum is not None:
+        run.quorum.settle()
     with nullcontext() if run.quorum is None else run.quorum.port.quiet():
         return _state_dict(run, in_step, policy)
 
@@ -65,6 +67,7 @@ def _state_dict(run: RecipeRun, in_step: bool, policy: Policy | None) -> Saved:
         "auto": None if policy is None else policy.state_dict(),
         "scores": None if run.scores is None else run.scores.state_dict(),
         "quorum": None if run.quorum is None else run.quorum.state_dict(),
+        "drift": run.drift_state(),
     }
 
 
@@ -140,6 +143,8 @@ class Loading:
             self._load.append(partial(setattr, gradients, "scale", float(states[0]["scale"])))
         if run.scores is not None and mine is not None:
             self._load.append(run.scores.loader(first["scores"]))
+        if mine is not None and "drift" in first:  # older versions did not save it
+            self._load.append(partial(run.load_drift_state, first["drift"]))
         self.step, self.in_step = int(first["step"]), bool(first["in_step"])
         if run.quorum is not None:
             self._load.append(partial(run.quorum.load, first["quorum"], self.step))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median_low
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from laconic.buckets import state_dtype
 from laconic.engine.channel import Channel, is_owned
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.session import Session
+from laconic.links.comm_thread import Pending
 from laconic.links.quorum.port import (
     Announcement,
     Appointment,
@@ -32,6 +33,14 @@ from laconic.links.quorum.start import open_port
 from laconic.links.quorum.syncer import Syncer
 
 
+class Sent(NamedTuple):
+    """What a worker has sent after ``step``. The ``tensors`` receive the result."""
+
+    step: int
+    tensors: list[Tensor]
+    pending: Pending[Closing]
+
+
 @dataclass
 class Kind:
     """Rounds that are due at the same steps, and close together.
@@ -39,7 +48,8 @@ class Kind:
     ``base``: the number of the round whose result this worker last received; 0: the common start.
     ``since``: the step after which it received that result, at the time ``began``. ``pace``: the
     number of steps until it arrives again; 0: as the schedule says. ``known``: whether rank 0 has
-    the result ``base``.
+    the result ``base``. ``sent``: the round that it takes part in and whose result it has not
+    taken over, because something interrupted the wait.
     """
 
     runners: list[ParameterRunner]
@@ -50,6 +60,7 @@ class Kind:
     began: float = 0.0
     pace: int = 0
     known: bool = True
+    sent: Sent | None = None
 
     @property
     def channels(self) -> list[Channel]:
@@ -130,14 +141,25 @@ class QuorumRounds:
         seconds = self._worked(step) - kind.began
         about = Announcement(index, kind.base, step - kind.since, seconds, step, self._rates())
         delivery = Delivery(about, tensors, None if kind.known else bases)
-        job = partial(self.port.deliver, delivery)
-        closing = self._session.comm.call(job, kind.runners[0].label(step))
-        for channel, received in zip(kind.channels, tensors, strict=True):
+        job, label = partial(self.port.deliver, delivery), kind.runners[0].label(step)
+        kind.sent = Sent(step, tensors, self._session.comm.submit(job, label))
+        self._take_over(kind, kind.sent)
+
+    def settle(self) -> None:
+        """Take over the results of rounds whose wait something has interrupted, such as a signal
+        handler that raised. To be called before x changes or is read."""
+        for kind in self.kinds:
+            if kind.sent is not None:
+                self._take_over(kind, kind.sent)
+
+    def _take_over(self, kind: Kind, sent: Sent) -> None:
+        step, closing = sent.step, sent.pending.wait()
+        for channel, received in zip(kind.channels, sent.tensors, strict=True):
             channel.bucket.unpack(received)
             channel.exchange_state["base"].copy_(received)
         for running in kind.runners:
             running.after_quorum()
-        kind.base, kind.since, kind.known = closing.number, step, True
+        kind.base, kind.since, kind.known, kind.sent = closing.number, step, True, None
         kind.pace = closing.pace(self._link.rank)
         kind.began = self._worked(step)
 
@@ -158,6 +180,7 @@ class QuorumRounds:
 
     def meet(self) -> None:
         """Announce a call that waits for all workers: see `Port.meet`."""
+        self.settle()
         self._session.comm.call(partial(self.port.meet, self._session.step), "a call of all")
 
     def catch_up(self, *, keep: bool) -> None:
@@ -211,7 +234,7 @@ class QuorumRounds:
         for kind, saved in zip(self.kinds, state["kinds"], strict=True):
             kind.base, kind.since, kind.pace = saved["base"], saved["since"], saved["pace"]
             kind.began = worked - saved["taken"]
-            kind.known = False
+            kind.known, kind.sent = False, None
         if self._syncer is not None and self._merger is not None and state["syncer"] is not None:
             self._syncer.load(state["syncer"])
             self._merger.load(state["syncer"]["bases"])

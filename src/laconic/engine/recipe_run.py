@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -185,6 +186,17 @@ class RecipeRun:
         for check in self._checks.values():
             check.forget()
 
+    def drift_state(self) -> dict[str, Any]:
+        """What the next comparisons depend on, as plain data."""
+        digests = {str(index): check.x_digest for index, check in enumerate(self._checks.values())}
+        return {"repaired": dict(self.session.drift.repaired), "digests": digests}
+
+    def load_drift_state(self, state: Mapping[str, Any]) -> None:
+        """Restore a `drift_state` that this rank has saved."""
+        self.session.drift.repaired = dict(state["repaired"])
+        for index, check in enumerate(self._checks.values()):
+            check.x_digest = state["digests"].get(str(index), 0)
+
     def close(self) -> None:
         """End what the rounds have opened. They do not run again."""
         if self.quorum is not None:
@@ -258,6 +270,8 @@ class RecipeRun:
 
     def before_step(self, step: int) -> None:
         """The updates' `before_step`; ``step`` is the one about to be taken."""
+        if self.quorum is not None:
+            self.quorum.settle()
         for running in self.rounds:
             running.before_step(step)
         if self.scores is not None:

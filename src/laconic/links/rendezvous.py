@@ -75,14 +75,19 @@ class Rendezvous:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._raw = store
         self._store = dist.PrefixStore("laconic", store)  # type: ignore[attr-defined]
-        shared, own = job_secret.read(), job_secret.fingerprint()
+        self._problem: ValueError | LinkError | None = None
+        """What is wrong with this rank's settings, raised in `wait_for_all` by every rank."""
         with self._failing():
-            how = PLAIN if tls.contexts() is None else TLS
+            try:
+                shared, own = job_secret.read(), job_secret.fingerprint()
+                how = PLAIN if tls.contexts() is None else TLS
+            except ValueError as error:
+                self._secret = b""
+                self._note(error)
+                return
             said = self._text(self._store.compare_set("keys", "", f"{how} {own}"))
             if said != f"{how} {own}":
-                text = _difference(f"rank {self._rank}", how, own, said)
-                verdict = health.pack_verdict(Verdict(text, (self._rank,), self._rank))
-                said = self._text(self._store.compare_set("differs", "", verdict.decode()))
+                said = self._differ(_difference(f"rank {self._rank}", how, own, said))
                 # the others raise it in `wait_for_all`; rank 0 too, since the store may end with it
                 if self._rank != 0:
                     self._refuse(said)
@@ -93,14 +98,31 @@ class Rendezvous:
             else:
                 self._secret = job_secret.derive(shared, "rendezvous")
 
+    def _note(self, problem: ValueError | LinkError) -> None:
+        """Note what is wrong with this rank's settings, and tell the others."""
+        self._problem = problem
+        self._differ(f"rank {self._rank}: {problem}")
+
+    def _differ(self, text: str) -> str:
+        """Tell all ranks what is wrong with this one. Returns the verdict that counts."""
+        verdict = health.pack_verdict(Verdict(text, (self._rank,), self._rank))
+        return self._text(self._store.compare_set("differs", "", verdict.decode()))
+
     def publish(self) -> None:
         """Put the address of this process's beacon into the store."""
+        if self._problem is not None:
+            return
         with self._failing():
-            address = health.beacon().address_for(self._secret)
-            self._store.set(f"beacon/{self._rank}", address)
+            try:
+                address = health.beacon().address_for(self._secret)
+            except (ValueError, LinkError) as error:
+                self._note(error)
+            else:
+                self._store.set(f"beacon/{self._rank}", address)
 
     def wait_for_all(self, timeout: float) -> None:
-        """Wait until all ranks have called it as often as this one; raises `LinkError`."""
+        """Wait until all ranks have called it as often as this one; raises `LinkError`, and
+        ``ValueError`` where this rank's settings are wrong."""
         self.publish()
         with self._failing():
             number = self._store.add(f"meetings/{self._rank}", 1)
@@ -194,6 +216,8 @@ class Rendezvous:
             raise LinkError(f"torch's store holds no verdict of laconic's: {error}") from None
 
     def _refuse(self, text: str) -> NoReturn:
+        if self._problem is not None:
+            raise self._problem
         verdict = self._verdict(text)
         raise LinkError(verdict.text, ranks=verdict.ranks)
 

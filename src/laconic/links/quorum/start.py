@@ -70,5 +70,5 @@ def _over_tcp(link: TcpLink, like: Sequence[Sequence[Tensor]], make: Make) -> Po
         else:
             between.close()
     if link.rank:
-        return GuestPort(lines[0])
-    return HostPort(Host(make(None), lines, like, timeout, link.calls.conclude))
+        return GuestPort(lines[0], link.calls.report)
+    return HostPort(Host(make(None), lines, like, timeout, link.calls.report))

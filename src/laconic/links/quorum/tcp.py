@@ -39,8 +39,8 @@ _HEADER = (1, 1)
 messages of one pair of workers, in order."""
 
 
-Conclude = Callable[[str, Sequence[int]], NoReturn]
-"""See `CallGuard.conclude`."""
+Report = Callable[[str, Sequence[int]], NoReturn]
+"""See `CallGuard.report`."""
 
 
 class _Guard:
@@ -124,7 +124,7 @@ class Line:
 class Host:
     """Rank 0's side: the syncer, and a thread for each other worker. ``like``: tensors like those
     that a worker delivers, by kind. ``timeout``: if the quorum is not reached within this many
-    seconds, all workers raise an error. ``conclude``: makes all ranks raise an error with a given
+    seconds, all workers raise an error. ``report``: makes all ranks raise an error with a given
     text and the ranks to blame."""
 
     def __init__(
@@ -133,10 +133,10 @@ class Host:
         lines: dict[int, Line],
         like: Sequence[Sequence[Tensor]],
         timeout: float,
-        conclude: Conclude,
+        report: Report,
     ) -> None:
         self.core = core
-        self._conclude = conclude
+        self._report = report
         self._timeout = timeout
         self.change = threading.Condition()
         """Guards the syncer."""
@@ -192,7 +192,7 @@ class Host:
             self._failure = LinkError(str(error), ranks=ranks)
             self.change.notify_all()
             try:  # else ranks that see another one end would blame that one
-                self._conclude(str(error), ranks)
+                self._report(str(error), ranks)
             except LinkError as verdict:
                 self._failure = verdict
         self.change.notify_all()
@@ -312,29 +312,35 @@ class HostPort(Clock):
 
 
 class GuestPort(Clock):
-    """The port of any other worker: ``line`` is that to rank 0."""
+    """The port of any other worker: ``line`` is that to rank 0. ``report``: see `Host`."""
 
     closings: list[Closing] = []  # noqa: RUF012  never changed
 
-    def __init__(self, line: Line) -> None:
-        self._line = line
+    def __init__(self, line: Line, report: Report) -> None:
+        self._line, self._report = line, report
 
     def quiet(self) -> AbstractContextManager[object]:
         return nullcontext()
 
     def deliver(self, delivery: Delivery) -> Closing:
-        line = self._line
-        said = {"what": "arrive", "about": vars(delivery.announcement)}
-        line.send_text({**said, "bases": delivery.bases is not None})
-        line.send(*delivery.tensors, *(delivery.bases or ()))
-        answer = line.receive_text()
-        if "error" in answer:
-            with line.reading():
+        try:
+            answer = self._deliver(delivery)
+            if "error" not in answer:
+                self._line.receive(*delivery.tensors)
+                with self._line.reading():
+                    return Closing.of(answer)
+            with self._line.reading():
                 text, ranks = clean(str(answer["error"])), [int(r) for r in answer["ranks"]]
-            raise LinkError(text, ranks=ranks)
-        line.receive(*delivery.tensors)
-        with line.reading():
-            return Closing.of(answer)
+        except LinkError as error:  # else the other ranks would blame this one
+            self._report(str(error), error.ranks)
+        raise LinkError(text, ranks=ranks)
+
+    def _deliver(self, delivery: Delivery) -> dict[str, Any]:
+        """Send ``delivery``, and return rank 0's answer."""
+        said = {"what": "arrive", "about": vars(delivery.announcement)}
+        self._line.send_text({**said, "bases": delivery.bases is not None})
+        self._line.send(*delivery.tensors, *(delivery.bases or ()))
+        return self._line.receive_text()
 
     def meet(self, step: int) -> None:
         self._line.send_text({"what": "meet"})
