@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,9 @@ sent."""
 LATENCIES = 8
 """The last probe must also take this many times a message's latency: in less time, congestion
 control may not have found the rate yet."""
+STEADY = 1.5
+"""The last probe is repeated if it and the one before it do not agree on the rate within this
+factor."""
 ENOUGH = 1000
 """Packets from which the share of lost ones is computed for the probes alone."""
 UNEQUAL_WORKERS, UNEQUAL_HOSTS = 1.25, 2.5
@@ -52,10 +55,13 @@ def probe(link: Link, device: torch.device) -> Probed:
     earlier = link.sent()
     link.gather(torch.zeros(1, device=device))  # all ranks begin together
     latency = statistics.median([timed(link, device, n) for _ in range(3)])
-    before, size, enough = (n, latency), LEAST, max(LONG, LATENCIES * latency)
+    taken, size, enough = [(n, latency)], LEAST, max(LONG, LATENCIES * latency)
     while (seconds := timed(link, device, size)) < enough and size < MOST:
-        before, size = (size, seconds), 4 * size
-    if seconds >= LONG:  # a lost packet, or congestion control that pauses, may have delayed it
+        taken.append((size, seconds))
+        size *= 4
+    taken.append((size, seconds))
+    before = taken[-2]
+    if seconds >= LONG and not _steady(taken):  # a lost packet may have delayed it
         seconds = min(seconds, timed(link, device, size))
     sent = cost.all_to_all(size, n).bytes - cost.all_to_all(before[0], n).bytes
     later = link.sent()
@@ -67,6 +73,19 @@ def probe(link: Link, device: torch.device) -> Probed:
         sent, longer = cost.all_to_all(size, n).bytes, seconds
     rate = 8 * sent / max(longer, 1e-9)
     return Probed(rate, latency, packets, again, speeds(earlier, later, n))
+
+
+def _steady(taken: Sequence[tuple[int, float]]) -> bool:
+    """Whether the last two differences of the (size, seconds) of growing probes mean about the same
+    rate."""
+    if len(taken) < 3:
+        return False
+    first, second, third = taken[-3:]
+    rates = [
+        (large[0] - small[0]) / max(large[1] - small[1], 1e-9)
+        for small, large in ((first, second), (second, third))
+    ]
+    return max(rates) < STEADY * min(rates)
 
 
 def _packets(sent: Mapping[int, Sent]) -> tuple[int, int]:

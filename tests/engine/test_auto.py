@@ -798,6 +798,7 @@ def test_a_worker_that_is_lost_after_it_was_measured() -> None:
         ([0.2, 0.3, 0.7, 1.3, 1.3], 8 * 2.25 * 2**20 / 0.6),
         ([0.2, 0.3, 0.7, 0.85, 0.6], 8 * 3 * 2**20 / 0.6),  # the one before was delayed
         ([0.2, 0.3, 0.7, 5.0, 1.3], 8 * 2.25 * 2**20 / 0.6),  # the first of its size was
+        ([0.2, 0.25, 0.4, 1.0], 8 * 2.25 * 2**20 / 0.6),  # two rates agree: it is not repeated
     ],
 )
 def test_a_delayed_probe_is_not_taken_for_another_rate(

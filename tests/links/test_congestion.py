@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 
-from laconic.links import congestion, wire
+from laconic.links import congestion, frames, wire
 
 
 @pytest.fixture
@@ -60,19 +61,24 @@ def test_where_it_cannot_be_set_the_systems_is_used(monkeypatch: pytest.MonkeyPa
 class Connection:
     """A connection that uses BBR: what the system reports of it, and what is set."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.state, self.estimate = 0, 1_000_000
         self.set: list[str] = []
+        monkeypatch.setattr(congestion, "borrowed", lambda fd: nullcontext(self))
+        monkeypatch.setattr(congestion, "tcp_info", lambda fd, layout: (self.state,))
 
     def getsockopt(self, level: int, option: int, size: int) -> bytes:
-        assert level == socket.IPPROTO_TCP
-        if option == socket.TCP_INFO:
-            return bytes([1, self.state]).ljust(size, b"\0")[:size]
+        assert (level, option) == (socket.IPPROTO_TCP, 26)  # TCP_CC_INFO
         return self.estimate.to_bytes(8, "little")[:size]
 
     def setsockopt(self, level: int, option: int, value: bytes) -> None:
         assert (level, option) == (socket.IPPROTO_TCP, socket.TCP_CONGESTION)
         self.set.append(value.decode())
+
+
+@pytest.fixture
+def bbr_connection(monkeypatch: pytest.MonkeyPatch) -> Connection:
+    return Connection(monkeypatch)
 
 
 @pytest.fixture
@@ -85,65 +91,71 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 ANEW = ["reno", "bbr"]
 
 
-def test_bbr_starts_anew_when_its_estimate_falls_by_half(clock: list[float]) -> None:
+def test_bbr_starts_anew_when_its_estimate_falls_by_half(
+    bbr_connection: Connection, clock: list[float]
+) -> None:
     """And not when it falls by less, or is what it was after that."""
-    connection, bbr = Connection(), congestion.Bbr()
+    bbr = congestion.Bbr()
     for estimate, anew in [(10, False), (6, False), (4, True), (10, False), (12, False), (5, True)]:
-        connection.set, connection.estimate = [], estimate * 1000
+        bbr_connection.set, bbr_connection.estimate = [], estimate * 1000
         clock[0] += 0.1
-        bbr.before_message(connection)  # type: ignore[arg-type]
-        assert connection.set == (ANEW if anew else []), estimate
+        bbr.before_message(7)
+        assert bbr_connection.set == (ANEW if anew else []), estimate
 
 
-def test_bbr_starts_anew_after_some_seconds(clock: list[float]) -> None:
-    connection, bbr, times = Connection(), congestion.Bbr(), []
+def test_bbr_starts_anew_after_some_seconds(bbr_connection: Connection, clock: list[float]) -> None:
+    bbr, times = congestion.Bbr(), []
     for message in range(25):
-        connection.set = []
-        bbr.before_message(connection)  # type: ignore[arg-type]
-        times += [message] if connection.set == ANEW else []
+        bbr_connection.set = []
+        bbr.before_message(7)
+        times += [message] if bbr_connection.set == ANEW else []
         clock[0] += 1
     assert times == [6, 12, 18, 24]
 
 
-def test_bbr_keeps_its_window_while_packets_are_sent_again(clock: list[float]) -> None:
-    connection, bbr = Connection(), congestion.Bbr()
+def test_bbr_keeps_its_window_while_packets_are_sent_again(
+    bbr_connection: Connection, clock: list[float]
+) -> None:
+    bbr = congestion.Bbr()
     clock[0] += 60
     for state in (1, 2, 3, 4):
-        connection.state = state
-        bbr.before_message(connection)  # type: ignore[arg-type]
-    assert not connection.set
-    connection.state = 0
-    bbr.before_message(connection)  # type: ignore[arg-type]
-    assert connection.set == ANEW
+        bbr_connection.state = state
+        bbr.before_message(7)
+        assert not congestion.renew(7)
+    assert not bbr_connection.set
+    bbr_connection.state = 0
+    bbr.before_message(7)
+    assert bbr_connection.set == ANEW
 
 
-def test_a_network_that_has_become_slower_is_accepted(clock: list[float]) -> None:
-    connection, bbr, anew = Connection(), congestion.Bbr(), 0
-    bbr.before_message(connection)  # type: ignore[arg-type]
-    connection.estimate //= 4
+def test_a_network_that_has_become_slower_is_accepted(
+    bbr_connection: Connection, clock: list[float]
+) -> None:
+    bbr, anew = congestion.Bbr(), 0
+    bbr.before_message(7)
+    bbr_connection.estimate //= 4
     for _ in range(100):
-        bbr.before_message(connection)  # type: ignore[arg-type]
-        anew += bool(connection.set)
-        connection.set = []
+        bbr.before_message(7)
+        anew += bool(bbr_connection.set)
+        bbr_connection.set = []
     assert anew == 34  # 0.98 to the power of 35 is 0.49
 
 
 def test_closed_connections_and_other_systems_are_left_alone(connection: socket.socket) -> None:
+    assert congestion.Bbr.of(connection) is None or congestion.name_of(connection) == "bbr"
     for made in (socket.socket(), connection):  # one was never connected, one may not use BBR
-        congestion.Bbr().before_message(made)
+        fd = made.fileno()
+        congestion.Bbr().before_message(fd)
         made.close()
-        congestion.Bbr().before_message(made)
+        congestion.Bbr().before_message(fd)
+        assert not congestion.renew(fd)
 
 
 def test_messages_start_bbr_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the connections that use it, and that a message is sent over."""
     monkeypatch.setattr(congestion, "name_of", lambda connection: "bbr")
     connections, called = wire.Connections(), []
-    monkeypatch.setattr(
-        congestion.Bbr,
-        "before_message",
-        lambda self, connection: called.append(connection.fileno()),
-    )
+    monkeypatch.setattr(congestion.Bbr, "before_message", lambda self, fd: called.append(fd))
     pairs = [socket.socketpair() for _ in range(3)]
     for rank, (ours, _) in enumerate(pairs):
         connections.keep(rank, ours)
@@ -163,9 +175,76 @@ def test_a_connection_that_started_anew_still_uses_bbr(
         assert congestion.name_of(connection) != congestion.LONG
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
-    bbr = congestion.Bbr()
+    bbr = congestion.Bbr.of(connection)
+    assert bbr is not None
+    assert connection.getsockopt(socket.IPPROTO_TCP, 25) == congestion.UNSENT  # TCP_NOTSENT_LOWAT
     for _ in range(3):
         clock[0] += 60
-        bbr.before_message(connection)
+        bbr.before_message(connection.fileno())
         assert congestion.name_of(connection) == "bbr"
         assert connection.send(bytes(1000)) == 1000
+
+
+SIZES = {
+    "others have much left": ([1000, 4 << 20, 4 << 20], [1, 2, 2]),
+    "others have little left": ([1000, 300_000, 4 << 20], [1, 1, 2]),
+    "none is complete": ([4 << 20, 4 << 20, 4 << 20], [1, 1, 1]),
+}
+
+
+@pytest.mark.parametrize("interpreted", [False, True])
+def test_what_is_sent_next_needs_the_rate_itself(
+    interpreted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others do not start anew before its last message is sent; nor does one that waits."""
+    monkeypatch.setattr(congestion, "renew", lambda fd: False)  # these are no TCP connections
+    if interpreted:
+        monkeypatch.setattr(frames, "library", lambda: None)
+    pairs = [socket.socketpair() for _ in range(3)]
+    for ours, _ in pairs:
+        ours.setblocking(False)
+    x = torch.zeros(4 << 20, dtype=torch.uint8)
+    messages = (frames.Message * 4)()
+    # two messages on the first connection, a long one on the second, one on the third that waits
+    each = [(0, 1000, 1000, -1), (0, 1000, -1, 0), (1, 4 << 20, 4 << 20, -1), (2, 4 << 20, -1, -1)]
+    for index, (pair, size, ready, after) in enumerate(each):
+        at = (1, 1), 0, x.data_ptr(), size, ready, pairs[pair][0].fileno(), False, after
+        frames.begin(messages, index, *at, bbr=True)
+    frames.move(messages, {}, frames.WITHOUT_WAITING, 0, 1)
+    assert [m.bbr for m in messages] == [1, 1, 1, 1]
+    messages[1].ready = 1000
+    frames.move(messages, {}, frames.WITHOUT_WAITING, 0, 1)
+    assert [m.bbr for m in messages] == [1, 1, 2, 1]
+    for pair in pairs:
+        for end in pair:
+            end.close()
+
+
+@pytest.mark.parametrize("interpreted", [False, True])
+@pytest.mark.parametrize(("sizes", "expected"), SIZES.values(), ids=SIZES)
+def test_when_a_message_is_sent_others_start_anew(
+    sizes: list[int], expected: list[int], interpreted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over connections that are never read, so that only the first one can be complete. Those over
+    which nothing was sent yet do not count, nor those without BBR."""
+    monkeypatch.setattr(congestion, "renew", lambda fd: False)  # these are no TCP connections
+    if interpreted:
+        monkeypatch.setattr(frames, "library", lambda: None)
+    pairs = [socket.socketpair() for _ in sizes]
+    for ours, _ in pairs:
+        ours.setblocking(False)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    tensors = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    messages = (frames.Message * len(sizes))()
+    for index in (2, 1, 0):  # the first one last: the others have begun when it is complete
+        where = tensors[index].data_ptr(), sizes[index], -1 if index == 0 else sizes[index]
+        at = (1, 1), 0, *where, pairs[index][0].fileno(), False, -1
+        frames.begin(messages, index, *at, bbr=True)
+    frames.move(messages, {}, frames.WITHOUT_WAITING, 0, 1)
+    assert [m.bbr for m in messages] == [1, 1, 1]
+    messages[0].ready = sizes[0]
+    frames.move(messages, {}, frames.WITHOUT_WAITING, 0, 1)
+    assert [m.bbr for m in messages] == expected
+    for pair in pairs:
+        for end in pair:
+            end.close()

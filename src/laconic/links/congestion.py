@@ -26,6 +26,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from laconic.links.sockets import borrowed, tcp_info
+
 VARIABLE = "LACONIC_CONGESTION"
 """The environment variable that selects a congestion control; ``system`` keeps the system's."""
 SYSTEM, LONG = "system", "bbr"
@@ -33,6 +35,9 @@ LONG_SECONDS = 0.005
 """The least round trip with which `LONG` is used."""
 _AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
+UNSENT = 2**19
+"""The most bytes that the system takes in for a connection with BBR before it can send them."""
+_UNSENT = 25  # TCP_NOTSENT_LOWAT
 _ANEW = "reno"
 """Every Linux has it. Setting the same congestion control again would change nothing."""
 _STATE, _OPEN = struct.Struct("=xB"), 0  # struct tcp_info up to tcpi_ca_state; no packet is lost
@@ -122,24 +127,38 @@ class Bbr:
         self._since = time.monotonic()
         self._best = 0.0
 
-    def before_message(self, connection: socket.socket) -> None:
-        """To be called before a message is sent over the ``connection``, which uses BBR."""
+    @classmethod
+    def of(cls, connection: socket.socket) -> Bbr | None:
+        """For a new ``connection``; None if it does not use BBR. Limits how much the system takes
+        in before it can be sent, because `laconic_move` has to know when a message is on its
+        way."""
+        if name_of(connection) != LONG:
+            return None
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, _UNSENT, UNSENT)
+        return cls()
+
+    def before_message(self, fd: int) -> None:
+        """To be called before a message is sent over the connection with the descriptor ``fd``."""
         try:
-            (state,) = _STATE.unpack(
-                connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _STATE.size)
-            )
-            (estimate,) = _ESTIMATE.unpack(
-                connection.getsockopt(socket.IPPROTO_TCP, _CC_INFO, _ESTIMATE.size)
-            )
+            with borrowed(fd) as connection:
+                info = connection.getsockopt(socket.IPPROTO_TCP, _CC_INFO, _ESTIMATE.size)
+            (estimate,) = _ESTIMATE.unpack(info)
         except (OSError, struct.error):  # closed; or not what Linux reports
             return
         self._best = max(estimate, self._best * self.KEPT)
         now = time.monotonic()
         old = now - self._since > self.RENEWED
-        if state != _OPEN or not (old or estimate < self._best / 2):
-            return  # while packets are being sent again, it would forget its window
-        self._since = now
-        assert _OPTION is not None, "the connection uses BBR"
-        with contextlib.suppress(OSError):  # closed
-            for name in (_ANEW, LONG):
-                connection.setsockopt(socket.IPPROTO_TCP, _OPTION, name.encode())
+        if (old or estimate < self._best / 2) and renew(fd):
+            self._since = now
+
+
+def renew(fd: int) -> bool:
+    """Start the BBR of a connection anew. Returns False if it cannot be done yet: while packets are
+    sent again, BBR would forget its window."""
+    if tcp_info(fd, _STATE) != (_OPEN,):
+        return False
+    with borrowed(fd) as connection, contextlib.suppress(OSError):  # closed
+        for name in (_ANEW, LONG):
+            connection.setsockopt(socket.IPPROTO_TCP, _OPTION or 0, name.encode())
+    return True

@@ -15,9 +15,8 @@ import select
 import socket
 import ssl
 import struct
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from laconic.links import congestion, forks, frames, handshake
 from laconic.links.addresses import Address, listen
 from laconic.links.connect import Connecting
 from laconic.links.link import Sent
+from laconic.links.sockets import borrowed, tcp_info
 
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 5}
 """A connection ends after 30 s in which the other host acknowledged none of 5 probes. That is long
@@ -73,7 +73,7 @@ class Connections(dict[int, int]):
         super().__init__()
         self.secured: dict[int, ssl.SSLSocket] = {}
         """Those that use TLS, by file descriptor."""
-        self._bbr: dict[int, congestion.Bbr] = {}
+        self.bbr: dict[int, congestion.Bbr] = {}
         """Those whose congestion control is BBR, by file descriptor."""
         self._process = os.getpid()
         forks.close_in_child(self)
@@ -86,7 +86,7 @@ class Connections(dict[int, int]):
     def keep(self, rank: int, connection: socket.socket) -> None:
         """Take over the connection to ``rank``, in place of an earlier one."""
         connection.setblocking(False)
-        bbr = congestion.Bbr() if congestion.name_of(connection) == congestion.LONG else None
+        bbr = congestion.Bbr.of(connection)
         before = self.get(rank)
         with forks.guard:
             if isinstance(connection, ssl.SSLSocket):
@@ -95,7 +95,7 @@ class Connections(dict[int, int]):
             else:
                 self[rank] = connection.detach()
         if bbr is not None:
-            self._bbr[self[rank]] = bbr
+            self.bbr[self[rank]] = bbr
         if before is not None:
             self._close(before)
 
@@ -103,7 +103,7 @@ class Connections(dict[int, int]):
         """What was sent to each rank so far; empty where the system does not report it."""
         found = {}
         for rank, fd in self.items():
-            info = _tcp_info(fd, _SENT)
+            info = tcp_info(fd, _SENT)
             if not info:
                 return {}
             again, acknowledged, packets, busy = info
@@ -112,13 +112,11 @@ class Connections(dict[int, int]):
 
     def before_messages(self, ranks: Iterable[int]) -> None:
         """To be called before messages for ``ranks`` are sent."""
-        if not self._bbr:
+        if not self.bbr:
             return
         for fd in (self[rank] for rank in ranks):
-            bbr = self._bbr.get(fd)
-            if bbr is not None:
-                with _borrowed(fd) as connection:
-                    bbr.before_message(connection)
+            if fd in self.bbr:
+                self.bbr[fd].before_message(fd)
 
     def close(self) -> None:
         """Close all connections."""
@@ -126,7 +124,7 @@ class Connections(dict[int, int]):
             self._close(self.popitem()[1])
 
     def _close(self, fd: int) -> None:
-        self._bbr.pop(fd, None)
+        self.bbr.pop(fd, None)
         secured = self.secured.pop(fd, None)
         if secured is None:
             os.close(fd)
@@ -136,7 +134,7 @@ class Connections(dict[int, int]):
     def shutdown(self) -> None:
         """End all connections, here and at the other ranks, so that waiting threads return."""
         for fd in self.values():
-            with _borrowed(fd) as connection, contextlib.suppress(OSError):  # it has ended already
+            with borrowed(fd) as connection, contextlib.suppress(OSError):  # it has ended already
                 connection.shutdown(socket.SHUT_RDWR)
 
     def __del__(self) -> None:
@@ -197,8 +195,10 @@ class Transfer:
                 )
             size, after = x.numel() * x.element_size(), latest.get((r, comes), -1)
             sendable = size if ready and after < 0 else -1
-            where = x.data_ptr(), size, sendable, connections[r], comes, after
-            frames.begin(self._messages, index, header, digest, *where)
+            fd = connections[r]
+            where = x.data_ptr(), size, sendable, fd, comes, after
+            bbr = fd in connections.bbr and not comes
+            frames.begin(self._messages, index, header, digest, *where, bbr=bbr)
             latest[r, comes] = index
         connections.busy = True
         connections.before_messages(sends)
@@ -257,28 +257,6 @@ class Transfer:
             return OtherCallError(rank, self.names[rank], (serial, call_id), size, message.size)
         why = "closed by it" if outcome == frames.CLOSED else os.strerror(number)
         return LostError(f"connection to rank {self.names[rank]}: {why}")
-
-
-@contextlib.contextmanager
-def _borrowed(fd: int) -> Iterator[socket.socket]:
-    """The socket of a file descriptor, which remains open."""
-    connection = socket.socket(fileno=fd)
-    try:
-        yield connection
-    finally:
-        connection.detach()
-
-
-def _tcp_info(fd: int, layout: struct.Struct) -> tuple[int, ...]:
-    """The system's ``tcp_info`` of a TCP connection; empty if the system does not report it."""
-    if not sys.platform.startswith("linux"):
-        return ()
-    try:
-        with _borrowed(fd) as connection:
-            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, layout.size)
-    except OSError:  # not TCP
-        return ()
-    return layout.unpack(info) if len(info) == layout.size else ()
 
 
 def configure(connection: socket.socket) -> None:
@@ -344,7 +322,7 @@ class Wire:
         """Seconds since anything came from the host of ``rank``, acknowledgements included; 0 where
         the system does not report it."""
         fd = self.connections.get(rank)
-        info = () if fd is None else _tcp_info(fd, _INFO)
+        info = () if fd is None else tcp_info(fd, _INFO)
         return min(info) / 1000 if info else 0.0
 
     def shutdown(self) -> None:
