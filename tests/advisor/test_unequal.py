@@ -96,8 +96,8 @@ def test_waiting_and_work_are_part_of_a_round_with_a_quorum() -> None:
 def test_lost_packets_from_numbers() -> None:
     known = {"params": 10**6, "step_time": 0.1, "bandwidth": 1e8, "latency": 0.05, "nodes": 4}
     facts = facts_from(**known, loss=0.001)  # type: ignore[arg-type]
-    # two messages of 3 MB: in its last round trip each rank sends 1.25 MB, 864 packets
-    delay = 2 * 1.25 * 0.1 * (1 - 0.999 ** (4 * 864))
+    # two messages of 3 MB: in its last round trip, 0.1 s, each rank sends 1.25 MB, 864 packets
+    delay = 2 * (1.25 * 0.1 - 0.1 / 2) * (1 - 0.999 ** (4 * 864))
     without = facts_from(**known)  # type: ignore[arg-type]
     more = predict(la.local_sgd(1), facts).seconds - predict(la.local_sgd(1), without).seconds
     assert more == pytest.approx(delay)
