@@ -435,7 +435,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("probe.py", "seconds >= LONG and not _steady(taken)", "seconds >= LONG", AUTO),
     ("probe.py", "seconds >= LONG and not _steady(taken)", "False", AUTO),
     ("links/congestion.py", "self._best * self.KEPT", "self._best", CONGESTION),
-    ("links/congestion.py", "self._since = now\n", "", CONGESTION),
+    ("links/congestion.py", "            self._since = now", "            pass", CONGESTION),
     ("links/congestion.py", "for name in (_ANEW, LONG):", "for name in (LONG,):", CONGESTION),
     ("links/congestion.py", "return LONG if round_trip >= LONG_SECONDS and", "return LONG if", CONGESTION),
     ("links/wire.py", "connections.before_messages(sends)", "pass", CONGESTION),
