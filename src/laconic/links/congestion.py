@@ -5,7 +5,7 @@ Most systems default to cubic, which interprets every lost packet as congestion.
 measures the rate and the round trip instead. On a network without latency and loss, it is a few
 percent slower. Therefore connections with a long round trip use BBR, if the system has it.
 
-BBR is made for downloads. Between the messages of a training it does badly in two ways, so `Bbr`
+BBR expects transfers that do not pause. Messages of a training suffer from it in two ways, so `Bbr`
 starts it anew before some of them. Both are properties of version 1 (Cardwell et al., "BBR:
 Congestion-Based Congestion Control", ACM Queue 14(5), 2016), which is in Linux.
 
@@ -115,7 +115,7 @@ class Bbr:
     so it begins with the rate that the window allows.
 
     Example: 50 Mbit/s, 80 ms, 0.1% of packets lost, messages of 0.1 MB every 0.2 s. Without this,
-    one message in 50 takes more than a second.
+    ranks wait for more than a second about once in 100 steps.
     """
 
     RENEWED = 5.0
