@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from laconic.algorithms.compile import workers_differ
 from laconic.algorithms.named import checked
 from laconic.algorithms.round import Recipe
 from laconic.candidates import Candidate, candidates, made, start
@@ -163,14 +164,21 @@ class Chooser:
         self._last = self._traffic = (0.0, 0.0)
         self._uneven = ""
         """What the latest measurement says about unequal workers and networks."""
+        self._probed: Probed | None = None
+        """The network as `start` has measured it, until the next choice."""
 
     def start(self, session: Session) -> None:
-        """Use ``session``: measure the link between its workers. All of its ranks choose
-        together."""
+        """Use ``session``: measure the link between its workers, and start with a recipe for it.
+        All of its ranks choose together. In an elastic run the network is measured later, because
+        others may be training already."""
         self._link, self._world, self._comm = session.workers, session.world, session.comm
         self._device, self._model, self._sent = session.device, session.shapes, session.traffic
         self._alone = session.elastic is None and session.workers.size == 1
         self._ranks = 1 if session.elastic is not None else self._world.size // self._link.size
+        if session.elastic is None and not self._alone:
+            self._probed = self._comm.call(self._probe, MEASURE)
+            facts, _ = self._measure()
+            self.now = start(facts.workers, facts)
 
     @property
     def text(self) -> str:
@@ -267,7 +275,9 @@ class Chooser:
         self._choose(step, facts)
 
     def _choose(self, step: int, facts: Facts) -> None:
-        before = self.now if self.choices else None  # the starting recipe has no advantage
+        self._probed = None
+        differ = workers_differ(self.now.recipe)  # else a change from the first one is cheap
+        before = self.now if self.choices or differ else None
         by_text = {c.text: c for c in candidates(facts, before)}
         text, reason = choose(self.auto, facts, before, self._extra)
         reason += self._uneven
@@ -296,7 +306,7 @@ class Chooser:
             spans = sorted(spans)[:1]
         wall, compute = _medians(spans)
         self._announce(MEASURE)
-        found = self._comm.call(self._probe, MEASURE)
+        found = self._probed or self._comm.call(self._probe, MEASURE)
         shapes, itemsize = self._model()
         elements = sum(map(math.prod, shapes))
         slowest = [compute, -found.rate, found.latency, wall, elements, -elements]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from laconic.algorithms.recipes import ddp, local_sgd, streaming_diloco
 from laconic.algorithms.round import GradientRound, Recipe, Round
@@ -46,6 +46,8 @@ hosts on 2 cores a step took 0.200 s with period 4, 0.181 s with 8 and 0.170 s w
 (``docs/race.md``)."""
 CHOSEN = tuple(period for period in PERIODS if period >= SHORTEST)
 """The periods of `candidates`, for `laconic.auto` and ``laconic advise``."""
+SLOW = 0.1
+"""The least seconds that coded gradients take per step for a run to start without them."""
 HALF = 0.5
 """Steps from when a message is due until the last rank sends it."""
 
@@ -113,8 +115,19 @@ def _gradients(codec: str | None, steps: float) -> Candidate:
     return Candidate(text, ddp(codec=codec), steps)
 
 
-def start(workers: int) -> Candidate:
+def start(workers: int, facts: Facts | None = None) -> Candidate:
     """The recipe until the first choice: cheap enough on any network, at almost no loss of quality.
-    A single worker, with nothing to choose, has no codec."""
+    A single worker, with nothing to choose, has no codec.
+
+    Coded gradients, from which a change costs least. Where the network in ``facts`` makes every
+    step wait for them, mostly for latencies (`SLOW`), parameters every other step with a delay:
+    what is chosen on such networks for all but the longest steps.
+    """
     codec = "int4" if workers > 1 else None
-    return _gradients(codec, GRADIENTS[codec])
+    coded = _gradients(codec, GRADIENTS[codec])
+    if facts is None or facts.workers == 1:
+        return coded
+    seconds = travel(coded.recipe[0], facts)
+    sending = travel(coded.recipe[0], replace(facts, latency=0.0))
+    period = min(LOCAL)
+    return local(period, period, LOCAL[period]) if seconds > max(SLOW, 2 * sending) else coded

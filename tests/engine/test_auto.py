@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import laconic as la
 from laconic import probe
 from laconic.algorithms.parse import parse_recipe
-from laconic.algorithms.round import Round
+from laconic.algorithms.round import Round, recipe_text
+from laconic.candidates import start
 from laconic.engine.gradient_rounds import bucket_sizes
 from laconic.engine.synchronizer import Synchronizer
 from laconic.links import Link, Throttled
@@ -151,6 +152,75 @@ def test_it_stands_for_a_recipe_in_attach_alone() -> None:
     assert parse_recipe("auto(0.9)") == la.auto(0.9)
 
 
+# -- the start ----
+
+FAR = replace(TEXT, rate=50e6, latency=0.04, compute=0.0)
+
+
+@pytest.mark.parametrize(
+    ("rate", "latency", "text"),
+    [
+        (50e6, 0.04, "local_sgd(2, delay=2, codec='int4')"),
+        (50e6, 0.001, "ddp(codec='int4')"),
+        (5e6, 0.04, "ddp(codec='int4')"),  # its messages take longer to send than to arrive
+        (1e12, 0.01, "ddp(codec='int4')"),  # three buckets of two messages: 0.06 s
+        (1e12, 0.02, "local_sgd(2, delay=2, codec='int4')"),  # 0.12 s
+    ],
+)
+def test_it_starts_without_what_would_wait_for_latencies(
+    rate: float, latency: float, text: str
+) -> None:
+    assert len(bucket_sizes(la.ddp(codec="int4")[0].exchange, FAR.elements * 4)) == 3
+    assert start(4, replace(FAR, rate=rate, latency=latency)).text == text
+
+
+def test_one_worker_starts_without_a_codec() -> None:
+    assert start(1).text == "ddp()" and start(4).text == "ddp(codec='int4')"
+    assert start(4, replace(FAR, workers=1)).text == "ddp(codec='int4')", "others may join"
+
+
+@pytest.mark.parametrize("nprocs", [1, 2], ids=["alone", "two ranks per worker"])
+@pytest.mark.parametrize(
+    ("latency", "before"), [(0.06, "local_sgd(2, delay=2, codec='int4')"), (0.0, "ddp(codec='int4')")]
+)
+def test_the_network_is_measured_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, latency: float, before: str, nprocs: int
+) -> None:
+    """Once: the first choice needs the steps only. The starting recipe stays without a switch if it
+    is the choice, and its delay of two steps suffices."""
+    probed: list[int] = []
+
+    def found(self: Any) -> probe.Probed:
+        probed.append(self._step)
+        return probe.Probed(1e8, latency, 0, 0, [0.0] * self._link.size)
+
+    monkeypatch.setattr(auto_module.Chooser, "_probe", found)
+    monkeypatch.setattr(
+        auto_module, "_medians", lambda spans: (0.15, 0.15) if spans else (0.0, 0.0)
+    )
+
+    def one(rank: int) -> Any:
+        model, optimizer = build(rank)
+        model.append(nn.Linear(30, 800_000 // 30))  # about as large as TEXT
+        sync = la.attach(model, optimizer, la.auto(), nprocs_per_node=nprocs)
+        run, first = sync.driver.run, recipe_text(sync.recipe)
+        early = list(sync.choices)
+        for t in range(1, 7):
+            optimizer.zero_grad()
+            model(torch.full((2, 40), 1.0 + rank)).square().mean().backward()
+            optimizer.step()
+        return first, early, sync.choices, sync.driver.run is run, weights(model)
+
+    for first, early, choices, same, _ in la.simulate(one, workers=4):
+        assert first == before and early == []
+        assert [c.step for c in choices] == [4]
+        assert choices[0].facts.rate == 1e8 and choices[0].facts.latency == latency
+        assert same == (choices[0].text == before)
+        if latency:
+            assert same
+    assert probed == [0] * 4
+
+
 # -- in training ----
 
 
@@ -181,6 +251,7 @@ class Changing(Throttled):
 
     def like(self, link: Link) -> Link:
         inner = Changing(link, self.bandwidth, self.latency)
+        inner.set(self._rate)
         LINKS.append(inner)
         return inner
 
@@ -195,12 +266,17 @@ def changing(link: Link) -> Link:
 
 
 def run(rank: int, steps: int, recipe: Any, rates: dict[int, float]) -> Any:
+    """``rates``: the network's rate in bit/s from that step on; 0: from before `attach`."""
     model, optimizer = build(rank)
+
+    def change(t: int) -> None:
+        for link in LINKS if t in rates else ():
+            link.set(rates[t])
+
+    change(0)
     sync = la.attach(model, optimizer, recipe)
     for t in range(1, steps + 1):
-        if t in rates:
-            for link in LINKS:
-                link.set(rates[t])
+        change(t)
         step(model, optimizer, rank, t)
     sync.finish()
     return sync.choices, weights(model)
@@ -220,7 +296,7 @@ def test_every_rank_makes_the_same_choice_and_says_why(caplog: pytest.LogCapture
     LINKS.clear()
     with caplog.at_level(logging.INFO, logger="laconic"):
         found = la.simulate(
-            lambda rank: run(rank, 40, la.auto(), {1: 1e6}), workers=3, link=changing
+            lambda rank: run(rank, 40, la.auto(), {0: 1e6}), workers=3, link=changing
         )
     (choices, x), *others = found
     assert choices and all(other == choices for other, _ in others)
@@ -242,7 +318,7 @@ def test_it_looks_again_when_the_network_gets_slow(monkeypatch: pytest.MonkeyPat
     LINKS.clear()
     steps = 50 + auto_module.REVIEW + auto_module.LATER + 1
     found = la.simulate(
-        lambda rank: run(rank, steps, la.auto(), {1: 1e9, 50: 1e6}), workers=3, link=changing
+        lambda rank: run(rank, steps, la.auto(), {0: 1e9, 50: 1e6}), workers=3, link=changing
     )
     choices = found[0][0]
     early, late = ([c for c in choices if (c.step > 50) == side] for side in (False, True))
@@ -258,14 +334,8 @@ def test_it_chooses_again_when_a_byte_takes_another_time(
     fast, slow = "ddp()", "streaming_diloco("
 
     def rate(chooser: Any) -> float:
-        return before if chooser.steps <= 100 else after
+        return before if chooser._step <= 100 else after
 
-    def look(self: Any, step: int) -> None:
-        self.steps = step
-        original(self, step)
-
-    original = auto_module.Chooser._review
-    monkeypatch.setattr(auto_module.Chooser, "_review", look)
     monkeypatch.setattr(auto_module.Chooser, "_pace", lambda self: [0.15, 8 / rate(self), 0.15])
     monkeypatch.setattr(
         auto_module.Chooser,

@@ -71,6 +71,7 @@ class Driver:
         self.run.check_alike()
         if session.policy is not None:
             session.policy.start(session)
+            self.run = RecipeRun(session, settings.arrange(session.policy.recipe))
         session.broadcast([*model.parameters(), *model.buffers(), *session.params()])
         session.note_order()
         try:

@@ -47,7 +47,7 @@ class Policy(Protocol):
         """The choices so far, for `Synchronizer.choices`."""
 
     def start(self, session: Session) -> None:
-        """Called once, when the ranks have met."""
+        """Called once, when the ranks have met, and before any round: it may change `recipe`."""
 
     def after_step(self, step: int) -> bool:
         """Return whether `recipe` has changed. Every rank calls it after the same steps."""
