@@ -181,7 +181,8 @@ def test_one_worker_starts_without_a_codec() -> None:
 
 @pytest.mark.parametrize("nprocs", [1, 2], ids=["alone", "two ranks per worker"])
 @pytest.mark.parametrize(
-    ("latency", "before"), [(0.06, "local_sgd(2, delay=2, codec='int4')"), (0.0, "ddp(codec='int4')")]
+    ("latency", "before"),
+    [(0.06, "local_sgd(2, delay=2, codec='int4')"), (0.0, "ddp(codec='int4')")],
 )
 def test_the_network_is_measured_before_the_first_step(
     monkeypatch: pytest.MonkeyPatch, latency: float, before: str, nprocs: int
@@ -205,7 +206,7 @@ def test_the_network_is_measured_before_the_first_step(
         sync = la.attach(model, optimizer, la.auto(), nprocs_per_node=nprocs)
         run, first = sync.driver.run, recipe_text(sync.recipe)
         early = list(sync.choices)
-        for t in range(1, 7):
+        for _ in range(6):
             optimizer.zero_grad()
             model(torch.full((2, 40), 1.0 + rank)).square().mean().backward()
             optimizer.step()
@@ -658,9 +659,9 @@ def owed(sync: Synchronizer) -> Tensor:
     """What a worker has not sent, its share as an owner included, n = 2 times."""
     (state,) = sync.state_dict()["gradients"]
     found = []
-    for kept, start, size in zip(state["carried"], state["starts"], state["sizes"], strict=True):
+    for kept, first, size in zip(state["carried"], state["starts"], state["sizes"], strict=True):
         total = kept["residual"].clone()
-        total[start : start + len(kept["lag"])] += 2 * kept["lag"]
+        total[first : first + len(kept["lag"])] += 2 * kept["lag"]
         found.append(total[:size])
     return torch.cat(found)
 
