@@ -176,6 +176,7 @@ class Chooser:
         self._alone = session.elastic is None and session.workers.size == 1
         self._ranks = 1 if session.elastic is not None else self._world.size // self._link.size
         if session.elastic is None and not self._alone:
+            self._announce(MEASURE)
             self._probed = self._comm.call(self._probe, MEASURE)
             facts, _ = self._measure()
             self.now = start(facts.workers, facts)
@@ -300,7 +301,8 @@ class Chooser:
     # -- measuring ----
 
     def _measure(self) -> tuple[Facts, float]:
-        """The facts and the seconds of a step, each from the slowest rank."""
+        """The facts and the seconds of a step, each from the slowest rank. The network is measured,
+        too, unless `start` has just done so."""
         spans = self._spans[-WINDOW:]
         if not self.choices:  # with so few steps a single slow one would be half of the median
             spans = sorted(spans)[:1]
@@ -352,6 +354,7 @@ class Chooser:
         self._facts = None if state["facts"] is None else _facts(state["facts"])
         self.choices, self._steps, self._baseline, self._extra = choices, 0, [], {}
         self._paces, self._spans, self._facts_loaded = None, [], True
+        self._probed = None if choices else self._probed
         self._last = time.perf_counter(), self._comm.seconds_waiting
 
     def handover(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from laconic.links.quorum.syncer import Syncer
 
 import quorum_training as quorum
 import reference as ref
+import reference_coded as ref_coded
 import training
 from reference_quorum import Quorum
 from training import Job
@@ -78,6 +79,39 @@ ROWS: dict[str, tuple[la.Recipe, Quorum]] = {
     "streaming_diloco": (
         la.streaming_diloco(5, 2, 0, codec=None, quorum=2, momentum=0.5, by="layers"),
         Quorum(5, 2, rule="delayed", lr=0.7, momentum=0.5, fragments=LAYERS),
+    ),
+    "local_sgd, int8": (
+        la.local_sgd(4, quorum=2, codec=la.codecs.Int8(8)),
+        Quorum(4, 2, codec=ref_coded.int8(8)),
+    ),
+    "diloco, int4, own pace": (
+        la.diloco(6, momentum=0.5, quorum=3, pace="own", codec=la.codecs.Int4(8)),
+        Quorum(6, 3, own=True, rule="delayed", lr=0.7, momentum=0.5, codec=ref_coded.int4(8)),
+    ),
+    "diloco, int8, grace, steps": (
+        la.diloco(*(4, 0.7, 0.5), quorum=2, grace=5.0, weigh="steps", codec=la.codecs.Int8(8)),
+        Quorum(
+            *(4, 2, 5.0, False, "steps"),
+            rule="delayed",
+            lr=0.7,
+            momentum=0.5,
+            codec=ref_coded.int8(8),
+        ),
+    ),
+    "slowmo, bfloat16": (
+        la.slowmo(None, 4, 0.5, 0.9, quorum=2, codec="bfloat16"),
+        Quorum(4, 2, rule="slow", lr=0.9, momentum=0.5, codec=ref_coded.cast("bfloat16")),
+    ),
+    "streaming_diloco, int4": (
+        la.streaming_diloco(5, 2, 0, codec=la.codecs.Int4(8), quorum=2, momentum=0.5, by="layers"),
+        Quorum(
+            *(5, 2),
+            rule="delayed",
+            lr=0.7,
+            momentum=0.5,
+            fragments=LAYERS,
+            codec=ref_coded.int4(8),
+        ),
     ),
     "streaming_diloco, own pace, grace": (
         la.streaming_diloco(
@@ -135,7 +169,9 @@ def test_the_rows_differ() -> None:
 
 
 @pytest.mark.parametrize("times", SECONDS)
-@pytest.mark.parametrize("row", [r for r in ROWS if "local_sgd" in r and "steps" not in r])
+@pytest.mark.parametrize(
+    "row", [r for r in ROWS if "local_sgd" in r and "steps" not in r and "int" not in r]
+)
 def test_every_step_is_delivered_once(row: str, times: str) -> None:
     """With averages alone, the common model is x0 minus a coefficient of every step's change: one
     n-th, whatever round it came in. So nothing is lost, and nothing comes twice. Weights by steps
@@ -148,8 +184,9 @@ def test_every_step_is_delivered_once(row: str, times: str) -> None:
         assert float((final - (start + total)).abs().max()) < 1e-12
 
 
-def _changes(job: Job, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x0, the sum of what this worker's own optimizer did to x, and x after finish()."""
+def _changes(job: Job, rank: int, keep: list[Any] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """x0, the sum of what this worker's own optimizer did to x, and x after finish(). ``keep``
+    receives the synchronizer."""
     model, optimizer = training.build(job, rank)
     own: list[Tensor] = []
     before: list[Tensor] = []
@@ -160,8 +197,38 @@ def _changes(job: Job, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     for t in range(1, STEPS[rank] + 1):
         training.step(job, model, optimizer, job.data()[rank][t - 1], t)
     sync.finish()
+    if keep is not None:
+        keep.append(sync)
     assert len(own) == STEPS[rank]
     return start, torch.stack(own).sum(0), training.flat(model).clone()
+
+
+@pytest.mark.parametrize("times", SECONDS)
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_what_codes_leave_out_is_kept(codec: str, times: str) -> None:
+    """The mean of x at the end, what the workers have not sent of their steps, and what they have
+    not received of the common model: together they are x0 and one n-th of every step's change."""
+    recipe = la.local_sgd(4, quorum=2, codec=codec)
+    job = replace(Job(recipe, 4, max(STEPS), "sgd"), lr=training.constant_lr)
+
+    def train(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        sync: list[Any] = []
+        start, total, final = _changes(job, rank, sync)
+        (running,) = sync[0].driver.run.rounds
+        (channel,) = running.channels
+        left, bucket = channel.exchange_state["residual"], channel.bucket
+        merger = sync[0].driver.run.quorum._merger
+        if merger is not None:
+            left = left + 4 * (channel.state["anchor"] - merger.results[0][0])
+        parts = {id(s.tensor): v for s, v in zip(bucket.segments, bucket.split(left), strict=True)}
+        left = torch.cat([parts[id(p)] for p in sync[0].driver.session.model.parameters()])
+        return start + total, left, final
+
+    runs = la.simulate(train, workers=4, step_seconds=SECONDS[times])
+    wanted, left = (sum(run[k] for run in runs) / 4 for k in (0, 1))
+    assert float(left.abs().max()) > 1e-6
+    for _, _, final in runs:
+        assert float((final + left - wanted).abs().max()) < 1e-12
 
 
 def test_a_delayed_contribution_enters_momentum_once() -> None:
@@ -349,7 +416,7 @@ def syncer(quorum: int, grace: float, workers: int = 4, kinds: int = 1) -> Synce
     return Syncer(
         workers,
         rules,
-        lambda c, d: [],
+        lambda c, d: {rank: [] for rank in d},
         lambda kind, speeds, roster: [Appointment(0, 1)] * len(roster),
     )
 
@@ -381,7 +448,7 @@ def test_the_grace_is_not_for_those_that_are_expected_later() -> None:
     def paces(kind: int, speeds: Any, roster: Any) -> list[Appointment]:
         return [Appointment(1, 3 if rank == 3 else 1) for rank in roster]
 
-    core = Syncer(4, [Rules(2, 9.0)], lambda c, d: [], paces)
+    core = Syncer(4, [Rules(2, 9.0)], lambda c, d: {rank: [] for rank in d}, paces)
     now, rosters, waited = 0.0, [], []
     for number in range(1, 8):
         for rank in range(4):
@@ -393,7 +460,7 @@ def test_the_grace_is_not_for_those_that_are_expected_later() -> None:
         waited.append(found[0] - now)
         now = found[0]
         state = core.state()
-        core = Syncer(4, [Rules(2, 9.0)], lambda c, d: [], paces)
+        core = Syncer(4, [Rules(2, 9.0)], lambda c, d: {rank: [] for rank in d}, paces)
         core.load(state)
     assert rosters == [True, False, False, True, False, True, False]
     assert waited == [0.5] * 7
@@ -569,9 +636,13 @@ WRONG: dict[str, tuple[Callable[[], la.Recipe], str]] = {
     "weigh": (lambda: la.local_sgd(4, quorum=2, weigh="x"), "one of 'alike', 'steps'"),  # type: ignore[arg-type]
     "grace alone": (lambda: la.diloco(4, grace=2.0), "give quorum= or pace='own'"),
     "weigh alone": (lambda: la.slowmo(None, 4, weigh="steps"), "give quorum= or pace='own'"),
-    "codec": (lambda: la.diloco(4, quorum=2, codec="int8"), "use codec=None"),
+    "codec": (lambda: la.diloco(4, quorum=2, codec="int9"), "codec must be one of"),  # type: ignore[arg-type]
+    "code of a few": (
+        lambda: la.diloco(4, quorum=2, codec="top64"),
+        "needs a codec such as float32, .*int4",
+    ),
     "delay": (lambda: la.local_sgd(4, quorum=2, delay=1), "use delay=0"),
-    "streaming": (lambda: la.streaming_diloco(quorum=2), "use codec=None, delay=0"),
+    "streaming": (lambda: la.streaming_diloco(quorum=2), "use delay=0"),
     "average": (
         lambda: la.local_sgd(4, quorum=2, optimizer_state="average"),
         "use optimizer_state='keep' or 'reset'",

@@ -37,6 +37,7 @@ RECIPES: dict[str, la.Recipe] = {
     "diloco": la.diloco(4, quorum=3, grace=0.005),
     "diloco, steps": la.diloco(4, quorum=2, weigh="steps"),
     "diloco, own pace": la.diloco(6, quorum=2, grace=0.01, pace="own"),
+    "diloco, int8": la.diloco(4, quorum=2, codec=la.codecs.Int8(8, stochastic=True)),
     "slowmo": la.slowmo(None, 4, 0.5, quorum=2),
     "streaming_diloco": la.streaming_diloco(6, 3, 0, codec=None, quorum=2),
 }
@@ -164,7 +165,7 @@ def save(rank: int, job: Job, folder: Path, at: Sequence[int]) -> int:
     return len(sync.closings)
 
 
-@pytest.mark.parametrize("name", ["local_sgd", "diloco", "diloco, own pace"])
+@pytest.mark.parametrize("name", ["local_sgd", "diloco", "diloco, own pace", "diloco, int8"])
 def test_processes_resume_what_threads_have_saved(
     pool: gloo.Pool, name: str, tmp_path: Path
 ) -> None:
@@ -322,15 +323,15 @@ def test_a_grace_may_be_longer_than_the_timeout() -> None:
     def conclude(text: str, ranks: Sequence[int]) -> NoReturn:
         raise la.LinkError(text, ranks=ranks)
 
-    core = Syncer(2, [Rules(1, 0.6)], lambda closing, deliveries: [torch.zeros(1)], paces)
+    core = Syncer(2, [Rules(1, 0.6)], lambda closing, deliveries: {0: [torch.zeros(1)]}, paces)
     host = Host(core, {}, [[torch.zeros(1)]], 0.2, conclude)
     delivery = Delivery(Announcement(0, 0, 1, 1.0, 1), [torch.ones(1)])
     assert host.deliver(0, delivery).closing.roster == (0,)
     host.close()
 
 
-def bytes_sent(rank: int) -> tuple[int, int, int]:
-    job = Job(la.local_sgd(4, quorum=3), 3, 12)
+def bytes_sent(rank: int, codec: la.codecs.Codec | None) -> tuple[int, int, int]:
+    job = Job(la.local_sgd(4, quorum=3, codec=codec), 3, 12)
     model, optimizer = training.build(job, rank)
     sync = la.attach(model, optimizer, job.recipe, link=gloo.link_of(3))
     for t in range(1, 13):
@@ -361,10 +362,12 @@ def test_a_base_is_sent_once_after_loading() -> None:
     assert first == 2 * (second - first) == 2 * (third - second)
 
 
-def test_bytes_are_counted(pool: gloo.Pool) -> None:
+@pytest.mark.parametrize("codec", [None, la.codecs.Int8(8)], ids=["whole", "coded"])
+def test_bytes_are_counted(pool: gloo.Pool, codec: la.codecs.Codec | None) -> None:
     """Each worker sends the model and receives it, once a round; rank 0's process, for each other
     worker."""
-    answers = pool.run(bytes_sent, ranks=3)
-    size = answers[0][2]
-    padded = -(-size // 24) * 24
-    assert [sent for sent, _, _ in answers] == [2 * 3 * padded, 3 * padded, 3 * padded]
+    answers = pool.run(bytes_sent, codec, ranks=3)
+    size = -(-answers[0][2] // 24) * 24
+    if codec is not None:
+        size = codec.nbytes(-(-answers[0][2] // 8 // 24) * 24)  # multiples of 3 and of 8
+    assert [sent for sent, _, _ in answers] == [2 * 3 * size, 3 * size, 3 * size]

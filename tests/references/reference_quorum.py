@@ -11,7 +11,13 @@ Each worker i of the round M brings d_i = base_i - x_i, where base_i is what x_i
 
     alike:  D = sum over M of d_i / n            steps:  D = sum of s_i*d_i / sum of s_i
 
-and all of M go on from the new a. Update rules:
+and all of M go on from the new a. With a codec Q, of vectors that the parameters of a bucket form
+together, d_i is what has come of it, and all go on from the P that has come of a:
+
+    v = x_i - base_i + e_i ; q_i = Q(v) ; e_i <- v - q_i ; d_i = -q_i
+    p = Q(a - P) ; P <- P + p
+
+Update rules:
 
     average:   a <- a - D
     nesterov:  m <- mu*m + D ;  a <- a - eta*(D + mu*m)
@@ -24,10 +30,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from reference import (
     GROUP_OF,
+    GROUPS,
     NAMES,
     Data,
     Optimizer,
@@ -38,6 +47,7 @@ from reference import (
     gradient,
     mean,
 )
+from reference_coded import Codec
 
 Rule = Literal["average", "nesterov", "delayed", "slow"]
 
@@ -59,6 +69,13 @@ class Quorum:
     momentum: float = 0.0
     reset: bool = False
     fragments: tuple[tuple[str, ...], ...] = (NAMES,)
+    codec: Codec | None = None
+
+    def vectors(self, k: int) -> list[list[str]]:
+        """The names of the parameters that are coded together: those of a fragment, group by group;
+        under "slow" every group by itself."""
+        groups = [[name for name in group if name in self.fragments[k]] for group in GROUPS]
+        return groups if self.rule == "slow" else [[name for group in groups for name in group]]
 
     def first(self, k: int) -> int:
         """The step after which fragment k is due first."""
@@ -67,9 +84,11 @@ class Quorum:
 
 @dataclass
 class _Part:
-    """One fragment on one worker. ``since``: the step after which x began with ``base``."""
+    """One fragment on one worker. ``since``: the step after which x began with ``base``. ``e``:
+    what its messages have left out."""
 
     base: Params
+    e: Params
     pace: int
     since: int = 0
     expected: int = 0
@@ -91,9 +110,11 @@ class _Runner:
 
 @dataclass
 class _Outer:
-    """The outer state of one fragment. ``held``: contributions in ``late``. ``rounds``: so far."""
+    """The outer state of one fragment. ``held``: contributions in ``late``. ``rounds``: so far.
+    ``p``: what the workers have received of a."""
 
     a: Params
+    p: Params
     m: Params
     late: Params
     held: int = 0
@@ -124,9 +145,11 @@ def run(
     n, count = len(seconds), len(recipe.fragments)
     messages = messages or [0.0] * n
     x0 = init[0]
-    outer = [_Outer(copy(x0), zeros(x0), zeros(x0)) for _ in range(count)]
+    outer = [_Outer(copy(x0), copy(x0), zeros(x0), zeros(x0)) for _ in range(count)]
     all_of = [
-        _Runner(Worker(copy(x0)), [_Part(copy(x0), recipe.first(k)) for k in range(count)])
+        _Runner(
+            Worker(copy(x0)), [_Part(copy(x0), zeros(x0), recipe.first(k)) for k in range(count)]
+        )
         for _ in range(n)
     ]
     rosters: list[tuple[int, tuple[int, ...]]] = []
@@ -164,11 +187,11 @@ def run(
         for i in members:
             w, part = all_of[i], all_of[i].parts[k]
             w.time, w.sent = closes[k], False
-            part.since, part.base = w.steps, copy(outer[k].a)
+            part.since, part.base = w.steps, copy(outer[k].p)
             part.pace, later = pace(recipe, w, all_of)
             part.expected = outer[k].rounds + later
             for name in recipe.fragments[k]:
-                w.worker.x[name] = outer[k].a[name].copy()
+                w.worker.x[name] = outer[k].p[name].copy()
                 if recipe.reset:
                     w.worker.state[name] = {}
             w.trace[-1] = copy(w.worker.x)
@@ -177,7 +200,7 @@ def run(
         moved.append(copy(w.worker.x))
         for k, names in enumerate(recipe.fragments):
             for name in names:
-                moved[-1][name] += outer[k].a[name] - w.parts[k].base[name]
+                moved[-1][name] += outer[k].p[name] - w.parts[k].base[name]
     return Result([w.trace for w in all_of], mean(moved), rosters)
 
 
@@ -193,11 +216,12 @@ def outer_step(
     n, a, m, late = len(all_of), outer.a, outer.m, outer.late
     shares = [all_of[i].steps - all_of[i].parts[k].since for i in members]
     outer.held += len(members)
+    ds = [change(recipe, k, all_of[i]) for i in members]
     for name in recipe.fragments[k]:
         delta = 0.0 * a[name]
-        for i, s in zip(members, shares, strict=True):
+        for d, s in zip(ds, shares, strict=True):
             c = s / sum(shares) if recipe.weigh == "steps" else 1 / n
-            delta = delta + c * (all_of[i].parts[k].base[name] - all_of[i].worker.x[name])
+            delta = delta + c * d[name]
         if recipe.rule == "average":
             a[name] = a[name] - delta
         elif recipe.rule == "nesterov":
@@ -215,6 +239,36 @@ def outer_step(
                 a[name] = a[name] - recipe.lr * recipe.momentum * m[name]
                 late[name] = 0.0 * late[name]
     outer.held = outer.held if outer.held < n else 0
+    if recipe.codec is None:
+        outer.p = copy(a)
+        return
+    for names in recipe.vectors(k):
+        p = apart(recipe.codec(together(a, names) - together(outer.p, names)), outer.p, names)
+        outer.p.update({name: outer.p[name] + p[name] for name in names})
+
+
+def change(recipe: Quorum, k: int, w: _Runner) -> Params:
+    """d_i of fragment k."""
+    part, x = w.parts[k], w.worker.x
+    if recipe.codec is None:
+        return {name: part.base[name] - x[name] for name in recipe.fragments[k]}
+    found: Params = {}
+    for names in recipe.vectors(k):
+        v = together(x, names) - together(part.base, names) + together(part.e, names)
+        q = recipe.codec(v)
+        part.e.update(apart(v - q, part.e, names))
+        found.update(apart(-q, x, names))
+    return found
+
+
+def together(p: Params, names: Sequence[str]) -> Any:
+    return np.concatenate([p[name].ravel() for name in names]) if names else np.zeros(0)
+
+
+def apart(vector: Any, like: Params, names: Sequence[str]) -> Params:
+    ends = np.cumsum([like[name].size for name in names])
+    parts = np.split(vector, ends[:-1]) if len(names) else []
+    return {name: part.reshape(like[name].shape) for name, part in zip(names, parts, strict=True)}
 
 
 def pace(recipe: Quorum, w: _Runner, all_of: Sequence[_Runner]) -> tuple[int, int]:

@@ -36,7 +36,7 @@ def _buffer_rounds(rounds: Sequence[Round]) -> list[Round]:
     for r in rounds:
         like = Round(r.when, Replace(), Mean(), module_buffers, over="world", delay=r.delay)
         if isinstance(r.exchange, QuorumMean):
-            like = replace(like, exchange=replace(r.exchange, anchored=False), over=r.over)
+            like = replace(like, exchange=r.exchange.unanchored(), over=r.over)
             found += [] if like in found else [like]  # it closes with the round itself
             continue
         if isinstance(r.exchange, Gossip):
@@ -71,11 +71,7 @@ def check_quorum(recipe: Recipe, workers: int | None, *, plain: bool) -> None:
                 "combine gives the new x, and nothing else. OuterStep, DelayedNesterov, "
                 "AnchoredAverage and SlowMomentum are such updates"
             )
-    rules = {
-        (r.when, replace(r.exchange, anchored=True))
-        for r in with_quorum
-        if isinstance(r.exchange, QuorumMean)
-    }
+    rules = {(r.when, r.exchange) for r in with_quorum}
     if len(rules) > len({r.when for r in with_quorum}):
         raise ValueError("rounds with a quorum that are due at the same steps have the same rules")
     if with_quorum and len(with_quorum) < len(recipe):

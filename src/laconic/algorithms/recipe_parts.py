@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import get_args
 
 from laconic.algorithms.exchange import Exchange
-from laconic.algorithms.exchanges import Mean, QuorumMean, ShardedMean, coded
+from laconic.algorithms.exchanges import CodedQuorumMean, Mean, QuorumMean, ShardedMean, coded
 from laconic.algorithms.exchanges.quorum import Pace, Weigh
 from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round
 from laconic.algorithms.schedules import Schedule, Unless, every
 from laconic.algorithms.updates import Eager, OuterStep
 from laconic.algorithms.updates.outer_step import Merge, OuterFactory
-from laconic.codecs import Codec
+from laconic.codecs import Codec, codec_of
 from laconic.errors import check_choice, check_float, check_int
 
 CodecOption = Codec | str | None
@@ -48,15 +48,17 @@ def quorum_mean(
                 "give quorum= or pace='own'"
             )
         return None
-    refused = {"codec=None": codec is not None, "delay=0": bool(delay)}
+    refused = {"delay=0": bool(delay)}
     refused["optimizer_state='keep' or 'reset'"] = optimizer_state == "average"
     needed = [option for option, given in refused.items() if given]
     if needed:
         raise ValueError(
-            "rounds with quorum= or pace='own' send uncoded messages, fold results at once, and "
-            f"average parameters only: use {', '.join(needed)}"
+            "rounds with quorum= or pace='own' fold results at once, and average parameters only: "
+            f"use {', '.join(needed)}"
         )
-    return exchange
+    if codec is None:
+        return exchange
+    return CodedQuorumMean(quorum, grace, pace, weigh, codec=codec_of(codec))
 
 
 def outer_step(

@@ -326,8 +326,9 @@ def diloco(
     steps that it has taken. Momentum is then delayed (`DelayedNesterov`), unless ``outer`` is
     given. ``pace="own"``: in each period a worker takes as many steps as it can while the fastest
     takes ``period`` (dynamic local updates); without a ``quorum``, rounds wait for all.
-    ``weigh="steps"``: a contribution counts by its number of steps; see `QuorumMean`. Rank 0 stores
-    the outer state. Douillard et al. 2026, arXiv 2604.21428; Liu et al. 2024, arXiv 2401.09135.
+    ``weigh="steps"``: a contribution counts by its number of steps; see `QuorumMean`, and
+    `CodedQuorumMean` for a ``codec``. Rank 0 stores the outer state. Douillard et al. 2026, arXiv
+    2604.21428; Liu et al. 2024, arXiv 2401.09135.
     """
     check_bool("sharded", sharded)
     check_int("period", period, 1)
@@ -375,7 +376,7 @@ def streaming_diloco(
     ``streaming_diloco(100, delay=1, codec="e3m0", lr=0.4, momentum=0.9)``. Fragment k of K is sent
     after steps ``(k+1)*period/K, ... + period, ...`` (rounded down). ``by``: split into fragments
     of about equal bytes, or of whole layers: see `Fragment`. The other arguments are those of
-    `diloco`; ``quorum`` and ``pace`` need ``delay=0, codec=None``. With one fragment, no delay, and
+    `diloco`; ``quorum`` and ``pace`` need ``delay=0``. With one fragment, no delay, and
     no codec this is DiLoCo.
     """
     update: Update = outer_step(lr, momentum, outer, merge, mix)

@@ -71,7 +71,9 @@ class Driver:
         self.run.check_alike()
         if session.policy is not None:
             session.policy.start(session)
-            self.run = RecipeRun(session, settings.arrange(session.policy.recipe))
+            if session.policy.recipe != recipe:
+                self.run = RecipeRun(session, settings.arrange(session.policy.recipe))
+                self.run.check_alike(chosen=True)
         session.broadcast([*model.parameters(), *model.buffers(), *session.params()])
         session.note_order()
         try:
@@ -249,8 +251,8 @@ class Driver:
         consensus.write_consensus(run, self.had_buffers, mean=mean)
         if session.elastic is not None:
             session.gather_json(None)  # after that all have it, and any may end
-        for running in () if mean else run.rounds:
-            running.rebase()
+        if not mean:
+            run.rebase()
         for each in self.after_finish:
             each(mean)
         session.recorder.event("finish")

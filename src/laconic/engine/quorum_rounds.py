@@ -19,26 +19,31 @@ from laconic.buckets import state_dtype
 from laconic.engine.channel import Channel, is_owned
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.session import Session
+from laconic.errors import NotFiniteError
 from laconic.links.comm_thread import Pending
 from laconic.links.quorum.port import (
     Announcement,
     Appointment,
     Closing,
     Delivery,
+    Outcome,
     Port,
+    Result,
     Rules,
     Speed,
 )
 from laconic.links.quorum.start import open_port
 from laconic.links.quorum.syncer import Syncer
 
+MOST_CODES = 16
+"""The most rounds that a worker can have missed to receive their codes."""
+
 
 class Sent(NamedTuple):
-    """What a worker has sent after ``step``. The ``tensors`` receive the result."""
+    """What a worker has sent after ``step``, and what it receives for that."""
 
     step: int
-    tensors: list[Tensor]
-    pending: Pending[Closing]
+    pending: Pending[Outcome]
 
 
 @dataclass
@@ -48,8 +53,8 @@ class Kind:
     ``base``: the number of the round whose result this worker last received; 0: the common start.
     ``since``: the step after which it received that result, at the time ``began``. ``pace``: the
     number of steps until it arrives again; 0: as the schedule says. ``known``: whether rank 0 has
-    the result ``base``. ``sent``: the round that it takes part in and whose result it has not
-    taken over, because something interrupted the wait.
+    what this worker started from, bit for bit. ``sent``: the round that it takes part in and whose
+    result it has not taken over, because something interrupted the wait.
     """
 
     runners: list[ParameterRunner]
@@ -81,7 +86,7 @@ class QuorumRounds:
         self._session = session
         self._link = session.workers
         self.kinds = _kinds(rounds)
-        like = [[c.bucket.empty() for c in kind.channels] for kind in self.kinds]
+        like = [[_exchange(c).like(c.bucket.empty()) for c in k.channels] for k in self.kinds]
         self._syncer: Syncer | None = None
         self._merger: Merger | None = None
         self.port: Port = session.comm.call(
@@ -130,19 +135,24 @@ class QuorumRounds:
         return ran
 
     def _deliver(self, index: int, kind: Kind, step: int) -> None:
-        tensors, bases = [], []
+        me, seed = self._link.rank, self._session.settings.seed
+        messages, bases, room = [], [], []
         for running in kind.runners:
             for channel in running.channels:
-                x = channel.bucket.pack(channel.bucket.empty())
-                clock = Clock(step, math.nan, running.executed, 0, self._link.size)
-                tensors.append(running.round.update.send(x, channel.state, clock))
-                if not kind.known:
-                    bases.append(channel.exchange_state["base"].to(x.dtype))
-        seconds = self._worked(step) - kind.began
-        about = Announcement(index, kind.base, step - kind.since, seconds, step, self._rates())
-        delivery = Delivery(about, tensors, None if kind.known else bases)
+                exchange, bucket = _exchange(channel), channel.bucket
+                at = step, math.nan, running.executed, 0, self._link.size, me
+                clock = Clock(*at, seed=seed, bucket=bucket.number)
+                x = running.round.update.send(bucket.pack(bucket.empty()), channel.state, clock)
+                message = exchange.message(x, channel.exchange_state, clock)
+                messages.append(message)
+                room.append(exchange.room(message, x))
+                if not kind.known and kind.exchange.needs_bases:
+                    bases.append(channel.exchange_state["base"].to(message.dtype))
+        seconds, steps = self._worked(step) - kind.began, step - kind.since
+        about = Announcement(index, kind.base, steps, seconds, step, self._rates(), kind.known)
+        delivery = Delivery(about, messages, bases or None, room)
         job, label = partial(self.port.deliver, delivery), kind.runners[0].label(step)
-        kind.sent = Sent(step, tensors, self._session.comm.submit(job, label))
+        kind.sent = Sent(step, self._session.comm.submit(job, label))
         self._take_over(kind, kind.sent)
 
     def settle(self) -> None:
@@ -153,10 +163,9 @@ class QuorumRounds:
                 self._take_over(kind, kind.sent)
 
     def _take_over(self, kind: Kind, sent: Sent) -> None:
-        step, closing = sent.step, sent.pending.wait()
-        for channel, received in zip(kind.channels, sent.tensors, strict=True):
-            channel.bucket.unpack(received)
-            channel.exchange_state["base"].copy_(received)
+        step, (closing, results) = sent.step, sent.pending.wait()
+        for channel, result in zip(kind.channels, results, strict=True):
+            channel.bucket.unpack(_exchange(channel).receive(result, channel.exchange_state))
         for running in kind.runners:
             running.after_quorum()
         kind.base, kind.since, kind.known, kind.sent = closing.number, step, True, None
@@ -196,8 +205,8 @@ class QuorumRounds:
             if bool((everyone[:, len(self.kinds) + index] == number).all()):
                 continue
             for at, channel in enumerate(kind.channels):
-                if not _anchored(channel):  # running statistics are means: nothing is added to them
-                    continue
+                if not _exchange(channel).anchored:
+                    continue  # running statistics are means: nothing is added to them
                 a = channel.bucket.empty()
                 if self._merger is not None:
                     a.copy_(self._merger.results[index][at])
@@ -210,8 +219,14 @@ class QuorumRounds:
                         base.copy_(a)
             if keep:
                 kind.base = number
+                kind.known = kind.exchange.needs_bases  # rank 0 has that result, perhaps rounded
                 if self._merger is not None:
                     self._merger.all_hold(index, number)
+
+    def rebase(self) -> None:
+        """Every worker has replaced what it started from."""
+        for kind in self.kinds:
+            kind.known = False
 
     # -- saving ----
 
@@ -251,24 +266,28 @@ class QuorumRounds:
 
 
 class Merger:
-    """Takes the outer steps on rank 0, when a round closes. ``results``: the results of the latest
-    round of each kind, by channel."""
+    """Takes the outer steps on rank 0, when a round closes. ``results``: what workers receive as
+    the results of the latest round of each kind, by channel."""
 
     def __init__(self, kinds: Sequence[Kind], workers: int, seed: int) -> None:
         self._kinds, self._workers, self._seed = kinds, workers, seed
         self.results = [
-            [c.exchange_state["base"].to(c.bucket.dtype, copy=True) for c in k.channels]
+            [_exchange(c).start(c.exchange_state, c.bucket.dtype) for c in k.channels]
             for k in kinds
         ]
         self._earlier: list[dict[int, list[Tensor]]] = [{0: r} for r in self.results]
         """By kind and round number: the results from which some worker has started."""
+        self._codes: list[dict[int, list[Tensor | None]]] = [{} for _ in kinds]
+        """By kind and round number: the codes of what the round has changed, by channel."""
         self._held = [[0] * workers for _ in kinds]
         """By kind and rank: the number of the round from whose result this worker has started."""
 
     @torch.no_grad()
-    def __call__(self, closing: Closing, deliveries: Mapping[int, Delivery]) -> list[Tensor]:
-        """Take the outer step of each round of the kind that closes. Return the results by
-        channel."""
+    def __call__(
+        self, closing: Closing, deliveries: Mapping[int, Delivery]
+    ) -> dict[int, list[Result]]:
+        """Take the outer step of each round of the kind that closes. Return what each worker of the
+        roster receives, by channel."""
         kind, held = self._kinds[closing.kind], self._held[closing.kind]
         for rank, delivery in deliveries.items():
             if delivery.announcement.base != held[rank]:
@@ -277,18 +296,35 @@ class Merger:
                     f"expects round {held[rank]}: load states that all ranks saved in one call of "
                     "laconic.save, or while no rank was in optimizer.step()"
                 )
-        results, at = [], 0
+        published: list[tuple[Tensor, Tensor | None]] = []
         for running in kind.runners:
             for channel in running.channels:
-                results.append(self._merge(running, channel, at, closing, deliveries))
-                at += 1
-        self.results[closing.kind] = results
-        earlier = self._earlier[closing.kind]
-        earlier[closing.number] = results
+                at = len(published)
+                published.append(self._merge(running, channel, at, closing, deliveries))
+        self.results[closing.kind] = [result for result, _ in published]
+        self._earlier[closing.kind][closing.number] = self.results[closing.kind]
+        self._codes[closing.kind][closing.number] = [code for _, code in published]
+        known = {rank: deliveries[rank].announcement.known for rank in closing.roster}
+        answers = {rank: self._answer(closing, rank, known[rank]) for rank in closing.roster}
         for rank in closing.roster:
             held[rank] = closing.number
         self._forget(closing.kind)
-        return results
+        return answers
+
+    def _answer(self, closing: Closing, rank: int, known: bool) -> list[Result]:
+        """What worker ``rank`` receives: the codes of the rounds since its last one, if they can be
+        added to what it started from, and are shorter than the whole result."""
+        kind, since = closing.kind, self._held[closing.kind][rank]
+        near = known and closing.number - since <= MOST_CODES
+        missed = range(since + 1, closing.number + 1) if near else range(0)
+        rounds = [self._codes[kind].get(number) for number in missed]
+        answer: list[Result] = []
+        for at, whole in enumerate(self.results[kind]):
+            codes = [code for r in rounds if r is not None and (code := r[at]) is not None]
+            size = sum(code.nbytes for code in codes)
+            complete = 0 < len(codes) == len(missed)
+            answer.append(codes if complete and size < whole.nbytes else whole)
+        return answer
 
     def _merge(
         self,
@@ -297,14 +333,18 @@ class Merger:
         at: int,
         closing: Closing,
         deliveries: Mapping[int, Delivery],
-    ) -> Tensor:
-        update, exchange, state = running.round.update, running.exchange, channel.state
-        assert isinstance(exchange, QuorumMean), "this kind has no other"
+    ) -> tuple[Tensor, Tensor | None]:
+        """The outer step on one channel, number ``at`` of its kind: see `QuorumMean.publish`."""
+        kind, exchange = self._kinds[closing.kind], _exchange(channel)
+        update, state = running.round.update, channel.state
+        failed = [r for r in closing.roster if exchange.failed(deliveries[r].tensors[at])]
+        if failed:
+            raise NotFiniteError(f"ranks {failed} had NaN or infinite values to send")
         arrived = []
         for rank in closing.roster:
             tensors, bases = deliveries[rank].tensors, deliveries[rank].bases
-            base = None
-            if (begun := self._held[closing.kind][rank]) != closing.number - 1:
+            base, begun = None, self._held[closing.kind][rank]
+            if kind.exchange.needs_bases and begun != closing.number - 1:
                 base = (bases or self._earlier[closing.kind][begun])[at]
             arrived.append(Contribution(tensors[at], base, deliveries[rank].announcement.steps))
         anchor = self._anchor(running, channel)
@@ -320,12 +360,12 @@ class Merger:
         owned = {k: t for k, t in state.items() if not t.dim() or is_owned(update, k, t)}
         result = update.combine(mean, owned, clock)
         state.update(owned)  # an outer optimizer makes its state in its first step
-        return result.to(channel.bucket.dtype, copy=True)
+        return exchange.publish(result, self.results[closing.kind][at], clock)
 
     def _anchor(self, running: ParameterRunner, channel: Channel) -> Tensor | None:
         """The result of the previous round, to which late workers' steps are applied."""
-        exchange, name = running.exchange, running.round.update.anchor
-        if not isinstance(exchange, QuorumMean) or not exchange.anchored or name is None:
+        name = running.round.update.anchor
+        if not _exchange(channel).anchored or name is None:
             return None
         return channel.state[name].to(state_dtype(channel.bucket.dtype))
 
@@ -335,9 +375,11 @@ class Merger:
         self._forget(kind)
 
     def _forget(self, kind: int) -> None:
-        needed = {*self._held[kind]}
-        earlier = self._earlier[kind]
+        needed = {*self._held[kind]} if self._kinds[kind].exchange.needs_bases else ()
+        earlier, codes = self._earlier[kind], self._codes[kind]
         self._earlier[kind] = {n: r for n, r in earlier.items() if n in needed}
+        first = max(min(self._held[kind]), max(codes, default=0) - MOST_CODES) + 1
+        self._codes[kind] = {n: c for n, c in codes.items() if n >= first}
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs. Late workers send their bases themselves."""
@@ -351,10 +393,12 @@ class Merger:
         self._held = [list(held) for held in state["held"]]
         self.results = [[t.clone() for t in results] for results in state["results"]]
         self._earlier = [{} for _ in self._kinds]
+        self._codes = [{} for _ in self._kinds]
 
 
-def _anchored(channel: Channel) -> bool:
-    return isinstance(channel.exchange, QuorumMean) and channel.exchange.anchored
+def _exchange(channel: Channel) -> QuorumMean:
+    assert isinstance(channel.exchange, QuorumMean), "this kind has no other"
+    return channel.exchange
 
 
 def _kinds(rounds: Sequence[ParameterRunner]) -> list[Kind]:

@@ -181,6 +181,13 @@ class RecipeRun:
         if self.quorum is not None:
             self.quorum.catch_up(keep=True)
 
+    def rebase(self) -> None:
+        """x is the anchor on all workers now. All ranks must call it."""
+        for running in self.rounds:
+            running.rebase()
+        if self.quorum is not None:
+            self.quorum.rebase()
+
     def forget_digests(self) -> None:
         """x is another one now: what rounds have noted of it does not count."""
         for check in self._checks.values():

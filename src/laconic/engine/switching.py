@@ -72,8 +72,7 @@ class Switcher:
             run.average_optimizer_state(Round(every(1), Average(), Mean(), optimizer_state))
             self._align_optimizer_state()
             self._scalers_differ = True
-        for running in run.rounds:  # they go on if the ranks do not agree
-            running.rebase()
+        run.rebase()  # its rounds go on if the ranks do not agree
         new, undo = successor(run, recipe, run.unsent())
         try:
             new.check_alike(module=False, chosen=True)

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from laconic.algorithms.exchange import Arrival, Combine, Exchange
+from laconic.algorithms.exchanges.coding import NOT_FINITE, add_decoded, generator_for
 from laconic.algorithms.update import Clock, Slot, State
 from laconic.buckets import mean_in_rank_order, state_dtype
-from laconic.errors import check_choice, check_float, check_int
+from laconic.codecs import CODECS, Codec, Int8
+from laconic.codecs.codec import check_repr
+from laconic.errors import NotFiniteError, check_choice, check_float, check_int
 from laconic.links.cost import Cost
 from laconic.links.link import Link
+from laconic.links.quorum.port import Result
 
 Pace = Literal["equal", "own"]
 Weigh = Literal["alike", "steps"]
 
 
 class Contribution(NamedTuple):
-    """What one worker delivers: its ``x``; the result from which x started, ``base``, or None if
-    that is the result of the previous round; and the number of ``steps`` from base to x."""
+    """What one worker delivers: its ``message``, which is its x or the code of its change; the
+    result from which x started, ``base``, or None if that is the result of the previous round; and
+    the number of ``steps`` from base to x."""
 
-    x: Tensor
+    message: Tensor
     base: Tensor | None
     steps: int
 
@@ -63,6 +69,8 @@ class QuorumMean(Exchange):
     anchored: bool = True
 
     slots: ClassVar[dict[str, Slot]] = {"base": "private"}
+    needs_bases: ClassVar[bool] = True
+    """Whether rank 0 needs the results from which late workers started."""
     agrees = True
 
     def __post_init__(self) -> None:
@@ -97,13 +105,52 @@ class QuorumMean(Exchange):
     ) -> Arrival:
         raise AssertionError("rounds with a quorum run by laconic.engine.quorum_rounds")
 
+    def unanchored(self) -> QuorumMean:
+        """The mean in the same rounds for an update without an anchor."""
+        return QuorumMean(self.workers, self.grace, self.pace, self.weigh, anchored=False)
+
+    # -- on a worker ----
+
+    def like(self, x: Tensor) -> Tensor:
+        """A tensor like `message` of x."""
+        return torch.empty_like(x)
+
+    def room(self, message: Tensor, x: Tensor) -> Tensor:
+        """A tensor for a whole result. ``message``, of x, is not needed anymore then."""
+        return message
+
+    def message(self, x: Tensor, state: State, clock: Clock) -> Tensor:
+        """What a worker delivers. x may be kept, and overwritten."""
+        return x
+
+    def receive(self, result: Result, state: State) -> Tensor:
+        """The result of the round, from which x continues."""
+        assert isinstance(result, Tensor), "nothing is coded"
+        state["base"].copy_(result)
+        return result
+
+    # -- on rank 0 ----
+
+    def start(self, state: State, dtype: torch.dtype) -> Tensor:
+        """The common start, as `publish` would send it."""
+        return state["base"].to(dtype, copy=True)
+
+    def failed(self, message: Tensor) -> bool:
+        """Whether the worker could not encode its change, because it is not finite."""
+        return False
+
+    def publish(self, result: Tensor, before: Tensor, clock: Clock) -> tuple[Tensor, Tensor | None]:
+        """What the workers receive as ``result``, and the code of its change; None if whole results
+        are sent. ``before``: what they received in the round before."""
+        return result.to(before.dtype, copy=True), None
+
     def mean(self, arrived: Sequence[Contribution], anchor: Tensor | None, n: int) -> Tensor:
         """The mean of ``arrived``, in rank order, out of ``n`` workers; in at least float32.
         ``anchor`` is a, None if not `anchored`."""
-        dtype = state_dtype(arrived[0].x.dtype)
+        dtype = state_dtype(arrived[0].message.dtype)
         ys = []
-        for x, base, _ in arrived:
-            y = x.to(dtype)
+        for message, base, _ in arrived:
+            y = message.to(dtype)
             if base is not None and anchor is not None:
                 y = anchor - (base.to(dtype) - y)
             ys.append(y)
@@ -117,3 +164,106 @@ class QuorumMean(Exchange):
         if self.weigh == "alike" and anchor is not None and len(arrived) < n:
             mean = anchor - (anchor - mean) * (len(arrived) / n)
         return mean
+
+
+@dataclass(frozen=True)
+class CodedQuorumMean(QuorumMean):
+    """`QuorumMean` with codes in both directions, and error feedback in both.
+
+    Q is the codec, ``b_i`` the last result that worker i has received, ``e_i`` what its messages
+    have left out, and P the last result that was sent::
+
+        worker i:  v = x_i - b_i + e_i ;  q_i = Q(v) ;  e_i <- v - q_i
+        rank 0:    y_i = a + q_i ;  a <- combine(mean of y_i, as in QuorumMean)
+                   p = Q(a - P) ;  P <- P + p
+        worker i:  b_i <- P, from the p of all rounds since its last one
+
+    What P lacks of a is part of the next p. If the codes of the missed rounds are longer than P, or
+    a worker does not hold an earlier P (after it was loaded), it receives P. Rank 0 needs no
+    earlier results. If all workers arrive in every round, this is the mathematics of `CodedMean`.
+    """
+
+    codec: Codec = field(default_factory=Int8)
+
+    slots: ClassVar[dict[str, Slot]] = {"base": "private", "residual": "private"}
+    needs_bases: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.codec, Codec) or self.codec.gathered:
+            names = [name for name, codec in CODECS.items() if not codec.gathered]
+            raise ValueError(
+                "rounds with a quorum code their results, too, which needs a codec such as "
+                f"{', '.join(names)}, not {self.codec!r}"
+            )
+        check_repr(self.codec)
+
+    def multiple(self, n: int) -> int:
+        return math.lcm(super().multiple(n), self.codec.grain)
+
+    def cost(self, length: int, itemsize: int, n: int) -> Cost:
+        return super().cost(self.codec.nbytes(length), 1, n)
+
+    def busiest(self, length: int, itemsize: int, n: int) -> Cost:
+        return super().busiest(self.codec.nbytes(length), 1, n)
+
+    def init(self, x: Tensor, owned: slice) -> State:
+        if not x.is_floating_point():
+            raise ValueError(
+                f"{self.codec} codes floating-point parameters only, not {x.dtype}: choose a "
+                "recipe without codec="
+            )
+        return {"base": x, "residual": torch.zeros_like(x)}
+
+    def like(self, x: Tensor) -> Tensor:
+        return torch.empty(self.codec.nbytes(x.numel()), dtype=torch.uint8)
+
+    def room(self, message: Tensor, x: Tensor) -> Tensor:
+        return torch.empty_like(x, dtype=state_dtype(x.dtype))
+
+    def message(self, x: Tensor, state: State, clock: Clock) -> Tensor:
+        base, residual, code = state["base"], state["residual"], self.like(x)
+        v = x.to(base.dtype, copy=True)
+        generator = generator_for(clock, x.device)
+        try:
+            self.codec.encode(v, generator, less=base, plus=residual, subtract=True, out=code)
+        except NotFiniteError:
+            return code.fill_(NOT_FINITE)
+        residual.copy_(v)
+        return code
+
+    def receive(self, result: Result, state: State) -> Tensor:
+        base = state["base"]
+        if isinstance(result, Tensor):
+            base.copy_(result)
+        else:
+            for code in result:
+                add_decoded(self.codec, code, base)
+        return base
+
+    def start(self, state: State, dtype: torch.dtype) -> Tensor:
+        return state["base"].clone()
+
+    def failed(self, message: Tensor) -> bool:
+        return len(message) > 0 and bool((message == NOT_FINITE).all())
+
+    def publish(self, result: Tensor, before: Tensor, clock: Clock) -> tuple[Tensor, Tensor | None]:
+        w = result.to(before.dtype, copy=True)
+        code = self.codec.encode(w, generator_for(clock, w.device, 1), less=before)
+        after = before.clone()
+        add_decoded(self.codec, code, after)
+        return after, code
+
+    def mean(self, arrived: Sequence[Contribution], anchor: Tensor | None, n: int) -> Tensor:
+        assert anchor is not None, "codes are of changes since the anchor"
+        qs = [self.codec.decode(c.message, anchor.numel()).to(anchor.dtype) for c in arrived]
+        steps = [c.steps for c in arrived]
+        if self.weigh == "steps" and len({*steps}) > 1:
+            change = torch.zeros_like(anchor)
+            for q, s in zip(qs, steps, strict=True):
+                change.add_(q, alpha=s / sum(steps))
+        else:
+            change = mean_in_rank_order(qs)
+            if self.weigh == "alike":
+                change = change * (len(arrived) / n)
+        return anchor + change

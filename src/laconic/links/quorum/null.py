@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-from laconic.links.quorum.port import Closing, Delivery
+from laconic.links.quorum.port import Closing, Delivery, Outcome
 from laconic.links.quorum.syncer import Syncer
 from laconic.links.quorum.tcp import Clock
 
@@ -19,18 +19,20 @@ class NullPort(Clock):
     def closings(self) -> list[Closing]:
         return self._core.closings
 
+    @property
+    def served(self) -> tuple[int, int]:
+        return self._core.served
+
     def quiet(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def deliver(self, delivery: Delivery) -> Closing:
+    def deliver(self, delivery: Delivery) -> Outcome:
         core, now = self._core, self.seconds(delivery.announcement.step)
         for rank in range(core.workers):
             core.arrive(rank, delivery, now)
         core.close(delivery.announcement.kind, now)
         outcomes = [core.outcomes.pop(rank) for rank in range(core.workers)]
-        for tensor, result in zip(delivery.tensors, outcomes[0].results, strict=True):
-            tensor.copy_(result)
-        return outcomes[0].closing
+        return outcomes[0]
 
     def meet(self, step: int) -> None:
         """Does nothing: nobody waits."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 
-def _count(value: Any) -> int:
+def count_of(value: Any) -> int:
     """``value``, which must be a nonnegative integer; raises ``ValueError``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{value!r} is not a nonnegative integer")
@@ -33,7 +33,8 @@ class Announcement:
 
     ``base``: the number of the round whose result the worker last received; 0: the common start.
     ``steps``: the number of steps since then, which took ``seconds``. ``step``: the number of steps
-    in total. ``rates``: the learning rate of each parameter group.
+    in total. ``rates``: the learning rate of each parameter group. ``known``: whether rank 0 has
+    what the worker started from, bit for bit.
     """
 
     kind: int
@@ -42,26 +43,42 @@ class Announcement:
     seconds: float
     step: int
     rates: tuple[float, ...] = ()
+    known: bool = True
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Announcement:
         """The inverse of ``vars``, from JSON. Raises ``LookupError``, ``TypeError`` or
         ``ValueError`` if ``fields`` do not have that form."""
-        counts = [_count(fields[name]) for name in ("kind", "base", "steps", "step")]
+        counts = [count_of(fields[name]) for name in ("kind", "base", "steps", "step")]
         kind, base, steps, step = counts
         seconds, rates = float(fields["seconds"]), tuple(float(r) for r in fields["rates"])
         if not 0 <= seconds < math.inf:
             raise ValueError(f"seconds must be finite and at least 0, not {seconds}")
-        return cls(kind, base, steps, seconds, step, rates)
+        if not isinstance(known := fields["known"], bool):
+            raise TypeError(f"known must be true or false, not {known!r}")
+        return cls(kind, base, steps, seconds, step, rates, known)
 
 
 class Delivery(NamedTuple):
     """What a worker delivers when it arrives: ``tensors``, and the results from which they started,
-    ``bases``, if rank 0 may not have these."""
+    ``bases``, if rank 0 needs them and may not have them. ``room``: tensors that whole results may
+    be received into; None: ``tensors``."""
 
     announcement: Announcement
     tensors: Sequence[Tensor]
     bases: Sequence[Tensor] | None = None
+    room: Sequence[Tensor] | None = None
+
+
+Result = Tensor | Sequence[Tensor]
+"""What a worker receives for one tensor: a whole result, or the codes of all changes since the last
+result that it received, in order."""
+
+
+def tensors_of(results: Sequence[Result]) -> list[Tensor]:
+    """The tensors of ``results``, in order."""
+    groups = ([result] if isinstance(result, Tensor) else result for result in results)
+    return [tensor for group in groups for tensor in group]
 
 
 @dataclass(frozen=True)
@@ -88,10 +105,17 @@ class Closing:
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Closing:
         """The inverse of `as_json`; raises as `Announcement.of`."""
-        roster, paces = (tuple(map(_count, fields[name])) for name in ("roster", "paces"))
+        roster, paces = (tuple(map(count_of, fields[name])) for name in ("roster", "paces"))
         if len(roster) != len(paces):
             raise ValueError("a roster and its paces must have the same length")
-        return cls(_count(fields["kind"]), _count(fields["number"]), roster, paces)
+        return cls(count_of(fields["kind"]), count_of(fields["number"]), roster, paces)
+
+
+class Outcome(NamedTuple):
+    """What a worker receives when its round has closed. It must not change the results."""
+
+    closing: Closing
+    results: Sequence[Result]
 
 
 def no_quorum(link: object) -> ValueError:
@@ -105,8 +129,10 @@ def no_quorum(link: object) -> ValueError:
 class Merge(Protocol):
     """Called on rank 0 when a round closes, with what each worker of the roster delivers."""
 
-    def __call__(self, closing: Closing, deliveries: Mapping[int, Delivery]) -> list[Tensor]:
-        """Return the result of each tensor, for all of them."""
+    def __call__(
+        self, closing: Closing, deliveries: Mapping[int, Delivery]
+    ) -> Mapping[int, Sequence[Result]]:
+        """Return what each of these workers receives for each of its tensors."""
 
 
 class Speed(NamedTuple):
@@ -149,9 +175,13 @@ class Port(Protocol):
     def restart(self, step: int) -> None:
         """Continue a loaded run from ``step`` at the present time."""
 
-    def deliver(self, delivery: Delivery) -> Closing:
-        """Contribute to the next round that closes. Wait for that, and write the results into the
-        tensors."""
+    @property
+    def served(self) -> tuple[int, int]:
+        """The bytes that this process has sent to other workers, and received from them, in all
+        closed rounds; 0 except on rank 0."""
+
+    def deliver(self, delivery: Delivery) -> Outcome:
+        """Contribute to the next round that closes, and wait for that."""
 
     def meet(self, step: int) -> None:
         """Announce that this worker, after ``step`` steps, enters a call that waits for all

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from laconic.links.quorum.port import Closing, Delivery
+from laconic.links.quorum.port import Closing, Delivery, Outcome
 from laconic.links.quorum.syncer import Syncer
 from laconic.links.simulated import SimulatedLink, Stage
 
@@ -57,6 +57,10 @@ class SimulatedPort:
     def closings(self) -> list[Closing]:
         return self._shared.core.closings if self._me == 0 else []
 
+    @property
+    def served(self) -> tuple[int, int]:
+        return self._shared.core.served if self._me == 0 else (0, 0)
+
     def seconds(self, step: int) -> float:
         stage = self._shared.stage
         return stage.clocks[self._me] + (step - self._step) * stage.step_seconds[self._me]
@@ -75,7 +79,7 @@ class SimulatedPort:
         self._step = step
         return now
 
-    def deliver(self, delivery: Delivery) -> Closing:
+    def deliver(self, delivery: Delivery) -> Outcome:
         shared, stage = self._shared, self._shared.stage
         if stage.failure is not None:
             raise stage.error()
@@ -88,9 +92,7 @@ class SimulatedPort:
         outcome = shared.core.outcomes.pop(self._me, None)
         if outcome is None:
             raise shared.failure or stage.error()
-        for tensor, result in zip(delivery.tensors, outcome.results, strict=True):
-            tensor.copy_(result)
-        return outcome.closing
+        return outcome
 
     def meet(self, step: int) -> None:
         together = self._shared.core.meet(self._me, self._advance(step))

@@ -7,21 +7,21 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from torch import Tensor
-
-from laconic.links.quorum.port import Closing, Delivery, Merge, Paces, Rules, Speed
+from laconic.links.quorum.port import (
+    Closing,
+    Delivery,
+    Merge,
+    Outcome,
+    Paces,
+    Rules,
+    Speed,
+    tensors_of,
+)
 
 
 class _Waiting(NamedTuple):
     time: float
     delivery: Delivery
-
-
-class Outcome(NamedTuple):
-    """What a worker receives when its round has closed."""
-
-    closing: Closing
-    results: Sequence[Tensor]
 
 
 class Syncer:
@@ -59,6 +59,8 @@ class Syncer:
         self.closings: list[Closing] = []
         self.outcomes: dict[int, Outcome] = {}
         """By rank, until that worker fetches it."""
+        self.served = 0, 0
+        """See `Port.served`."""
 
     def arrive(self, rank: int, delivery: Delivery, now: float, sending: float = 0.0) -> None:
         """Worker ``rank`` has delivered at the time ``now``. Its message took ``sending``
@@ -170,8 +172,15 @@ class Syncer:
         self.closings.append(closing)
         for rank in roster:
             del self._waiting[rank]
-            self.outcomes[rank] = Outcome(closing, results)
+            self.outcomes[rank] = Outcome(closing, results[rank])
+            if rank:
+                self._count(deliveries[rank], self.outcomes[rank])
         return roster
+
+    def _count(self, delivery: Delivery, outcome: Outcome) -> None:
+        sent = sum(t.nbytes for t in tensors_of(outcome.results))
+        received = sum(t.nbytes for t in (*delivery.tensors, *(delivery.bases or ())))
+        self.served = self.served[0] + sent, self.served[1] + received
 
     def state(self) -> dict[str, object]:
         """What a run that is resumed needs, as plain data."""

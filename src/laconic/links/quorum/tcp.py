@@ -20,8 +20,16 @@ from torch import Tensor
 
 from laconic.errors import LinkError
 from laconic.links.collectives import Collectives
-from laconic.links.quorum.port import Announcement, Closing, Delivery
-from laconic.links.quorum.syncer import Outcome, Syncer
+from laconic.links.quorum.port import (
+    Announcement,
+    Closing,
+    Delivery,
+    Outcome,
+    Result,
+    count_of,
+    tensors_of,
+)
+from laconic.links.quorum.syncer import Syncer
 from laconic.links.rendezvous import ADVICE
 from laconic.links.texts import clean
 from laconic.links.wire import LostError, Wire
@@ -236,8 +244,9 @@ class Host:
         except LinkError as error:
             line.send_text({"error": str(error), "ranks": list(error.ranks)})
             return False
-        line.send_text(closing.as_json())
-        line.send(*(r.to(t.dtype) for r, t in zip(results, tensors, strict=True)))
+        codes = [0 if isinstance(result, Tensor) else len(result) for result in results]
+        line.send_text({**closing.as_json(), "codes": codes})
+        line.send(*tensors_of(results))
         return True
 
     def close(self) -> None:
@@ -291,11 +300,12 @@ class HostPort(Clock):
     def quiet(self) -> AbstractContextManager[object]:
         return self._host.change
 
-    def deliver(self, delivery: Delivery) -> Closing:
-        closing, results = self._host.deliver(0, delivery)
-        for tensor, result in zip(delivery.tensors, results, strict=True):
-            tensor.copy_(result)
-        return closing
+    @property
+    def served(self) -> tuple[int, int]:
+        return self._host.core.served
+
+    def deliver(self, delivery: Delivery) -> Outcome:
+        return self._host.deliver(0, delivery)
 
     def meet(self, step: int) -> None:
         self._host.meet(0)
@@ -315,6 +325,7 @@ class GuestPort(Clock):
     """The port of any other worker: ``line`` is that to rank 0. ``report``: see `Host`."""
 
     closings: list[Closing] = []  # noqa: RUF012  never changed
+    served = 0, 0
 
     def __init__(self, line: Line, report: Report) -> None:
         self._line, self._report = line, report
@@ -322,13 +333,14 @@ class GuestPort(Clock):
     def quiet(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def deliver(self, delivery: Delivery) -> Closing:
+    def deliver(self, delivery: Delivery) -> Outcome:
         try:
             answer = self._deliver(delivery)
             if "error" not in answer:
-                self._line.receive(*delivery.tensors)
                 with self._line.reading():
-                    return Closing.of(answer)
+                    closing, results = Closing.of(answer), _results(answer["codes"], delivery)
+                self._line.receive(*tensors_of(results))
+                return Outcome(closing, results)
             with self._line.reading():
                 text, ranks = clean(str(answer["error"])), [int(r) for r in answer["ranks"]]
         except LinkError as error:  # else the other ranks would blame this one
@@ -351,3 +363,15 @@ class GuestPort(Clock):
 
     def abandon(self) -> None:
         self._line.shutdown()
+
+
+def _results(codes: Any, delivery: Delivery) -> list[Result]:
+    """Memory for the results of ``delivery``, of which so many ``codes`` come each; 0: a whole one.
+    Raises ``TypeError`` or ``ValueError`` if that cannot be."""
+    results: list[Result] = []
+    rooms = delivery.tensors if delivery.room is None else delivery.room
+    for number, tensor, room in zip(map(count_of, codes), delivery.tensors, rooms, strict=True):
+        if number * tensor.nbytes > room.nbytes:
+            raise ValueError(f"{number} codes are longer than the result")
+        results.append([torch.empty_like(tensor) for _ in range(number)] if number else room)
+    return results

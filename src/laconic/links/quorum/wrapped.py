@@ -7,8 +7,7 @@ import time
 from contextlib import AbstractContextManager
 
 from laconic.links.cost import Cost
-from laconic.links.quorum.port import Closing, Delivery, Port
-from laconic.links.wrapped import size_of
+from laconic.links.quorum.port import Closing, Delivery, Outcome, Port, tensors_of
 
 
 class WrappedPort:
@@ -16,7 +15,7 @@ class WrappedPort:
 
     def __init__(self, port: Port, rank: int) -> None:
         self._port, self._rank = port, rank
-        self._booked = len(port.closings)
+        self._booked = port.served
 
     def watched(self) -> AbstractContextManager[None]:
         """The context for a delivery."""
@@ -28,18 +27,24 @@ class WrappedPort:
         include the results of all rounds that have closed meanwhile."""
         raise NotImplementedError
 
-    def deliver(self, delivery: Delivery) -> Closing:
-        size, start = sum(map(size_of, delivery.tensors)), time.perf_counter()
+    def deliver(self, delivery: Delivery) -> Outcome:
+        start = time.perf_counter()
         with self.watched():
-            closing = self._port.deliver(delivery)
-        sent = size * (1 if delivery.bases is None else 2)
-        if not self._rank:  # its process sends a result to each other worker of a roster
-            closed = self.closings[self._booked :]
-            self._booked += len(closed)
-            sent = size = size * sum(len([r for r in each.roster if r]) for each in closed)
+            outcome = self._port.deliver(delivery)
         seconds = time.perf_counter() - start
-        self.book(delivery.announcement.step, Cost(sent, 1), size, seconds)
-        return closing
+        if self._rank:
+            sent = sum(t.nbytes for t in (*delivery.tensors, *(delivery.bases or ())))
+            received = sum(t.nbytes for t in tensors_of(outcome.results))
+        else:  # its process serves the other workers
+            (sent, received), before = self.served, self._booked
+            self._booked = sent, received
+            sent, received = sent - before[0], received - before[1]
+        self.book(delivery.announcement.step, Cost(sent, 1), received, seconds)
+        return outcome
+
+    @property
+    def served(self) -> tuple[int, int]:
+        return self._port.served
 
     @property
     def closings(self) -> list[Closing]:
