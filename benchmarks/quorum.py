@@ -56,15 +56,25 @@ def naive(lr: float, momentum: float) -> la.Recipe:
 
 @dataclass(frozen=True)
 class Method:
-    """``outer`` makes the recipe from an outer learning rate and momentum."""
+    """``outer`` makes the recipe from an outer learning rate and momentum. ``size``: of its
+    messages, as a share of the model."""
 
     outer: Outer
     seconds: Sequence[float] = SLOW
+    size: float = 1.0
 
     def messages(self, slow_link: float) -> list[float]:
         """The seconds of each worker's messages, where those of `SLOW_LINK` take ``slow_link``."""
-        slow = slow_link if self.seconds == SLOW else slow_link / 10
-        return [0.0, *(slow if r == SLOW_LINK else slow_link / 10 for r in range(1, WORKERS))]
+        usual = self.size * slow_link / 10
+        slow = self.size * slow_link if self.seconds == SLOW else usual
+        return [0.0, *(slow if r == SLOW_LINK else usual for r in range(1, WORKERS))]
+
+
+def own_pace(codec: str | None = None, weigh: str = "alike") -> Method:
+    """Delayed Nesterov at each worker's own pace."""
+    options = {"pace": "own", "quorum": 3, "grace": 1, "codec": codec, "weigh": weigh}
+    size = 1.0 if codec is None else la.codecs.CODECS[codec].nbytes(2**16) / 2**18
+    return Method(partial(la.diloco, PERIOD, **options), size=size)
 
 
 METHODS: dict[str, Method] = {
@@ -73,10 +83,10 @@ METHODS: dict[str, Method] = {
     "naive asynchronous": Method(naive),
     "delayed Nesterov": Method(partial(la.diloco, PERIOD, quorum=1)),
     "delayed Nesterov, quorum 3": Method(partial(la.diloco, PERIOD, quorum=3)),
-    "delayed Nesterov, own pace": Method(partial(la.diloco, PERIOD, pace="own", quorum=3, grace=1)),
-    "own pace, by steps": Method(
-        partial(la.diloco, PERIOD, pace="own", quorum=3, grace=1, weigh="steps")
-    ),
+    "delayed Nesterov, own pace": own_pace(),
+    "own pace, by steps": own_pace(weigh="steps"),
+    "own pace, int8": own_pace("int8"),
+    "own pace, int4": own_pace("int4"),
 }
 GRID = {"inner": (0.08, 0.16, 0.32), "lr": (0.7, 1.0, 1.3), "momentum": (0.0, 0.3, 0.6)}
 DEFAULT, COMMON = (0.08, 0.7, 0.9), (0.16, 1.0, 0.3)

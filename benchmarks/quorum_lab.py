@@ -49,14 +49,15 @@ SETTINGS = {"default": DEFAULT, "tuned": COMMON}
 REFERENCE = "equal workers, DiLoCo"
 GRACE = 0.02
 SYNCHRONOUS = partial(la.diloco, PERIOD)
+OWN_PACE = partial(la.diloco, PERIOD, quorum=WORKERS - 1, grace=GRACE, pace="own")
 METHODS: dict[str, Callable[[float, float], la.Recipe]] = {
     REFERENCE: SYNCHRONOUS,
     "synchronous DiLoCo": SYNCHRONOUS,
     "naive asynchronous": naive,
     "delayed Nesterov": partial(la.diloco, PERIOD, quorum=1),
-    "delayed Nesterov, own pace": partial(
-        la.diloco, PERIOD, quorum=WORKERS - 1, grace=GRACE, pace="own"
-    ),
+    "delayed Nesterov, own pace": OWN_PACE,
+    "own pace, int8": partial(OWN_PACE, codec="int8"),
+    "own pace, int4": partial(OWN_PACE, codec="int4"),
 }
 
 Run = dict[str, Any]

@@ -325,8 +325,9 @@ for rate in rates:
     assert advice.row.seconds <= predicted("ddp", rate).seconds
 
 # %% [markdown]
-# During training, `auto` measures the first steps and the network, chooses among `ddp` with and
-# without codecs and streaming DiLoCo, and chooses again when the network has changed:
+# During training, `auto` measures the network and the first steps, chooses among `ddp` with and
+# without codecs, `local_sgd` with a delay, and streaming DiLoCo, and chooses again when the network
+# has changed:
 #
 #     sync = laconic.attach(model, optimizer, laconic.auto())
 #

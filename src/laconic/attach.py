@@ -67,8 +67,8 @@ def init() -> None:
     """
     if dist.is_initialized():
         return
-    if os.environ.get("WORLD_SIZE", "1") == "1":  # else `attach` raises it on all ranks
-        tls.contexts(), job_secret.read()
+    if os.environ.get("WORLD_SIZE", "1") == "1" or tls.TRANSPORT in os.environ:
+        tls.contexts(), job_secret.read()  # `attach` raises it on all ranks, but gloo comes first
     backend = select_own()
     if "RANK" in os.environ:
         store, rank, size = open_store()

@@ -19,6 +19,7 @@ from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.exchanges.quorum import Contribution
 from laconic.algorithms.schedules import own_pace
 from laconic.algorithms.updates import DelayedNesterov, OuterStep
+from laconic.errors import NotFiniteError
 from laconic.links.quorum.port import Announcement, Appointment, Closing, Delivery, Rules
 from laconic.links.quorum.syncer import Syncer
 
@@ -314,11 +315,92 @@ def _train(recipe: la.Recipe, dtype: torch.dtype, rank: int) -> list[Tensor]:
     return [torch.zeros(0) if t is None else t.clone() for t in found]
 
 
-def test_buffers_are_averaged_over_those_that_arrive() -> None:
+@pytest.mark.parametrize("codec", ["int8", "int4", "bfloat16"])
+@pytest.mark.parametrize("name", ["local_sgd", "diloco", "slowmo", "streaming_diloco"])
+def test_a_coded_quorum_of_all_is_the_plain_coded_recipe(name: str, codec: str) -> None:
+    """Except for rounding, which may be another where a result is between two levels."""
+    options: dict[str, Any] = {"codec": codec}
+    recipes = {
+        "local_sgd": partial(la.local_sgd, 4, **options),
+        "diloco": partial(la.diloco, 4, momentum=0.0, **options),
+        "slowmo": partial(la.slowmo, None, 4, 0.5, 0.9, **options),
+        "streaming_diloco": partial(la.streaming_diloco, 6, 3, 0, momentum=0.0, **options),
+    }
+    dtype, times = torch.float64, [1, 3, 2, 5]
+    one = la.simulate(partial(_train, recipes[name](), dtype), workers=4)
+    other = la.simulate(
+        partial(_train, recipes[name](quorum=4), dtype), workers=4, step_seconds=times
+    )
+    uncoded = la.simulate(partial(_train, recipes[name](codec=None), dtype), workers=4)
+    for a, b, c in zip(one, other, uncoded, strict=True):
+        apart = max(float((x - y).abs().max()) for x, y in zip(a, b, strict=True) if x.numel())
+        coded = max(float((x - y).abs().max()) for x, y in zip(a, c, strict=True) if x.numel())
+        assert apart < 0.05 * coded
+
+
+def test_codes_of_missed_rounds_or_the_whole_result() -> None:
+    """A worker that missed two rounds of Int8 receives three codes, and one that missed five the
+    whole result, which is shorter. Both then hold what the others do."""
+
+    def train(rank: int) -> tuple[list[int], list[Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        sync = la.attach(model, optimizer, la.local_sgd(1, quorum=2, codec="int8"))
+        received, results, steps = [], [], 20 if rank < 2 else 5
+        for t in range(steps):
+            before = sync.stats().bytes_received
+            model(torch.full((1, 64), 1.0 + rank + t)).square().mean().backward()
+            optimizer.step()
+            received.append(sync.stats().bytes_received - before)
+            results.append(training.flat(model).clone())
+        return received, results
+
+    padded = 4608  # a multiple of the block, 256, and of 3 workers
+    code, whole = la.codecs.Int8().nbytes(padded), 4 * padded
+    closings = [Closing(0, n + 1, r, (0,) * len(r)) for n, r in enumerate(ROSTERS)]
+    runs = la.simulate(train, workers=3, closings=closings)
+    assert runs[2][0][1:] == [code, 3 * code, whole, code]
+    assert all(n == code for n in runs[1][0][1:])
+    for own, number in zip(runs[2][1], (1, 2, 5, 11, 12), strict=True):
+        assert torch.equal(own, runs[1][1][number - 1])
+
+
+ROSTERS = [
+    *[(0, 1, 2)] * 2,
+    *[(0, 1)] * 2,
+    (0, 1, 2),
+    *[(0, 1)] * 5,
+    *[(0, 1, 2)] * 2,
+    *[(0, 1)] * 8,
+]
+
+
+def test_a_change_that_is_not_finite_ends_the_run() -> None:
+    def train(rank: int) -> str:
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        la.attach(model, optimizer, la.diloco(2, quorum=1, codec="int8"))
+        try:
+            for t in range(9):
+                model(
+                    torch.full((1, 3), math.inf if (rank, t) == (1, 4) else 1.0 + rank)
+                ).sum().backward()
+                optimizer.step()
+        except NotFiniteError as error:
+            return str(error)
+        return ""
+
+    told = la.simulate(train, workers=2)
+    assert told == ["ranks [1] had NaN or infinite values to send"] * 2
+
+
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_buffers_are_averaged_over_those_that_arrive(codec: str | None) -> None:
     def train(rank: int) -> tuple[list[float], list[Any]]:
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, momentum=1.0))
         optimizer = torch.optim.SGD(model.parameters(), 0.0)
-        sync = la.attach(model, optimizer, la.local_sgd(2, quorum=2))
+        sync = la.attach(model, optimizer, la.local_sgd(2, quorum=2, codec=codec))
         means = []
         for t in range(4):
             torch.manual_seed(7 * t + rank)

@@ -222,6 +222,36 @@ def test_the_network_is_measured_before_the_first_step(
     assert probed == [0] * 4
 
 
+def test_a_resumed_run_measures_the_network_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network may have changed since it was attached and loaded, with a choice."""
+    probed: list[int] = []
+
+    def found(self: Any) -> probe.Probed:
+        probed.append(self._step)
+        return probe.Probed(1e8, 0.0, 0, 0, [0.0] * self._link.size)
+
+    monkeypatch.setattr(auto_module.Chooser, "_probe", found)
+    monkeypatch.setattr(
+        auto_module, "_medians", lambda spans: (0.15, 0.15) if spans else (0.0, 0.0)
+    )
+
+    def train(rank: int, first: int, last: int, state: Any = None) -> Any:
+        model, optimizer = build(rank)
+        sync = la.attach(model, optimizer, la.auto())
+        if state is not None:
+            for part, own in zip((model, optimizer, sync), state, strict=True):
+                part.load_state_dict(own)
+        for t in range(first, last):
+            step(model, optimizer, rank, t)
+        return copy.deepcopy([part.state_dict() for part in (model, optimizer, sync)])
+
+    for end in (3, 8):  # before the first choice, and after it
+        saved = la.simulate(lambda rank, end=end: train(rank, 1, end), workers=2)
+        probed.clear()
+        la.simulate(lambda rank, end=end, s=saved: train(rank, end, 40, s[rank]), workers=2)
+        assert len(probed) == (2 if end == 3 else 4)
+
+
 # -- in training ----
 
 

@@ -214,7 +214,13 @@ def test_repairs_of_a_round_keep_their_distance() -> None:
 @pytest.mark.filterwarnings("ignore:the workers have drifted apart")
 @pytest.mark.parametrize("saved", [4, 6, 8, 9])
 @pytest.mark.parametrize(
-    ("name", "faults"), [("local_sgd", (4, 8)), ("diloco", (3, 9)), ("diloco, unsharded", (4, 8))]
+    ("name", "faults"),
+    [
+        ("local_sgd", (4, 8)),
+        ("local_sgd, coded, late", (4, 8)),
+        ("diloco", (3, 9)),
+        ("diloco, unsharded", (4, 8)),
+    ],
 )
 def test_a_resumed_run_finds_and_repairs_as_the_whole_run(
     name: str, faults: tuple[int, int], saved: int

@@ -154,6 +154,7 @@ def test_closed_connections_and_other_systems_are_left_alone(connection: socket.
 def test_messages_start_bbr_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the connections that use it, and that a message is sent over."""
     monkeypatch.setattr(congestion, "name_of", lambda connection: "bbr")
+    monkeypatch.setattr(congestion, "name_for", lambda round_trip: "bbr")
     connections, called = wire.Connections(), []
     monkeypatch.setattr(congestion.Bbr, "before_message", lambda self, fd: called.append(fd))
     pairs = [socket.socketpair() for _ in range(3)]
@@ -168,13 +169,15 @@ def test_messages_start_bbr_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_connection_that_started_anew_still_uses_bbr(
-    connection: socket.socket, clock: list[float]
+    connection: socket.socket, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the system's BBR, if there is one, and data before and after."""
     if congestion.LONG not in congestion.available():
         assert congestion.name_of(connection) != congestion.LONG
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+    assert congestion.Bbr.of(connection) is None, "a short round trip, and the system's choice"
+    monkeypatch.setenv(congestion.VARIABLE, "bbr")
     bbr = congestion.Bbr.of(connection)
     assert bbr is not None
     assert connection.getsockopt(socket.IPPROTO_TCP, 25) == congestion.UNSENT  # TCP_NOTSENT_LOWAT

@@ -192,9 +192,10 @@ def _save(job: Job, folder: Path, at: Sequence[int], rank: int) -> int:
 # -- errors ----
 
 
-def failing(rank: int, when: int) -> tuple[str, tuple[int, ...]]:
-    """Worker ``when`` fails in the middle; what each of the others raises."""
-    job = Job(la.local_sgd(4, quorum=3), 3, 100)
+def failing(rank: int, when: int, codec: str | None = None) -> tuple[str, tuple[int, ...]]:
+    """Worker ``when`` fails in the middle; what each of the others raises. They can still save
+    their state."""
+    job = Job(la.local_sgd(4, quorum=3, codec=codec), 3, 100)
     model, optimizer = training.build(job, rank)
     sync = la.attach(model, optimizer, job.recipe, link=gloo.link_of(3))
     start = time.monotonic()
@@ -206,15 +207,40 @@ def failing(rank: int, when: int) -> tuple[str, tuple[int, ...]]:
                 training.step(job, model, optimizer, job.data()[rank][t - 1], t)
     except la.LinkError as error:
         assert time.monotonic() - start < 15
+        if codec is not None:
+            left_over(sync, model)
         return str(error), error.ranks
     except RuntimeError as error:
         return str(error), ()
     return "nothing", ()
 
 
+def left_over(sync: la.Synchronizer, model: torch.nn.Module) -> None:
+    """In a round that has failed nothing is lost: with the state of before, the next message has
+    all of this worker's steps."""
+    (running,) = sync.driver.run.rounds
+    (channel,) = running.channels
+    kept, x = channel.exchange_state, channel.bucket.pack(channel.bucket.empty())
+    quorum_rounds = sync.driver.run.quorum
+    assert quorum_rounds is not None
+    (kind,) = quorum_rounds.kinds
+    sent = kind.sent
+    assert sent is not None, "it waited"
+    assert isinstance(running.exchange, la.exchanges.CodedQuorumMean)
+    q = running.exchange.codec.decode(sent.messages[0], len(x))
+    v = kept["residual"] + q
+    carried = sync.state_dict()["rounds"][0]["carried"][0]
+    assert kind.sent is None
+    again = x - carried["base"] + carried["residual"]
+    assert float((again - v).abs().max()) < 1e-12 < float(carried["residual"].abs().max())
+
+
+@pytest.mark.parametrize("codec", [None, "int4"])
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_worker_that_fails_is_named_on_all(own_pool: gloo.Pool, which: int) -> None:
-    answers = own_pool.run(failing, which, ranks=3)
+def test_a_worker_that_fails_is_named_on_all(
+    own_pool: gloo.Pool, which: int, codec: str | None
+) -> None:
+    answers = own_pool.run(failing, which, codec, ranks=3)
     assert answers[which][0] == "on purpose"
     for rank, (text, ranks) in enumerate(answers):
         assert rank == which or (ranks == (which,) and f"rank {which}" in text), text
@@ -265,6 +291,37 @@ def test_a_wait_that_is_interrupted_loses_nothing(own_pool: gloo.Pool) -> None:
     assert [x for x, _ in whole] == [x for x, _ in saved]
     assert went_on[0][0] == went_on[1][0] == went_on[2][0]
     assert went_on[0][0] == pytest.approx(whole[0][0], abs=0.05)
+
+
+def leaving(rank: int) -> tuple[str, tuple[int, ...]]:
+    """Worker 2 comes late to a round, and a signal handler of worker 1 ends its training meanwhile;
+    what the ranks raise."""
+    job = Job(la.local_sgd(4, quorum=3), 3, 100)
+    model, optimizer = training.build(job, rank)
+    sync = la.attach(model, optimizer, job.recipe, link=gloo.link_of(3))
+    before = signal.signal(signal.SIGALRM, raise_alarm)
+    try:
+        with sync:
+            for t in range(1, 101):
+                if (rank, t) == (2, 8):
+                    time.sleep(1.0)
+                if (rank, t) == (1, 8):
+                    signal.setitimer(signal.ITIMER_REAL, 0.3)
+                training.step(job, model, optimizer, job.data()[rank][t - 1], t)
+    except la.LinkError as error:
+        return str(error), error.ranks
+    except AlarmError:
+        return "alarm", ()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    return "nothing", ()
+
+
+def test_a_worker_that_leaves_while_it_waits_is_named(own_pool: gloo.Pool) -> None:
+    answers = own_pool.run(leaving, ranks=3)
+    assert answers[1] == ("alarm", ())
+    for text, ranks in (answers[0], answers[2]):
+        assert ranks == (1,) and "rank 1" in text, text
 
 
 def misled(rank: int) -> tuple[str, tuple[int, ...]]:

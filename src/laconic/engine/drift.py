@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -321,6 +321,23 @@ class RoundCheck:
         )
         what += ": outer state" if self._equal_state(running.channels) else ": the parameters"
         self._check.report(found, repairs, what, running.link, "values")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next comparisons and reports depend on, as plain data."""
+        looking = []
+        for due, pending in self._looking:
+            if pending.done() and pending.error is None:
+                found, repairs = pending.wait()
+                looking.append((due, None if found is None else tuple(found), repairs))
+        return {"digest": self.x_digest, "looking": looking}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a `state_dict`."""
+        self.x_digest = state["digest"]
+        self._looking = [
+            (due, Pending.of((None if found is None else Difference(*found), repairs)))
+            for due, found, repairs in state["looking"]
+        ]
 
     def forget(self) -> None:
         """Discard digests: x and the state were replaced on all workers."""

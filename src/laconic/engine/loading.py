@@ -52,7 +52,8 @@ def state_dict(run: RecipeRun, in_step: bool) -> Saved:
     """See `Synchronizer.state_dict`."""
     policy = run.session.policy
     if run.quorum is not None:
-        run.quorum.settle()
+        run.quorum.settle(failed=True)
+    run.session.comm.drain()  # checks of delayed rounds may be repairing the state
     with nullcontext() if run.quorum is None else run.quorum.port.quiet():
         return _state_dict(run, in_step, policy)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,9 +41,10 @@ MOST_CODES = 16
 
 
 class Sent(NamedTuple):
-    """What a worker has sent after ``step``, and what it receives for that."""
+    """The ``messages`` that a worker has sent after ``step``, and what it receives for them."""
 
     step: int
+    messages: list[Tensor]
     pending: Pending[Outcome]
 
 
@@ -152,25 +154,39 @@ class QuorumRounds:
         about = Announcement(index, kind.base, steps, seconds, step, self._rates(), kind.known)
         delivery = Delivery(about, messages, bases or None, room)
         job, label = partial(self.port.deliver, delivery), kind.runners[0].label(step)
-        kind.sent = Sent(step, self._session.comm.submit(job, label))
+        comm, start = self._session.comm, time.perf_counter()
+        kind.sent = Sent(step, messages, comm.submit(job, label))
+        if kind.sent.pending.done():  # where there is no thread, `submit` has waited
+            comm.record_wait(start)
         self._take_over(kind, kind.sent)
 
-    def settle(self) -> None:
+    def settle(self, *, failed: bool = False) -> None:
         """Take over the results of rounds whose wait something has interrupted, such as a signal
-        handler that raised. To be called before x changes or is read."""
+        handler that raised. To be called before x changes or is read. ``failed``: if a round has
+        failed, restore what this worker was before it, in place of raising the error again."""
         for kind in self.kinds:
-            if kind.sent is not None:
-                self._take_over(kind, kind.sent)
+            sent = kind.sent
+            if sent is None:
+                continue
+            if failed and sent.pending.done() and sent.pending.error is not None:
+                for channel, message in zip(kind.channels, sent.messages, strict=True):
+                    x = channel.bucket.pack(channel.bucket.empty())
+                    _exchange(channel).withdraw(message, x, channel.exchange_state)
+                kind.sent = None
+            else:
+                self._take_over(kind, sent)
 
     def _take_over(self, kind: Kind, sent: Sent) -> None:
-        step, (closing, results) = sent.step, sent.pending.wait()
+        closing, results = sent.pending.wait()
+        if kind.sent is not sent:  # a signal handler has taken it over meanwhile
+            return
         for channel, result in zip(kind.channels, results, strict=True):
             channel.bucket.unpack(_exchange(channel).receive(result, channel.exchange_state))
         for running in kind.runners:
             running.after_quorum()
-        kind.base, kind.since, kind.known, kind.sent = closing.number, step, True, None
+        kind.base, kind.since, kind.known, kind.sent = closing.number, sent.step, True, None
         kind.pace = closing.pace(self._link.rank)
-        kind.began = self._worked(step)
+        kind.began = self._worked(sent.step)
 
     def _worked(self, step: int) -> float:
         """Seconds without those spent waiting, after ``step`` steps, since an arbitrary start."""

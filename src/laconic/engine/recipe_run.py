@@ -195,14 +195,14 @@ class RecipeRun:
 
     def drift_state(self) -> dict[str, Any]:
         """What the next comparisons depend on, as plain data."""
-        digests = {str(index): check.x_digest for index, check in enumerate(self._checks.values())}
-        return {"repaired": dict(self.session.drift.repaired), "digests": digests}
+        rounds = [check.state_dict() for check in self._checks.values()]
+        return {"repaired": dict(self.session.drift.repaired), "rounds": rounds}
 
     def load_drift_state(self, state: Mapping[str, Any]) -> None:
         """Restore a `drift_state` that this rank has saved."""
         self.session.drift.repaired = dict(state["repaired"])
-        for index, check in enumerate(self._checks.values()):
-            check.x_digest = state["digests"].get(str(index), 0)
+        for check, saved in zip(self._checks.values(), state["rounds"], strict=False):
+            check.load_state_dict(saved)
 
     def close(self) -> None:
         """End what the rounds have opened. They do not run again."""

@@ -129,10 +129,10 @@ class Bbr:
 
     @classmethod
     def of(cls, connection: socket.socket) -> Bbr | None:
-        """For a new ``connection``; None if it does not use BBR. Limits how much the system takes
-        in before it can be sent, because `laconic_move` has to know when a message is on its
-        way."""
-        if name_of(connection) != LONG:
+        """For a new ``connection``; None if `choose` has not selected BBR for it. Limits how much
+        the system takes in before it can be sent, because `laconic_move` has to know when a message
+        is on its way."""
+        if name_of(connection) != LONG or name_for(round_trip(connection)) != LONG:
             return None
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, _UNSENT, UNSENT)
@@ -158,7 +158,10 @@ def renew(fd: int) -> bool:
     sent again, BBR would forget its window."""
     if tcp_info(fd, _STATE) != (_OPEN,):
         return False
-    with borrowed(fd) as connection, contextlib.suppress(OSError):  # closed
-        for name in (_ANEW, LONG):
-            connection.setsockopt(socket.IPPROTO_TCP, _OPTION or 0, name.encode())
+    try:
+        with borrowed(fd) as connection:
+            for name in (_ANEW, LONG):
+                connection.setsockopt(socket.IPPROTO_TCP, _OPTION or 0, name.encode())
+    except OSError:  # closed; or in a container that does not allow it
+        return False
     return True

@@ -173,8 +173,9 @@ def _renew(messages: ctypes.Array[Message], index: int) -> None:
     message = messages[index]
     if message.bbr == RENEW and congestion.renew(message.fd):
         message.bbr = USED
-    later = any(m.after == index and not m.comes for m in messages)
-    if later or message.moved != _on_wire(message, message.size):
+    if message.moved != _on_wire(message, message.size):
+        return
+    if any(m.after == index and not m.comes for m in messages):
         return
     for m in messages:
         if not m.comes and m.bbr and m.moved > 0 and m.size - m.moved > LEFT:

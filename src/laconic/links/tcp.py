@@ -91,6 +91,8 @@ class TcpLink(Collectives):
             wire.connect(addresses, guard.secret, guard.check_connecting)
         except LinkError as error:
             guard.conclude(str(error), error.ranks)  # tells the ranks that still wait
+        except ValueError as error:  # this rank's settings
+            guard.conclude(f"rank {guard.ranks[guard.rank]}: {error}", [guard.ranks[guard.rank]])
         return cls(guard, wire)
 
     def split(self, sets: Sequence[Sequence[int]]) -> Link:

@@ -123,6 +123,9 @@ class QuorumMean(Exchange):
         """What a worker delivers. x may be kept, and overwritten."""
         return x
 
+    def withdraw(self, message: Tensor, x: Tensor, state: State) -> None:
+        """No round has used the ``message`` of x: the next one contains it."""
+
     def receive(self, result: Result, state: State) -> Tensor:
         """The result of the round, from which x continues."""
         assert isinstance(result, Tensor), "nothing is coded"
@@ -231,6 +234,11 @@ class CodedQuorumMean(QuorumMean):
             return code.fill_(NOT_FINITE)
         residual.copy_(v)
         return code
+
+    def withdraw(self, message: Tensor, x: Tensor, state: State) -> None:
+        if not self.failed(message):  # e_i + q_i = v
+            add_decoded(self.codec, message, state["residual"])
+            state["residual"].sub_(x.to(state["base"].dtype) - state["base"])
 
     def receive(self, result: Result, state: State) -> Tensor:
         base = state["base"]

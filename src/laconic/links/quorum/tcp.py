@@ -329,6 +329,7 @@ class GuestPort(Clock):
 
     def __init__(self, line: Line, report: Report) -> None:
         self._line, self._report = line, report
+        self._abandoned = False
 
     def quiet(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -343,8 +344,10 @@ class GuestPort(Clock):
                 return Outcome(closing, results)
             with self._line.reading():
                 text, ranks = clean(str(answer["error"])), [int(r) for r in answer["ranks"]]
-        except LinkError as error:  # else the other ranks would blame this one
-            self._report(str(error), error.ranks)
+        except LinkError as error:
+            if self._abandoned:  # this worker has failed, not rank 0
+                raise
+            self._report(str(error), error.ranks)  # else the other ranks would blame this one
         raise LinkError(text, ranks=ranks)
 
     def _deliver(self, delivery: Delivery) -> dict[str, Any]:
@@ -362,6 +365,7 @@ class GuestPort(Clock):
             self._line.send_text({"what": "leave"})
 
     def abandon(self) -> None:
+        self._abandoned = True
         self._line.shutdown()
 
 
