@@ -104,6 +104,8 @@ JOB_SECRET = ["tests/links/test_job_secret.py"]
 LISTENERS = ["tests/links/test_listeners.py", "-k", "not program"]
 KEYS = ["tests/cli/test_keys.py"]
 CONGESTION = ["tests/links/test_congestion.py"]
+QUORUM = ["tests/algorithms/test_quorum.py", "-k", "int or codes or finite"]
+QUORUM_FAILS = ["tests/links/test_quorum_processes.py", "-k", "named or counted or agree"]
 QUORUM_PROCESSES = ["tests/links/test_quorum_processes.py", "-k", "interrupted or another_rank"]
 REPLACED = ["tests/elastic/test_elastic_runs.py", "-k", "killed_worker and ddp"]
 
@@ -423,7 +425,24 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("links/quorum/tcp.py", "except Exception as error:  # else", "except LinkError as error:  # else", FUZZED_MESSAGES),
     ("links/quorum/tcp.py", 'if what != "arrive":', "if False:", FUZZED_MESSAGES),
     ("links/quorum/tcp.py", "self._report(str(error), error.ranks)\n", "raise error\n", QUORUM_PROCESSES),
-    ("engine/quorum_rounds.py", "if kind.sent is not None:", "if False:", QUORUM_PROCESSES),
+    ("engine/quorum_rounds.py", "if sent is None:", "if True:", QUORUM_PROCESSES),
+    ("engine/quorum_rounds.py", "if failed and sent.pending.done()", "if False and sent.pending.done()", QUORUM_FAILS),
+    ("engine/quorum_rounds.py", "kind.known = kind.exchange.needs_bases", "pass", QUORUM),
+    ("engine/quorum_rounds.py", "complete and size < whole.nbytes", "complete", QUORUM),
+    ("engine/quorum_rounds.py", "0 < len(codes) == len(missed)", "0 < len(codes)", QUORUM),
+    ("engine/quorum_rounds.py", "since + 1, closing.number + 1", "since + 2, closing.number + 1", QUORUM),
+    ("engine/quorum_rounds.py", "        if failed:\n", "        if False:\n", QUORUM),
+    ("algorithms/exchanges/quorum.py", "less=base, plus=residual", "less=base", QUORUM),
+    ("algorithms/exchanges/quorum.py", "        residual.copy_(v)\n", "", QUORUM),
+    ("algorithms/exchanges/quorum.py", "change = change * (len(arrived) / n)", "pass", QUORUM),
+    ("algorithms/exchanges/quorum.py", "alpha=s / sum(steps))\n        else", "alpha=1 / len(qs))\n        else", QUORUM),
+    ("algorithms/exchanges/quorum.py", "after = before.clone()", "after = before", QUORUM),
+    ("algorithms/exchanges/quorum.py", 'state["residual"].sub_(', 'state["residual"].add_(', QUORUM_FAILS),
+    ("links/quorum/tcp.py", "if self._abandoned:", "if False:", ["tests/links/test_quorum_processes.py", "-k", "leaves"]),
+    ("links/quorum/tcp.py", "if number * tensor.nbytes > room.nbytes:", "if False:", FUZZED_MESSAGES),
+    ("links/quorum/syncer.py", "            if rank:\n                self._count", "            if True:\n                self._count", QUORUM_FAILS),
+    ("engine/loading.py", "run.session.comm.drain()  # checks", "pass  # checks", ["tests/engine/test_drift_rounds.py", "-k", "resumed"]),
+    ("engine/drift.py", "for due, found, repairs in state[\"looking\"]", "for due, found, repairs in ()", ["tests/engine/test_drift_rounds.py", "-k", "resumed"]),
     ("engine/recipe_run.py", "self.quorum.settle()", "pass", QUORUM_PROCESSES),
     ("links/congestion.py", "old or estimate < self._best / 2", "old", CONGESTION),
     ("links/congestion.py", "old or estimate < self._best / 2", "estimate < self._best / 2", CONGESTION),

@@ -6,7 +6,7 @@ measures the rate and the round trip instead. On a network without latency and l
 percent slower. Therefore connections with a long round trip use BBR, if the system has it.
 
 BBR expects transfers that do not pause. Messages of a training suffer from it in two ways, so `Bbr`
-starts it anew before some of them. Both are properties of version 1 (Cardwell et al., "BBR:
+restarts it before some of them. Both are properties of version 1 (Cardwell et al., "BBR:
 Congestion-Based Congestion Control", ACM Queue 14(5), 2016), which is in Linux.
 
 - After 10 s without a shorter round trip it sends 4 packets per round trip for 0.2 s.
@@ -110,9 +110,9 @@ def choose(connection: socket.socket) -> str:
 
 
 class Bbr:
-    """Starts the BBR of a connection anew before a message where it would be slow otherwise: when
-    its estimate of the rate has fallen by half, or is `RENEWED` seconds old. It keeps its window,
-    so it begins with the rate that the window allows.
+    """Restarts the BBR of a connection before a message where it would be slow otherwise: when
+    its estimate of the rate has fallen by half, or it was last restarted `RENEWED` seconds ago. It
+    keeps its window, so it begins with the rate that the window allows.
 
     Example: 50 Mbit/s, 80 ms, 0.1% of packets lost, messages of 0.1 MB every 0.2 s. Without this,
     ranks wait for more than a second about once in 100 steps.
@@ -154,7 +154,7 @@ class Bbr:
 
 
 def renew(fd: int) -> bool:
-    """Start the BBR of a connection anew. Returns False if it cannot be done yet: while packets are
+    """Restart the BBR of a connection. Returns False if it cannot be done yet: while packets are
     sent again, BBR would forget its window."""
     if tcp_info(fd, _STATE) != (_OPEN,):
         return False

@@ -46,10 +46,10 @@ the connection. `OTHER`: a message of another call has arrived. `FAILED`: a syst
 `INTERRUPTED`: a signal may have to be handled. `CHANGED`: a checksum is wrong."""
 ALL, WITHOUT_WAITING = -1, -2
 USED, RENEW = 1, 2
-"""`Message.bbr` of what is sent over a connection with BBR; `RENEW`: it starts anew as soon as
+"""`Message.bbr` of what is sent over a connection with BBR; `RENEW`: it is restarted as soon as
 nothing is sent again."""
 LEFT = 2**19
-"""Bytes of a message for which it pays to find the rate anew, when another connection has nothing
+"""Bytes of a message for which it pays to find the rate again, when another connection has nothing
 more to send: otherwise BBR tries a quarter more every 8 round trips."""
 
 Secured = Mapping[int, ssl.SSLSocket]
@@ -169,7 +169,7 @@ def _move_interpreted(
 
 
 def _renew(messages: ctypes.Array[Message], index: int) -> None:
-    """Start BBR anew where it is due, after bytes of message ``index`` were sent."""
+    """Restart BBR where it is due, after bytes of message ``index`` were sent."""
     message = messages[index]
     if message.bbr == RENEW and congestion.renew(message.fd):
         message.bbr = USED

@@ -22,7 +22,7 @@
 #define FRAME 16384 /* bytes of payload before a checksum */
 #define CHECK 4
 #define AT_ONCE 16 /* frames in one go */
-#define LEFT (1 << 19) /* bytes of a message for which it pays to find the rate anew */
+#define LEFT (1 << 19) /* bytes of a message for which it pays to find the rate again */
 
 /* as class _Message in wire.py */
 struct message {
@@ -39,7 +39,7 @@ struct message {
     int32_t fd;
     int32_t comes; /* 1: is received, 0: is sent */
     int32_t after; /* which message must be complete before, over the same socket; -1: none */
-    int32_t bbr;   /* NOT, USED, or RENEW: starts anew as soon as nothing is sent again */
+    int32_t bbr;   /* NOT, USED, or RENEW: restarted as soon as nothing is sent again */
     int32_t reserved;
 };
 
@@ -249,7 +249,7 @@ static int step(struct message *m) {
 /* -- congestion control: see congestion.py ---- */
 
 /* BBR finds out slowly that others have stopped sending: it tries a quarter more every 8 round trips.
-   So when a connection has nothing more to send, others that have much left start anew. */
+   So when a connection has nothing more to send, it is restarted on others that have much left. */
 static void renew_others(struct message *messages, int64_t count, int64_t sent) {
     for (int64_t i = 0; i < count; i++)
         if (messages[i].after == sent && !messages[i].comes)
