@@ -906,11 +906,12 @@ def test_a_delayed_probe_is_not_taken_for_another_rate(
     monkeypatch: pytest.MonkeyPatch, seconds: list[float], rate: float
 ) -> None:
     """Probes of 64 KiB, 256 KiB, 1 MiB, and 4 MiB twice, of which 3/4 are sent."""
-    times = iter([0.1, 0.1, 0.1, *seconds])
+    times = iter([0.2, 0.1, 0.2, 0.1, 0.2, *seconds])  # the small ones: some were delayed
     monkeypatch.setattr(probe, "timed", lambda link, device, size: next(times))
     link = NullLink(4)
     monkeypatch.setattr(link, "gather", lambda x: x)
-    assert probe.probe(link, torch.device("cpu")).rate == pytest.approx(rate)
+    probed = probe.probe(link, torch.device("cpu"))
+    assert probed.rate == pytest.approx(rate) and probed.latency == 0.1
 
 
 def _measured(rank: int) -> tuple[str, float]:
