@@ -186,11 +186,12 @@ ENDS_WITH_A_JOB_UNDER_WAY = """
 import torch
 from laconic.links.comm_thread import CommThread
 
+torch.set_num_threads(1)
 lane = CommThread(True, torch.device("cpu"), lambda: None)
 x = torch.randn(100, 100)
 
 def job():
-    for _ in range(2000):
+    for _ in range(500):
         x @ x
     print("done", flush=True)
 
