@@ -499,7 +499,8 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("engine/consensus.py", "        reshard(session.model)\n        session.holds_consensus", "        session.holds_consensus", MESH),
     ("engine/consensus.py", "    reshard(session.model)\n    for running", "    for running", MESH),
     ("advisor/choices.py", 'name = "int8" if shortest >= CODECS["int8"].nbytes(LENGTH) else "int4"', 'name = "int4"', ADVISE),
-    ("auto.py", "self._steps >= FIRST_WARMUP + FIRST_WINDOW", "self._steps >= WARMUP + WINDOW", AUTO),
+    ("auto.py", "FIRST_WARMUP + FIRST_WINDOW if hurry else first", "first", AUTO),
+    ("auto.py", "FIRST_WARMUP + FIRST_WINDOW if hurry else first", "FIRST_WARMUP + FIRST_WINDOW", AUTO),
     ("auto.py", "facts, _ = self._measure()  # the network may", "pass  # the network may", AUTO),
     # seconds = max(c + sum f*exposed, min(sum f*T/U, c + sum f*(T + w))) ; best = min(seconds * steps)
     ("predict.py", "end = max(end, backward * done) + bucket_seconds", "end += bucket_seconds", AUTO),

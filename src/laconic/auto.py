@@ -40,7 +40,7 @@ log = logging.getLogger("laconic")
 FIRST_WARMUP, FIRST_WINDOW = 2, 2
 """Steps before the first choice: first those that are not measured, because the first steps are
 slow, and then those that are. They are few, because on a slow network each takes several times as
-long as after the choice."""
+long as after the choice. A run that starts with a delay takes `WARMUP` and `WINDOW` steps."""
 WARMUP, WINDOW = 3, 8
 """The same after a choice, before it is reviewed."""
 REVIEW = 64
@@ -216,7 +216,8 @@ class Chooser:
     def _review(self, step: int) -> None:
         first = WARMUP + WINDOW
         if not self.choices:
-            if self._steps >= FIRST_WARMUP + FIRST_WINDOW:
+            hurry = not workers_differ(self.now.recipe)
+            if self._steps >= (FIRST_WARMUP + FIRST_WINDOW if hurry else first):
                 self._choose_anew(step)
         elif self._paces is None and (self._steps == first or self._steps % REVIEW == 0):
             own = torch.tensor(self._pace(), dtype=torch.float64, device=self._device)
@@ -304,7 +305,7 @@ class Chooser:
         """The facts and the seconds of a step, each from the slowest rank. The network is measured,
         too, unless `start` has just done so."""
         spans = self._spans[-WINDOW:]
-        if not self.choices:  # with so few steps a single slow one would be half of the median
+        if len(spans) <= FIRST_WINDOW:  # a single slow one would be half of the median
             spans = sorted(spans)[:1]
         wall, compute = _medians(spans)
         self._announce(MEASURE)
