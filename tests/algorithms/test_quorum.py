@@ -89,10 +89,17 @@ ROWS: dict[str, tuple[la.Recipe, Quorum]] = {
         la.diloco(6, momentum=0.5, quorum=3, pace="own", codec=la.codecs.Int4(8)),
         Quorum(6, 3, own=True, rule="delayed", lr=0.7, momentum=0.5, codec=ref_coded.int4(8)),
     ),
-    "diloco, int8, grace, steps": (
-        la.diloco(*(4, 0.7, 0.5), quorum=2, grace=5.0, weigh="steps", codec=la.codecs.Int8(8)),
+    "diloco, int8, own pace, steps": (
+        la.diloco(
+            *(6, 0.7, 0.5),
+            quorum=2,
+            grace=0.5,
+            pace="own",
+            weigh="steps",
+            codec=la.codecs.Int8(8),
+        ),
         Quorum(
-            *(4, 2, 5.0, False, "steps"),
+            *(6, 2, 0.5, True, "steps"),
             rule="delayed",
             lr=0.7,
             momentum=0.5,
@@ -465,6 +472,15 @@ def test_the_mean_of_late_contributions() -> None:
     both[1] = Contribution(late, base, 1)  # y = (6, 4)
     assert QuorumMean(1, weigh="steps").mean(both, a, 4).tolist() == [8.25, 1.75]
     assert QuorumMean(1, anchored=False).mean(both, None, 4).tolist() == [4.5, 4.5]
+
+
+def test_what_is_published_leaves_the_result_before_as_it_was() -> None:
+    """Rank 0 may still be sending it to a worker."""
+    exchange = la.exchanges.CodedQuorumMean(codec=la.codecs.Int8(4))
+    before, result = torch.zeros(4), torch.tensor([1.0, -2.0, 0.3, 0.0])
+    after, code = exchange.publish(result, before, la.Clock(1, 1.0, 0, 0, 2))
+    assert before.tolist() == [0.0] * 4 and result.tolist()[1] == -2.0
+    assert code is not None and torch.equal(after, la.codecs.Int8(4).decode(code, 4))
 
 
 def test_own_pace() -> None:
