@@ -235,20 +235,10 @@ def test_a_resumed_run_measures_the_network_again(monkeypatch: pytest.MonkeyPatc
         auto_module, "_medians", lambda spans: (0.15, 0.15) if spans else (0.0, 0.0)
     )
 
-    def train(rank: int, first: int, last: int, state: Any = None) -> Any:
-        model, optimizer = build(rank)
-        sync = la.attach(model, optimizer, la.auto())
-        if state is not None:
-            for part, own in zip((model, optimizer, sync), state, strict=True):
-                part.load_state_dict(own)
-        for t in range(first, last):
-            step(model, optimizer, rank, t)
-        return copy.deepcopy([part.state_dict() for part in (model, optimizer, sync)])
-
     for end in (3, 8):  # before the first choice, and after it
-        saved = la.simulate(lambda rank, end=end: train(rank, 1, end), workers=2)
+        saved = la.simulate(lambda rank, end=end: go_on(rank, 1, end), workers=2)
         probed.clear()
-        la.simulate(lambda rank, end=end, s=saved: train(rank, end, 40, s[rank]), workers=2)
+        la.simulate(lambda rank, end=end, s=saved: go_on(rank, end, 40, s[rank][0]), workers=2)
         assert len(probed) == (2 if end == 3 else 4)
 
 
@@ -266,6 +256,19 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, t: int) 
     optimizer.zero_grad()
     nn.functional.mse_loss(model(x), torch.sin(x[:, :30])).backward()
     optimizer.step()
+
+
+def go_on(rank: int, first: int, last: int, state: Any = None) -> Any:
+    """Take the steps from ``first`` to before ``last``, from a ``state`` that an earlier call has
+    returned beside its choices."""
+    model, optimizer = build(rank)
+    sync = la.attach(model, optimizer, la.auto())
+    parts = model, optimizer, sync
+    for part, own in () if state is None else zip(parts, state, strict=True):
+        part.load_state_dict(own)
+    for t in range(first, last):
+        step(model, optimizer, rank, t)
+    return copy.deepcopy([part.state_dict() for part in parts]), sync.choices
 
 
 def weights(model: nn.Module) -> Tensor:
@@ -580,21 +583,10 @@ def test_a_run_that_goes_on_elsewhere_measures_the_network_there(
     )
     monkeypatch.setattr(auto_module.Chooser, "_pace", lambda self: [0.15, 0.0, 0.15])
 
-    def train(rank: int, first: int, last: int, state: Any = None) -> Any:
-        model, optimizer = build(rank)
-        sync = la.attach(model, optimizer, la.auto())
-        if state is not None:
-            for part, own in zip((model, optimizer, sync), state, strict=True):
-                part.load_state_dict(own)
-        for t in range(first, last):
-            step(model, optimizer, rank, t)
-        parts = model, optimizer, sync
-        return copy.deepcopy([part.state_dict() for part in parts]), sync.choices
-
-    saved = la.simulate(lambda rank: train(rank, 1, 8), workers=2)
+    saved = la.simulate(lambda rank: go_on(rank, 1, 8), workers=2)
     assert all(choices[-1].text.startswith("streaming_diloco(") for _, choices in saved)
     rate["now"] = 1e12
-    found = la.simulate(lambda rank: train(rank, 8, 30, saved[rank][0]), workers=2)
+    found = la.simulate(lambda rank: go_on(rank, 8, 30, saved[rank][0]), workers=2)
     assert all(choices[-1].text == "ddp()" for _, choices in found)
 
 

@@ -201,7 +201,7 @@ class RecipeRun:
     def load_drift_state(self, state: Mapping[str, Any]) -> None:
         """Restore a `drift_state` that this rank has saved."""
         self.session.drift.repaired = dict(state["repaired"])
-        for check, saved in zip(self._checks.values(), state["rounds"], strict=False):
+        for check, saved in zip(self._checks.values(), state.get("rounds", ()), strict=False):
             check.load_state_dict(saved)
 
     def close(self) -> None:

@@ -67,11 +67,7 @@ class Coded(Exchange):
         return not self.relative
 
     def init(self, x: Tensor, owned: slice) -> State:
-        if not x.is_floating_point():
-            raise ValueError(
-                f"{self.codec} codes floating-point parameters only, not {x.dtype}: choose a "
-                "recipe without codec="
-            )
+        check_codable(self.codec, x)
         state = {"reference": x} if self.relative else {}
         if self.feedback:
             state["residual"] = torch.zeros_like(x)
@@ -174,6 +170,15 @@ class SlicedMean(Coded):
         for part, elements in suspects:
             self.codec.decode_mean(rows[:, part], mean[elements])
         return residual, mean
+
+
+def check_codable(codec: Codec, x: Tensor) -> None:
+    """Raise ``ValueError`` if ``codec`` cannot code parameters like ``x``."""
+    if not x.is_floating_point():
+        raise ValueError(
+            f"{codec} codes floating-point parameters only, not {x.dtype}: choose a recipe without "
+            "codec="
+        )
 
 
 def generator_for(clock: Clock, device: torch.device, direction: int = 0) -> torch.Generator:

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from laconic.algorithms.exchange import Arrival, Combine, Exchange
-from laconic.algorithms.exchanges.coding import NOT_FINITE, add_decoded, generator_for
+from laconic.algorithms.exchanges.coding import (
+    NOT_FINITE,
+    add_decoded,
+    check_codable,
+    generator_for,
+    nonfinite_rows,
+)
 from laconic.algorithms.update import Clock, Slot, State
 from laconic.buckets import mean_in_rank_order, state_dtype
 from laconic.codecs import CODECS, Codec, Int8
@@ -211,11 +217,7 @@ class CodedQuorumMean(QuorumMean):
         return super().busiest(self.codec.nbytes(length), 1, n)
 
     def init(self, x: Tensor, owned: slice) -> State:
-        if not x.is_floating_point():
-            raise ValueError(
-                f"{self.codec} codes floating-point parameters only, not {x.dtype}: choose a "
-                "recipe without codec="
-            )
+        check_codable(self.codec, x)
         return {"base": x, "residual": torch.zeros_like(x)}
 
     def like(self, x: Tensor) -> Tensor:
@@ -253,7 +255,7 @@ class CodedQuorumMean(QuorumMean):
         return state["base"].clone()
 
     def failed(self, message: Tensor) -> bool:
-        return len(message) > 0 and bool((message == NOT_FINITE).all())
+        return len(message) > 0 and bool(nonfinite_rows(message.unsqueeze(0)))
 
     def publish(self, result: Tensor, before: Tensor, clock: Clock) -> tuple[Tensor, Tensor | None]:
         w = result.to(before.dtype, copy=True)
@@ -264,14 +266,9 @@ class CodedQuorumMean(QuorumMean):
 
     def mean(self, arrived: Sequence[Contribution], anchor: Tensor | None, n: int) -> Tensor:
         assert anchor is not None, "codes are of changes since the anchor"
-        qs = [self.codec.decode(c.message, anchor.numel()).to(anchor.dtype) for c in arrived]
-        steps = [c.steps for c in arrived]
-        if self.weigh == "steps" and len({*steps}) > 1:
-            change = torch.zeros_like(anchor)
-            for q, s in zip(qs, steps, strict=True):
-                change.add_(q, alpha=s / sum(steps))
-        else:
-            change = mean_in_rank_order(qs)
-            if self.weigh == "alike":
-                change = change * (len(arrived) / n)
-        return anchor + change
+        ys = []
+        for code, _, steps in arrived:
+            y = anchor.clone()
+            add_decoded(self.codec, code, y)
+            ys.append(Contribution(y, None, steps))
+        return super().mean(ys, anchor, n)

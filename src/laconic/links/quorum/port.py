@@ -69,6 +69,11 @@ class Delivery(NamedTuple):
     bases: Sequence[Tensor] | None = None
     room: Sequence[Tensor] | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of what is sent."""
+        return sum(t.nbytes for t in (*self.tensors, *(self.bases or ())))
+
 
 Result = Tensor | Sequence[Tensor]
 """What a worker receives for one tensor: a whole result, or the codes of all changes since the last
@@ -116,6 +121,11 @@ class Outcome(NamedTuple):
 
     closing: Closing
     results: Sequence[Result]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the results."""
+        return sum(t.nbytes for t in tensors_of(self.results))
 
 
 def no_quorum(link: object) -> ValueError:

@@ -15,7 +15,6 @@ from laconic.links.quorum.port import (
     Paces,
     Rules,
     Speed,
-    tensors_of,
 )
 
 
@@ -174,13 +173,10 @@ class Syncer:
             del self._waiting[rank]
             self.outcomes[rank] = Outcome(closing, results[rank])
             if rank:
-                self._count(deliveries[rank], self.outcomes[rank])
+                sent, received = self.served
+                sent += self.outcomes[rank].nbytes
+                self.served = sent, received + deliveries[rank].nbytes
         return roster
-
-    def _count(self, delivery: Delivery, outcome: Outcome) -> None:
-        sent = sum(t.nbytes for t in tensors_of(outcome.results))
-        received = sum(t.nbytes for t in (*delivery.tensors, *(delivery.bases or ())))
-        self.served = self.served[0] + sent, self.served[1] + received
 
     def state(self) -> dict[str, object]:
         """What a run that is resumed needs, as plain data."""

@@ -7,7 +7,7 @@ import time
 from contextlib import AbstractContextManager
 
 from laconic.links.cost import Cost
-from laconic.links.quorum.port import Closing, Delivery, Outcome, Port, tensors_of
+from laconic.links.quorum.port import Closing, Delivery, Outcome, Port
 
 
 class WrappedPort:
@@ -33,8 +33,7 @@ class WrappedPort:
             outcome = self._port.deliver(delivery)
         seconds = time.perf_counter() - start
         if self._rank:
-            sent = sum(t.nbytes for t in (*delivery.tensors, *(delivery.bases or ())))
-            received = sum(t.nbytes for t in tensors_of(outcome.results))
+            sent, received = delivery.nbytes, outcome.nbytes
         else:  # its process serves the other workers
             (sent, received), before = self.served, self._booked
             self._booked = sent, received
