@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -264,6 +265,27 @@ def test_a_resumed_run_finds_and_repairs_as_the_whole_run(
         )
         for name, x in one["state"]["model"].items():
             assert torch.equal(x, after[rank]["state"]["model"][name])
+
+
+def saved_while_repairing(rank: int) -> bool:
+    """Whether a state that is saved beside a job of the communication thread is that after it."""
+    model, optimizer = build()
+    sync = la.attach(model, optimizer, ROWS["local_sgd, coded, late"].recipe, link=gloo.link_of(2))
+    go(model, optimizer, sync, rank)
+    reference = state_of(sync.driver.run.rounds[0], "reference")
+
+    def repair() -> None:
+        time.sleep(0.3)
+        reference.fill_(7.0)
+
+    sync.driver.session.comm.submit(repair, "a repair")
+    (carried,) = sync.state_dict()["rounds"][0]["carried"]
+    sync.detach()
+    return bool((carried["reference"][: len(reference)] == 7.0).all())
+
+
+def test_a_state_is_saved_when_repairs_are_complete(pool: gloo.Pool) -> None:
+    assert pool.run(saved_while_repairing, ranks=2) == [True, True]
 
 
 def train_and_warn(rank: int, name: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from laconic.errors import LinkError
 from laconic.links import frames, tls
 from laconic.links.frames import CHANGED, CLOSED, FINE, FRAME, HEADER_BYTES, OTHER
+from laconic.links.quorum import tcp
 from laconic.links.quorum.port import (
     Announcement,
     Appointment,
@@ -368,6 +369,17 @@ def test_a_thread_of_rank_0_that_fails_ends_the_rounds() -> None:
     host.close()
     theirs.close()
     ours.close()
+
+
+@pytest.mark.parametrize("codes", [[2], [10**30], [-1], [], [0, 0], ["1"], None])
+def test_codes_that_cannot_be_are_not_waited_for(codes: Any) -> None:
+    """A result has 12 bytes, and a code 8: so at most one comes."""
+    message, room = torch.zeros(8, dtype=torch.uint8), torch.zeros(3)
+    delivery = Delivery(Announcement(**ABOUT), [message], room=[room])
+    (one,) = tensors_of(tcp._results([1], delivery))
+    assert one.nbytes == 8 and tcp._results([0], delivery) == [room]
+    with pytest.raises((TypeError, ValueError)):
+        tcp._results(codes, delivery)
 
 
 @pytest.mark.parametrize("huge", [False, True])

@@ -223,19 +223,18 @@ class QuorumRounds:
             for at, channel in enumerate(kind.channels):
                 if not _exchange(channel).anchored:
                     continue  # running statistics are means: nothing is added to them
-                a = channel.bucket.empty()
+                base = channel.exchange_state["base"]
+                a = torch.empty_like(base)
                 if self._merger is not None:
                     a.copy_(self._merger.results[index][at])
                 session.comm.call(partial(session.world.broadcast, a), "catching up")
                 if kind.base < number:
-                    base = channel.exchange_state["base"]
                     x = channel.bucket.pack(channel.bucket.empty())
-                    channel.bucket.unpack(x.to(base.dtype) + (a.to(base.dtype) - base))
+                    channel.bucket.unpack(x.to(base.dtype) + (a - base))
                     if keep:
                         base.copy_(a)
             if keep:
                 kind.base = number
-                kind.known = kind.exchange.needs_bases  # rank 0 has that result, perhaps rounded
                 if self._merger is not None:
                     self._merger.all_hold(index, number)
 
@@ -337,9 +336,9 @@ class Merger:
         answer: list[Result] = []
         for at, whole in enumerate(self.results[kind]):
             codes = [code for r in rounds if r is not None and (code := r[at]) is not None]
+            assert len(codes) in (0, len(missed)), "the codes of as many rounds are kept"
             size = sum(code.nbytes for code in codes)
-            complete = 0 < len(codes) == len(missed)
-            answer.append(codes if complete and size < whole.nbytes else whole)
+            answer.append(codes if codes and size < whole.nbytes else whole)
         return answer
 
     def _merge(
