@@ -450,6 +450,24 @@ def test_two_labs_and_what_a_killed_one_leaves(capfd: pytest.CaptureFixture[str]
         stream.close()
 
 
+@pytest.mark.parametrize("how", ["lives", "has ended", "is a zombie", "was replaced"])
+def test_a_process_that_ends_by_itself_is_not_stuck(how: str) -> None:
+    """`laconic lab clean` may find a process that ends before it is killed."""
+    mark, words = orphans.new_mark(), ["sleep", "0" if how == "is a zombie" else "30"]
+    own = "another" if how == "was replaced" else mark
+    process = subprocess.Popen(words, env={**os.environ, orphans.MARK: own})
+    if how == "has ended":
+        process.kill()
+        process.wait()
+    if how == "is a zombie":
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert orphans.end(orphans.Member(process.pid, "sleep", mark, os.getpid(), True))
+    replaced = how == "was replaced"
+    assert (process.poll() is None) == replaced
+    process.kill()
+    process.wait()
+
+
 @pytest.mark.timeout(110)
 def test_every_way_out_leaves_nothing(tmp_path: Path) -> None:
     """One of each, two at a time; ``make stress`` does 200."""

@@ -94,19 +94,19 @@ def _signal(process: Path, mark: str, host: int, number: int) -> bool:
 
 
 def end(member: Member) -> bool:
-    """Kill the process and wait until it ends. Return False if it was gone or did not end."""
+    """Kill the process and wait until it ends. Return whether it has ended, perhaps by itself."""
     try:
         descriptor = os.pidfd_open(member.pid)
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)
     try:
         # Check after opening the pidfd, so that the pid cannot have been reused.
         if _mark_of(Path(f"/proc/{member.pid}")) != member.mark:
-            return False
+            return True  # it is a zombie, or another process has its pid
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         return bool(select.select([descriptor], [], [], _END_SECONDS)[0])
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, (ProcessLookupError, FileNotFoundError))
     finally:
         os.close(descriptor)
 
