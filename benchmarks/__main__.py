@@ -39,6 +39,7 @@ ALL = {
     "elastic_ddp": (4, True, ["elastic", "ddp(codec='int4')"], "the same with a coded gradient"),
     "slow": (4, True, ["slow"], "a round at 100 Mbit/s / its bytes over the rate"),
     "far": (4, True, ["far"], "a round at 100 Mbit/s, 100 ms, 0.1% loss / its bytes over the rate"),
+    "buckets": (4, True, ["buckets"], "a step at 100 Mbit/s, 100 ms with coded gradients"),
     "secured": (4, True, ["secured"], "a round at 100 Mbit/s with TLS / without"),
     "coded": (4, True, ["coded"], "an encoded round at 100 Mbit/s / its bytes over the rate"),
     "coded_large": (2, True, ["coded_large"], "the same with a bucket of 25 MiB, two processes"),
@@ -47,13 +48,16 @@ ALL = {
     "shards": (4, False, ["shards"], "slow state on 2 shards / (8/2 bytes each, or 0, + buckets)"),
     "calls": (1, False, ["calls"], "a drop-in's call without a round / 50 us"),
 }
+LONG = {"far": (0.1, 0.001), "buckets": (0.1, 0.0)}
+"""Seconds of a round trip, and the share of packets lost, where there is any."""
 TIMEOUT = 600.0
 
 
 def run(name: str) -> list[Figure]:
     """Run one benchmark in processes of its own and return its figures."""
     processes, slow, arguments, _ = ALL[name]
-    impairments = Impairments(latency=0.1, loss=0.001) if name == "far" else Impairments()
+    latency, loss = LONG.get(name, (0.0, 0.0))
+    impairments = Impairments(latency=latency, loss=loss)
     cluster = (
         Cluster(processes, bandwidth=100e6, impairments=impairments)
         if slow

@@ -25,6 +25,7 @@ from laconic.algorithms.parse import parse_recipe
 from laconic.buckets import BUCKET_BYTES
 from laconic.cli import main as cli
 from laconic.cli.keys import CA, CERTIFICATE, KEY
+from laconic.engine import gradient_rounds
 from laconic.lab.race import workloads
 from laconic.links import tls
 from laconic.links.elastic.registry import serve
@@ -258,6 +259,43 @@ def slow() -> None:
         emit(ratio(f"{name}, {ideal:.3f} s", times, [ideal] * len(times), bound=1.10))
 
 
+def own_link() -> TcpLink:
+    """Return a link of its own over all ranks."""
+    group = dist.new_group()
+    return TcpLink.over(group, torch.device("cpu"), timedelta(seconds=60), owned=True)
+
+
+def from_common_start(job: Callable[[], object]) -> float:
+    """Return the seconds of ``job`` from one moment on all ranks until the last rank has finished.
+
+    The hosts are emulated, so they have one clock. A barrier over a network with latency would end
+    at a different time on each rank.
+    """
+    start = torch.tensor([time.monotonic() + 0.5], dtype=torch.float64)
+    dist.broadcast(start, 0)
+    time.sleep(max(float(start) - time.monotonic(), 0.0))
+    job()
+    return slowest(time.monotonic() - float(start))
+
+
+def buckets() -> None:
+    """Measure steps with coded gradients in three buckets, relative to steps in which each bucket
+    is averaged before the next one is sent, and to steps with a single bucket."""
+    recipe, trainings = laconic.ddp(codec="int4"), {}
+    for name in ("together", "one after the other", "in a single bucket"):
+        gradient_rounds.CODED_BUCKETS = 1 if "single" in name else 3
+        trainings[name], link = Training(), own_link()
+        assert link.far, "the network has a long round trip"
+        link.far = name != "one after the other"
+        laconic.attach(trainings[name].model, trainings[name].optimizer, recipe, link=link)
+    together, *others = trainings
+    for other in others:
+        one, two = trainings[together].step, trainings[other].step
+        times = pairs(one, two, timed=from_common_start)
+        detail = f"{statistics.median(times[0]):.3f} s {together} / {other}"
+        emit(ratio(detail, *times, bound=1.0))
+
+
 def far() -> None:
     """Measure a mean of 16 MB relative to its bytes over the rate, back to back and with pauses.
 
@@ -276,8 +314,7 @@ def far() -> None:
         times = []
         for _ in range(15):
             time.sleep(pause)
-            dist.barrier()
-            times.append(timed(optimizer.step))
+            times.append(from_common_start(optimizer.step))
         name = f"{pause:g} s between rounds" if pause else "back to back"
         mean = statistics.fmean(times) / ideal
         detail = f"{ideal:.2f} s, {name}, mean {mean:.2f}"
@@ -287,13 +324,9 @@ def far() -> None:
 def secured() -> None:
     """Measure a round over connections with TLS relative to one over connections without."""
 
-    # links of its own: laconic.attach without one refuses to mix both in a job
-    def link() -> TcpLink:
-        group = dist.new_group()
-        return TcpLink.over(group, torch.device("cpu"), timedelta(seconds=60), owned=True)
-
+    # laconic.attach without a link refuses to mix both in a job
     plain = Training()
-    laconic.attach(plain.model, plain.optimizer, laconic.local_sgd(1), link=link())
+    laconic.attach(plain.model, plain.optimizer, laconic.local_sgd(1), link=own_link())
     keys = [tempfile.mkdtemp(prefix="laconic-keys-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(keys)
     directory = Path(keys[0]) / "keys"
@@ -304,7 +337,7 @@ def secured() -> None:
     files = {tls.KEY: KEY, tls.CERTIFICATE: CERTIFICATE, tls.CA_FILE: CA}
     os.environ.update({tls.SWITCH: "1"}, **{n: str(directory / f) for n, f in files.items()})
     other = Training()
-    laconic.attach(other.model, other.optimizer, laconic.local_sgd(1), link=link())
+    laconic.attach(other.model, other.optimizer, laconic.local_sgd(1), link=own_link())
     times = pairs(other.optimizer.step, plain.optimizer.step)
     emit(ratio(f"{statistics.median(times[1]):.3f} s without", *times, bound=1.03))
     dist.barrier()
@@ -450,6 +483,7 @@ def main() -> None:
         "elastic": elastic,
         "slow": slow,
         "far": far,
+        "buckets": buckets,
         "secured": secured,
         "coded": coded,
         "coded_large": coded_large,

@@ -326,7 +326,9 @@ class Chooser:
         self._uneven = slow_worker(everyone[:, 0])
         if self._ranks == 1:  # a rank's row is that of a worker
             self._uneven += slow_host(everyone[:, 8:])
-        return Facts(self._workers, shapes, itemsize, compute, -rate, latency, loss), wall
+        overlapping = self._link.overlapping is not None
+        known = self._workers, shapes, itemsize, compute, -rate, latency, loss
+        return Facts(*known, overlapping=overlapping), wall
 
     def _probe(self) -> Probed:
         return probe(self._link, self._device)

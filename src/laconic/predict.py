@@ -22,6 +22,10 @@ Symbols:
     seconds   = max(c + sum_r exposed_r,
                     min(sum_r f_r * (T_r + (1 / U_r - 1) * b_r), c + sum_r f_r * (T_r + w_r)))
 
+Buckets overlap where a round trip takes at least `FAR_SECONDS`. Then e_K is when the communication
+thread has averaged the last one: each message is sent when it is its turn, and arrives after the
+latency and the mean delay by lost packets.
+
 Concurrent work makes c longer by k times its processor seconds: w_r and the cost of sending.
 
 With f synchronous rounds per step, waiting adds s * sqrt(f) to a step: step times vary
@@ -67,7 +71,7 @@ import torch
 from torch import Tensor
 
 from laconic.algorithms.compile import with_replicas
-from laconic.algorithms.exchange import Exchange, Gossip
+from laconic.algorithms.exchange import Exchange, Gossip, in_stages
 from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.round import (
     AnyRound,
@@ -79,9 +83,10 @@ from laconic.algorithms.round import (
 )
 from laconic.algorithms.schedules import After, Every, Schedule, own_pace
 from laconic.buckets import BUCKET_BYTES
-from laconic.engine.gradient_rounds import bucket_sizes
+from laconic.engine.gradient_rounds import bucket_sizes, stages_at_once
 from laconic.links import cost
 from laconic.links.cost import Cost
+from laconic.links.link import FAR_SECONDS
 
 BACKWARD = 0.6
 """Default for B, the share of a step's compute time during which gradients become available."""
@@ -138,7 +143,8 @@ class Facts:
     at once: ``"workers"``, ``"world"``, ``"replica"``, and ``"peers"`` for a message to one other
     worker. ``computes`` are the seconds of a step on each worker, and ``rates`` the bit/s of each
     one's network, by rank; empty if they are alike. ``compute`` and ``rate`` are then those of the
-    slowest, for which the others wait.
+    slowest, for which the others wait. ``overlapping`` is whether buckets of gradients overlap
+    (`Link.overlapping`); None: where the latency says so.
     """
 
     workers: int
@@ -157,6 +163,7 @@ class Facts:
     skew: float = 0.0
     computes: tuple[float, ...] = ()
     rates: tuple[float, ...] = ()
+    overlapping: bool | None = None
 
     @property
     def alone(self) -> float:
@@ -357,20 +364,61 @@ def _gradients(r: AnyRound, facts: Facts) -> _Load:
     names = ("direct", r.over, "workers") if r.exchange.direct else (r.over, "workers")
     largest = max(math.prod(shape) for shape in facts.shapes) * facts.itemsize
     sizes = bucket_sizes(r.exchange, facts.elements * facts.itemsize, largest)
-    seconds = facts.travel(names, amount, n, len(sizes))
     work = facts.work.get(work_key(r), 0.0)
     backward = facts.backward * facts.compute
-    each = [(seconds + work) * size / sum(sizes) for size in sizes]
-    end = done = 0.0
-    for size, bucket_seconds in zip(sizes, each, strict=True):
-        done += size / sum(sizes)
-        end = max(end, backward * done) + bucket_seconds
+    ready = [backward * sum(sizes[: k + 1]) / sum(sizes) for k in range(len(sizes))]
+    net, overlapping = facts.net(*names), facts.overlapping
+    overlapping = 2 * net.latency >= FAR_SECONDS if overlapping is None else overlapping
+    if overlapping and len(sizes) > 1 and amount.messages and in_stages(r.exchange):
+        way = facts.travel(names, amount, n, 1) / amount.messages
+        send = max(net.seconds(amount) / amount.messages - net.latency, 0.0)
+        at_once = stages_at_once(amount.bytes / amount.messages * max(sizes) / sum(sizes))
+        end = _overlapped(sizes, ready, send, way - send, amount.messages, work, at_once)
+        seconds = min(facts.travel(names, amount, n, 1), end - ready[0])
+    else:
+        seconds, end = facts.travel(names, amount, n, len(sizes)), 0.0
+        for size, since in zip(sizes, ready, strict=True):
+            end = max(end, since) + (seconds + work) * size / sum(sizes)
     exposed = end - backward
     overlap = 1 - min(exposed / (seconds + work), 1.0) if seconds + work else 0.0
     concurrent = overlap * (work + facts.carry * amount.bytes)
     stretch = facts.contention * concurrent
     sent = _external_share(r, facts) * amount.bytes
     return _Load(seconds, seconds, exposed, stretch, sent)
+
+
+def _overlapped(
+    sizes: Sequence[int],
+    ready: Sequence[float],
+    send: float,
+    way: float,
+    messages: int,
+    work: float,
+    at_once: int,
+) -> float:
+    """Return when all buckets are averaged that overlap, as `GradientRunner` does it.
+
+    A bucket of the ``sizes`` begins when it is ``ready``. It sends several ``messages``, one after
+    the other: all buckets together take ``send`` seconds for each. A message then is on its ``way``
+    for so many seconds. ``at_once``: see `stages_at_once`.
+    """
+    now, begun = 0.0, 0
+    arrive: list[float] = []
+    sent: list[int] = []
+    while begun < len(sizes) or min(sent) <= messages:
+        if begun < len(sizes):
+            now = max(now, ready[begun])
+            arrive.append(0.0)
+            sent.append(0)
+            begun += 1
+        for k in [*reversed(range(begun))] * (at_once if begun < len(sizes) else 1):
+            if sent[k] <= messages:
+                now = max(now, arrive[k])
+                if sent[k] < messages:
+                    now += (send + (0.0 if sent[k] else work)) * sizes[k] / sum(sizes)
+                    arrive[k] = now + way
+                sent[k] += 1
+    return now
 
 
 def _external_share(r: AnyRound, facts: Facts) -> float:

@@ -14,6 +14,7 @@ from laconic.advisor.advice import guides, memory
 from laconic.advisor.numbers import facts_from
 from laconic.algorithms.round import GradientRound, Recipe, Round, describe
 from laconic.candidates import candidates, delay_for
+from laconic.engine import gradient_rounds
 from laconic.predict import Facts, Net, itemsize_of, often, predict, work_key
 
 FACTS = Facts(4, ((8_000_000,),), 4, 0.5, 80e6, 0.0)
@@ -108,7 +109,7 @@ def test_sums_travel_where_nothing_is_coded() -> None:
 
 
 def test_whole_tensors_make_larger_buckets() -> None:
-    whole = Facts(4, ((4096, 4096),) * 4, 4, 0.5, 80e6, 0.1, backward=0.0)
+    whole = Facts(4, ((4096, 4096),) * 4, 4, 0.5, 80e6, 0.1, backward=0.0, overlapping=False)
     message = predict(la.power_sgd(4), replace(whole, latency=0.0)).exposed
     assert predict(la.power_sgd(4), whole).exposed == pytest.approx(message + 4 * 4 * 0.1)
 
@@ -138,6 +139,41 @@ def test_what_backward_hides_is_what_it_takes() -> None:
         for bucket in range(1, 4):
             end = max(end, b * bucket / 3) + each
         assert seconds(coded, backward=share, **known) == pytest.approx(0.5 - b + end, rel=1e-4)
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_over_long_round_trips_buckets_overlap(
+    small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Int8 gradients in 3 buckets, each of which takes s to send in each of two messages. ``small``
+    messages are sent before the second one of the bucket before."""
+    monkeypatch.setattr(gradient_rounds, "SMALL_BYTES", 1e9 if small else 0)
+    coded, same = la.ddp(codec="int8"), {"shapes": ((3 * 2**21,),)}
+    s = predict(la.local_sgd(1, codec="int8"), replace(FACTS, **same)).exposed / 6
+
+    def exposed(latency: float, backward: float, **more: Any) -> float:
+        """``backward``: seconds."""
+        known = {**same, "compute": 10.0, "backward": backward / 10}
+        return predict(coded, replace(FACTS, latency=latency, **known, **more)).seconds - 10
+
+    def check(found: float, expected: float) -> None:
+        assert found == pytest.approx(expected, rel=1e-4)
+
+    fast: dict[str, Any] = {"rate": 1e15}
+    check(exposed(0.1, 1.0, **fast), 2 * 0.1)  # the last bucket's
+    check(exposed(0.1, 0.0, overlapping=False, **fast), 3 * 2 * 0.1)
+    if small:
+        # when the first has arrived the third leaves, and when that has arrived its second
+        check(exposed(0.1, 0.0, **fast), 3 * 0.1)
+        # sent from 0, s; when the first has arrived 4 s, 5 s; then 6 s; when the third has, 9 s
+        check(exposed(3 * s, 0.0), (9 + 1 + 3) * s)
+        # the network is busy from the first message to the last, which then travels
+        check(exposed(0.02, 0.0), 6 * s + 0.02)
+        # a long backward pass hides all but the last bucket and the second message before it
+        check(exposed(0.02, 9.0), 3 * s + 0.02)
+    else:
+        check(exposed(0.1, 0.0, **fast), 4 * 0.1)
+        check(exposed(0.02, 9.0), 2 * s + 2 * 0.02)
 
 
 def test_hidden_is_the_share_that_nobody_waits_for() -> None:

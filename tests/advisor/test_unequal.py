@@ -121,7 +121,8 @@ def test_a_slow_worker_is_named_and_recipes_at_own_pace_are_compared() -> None:
     assert slow.ddp == found.rows[0].seconds
     assert slow.ddp_without == pytest.approx(seconds("ddp()", replace(TEXT, compute=0.15)))
     own = [row.recipe for row in found.rows if "pace='own'" in row.recipe]
-    assert own[1] == "diloco(16, quorum=3, grace=0.9, pace='own')" and len(own) == 4
+    assert own[2] == "diloco(16, quorum=3, grace=0.9, pace='own')" and len(own) == 8
+    assert own[3] == "diloco(16, quorum=3, grace=0.9, pace='own', codec='int4')"
     assert found.recommendation in own
     assert "Rank 3 computes 3 times as long as the median rank" in found.reason
     assert "2.5 times as many steps" in found.reason

@@ -124,11 +124,14 @@ def test_the_one_in_force_stays_unless_another_is_clearly_better() -> None:
 
 def test_messages_one_after_the_other_take_their_latencies() -> None:
     """3 buckets of 2 messages each, the first of which leaves after a third of backward."""
-    facts = Facts(4, ((3 * 2**21,),), 4, 0.5, 1e15, 0.05)
+    facts = Facts(4, ((3 * 2**21,),), 4, 0.5, 1e15, 0.05, overlapping=False)
     first = 0.3 / 3
     assert predict(la.ddp(codec="int4"), facts).seconds == pytest.approx(0.2 + first + 3 * 0.1)
     quick = replace(facts, latency=0.01)  # each has arrived when the next one leaves
     assert predict(la.ddp(codec="int4"), quick).seconds == pytest.approx(0.5 + 0.02)
+    for overlapping in (True, None):  # all of them leave before the second message of any
+        together = replace(facts, overlapping=overlapping)
+        assert predict(la.ddp(codec="int4"), together).seconds == pytest.approx(0.5 + 0.1)
 
 
 def test_what_is_measured_counts_more_than_what_is_predicted() -> None:

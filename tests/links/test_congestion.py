@@ -251,3 +251,32 @@ def test_when_a_message_is_sent_others_start_anew(
     for pair in pairs:
         for end in pair:
             end.close()
+
+
+@pytest.mark.parametrize("interpreted", [False, True])
+@pytest.mark.parametrize(("later", "expected"), [(4 << 20, 2), (1000, 1)])
+def test_what_a_connection_sends_next_counts_as_left(
+    later: int, expected: int, interpreted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Little is left of the message under way, and the one after it has not begun."""
+    monkeypatch.setattr(congestion, "renew", lambda fd: False)  # these are no TCP connections
+    if interpreted:
+        monkeypatch.setattr(frames, "library", lambda: None)
+    pairs = [socket.socketpair() for _ in range(2)]
+    for ours, _ in pairs:
+        ours.setblocking(False)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    x = torch.zeros(4 << 20, dtype=torch.uint8)
+    messages = (frames.Message * 3)()
+    each = [(0, 1000, -1, -1), (1, 400_000, 400_000, -1), (1, later, -1, 1)]
+    for index, (pair, size, ready, after) in enumerate(each):
+        at = (1, 1), 0, x.data_ptr(), size, ready, pairs[pair][0].fileno(), False, after
+        frames.begin(messages, index, *at, bbr=True)
+    frames.move(messages, {}, frames.WITHOUT_WAITING, 0, 1)
+    assert 0 < messages[1].moved < 400_000
+    messages[0].ready = 1000
+    frames.move(messages, {}, frames.WITHOUT_WAITING, 0, 1)
+    assert [m.bbr for m in messages] == [1, expected, 1]
+    for pair in pairs:
+        for end in pair:
+            end.close()

@@ -164,7 +164,7 @@ def check_two_messages(
             outcome, which, _ = frames.move(messages, secured, frames.WITHOUT_WAITING, 0, 0)
     theirs.shutdown(socket.SHUT_WR)
     if outcome == FINE:
-        outcome, which, _ = frames.move(messages, secured, frames.ALL, 0, 5000)
+        outcome, which, _ = frames.move(messages, secured, frames.ALL, len(messages), 5000)
     first, used, length = read(example.data, HERE, rooms[0].size)
     second, more, total = read(example.data[length:], THERE, rooms[1].size)
     if first != FINE:

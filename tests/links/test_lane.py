@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 import time
 import weakref
 from contextlib import nullcontext
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from laconic.errors import LinkError
+from laconic.links import comm_thread
 from laconic.links.comm_thread import CommThread, Pending
 
 import programs
@@ -31,6 +34,51 @@ def test_a_job_that_is_done_keeps_no_tensor() -> None:
     while seen() is not None and time.monotonic() < end:
         time.sleep(0.01)
     assert seen() is None
+    lane.close()
+
+
+@pytest.mark.timeout(30)
+def test_who_waits_does_not_wait_for_a_check_of_the_other_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their answers take several round trips. Only one check is under way."""
+    monkeypatch.setattr(comm_thread, "CHECK_SECONDS", 0.05)
+    begun, end = [], threading.Event()
+
+    def check() -> None:
+        begun.append(threading.current_thread())
+        end.wait()
+
+    lane = CommThread(True, torch.device("cpu"), check)
+    start = time.monotonic()
+    lane.submit(partial(time.sleep, 0.5), "a job").wait()
+    assert 0.4 < time.monotonic() - start < 3
+    assert len(begun) == 1 and begun[0] is not threading.current_thread()
+    end.set()
+    begun[0].join()
+    lane.submit(partial(time.sleep, 0.3), "another job").wait()
+    assert len(begun) > 1
+    lane.close()
+
+
+@pytest.mark.timeout(30)
+def test_what_a_check_has_found_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no job begins after that."""
+    monkeypatch.setattr(comm_thread, "CHECK_SECONDS", 0.05)
+
+    def check() -> None:
+        raise LinkError("rank 1 is gone", ranks=[1])
+
+    lane, ran = CommThread(True, torch.device("cpu"), check), threading.Event()
+    release = threading.Event()
+    pending = lane.submit(release.wait, "a job")
+    with pytest.raises(LinkError, match="a job: rank 1 is gone"):
+        pending.wait()
+    later = lane.submit(ran.set, "a job after it")
+    release.set()
+    with pytest.raises(LinkError, match="rank 1 is gone"):
+        later.wait()
+    assert not ran.is_set()
     lane.close()
 
 

@@ -169,7 +169,7 @@ def test_what_was_changed_on_the_way_is_not_used(connected: Callable[..., Connec
     second.post({0: torch.ones(5000, dtype=torch.uint8)}, {}, HERE).wait()
     with pytest.raises(ChangedError, match="from rank 1 was changed in transit"):
         waits.wait()
-    assert waits._messages[0].done == 0
+    assert waits._traffic.messages[0].done == 0
 
 
 @pytest.mark.timeout(60)

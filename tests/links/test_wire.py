@@ -247,7 +247,7 @@ def test_a_flipped_bit_is_noticed() -> None:
             thread.start()
             with pytest.raises(ChangedError, match="from rank 5 was changed in transit"):
                 waits.wait()
-            usable = waits._messages[0].done
+            usable = waits._traffic.messages[0].done
             assert usable == max(place // 8 - 36, 0) // 16388 * 16384
             assert torch.equal(room[:usable], x[:usable])
             right.close()
@@ -313,6 +313,76 @@ def test_nothing_comes_after_a_message_that_was_left_half_way(
         left.wait()
     with pytest.raises(LinkError, match="was not completed"):
         Transfer(connections, {}, {5: room}, THERE, 0.05, range(9))
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.usefixtures("moves")
+def test_messages_that_join_follow_those_under_way(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    """In both directions; what the first one waits for moves the second one's bytes, too."""
+    connections, rooms = Connections(), torch.zeros(2, 3, dtype=torch.uint8)
+    connections.keep(5, pair[0].dup())
+    x, y = random(3), random(4)
+    first = Transfer(connections, {5: x}, {5: rooms[0]}, HERE, 5, range(9), ready=False)
+    second = Transfer(connections, {5: y}, {5: rooms[1]}, HERE, 5, range(9), joins=True)
+    pair[1].setblocking(False)
+    with pytest.raises(BlockingIOError):  # the second is ready, and waits for its turn
+        pair[1].recv(999)
+    first.send(5, 3)
+    expected = said(HERE, bytes(x.tolist())) + said(HERE, bytes(y.tolist()))
+    pair[1].sendall(said(HERE, b"abc") + said(HERE, b"xyz"))
+    first.wait()
+    second.wait_sent()
+    assert pair[1].recv(999) == expected
+    second.wait()
+    assert bytes(rooms.flatten().tolist()) == b"abcxyz"
+    third = Transfer(connections, {5: x}, {}, THERE, 5, range(9))  # nothing is left under way
+    third.wait()
+    assert pair[1].recv(999) == said(THERE, bytes(x.tolist()))
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.usefixtures("moves")
+def test_who_waits_until_its_messages_are_sent_takes_in_what_comes(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    """More than any buffer holds, and nothing is to come: it does not wait for that."""
+    message, got = random(MORE_THAN_BUFFERS), bytearray()
+    connections, room = Connections(), torch.zeros(2, dtype=torch.uint8)
+    connections.keep(5, pair[0].dup())
+    sent = Transfer(connections, {5: message}, {5: room}, HERE, 5, range(9))
+
+    def receive() -> None:
+        while len(got) < len(said(HERE, bytes(MORE_THAN_BUFFERS))):
+            got.extend(pair[1].recv(2**20))
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    sent.wait_sent()
+    thread.join()
+    assert bytes(got) == said(HERE, bytes(message.numpy()))
+    pair[1].sendall(said(HERE, b"ab"))
+    sent.wait()
+    assert bytes(room.tolist()) == b"ab"
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.usefixtures("moves")
+def test_after_a_failure_none_of_the_messages_under_way_goes_on(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    connections, room = Connections(), torch.zeros(2, dtype=torch.uint8)
+    connections.keep(5, pair[0].dup())
+    first = Transfer(connections, {}, {5: room[:1]}, HERE, 5, range(9))
+    second = Transfer(connections, {}, {5: room[1:]}, HERE, 5, range(9), joins=True)
+    pair[1].sendall(said(THERE, b"a") + said(HERE, b"b"))
+    for each in (first, second):
+        with pytest.raises(OtherCallError):
+            each.wait()
+    with pytest.raises(LinkError, match="was not completed"):
+        Transfer(connections, {}, {5: room}, THERE, 0.05, range(9), joins=True)
+    assert not room[1], "what follows stays where it is"
 
 
 @pytest.mark.timeout(30)

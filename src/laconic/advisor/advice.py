@@ -18,11 +18,10 @@ import torch
 from laconic.advisor.choices import KNOWN, Choice, choices, steps_of
 from laconic.algorithms.compile import with_replicas
 from laconic.algorithms.exchange import Exchange
-from laconic.algorithms.exchanges import Mean, QuorumMean
+from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.parse import qualified
 from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round, fragments_of
 from laconic.buckets import BUCKET_BYTES
-from laconic.engine.gradient_rounds import bucket_sizes
 from laconic.links import cost
 from laconic.predict import Facts, often, predict
 from laconic.probe import unequal_hosts, unequal_workers
@@ -303,8 +302,8 @@ def guides(facts: Facts) -> list[Guide]:
     part, buckets = cost.mean(size // facts.ranks, facts.workers), -(-size // BUCKET_BYTES)
     allreduce, node = facts.net("workers").seconds(part, buckets), 0.0
     if facts.ranks > 1:
-        inside = len(bucket_sizes(Mean(), size))  # buckets of gradients
-        node = facts.net("replica").seconds(cost.mean(size, facts.ranks), inside)
+        # of gradients that nothing hides
+        node = predict((), replace(facts, backward=0.0, work={}, contention=0.0)).exposed
     backward = facts.backward * facts.compute
     gossip = 2 * (facts.workers - 1) / facts.workers  # the guide uses 2 for every n
     return [Guide(h, allreduce, backward, node) for h in (*GUIDE_PERIODS, gossip)]

@@ -109,7 +109,7 @@ def choices(facts: Facts, recipes: Sequence[str] = ()) -> list[Choice]:
         stream = [streams[period]] if period in streams else []
         found += [*others[:between], *stream, *others[between:]]
         if facts.computes or facts.rates:
-            found += [_at_own_pace(period, facts)] if period in PERIODS else []
+            found += _at_own_pace(period, facts) if period in PERIODS else []
     return gradients + found + [_user_choice(text, facts) for text in recipes]
 
 
@@ -127,14 +127,16 @@ def _with_period(period: int, facts: Facts) -> list[Choice]:
     return [_choice(text, period, quality) for text, quality in texts]
 
 
-def _at_own_pace(period: int, facts: Facts) -> Choice:
-    """DiLoCo at each worker's own pace, which also does not wait for the last worker if there are
-    more than two. Equal workers would arrive within the ``grace``: two steps of the slowest."""
+def _at_own_pace(period: int, facts: Facts) -> list[Choice]:
+    """DiLoCo at each worker's own pace, dense and coded, which also does not wait for the last
+    worker if there are more than two. Equal workers would arrive within the ``grace``: two steps of
+    the slowest."""
     options = "pace='own'"
     if facts.workers > 2:
         slowest = max(facts.computes, default=facts.compute)
         options = f"quorum={facts.workers - 1}, grace={2 * slowest:.1g}, {options}"
-    return _choice(f"diloco({period}, {options})", period, OWN_PACE)
+    texts = [f"diloco({period}, {options})", f"diloco({period}, {options}, codec='int4')"]
+    return [_choice(text, period, OWN_PACE) for text in texts]
 
 
 def _streaming_quality(period: int) -> str:

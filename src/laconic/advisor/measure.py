@@ -103,6 +103,7 @@ def measure(
         contention=pace.contention,
         carry=network.carry,
         skew=pace.skew,
+        overlapping=bench.world.overlapping is not None,
     )
     quorums = bench.replica.size == 1 and bench.device.type == "cpu"  # see `check_quorum`
     if quorums:

@@ -68,6 +68,7 @@ class Driver:
         """When it was attached, and then on all ranks."""
         session.optimizer = optimizer
         self.run = RecipeRun(session, settings.arrange(recipe))
+        session.settle = lambda: self.run.settle()
         self.run.check_alike()
         if session.policy is not None:
             session.policy.start(session)

@@ -261,6 +261,11 @@ class RecipeRun:
         ]
         return any(weight != 1.0 for weight in weights)
 
+    def settle(self) -> None:
+        """As `GradientRunner.settle`."""
+        for gradients in self.gradients:
+            gradients.settle()
+
     @property
     def broken(self) -> bool:
         """Whether a backward pass sent only some of its buckets."""

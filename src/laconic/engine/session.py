@@ -129,6 +129,9 @@ class Session:
         self.meet: Callable[[], None] | None = None
         """Called before a call of all workers, where rounds close with a quorum. Workers have then
         taken different numbers of steps."""
+        self.settle: Callable[[], None] | None = None
+        """Called before a call of all workers, to complete what a backward pass that raised has
+        begun."""
         self._order: list[Tensor] = []
 
     # -- parameters ----
@@ -180,6 +183,8 @@ class Session:
         ``step``: None for the present one."""
         label = f"{name} after step {self.step}"
         self.status(label)
+        if self.settle is not None:
+            self.settle()
         if self.meet is not None:
             self.meet()
             step = 0

@@ -155,6 +155,7 @@ class Synchronizer:
 
     def drain(self) -> None:
         """Wait until nothing is in flight, whether it arrives or fails: the link is free then."""
+        self._run.settle()
         self._session.comm.drain()
 
     def __enter__(self) -> Synchronizer:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from laconic.buckets import Scratch, mean_in_rank_order
-from laconic.links.link import Parts, Sent, arrivals, hops
+from laconic.links.link import Parts, Sent, Stages, arrivals, complete, hops
 from laconic.links.wire import Connections, Transfer
 
 MEAN_PARTS, LEAST_PART = 16, 2**17
@@ -66,6 +66,8 @@ class Collectives:
         self._guard, self._wire = guard, wire
         self.rank, self.size = guard.rank, guard.size
         self._scratch = Scratch()
+        self._lent = False
+        """Whether a mean uses `_scratch`."""
         self.joined = time.perf_counter()
         self.digest = 0
         """What every message carries besides; see `Call.digest`."""
@@ -74,14 +76,20 @@ class Collectives:
     # -- messages ----
 
     def _post_all(
-        self, sends: Sequence[Tensor], receives: Sequence[Tensor], *, ready: bool = True
+        self,
+        sends: Sequence[Tensor],
+        receives: Sequence[Tensor],
+        *,
+        ready: bool = True,
+        joins: bool = False,
     ) -> Transfer:
         """Begin to send ``sends[r]`` to every other rank r that there is one for, and to receive
-        ``receives[r]``. If not ``ready``, `_send` says when each can be sent."""
+        ``receives[r]``. If not ``ready``, `_send` says when each can be sent. It ``joins`` the
+        messages under way, or there must be none."""
         others = hops(self.rank, self.size)[:-1]
         out = {r: sends[r] for r in others if r < len(sends)}
         into = {r: receives[r] for r in others if r < len(receives)}
-        return self._post(out, into, ready=ready)
+        return self._post(out, into, ready=ready, joins=joins)
 
     def _post(
         self,
@@ -89,7 +97,7 @@ class Collectives:
         receives: Mapping[int, Tensor],
         *,
         ready: bool = True,
-        then: tuple[Mapping[int, Tensor], Mapping[int, Tensor]] = ({}, {}),
+        joins: bool = False,
     ) -> Transfer:
         wire = self._wire
         at = self._guard.header, wire.timeout, wire.names
@@ -97,7 +105,7 @@ class Collectives:
             return Transfer(
                 *(wire.connections, sends, receives, *at),
                 ready=ready,
-                then=then,
+                joins=joins,
                 digest=self.digest,
             )
 
@@ -115,6 +123,14 @@ class Collectives:
         if rank is None and not self._heard and transfer.mutual == self.size - 1:
             self._heard = transfer.digests()
 
+    def _sent(self, transfer: Transfer, overlaps: bool) -> Stages[None]:
+        """Yield, if this collective ``overlaps`` with others, once all of it is on its way: bytes
+        move only during a wait."""
+        if overlaps:
+            with self._guard.blaming():
+                transfer.wait_sent()
+            yield
+
     def begin_digest(self, digest: int) -> None:
         """Messages carry ``digest`` from now on."""
         self.digest, self._heard = digest, {}
@@ -129,31 +145,45 @@ class Collectives:
     # -- collectives ----
 
     def mean(self, x: Tensor) -> None:
+        complete(self._mean(x))
+
+    def _mean(self, x: Tensor, overlaps: bool = False) -> Stages[None]:
         if self.size == 1:
             return
         if x.numel() % self.size:
-            x.copy_(mean_in_rank_order(self.gather(x).unbind()))
+            everyone = yield from self._gather(x, overlaps)
+            x.copy_(mean_in_rank_order(everyone.unbind()))
             return
         # each part of this rank's slice goes out as soon as it has come from all others. A rank
         # sends a part of its slice after it has received that part from this one, so what comes
         # back may overwrite what was sent
         slices, me, others = x.view(self.size, -1), self.rank, hops(self.rank, self.size)[:-1]
         own, length = slices[me], slices.shape[1]
-        room = self._scratch.take((self.size - 1) * length, x.dtype, x.device)
+        scratch = Scratch() if self._lent else self._scratch
+        self._lent = True
+        room = scratch.take((self.size - 1) * length, x.dtype, x.device)
         pieces = dict(zip(others, room.view(-1, length), strict=True))
         rows = {r: slices[r] for r in others}
-        transfer = self._post(rows, pieces, then=(dict.fromkeys(others, own), rows))
+        there = self._post(rows, pieces, ready=overlaps, joins=overlaps)
+        yield from self._sent(there, overlaps)
+        back = self._post(dict.fromkeys(others, own), rows, ready=False, joins=True)
+        if not overlaps:  # what follows is known by now
+            with self._guard.blaming():
+                there.send_all()
         count = max(1, min(MEAN_PARTS, length * x.element_size() // LEAST_PART))
         for part in Parts([length * (k + 1) // count for k in range(count)]):
             for r in others[::-1]:
-                self._wait(transfer, r, part.stop * x.element_size())
-            everyone = (own[part] if r == me else pieces[r][part] for r in range(self.size))
-            mean = mean_in_rank_order(everyone, reuse=True, out=own[part])
+                self._wait(there, r, part.stop * x.element_size())
+            each = (own[part] if r == me else pieces[r][part] for r in range(self.size))
+            mean = mean_in_rank_order(each, reuse=True, out=own[part])
             if mean.dtype != own.dtype:
                 own[part].copy_(mean)
             for r in others:
-                self._send(transfer, r, part.stop * x.element_size())
-        self._wait(transfer)
+                self._send(back, r, part.stop * x.element_size())
+        self._wait(there)
+        self._lent = self._lent and scratch is not self._scratch
+        yield from self._sent(back, overlaps)
+        self._wait(back)
 
     def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
         slices = x.view(owners or self.size, -1).unbind()
@@ -183,19 +213,30 @@ class Collectives:
         owners: int | None = None,
         parts: Parts | None = None,
     ) -> None:
+        complete(self._all_gather(mine, out, owners, parts))
+
+    def _all_gather(
+        self,
+        mine: Tensor,
+        out: Tensor,
+        owners: int | None = None,
+        parts: Parts | None = None,
+        overlaps: bool = False,
+    ) -> Stages[None]:
         slices = list(out.view(owners or self.size, -1).unbind())
         order = [r for r in arrivals(self.rank, self.size) if r < len(slices)]
         parts = parts or Parts([len(slices[0])])
         if len(parts.ends) == 1:
             parts.fill_all([r for r in order if r == self.rank])
         if self.rank not in order:
-            transfer = self._post_all([], slices)
+            transfer = self._post_all([], slices, joins=overlaps)
         else:
             own = slices[self.rank]
             fill = parts.fill if len(parts.ends) > 1 else None
             if fill is None and mine.data_ptr() != own.data_ptr():
                 own.copy_(mine)
-            transfer = self._post_all([own] * self.size, slices, ready=fill is None)
+            at_once = fill is None
+            transfer = self._post_all([own] * self.size, slices, ready=at_once, joins=overlaps)
             if fill is not None:
                 for part in parts:
                     fill(self.rank, part)
@@ -203,15 +244,21 @@ class Collectives:
                         own[part].copy_(mine[part])
                     for r in hops(self.rank, self.size)[:-1]:
                         self._send(transfer, r, part.stop * out.element_size())
+        yield from self._sent(transfer, overlaps)
         self._receive(transfer, parts, order, out.element_size())
 
     def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> None:
+        complete(self._all_to_all(x, out, parts))
+
+    def _all_to_all(
+        self, x: Tensor, out: Tensor, parts: Parts | None = None, overlaps: bool = False
+    ) -> Stages[None]:
         order = hops(self.rank, self.size)
         parts = parts or Parts([x.shape[1]])
         if len(parts.ends) == 1:
             parts.fill_all(order)
         rows, fill = list(out.unbind()), parts.fill if len(parts.ends) > 1 else None
-        transfer = self._post_all(x.unbind(), rows, ready=fill is None)
+        transfer = self._post_all(x.unbind(), rows, ready=fill is None, joins=overlaps)
         if fill is not None:
             for part in parts:
                 for r in order:
@@ -219,6 +266,7 @@ class Collectives:
                     if r != self.rank:
                         self._send(transfer, r, part.stop * x.element_size())
         rows[self.rank].copy_(x[self.rank])
+        yield from self._sent(transfer, overlaps)
         self._receive(transfer, parts, arrivals(self.rank, self.size), x.element_size())
 
     def _receive(
@@ -257,9 +305,31 @@ class Collectives:
                 self._wait(self._post({(place + reach + root) % self.size: x}, {}))
 
     def gather(self, x: Tensor) -> Tensor:
+        return complete(self._gather(x))
+
+    def _gather(self, x: Tensor, overlaps: bool = False) -> Stages[Tensor]:
         x = x.cpu()
         everyone = x.new_empty(self.size, *x.shape)
         everyone[self.rank] = x
         rows = list(everyone.unbind())
-        self._wait(self._post_all([rows[self.rank]] * self.size, rows))
+        transfer = self._post_all([rows[self.rank]] * self.size, rows, joins=overlaps)
+        yield from self._sent(transfer, overlaps)
+        self._wait(transfer)
         return everyone
+
+
+class Overlapping:
+    """`Collectives` as stages, of which several can be under way."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self.rank, self.size = collectives.rank, collectives.size
+
+    def mean(self, x: Tensor) -> Stages[None]:
+        return self._collectives._mean(x, overlaps=True)
+
+    def all_gather(self, mine: Tensor, out: Tensor, *, parts: Parts | None = None) -> Stages[None]:
+        return self._collectives._all_gather(mine, out, parts=parts, overlaps=True)
+
+    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> Stages[None]:
+        return self._collectives._all_to_all(x, out, parts, overlaps=True)

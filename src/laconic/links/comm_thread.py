@@ -83,7 +83,7 @@ class Pending(Generic[T]):
             start = time.perf_counter()
             try:
                 while not self._event.wait(CHECK_SECONDS):
-                    self._thread.check_peers(self.label)
+                    self._thread.check_beside(self.label)
             finally:
                 self._thread.record_wait(start)
         if self.error is not None:
@@ -152,6 +152,8 @@ class CommThread:
         self._error: BaseException | None = None
         self._waiting: deque[Pending[Any]] = deque()
         """Jobs that have not begun."""
+        self._checking: Pending[None] | None = None
+        """The latest check of the other ranks."""
 
     def before_next(self, preface: Callable[[], object]) -> None:
         """Run ``preface`` right before the next job, as a part of it."""
@@ -295,14 +297,23 @@ class CommThread:
         alone = error is not None and not isinstance(error, NotFiniteError)  # that, all ranks raise
         return alone or bool(self._waiting)
 
-    def check_peers(self, label: str) -> None:
-        """Raise if the collective that the caller waits for will not complete. No job begins after
-        that."""
-        try:
-            _labeled(self._check, label)
-        except LinkError as error:
-            self._error = error
-            raise
+    def check_beside(self, label: str) -> None:
+        """Check the other ranks in a thread of its own, unless that is under way: their answers may
+        take several round trips, and what the caller waits for may come before. Raise what the
+        check before this one has found: then the collective that the caller waits for will not
+        complete, and no job begins after that."""
+        before = self._checking
+        if before is not None and not before.done():
+            return
+        if before is not None and before.error is not None:
+            labeled = _with_label(before.error, label)
+            if isinstance(labeled, LinkError):
+                self._error = labeled
+            raise labeled
+        self._checking = check = Pending[None](None)
+        threading.Thread(
+            target=check.run, args=(self._check,), daemon=True, name="laconic-check"
+        ).start()
 
 
 _threads: weakref.WeakSet[CommThread] = weakref.WeakSet()

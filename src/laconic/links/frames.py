@@ -29,7 +29,7 @@ from typing import ClassVar
 from laconic import native
 from laconic.links import congestion
 
-VERSION = 7
+VERSION = 8
 """The version that ``wire.c`` must have."""
 
 FIELDS = struct.Struct("=QQQQ")  # the call's serial and id, bytes that follow, the digest
@@ -44,13 +44,13 @@ FINE, SILENT, CLOSED, OTHER, FAILED, INTERRUPTED, CHANGED = range(7)
 """The outcomes of `move`. `SILENT`: no byte moved for too long. `CLOSED`: the other side has closed
 the connection. `OTHER`: a message of another call has arrived. `FAILED`: a system call failed.
 `INTERRUPTED`: a signal may have to be handled. `CHANGED`: a checksum is wrong."""
-ALL, WITHOUT_WAITING = -1, -2
+ALL, WITHOUT_WAITING, ALL_SENT = -1, -2, -3
 USED, RENEW = 1, 2
 """`Message.bbr` of what is sent over a connection with BBR; `RENEW`: it is restarted as soon as
 nothing is sent again."""
 LEFT = 2**19
-"""Bytes of a message for which it pays to find the rate again, when another connection has nothing
-more to send: otherwise BBR tries a quarter more every 8 round trips."""
+"""Bytes left on a connection for which it pays to find the rate again, when another connection has
+nothing more to send: otherwise BBR tries a quarter more every 8 round trips."""
 
 Secured = Mapping[int, ssl.SSLSocket]
 """Connections that use TLS, by file descriptor."""
@@ -110,9 +110,11 @@ def move(
     messages: ctypes.Array[Message], secured: Secured, until: int, enough: int, timeout: int
 ) -> tuple[int, int, int]:
     """Move bytes until ``enough`` payload bytes of message ``until`` have arrived. If ``until`` is
-    `ALL`, move all messages; if `WITHOUT_WAITING`, whatever can move without waiting. Gives up when
-    no byte has moved for ``timeout`` ms. Returns the outcome, the index of the message concerned
-    (`INTERRUPTED`: 1 if bytes moved, else 0), and the system's error number."""
+    `ALL`, until the first ``enough`` messages are complete; if `ALL_SENT`, until those of them are
+    that are sent; if `WITHOUT_WAITING`, move whatever can move without waiting. Bytes of all
+    messages move meanwhile. Gives up when no byte has moved for ``timeout`` ms. Returns the
+    outcome, the index of the message concerned (`INTERRUPTED`: 1 if bytes moved, else 0), and the
+    system's error number."""
     compiled = None if secured else library()
     if compiled is None:
         return _move_interpreted(messages, secured, until, enough, timeout)
@@ -122,6 +124,11 @@ def move(
         *(ctypes.byref(which), ctypes.byref(error)),
     )
     return outcome, which.value, error.value
+
+
+def is_complete(message: Message) -> bool:
+    """Whether all of ``message`` has moved."""
+    return bool(message.moved == _on_wire(message, message.size))
 
 
 @cache
@@ -154,7 +161,7 @@ def _move_interpreted(
 ) -> tuple[int, int, int]:
     while True:
         waiting = [i for i in range(len(messages)) if _active(messages, i)]
-        if not waiting or (until >= 0 and messages[until].done >= enough):
+        if not waiting or _reached(messages, until, enough):
             return FINE, 0, 0
         ready = _ready([messages[i] for i in waiting], secured, until, timeout)
         for i in waiting:
@@ -168,18 +175,33 @@ def _move_interpreted(
             return (FINE if until == WITHOUT_WAITING else SILENT), 0, 0
 
 
+def _reached(messages: ctypes.Array[Message], until: int, enough: int) -> bool:
+    if until >= 0:
+        return bool(messages[until].done >= enough)
+    counting = [m for m in messages[:enough] if until == ALL or not m.comes]
+    return until != WITHOUT_WAITING and not any(_unfinished(m) for m in counting)
+
+
 def _renew(messages: ctypes.Array[Message], index: int) -> None:
     """Restart BBR where it is due, after bytes of message ``index`` were sent."""
     message = messages[index]
     if message.bbr == RENEW and congestion.renew(message.fd):
         message.bbr = USED
-    if message.moved != _on_wire(message, message.size):
+    if not is_complete(message) or _left_to_send(messages, index):
         return
-    if any(m.after == index and not m.comes for m in messages):
-        return
-    for m in messages:
-        if not m.comes and m.bbr and m.moved > 0 and m.size - m.moved > LEFT:
+    for i, m in enumerate(messages):
+        next_one = m.moved > 0 if m.after < 0 else is_complete(messages[m.after])
+        if m.comes or not m.bbr or not next_one or is_complete(m):
+            continue
+        if _left_to_send(messages, i) > LEFT:
             m.bbr = RENEW
+
+
+def _left_to_send(messages: ctypes.Array[Message], index: int) -> int:
+    """Bytes that the connection of this message has left to send."""
+    fd = messages[index].fd
+    sent = (m for m in messages if not m.comes and m.fd == fd)
+    return sum(m.size - min(m.moved, m.size) for m in sent)
 
 
 def _ready(waiting: list[Message], secured: Secured, until: int, timeout: int) -> set[int]:

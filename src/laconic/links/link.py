@@ -7,16 +7,33 @@ one order of collectives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from laconic.links.calls import Call
+
+FAR_SECONDS = 0.02
+"""The least round trip for which collectives overlap: see `Link.overlapping`."""
+
+T = TypeVar("T")
+Stages = Generator[None, None, T]
+"""Work that yields when it has sent messages, before it waits for those of other ranks. Meanwhile
+other work can send its own. Returns a T."""
+
+
+def complete(stages: Stages[T]) -> T:
+    """Run ``stages`` to the end, and return their result."""
+    while True:
+        try:
+            next(stages)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -63,6 +80,52 @@ class Sent(NamedTuple):
     seconds: float
 
 
+class Staged(Protocol):
+    """Collectives as `Stages`: those of `Link` with the same names."""
+
+    @property
+    def rank(self) -> int:
+        """As `Link.rank`."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """As `Link.size`."""
+        ...
+
+    def mean(self, x: Tensor) -> Stages[None]:
+        """As `Link.mean`."""
+        ...
+
+    def all_gather(self, mine: Tensor, out: Tensor, *, parts: Parts | None = None) -> Stages[None]:
+        """As `Link.all_gather`."""
+        ...
+
+    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> Stages[None]:
+        """As `Link.all_to_all`."""
+        ...
+
+
+class OneByOne:
+    """The collectives of ``link`` as stages that never yield: each is complete when it begins."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.rank, self.size = link.rank, link.size
+
+    def mean(self, x: Tensor) -> Stages[None]:
+        self._link.mean(x)
+        yield from ()
+
+    def all_gather(self, mine: Tensor, out: Tensor, *, parts: Parts | None = None) -> Stages[None]:
+        self._link.all_gather(mine, out, parts=parts)
+        yield from ()
+
+    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> Stages[None]:
+        self._link.all_to_all(x, out, parts)
+        yield from ()
+
+
 class Link(Protocol):
     """Collectives over one set of ranks, on flat contiguous tensors.
 
@@ -88,6 +151,13 @@ class Link(Protocol):
     @property
     def joined(self) -> float:
         """When (`time.perf_counter`) the last collective completed, as far as this rank knows."""
+        ...
+
+    @property
+    def overlapping(self) -> Staged | None:
+        """The collectives as stages, of which several can be under way: where a round trip takes
+        long, several messages then share it. All ranks must take the stages in the same order. None
+        where round trips are short, or the link has no stages; the same on all ranks."""
         ...
 
     def begin_call(self, call: Call, *, wait: bool) -> bool:

@@ -84,6 +84,8 @@ class Metered(Wrapped):
     """``link``, with every collective booked in ``ledger`` under the ``name`` of its set of
     ranks."""
 
+    overlaps = True
+
     def __init__(self, link: Link, ledger: Ledger | None = None, name: str = "world") -> None:
         super().__init__(link)
         self.name = name

@@ -14,8 +14,8 @@ from laconic.errors import LinkError
 from laconic.links import tls
 from laconic.links.call_guard import CallGuard
 from laconic.links.calls import Call
-from laconic.links.collectives import Collectives
-from laconic.links.link import Link
+from laconic.links.collectives import Collectives, Overlapping
+from laconic.links.link import FAR_SECONDS, Link
 from laconic.links.texts import exchange_texts
 from laconic.links.wire import Wire
 
@@ -50,6 +50,8 @@ class TcpLink(Collectives):
     def __init__(self, guard: CallGuard, wire: Wire) -> None:
         super().__init__(guard, wire)
         self.calls, self.wire = guard, wire
+        self.far = False
+        """Whether a round trip takes at least `FAR_SECONDS`; the same on all ranks."""
 
     @classmethod
     def over(
@@ -93,7 +95,14 @@ class TcpLink(Collectives):
             guard.conclude(str(error), error.ranks)  # tells the ranks that still wait
         except ValueError as error:  # this rank's settings
             guard.conclude(f"rank {guard.ranks[guard.rank]}: {error}", [guard.ranks[guard.rank]])
-        return cls(guard, wire)
+        link = cls(guard, wire)
+        seconds = link.gather(torch.tensor([wire.round_trip()], dtype=torch.float64))
+        link.far = float(seconds.max()) >= FAR_SECONDS
+        return link
+
+    @property
+    def overlapping(self) -> Overlapping | None:
+        return Overlapping(self) if self.far else None
 
     def split(self, sets: Sequence[Sequence[int]]) -> Link:
         members = next(ranks for ranks in sets if self.rank in ranks)

@@ -22,7 +22,7 @@
 #define FRAME 16384 /* bytes of payload before a checksum */
 #define CHECK 4
 #define AT_ONCE 16 /* frames in one go */
-#define LEFT (1 << 19) /* bytes of a message for which it pays to find the rate again */
+#define LEFT (1 << 19) /* bytes for which it pays to find the rate again */
 
 /* as class _Message in wire.py */
 struct message {
@@ -47,7 +47,7 @@ enum { NOT = 0, USED = 1, RENEW = 2 };
 
 enum { FINE = 0, SILENT = 1, CLOSED = 2, OTHER = 3, FAILED = 4, INTERRUPTED = 5, CHANGED = 6 };
 
-EXPORT int laconic_version(void) { return 7; }
+EXPORT int laconic_version(void) { return 8; }
 
 /* -- checksums: CRC-32 as zlib computes it ---- */
 
@@ -248,15 +248,26 @@ static int step(struct message *m) {
 
 /* -- congestion control: see congestion.py ---- */
 
+/* Bytes that the connection of message `i` has left to send. */
+static int64_t left_to_send(const struct message *messages, int64_t count, int64_t i) {
+    int64_t left = 0;
+    for (int64_t k = 0; k < count; k++)
+        if (!messages[k].comes && messages[k].fd == messages[i].fd)
+            left += messages[k].size - least(messages[k].moved, messages[k].size);
+    return left;
+}
+
 /* BBR finds out slowly that others have stopped sending: it tries a quarter more every 8 round trips.
    So when a connection has nothing more to send, it is restarted on others that have much left. */
 static void renew_others(struct message *messages, int64_t count, int64_t sent) {
-    for (int64_t i = 0; i < count; i++)
-        if (messages[i].after == sent && !messages[i].comes)
-            return;
+    if (left_to_send(messages, count, sent) > 0)
+        return;
     for (int64_t i = 0; i < count; i++) {
         struct message *m = &messages[i];
-        if (!m->comes && m->bbr && m->moved > 0 && m->size - m->moved > LEFT)
+        const struct message *before = m->after < 0 ? NULL : &messages[m->after];
+        int next = before == NULL ? m->moved > 0 : before->moved == on_wire(before, before->size);
+        if (!m->comes && m->bbr && next && m->moved < on_wire(m, m->size) &&
+            left_to_send(messages, count, i) > LEFT)
             m->bbr = RENEW;
     }
 }
@@ -281,10 +292,21 @@ static int64_t moved(const struct message *messages, int64_t count) {
     return total;
 }
 
-/* Until `enough` bytes of the payload of message `until` have come, or all messages for -1; for -2
-   only what can be moved at once. At most `timeout` ms in which not a byte moves: SILENT. CLOSED,
-   OTHER, CHANGED, FAILED with `error`: `which`. INTERRUPTED: to be called again, `which` tells
-   whether any was moved. */
+/* Whether the messages before number `end` are complete; with `sent`, those that are sent. */
+static int complete(const struct message *messages, int64_t end, int sent) {
+    for (int64_t i = 0; i < end; i++)
+        if (!(sent && messages[i].comes) && unfinished(&messages[i]))
+            return 0;
+    return 1;
+}
+
+/* Until `enough` bytes of the payload of message `until` have come; for ALL and ALL_SENT, until the
+   first `enough` messages are complete, or those of them that are sent; for AT_HAND, what can be
+   moved at once. At most `timeout` ms in which not a byte moves: SILENT. CLOSED, OTHER, CHANGED,
+   FAILED with `error`: `which`. INTERRUPTED: to be called again, `which` tells whether any was
+   moved. */
+enum { ALL = -1, AT_HAND = -2, ALL_SENT = -3 };
+
 EXPORT int laconic_move(struct message *messages, int64_t count, int64_t until, int64_t enough,
                         int timeout, int64_t *which, int *error) {
     struct pollfd waits[count > 0 ? count : 1];
@@ -299,9 +321,11 @@ EXPORT int laconic_move(struct message *messages, int64_t count, int64_t until, 
                 numbers[n++] = i;
             }
         }
-        if (n == 0 || (until >= 0 && messages[until].done >= enough))
+        int reached = until >= 0 ? messages[until].done >= enough
+                                 : until != AT_HAND && complete(messages, enough, until == ALL_SENT);
+        if (n == 0 || reached)
             return FINE;
-        int ready = poll(waits, n, until == -2 ? 0 : timeout);
+        int ready = poll(waits, n, until == AT_HAND ? 0 : timeout);
         if (ready < 0 && errno == EINTR) { /* a signal may have to be handled */
             *which = moved(messages, count) != before;
             return INTERRUPTED;
@@ -311,7 +335,7 @@ EXPORT int laconic_move(struct message *messages, int64_t count, int64_t until, 
             return FAILED;
         }
         if (ready == 0)
-            return until == -2 ? FINE : SILENT;
+            return until == AT_HAND ? FINE : SILENT;
         for (nfds_t k = 0; ready > 0 && k < n; k++) {
             if (!waits[k].revents)
                 continue;
@@ -326,7 +350,7 @@ EXPORT int laconic_move(struct message *messages, int64_t count, int64_t until, 
             if (m->bbr && m->moved == on_wire(m, m->size))
                 renew_others(messages, count, numbers[k]);
         }
-        if (until == -2)
+        if (until == AT_HAND)
             return FINE;
     }
 }

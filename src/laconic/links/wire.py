@@ -9,6 +9,7 @@ the processor time of a round.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
 import select
@@ -32,6 +33,7 @@ KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 5}
 enough for a saturated network. The kernel of a stopped process still acknowledges them."""
 _HANG_UP = getattr(select, "POLLRDHUP", 0)  # only Linux reports it before everything was read
 _INFO = struct.Struct("=52x2I")  # struct tcp_info up to tcpi_last_data_recv, tcpi_last_ack_recv
+_LEAST, NO_SAMPLE = struct.Struct("=148xI"), 2**32 - 1  # tcpi_min_rtt
 _SENT = struct.Struct("=100xI16xQ28xI8xQ")  # total_retrans, bytes_acked, data_segs_out, busy_time
 
 
@@ -66,8 +68,8 @@ class ChangedError(LinkError):
 class Connections(dict[int, int]):
     """The file descriptors of connected sockets, by rank. Closed when this object is freed."""
 
-    busy = False
-    """Whether a message has begun and is not complete. No other message can begin meanwhile."""
+    traffic: Traffic | None = None
+    """The messages that have begun, if not all of them are complete."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +113,7 @@ class Connections(dict[int, int]):
         return found
 
     def before_messages(self, ranks: Iterable[int]) -> None:
-        """To be called before messages for ``ranks`` are sent."""
+        """To be called before messages for ``ranks`` are sent, for which none are under way."""
         if not self.bbr:
             return
         for fd in (self[rank] for rank in ranks):
@@ -141,16 +143,45 @@ class Connections(dict[int, int]):
         self.close()
 
 
+class Traffic:
+    """Messages under way over some connections, in the order in which they began. Every message
+    follows the one before it on the same connection in the same direction."""
+
+    def __init__(self) -> None:
+        self.messages = (frames.Message * 0)()
+        self.ranks: list[int] = []
+        """The rank that each message is for, or comes from."""
+        self.latest: dict[tuple[int, bool], int] = {}
+        """The last message by rank, and by whether it comes from there."""
+        self.transfers = 0
+        """How many `Transfer` are not complete."""
+        self.tensors: list[Tensor] = []
+        """Bytes of all messages move in any of the transfers, so all of their memory is kept."""
+        self.failure: tuple[int, int, int] | None = None
+        """What `frames.move` has returned; not the error, which would hold the connections."""
+
+    def is_complete(self, index: int) -> bool:
+        """Whether a message has moved as a whole; -1: there is none."""
+        return index < 0 or frames.is_complete(self.messages[index])
+
+    def grow(self, count: int) -> None:
+        """Make room for ``count`` more messages."""
+        before = self.messages
+        self.messages = (frames.Message * (len(before) + count))()
+        ctypes.memmove(self.messages, before, ctypes.sizeof(before))
+
+
 class Transfer:
     """Messages in flight: ``sends[r]`` to rank r, and from rank r into ``receives[r]``. The tensors
-    must be contiguous and on the CPU, and must not be used meanwhile. ``then``: messages to send
-    and receive after these, over the same connections. ``digest``: a 64-bit integer that each
-    header carries.
+    must be contiguous and on the CPU, and must not be used meanwhile. ``digest``: a 64-bit integer
+    that each header carries.
 
-    If not ``ready``, call `send` as each message becomes ready. Messages in ``then`` always need
-    it. Bytes move inside `wait`, except those that the kernel accepts immediately. The last `wait`
-    must be for all messages. Raises `LinkError` if an earlier message was not completed. After a
-    failure, every call raises the same error again.
+    If not ``ready``, call `send` as each message becomes ready. Bytes move inside `wait`, except
+    those that the kernel accepts immediately. The last `wait` must be for all messages. Raises
+    `LinkError` if an earlier message was not completed, unless this one ``joins`` those under way:
+    then its messages follow theirs, and what one transfer waits for moves the bytes of all. The
+    transfers must be completed in the order in which they began. After a failure, every call of any
+    of them raises the same error again.
     """
 
     def __init__(
@@ -163,93 +194,114 @@ class Transfer:
         names: Sequence[int],
         *,
         ready: bool = True,
-        then: tuple[Mapping[int, Tensor], Mapping[int, Tensor]] = ({}, {}),
+        joins: bool = False,
         digest: int = 0,
     ) -> None:
         if connections.forked:
             raise LinkError("a forked process cannot use its parent's link: start it with spawn")
-        if connections.busy:
+        traffic = connections.traffic
+        if traffic is not None and not (joins and traffic.failure is None):
             raise LinkError("an earlier message on the link was not completed: it is unusable")
-        self.connections = connections  # as all of these, held while messages are under way
-        later_sends, later_receives = then
-        groups = [(receives, True), (sends, False), (later_receives, True), (later_sends, False)]
-        all_of = [(r, x, comes) for each, comes in groups for r, x in each.items()]
-        self._tensors = [x for _, x, _ in all_of]
-        self._ranks = [r for r, _, _ in all_of]
-        self._indices = {r: index for index, r in enumerate(receives)}
-        self._outgoing = {r: i for i, (r, _, comes) in enumerate(all_of) if not comes}
-        """The last message for each rank."""
+        self.connections = connections  # held while messages are under way
+        self._traffic = traffic = traffic or Traffic()
         self._timeout = timeout
-        self._failure: tuple[int, int, int] | None = None
-        """What `frames.move` has returned; not the error, which would hold the connections."""
         self.names = names
         self.mutual = len(receives) if receives.keys() == sends.keys() else 0
         """The number of ranks that both send to and receive from this one; 0 if some do only
         one."""
-        self._messages = (frames.Message * len(self._ranks))()
-        latest: dict[tuple[int, bool], int] = {}
-        for index, (r, x, comes) in enumerate(all_of):
+        messages = [(r, x, True) for r, x in receives.items()]
+        messages += [(r, x, False) for r, x in sends.items()]
+        for _, x, _ in messages:
             if not x.is_contiguous() or x.device.type != "cpu":
                 raise ValueError(
                     f"a message is contiguous and on the CPU, not {x.device} {x.stride()}"
                 )
-            size, after = x.numel() * x.element_size(), latest.get((r, comes), -1)
-            sendable = size if ready and after < 0 else -1
+        idle = [r for r in sends if traffic.is_complete(traffic.latest.get((r, False), -1))]
+        first = len(traffic.ranks)
+        traffic.grow(len(messages))
+        for index, (r, x, comes) in enumerate(messages, first):
+            size, after = x.numel() * x.element_size(), traffic.latest.get((r, comes), -1)
             fd = connections[r]
-            where = x.data_ptr(), size, sendable, fd, comes, after
+            where = x.data_ptr(), size, size if ready else -1, fd, comes, after
             bbr = fd in connections.bbr and not comes
-            frames.begin(self._messages, index, header, digest, *where, bbr=bbr)
-            latest[r, comes] = index
-        connections.busy = True
-        connections.before_messages(sends)
+            frames.begin(traffic.messages, index, header, digest, *where, bbr=bbr)
+            traffic.latest[r, comes] = index
+            traffic.ranks.append(r)
+            traffic.tensors.append(x)
+        self._end = len(traffic.ranks)
+        self._incoming = dict(zip(receives, range(first, self._end), strict=False))
+        self._outgoing = dict(zip(sends, range(first + len(receives), self._end), strict=True))
+        connections.before_messages(idle)
+        traffic.transfers += 1
+        connections.traffic = traffic
         self._move(frames.WITHOUT_WAITING)
 
     def send(self, rank: int, size: int) -> None:
-        """Allow the first ``size`` bytes of the last message for ``rank`` to be sent."""
-        self._messages[self._outgoing[rank]].ready = size
+        """Allow the first ``size`` bytes of the message for ``rank`` to be sent."""
+        self._traffic.messages[self._outgoing[rank]].ready = size
+        self._move(frames.WITHOUT_WAITING)
+
+    def send_all(self) -> None:
+        """Allow all messages to be sent."""
+        for index in self._outgoing.values():
+            message = self._traffic.messages[index]
+            message.ready = message.size
         self._move(frames.WITHOUT_WAITING)
 
     def wait(self, rank: int | None = None, size: int | None = None) -> None:
-        """Wait until the first ``size`` bytes (None: all) of the first message from ``rank`` have
+        """Wait until the first ``size`` bytes (None: all) of the message from ``rank`` have
         arrived, up to the end of a frame. Without a rank, wait until all messages are sent and
         received. Raises `LostError` if a connection is lost or no byte moves for ``timeout``
         seconds, `OtherCallError` and `ChangedError`."""
-        if rank is None:
-            ready = (m.comes or m.ready == m.size for m in self._messages)
-            assert all(ready), "a message is not ready"
-            self._move(frames.ALL)
-            self.connections.busy = False
-        else:
-            index = self._indices[rank]
-            self._move(index, self._messages[index].size if size is None else size)
+        traffic = self._traffic
+        if rank is not None:
+            index = self._incoming[rank]
+            self._move(index, traffic.messages[index].size if size is None else size)
+            return
+        self._wait_for_all(frames.ALL)
+        traffic.transfers -= 1
+        if not traffic.transfers:
+            self.connections.traffic = None
+
+    def wait_sent(self) -> None:
+        """Wait until all messages are sent, as far as the kernel accepts them. Raises the same
+        errors as `wait`."""
+        self._wait_for_all(frames.ALL_SENT)
+
+    def _wait_for_all(self, until: int) -> None:
+        messages = (self._traffic.messages[index] for index in self._outgoing.values())
+        assert all(m.ready == m.size for m in messages), "a message is not ready"
+        self._move(until, self._end)
 
     def digests(self) -> dict[int, int]:
         """The digests in the messages that have come, by rank."""
-        each = ((r, self._messages[index].got) for r, index in self._indices.items())
+        each = ((r, self._traffic.messages[index].got) for r, index in self._incoming.items())
         return {r: frames.FIELDS.unpack_from(got)[3] for r, got in each}
 
     def _move(self, until: int, enough: int = 0) -> None:
-        if self._failure is not None:  # what has moved since was not checked
-            raise self._error(*self._failure)
+        traffic = self._traffic
+        if traffic.failure is not None:  # what has moved since was not checked
+            raise self._error(*traffic.failure)
         outcome, left = frames.INTERRUPTED, self._timeout
         while outcome == frames.INTERRUPTED and left > 0:  # Python's handlers run in between
             start = time.monotonic()
             milliseconds = min(max(round(1000 * left), 1), 2**31 - 1)
-            at = self._messages, self.connections.secured
+            at = traffic.messages, self.connections.secured
             outcome, index, error = frames.move(*at, until, enough, milliseconds)
             if outcome == frames.INTERRUPTED:
                 moved = index  # whether any did
                 left = self._timeout if moved else left - (time.monotonic() - start)
         if outcome == frames.FINE:
             return
-        self._failure = outcome, index, error
-        raise self._error(*self._failure)
+        traffic.failure = outcome, index, error
+        traffic.tensors.clear()  # nothing moves any more
+        raise self._error(*traffic.failure)
 
     def _error(self, outcome: int, index: int, number: int) -> LostError | LinkError:
         """Of what `frames.move` has returned."""
         if outcome in (frames.SILENT, frames.INTERRUPTED):
             return LostError(f"nothing was sent or received for {self._timeout:g} s")
-        rank, message = self._ranks[index], self._messages[index]
+        rank, message = self._traffic.ranks[index], self._traffic.messages[index]
         if outcome == frames.CHANGED:
             return ChangedError(rank, self.names[rank])
         if outcome == frames.OTHER:
@@ -317,6 +369,13 @@ class Wire:
             for fd, events in poll.poll(0)
             if events & ended
         }
+
+    def round_trip(self) -> float:
+        """Seconds of a round trip to the farthest rank, the shortest one so far; 0 where the system
+        does not report it."""
+        infos = [tcp_info(fd, _LEAST) for fd in self.connections.values()]
+        found = [info[0] for info in infos if info and info[0] != NO_SAMPLE]
+        return max(found, default=0) / 1e6
 
     def heard(self, rank: int) -> float:
         """Seconds since anything came from the host of ``rank``, acknowledgements included; 0 where

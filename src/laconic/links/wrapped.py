@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import ClassVar
 
 from torch import Tensor
 
 from laconic.links import cost
 from laconic.links.calls import Call
 from laconic.links.cost import Cost
-from laconic.links.link import Link, Parts, Sent
+from laconic.links.link import Link, Parts, Sent, Staged, Stages
 from laconic.links.quorum.port import Port, no_quorum
 
 
@@ -22,6 +23,10 @@ def size_of(x: Tensor) -> int:
 
 class Wrapped:
     """``link``, with `around` around every collective."""
+
+    overlaps: ClassVar[bool] = False
+    """Whether `around` may also be entered around each stage of a collective: the first one has all
+    of its bytes, the others none."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -58,6 +63,11 @@ class Wrapped:
     @property
     def joined(self) -> float:
         return self.link.joined
+
+    @property
+    def overlapping(self) -> Staged | None:
+        stages = self.link.overlapping if self.overlaps else None
+        return None if stages is None else _WrappedStages(stages, self)
 
     def begin_call(self, call: Call, *, wait: bool) -> bool:
         sent = self.link.begin_call(call, wait=wait)
@@ -133,3 +143,32 @@ class Wrapped:
 
     def close(self) -> None:
         self.link.close()
+
+
+class _WrappedStages:
+    """``stages``, with the `around` of ``wrapped`` around each of them."""
+
+    def __init__(self, stages: Staged, wrapped: Wrapped) -> None:
+        self._stages, self._wrapped = stages, wrapped
+        self.rank, self.size = stages.rank, stages.size
+
+    def mean(self, x: Tensor) -> Stages[None]:
+        amount = cost.mean(size_of(x), self.size, x.numel() % self.size == 0)
+        return self._around("mean", amount, self._stages.mean(x))
+
+    def all_gather(self, mine: Tensor, out: Tensor, *, parts: Parts | None = None) -> Stages[None]:
+        amount = cost.all_gather(size_of(out), self.size)
+        return self._around("all_gather", amount, self._stages.all_gather(mine, out, parts=parts))
+
+    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> Stages[None]:
+        amount = cost.all_to_all(size_of(x), self.size)
+        return self._around("all_to_all", amount, self._stages.all_to_all(x, out, parts))
+
+    def _around(self, collective: str, amount: Cost, stages: Stages[None]) -> Stages[None]:
+        while True:
+            with self._wrapped.around(collective, amount, amount.bytes):
+                ended = next(stages, stages) is stages
+            if ended:
+                return
+            amount = Cost(0, 0)
+            yield

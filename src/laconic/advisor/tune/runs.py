@@ -108,7 +108,7 @@ class Task:
         rate = self.race.bandwidth / self.race.per_host if self.emulated else self.race.bandwidth
         return Facts(
             self.workers, shapes, itemsize_of(parameters), self.compute, rate,
-            self.race.impairments.latency / 2,
+            self.race.impairments.latency / 2, overlapping=None if self.emulated else False,
         )  # fmt: skip
 
     def check(self, texts: list[str]) -> None:

@@ -28,7 +28,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from laconic.algorithms.exchange import Arrival, Combine, Exchange
+from laconic.algorithms.exchange import Arrival, Combine, Exchange, StagedExchange
 from laconic.algorithms.exchanges.coding import (
     NOT_FINITE,
     Coded,
@@ -44,11 +44,11 @@ from laconic.buckets import mean_in_rank_order, state_dtype
 from laconic.codecs import Codec, codec_of
 from laconic.links import cost
 from laconic.links.cost import Cost
-from laconic.links.link import Link
+from laconic.links.link import Link, OneByOne, Staged, Stages, complete
 
 
 @dataclass(frozen=True)
-class CodedMean(SlicedMean):
+class CodedMean(SlicedMean, StagedExchange):
     """The mean with codes in both directions. All workers hold the same bits afterward.
 
     1. Slices are coded and exchanged by an all-to-all.
@@ -89,10 +89,10 @@ class CodedMean(SlicedMean):
         size = self.codec.nbytes(length)
         return cost.all_to_all(size, n) + cost.all_gather(size, n)
 
-    def run(
-        self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
-    ) -> Arrival:
-        residual, mean = self.reduce_scatter(link, message, clock, state)
+    def stages(
+        self, link: Staged, message: Tensor, combine: Combine, clock: Clock, state: State
+    ) -> Stages[Arrival]:
+        residual, mean = yield from self.reduce_scatter(link, message, clock, state)
         n, rank, each = link.size, link.rank, mean.numel()
         own = slice(rank * each, (rank + 1) * each)
         if self.feedback:
@@ -120,7 +120,7 @@ class CodedMean(SlicedMean):
                 state["lag"].copy_(w)  # o <- w - p
 
         if not (self.relative and w.device.type == "cpu"):
-            link.all_gather(rows[rank], rows.view(-1), parts=split.parts(fill))
+            yield from link.all_gather(rows[rank], rows.view(-1), parts=split.parts(fill))
             raise_if_nonfinite(rows[:, split.end], failure)
             save_residuals()
             if self.relative:
@@ -145,7 +145,7 @@ class CodedMean(SlicedMean):
             add_decoded(self.codec, rows[r, part], state["reference"][at])
 
         try:
-            link.all_gather(rows[rank], rows.view(-1), parts=split.parts(fill, use))
+            yield from link.all_gather(rows[rank], rows.view(-1), parts=split.parts(fill, use))
             raise_if_nonfinite(rows[:, split.end], failure)
             for r, part, elements in suspects:
                 add(r, part, elements)
@@ -245,7 +245,7 @@ class ReplicatedMean(SlicedMean):
         padding = -length % self.multiple(n)
         padded = {name: _padded(t, padding) for name, t in state.items() if name != "lag"}
         v = torch.cat([message, message.new_zeros(padding)])  # always a copy: it is overwritten
-        residual, w = self.reduce_scatter(link, v, clock, padded)
+        residual, w = complete(self.reduce_scatter(OneByOne(link), v, clock, padded))
         each = w.numel()
         own = slice(rank * each, (rank + 1) * each)
         mine = slice(own.start, max(min(own.stop, length), own.start))

@@ -20,7 +20,7 @@ from laconic.buckets import state_dtype
 from laconic.codecs import Codec
 from laconic.codecs.codec import check_repr
 from laconic.errors import NotFiniteError, check_bool, check_float
-from laconic.links.link import Link, Parts, hops
+from laconic.links.link import Parts, Staged, Stages, hops
 
 NOT_FINITE = 255
 """Marks a message that its codec could not encode. The sender fills the last part of every row with
@@ -119,8 +119,8 @@ class SlicedMean(Coded):
         return _Split.of(grain, self.codec.nbytes(grain), length // grain, least)
 
     def reduce_scatter(
-        self, link: Link, message: Tensor, clock: Clock, state: State
-    ) -> tuple[Tensor, Tensor]:
+        self, link: Staged, message: Tensor, clock: Clock, state: State
+    ) -> Stages[tuple[Tensor, Tensor]]:
         """Return v - q, and the mean of the codes received for this rank's slice."""
         n, order = link.size, hops(link.rank, link.size)
         residual = message.to(state_dtype(message.dtype)).contiguous()
@@ -165,7 +165,7 @@ class SlicedMean(Coded):
                 else:
                     self.codec.decode_mean(rows[:, part], mean[elements])
 
-        link.all_to_all(payload, rows, split.parts(fill, use))
+        yield from link.all_to_all(payload, rows, split.parts(fill, use))
         raise_if_nonfinite(rows[:, split.end], failure)
         for part, elements in suspects:
             self.codec.decode_mean(rows[:, part], mean[elements])

@@ -20,12 +20,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from laconic.algorithms.exchange import Arrival, Collect, Combine, Exchange
+from laconic.algorithms.exchange import (
+    Arrival,
+    Collect,
+    Combine,
+    Exchange,
+    StagedExchange,
+)
 from laconic.algorithms.exchanges.coded import CodedMean
 from laconic.algorithms.exchanges.mean import Mean
 from laconic.algorithms.update import Clock, Slot, State
@@ -34,7 +41,7 @@ from laconic.codecs import Codec
 from laconic.codecs.codec import check_repr
 from laconic.errors import NotFiniteError, check_int
 from laconic.links.cost import Cost
-from laconic.links.link import Link
+from laconic.links.link import Staged, Stages
 
 SEED = 1905_13727
 """Seed of the first Q, which is the same on all workers."""
@@ -54,7 +61,7 @@ class _Matrix(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LowRank(Exchange):
+class LowRank(StagedExchange):
     """PowerSGD's mean of gradients, or of other messages that do not depend on earlier ones.
 
     ``rank`` is r, at least 1. A matrix of m by k elements is sent as r*(m + k) numbers. If that is
@@ -96,7 +103,7 @@ class LowRank(Exchange):
         return 1
 
     @property
-    def _mean(self) -> Exchange:
+    def _mean(self) -> StagedExchange:
         """Return the exchange that averages P and Q. Its state, if any, lasts for one round."""
         return Mean() if self.codec is None else CodedMean(self.codec, relative=False)
 
@@ -124,19 +131,22 @@ class LowRank(Exchange):
         basis = torch.randn(columns, self.rank, generator=generator)
         return {"residual": torch.zeros_like(x), "basis": basis.to(x.device, x.dtype)}
 
-    def run(
-        self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
-    ) -> Arrival:
+    def stages(
+        self, link: Staged, message: Tensor, combine: Combine, clock: Clock, state: State
+    ) -> Stages[Arrival]:
         low, dense = self._matrices()
         total = message.to(state_dtype(message.dtype)).add_(state["residual"])
         starts = torch.split(state["basis"], [m.columns for m in low])
-        with torch.autocast(total.device.type, enabled=False):
+        full = partial(torch.autocast, total.device.type, enabled=False)
+        with full():
             matrices = [m.of(total) for m in low]
             left = [m @ orthonormal(q) for m, q in zip(matrices, starts, strict=True)]
-            first = self._average(link, [*left, *(m.of(total) for m in dense)], clock)
+        first = yield from self._average(link, [*left, *(m.of(total) for m in dense)], clock)
+        with full():
             left = [orthonormal(p) for p, _ in first[: len(low)]]  # P
             right = [m.mH @ p for m, p in zip(matrices, left, strict=True)]
-            second = self._average(link, right, replace(clock, bucket=-2 - clock.bucket))
+        second = yield from self._average(link, right, replace(clock, bucket=-2 - clock.bucket))
+        with full():
             for m, p, (q, own) in zip(low, left, second, strict=True):
                 torch.sub(m.of(total), p @ own.mH, out=m.of(state["residual"]))
                 m.of(message).copy_(p @ q.mH)
@@ -148,8 +158,8 @@ class LowRank(Exchange):
         return Arrival(combine(message))
 
     def _average(
-        self, link: Link, tensors: Sequence[Tensor], clock: Clock
-    ) -> list[tuple[Tensor, Tensor]]:
+        self, link: Staged, tensors: Sequence[Tensor], clock: Clock
+    ) -> Stages[list[tuple[Tensor, Tensor]]]:
         """Average ``tensors`` over the ranks in one all-reduce.
 
         Return for each tensor the mean, and this rank's contribution after coding. Raises on all
@@ -162,7 +172,8 @@ class LowRank(Exchange):
         padded = torch.nn.functional.pad(flat, (0, -len(flat) % exchange.multiple(n)))
         owned = exchange.region(link, len(padded))
         state = exchange.init(torch.zeros_like(padded), owned) if exchange.slots else {}
-        mean = exchange.run(link, padded.clone(), lambda mean: mean, clock, state).flat
+        arrival = yield from exchange.stages(link, padded.clone(), lambda x: x, clock, state)
+        mean = arrival.flat
         if not bool(mean.isfinite().all()):
             raise NotFiniteError("some ranks had NaN, infinite, or too large values to send")
         if state:

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from laconic.algorithms.exchange import Arrival, Combine, Exchange
+from laconic.algorithms.exchange import Arrival, Combine, Exchange, StagedExchange
 from laconic.algorithms.update import Clock, State
 from laconic.errors import check_int
 from laconic.links import cost
 from laconic.links.cost import Cost
-from laconic.links.link import Link
+from laconic.links.link import Link, Staged, Stages
 
 
 @dataclass(frozen=True)
-class Mean(Exchange):
+class Mean(StagedExchange):
     """All-reduce, after which every worker combines everything. Sends 2(n-1)/n of the message."""
 
     agrees = True
@@ -30,10 +30,10 @@ class Mean(Exchange):
     def cost(self, length: int, itemsize: int, n: int) -> Cost:
         return cost.mean(length * itemsize, n, length % n == 0)
 
-    def run(
-        self, link: Link, message: Tensor, combine: Combine, clock: Clock, state: State
-    ) -> Arrival:
-        link.mean(message)
+    def stages(
+        self, link: Staged, message: Tensor, combine: Combine, clock: Clock, state: State
+    ) -> Stages[Arrival]:
+        yield from link.mean(message)
         result = combine(message)
         return Arrival(message if result is message else message.copy_(result))
 

@@ -226,6 +226,8 @@ def progressions(sent: dict[int, int]) -> list[Rounds]:
 class RecordedLink(Wrapped):
     """A ``link`` whose collectives are reported to a recorder."""
 
+    overlaps = True
+
     def __init__(self, link: Link, recorder: Recorder) -> None:
         super().__init__(link)
         self._recorder = recorder
