@@ -1,0 +1,111 @@
+"""What the integrations have in common."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from laconic.algorithms.round import GradientRound, Recipe
+from laconic.attach import init
+from laconic.auto import Auto
+from laconic.elastic import COORDINATOR_VARIABLE
+from laconic.engine.synchronizer import Synchronizer
+from laconic.errors import LinkError
+
+FOLDER = "laconic"
+"""The folder for every rank's state, in the folder of a checkpoint."""
+
+
+def refuse(problems: Mapping[str, object]) -> None:
+    """Raise ``ValueError`` with the first of these messages whose value is true."""
+    for problem, there in problems.items():
+        if there:
+            raise ValueError(problem)
+
+
+def check_processes(options: Mapping[str, Any], advice: str) -> None:
+    """Raise ``ValueError`` if the trainer has not connected the processes that torchrun has
+    started; ``advice``: what to set. Makes a process group where there is one process alone."""
+    refuse(
+        {
+            "workers cannot come and go in a trainer's loop: leave `elastic` and "
+            f"{COORDINATOR_VARIABLE} out": options.get("elastic") is not None
+            or os.environ.get(COORDINATOR_VARIABLE),
+            f"{os.environ.get('WORLD_SIZE')} processes were started, and the trainer has not "
+            f"connected them: {advice}": not dist.is_initialized()
+            and os.environ.get("WORLD_SIZE", "1") != "1",
+        }
+    )
+    init()
+
+
+def averages_gradients(recipe: Recipe | Auto) -> bool:
+    """Whether all communication of ``recipe`` is about gradients, so that workers stay alike."""
+    return not isinstance(recipe, Auto) and all(isinstance(r, GradientRound) for r in recipe)
+
+
+@contextmanager
+def consensus(sync: Synchronizer | None) -> Iterator[None]:
+    """A context in which the model holds the consensus weights, as far as ``sync`` is attached."""
+    if sync is None or not sync.attached:
+        yield
+        return
+    with sync.consensus():
+        yield
+
+
+@contextmanager
+def no_sync(sync: Synchronizer | None) -> Iterator[None]:
+    """A context in which no gradients are averaged, as far as ``sync`` is attached."""
+    if sync is None or not sync.attached:
+        yield
+        return
+    with sync.no_sync():
+        yield
+
+
+def defer_averaging(accelerator: Any, sync_of: Callable[[Any], Synchronizer | None]) -> None:
+    """Let ``accelerator.no_sync(model)``, which Accelerate enters while batches accumulate, also
+    enter the `no_sync` of ``sync_of(model)``."""
+    without = accelerator.no_sync
+
+    @contextmanager
+    def both(model: Any) -> Iterator[None]:
+        with without(model), no_sync(sync_of(model)):
+            yield
+
+    accelerator.no_sync = both
+
+
+def report(sync: Synchronizer) -> dict[str, float]:
+    """Return what a log should have about ``sync``: bytes sent and rounds so far, and seconds of
+    waiting."""
+    stats = sync.stats()
+    return {
+        "laconic_bytes_sent": float(stats.bytes_sent),
+        "laconic_rounds": float(stats.rounds),
+        "laconic_seconds_waiting": round(stats.seconds_waiting, 3),
+    }
+
+
+def leave(sync: Synchronizer | None, error: BaseException) -> None:
+    """Tell the other ranks that this one stops because of ``error``."""
+    if sync is not None and sync.attached:
+        sync.__exit__(type(error), error, error.__traceback__)
+
+
+def load_state(load: Callable[[], object], folder: object) -> None:
+    """Load every rank's state by ``load``. An error says where the state should be."""
+    try:
+        load()
+    except LinkError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{error} (laconic stores the state of all ranks in {folder}; a checkpoint that "
+            "another trainer or strategy has saved has none)"
+        ) from error

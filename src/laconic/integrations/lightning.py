@@ -1,0 +1,260 @@
+"""laconic as a strategy of Lightning's Trainer.
+
+trainer = Trainer(accelerator="cpu", devices=4, strategy=LaconicStrategy(laconic.auto()))
+trainer.fit(model, data)
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+
+from laconic.algorithms.round import Recipe
+from laconic.attach import attach
+from laconic.auto import Auto
+from laconic.checkpoint import load, save
+from laconic.checkpoints.random_state import load_random_state, random_state
+from laconic.engine.synchronizer import Synchronizer
+from laconic.integrations import common
+from laconic.integrations.common import FOLDER, refuse
+
+OPTIONS = (
+    "accelerator",
+    "checkpoint_io",
+    "cluster_environment",
+    "parallel_devices",
+    "precision_plugin",
+    "process_group_backend",
+    "start_method",
+    "timeout",
+)
+
+
+class LaconicStrategy(DDPStrategy):
+    """Trains by ``recipe``, with one process for each device.
+
+    ``attach_options``: further arguments for `laconic.attach`, such as ``metrics``. ``options`` are
+    those of DDPStrategy that are not about DistributedDataParallel: ``process_group_backend``,
+    ``timeout``, ``cluster_environment`` and others.
+
+    The model is not wrapped. While batches accumulate, gradients are not averaged. With manual
+    optimization, put ``with self.trainer.strategy.sync.no_sync():`` around backward passes that are
+    not followed by a step. Several optimizers take one step each in every training step.
+
+    Validation, checkpoints and the model after training are the consensus. Beside every checkpoint
+    ``NAME.ckpt`` there is a folder ``NAME.ckpt.laconic`` with every rank's state, so that
+    ``fit(ckpt_path=)`` continues bit for bit, if the data loader does, too. A checkpoint with
+    weights only has no such folder. Every ``log_every_n_steps``, the loggers receive the bytes sent
+    and the rounds so far. `sync` is the synchronizer, while training.
+
+    With recipes that communicate more than gradients, Lightning's message about SIGTERM, which
+    rank 0 sends before every batch, is left out: each rank handles the signals that it receives.
+
+    Raises ``ValueError`` for options that are for DistributedDataParallel.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | Auto,
+        *,
+        attach_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        other = sorted(options.keys() - set(OPTIONS))
+        refuse(
+            {
+                "LaconicStrategy does not wrap the model in DistributedDataParallel: leave "
+                f"{', '.join(other)} out; options: {', '.join(OPTIONS)}": other
+            }
+        )
+        super().__init__(**options)
+        self.recipe = recipe
+        self.attach_options = dict(attach_options or {})
+        self.sync: Synchronizer | None = None
+        self._validating: AbstractContextManager[Any] | None = None
+        self._loaded_from: Path | None = None
+        self._random_state: Any = None
+        self._folders: dict[str, Path] = {}
+        """By the name of a checkpoint's file on this rank: the folder with the ranks' state."""
+        self._logged = 0
+
+    # -- setting up ----
+
+    def configure_ddp(self) -> None:
+        """Does nothing: the model is not wrapped."""
+
+    def setup(self, trainer: Any) -> None:
+        """As the base class, and attach the synchronizer before training."""
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        options = dict(self.attach_options)
+        if self._timeout is not None:
+            options.setdefault("timeout", self._timeout.total_seconds())
+        common.check_processes(options, "pass devices= and num_nodes= to the Trainer")
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        module, optimizers = self._attached_to()
+        self.sync = attach(module, optimizers, self.recipe, scaler=scaler, **options)
+        loop = trainer.fit_loop.epoch_loop
+        if hasattr(loop, "_broadcast_sigterm_tensor") and not common.averages_gradients(
+            self.recipe
+        ):
+            loop._broadcast_sigterm_tensor = lambda: None
+
+    def _attached_to(self) -> tuple[nn.Module, Any]:
+        """The module, and its optimizer or the list of several."""
+        module, optimizers = self.lightning_module, list(self.optimizers)
+        assert module is not None, "connected"
+        return module, optimizers[0] if len(optimizers) == 1 else optimizers
+
+    # -- training ----
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **options: Any,
+    ) -> Any:
+        """As the base class, but the closure, which computes the gradients, is called before the
+        optimizer's step and not within it."""
+        plugin = self.precision_plugin
+        if getattr(plugin, "scaler", None) is not None or isinstance(optimizer, LBFGS):
+            return super().optimizer_step(optimizer, closure, model, **options)
+        result = closure()
+        plugin._after_closure(model or self.lightning_module, optimizer)
+        optimizer.step(**options)
+        return result
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """While batches accumulate, gradients are not averaged."""
+        with common.no_sync(self.sync):
+            yield
+
+    def on_train_start(self) -> None:
+        """Continue with the random state of a checkpoint: making the data loader's iterator has
+        drawn from it."""
+        state, self._random_state = self._random_state, None
+        if state is not None:
+            load_random_state(state)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Log what the synchronizer has done so far."""
+        module, sync = self.lightning_module, self.sync
+        if sync is None or module is None or sync.step == self._logged:
+            return
+        trainer = module.trainer
+        if trainer.log_every_n_steps and sync.step % trainer.log_every_n_steps == 0:
+            self._logged = sync.step
+            for each in trainer.loggers:
+                each.log_metrics(common.report(sync), step=trainer.global_step)
+
+    def on_train_end(self) -> None:
+        """Leave the consensus model on every rank."""
+        if self.sync is not None and self.sync.attached:
+            self.sync.finish()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks that this one stops."""
+        with suppress(Exception):
+            self._exit_consensus()
+        common.leave(self.sync, exception)
+
+    def teardown(self) -> None:
+        """As the base class."""
+        if self.sync is not None and self.sync.attached:
+            self.sync.detach()
+        super().teardown()
+
+    # -- the consensus ----
+
+    def on_validation_start(self) -> None:
+        """Validate the consensus weights."""
+        self._enter_consensus()
+
+    def on_validation_end(self) -> None:
+        """Restore this rank's own weights."""
+        self._exit_consensus()
+
+    def _enter_consensus(self) -> None:
+        self._validating = common.consensus(self.sync)
+        self._validating.__enter__()
+
+    def _exit_consensus(self) -> bool:
+        """Leave the context, and return whether there was one."""
+        context, self._validating = self._validating, None
+        if context is not None:
+            context.__exit__(None, None, None)
+        return context is not None
+
+    # -- checkpoints ----
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The consensus weights; during training, every rank must call it."""
+        if self.sync is None or not self.sync.attached:
+            return dict(super().lightning_module_state_dict())
+        return self.sync.consensus_state_dict()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """As the base class, and save every rank's state beside the checkpoint."""
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        if self.sync is None or not self.sync.attached or "optimizer_states" not in checkpoint:
+            return
+        # a name with a metric in it may differ between ranks
+        folder = _folder(self.broadcast(str(filepath)))
+        self._folders[str(filepath)] = folder
+        within = self._exit_consensus()
+        try:
+            save(folder, *self._attached_to(), self.sync, others=self._others())
+        finally:
+            if within:
+                self._enter_consensus()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        """As the base class."""
+        self._loaded_from = _folder(checkpoint_path, resolve=True)
+        if weights_only is None:
+            return super().load_checkpoint(checkpoint_path)
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """As the base class, and load every rank's state."""
+        super().load_optimizer_state_dict(checkpoint)
+        folder, self._loaded_from = self._loaded_from, None
+        if self.sync is not None and folder is not None:
+            others = self._others()
+            loading = partial(load, folder, *self._attached_to(), self.sync, others=others)
+            common.load_state(loading, folder)
+            self._random_state = random_state()
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """As the base class, and remove the folder with the ranks' state."""
+        super().remove_checkpoint(filepath)
+        folder = self._folders.pop(str(filepath), None)
+        if self.local_rank == 0 and folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _others(self) -> dict[str, Any]:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return {} if scaler is None else {"scaler": scaler}
+
+
+def _folder(checkpoint: Any, resolve: bool = False) -> Path:
+    """The folder with the ranks' state that belongs to the file ``checkpoint``; ``resolve``: which
+    may be a link to another one."""
+    text = str(checkpoint)
+    refuse({f"laconic saves to local folders only, not to {text}": "://" in text})
+    path = Path(text).resolve() if resolve else Path(text)
+    return path.with_name(f"{path.name}.{FOLDER}")

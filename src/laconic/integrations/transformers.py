@@ -1,0 +1,267 @@
+"""laconic in the Trainer of Hugging Face Transformers.
+
+    trainer = LaconicTrainer(model, arguments, train_dataset=data, recipe=laconic.auto())
+    trainer.train()
+
+Start the program as for the Trainer's own data parallelism: with torchrun or ``accelerate launch``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import Trainer, TrainerCallback
+from transformers.training_args import ParallelMode
+from transformers.utils import logging
+
+from laconic.algorithms.round import Recipe
+from laconic.attach import attach
+from laconic.auto import Auto
+from laconic.checkpoint import load, save
+from laconic.engine.synchronizer import Synchronizer
+from laconic.integrations import common
+from laconic.integrations.common import FOLDER, refuse
+
+logger = logging.get_logger(__name__)
+ADVICE = "for CPUs, pass TrainingArguments(use_cpu=True)"
+
+
+class LaconicMixin:
+    """Trains a Trainer's model by ``recipe``. Put it before the class of the trainer:
+
+        class Mine(LaconicMixin, SFTTrainer): ...
+
+    ``attach_options``: further arguments for `laconic.attach`, such as ``metrics``.
+
+    The model is not wrapped in DistributedDataParallel. Gradients are averaged once per optimizer
+    step, however many batches it accumulates, and before they are clipped. Evaluation, the best
+    model and saved models use the consensus weights. Each checkpoint folder has every rank's state,
+    so ``resume_from_checkpoint`` continues bit for bit. When training ends, all ranks hold the
+    consensus model. `sync` is the synchronizer. The log has the bytes sent and the rounds so far.
+
+    With recipes that communicate more than gradients, ``average_tokens_across_devices`` is switched
+    off, because it sends a message in every step.
+
+    Raises ``ValueError`` for settings that contradict this: DeepSpeed, FSDP, several GPUs in one
+    process, ``auto_find_batch_size``, ``enable_jit_checkpoint``.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        recipe: Recipe | Auto,
+        attach_options: Mapping[str, Any] | None = None,
+        **more: Any,
+    ) -> None:
+        self.recipe = recipe
+        self.attach_options = dict(attach_options or {})
+        self.sync: Synchronizer | None = None
+        self._resumed_from: str | None = None
+        super().__init__(*arguments, **more)
+        # first: other callbacks see the model attached at the beginning, and the consensus at the
+        # end
+        self.callback_handler.callbacks.insert(0, _Rounds(self))  # type: ignore[attr-defined]
+
+    # -- before training ----
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        _check(self)
+        accelerator = self.accelerator  # type: ignore[attr-defined]
+        prepare = accelerator.prepare_model
+
+        def without_wrapper(
+            model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+        ) -> nn.Module:
+            prepared: nn.Module = prepare(model, device_placement, evaluation_mode=True)
+            return prepared
+
+        accelerator.prepare_model = without_wrapper
+        common.defer_averaging(accelerator, lambda _: self.sync)
+        arguments = self.args  # type: ignore[attr-defined]
+        if not common.averages_gradients(self.recipe) and arguments.average_tokens_across_devices:
+            arguments.average_tokens_across_devices = False
+            logger.info(
+                "average_tokens_across_devices is switched off: it sends a message in every step"
+            )
+
+    def attach(self) -> None:
+        """Attach the synchronizer: called when training begins."""
+        arguments = self.args  # type: ignore[attr-defined]
+        options = {"timeout": float(arguments.ddp_timeout), **self.attach_options}
+        common.check_processes(options, ADVICE)
+        model, optimizer, accelerator = self._plain()
+        self.sync = attach(model, optimizer, self.recipe, scaler=accelerator.scaler, **options)
+        resumed, self._resumed_from = self._resumed_from, None
+        if resumed is not None:
+            folder = Path(resumed) / FOLDER
+            loading = partial(load, folder, model, optimizer, self.sync, others=self._others())
+            common.load_state(loading, folder)
+
+    def finish(self) -> None:
+        """Leave the consensus model on every rank: called when training ends."""
+        if self.sync is not None and self.sync.attached:
+            self.sync.finish()
+            self.sync.detach()
+
+    def _plain(self) -> tuple[nn.Module, Any, Any]:
+        """The model and the optimizer without Accelerate's wrappers, and the accelerator."""
+        accelerator = self.accelerator  # type: ignore[attr-defined]
+        model = accelerator.unwrap_model(self.model_wrapped, keep_torch_compile=False)  # type: ignore[attr-defined]
+        optimizer = self.optimizer  # type: ignore[attr-defined]
+        return model, getattr(optimizer, "optimizer", optimizer), accelerator
+
+    def _others(self) -> dict[str, Any]:
+        scaler = self.accelerator.scaler  # type: ignore[attr-defined]
+        found = {"scheduler": self.lr_scheduler}  # type: ignore[attr-defined]
+        return found if scaler is None else {**found, "scaler": scaler}
+
+    # -- the trainer's methods ----
+
+    def train(self, *arguments: Any, **more: Any) -> Any:
+        """As the trainer's."""
+        self._resumed_from = None
+        try:
+            return super().train(*arguments, **more)  # type: ignore[misc]
+        except BaseException as error:
+            common.leave(self.sync, error)
+            raise
+
+    def evaluation_loop(self, *arguments: Any, **more: Any) -> Any:
+        """As the trainer's, with the consensus weights."""
+        with common.consensus(self.sync):
+            return super().evaluation_loop(*arguments, **more)  # type: ignore[misc]
+
+    def save_model(self, *arguments: Any, **more: Any) -> Any:
+        """As the trainer's, with the consensus weights. During training, every rank must call
+        it."""
+        with common.consensus(self.sync):
+            return super().save_model(*arguments, **more)  # type: ignore[misc]
+
+    def log(self, logs: dict[str, float], *arguments: Any, **more: Any) -> None:
+        """As the trainer's, with the bytes sent, the rounds and the seconds of waiting so far."""
+        if self.sync is not None and "loss" in logs:
+            logs.update(common.report(self.sync))
+        super().log(logs, *arguments, **more)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        if self.sync is not None and self.sync.attached:
+            model, optimizer, _ = self._plain()
+            save(Path(output_dir) / FOLDER, model, optimizer, self.sync, others=self._others())
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        self._resumed_from = checkpoint
+
+    def _load_best_model(self) -> None:
+        self.finish()
+        super()._load_best_model()  # type: ignore[misc]
+
+
+class LaconicTrainer(LaconicMixin, Trainer):
+    """The Trainer of Transformers, training by ``recipe``: see `LaconicMixin`."""
+
+
+class _Rounds(TrainerCallback):
+    """Attaches when everything is prepared, and finishes."""
+
+    def __init__(self, trainer: LaconicMixin) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._trainer.attach()
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._trainer.finish()
+
+
+def _contradictions(arguments: Any) -> dict[str, object]:
+    """What in the ``TrainingArguments`` contradicts training by a recipe."""
+    modes = (ParallelMode.DISTRIBUTED, ParallelMode.NOT_PARALLEL, ParallelMode.NOT_DISTRIBUTED)
+    parallelism = getattr(arguments, "parallelism_config", None)
+    return {
+        "laconic cannot be combined with DeepSpeed: leave `deepspeed` out": arguments.deepspeed,
+        "laconic cannot be combined with the Trainer's FSDP: leave `fsdp` out; for sharded models, "
+        "call laconic.attach(mesh=) in a loop of your own": arguments.fsdp,
+        "laconic cannot be combined with parallelism_config: leave it out": (
+            parallelism is not None and parallelism.total_size > 1
+        ),
+        "one process uses several GPUs, which averages all gradients at every step: start one "
+        "process per GPU with torchrun": arguments.n_gpu > 1,
+        "auto_find_batch_size may start training again on some ranks and not on others: set "
+        "per_device_train_batch_size": arguments.auto_find_batch_size,
+        "enable_jit_checkpoint saves at another step on each rank: leave it out, and save every "
+        "`save_steps`": getattr(arguments, "enable_jit_checkpoint", False),
+        f"laconic does not support the Trainer's mode {arguments.parallel_mode.value!r}: start one "
+        "process per worker with torchrun": arguments.parallel_mode not in modes,
+    }
+
+
+def _check(trainer: Any) -> None:
+    """Raise ``ValueError`` for settings that contradict training by a recipe."""
+    refuse(
+        {
+            **_contradictions(trainer.args),
+            "laconic cannot be combined with DeepSpeed or FSDP: `accelerate launch` has set one of "
+            "them; choose plain multi-process training": (
+                trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+            ),
+        }
+    )
+
+
+class LaconicCallback(TrainerCallback):
+    """Trains an unchanged Trainer's model by ``recipe``, in simple cases.
+
+        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[LaconicCallback(recipe)])
+
+    A callback cannot change what the Trainer evaluates and saves. It therefore needs
+    ``eval_strategy="no"`` and ``save_strategy="no"``, unless ``recipe`` averages gradients only, so
+    that all ranks hold the same weights. Mixed precision and torch.compile are not supported. Use
+    `LaconicTrainer` otherwise. ``attach_options``: further arguments for `laconic.attach`.
+    """
+
+    def __init__(self, recipe: Recipe | Auto, **attach_options: Any) -> None:
+        self.recipe = recipe
+        self.attach_options = attach_options
+        self.sync: Synchronizer | None = None
+
+    def on_init_end(self, args: Any, *_: Any, model: nn.Module, **__: Any) -> None:
+        """Check the arguments, and have the Trainer leave the model as it is."""
+        alike = common.averages_gradients(self.recipe)
+        silent = args.eval_strategy == "no" and args.save_strategy == "no"
+        precision = getattr(args, "mixed_precision", "no")
+        refuse(
+            {
+                **_contradictions(args),
+                "LaconicCallback cannot make the Trainer evaluate and save the consensus weights: "
+                "use laconic.integrations.transformers.LaconicTrainer, or set eval_strategy='no' "
+                "and save_strategy='no'": not (alike or silent),
+                "LaconicCallback does not support mixed precision and torch.compile: use "
+                "laconic.integrations.transformers.LaconicTrainer": (
+                    args.fp16 or args.bf16 or precision != "no" or args.torch_compile
+                ),
+            }
+        )
+        if not alike:
+            args.average_tokens_across_devices = False  # it sends a message in every step
+        model._is_accelerate_prepared = True  # type: ignore[assignment]  # or it would be wrapped
+
+    def on_train_begin(self, *_: Any, model: nn.Module, optimizer: Any, **__: Any) -> None:
+        """Attach the synchronizer."""
+        common.check_processes(self.attach_options, ADVICE)
+        plain = getattr(optimizer, "optimizer", optimizer)
+        self.sync = attach(model, plain, self.recipe, **self.attach_options)
+        model.no_sync = self.sync.no_sync  # type: ignore[assignment]  # Accelerate looks for it
+
+    def on_train_end(self, *_: Any, model: nn.Module, **__: Any) -> None:
+        """Leave the consensus model on every rank."""
+        vars(model).pop("no_sync", None)
+        if self.sync is not None and self.sync.attached:
+            self.sync.finish()
+            self.sync.detach()

@@ -1,0 +1,309 @@
+"""Runs of Lightning's Trainer with laconic, and the same training written by hand."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import laconic as la
+from laconic.integrations.lightning import LaconicStrategy
+
+import forked
+
+STEPS, ACCUMULATE, BATCH, SAVED = 50, 2, 3, 23
+RECIPES = {
+    "ddp": la.ddp(codec="int8"),
+    "diloco": la.diloco(4, codec="int8"),
+    "delayed": la.local_sgd(4, delay=2),
+}
+FOLDER = Path(sys.argv[1])
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 2))
+
+
+def samples(count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(count, 6, generator=generator)
+    return x, x[:, :2] * x[:, 2:4]
+
+
+def rate(step: int) -> float:
+    return 1.0 / (1.0 + step / 20)
+
+
+class Module(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self.network(x), y)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
+        x, y = batch
+        self.log("loss", nn.functional.mse_loss(self.network(x), y), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02)
+        scheduler = {"scheduler": LambdaLR(optimizer, rate), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+class Manual(Module):
+    """Two optimizers, stepped by hand, and accumulation by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        first, _, last = self.network
+        return [torch.optim.SGD(part.parameters(), lr=0.05) for part in (first, last)]
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:  # type: ignore[override]
+        x, y = batch
+        loss = nn.functional.mse_loss(self.network(x), y)
+        if index % 2 == 0:
+            with self.trainer.strategy.sync.no_sync():
+                self.manual_backward(loss)
+            return
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Resumable(DataLoader[Any]):
+    """A loader with state, which goes on in the middle of an epoch."""
+
+    given, skipped = 0, 0
+
+    def __iter__(self) -> Any:
+        skip, self.skipped, self.given = self.skipped, 0, self.skipped
+        for batch in itertools.islice(super().__iter__(), skip, None):
+            self.given += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.skipped = state["given"]
+
+
+class Consensus(lightning.Callback):
+    """Keeps the weights that were validated."""
+
+    def __init__(self) -> None:
+        self.weights: dict[int, np.ndarray] = {}
+
+    def on_validation_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.weights[trainer.global_step] = flat(module)
+
+
+def flat(model: nn.Module) -> np.ndarray:
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy().copy()
+
+
+def rounds(sync: la.Synchronizer) -> dict[str, tuple[int, int]]:
+    return {k: (t.count, t.bytes) for k, t in sync.calls().items() if "round" in k or "grad" in k}
+
+
+def trainer_of(
+    ranks: int, recipe: str, folder: Path, precision: str = "32-true", **more: Any
+) -> Any:
+    return lightning.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=LaconicStrategy(RECIPES[recipe], cluster_environment=TorchElasticEnvironment()),
+        precision=precision,
+        default_root_dir=folder,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=10,
+        num_sanity_val_steps=0,
+        **more,
+    )
+
+
+def by_lightning(rank: int, ranks: int, recipe: str, resume: bool) -> dict[str, Any]:
+    quiet()
+    folder = FOLDER / f"{recipe}-{ranks}"
+    module, seen = Module(), Consensus()
+    if rank:  # rank 0's counts
+        for p in module.parameters():
+            nn.init.zeros_(p)
+    saving = ModelCheckpoint(
+        folder, "{step}", every_n_train_steps=SAVED, save_top_k=-1, enable_version_counter=False
+    )
+    trainer = trainer_of(
+        ranks,
+        recipe,
+        folder,
+        max_steps=STEPS,
+        accumulate_grad_batches=ACCUMULATE,
+        gradient_clip_val=0.5,
+        val_check_interval=10 * ACCUMULATE,
+        callbacks=[saving, seen],
+        logger=CSVLogger(folder, "log"),
+    )
+    data = TensorDataset(*samples(STEPS * ACCUMULATE * BATCH * ranks))
+    check = TensorDataset(*samples(8))
+    sync: list[la.Synchronizer] = []
+
+    class Hold(lightning.Callback):
+        def on_train_start(self, *_: Any) -> None:
+            assert trainer.strategy.sync is not None
+            sync.append(trainer.strategy.sync)
+
+    trainer.callbacks.append(Hold())
+    trainer.fit(
+        module,
+        Resumable(data, batch_size=BATCH, shuffle=False),
+        DataLoader(check, batch_size=4),
+        ckpt_path=folder / f"step={SAVED}.ckpt" if resume else None,
+    )
+    log = (folder / "log").rglob("metrics.csv")
+    logged = [path.read_text() for path in log] if not rank else []
+    found = {"flat": flat(module), "rounds": rounds(sync[0]), "validated": seen.weights}
+    return {**found, "step": sync[0].step, "attached": sync[0].attached, "logged": logged}
+
+
+def own_samples(rank: int, ranks: int, count: int, batch: int) -> list[int]:
+    """As Lightning deals the samples of a training."""
+    sampler = DistributedSampler(range(count), ranks, rank, shuffle=True, seed=0)  # type: ignore[arg-type]
+    return list(sampler)[batch * BATCH : (batch + 1) * BATCH]
+
+
+def by_hand(rank: int, ranks: int, recipe: str) -> dict[str, Any]:
+    la.init()
+    model, (x, y) = network(), samples(STEPS * ACCUMULATE * BATCH * ranks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    scheduler = LambdaLR(optimizer, rate)
+    sync = la.attach(model, optimizer, RECIPES[recipe])
+    validated, saved = {}, None
+    for step in range(STEPS):
+        for part in range(ACCUMULATE):
+            own = own_samples(rank, ranks, len(x), step * ACCUMULATE + part)
+            loss = nn.functional.mse_loss(model(x[own]), y[own]) / ACCUMULATE
+            if part < ACCUMULATE - 1:
+                with sync.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if (step + 1) % 10 == 0:
+            with sync.consensus():
+                validated[step + 1] = flat(model)
+        if step + 1 == SAVED:
+            saved = {k: v.clone() for k, v in sync.consensus_state_dict().items()}
+    sync.finish()
+    return {"flat": flat(model), "rounds": rounds(sync), "validated": validated, "saved": saved}
+
+
+def by_hand_manually(rank: int, ranks: int) -> np.ndarray:
+    la.init()
+    model, (x, y) = network(), samples(20 * BATCH * ranks)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.05) for part in (model[0], model[2])]
+    sync = la.attach(model, optimizers, RECIPES["diloco"])
+    for step in range(20):
+        own = own_samples(rank, ranks, len(x), step)
+        loss = nn.functional.mse_loss(model(x[own]), y[own])
+        if step % 2 == 0:
+            with sync.no_sync():
+                loss.backward()
+            continue
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    sync.finish()
+    return flat(model)
+
+
+def manually(rank: int, ranks: int) -> np.ndarray:
+    quiet()
+    module, data = Manual(), TensorDataset(*samples(20 * BATCH * ranks))
+    trainer = trainer_of(
+        ranks, "diloco", FOLDER, max_epochs=1, logger=False, enable_checkpointing=False
+    )
+    trainer.fit(module, DataLoader(data, batch_size=BATCH, shuffle=False))
+    return flat(module)
+
+
+def in_bfloat16(rank: int, ranks: int) -> np.ndarray:
+    quiet()
+    module, data = Module(), TensorDataset(*samples(8 * BATCH * ranks))
+    trainer = trainer_of(
+        *(ranks, "delayed", FOLDER, "bf16-mixed"),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(module, DataLoader(data, batch_size=BATCH, shuffle=False))
+    return flat(module)
+
+
+def shipped(rank: int, file: Path) -> dict[str, Tensor]:
+    module = Module.load_from_checkpoint(file, weights_only=True)
+    return {k: v.clone() for k, v in module.network.state_dict().items()}
+
+
+def refused(rank: int, ranks: int, what: str) -> str:
+    quiet()
+    try:
+        if what == "options":
+            LaconicStrategy(RECIPES["ddp"], find_unused_parameters=True)
+        by_lightning(rank, ranks, "diloco", resume=True)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def quiet() -> None:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+
+
+def main() -> None:
+    found: dict[str, Any] = {}
+    for ranks, recipe in ((2, "diloco"), (2, "ddp"), (4, "delayed")):
+        folder = FOLDER / f"{recipe}-{ranks}"
+        found[f"{recipe}-{ranks}"] = {
+            "hand": forked.run(ranks, by_hand, ranks, recipe),
+            "trainer": forked.run(ranks, by_lightning, ranks, recipe, False),
+            "resumed": forked.run(ranks, by_lightning, ranks, recipe, True),
+            "shipped": forked.run(1, shipped, folder / f"step={SAVED}.ckpt")[0],
+        }
+    found["manual"] = forked.run(2, manually, 2), forked.run(2, by_hand_manually, 2)
+    found["bfloat16"] = forked.run(2, in_bfloat16, 2)
+    found["refused"] = {"options": forked.run(2, refused, 2, "options")}
+    for path in (FOLDER / "diloco-2" / f"step={SAVED}.ckpt.laconic").glob("*"):
+        path.unlink()
+    found["refused"]["checkpoint"] = forked.run(2, refused, 2, "checkpoint")
+    forked.save(found)
+
+
+if __name__ == "__main__":
+    main()
