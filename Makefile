@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
 
-.PHONY: demo test check traps bench science race survive validate-model peers mutations stress look docs pictures tutorial clean
+.PHONY: demo test check wheels try-wheels traps bench science race survive validate-model peers mutations stress look docs pictures tutorial clean
 
 demo: $(READY)            ## compare DDP, local SGD, SlowMo and DiLoCo on a 100 Mbit/s network
 	$(BIN)/laconic compare
@@ -20,6 +20,15 @@ check: $(READY)           ## lint and type-check
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+wheels: $(READY)          ## build both wheels into dist/
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[wheels]' --no-build-isolation
+	$(BIN)/python packaging/wheels.py
+
+TRY ?=
+
+try-wheels:               ## use the wheels in empty environments without a compiler; TRY="--python python3.13"
+	$(BIN)/python packaging/try_wheels.py $(TRY)
 
 TRAPS ?=
 
@@ -52,7 +61,7 @@ VALIDATE ?=
 validate-model: $(READY)  ## the cost model against emulated networks; 40 minutes; VALIDATE=--quick
 	$(BIN)/python -m benchmarks.validate $(VALIDATE)
 
-$(READY): pyproject.toml constraints.txt src/laconic/codecs/kernels.c src/laconic/links/wire.c src/laconic/lab/emulation/forward.c
+$(READY): pyproject.toml setup.py constraints.txt src/laconic/codecs/kernels.c src/laconic/links/wire.c src/laconic/lab/emulation/forward.c
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[dev]'

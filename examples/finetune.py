@@ -1,6 +1,6 @@
 """Train a small GPT-2 on the text of Python's standard library, with the Trainer of Transformers.
 
-pip install 'laconic[transformers]'
+pip install -e '.[transformers]'
 laconic lab --bandwidth 100mbit -- python examples/finetune.py
 laconic lab --bandwidth 100mbit -- python examples/finetune.py --framework  # Transformers' DDP
 

@@ -1,62 +1,128 @@
 """laconic: train PyTorch models data-parallel over slow networks by talking less."""
 
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from laconic import codecs, links
-from laconic.algorithms import exchanges, recipes, topology, updates
-from laconic.algorithms.exchange import Arrival, Exchange
-from laconic.algorithms.recipes import (
-    d_psgd,
-    ddp,
-    demo,
-    diloco,
-    downpour,
-    eamsgd,
-    easgd,
-    hierarchical,
-    local_sgd,
-    lsgd,
-    noloco,
-    post_local_sgd,
-    power_sgd,
-    sgp,
-    slowmo,
-    sparse_loco,
-    streaming_diloco,
-)
-from laconic.algorithms.round import GradientRound, Recipe, Round
-from laconic.algorithms.schedules import after, any_of, every, until
-from laconic.algorithms.update import Clock, Update
-from laconic.attach import attach, init
-from laconic.auto import auto
-from laconic.checkpoint import load, save
-from laconic.compat.comm_optimizer import CommOptimizer
-from laconic.compat.dist_optimizer import EASGD, LSGD, DistOptimizer
-from laconic.compat.fairscale import SlowMoDistributedDataParallel
-from laconic.compat.gossip_graphs import (
-    DynamicBipartiteExponentialGraph,
-    DynamicBipartiteLinearGraph,
-    DynamicDirectedExponentialGraph,
-    DynamicDirectedLinearGraph,
-    GraphManager,
-    NPeerDynamicDirectedExponentialGraph,
-    RingGraph,
-    UniformMixing,
-)
-from laconic.compat.slowmo_arguments import SlowMoBaseAlgorithm
-from laconic.elastic import Elastic
-from laconic.engine.synchronizer import Stats, Synchronizer, WorkersView
-from laconic.errors import LinkError
-from laconic.links import simulate
-from laconic.links.elastic.faults import Faults, Trace
-from laconic.links.quorum.port import Closing
-from laconic.metrics import JsonLines, Metrics, TensorBoard
-from laconic.sampler import ElasticSampler
-
 if TYPE_CHECKING:
+    from laconic import codecs, links
     from laconic.advisor import Advice, advise
+    from laconic.algorithms import exchanges, recipes, topology, updates
+    from laconic.algorithms.exchange import Arrival, Exchange
+    from laconic.algorithms.recipes import (
+        d_psgd,
+        ddp,
+        demo,
+        diloco,
+        downpour,
+        eamsgd,
+        easgd,
+        hierarchical,
+        local_sgd,
+        lsgd,
+        noloco,
+        post_local_sgd,
+        power_sgd,
+        sgp,
+        slowmo,
+        sparse_loco,
+        streaming_diloco,
+    )
+    from laconic.algorithms.round import GradientRound, Recipe, Round
+    from laconic.algorithms.schedules import after, any_of, every, until
+    from laconic.algorithms.update import Clock, Update
+    from laconic.attach import attach, init
+    from laconic.auto import auto
+    from laconic.checkpoint import load, save
+    from laconic.compat.comm_optimizer import CommOptimizer
+    from laconic.compat.dist_optimizer import EASGD, LSGD, DistOptimizer
+    from laconic.compat.fairscale import SlowMoDistributedDataParallel
+    from laconic.compat.gossip_graphs import (
+        DynamicBipartiteExponentialGraph,
+        DynamicBipartiteLinearGraph,
+        DynamicDirectedExponentialGraph,
+        DynamicDirectedLinearGraph,
+        GraphManager,
+        NPeerDynamicDirectedExponentialGraph,
+        RingGraph,
+        UniformMixing,
+    )
+    from laconic.compat.slowmo_arguments import SlowMoBaseAlgorithm
+    from laconic.elastic import Elastic
+    from laconic.engine.synchronizer import Stats, Synchronizer, WorkersView
+    from laconic.errors import LinkError
+    from laconic.links import simulate
+    from laconic.links.elastic.faults import Faults, Trace
+    from laconic.links.quorum.port import Closing
+    from laconic.metrics import JsonLines, Metrics, TensorBoard
+    from laconic.sampler import ElasticSampler
 
 __version__ = "0.1.0"
+
+NAMES_BY_MODULE = {
+    "laconic.advisor": ["Advice", "advise"],
+    "laconic.algorithms.exchange": ["Arrival", "Exchange"],
+    "laconic.algorithms.recipes": [
+        "d_psgd",
+        "ddp",
+        "demo",
+        "diloco",
+        "downpour",
+        "eamsgd",
+        "easgd",
+        "hierarchical",
+        "local_sgd",
+        "lsgd",
+        "noloco",
+        "post_local_sgd",
+        "power_sgd",
+        "sgp",
+        "slowmo",
+        "sparse_loco",
+        "streaming_diloco",
+    ],
+    "laconic.algorithms.round": ["GradientRound", "Recipe", "Round"],
+    "laconic.algorithms.schedules": ["after", "any_of", "every", "until"],
+    "laconic.algorithms.update": ["Clock", "Update"],
+    "laconic.attach": ["attach", "init"],
+    "laconic.auto": ["auto"],
+    "laconic.checkpoint": ["load", "save"],
+    "laconic.compat.comm_optimizer": ["CommOptimizer"],
+    "laconic.compat.dist_optimizer": ["DistOptimizer", "EASGD", "LSGD"],
+    "laconic.compat.fairscale": ["SlowMoDistributedDataParallel"],
+    "laconic.compat.gossip_graphs": [
+        "DynamicBipartiteExponentialGraph",
+        "DynamicBipartiteLinearGraph",
+        "DynamicDirectedExponentialGraph",
+        "DynamicDirectedLinearGraph",
+        "GraphManager",
+        "NPeerDynamicDirectedExponentialGraph",
+        "RingGraph",
+        "UniformMixing",
+    ],
+    "laconic.compat.slowmo_arguments": ["SlowMoBaseAlgorithm"],
+    "laconic.elastic": ["Elastic"],
+    "laconic.engine.synchronizer": ["Stats", "Synchronizer", "WorkersView"],
+    "laconic.errors": ["LinkError"],
+    "laconic.links": ["simulate"],
+    "laconic.links.elastic.faults": ["Faults", "Trace"],
+    "laconic.links.quorum.port": ["Closing"],
+    "laconic.metrics": ["JsonLines", "Metrics", "TensorBoard"],
+    "laconic.sampler": ["ElasticSampler"],
+}
+_SUBMODULES = {
+    "codecs": "laconic.codecs",
+    "exchanges": "laconic.algorithms.exchanges",
+    "links": "laconic.links",
+    "recipes": "laconic.algorithms.recipes",
+    "topology": "laconic.algorithms.topology",
+    "updates": "laconic.algorithms.updates",
+}
+"""What users import from here, and the modules that define it. A module is imported when one of its
+names is asked for: torch alone takes a second."""
+_MODULE_OF = {name: module for module, names in NAMES_BY_MODULE.items() for name in names}
 
 __all__ = [
     "EASGD",
@@ -130,10 +196,29 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """The advisor, which is built on all of the above, when it is asked for."""
-    if name in ("Advice", "advise"):
-        import laconic.advisor
+class _Package(ModuleType):
+    """This package. Some of its functions have the name of the module that defines them, which
+    would take their place when that module is imported."""
 
-        return getattr(laconic.advisor, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (isinstance(value, ModuleType) and _MODULE_OF.get(name) == f"{__name__}.{name}"):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:
+    own = f"{__name__}.{name}"
+    if name in _MODULE_OF:
+        value = getattr(import_module(_MODULE_OF[name]), name)
+    elif name in _SUBMODULES or (not name.startswith("_") and find_spec(own) is not None):
+        value = import_module(_SUBMODULES.get(name, own))
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laconic.algorithms.recipes import RECIPES
+from laconic import NAMES_BY_MODULE
 from laconic.cli import impairments
 from laconic.errors import check_int, install
 from laconic.units import parse_rate
@@ -30,12 +30,13 @@ DEFAULT = (
 
 def add(commands: Any) -> None:
     """Add the command to the parser."""
+    recipes = ", ".join(NAMES_BY_MODULE["laconic.algorithms.recipes"])
     parser = commands.add_parser(
         "compare",
         help="race recipes on an emulated slow network",
         description="Train the same model under each recipe on hosts connected by a slow network, "
         "emulated on this machine, and show what each recipe costs and gains.",
-        epilog=f"Recipes: {', '.join(RECIPES)}. Write them as in Python, such as "
+        epilog=f"Recipes: {recipes}. Write them as in Python, such as "
         "'slowmo(local_sgd(12), period=48)'.",
     )
     parser.add_argument(

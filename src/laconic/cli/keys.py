@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from laconic.errors import check_int, install
-from laconic.links import job_secret, tls
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
@@ -195,6 +194,8 @@ def write(directory: Path, public: dict[str, bytes], private: dict[str, bytes]) 
 def text(directory: Path, *, kept: bool) -> str:
     """The command's output: the variables, and notes as comments, so that a shell can evaluate all
     of it."""
+    from laconic.links import job_secret, tls
+
     values = {
         tls.SWITCH: 1,
         tls.KEY: directory / KEY,
