@@ -84,9 +84,9 @@ def meet(monkeypatch: pytest.MonkeyPatch, *files: bytes | None) -> list[CallGuar
 
         def gather(x: Tensor) -> Tensor:
             rows[rank] = x
-            barrier.wait(5)
+            barrier.wait(30)
             stacked = torch.stack([rows[r] for r in range(len(files))])
-            barrier.wait(5)
+            barrier.wait(30)
             sent.append(bytes(x.to(torch.uint8).tolist()))
             return stacked
 

@@ -341,7 +341,7 @@ class CallGuard:
     def lost(self, error: RuntimeError) -> NoReturn:
         """A back end reported ``error``, and not which rank is lost: ask, and raise."""
         self._raise_verdict()
-        self._blame(self._ask(), str(error).splitlines()[0])
+        self._blame(self._ask(), (str(error) or type(error).__name__).splitlines()[0])
 
     def conclude(self, text: str, ranks: Iterable[int], answers: Answers | None = None) -> NoReturn:
         """Raise ``text``, which blames the world ``ranks``, here and on all ranks of the link; or
