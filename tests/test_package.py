@@ -6,7 +6,6 @@ import ast
 import importlib
 import re
 import subprocess
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,6 +13,8 @@ import pytest
 
 import laconic
 from laconic.algorithms.recipes import RECIPES
+
+import programs
 
 ROOT = Path(__file__).parent.parent
 
@@ -36,7 +37,7 @@ except SystemExit:
     pass
 {check}
 """
-    ended = subprocess.run([sys.executable, "-c", watched], capture_output=True, text=True)
+    ended = subprocess.run([*programs.NEW, "-c", watched], capture_output=True, text=True)
     assert ended.stderr.strip() == "[]"
 
 
@@ -70,7 +71,7 @@ assert callable(laconic.attach) and laconic.attach is attach
 assert callable(laconic.auto) and laconic.auto(0.5).target == 0.5
 assert laconic.errors.LinkError is laconic.LinkError
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    subprocess.run([*programs.NEW, "-c", program], check=True)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = laconic.nothing
 

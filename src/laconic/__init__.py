@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from laconic import codecs, links
-    from laconic.advisor import Advice, advise
+    from laconic.advisor.advice import Advice
+    from laconic.advisor.advise import advise
     from laconic.algorithms import exchanges, recipes, topology, updates
     from laconic.algorithms.exchange import Arrival, Exchange
     from laconic.algorithms.recipes import (
@@ -62,7 +63,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 NAMES_BY_MODULE = {
-    "laconic.advisor": ["Advice", "advise"],
+    "laconic.advisor.advice": ["Advice"],
+    "laconic.advisor.advise": ["advise"],
     "laconic.algorithms.exchange": ["Arrival", "Exchange"],
     "laconic.algorithms.recipes": [
         "d_psgd",
