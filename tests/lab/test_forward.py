@@ -36,7 +36,15 @@ import programs
 ENDS = 20  # packets that mean the end, since some are lost
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 
-ECHO = """
+# Runs as soon as it can: else a busy machine's wait for a processor would count as latency.
+PROMPT = """
+import contextlib, os
+with contextlib.suppress(OSError):
+    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+"""
+ECHO = (
+    PROMPT
+    + """
 import socket
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
     s.bind(("", 7000))
@@ -45,8 +53,11 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         data, sender = s.recvfrom(2000)
         s.sendto(data, sender)
 """
+)
 # Sends numbered packets at regular times, and prints number and seconds of each answer.
-PING = """
+PING = (
+    PROMPT
+    + """
 import json, socket, struct, sys, time
 count, gap, answers = int(sys.argv[2]), float(sys.argv[3]), []
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
@@ -65,6 +76,7 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
             pass
 print(json.dumps(answers))
 """
+)
 # Prints for each packet its number, when it was sent, and when it reached the kernel: this process
 # may have to wait for a processor. The hosts share a clock. Numbers from argv[1] on mean the end.
 TAKE = """
