@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import laconic as la
 from laconic.engine import gradient_rounds
 from laconic.errors import NotFiniteError
-from laconic.links import Link, Metered, tcp
+from laconic.links import Link, Metered, frames, tcp
 from laconic.links.collectives import Overlapping
 from laconic.links.link import Staged, Stages
 from laconic.links.tcp import TcpLink
@@ -306,6 +306,26 @@ def interleaved(rank: int, n: int) -> list[Tensor]:
     assert metered.ledger.by_collective.get("mean", 0) == expected + (n - 1) * 20
     link.close()
     return [*means, *whole]
+
+
+def sent_in_the_first_stage(rank: int) -> list[bool]:
+    """Whether each message of a mean of more than any buffer holds is on its way."""
+    link = far(gloo.link_of(2))
+    assert link.overlapping is not None
+    stages = link.overlapping.mean(torch.zeros(2**23))
+    next(stages)
+    traffic = link.wire.connections.traffic
+    assert traffic is not None
+    found = [frames.is_complete(m) for m in traffic.messages if not m.comes]
+    for _ in stages:
+        pass
+    link.close()
+    return found
+
+
+def test_a_stage_ends_when_its_messages_are_on_their_way(pool: gloo.Pool) -> None:
+    """Bytes move only while a rank waits."""
+    assert pool.run(sent_in_the_first_stage, ranks=2) == [[True]] * 2
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])

@@ -95,6 +95,20 @@ def test_a_broadcast_from_any_root_reaches_all(pool: gloo.Pool, size: int) -> No
     assert pool.run(broadcast_from_all, size, ranks=size) == [expected] * size
 
 
+def mean_of_bfloat16(rank: int) -> list[float]:
+    link = gloo.link_of(3)
+    x = torch.full((21,), float(rank), dtype=torch.bfloat16)
+    link.mean(x)
+    link.close()
+    assert x.dtype == torch.bfloat16
+    return x.unique().tolist()
+
+
+def test_a_mean_has_the_dtype_of_what_it_is_the_mean_of(pool: gloo.Pool) -> None:
+    """It is summed in float32."""
+    assert pool.run(mean_of_bfloat16, ranks=3) == [[1.0]] * 3
+
+
 def split_twice(rank: int) -> tuple[list[float], list[float], int]:
     """Sums over halves of four ranks, and over pairs of these; and how many process groups it
     took."""
