@@ -6,59 +6,89 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from laconic import codecs, links
-    from laconic.advisor.advice import Advice
-    from laconic.advisor.advise import advise
-    from laconic.algorithms import exchanges, recipes, topology, updates
-    from laconic.algorithms.exchange import Arrival, Exchange
+if TYPE_CHECKING:  # an alias makes a name public
+    # isort: off
+    from laconic import codecs as codecs, links as links
+    from laconic.advisor.advice import Advice as Advice
+    from laconic.advisor.advise import advise as advise
+    from laconic.algorithms import (
+        exchanges as exchanges,
+        recipes as recipes,
+        topology as topology,
+        updates as updates,
+    )
+    from laconic.algorithms.exchange import Arrival as Arrival, Exchange as Exchange
     from laconic.algorithms.recipes import (
-        d_psgd,
-        ddp,
-        demo,
-        diloco,
-        downpour,
-        eamsgd,
-        easgd,
-        hierarchical,
-        local_sgd,
-        lsgd,
-        noloco,
-        post_local_sgd,
-        power_sgd,
-        sgp,
-        slowmo,
-        sparse_loco,
-        streaming_diloco,
+        d_psgd as d_psgd,
+        ddp as ddp,
+        demo as demo,
+        diloco as diloco,
+        downpour as downpour,
+        eamsgd as eamsgd,
+        easgd as easgd,
+        hierarchical as hierarchical,
+        local_sgd as local_sgd,
+        lsgd as lsgd,
+        noloco as noloco,
+        post_local_sgd as post_local_sgd,
+        power_sgd as power_sgd,
+        sgp as sgp,
+        slowmo as slowmo,
+        sparse_loco as sparse_loco,
+        streaming_diloco as streaming_diloco,
     )
-    from laconic.algorithms.round import GradientRound, Recipe, Round
-    from laconic.algorithms.schedules import after, any_of, every, until
-    from laconic.algorithms.update import Clock, Update
-    from laconic.attach import attach, init
-    from laconic.auto import auto
-    from laconic.checkpoint import load, save
-    from laconic.compat.comm_optimizer import CommOptimizer
-    from laconic.compat.dist_optimizer import EASGD, LSGD, DistOptimizer
-    from laconic.compat.fairscale import SlowMoDistributedDataParallel
+    from laconic.algorithms.round import (
+        GradientRound as GradientRound,
+        Recipe as Recipe,
+        Round as Round,
+    )
+    from laconic.algorithms.schedules import (
+        after as after,
+        any_of as any_of,
+        every as every,
+        until as until,
+    )
+    from laconic.algorithms.update import Clock as Clock, Update as Update
+    from laconic.attach import attach as attach, init as init
+    from laconic.auto import auto as auto
+    from laconic.checkpoint import load as load, save as save
+    from laconic.compat.comm_optimizer import CommOptimizer as CommOptimizer
+    from laconic.compat.dist_optimizer import (
+        EASGD as EASGD,
+        LSGD as LSGD,
+        DistOptimizer as DistOptimizer,
+    )
+    from laconic.compat.fairscale import (
+        SlowMoDistributedDataParallel as SlowMoDistributedDataParallel,
+    )
     from laconic.compat.gossip_graphs import (
-        DynamicBipartiteExponentialGraph,
-        DynamicBipartiteLinearGraph,
-        DynamicDirectedExponentialGraph,
-        DynamicDirectedLinearGraph,
-        GraphManager,
-        NPeerDynamicDirectedExponentialGraph,
-        RingGraph,
-        UniformMixing,
+        DynamicBipartiteExponentialGraph as DynamicBipartiteExponentialGraph,
+        DynamicBipartiteLinearGraph as DynamicBipartiteLinearGraph,
+        DynamicDirectedExponentialGraph as DynamicDirectedExponentialGraph,
+        DynamicDirectedLinearGraph as DynamicDirectedLinearGraph,
+        GraphManager as GraphManager,
+        NPeerDynamicDirectedExponentialGraph as NPeerDynamicDirectedExponentialGraph,
+        RingGraph as RingGraph,
+        UniformMixing as UniformMixing,
     )
-    from laconic.compat.slowmo_arguments import SlowMoBaseAlgorithm
-    from laconic.elastic import Elastic
-    from laconic.engine.synchronizer import Stats, Synchronizer, WorkersView
-    from laconic.errors import LinkError
-    from laconic.links import simulate
-    from laconic.links.elastic.faults import Faults, Trace
-    from laconic.links.quorum.port import Closing
-    from laconic.metrics import JsonLines, Metrics, TensorBoard
-    from laconic.sampler import ElasticSampler
+    from laconic.compat.slowmo_arguments import SlowMoBaseAlgorithm as SlowMoBaseAlgorithm
+    from laconic.elastic import Elastic as Elastic
+    from laconic.engine.synchronizer import (
+        Stats as Stats,
+        Synchronizer as Synchronizer,
+        WorkersView as WorkersView,
+    )
+    from laconic.errors import LinkError as LinkError
+    from laconic.links import simulate as simulate
+    from laconic.links.elastic.faults import Faults as Faults, Trace as Trace
+    from laconic.links.quorum.port import Closing as Closing
+    from laconic.metrics import (
+        JsonLines as JsonLines,
+        Metrics as Metrics,
+        TensorBoard as TensorBoard,
+    )
+    from laconic.sampler import ElasticSampler as ElasticSampler
+    # isort: on
 
 __version__ = "0.1.0"
 
@@ -126,76 +156,7 @@ _SUBMODULES = {
 names is asked for: torch alone takes a second."""
 _MODULE_OF = {name: module for module, names in NAMES_BY_MODULE.items() for name in names}
 
-__all__ = [
-    "EASGD",
-    "LSGD",
-    "Advice",
-    "Arrival",
-    "Clock",
-    "Closing",
-    "CommOptimizer",
-    "DistOptimizer",
-    "DynamicBipartiteExponentialGraph",
-    "DynamicBipartiteLinearGraph",
-    "DynamicDirectedExponentialGraph",
-    "DynamicDirectedLinearGraph",
-    "Elastic",
-    "ElasticSampler",
-    "Exchange",
-    "Faults",
-    "GradientRound",
-    "GraphManager",
-    "JsonLines",
-    "LinkError",
-    "Metrics",
-    "NPeerDynamicDirectedExponentialGraph",
-    "Recipe",
-    "RingGraph",
-    "Round",
-    "SlowMoBaseAlgorithm",
-    "SlowMoDistributedDataParallel",
-    "Stats",
-    "Synchronizer",
-    "TensorBoard",
-    "Trace",
-    "UniformMixing",
-    "Update",
-    "WorkersView",
-    "advise",
-    "after",
-    "any_of",
-    "attach",
-    "auto",
-    "codecs",
-    "d_psgd",
-    "ddp",
-    "demo",
-    "diloco",
-    "downpour",
-    "eamsgd",
-    "easgd",
-    "every",
-    "exchanges",
-    "hierarchical",
-    "init",
-    "links",
-    "load",
-    "local_sgd",
-    "lsgd",
-    "noloco",
-    "post_local_sgd",
-    "power_sgd",
-    "recipes",
-    "save",
-    "sgp",
-    "simulate",
-    "slowmo",
-    "sparse_loco",
-    "streaming_diloco",
-    "topology",
-    "until",
-    "updates",
-]
+__all__ = sorted([*_MODULE_OF, *_SUBMODULES])  # for type checkers: the aliases above
 
 
 class _Package(ModuleType):

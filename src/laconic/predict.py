@@ -83,7 +83,8 @@ from laconic.algorithms.round import (
 )
 from laconic.algorithms.schedules import After, Every, Schedule, own_pace
 from laconic.buckets import BUCKET_BYTES
-from laconic.engine.gradient_rounds import bucket_sizes, stages_at_once
+from laconic.engine.gradient_rounds import bucket_sizes
+from laconic.engine.overlap import stages_at_once
 from laconic.links import cost
 from laconic.links.cost import Cost
 from laconic.links.link import FAR_SECONDS

@@ -14,7 +14,7 @@ from laconic.advisor.advice import guides, memory
 from laconic.advisor.numbers import facts_from
 from laconic.algorithms.round import GradientRound, Recipe, Round, describe
 from laconic.candidates import candidates, delay_for
-from laconic.engine import gradient_rounds
+from laconic.engine import overlap
 from laconic.predict import Facts, Net, itemsize_of, often, predict, work_key
 
 FACTS = Facts(4, ((8_000_000,),), 4, 0.5, 80e6, 0.0)
@@ -147,7 +147,7 @@ def test_over_long_round_trips_buckets_overlap(
 ) -> None:
     """Int8 gradients in 3 buckets, each of which takes s to send in each of two messages. ``small``
     messages are sent before the second one of the bucket before."""
-    monkeypatch.setattr(gradient_rounds, "SMALL_BYTES", 1e9 if small else 0)
+    monkeypatch.setattr(overlap, "SMALL_BYTES", 1e9 if small else 0)
     coded, same = la.ddp(codec="int8"), {"shapes": ((3 * 2**21,),)}
     s = predict(la.local_sgd(1, codec="int8"), replace(FACTS, **same)).exposed / 6
 

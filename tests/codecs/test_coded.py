@@ -35,6 +35,7 @@ from laconic.links.wrapped import Wrapped
 
 import gloo
 import reference_coded as ref
+from training import Interrupted
 
 STEPS = 14
 SHAPES = ((7, 5), (7,), (11, 7), (11,), (3, 40))
@@ -1091,18 +1092,6 @@ def aborted(rank: int, tried: bool) -> list[Tensor]:
             found.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
             optimizer.zero_grad()
     return found
-
-
-class Interrupted(torch.autograd.Function):
-    """Itself; raises in the backward pass."""
-
-    @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        return x.clone()
-
-    @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        raise RuntimeError("interrupted")
 
 
 def test_a_pass_that_raised_leaves_its_room_alone_until_it_was_sent(pool: gloo.Pool) -> None:

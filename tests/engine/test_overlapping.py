@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
-from laconic.engine import gradient_rounds
+from laconic.engine import gradient_rounds, overlap
 from laconic.errors import NotFiniteError
 from laconic.links import Link, Metered, frames, tcp
 from laconic.links.collectives import Overlapping
@@ -22,6 +22,7 @@ from laconic.links.tcp import TcpLink
 from laconic.links.wrapped import Wrapped
 
 import gloo
+from training import Interrupted
 
 RECIPES = {
     "ddp": la.ddp(),
@@ -51,18 +52,6 @@ def small_buckets() -> Iterator[None]:
     finally:
         for name, value in zip(names, before, strict=True):
             setattr(gradient_rounds, name, value)
-
-
-class Interrupted(torch.autograd.Function):
-    """Itself; raises in the backward pass."""
-
-    @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        return x.clone()
-
-    @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        raise RuntimeError("interrupted")
 
 
 def network() -> nn.Sequential:
@@ -149,13 +138,13 @@ def log_of(rank: int, recipe: str, small: int) -> list[str]:
     link = Logged(far(gloo.link_of(3)))
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    before, gradient_rounds.SMALL_BYTES = gradient_rounds.SMALL_BYTES, small
+    before, overlap.SMALL_BYTES = overlap.SMALL_BYTES, small
     with small_buckets(), la.attach(model, optimizer, RECIPES[recipe], link=link):
         link.log.clear()
         model(batch(rank, 0)).square().mean().backward()
         found = list(link.log)
         optimizer.step()
-    gradient_rounds.SMALL_BYTES = before
+    overlap.SMALL_BYTES = before
     return found
 
 

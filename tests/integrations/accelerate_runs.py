@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -17,53 +16,39 @@ import laconic as la
 from laconic.integrations import accelerate as integration
 
 import forked
+from by_hand import (
+    ACCUMULATE,
+    BATCH,
+    CLIP,
+    EVALUATED,
+    RECIPES,
+    RUNS,
+    SAVED,
+    STEPS,
+    flat,
+    network,
+    rate,
+    rounds,
+    samples,
+    spoil,
+    train,
+)
 
-STEPS, ACCUMULATE, BATCH, SAVED = 50, 2, 3, 23
-RECIPES = {
-    "ddp": la.ddp(codec="int8"),
-    "diloco": la.diloco(4, codec="int8"),
-    "delayed": la.local_sgd(4, delay=2),
-}
 FOLDER = Path(sys.argv[1])
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 2))
-
-
-def samples(ranks: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    count = STEPS * ACCUMULATE * BATCH * ranks
-    x = torch.randn(count, 6, generator=generator)
-    return x, x[:, :2] * x[:, 2:4]
-
-
-def rate(step: int) -> float:
-    return 1.0 / (1.0 + step / 20)
-
-
-def flat(model: nn.Module) -> np.ndarray:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy().copy()
-
-
-def rounds(sync: la.Synchronizer) -> dict[str, tuple[int, int]]:
-    return {k: (t.count, t.bytes) for k, t in sync.calls().items() if "round" in k or "grad" in k}
 
 
 def by_accelerate(rank: int, ranks: int, recipe: str, resume: bool) -> dict[str, Any]:
     folder = FOLDER / f"{recipe}-{ranks}"
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
-    model = network()
-    if rank:  # rank 0's counts
-        for p in model.parameters():
-            nn.init.zeros_(p)
+    model = spoil(rank, network())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     scheduler = LambdaLR(optimizer, rate)
-    loader = DataLoader(TensorDataset(*samples(ranks)), batch_size=BATCH)
+    loader = DataLoader(
+        TensorDataset(*samples(STEPS * ACCUMULATE * BATCH * ranks)), batch_size=BATCH
+    )
     model, optimizer, sync = integration.attach(accelerator, model, optimizer, RECIPES[recipe])
     loader, scheduler = accelerator.prepare(loader, scheduler)
-    first, validated, steps = 0, {}, 0
+    first, evaluated, steps = 0, {}, 0
     if resume:
         accelerator.load_state(str(folder))
         first = steps = SAVED
@@ -73,50 +58,38 @@ def by_accelerate(rank: int, ranks: int, recipe: str, resume: bool) -> dict[str,
             loss = nn.functional.mse_loss(model(x), y)
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                accelerator.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
         steps += accelerator.sync_gradients
-        if accelerator.sync_gradients and steps % 10 == 0:
+        if accelerator.sync_gradients and steps % EVALUATED == 0:
             with sync.consensus():
-                validated[steps] = flat(model)
+                evaluated[steps] = flat(model)
         if accelerator.sync_gradients and steps == SAVED and not resume:
             accelerator.save_state(str(folder))
     sync.finish()
     accelerator.end_training()
-    return {"flat": flat(model), "rounds": rounds(sync), "validated": validated, "step": sync.step}
+    return {"flat": flat(model), "rounds": rounds(sync), "evaluated": evaluated, "step": sync.step}
 
 
 def by_hand(rank: int, ranks: int, recipe: str) -> dict[str, Any]:
     la.init()
-    model, (x, y) = network(), samples(ranks)
+    model, (x, y) = network(), samples(STEPS * ACCUMULATE * BATCH * ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     scheduler = LambdaLR(optimizer, rate)
-    sync = la.attach(model, optimizer, RECIPES[recipe])
-    validated, saved = {}, None
-    for step in range(STEPS):
-        for part in range(ACCUMULATE):
-            at = ((step * ACCUMULATE + part) * ranks + rank) * BATCH
-            own = slice(at, at + BATCH)
-            loss = nn.functional.mse_loss(model(x[own].clone()), y[own].clone()) / ACCUMULATE
-            if part < ACCUMULATE - 1:
-                with sync.no_sync():
-                    loss.backward()
-            else:
-                loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
+
+    def after_step() -> None:
         for _ in range(ranks):  # as Accelerate's scheduler
             scheduler.step()
-        optimizer.zero_grad()
-        if (step + 1) % 10 == 0:
-            with sync.consensus():
-                validated[step + 1] = flat(model)
-        if step + 1 == SAVED:
-            saved = {k: v.clone() for k, v in sync.consensus_state_dict().items()}
-    sync.finish()
-    return {"flat": flat(model), "rounds": rounds(sync), "validated": validated, "saved": saved}
+
+    def loss(step: int, part: int) -> Tensor:
+        first = ((step * ACCUMULATE + part) * ranks + rank) * BATCH
+        own = slice(first, first + BATCH)
+        # copies: products of a part of a tensor may be rounded differently
+        return nn.functional.mse_loss(model(x[own].clone()), y[own].clone()) / ACCUMULATE
+
+    return train(recipe, model, optimizer, after_step, loss)
 
 
 def shipped(rank: int, folder: Path) -> dict[str, Tensor]:
@@ -146,9 +119,9 @@ def refused(rank: int, ranks: int, what: str) -> str:
 
 def main() -> None:
     found: dict[str, Any] = {}
-    for ranks, recipe in ((2, "diloco"), (2, "ddp"), (4, "delayed")):
-        folder = FOLDER / f"{recipe}-{ranks}"
-        found[f"{recipe}-{ranks}"] = {
+    for run, (ranks, recipe) in RUNS.items():
+        folder = FOLDER / run
+        found[run] = {
             "hand": forked.run(ranks, by_hand, ranks, recipe),
             "trainer": forked.run(ranks, by_accelerate, ranks, recipe, False),
             "resumed": forked.run(ranks, by_accelerate, ranks, recipe, True),

@@ -23,29 +23,25 @@ import laconic as la
 from laconic.integrations.lightning import LaconicStrategy
 
 import forked
+from by_hand import (
+    ACCUMULATE,
+    BATCH,
+    CLIP,
+    EVALUATED,
+    RECIPES,
+    RUNS,
+    SAVED,
+    STEPS,
+    flat,
+    network,
+    rate,
+    rounds,
+    samples,
+    spoil,
+    train,
+)
 
-STEPS, ACCUMULATE, BATCH, SAVED = 50, 2, 3, 23
-RECIPES = {
-    "ddp": la.ddp(codec="int8"),
-    "diloco": la.diloco(4, codec="int8"),
-    "delayed": la.local_sgd(4, delay=2),
-}
 FOLDER = Path(sys.argv[1])
-
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 2))
-
-
-def samples(count: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(count, 6, generator=generator)
-    return x, x[:, :2] * x[:, 2:4]
-
-
-def rate(step: int) -> float:
-    return 1.0 / (1.0 + step / 20)
 
 
 class Module(lightning.LightningModule):
@@ -119,14 +115,6 @@ class Consensus(lightning.Callback):
         self.weights[trainer.global_step] = flat(module)
 
 
-def flat(model: nn.Module) -> np.ndarray:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy().copy()
-
-
-def rounds(sync: la.Synchronizer) -> dict[str, tuple[int, int]]:
-    return {k: (t.count, t.bytes) for k, t in sync.calls().items() if "round" in k or "grad" in k}
-
-
 def trainer_of(
     ranks: int, recipe: str, folder: Path, precision: str = "32-true", **more: Any
 ) -> Any:
@@ -147,10 +135,7 @@ def trainer_of(
 def by_lightning(rank: int, ranks: int, recipe: str, resume: bool) -> dict[str, Any]:
     quiet()
     folder = FOLDER / f"{recipe}-{ranks}"
-    module, seen = Module(), Consensus()
-    if rank:  # rank 0's counts
-        for p in module.parameters():
-            nn.init.zeros_(p)
+    module, seen = spoil(rank, Module()), Consensus()
     saving = ModelCheckpoint(
         folder, "{step}", every_n_train_steps=SAVED, save_top_k=-1, enable_version_counter=False
     )
@@ -160,8 +145,8 @@ def by_lightning(rank: int, ranks: int, recipe: str, resume: bool) -> dict[str, 
         folder,
         max_steps=STEPS,
         accumulate_grad_batches=ACCUMULATE,
-        gradient_clip_val=0.5,
-        val_check_interval=10 * ACCUMULATE,
+        gradient_clip_val=CLIP,
+        val_check_interval=EVALUATED * ACCUMULATE,
         callbacks=[saving, seen],
         logger=CSVLogger(folder, "log"),
     )
@@ -183,7 +168,7 @@ def by_lightning(rank: int, ranks: int, recipe: str, resume: bool) -> dict[str, 
     )
     log = (folder / "log").rglob("metrics.csv")
     logged = [path.read_text() for path in log] if not rank else []
-    found = {"flat": flat(module), "rounds": rounds(sync[0]), "validated": seen.weights}
+    found = {"flat": flat(module), "rounds": rounds(sync[0]), "evaluated": seen.weights}
     return {**found, "step": sync[0].step, "attached": sync[0].attached, "logged": logged}
 
 
@@ -198,28 +183,12 @@ def by_hand(rank: int, ranks: int, recipe: str) -> dict[str, Any]:
     model, (x, y) = network(), samples(STEPS * ACCUMULATE * BATCH * ranks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     scheduler = LambdaLR(optimizer, rate)
-    sync = la.attach(model, optimizer, RECIPES[recipe])
-    validated, saved = {}, None
-    for step in range(STEPS):
-        for part in range(ACCUMULATE):
-            own = own_samples(rank, ranks, len(x), step * ACCUMULATE + part)
-            loss = nn.functional.mse_loss(model(x[own]), y[own]) / ACCUMULATE
-            if part < ACCUMULATE - 1:
-                with sync.no_sync():
-                    loss.backward()
-            else:
-                loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        if (step + 1) % 10 == 0:
-            with sync.consensus():
-                validated[step + 1] = flat(model)
-        if step + 1 == SAVED:
-            saved = {k: v.clone() for k, v in sync.consensus_state_dict().items()}
-    sync.finish()
-    return {"flat": flat(model), "rounds": rounds(sync), "validated": validated, "saved": saved}
+
+    def loss(step: int, part: int) -> Tensor:
+        own = own_samples(rank, ranks, len(x), step * ACCUMULATE + part)
+        return nn.functional.mse_loss(model(x[own]), y[own]) / ACCUMULATE
+
+    return train(recipe, model, optimizer, scheduler.step, loss)
 
 
 def by_hand_manually(rank: int, ranks: int) -> np.ndarray:
@@ -288,9 +257,9 @@ def quiet() -> None:
 
 def main() -> None:
     found: dict[str, Any] = {}
-    for ranks, recipe in ((2, "diloco"), (2, "ddp"), (4, "delayed")):
-        folder = FOLDER / f"{recipe}-{ranks}"
-        found[f"{recipe}-{ranks}"] = {
+    for run, (ranks, recipe) in RUNS.items():
+        folder = FOLDER / run
+        found[run] = {
             "hand": forked.run(ranks, by_hand, ranks, recipe),
             "trainer": forked.run(ranks, by_lightning, ranks, recipe, False),
             "resumed": forked.run(ranks, by_lightning, ranks, recipe, True),

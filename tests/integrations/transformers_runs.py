@@ -16,13 +16,21 @@ import laconic as la
 from laconic.integrations.transformers import LaconicCallback, LaconicTrainer
 
 import forked
+from by_hand import (
+    ACCUMULATE,
+    CLIP,
+    EVALUATED,
+    RECIPES,
+    RUNS,
+    SAVED,
+    STEPS,
+    flat,
+    rounds,
+    spoil,
+    train,
+)
 
-STEPS, ACCUMULATE, BATCH, LENGTH, SAVED = 50, 2, 2, 8, 23
-RECIPES = {
-    "ddp": la.ddp(codec="int8"),
-    "diloco": la.diloco(4, codec="int8"),
-    "delayed": la.local_sgd(4, delay=2),
-}
+BATCH, LENGTH = 2, 8
 FOLDER = Path(sys.argv[1])
 
 
@@ -73,10 +81,10 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
         "max_steps": STEPS,
         "learning_rate": 0.01,
         "warmup_steps": 5,
-        "max_grad_norm": 0.5,
+        "max_grad_norm": CLIP,
         "optim": "adamw_torch",
         "eval_strategy": "steps",
-        "eval_steps": 10,
+        "eval_steps": EVALUATED,
         "save_strategy": "steps",
         "save_steps": SAVED,
         "logging_steps": 10,
@@ -87,21 +95,9 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
     return TrainingArguments(output_dir=str(folder), **{**known, **more})
 
 
-def flat(model: torch.nn.Module) -> np.ndarray:
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy().copy()
-
-
-def rounds(sync: la.Synchronizer) -> dict[str, tuple[int, int]]:
-    """How many rounds of each kind, and their bytes."""
-    return {k: (t.count, t.bytes) for k, t in sync.calls().items() if "round" in k or "grad" in k}
-
-
 def by_trainer(rank: int, ranks: int, recipe: str, resume: bool, **more: Any) -> dict[str, Any]:
     folder = FOLDER / f"{recipe}-{ranks}"
-    model = network()
-    if rank:  # rank 0's counts
-        for p in model.parameters():
-            torch.nn.init.zeros_(p)
+    model = spoil(rank, network())
     trainer = InOrder(
         model,
         arguments(folder, **more),
@@ -130,37 +126,18 @@ def by_hand(rank: int, ranks: int, recipe: str) -> dict[str, Any]:
     groups = [{"params": decay, "weight_decay": 0.0}, {"params": other, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.999), eps=1e-8)
     scheduler = get_linear_schedule_with_warmup(optimizer, 5, STEPS)
-    sync = la.attach(model, optimizer, RECIPES[recipe])
-    model.train()
-    validated, saved = {}, None
-    for step in range(STEPS):
-        parts = []
-        for part in range(ACCUMULATE):
-            first = ((step * ACCUMULATE + part) * ranks + rank) * BATCH
-            parts.append(torch.stack([data.rows[first + i] for i in range(BATCH)]))
-        items = torch.tensor(ACCUMULATE * BATCH * LENGTH)  # as the Trainer counts labels of GPT-2
-        if recipe == "ddp":
-            items = items * ranks  # average_tokens_across_devices
-        for part, x in enumerate(parts):
-            loss = model(input_ids=x, labels=x, num_items_in_batch=items).loss
-            loss = loss * ranks if recipe == "ddp" else loss
-            if part < ACCUMULATE - 1:
-                with sync.no_sync():
-                    loss.backward()
-            else:
-                loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        if (step + 1) % 10 == 0:
-            with sync.consensus():
-                validated[step + 1] = flat(model)
-        if step + 1 == SAVED:
-            saved = {k: v.clone() for k, v in sync.consensus_state_dict().items()}
-    sync.finish()
-    found = {"flat": flat(model), "rounds": rounds(sync), "validated": validated}
-    return {**found, "saved": saved, "steps": sync.step}
+    # as the Trainer counts labels of GPT-2
+    items = torch.tensor(ACCUMULATE * BATCH * LENGTH)
+    if recipe == "ddp":
+        items = items * ranks  # average_tokens_across_devices
+
+    def loss(step: int, part: int) -> torch.Tensor:
+        first = ((step * ACCUMULATE + part) * ranks + rank) * BATCH
+        x = torch.stack([data.rows[first + i] for i in range(BATCH)])
+        own: torch.Tensor = model(input_ids=x, labels=x, num_items_in_batch=items).loss
+        return own * ranks if recipe == "ddp" else own
+
+    return train(recipe, model, optimizer, scheduler.step, loss)
 
 
 def shipped(rank: int, folder: Path) -> dict[str, torch.Tensor]:
@@ -202,13 +179,13 @@ def by_callback(rank: int, ranks: int) -> np.ndarray:
 
 def main() -> None:
     found: dict[str, Any] = {}
-    for ranks, recipe in ((2, "diloco"), (2, "ddp"), (4, "delayed")):
+    for run, (ranks, recipe) in RUNS.items():
         hand = forked.run(ranks, by_hand, ranks, recipe)
         trainer = forked.run(ranks, by_trainer, ranks, recipe, False)
         resumed = forked.run(ranks, by_trainer, ranks, recipe, True)
-        folder = FOLDER / f"{recipe}-{ranks}" / f"checkpoint-{SAVED}"
+        folder = FOLDER / run / f"checkpoint-{SAVED}"
         (model,) = forked.run(1, shipped, folder)
-        found[f"{recipe}-{ranks}"] = {
+        found[run] = {
             **{"hand": hand, "trainer": trainer, "resumed": resumed, "shipped": model},
             "files": sorted(str(p.relative_to(folder)) for p in folder.rglob("*")),
         }

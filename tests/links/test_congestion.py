@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import socket
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
@@ -188,6 +189,34 @@ def test_a_connection_that_started_anew_still_uses_bbr(
         assert connection.send(bytes(1000)) == 1000
 
 
+@pytest.fixture(params=[False, True], ids=["compiled", "interpreted"])
+def socket_pairs(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[int], list[int]]]:
+    """Descriptors of so many connections of little buffer that nobody reads, for either loop."""
+    monkeypatch.setattr(congestion, "renew", lambda fd: False)  # these are no TCP connections
+    if request.param:
+        monkeypatch.setattr(frames, "library", lambda: None)
+    with ExitStack() as stack:
+
+        def connect(count: int) -> list[int]:
+            pairs = [socket.socketpair() for _ in range(count)]
+            for ours, theirs in pairs:
+                stack.enter_context(ours)
+                stack.enter_context(theirs)
+                ours.setblocking(False)
+                ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+            return [ours.fileno() for ours, _ in pairs]
+
+        yield connect
+
+
+def move(messages: ctypes.Array[frames.Message]) -> list[int]:
+    """What each message knows of BBR after as much as goes without waiting."""
+    frames.move(messages, {}, frames.WITHOUT_WAITING, 0, 1)
+    return [m.bbr for m in messages]
+
+
 SIZES = {
     "others have much left": ([1000, 4 << 20, 4 << 20], [1, 2, 2]),
     "others have little left": ([1000, 300_000, 4 << 20], [1, 1, 2]),
@@ -195,88 +224,52 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("interpreted", [False, True])
-def test_what_is_sent_next_needs_the_rate_itself(
-    interpreted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_sent_next_needs_the_rate_itself(socket_pairs: Callable[[int], list[int]]) -> None:
     """The others do not start anew before its last message is sent; nor does one that waits."""
-    monkeypatch.setattr(congestion, "renew", lambda fd: False)  # these are no TCP connections
-    if interpreted:
-        monkeypatch.setattr(frames, "library", lambda: None)
-    pairs = [socket.socketpair() for _ in range(3)]
-    for ours, _ in pairs:
-        ours.setblocking(False)
+    connections = socket_pairs(3)
     x = torch.zeros(4 << 20, dtype=torch.uint8)
     messages = (frames.Message * 4)()
     # two messages on the first connection, a long one on the second, one on the third that waits
     each = [(0, 1000, 1000, -1), (0, 1000, -1, 0), (1, 4 << 20, 4 << 20, -1), (2, 4 << 20, -1, -1)]
-    for index, (pair, size, ready, after) in enumerate(each):
-        at = (1, 1), 0, x.data_ptr(), size, ready, pairs[pair][0].fileno(), False, after
+    for index, (connection, size, ready, after) in enumerate(each):
+        at = (1, 1), 0, x.data_ptr(), size, ready, connections[connection], False, after
         frames.begin(messages, index, *at, bbr=True)
-    frames.move(messages, {}, frames.WITHOUT_WAITING, 0, 1)
-    assert [m.bbr for m in messages] == [1, 1, 1, 1]
+    assert move(messages) == [1, 1, 1, 1]
     messages[1].ready = 1000
-    frames.move(messages, {}, frames.WITHOUT_WAITING, 0, 1)
-    assert [m.bbr for m in messages] == [1, 1, 2, 1]
-    for pair in pairs:
-        for end in pair:
-            end.close()
+    assert move(messages) == [1, 1, 2, 1]
 
 
-@pytest.mark.parametrize("interpreted", [False, True])
 @pytest.mark.parametrize(("sizes", "expected"), SIZES.values(), ids=SIZES)
 def test_when_a_message_is_sent_others_start_anew(
-    sizes: list[int], expected: list[int], interpreted: bool, monkeypatch: pytest.MonkeyPatch
+    sizes: list[int], expected: list[int], socket_pairs: Callable[[int], list[int]]
 ) -> None:
     """Over connections that are never read, so that only the first one can be complete. Those over
     which nothing was sent yet do not count, nor those without BBR."""
-    monkeypatch.setattr(congestion, "renew", lambda fd: False)  # these are no TCP connections
-    if interpreted:
-        monkeypatch.setattr(frames, "library", lambda: None)
-    pairs = [socket.socketpair() for _ in sizes]
-    for ours, _ in pairs:
-        ours.setblocking(False)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    connections = socket_pairs(len(sizes))
     tensors = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     messages = (frames.Message * len(sizes))()
     for index in (2, 1, 0):  # the first one last: the others have begun when it is complete
         where = tensors[index].data_ptr(), sizes[index], -1 if index == 0 else sizes[index]
-        at = (1, 1), 0, *where, pairs[index][0].fileno(), False, -1
+        at = (1, 1), 0, *where, connections[index], False, -1
         frames.begin(messages, index, *at, bbr=True)
-    frames.move(messages, {}, frames.WITHOUT_WAITING, 0, 1)
-    assert [m.bbr for m in messages] == [1, 1, 1]
+    assert move(messages) == [1, 1, 1]
     messages[0].ready = sizes[0]
-    frames.move(messages, {}, frames.WITHOUT_WAITING, 0, 1)
-    assert [m.bbr for m in messages] == expected
-    for pair in pairs:
-        for end in pair:
-            end.close()
+    assert move(messages) == expected
 
 
-@pytest.mark.parametrize("interpreted", [False, True])
 @pytest.mark.parametrize(("later", "expected"), [(4 << 20, 2), (1000, 1)])
 def test_what_a_connection_sends_next_counts_as_left(
-    later: int, expected: int, interpreted: bool, monkeypatch: pytest.MonkeyPatch
+    later: int, expected: int, socket_pairs: Callable[[int], list[int]]
 ) -> None:
     """Little is left of the message under way, and the one after it has not begun."""
-    monkeypatch.setattr(congestion, "renew", lambda fd: False)  # these are no TCP connections
-    if interpreted:
-        monkeypatch.setattr(frames, "library", lambda: None)
-    pairs = [socket.socketpair() for _ in range(2)]
-    for ours, _ in pairs:
-        ours.setblocking(False)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    connections = socket_pairs(2)
     x = torch.zeros(4 << 20, dtype=torch.uint8)
     messages = (frames.Message * 3)()
     each = [(0, 1000, -1, -1), (1, 400_000, 400_000, -1), (1, later, -1, 1)]
-    for index, (pair, size, ready, after) in enumerate(each):
-        at = (1, 1), 0, x.data_ptr(), size, ready, pairs[pair][0].fileno(), False, after
+    for index, (connection, size, ready, after) in enumerate(each):
+        at = (1, 1), 0, x.data_ptr(), size, ready, connections[connection], False, after
         frames.begin(messages, index, *at, bbr=True)
-    frames.move(messages, {}, frames.WITHOUT_WAITING, 0, 1)
+    move(messages)
     assert 0 < messages[1].moved < 400_000
     messages[0].ready = 1000
-    frames.move(messages, {}, frames.WITHOUT_WAITING, 0, 1)
-    assert [m.bbr for m in messages] == [1, expected, 1]
-    for pair in pairs:
-        for end in pair:
-            end.close()
+    assert move(messages) == [1, expected, 1]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch._dynamo  # noqa: F401  the first step of an optimizer imports it, in each rank
+from filelock import FileLock
 
 import gloo
 
@@ -68,8 +69,16 @@ def _be(
 
 
 def results_of(program: str, folder: Path) -> Any:
-    """Run ``tests/integrations/<program>.py`` with ``folder`` to write to, and return what it has
-    saved there by `save`."""
+    """Run ``tests/integrations/<program>.py`` with ``folder`` to write to, unless another process
+    of pytest does, and return what it has saved there by `save`."""
+    folder.mkdir(exist_ok=True)
+    with FileLock(folder / "lock"):
+        if not (folder / "results").exists():
+            _run_program(program, folder)
+    return pickle.loads((folder / "results").read_bytes())
+
+
+def _run_program(program: str, folder: Path) -> None:
     path = [str(TESTS), str(TESTS / "support"), *sys.path]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "TOKENIZERS_PARALLELISM": "false"}
     env["OMP_NUM_THREADS"] = "1"  # or some libraries choose another number than a loop by hand has
@@ -90,7 +99,6 @@ def results_of(program: str, folder: Path) -> Any:
             process.wait()
         errors.seek(0)
         assert not process.returncode, errors.read()[-6000:]
-    return pickle.loads((folder / "results").read_bytes())
 
 
 def save(results: Any) -> None:

@@ -177,3 +177,15 @@ def same_bits(one: list[list[Any]], other: list[list[Any]]) -> bool:
 
 def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+class Interrupted(torch.autograd.Function):
+    """Itself; raises in the backward pass."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        raise RuntimeError("interrupted")

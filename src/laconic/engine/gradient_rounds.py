@@ -31,6 +31,7 @@ from laconic.buckets import BUCKET_BYTES, Bucket, Segment, bucketize, local, sta
 from laconic.engine.channel import Channel
 from laconic.engine.flat_gradients import FlatGradients, nonzero, sample_positions
 from laconic.engine.nonfinite import NonfiniteCheck
+from laconic.engine.overlap import Overlap, stages_at_once
 from laconic.errors import LinkError, NotFiniteError
 from laconic.links.comm_thread import CommThread, Pending
 from laconic.links.link import Link, Staged, Stages
@@ -41,9 +42,6 @@ CODED_BUCKETS, LEAST_BYTES = 3, 2**18
 """Encoded gradients have at most this many buckets, of a multiple of this many bytes. The last
 bucket is sent when the backward pass ends, so it must be small. Each bucket has a fixed cost, which
 a few bytes are not worth."""
-SMALL_BYTES = 2**18
-"""A message of so many bytes takes about as long to send as it is on its way: 0.02 s at 100 Mbit/s,
-0.04 s at 50 Mbit/s."""
 REENTRANT = (
     "checkpointing needs use_reentrant=False; put no_sync() around a pass with other passes in it, "
     "and optimizer.step() averages its gradients"
@@ -67,17 +65,6 @@ def bucket_sizes(exchange: Exchange, total: int, largest: int = 0) -> list[int]:
         first, each = max(first, largest), max(each, largest)
     whole, rest = divmod(max(total - first, 0), each)
     return [min(first, total), *[each] * whole, *([rest] if rest else [])]
-
-
-def stages_at_once(largest: float) -> int:
-    """How many stages buckets that overlap take when one begins, if their largest message has so
-    many bytes.
-
-    One: a bucket's first message is sent before the second message of the bucket before it, so
-    small ones wait little. Two: it is sent after that message, which a long backward pass can then
-    hide, but before it has arrived.
-    """
-    return 1 if largest <= SMALL_BYTES else 2
 
 
 def _by_segment(bucket: Bucket, state: State) -> Iterator[tuple[str, Segment, Tensor]]:
@@ -139,7 +126,9 @@ class GradientRunner:
         self._pending: list[Pending[None]] = []
         """By bucket sent, its job in the communication thread; then, where buckets overlap, that
         which completes all of them."""
-        self._overlap = _Overlap()
+        self._overlap = Overlap()
+        self._largest = 0.0
+        """The most bytes that a bucket sends at once."""
         self._missing: list[int] = []
         """By bucket, how many parameters' gradients have not arrived."""
         self._arrived: set[int] = set()
@@ -179,6 +168,7 @@ class GradientRunner:
         # what may fail is done: change this object
         self._params, self.channels, self._unsent = params, channels, {}
         self._samples, self._flats = samples, []
+        self._largest = max(map(self._message_bytes, channels), default=0.0)
         members = [{id(s.tensor) for s in bucket.segments} for bucket in buckets]
         self._counts = [len(m) for m in members]
         self._buckets_of: dict[int, list[int]] = {}
@@ -233,6 +223,13 @@ class GradientRunner:
                 whole = unsent[name, id(segment.tensor)]
                 values.copy_(whole[segment.start : segment.stop] * self._scale_of(name))
         return channel
+
+    def _message_bytes(self, channel: Channel) -> float:
+        """What this rank sends at once for a bucket."""
+        bucket = channel.bucket
+        size = bucket.length, bucket.dtype.itemsize, self._link.size
+        cost = channel.exchange.cost(*size)
+        return cost.bytes / max(cost.messages, 1)
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -318,17 +315,11 @@ class GradientRunner:
         if link is None or len(self.channels) == 1 or not in_stages(exchange):
             self._pending.append(self._comm.submit(partial(self._average, *at), self._label))
             return
-        at_once = stages_at_once(self._largest_message())
-        begin = partial(self._overlap.begin, self._stages(link, exchange, *at[1:]), at_once)
+        stages = self._stages(link, exchange, *at[1:])
+        begin = partial(self._overlap.begin, stages, stages_at_once(self._largest))
         self._pending.append(self._comm.submit(begin, self._label))
         if len(self._pending) == len(self.channels):
             self._pending.append(self._comm.submit(self._overlap.complete, self._label))
-
-    def _largest_message(self) -> float:
-        """The bytes that a rank sends at once for the largest bucket."""
-        n, channels = self._link.size, self.channels
-        costs = [c.exchange.cost(c.bucket.length, c.bucket.dtype.itemsize, n) for c in channels]
-        return max(cost.bytes / max(cost.messages, 1) for cost in costs)
 
     def _average(self, exchange: Exchange, flat: Tensor, state: State, clock: Clock) -> None:
         """``flat`` <- combine(mean over the ranks of ``flat``)."""
@@ -446,39 +437,3 @@ class GradientRunner:
         had = had.to(self._flats[0].whole.device)
         self._comm.call(partial(self._link.mean, had), self._label)
         return {id(p) for p, share in zip(doubtful, had.tolist(), strict=True) if share == 0}
-
-
-class _Overlap:
-    """Averages of buckets that are under way together. Used in the communication thread. All ranks
-    take the same stages in the same order."""
-
-    def __init__(self) -> None:
-        self._going: list[Stages[None]] = []
-        """The newest first."""
-        self._failed: NotFiniteError | None = None
-
-    def begin(self, stages: Stages[None], at_once: int) -> None:
-        """Take the first stage of a bucket, and then the next one of those before it; all of that
-        ``at_once`` times."""
-        self._going.insert(0, stages)
-        for _ in range(at_once):
-            self._advance()
-
-    def complete(self) -> None:
-        """Take all stages that are left. Raises `NotFiniteError` at the end, when nothing is under
-        way any more, if a bucket did."""
-        while self._going:
-            self._advance()
-        failed, self._failed = self._failed, None
-        if failed is not None:
-            raise failed
-
-    def _advance(self) -> None:
-        left = []
-        for stages in self._going:
-            try:
-                if next(stages, self) is not self:
-                    left.append(stages)
-            except NotFiniteError as error:  # on all ranks; the other buckets are still awaited
-                self._failed = self._failed or error
-        self._going = left
