@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -414,6 +415,27 @@ def test_a_forked_child_can_have_a_beacon_of_its_own() -> None:
 
     assert in_child(fresh)
     assert not health.ask(address, SECRET).lost
+
+
+def test_threads_that_ask_for_the_first_beacon_at_once_get_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = threading.Barrier(4)
+    made = []
+
+    def slow() -> object:
+        made.append(object())
+        time.sleep(0.05)
+        return made[-1]
+
+    def ask(_: int) -> object:
+        start.wait(10)
+        return health.beacon()
+
+    monkeypatch.setattr(health, "_beacons", [])
+    monkeypatch.setattr(health, "Beacon", slow)
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(ask, range(4))) == set(made) and len(made) == 1
 
 
 def test_nothing_is_forked_while_a_socket_is_opened() -> None:

@@ -128,7 +128,7 @@ class GradientRunner:
         which completes all of them."""
         self._overlap = Overlap()
         self._largest = 0.0
-        """The most bytes that a bucket sends at once."""
+        """The most bytes that a bucket sends at once; 0 where buckets do not overlap."""
         self._missing: list[int] = []
         """By bucket, how many parameters' gradients have not arrived."""
         self._arrived: set[int] = set()
@@ -168,7 +168,10 @@ class GradientRunner:
         # what may fail is done: change this object
         self._params, self.channels, self._unsent = params, channels, {}
         self._samples, self._flats = samples, []
-        self._largest = max(map(self._message_bytes, channels), default=0.0)
+        largest = 0.0
+        if self._link.overlapping is not None:
+            largest = max(map(self._message_bytes, channels), default=0.0)
+        self._largest = largest
         members = [{id(s.tensor) for s in bucket.segments} for bucket in buckets]
         self._counts = [len(m) for m in members]
         self._buckets_of: dict[int, list[int]] = {}

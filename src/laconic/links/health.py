@@ -10,7 +10,6 @@ and all raise the same.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
 import multiprocessing.util
@@ -307,13 +306,27 @@ class Beacon:
         )
 
 
-@functools.cache
+_beacons: list[Beacon] = []
+"""The one of this process, once there is one."""
+_starting = threading.Lock()
+
+
 def beacon() -> Beacon:
     """The beacon of this process, started by the first call. It lives as long as the process."""
-    return Beacon()
+    with _starting:  # two threads may make their first link at once
+        if not _beacons:
+            _beacons.append(Beacon())
+        return _beacons[0]
 
 
-forks.call_in_child(beacon.cache_clear)
+def _forget() -> None:
+    """In a forked child, which starts a beacon of its own."""
+    global _starting
+    _beacons.clear()
+    _starting = threading.Lock()  # another thread of the parent may have held it
+
+
+forks.call_in_child(_forget)
 
 
 def key_of(address: str) -> str:
