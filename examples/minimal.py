@@ -5,8 +5,6 @@
 or as a single process, without torchrun. The lines that laconic adds are marked.
 """
 
-import os
-
 import torch
 from torch import nn
 
@@ -24,11 +22,11 @@ def batches(rank: int):
 
 
 def main() -> None:
-    rank = int(os.environ.get("RANK", "0"))
+    laconic.init()  # added; or your own torch.distributed.init_process_group
+    rank = torch.distributed.get_rank()
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    laconic.init()  # added; or your own torch.distributed.init_process_group
     recipe = laconic.slowmo(laconic.local_sgd(3), period=48, momentum=0.2)
     with laconic.attach(model, optimizer, recipe) as sync:  # added
         for step, (x, y) in zip(range(1, STEPS + 1), batches(rank), strict=False):

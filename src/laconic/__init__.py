@@ -167,6 +167,10 @@ class _Package(ModuleType):
         if not (isinstance(value, ModuleType) and _MODULE_OF.get(name) == f"{__name__}.{name}"):
             super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        """By name, as other modules: Ray and others send functions that use ``laconic``."""
+        return import_module, (self.__name__,)
+
 
 sys.modules[__name__].__class__ = _Package
 

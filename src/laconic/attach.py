@@ -35,7 +35,7 @@ from laconic.engine.model_checks import check_devices, check_unwrapped
 from laconic.engine.session import Settings
 from laconic.engine.synchronizer import BUFFERS, Synchronizer
 from laconic.errors import TIMEOUT, check_choice, check_float, check_int, error_text
-from laconic.links import Link, job_secret, rendezvous, tls
+from laconic.links import Link, job_secret, rendezvous, slurm, tls
 from laconic.links.attempts import open_store
 from laconic.links.rank_sets import agreed_link, layout_of, sets_of
 from laconic.metrics import Metrics, MetricsArgument, agree_on_metrics, check_metrics
@@ -55,18 +55,22 @@ _by_scaler: weakref.WeakKeyDictionary[torch.amp.GradScaler, list[weakref.ref[Syn
 
 
 def init() -> None:
-    """Set up torch's process group from torchrun's environment, or for one process without it.
+    """Set up torch's process group from torchrun's environment variables, or from those of Slurm's
+    ``srun``, or for one process without them.
 
-    Does nothing if a process group exists already. Uses NCCL where CUDA is available, gloo
+    Does nothing if a process group exists already. Under ``srun`` it sets torchrun's variables
+    (RANK, LOCAL_RANK and others). Uses NCCL where CUDA is available, gloo
     elsewhere. Selects GPU LOCAL_RANK, or GPU 0 if the process sees only one
     (CUDA_VISIBLE_DEVICES). When torchrun restarts the ranks after a failure (``--max-restarts``),
     they rendezvous again: keys left in the store by an earlier attempt are ignored. From then on
     the other ranks notice when this process ends, and their `attach` names it.
 
-    Raises ``ValueError`` if there are fewer GPUs than ranks on this host.
+    Raises ``ValueError`` if there are fewer GPUs than ranks on this host, or if one of Slurm's
+    variables is missing.
     """
     if dist.is_initialized():
         return
+    os.environ.update(slurm.torchrun_variables(os.environ))
     if os.environ.get("WORLD_SIZE", "1") == "1" or tls.TRANSPORT in os.environ:
         tls.contexts(), job_secret.read()  # `attach` raises it on all ranks, but gloo comes first
     backend = select_own()

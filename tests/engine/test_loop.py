@@ -1144,6 +1144,38 @@ def test_the_mean_of_a_loss_with_a_graph() -> None:
     assert la.simulate(run, workers=WORKERS) == pytest.approx([expected] * WORKERS, rel=1e-12)
 
 
+def averaged(rank: int, tensors: list[torch.Tensor]) -> str | list[torch.Tensor]:
+    model = nn.Linear(3, 2)
+    sync = la.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), la.local_sgd(2))
+    try:
+        with torch.inference_mode():
+            sync.average(iter(tensors))
+    except ValueError as error:
+        return str(error)
+    finally:
+        sync.detach()
+    return tensors
+
+
+def test_tensors_beside_the_model_are_averaged_in_place() -> None:
+    def run(rank: int) -> Any:
+        tensors = [torch.full((2, 3), 4.0 * rank, dtype=torch.float64), torch.tensor(float(rank))]
+        grown = nn.Parameter(torch.full((1,), 3.0 * rank, dtype=torch.bfloat16))
+        out = averaged(rank, [*tensors, grown])
+        assert out[0] is tensors[0]
+        return [t.tolist() for t in out]
+
+    assert la.simulate(run, workers=3) == [[[[4.0] * 3] * 2, 1.0, [3.0]]] * 3
+
+
+def test_nothing_is_averaged_where_ranks_have_different_tensors() -> None:
+    apart = la.simulate(lambda rank: averaged(rank, [torch.ones(2 + rank // 2)]), workers=3)
+    assert len(set(apart)) == 1 and "those of rank 2 are not as rank 0's" in apart[0]
+    whole = la.simulate(lambda rank: averaged(rank, [torch.ones(2, dtype=torch.int32)]), workers=2)
+    assert len(set(whole)) == 1 and "a floating-point dtype" in whole[0]
+    assert la.simulate(lambda rank: averaged(rank, []), workers=2) == [[], []]
+
+
 @pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.parametrize("recipe", ALL)
 def test_consensus_is_the_same_everywhere_and_gives_the_weights_back(

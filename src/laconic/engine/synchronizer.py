@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -343,6 +343,28 @@ class Synchronizer:
             mean = self._session.mean(own)
         self._session.status("computing")
         return mean
+
+    def average(self, tensors: Iterable[Tensor]) -> None:
+        """Replace each of ``tensors`` by its mean over the workers: for what a program keeps beside
+        the model, such as moving averages of the weights. Every rank must call it.
+
+        Raises ``ValueError``, on every rank, if one is not of floating point, or if the ranks'
+        tensors have different shapes.
+        """
+        averaged, session = list(tensors), self._session
+        with torch.inference_mode(False), torch.no_grad():
+            session.call("average()")
+            said = session.gather_json([[str(t.dtype), *t.shape] for t in averaged])
+            other = next((rank for rank, about in enumerate(said) if about != said[0]), None)
+            if other is not None:
+                raise ValueError(
+                    "sync.average() needs tensors of the same shapes and dtypes on all ranks, and "
+                    f"those of rank {other} are not as rank 0's"
+                )
+            if not all(t.is_floating_point() for t in averaged):
+                raise ValueError("sync.average() needs tensors of a floating-point dtype")
+            session.write_mean([averaged], session.workers)
+        session.status("computing")
 
     # -- measuring ----
 

@@ -13,6 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from laconic.integrations.versions import check_version
+
+check_version("accelerate")
+check_version("transformers")
+
 from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.training_args import ParallelMode
@@ -155,8 +160,7 @@ class LaconicMixin:
             save(Path(output_dir) / FOLDER, model, optimizer, self.sync, others=self._others())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        self._resumed_from = checkpoint
+        self._resumed_from = checkpoint  # not the base class's: `attach` loads this rank's own
 
     def _load_best_model(self) -> None:
         self.finish()

@@ -1,0 +1,117 @@
+"""Ranks started by Slurm: their variables, and a training under a stand-in for srun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from laconic.links.slurm import first_host, torchrun_variables
+
+import gloo
+
+ROOT = Path(__file__).parents[2]
+STEP = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NUM_TASKS": "11",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
+    "SLURM_STEP_NODELIST": "gpu[03-04,17]",
+    "SLURM_NODEID": "2",
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+}
+
+
+def test_the_variables_are_torchruns() -> None:
+    assert torchrun_variables(STEP) == {
+        "RANK": "9",
+        "WORLD_SIZE": "11",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "3",
+        "MASTER_ADDR": "gpu03",
+        "MASTER_PORT": "26711",
+    }
+    assert torchrun_variables({**STEP, "SLURM_NODEID": "1"})["LOCAL_WORLD_SIZE"] == "4"
+
+
+def test_what_a_user_sets_counts() -> None:
+    own = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1234"}
+    found = torchrun_variables({**STEP, **own})
+    assert {name: found[name] for name in own} == own
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"SLURM_JOB_ID": "4711", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},  # the batch script
+        {**STEP, "SLURM_STEP_NUM_TASKS": "1"},  # a shell by srun
+        {**STEP, "RANK": "0", "WORLD_SIZE": "2"},  # torchrun's
+    ],
+)
+def test_without_ranks_of_slurms_there_are_none(environ: dict[str, str]) -> None:
+    assert torchrun_variables(environ) == {}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("node1", "node1"),
+        ("10.0.0.1,10.0.0.2", "10.0.0.1"),
+        ("node[08-12]", "node08"),
+        ("node[7,09-12],gpu3", "node7"),
+        ("rack[1-2]node[03-04]-ib,gpu3", "rack1node03-ib"),
+    ],
+)
+def test_the_first_host(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"SLURM_STEP_NODELIST": None}, "srun has not set SLURM_STEP_NODELIST: set RANK and"),
+        ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST has no host in it: ''"),
+        ({"SLURM_PROCID": "x"}, "SLURM_PROCID is no number: 'x'"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(y2)"}, "SLURM_STEP_TASKS_PER_NODE cannot be read"),
+        ({"SLURM_NODEID": "3"}, r"has no host number 3 \(SLURM_NODEID\)"),
+    ],
+)
+def test_mistakes_name_the_variable(change: dict[str, str | None], said: str) -> None:
+    environ = {k: v for k, v in {**STEP, **change}.items() if v is not None}
+    with pytest.raises(ValueError, match=said):
+        torchrun_variables(environ)
+
+
+@pytest.mark.timeout(110)
+def test_a_training_by_srun_without_torchrun(tmp_path: Path) -> None:
+    port = gloo.free_port()
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    step = {**STEP, "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "2,1"}
+    step |= {"SLURM_STEP_NODELIST": "127.0.0.1,127.0.0.[2-3]", "MASTER_PORT": str(port)}
+    places = [("0", "0"), ("0", "1"), ("1", "0")]
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, str(ROOT / "examples" / "minimal.py")],
+            env={
+                **{**kept, **step, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")},
+                **{"SLURM_PROCID": str(rank), "SLURM_NODEID": node, "SLURM_LOCALID": local},
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+        )
+        for rank, (node, local) in enumerate(places)
+    ]
+    try:
+        said = [task.communicate(timeout=90) for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+    assert [task.returncode for task in tasks] == [0] * 3, said
+    assert "80 rounds" in said[0][0] and not said[1][0] and not said[2][0]
