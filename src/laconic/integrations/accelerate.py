@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from laconic.integrations.versions import check_version
+from laconic.integrations.versions import check_versions
 
-check_version("accelerate")
+check_versions("accelerate")
 
 import torch
 from accelerate import Accelerator

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from laconic.integrations.versions import check_version
+from laconic.integrations.versions import check_versions
 
-check_version("lightning")
+check_versions("lightning")
 
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn

@@ -13,10 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from laconic.integrations.versions import check_version
+from laconic.integrations.versions import check_versions
 
-check_version("accelerate")
-check_version("transformers")
+check_versions("transformers")
 
 from torch import nn
 from transformers import Trainer, TrainerCallback

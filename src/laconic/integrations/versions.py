@@ -7,25 +7,30 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 
 OLDEST = {
-    "accelerate": "1.3",
-    "lightning": "2.5",
-    "transformers": "4.48",
+    "accelerate": {"accelerate": "1.3"},
+    "lightning": {"lightning": "2.5"},
+    "transformers": {"accelerate": "1.14", "transformers": "4.51"},
 }
-"""With the versions before these, tests of the integration fail. `pyproject.toml` has the same."""
+"""By integration, what it needs: tests fail with older versions. The extras of `pyproject.toml` are
+the same."""
 
 
-def check_version(library: str) -> None:
-    """Raise ``ImportError`` with what to install, if ``library`` is missing or too old."""
-    oldest = OLDEST[library]
-    try:
-        installed = version(library)
-    except PackageNotFoundError:
-        problem = "is not installed"
-    else:
-        if _parts(installed) >= _parts(oldest):
-            return
-        problem = f"{installed} is too old"
-    raise ImportError(f"{library} {problem}: pip install '{library}>={oldest}'", name=library)
+def check_versions(integration: str) -> None:
+    """Raise ``ImportError`` with what to install, if a library is missing or too old."""
+    for library, oldest in OLDEST[integration].items():
+        try:
+            installed = version(library)
+        except PackageNotFoundError:
+            problem = "is not installed"
+        else:
+            if _parts(installed) >= _parts(oldest):
+                continue
+            problem = f"{installed} is too old"
+        raise ImportError(
+            f"laconic.integrations.{integration}: {library} {problem}: run pip install "
+            f"'{library}>={oldest}'",
+            name=library,
+        )
 
 
 def _parts(text: str) -> list[int]:
