@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
 
-.PHONY: demo test check wheels try-wheels traps bench science race survive validate-model peers mutations stress look docs pictures tutorial clean
+.PHONY: demo test check wheels try-wheels matrix torchtitan traps bench science race survive validate-model peers mutations stress look docs pictures tutorial clean
 
 demo: $(READY)            ## compare DDP, local SGD, SlowMo and DiLoCo on a 100 Mbit/s network
 	$(BIN)/laconic compare
@@ -29,6 +29,17 @@ TRY ?=
 
 try-wheels:               ## use the wheels in empty environments without a compiler; TRY="--python python3.13"
 	$(BIN)/python packaging/try_wheels.py $(TRY)
+
+MATRIX ?=
+
+matrix:                   ## the tests that decide, with the oldest and newest Python and torch; gigabytes
+	$(PYTHON) packaging/matrix.py $(MATRIX)
+
+TITAN := build/torchtitan
+
+torchtitan: $(READY)      ## the example for torchtitan, on CPUs
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TITAN) -r examples/torchtitan/requirements.txt
+	PYTHONPATH=$(CURDIR)/$(TITAN):$(CURDIR)/examples/torchtitan $(BIN)/python -m pytest -n 0 examples/torchtitan
 
 TRAPS ?=
 

@@ -12,6 +12,7 @@ import secrets
 import socket
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
@@ -66,11 +67,20 @@ def serve(
     listening: socket.socket, host: str, port: int, size: int | None, *, wait: bool = True
 ) -> Store:
     """torch's store, which accepts connections of ``listening``. ``wait``: for ``size`` ranks."""
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        *(host, port, size, True, default_pg_timeout),
-        wait_for_workers=wait,
-        master_listen_fd=listening.detach(),
-    )
+    descriptor = listening.detach()
+
+    def store(**more: Any) -> Store:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            *(host, port, size, True, default_pg_timeout),
+            wait_for_workers=wait,
+            master_listen_fd=descriptor,
+            **more,
+        )
+
+    try:
+        return store()
+    except NotImplementedError:  # before torch 2.7, libuv cannot take over a socket
+        return store(use_libuv=False)
 
 
 def agree_on_attempt(
