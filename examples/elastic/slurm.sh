@@ -6,6 +6,7 @@
 #SBATCH --job-name=laconic
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1
+#SBATCH --exclusive         # all processors of the nodes
 #SBATCH --no-kill           # the job goes on when a node fails
 #SBATCH --time=24:00:00
 

@@ -5,12 +5,14 @@
 #
 #     PROCESSES=1 examples/launch/ssh.sh host1,host2,host3 examples/minimal.py
 #
-# Ctrl-C ends the program on all hosts, and so does a failure on one of them.
+# Ctrl-C ends the program on all hosts, and so does a failure on one of them. OMP_NUM_THREADS and the
+# variables of laconic are the same on all hosts.
 set -euo pipefail
-IFS=, read -ra hosts <<< "$1"
+IFS=, read -ra hosts <<< "${1:?usage: ssh.sh HOST,HOST,... PROGRAM [ARGUMENTS]}"
 shift
 
 quoted() { printf '%q ' "$@"; }
+mapfile -t variables < <(env | grep -E '^(PATH|OMP_NUM_THREADS|LACONIC_\w+)=')
 
 running=()
 trap 'trap - EXIT; kill "${running[@]}" 2> /dev/null || true; wait' EXIT
@@ -19,8 +21,8 @@ for i in "${!hosts[@]}"; do
         --nproc-per-node "${PROCESSES:-1}"
         --master-addr "${hosts[0]}" --master-port "${PORT:-29500}" "$@")
     # with a terminal (-tt), what runs on the host ends when this ssh does
-    ssh -tt "${hosts[i]}" "cd $(quoted "$PWD")&& PATH=$(quoted "$PATH")$(quoted "${command[@]}")" \
-        < /dev/null &
+    ssh -tt -o ServerAliveInterval=30 "${hosts[i]}" \
+        "cd $(quoted "$PWD")&& $(quoted env "${variables[@]}" "${command[@]}")" < /dev/null &
     running+=($!)
 done
 for _ in "${hosts[@]}"; do

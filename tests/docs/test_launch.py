@@ -20,13 +20,14 @@ ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "examples" / "launch"
 EXAMPLE = str(ROOT / "examples" / "minimal.py")
 SRUN = """#!/bin/bash
+while [[ $1 == -* ]]; do shift; done
 for ((i = 0; i < SLURM_JOB_NUM_NODES; i++)); do SLURM_NODEID=$i "$@" & tasks[i]=$!; done
 status=0
 for task in "${tasks[@]}"; do wait "$task" || status=$?; done
 exit $status
 """
 SSH = """#!/bin/bash
-while [[ $1 == -* ]]; do shift; done
+while [[ $1 == -* ]]; do [[ $1 == -o ]] && shift; shift; done
 echo "$1" >> hosts
 shift
 set -m

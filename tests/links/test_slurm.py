@@ -19,11 +19,14 @@ STEP = {
     "SLURM_STEP_ID": "2",
     "SLURM_STEP_NUM_TASKS": "11",
     "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
+    "SLURM_TASKS_PER_NODE": "4(x2),3",
     "SLURM_STEP_NODELIST": "gpu[03-04,17]",
     "SLURM_NODEID": "2",
     "SLURM_PROCID": "9",
     "SLURM_LOCALID": "1",
 }
+
+TASKS = ("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE")
 
 
 def test_the_variables_are_torchruns() -> None:
@@ -51,6 +54,7 @@ def test_what_a_user_sets_counts() -> None:
         {"SLURM_JOB_ID": "4711", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"},  # the batch script
         {**STEP, "SLURM_STEP_NUM_TASKS": "1"},  # a shell by srun
         {**STEP, "RANK": "0", "WORLD_SIZE": "2"},  # torchrun's
+        {**STEP, "SLURM_TASKS_PER_NODE": "1"},  # a batch script that a step has submitted
     ],
 )
 def test_without_ranks_of_slurms_there_are_none(environ: dict[str, str]) -> None:
@@ -77,7 +81,8 @@ def test_the_first_host(hosts: str, first: str) -> None:
         ({"SLURM_STEP_NODELIST": None}, "srun has not set SLURM_STEP_NODELIST: set RANK and"),
         ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST has no host in it: ''"),
         ({"SLURM_PROCID": "x"}, "SLURM_PROCID is no number: 'x'"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4(y2)"}, "SLURM_STEP_TASKS_PER_NODE cannot be read"),
+        ({n: "4(y2)" for n in TASKS}, "SLURM_STEP_TASKS_PER_NODE cannot be read"),
+        ({"SLURM_DISTRIBUTION": "arbitrary"}, "set MASTER_ADDR to the host of task 0"),
         ({"SLURM_NODEID": "3"}, r"has no host number 3 \(SLURM_NODEID\)"),
     ],
 )
@@ -91,7 +96,7 @@ def test_mistakes_name_the_variable(change: dict[str, str | None], said: str) ->
 def test_a_training_by_srun_without_torchrun(tmp_path: Path) -> None:
     port = gloo.free_port()
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    step = {**STEP, "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "2,1"}
+    step = {**STEP, "SLURM_STEP_NUM_TASKS": "3", **dict.fromkeys(TASKS, "2,1")}
     step |= {"SLURM_STEP_NODELIST": "127.0.0.1,127.0.0.[2-3]", "MASTER_PORT": str(port)}
     places = [("0", "0"), ("0", "1"), ("1", "0")]
     tasks = [

@@ -11,15 +11,23 @@ FIRST_PORT, PORTS = 20000, 10000
 
 def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment variables that torchrun would have set, from those of ``srun``; empty where
-    torchrun or a user has set RANK, or ``srun`` has not started this process as one of several.
+    torchrun or a user has set RANK, or ``srun`` has not started this process as one of several. (A
+    batch script that a step has submitted inherits the step's variables, beside its own.)
 
     MASTER_ADDR and MASTER_PORT are only returned where they are not set: the step's first host, and
     ``20000 + (SLURM_JOB_ID + 1000 * SLURM_STEP_ID) % 10000``.
 
-    Raises ``ValueError`` that names the variable, if one is missing or cannot be read.
+    Raises ``ValueError`` that names the variable, if one is missing or cannot be read, or if
+    MASTER_ADDR is not set and a host file decides where rank 0 is.
     """
-    if "RANK" in environ or environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
+    step = environ.get("SLURM_STEP_TASKS_PER_NODE")
+    inherited = environ.get("SLURM_TASKS_PER_NODE", step) != step
+    if "RANK" in environ or environ.get("SLURM_STEP_NUM_TASKS", "1") == "1" or inherited:
         return {}
+    if "MASTER_ADDR" not in environ and environ.get("SLURM_DISTRIBUTION") == "arbitrary":
+        raise ValueError(
+            "a host file (SLURM_HOSTFILE) places the tasks: set MASTER_ADDR to the host of task 0"
+        )
     number = _number(environ, "SLURM_JOB_ID") + 1000 * _number(environ, "SLURM_STEP_ID")
     found = {
         "RANK": str(_number(environ, "SLURM_PROCID")),
