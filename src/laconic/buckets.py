@@ -171,6 +171,11 @@ def local(tensor: Tensor) -> Tensor:
     return detached.to_local() if is_sharded(tensor) else detached  # type: ignore[attr-defined]
 
 
+def _data_ptr(tensor: Tensor) -> int:
+    """Where this rank's elements of ``tensor`` are. A DTensor's own is 0 in some versions."""
+    return (local(tensor) if is_sharded(tensor) else tensor).data_ptr()
+
+
 def on_mesh_of(value: Any, like: Tensor) -> Any:
     """Return ``value`` (dicts, lists and tuples) with its DTensors on the mesh of ``like``. A saved
     mesh names the ranks of its own run, and torch treats it as another mesh."""
@@ -257,8 +262,8 @@ class Bucket:
 
     def views(self) -> list[Tensor] | None:
         """The segments as flat views of the tensors' storage; None if one tensor is strided. Made
-        again after a user rebinds ``p.data``."""
-        pointers = [s.tensor.data_ptr() for s in self.segments]
+        again after a user rebinds ``p.data``, or FSDP pads a shard."""
+        pointers = [_data_ptr(s.tensor) for s in self.segments]
         if self._views is None or pointers != self._pointers:
             contiguous = all(local(s.tensor).is_contiguous() for s in self.segments)
             self._views = [s.view() for s in self.segments] if contiguous else None

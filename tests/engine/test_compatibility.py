@@ -304,7 +304,7 @@ def test_clipping_of_dtensors(pool: gloo.Pool) -> None:
     model = language()
     train(model, adamw(model), [*range(4)], clip=0.5)
     assert all(torch.equal(runs[0], other) for other in runs)
-    assert largest(runs[0], flat(model)) < 1e-12
+    assert largest(runs[0], flat(model)) < 1e-6  # before torch 2.13 it rounds to float32
     unclipped = language()
     train(unclipped, adamw(unclipped), [*range(4)])
     assert largest(runs[0], flat(unclipped)) > 1e-3

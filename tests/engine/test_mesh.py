@@ -125,6 +125,29 @@ def test_a_rank_without_a_part_of_some_parameter(pool: gloo.Pool, recipe: la.Rec
     assert runs != pool.run(narrow, la.local_sgd(9), ranks=4, timeout=100)
 
 
+def moved(rank: int) -> list[float]:
+    """Parameters after a round before which FSDP has moved a shard to another place, as it does
+    in some versions of torch to pad it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("workers", "shards"))
+    model = torch.nn.Linear(1, 5, bias=False)
+    fully_shard(model, mesh=mesh["shards"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with la.attach(model, optimizer, la.local_sgd(1), link=gloo.link_of(4), mesh=mesh):
+        for _ in range(2):
+            model(torch.full((1, 1), 1.0 + rank // 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            weight: Any = model.weight
+            weight._local_tensor = weight._local_tensor.detach().clone()
+    whole: list[float] = weight.full_tensor().flatten().tolist()
+    return whole
+
+
+def test_shards_that_move_are_still_averaged(pool: gloo.Pool) -> None:
+    runs = pool.run(moved, ranks=4, timeout=100)
+    assert runs == [runs[0]] * 4
+
+
 def unsaid(rank: int) -> str:
     model = torch.nn.Linear(2, 2)
     fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
