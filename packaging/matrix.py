@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAIRS = ["python3.10=2.6.0", "python3.13=2.14.1"]
+PAIRS = ["python3.10=2.7.1", "python3.13=2.14.1"]
 DECIDING = [
     "tests/algorithms/test_exactness.py",
     "tests/codecs",

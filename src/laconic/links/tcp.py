@@ -41,6 +41,12 @@ def _check_alike(texts: Sequence[str]) -> None:
         )
 
 
+_destroyed: list[dist.ProcessGroup] = []
+"""The process group that was destroyed last, which stays in memory. Freeing it waits for its
+threads, one of which may wait for this thread: in some versions of torch, the thread frees the
+tensor of the last collective, for which it needs the interpreter's lock."""
+
+
 class TcpLink(Collectives):
     """Collectives on CPU tensors over connections of laconic's own. Made by `over`; ``guard`` and
     ``wire`` are those of the link, and connected."""
@@ -77,6 +83,7 @@ class TcpLink(Collectives):
             raise
         if owned:  # every rank has connected, so every rank has the addresses
             dist.destroy_process_group(group)
+            _destroyed[:] = [group]
         return link
 
     @classmethod
