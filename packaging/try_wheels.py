@@ -1,7 +1,7 @@
 """Install each wheel of dist/ in an empty environment without a compiler, and use it.
 
     make try-wheels
-    make try-wheels TRY="--python python3.10 --python python3.13 --torch 2.6.0 --torch 2.13.0"
+    make try-wheels TRY="--python python3.10 --python python3.13 --torch 2.7.1 --torch 2.13.0"
 
 Every Python is tried with every version of torch. Without a torch for it (--torch none), only what
 needs none is tried: importing, the command line's help, and loading the C libraries.

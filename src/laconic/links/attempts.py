@@ -79,7 +79,7 @@ def serve(
 
     try:
         return store()
-    except NotImplementedError:  # before torch 2.7, libuv cannot take over a socket
+    except NotImplementedError:  # torch 2.7: libuv cannot take over a socket
         return store(use_libuv=False)
 
 

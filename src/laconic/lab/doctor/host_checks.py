@@ -38,7 +38,7 @@ from laconic.links.addresses import address_of, address_toward
 
 Environment = Mapping[str, str]
 
-OLDEST_TORCH = (2, 6)
+OLDEST_TORCH = (2, 7)
 OLDEST_PYTHON = (3, 10)
 GIB = 2**30
 LEAST_MEMORY = 2 * GIB
@@ -97,7 +97,7 @@ def software(environ: Environment) -> list[Finding]:
     found = [Finding("ok", group, ", ".join(f"{name} {v}" for name, v in current.items()))]
     if sys.version_info[:2] < OLDEST_PYTHON or _release(current["torch"]) < OLDEST_TORCH:
         found = [
-            Finding("problem", group, found[0].text, "laconic needs Python 3.10 and torch 2.6")
+            Finding("problem", group, found[0].text, "laconic needs Python 3.10 and torch 2.7")
         ]
     if not (dist.is_available() and dist.is_gloo_available()):
         remedy = "install a torch build with gloo, such as those from pytorch.org"
