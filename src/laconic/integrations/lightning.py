@@ -85,7 +85,7 @@ class LaconicStrategy(DDPStrategy):
         self.attach_options = dict(attach_options or {})
         self.sync: Synchronizer | None = None
         self._validating: AbstractContextManager[Any] | None = None
-        self._loaded_from: Path | None = None
+        self._loaded_from: Any = None
         self._random_state: Any = None
         self._folders: dict[str, Path] = {}
         """By the name of a checkpoint's file on this rank: the folder with the ranks' state."""
@@ -101,6 +101,7 @@ class LaconicStrategy(DDPStrategy):
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
+        self._logged = 0
         options = dict(self.attach_options)
         if self._timeout is not None:
             options.setdefault("timeout", self._timeout.total_seconds())
@@ -146,11 +147,14 @@ class LaconicStrategy(DDPStrategy):
             yield
 
     def on_train_start(self) -> None:
-        """Continue with the random state of a checkpoint: making the data loader's iterator has
-        drawn from it."""
+        """Continue with the random state of a checkpoint from the middle of an epoch: making the
+        data loader's iterator has drawn from it once more. After the end of an epoch, a run that
+        was not interrupted makes another iterator, too."""
         state, self._random_state = self._random_state, None
-        if state is not None:
-            load_random_state(state)
+        module = self.lightning_module
+        if state is None or module is None or not module.trainer.fit_loop.restarted_mid_epoch:
+            return
+        load_random_state(state)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Log what the synchronizer has done so far."""
@@ -228,7 +232,7 @@ class LaconicStrategy(DDPStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """As the base class."""
-        self._loaded_from = _folder(checkpoint_path, resolve=True)
+        self._loaded_from = checkpoint_path
         if weights_only is None:
             return super().load_checkpoint(checkpoint_path)
         return super().load_checkpoint(checkpoint_path, weights_only)
@@ -236,9 +240,9 @@ class LaconicStrategy(DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """As the base class, and load every rank's state."""
         super().load_optimizer_state_dict(checkpoint)
-        folder, self._loaded_from = self._loaded_from, None
-        if self.sync is not None and folder is not None:
-            others = self._others()
+        loaded, self._loaded_from = self._loaded_from, None
+        if self.sync is not None and loaded is not None:
+            folder, others = _folder(loaded, resolve=True), self._others()
             loading = partial(load, folder, *self._attached_to(), self.sync, others=others)
             common.load_state(loading, folder)
             self._random_state = random_state()
@@ -247,8 +251,8 @@ class LaconicStrategy(DDPStrategy):
         """As the base class, and remove the folder with the ranks' state."""
         super().remove_checkpoint(filepath)
         folder = self._folders.pop(str(filepath), None)
-        if self.local_rank == 0 and folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        if self.local_rank == 0:  # an earlier run's folder has the name of its checkpoint
+            shutil.rmtree(folder or _folder(filepath), ignore_errors=True)
 
     def _others(self) -> dict[str, Any]:
         scaler = getattr(self.precision_plugin, "scaler", None)

@@ -17,8 +17,11 @@ from laconic.integrations.versions import check_versions
 
 check_versions("transformers")
 
+import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import get_last_checkpoint
 from transformers.training_args import ParallelMode
 from transformers.utils import logging
 
@@ -112,6 +115,21 @@ class LaconicMixin:
             self.sync.finish()
             self.sync.detach()
 
+    def _agree_on_checkpoint(self, given: str | bool | None) -> None:
+        """Raise ``ValueError`` on every rank, if only some of them have the checkpoint."""
+        if not given or not dist.is_initialized():
+            return
+        folder = given if isinstance(given, str) else get_last_checkpoint(self.args.output_dir)  # type: ignore[attr-defined]
+        there = folder is not None and (Path(folder) / TRAINER_STATE_NAME).is_file()
+        ranks: list[bool] = [there] * dist.get_world_size()
+        dist.all_gather_object(ranks, there)
+        missing = [rank for rank, has in enumerate(ranks) if not has]
+        if missing and len(missing) < len(ranks):
+            raise ValueError(
+                f"ranks {missing} do not have the checkpoint, and the others do: to resume, all "
+                "hosts need its folder, shared or copied"
+            )
+
     def _plain(self) -> tuple[nn.Module, Any, Any]:
         """The model and the optimizer without Accelerate's wrappers, and the accelerator."""
         accelerator = self.accelerator  # type: ignore[attr-defined]
@@ -126,14 +144,17 @@ class LaconicMixin:
 
     # -- the trainer's methods ----
 
-    def train(self, *arguments: Any, **more: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, **more: Any) -> Any:
         """As the trainer's."""
         self._resumed_from = None
+        self._agree_on_checkpoint(resume_from_checkpoint)
         try:
-            return super().train(*arguments, **more)  # type: ignore[misc]
+            return super().train(resume_from_checkpoint, **more)  # type: ignore[misc]
         except BaseException as error:
             common.leave(self.sync, error)
             raise
+        finally:
+            _forget_preparation(self.model)  # type: ignore[attr-defined]
 
     def evaluation_loop(self, *arguments: Any, **more: Any) -> Any:
         """As the trainer's, with the consensus weights."""
@@ -162,8 +183,17 @@ class LaconicMixin:
         self._resumed_from = checkpoint  # not the base class's: `attach` loads this rank's own
 
     def _load_best_model(self) -> None:
-        self.finish()
+        sync = self.sync
+        if sync is not None and sync.attached:
+            sync.finish()
         super()._load_best_model()  # type: ignore[misc]
+        if sync is not None and sync.attached:
+            best = Path(self.state.best_model_checkpoint)  # type: ignore[attr-defined]
+            files = best.iterdir() if best.is_dir() else ()
+            found = any(file.suffix in (".safetensors", ".bin") for file in files)
+            if sync.mean(float(found)) < 1:  # hosts without the folder of rank 0
+                common.share_model(sync)
+            sync.detach()
 
 
 class LaconicTrainer(LaconicMixin, Trainer):
@@ -181,6 +211,11 @@ class _Rounds(TrainerCallback):
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._trainer.finish()
+
+
+def _forget_preparation(model: nn.Module) -> None:
+    """Have the next trainer or accelerator prepare ``model`` anew, with a wrapper of its own."""
+    vars(model).pop("_is_accelerate_prepared", None)
 
 
 def _contradictions(arguments: Any) -> dict[str, object]:
@@ -265,6 +300,7 @@ class LaconicCallback(TrainerCallback):
     def on_train_end(self, *_: Any, model: nn.Module, **__: Any) -> None:
         """Leave the consensus model on every rank."""
         vars(model).pop("no_sync", None)
+        _forget_preparation(model)
         if self.sync is not None and self.sync.attached:
             self.sync.finish()
             self.sync.detach()

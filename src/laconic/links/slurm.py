@@ -14,7 +14,7 @@ def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
     torchrun or a user has set RANK, or ``srun`` has not started this process as one of several. (A
     batch script that a step has submitted inherits the step's variables, beside its own.)
 
-    MASTER_ADDR and MASTER_PORT are only returned where they are not set: the step's first host, and
+    MASTER_ADDR and MASTER_PORT are a user's, or else the step's first host, and
     ``20000 + (SLURM_JOB_ID + 1000 * SLURM_STEP_ID) % 10000``.
 
     Raises ``ValueError`` that names the variable, if one is missing or cannot be read, or if
@@ -37,7 +37,8 @@ def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
         "MASTER_ADDR": first_host(_text(environ, "SLURM_STEP_NODELIST")),
         "MASTER_PORT": str(FIRST_PORT + number % PORTS),
     }
-    return {**found, **{name: environ[name] for name in found if name in environ}}
+    given = {n: environ[n] for n in ("MASTER_ADDR", "MASTER_PORT") if n in environ}
+    return {**found, **given}
 
 
 def first_host(hosts: str) -> str:
