@@ -21,15 +21,15 @@ ROOT = Path(__file__).parents[2]
     [
         (
             "2.4.9",
-            "lightning 2.4.9 is too old: run pip install 'lightning>=2.5'",
+            "lightning 2.4.9 is too old: run pip install 'lightning>=2.6'",
         ),
         (
             "1.99",
-            "lightning 1.99 is too old: run pip install 'lightning>=2.5'",
+            "lightning 1.99 is too old: run pip install 'lightning>=2.6'",
         ),
         (
             None,
-            "lightning is not installed: run pip install 'lightning>=2.5'",
+            "lightning is not installed: run pip install 'lightning>=2.6'",
         ),
     ],
 )
@@ -46,7 +46,7 @@ def test_what_is_too_old_is_refused(
         versions.check_versions("lightning")
 
 
-@pytest.mark.parametrize("installed", ["2.5", "2.5.0.post0", "2.10.1", "3.0.0rc1"])
+@pytest.mark.parametrize("installed", ["2.6", "2.6.0.post0", "2.10.1", "3.0.0rc1"])
 def test_others_are_not(monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
     monkeypatch.setattr(versions, "version", lambda library: installed)
     versions.check_versions("lightning")

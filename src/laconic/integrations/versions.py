@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 OLDEST = {
     "accelerate": {"accelerate": "1.3"},
-    "lightning": {"lightning": "2.5"},
+    "lightning": {"lightning": "2.6"},
     "transformers": {"accelerate": "1.14", "transformers": "4.51"},
 }
 """By integration, what it needs: tests fail with older versions. The extras of `pyproject.toml` are
