@@ -11,7 +11,7 @@
 #SBATCH --time=24:00:00
 
 # The coordinator runs beside this script, on the job's first node.
-port=$((29400 + SLURM_JOB_ID % 30000))
+port=$((20000 + SLURM_JOB_ID % 10000))
 laconic coordinator --host "$SLURMD_NODENAME" --port "$port" &
 coordinator=$!
 trap 'kill "$coordinator"' EXIT

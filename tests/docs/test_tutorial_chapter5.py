@@ -14,6 +14,8 @@ import torch.distributed as dist
 from tutorial import full_ddp
 from tutorial.naive_ddp import free_port
 
+import gloo
+
 ROOT = Path(__file__).parents[2]
 OPTIONS = ["--device", "cpu", "-nb", "48", "-i", "10", "-z", "4"]
 
@@ -130,7 +132,7 @@ def test_the_slurm_script_starts_two_nodes_that_train_together(tmp_path: Path) -
             "PATH": f"{tmp_path}:{os.environ['PATH']}",
             "PYTHON": sys.executable,
             "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}",
-            "SLURM_JOB_ID": str(os.getpid()),
+            "SLURM_JOB_ID": str(gloo.free_ports(1)[0] - 20000),
             "SLURM_JOB_NODELIST": "host[0-1]",
             "SLURM_JOB_NUM_NODES": "2",
         },

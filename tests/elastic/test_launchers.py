@@ -131,16 +131,13 @@ exit $status
 
 
 def test_the_script_for_slurm(tmp_path: Path) -> None:
-    port = gloo.free_port()
-    while not 29400 <= port < 59400:
-        port = gloo.free_port()
     (tmp_path / "srun").write_text(SRUN)
     (tmp_path / "srun").chmod(0o755)
     slurm = {
         "PATH": os.pathsep.join(
             [str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]
         ),
-        "SLURM_JOB_ID": str(port - 29400),
+        "SLURM_JOB_ID": str(gloo.free_ports(1)[0] - 20000),
         "SLURM_NTASKS": "2",
         "SLURMD_NODENAME": "127.0.0.1",
     }

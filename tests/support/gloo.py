@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import random
 import signal
 import socket
 import time
@@ -43,8 +44,12 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> range:
-    """So many free ports in a row, below those that systems give away."""
-    for first in range(20000, 30000, 50):
+    """So many free ports in a row, below those that systems give away.
+
+    Where they are is by chance, as tests that run at the same time ask before they listen.
+    """
+    starts = range(20000, 30000, 50)
+    for first in random.Random().sample(starts, len(starts)):  # whatever seed a test has set
         with ExitStack() as closing:
             try:
                 for port in range(first, first + count):
