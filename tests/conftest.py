@@ -94,6 +94,18 @@ def pool() -> Iterator[gloo.Pool]:
 
 
 @pytest.fixture(scope="session")
+def late_pool() -> Iterator[gloo.Pool]:
+    """Four gloo processes that have the device "late" (`late`)."""
+    import gloo
+    import late
+
+    pool = gloo.Pool(4)
+    pool.run(late.prepare, ranks=4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
 def context() -> Any:
     """Makes processes that may be killed."""
     import gloo

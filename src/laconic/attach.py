@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from laconic.algorithms.compile import (
     check_groups,
+    check_order,
     check_quorum,
     replicated,
     warn_of_groups,
@@ -34,10 +35,11 @@ from laconic.engine.joint_optimizer import as_one, members
 from laconic.engine.model_checks import check_devices, check_unwrapped
 from laconic.engine.session import Settings
 from laconic.engine.synchronizer import BUFFERS, Synchronizer
-from laconic.errors import TIMEOUT, check_choice, check_float, check_int, error_text
+from laconic.errors import TIMEOUT, check_bool, check_choice, check_float, check_int, error_text
 from laconic.links import Link, job_secret, rendezvous, slurm, tls
 from laconic.links.attempts import open_store
-from laconic.links.rank_sets import agreed_link, layout_of, sets_of
+from laconic.links.rank_sets import agreed_link, inside_of, layout_of, sets_of
+from laconic.links.torch_link import CHOICES, Choice
 from laconic.metrics import Metrics, MetricsArgument, agree_on_metrics, check_metrics
 
 if TYPE_CHECKING:
@@ -100,11 +102,12 @@ def attach(
     mesh: DeviceMesh | None = None,
     buffers: Literal["average", "keep"] = "average",
     scaler: torch.amp.GradScaler | None = None,
-    link: Link | None = None,
+    link: Link | Choice | None = None,
     timeout: float = TIMEOUT,
     seed: int = 0,
     metrics: MetricsArgument = None,
     elastic: Elastic | None = None,
+    offload: bool = False,
 ) -> Synchronizer:
     """Train ``model`` together with the other ranks by ``recipe``.
 
@@ -128,14 +131,19 @@ def attach(
     shard, and FSDP averages gradients inside the worker.
     ``group_size``: consecutive workers in one group, for recipes with rounds inside groups.
     ``buffers``: average the module's floating-point buffers with the rounds, or keep each
-    worker's. ``scaler``: the GradScaler, so that steps it skips are counted. ``link``: the
-    network to use in place of torch's process group. ``timeout``: seconds after which, on that
+    worker's. ``scaler``: the GradScaler, so that steps it skips are counted. ``link``: how messages
+    of a model on a GPU travel between workers: ``"tcp"``, by way of host memory and laconic's own
+    connections; ``"nccl"``; ``"auto"`` or None, the faster of the two. Or a `Link` to use in place
+    of torch's process group. ``timeout``: seconds after which, on that
     process group, a rank that does not answer is an error on all others. ``seed``: for a recipe's
     random choices (pairs), the same on all ranks. ``metrics``: a file for the run's metrics as
     lines of JSON, a directory for one file per rank, `laconic.TensorBoard`, or a list of these;
     ``laconic watch`` shows them. ``elastic``: workers come and go; see `Elastic`. No process group
     is needed then, and ``timeout`` is the longest that a worker may be silent. Without it,
-    LACONIC_COORDINATOR in the environment makes a run elastic.
+    LACONIC_COORDINATOR in the environment makes a run elastic. ``offload``: keep what parameter
+    rounds store between rounds (anchors, outer momenta, residuals) in pinned host memory, and on
+    the GPU only while it is computed with, one bucket (25 MiB) at a time; the results are the same
+    bits.
 
     Raises ``ValueError`` on every rank for arguments that cannot work, and `laconic.LinkError`
     later if a rank is lost.
@@ -144,18 +152,24 @@ def attach(
     params: list[Tensor] = []
     places: list[Metrics] = []
     problem, seconds = None, TIMEOUT
+    given = None if isinstance(link, str) else link
+    choice: Choice = "auto"
     try:
         seconds = check_float("timeout", timeout, 0.0, strict=True)
         reshard(model)
         optimizer = as_one(optimizer)
         _check(model, optimizer, rounds)
-        check_devices(model, _params(optimizer), cpu_buffers=True if link is not None else None)
+        if isinstance(link, str):
+            check_choice("link", link, CHOICES)
+            choice = link
+        check_devices(model, _params(optimizer), cpu_buffers=True if given is not None else None)
         params = _params(optimizer)
         check_groups(rounds, group_size is not None)
         warn_of_groups(rounds, group_size)
         check_choice("buffers", buffers, BUFFERS)
         check_int("seed", seed, 0)
-        elastic = asked_for(elastic, link, nprocs_per_node, group_size, mesh)
+        check_bool("offload", offload)
+        elastic = asked_for(elastic, given, nprocs_per_node, group_size, mesh)
         if elastic is not None:
             rounds = replicated(rounds)
             elastic_runs.check(elastic, recipe, params)
@@ -164,9 +178,9 @@ def attach(
         places = check_metrics(metrics)
     except Exception as error:  # every rank raises it
         problem = error_text(error)
-    previous = _alive(_on_link.get(link)) if link is not None else None
-    if previous is not None and link is not None:
-        if previous.attached and link.threaded:
+    previous = _alive(_on_link.get(given)) if given is not None else None
+    if previous is not None and given is not None:
+        if previous.attached and given.threaded:
             raise ValueError(
                 "this link has another synchronizer attached, and their messages would mix: make a "
                 "link for each, or call sync.detach() first"
@@ -176,7 +190,9 @@ def attach(
     with ExitStack() as on_error:
         joined: Joined | None = None
         if elastic is None:
-            world = agreed_link(problem, link, device, seconds)
+            if choice == "auto" and any(is_sharded(p) for p in params):
+                choice = "tcp"  # see `check_order`
+            world = agreed_link(problem, given, device, seconds, choice)
         elif problem is not None:
             raise ValueError(problem)
         else:
@@ -185,12 +201,13 @@ def attach(
             joined = elastic_runs.join(elastic, about, params, buffers, seed, seconds)
             world = joined.link
         assert not isinstance(optimizer, Sequence), "one by now, or a problem was raised"
-        if link is None:
+        if given is None:
             on_error.callback(world.close)
         sharded = any(is_sharded(p) for p in params)
         shards = [p for p in (*params, *model.parameters()) if is_sharded(p)]
         ranks = layout_of(world, nprocs_per_node, mesh, shards)
-        sets = sets_of(world, ranks, group_size, sharded)
+        inside = inside_of(world, device, seconds) if given is None else None
+        sets = sets_of(world, ranks, group_size, sharded, inside)
         for other in sets.values():
             if other is not world:
                 on_error.callback(other.close)
@@ -198,6 +215,7 @@ def attach(
         places = agree_on_metrics(places, world, number)
 
         def arrange(recipe: Recipe) -> Recipe:
+            check_order(recipe, sharded=sharded, queues=world.queues)
             plain = joined is None and len(ranks[0]) == 1 and device.type == "cpu"
             check_quorum(recipe, None if joined else len(ranks), plain=plain)
             if joined is not None:
@@ -214,7 +232,8 @@ def attach(
         # a disabled scaler does not check for overflow
         scale = scaler.get_scale if scaler is not None and scaler.is_enabled() else None
         at = buffers == "average", arrange, seed, scale, policy
-        settings = Settings(*at, elastic=None if joined is None else joined.link)
+        elastic_link = None if joined is None else joined.link
+        settings = Settings(*at, elastic=elastic_link, offload=offload)
         driver = Driver(model, optimizer, rounds, sets, device, settings)
         on_error.pop_all()  # the synchronizer keeps the links open
     if joined is not None:
@@ -227,8 +246,8 @@ def attach(
             driver.use_scaler(scaler)
             _by_scaler[scaler].append(weakref.ref(sync))
     claim(optimizer, sync)
-    if link is not None:
-        _on_link[link] = weakref.ref(sync)
+    if given is not None:
+        _on_link[given] = weakref.ref(sync)
     return sync
 
 

@@ -1,8 +1,9 @@
 """Accelerators: the only module, beside their links, that calls `torch.cuda` or the like.
 
 Each kind is one `Accelerator`, in `ACCELERATORS` by its device type. To add a kind, write such a
-class, with a link (`laconic.links.torch_link.LINKS`), and add both rows. A function given a device
-without an accelerator, such as the CPU, does nothing.
+class and add its row. Its tensors then travel by way of host memory; for collectives of its own see
+`laconic.links.torch_link`. A function given a device without an accelerator, such as the CPU, does
+nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ class Event(Protocol):
 
     def wait(self, stream: Any) -> None:
         """Have ``stream`` wait for it, and not this thread."""
+        ...
+
+    def synchronize(self) -> None:
+        """Have this thread wait for it."""
         ...
 
 
@@ -65,11 +70,16 @@ class Accelerator(Protocol):
         ...
 
     def new_stream(self, device: torch.device) -> Stream:
-        """Another one."""
+        """Another one, whose work goes first where two streams have some."""
         ...
 
     def on_stream(self, stream: Stream) -> AbstractContextManager[Any]:
         """A context in which this thread's work goes to ``stream``."""
+        ...
+
+    def pinned(self, nbytes: int) -> Tensor:
+        """Bytes in host memory. A copy from or to them with ``non_blocking=True`` is work of the
+        current stream."""
         ...
 
     def synchronize(self, device: torch.device) -> None:
@@ -122,10 +132,13 @@ class Cuda:
         return torch.cuda.current_stream(device)
 
     def new_stream(self, device: torch.device) -> Stream:
-        return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
+
+    def pinned(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def synchronize(self, device: torch.device) -> None:
         torch.cuda.synchronize(device)

@@ -125,7 +125,7 @@ def test_an_error_of_the_card_before_a_job_reaches_who_waits() -> None:
 
     pending: Pending[int] = Pending(lane, "a job")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch.cuda, "Stream", lambda _: None)
+        patched.setattr(torch.cuda, "Stream", lambda _, priority: None)
         patched.setattr(torch.cuda, "stream", lambda _: nullcontext())
         lane._run_on_stream(pending, lambda: 2, None, Broken())  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="device-side assert"):
@@ -201,9 +201,9 @@ def test_a_job_beside_the_training_runs_on_a_stream_of_the_models_gpu() -> None:
     before, made, entered = FakeEvent(), [], []
 
     class Made(FakeStream):
-        def __init__(self, device: torch.device) -> None:
+        def __init__(self, device: torch.device, priority: int) -> None:
             super().__init__()
-            self.device = device
+            self.device, self.priority = device, priority
             made.append(self)
 
     class Current:

@@ -59,11 +59,21 @@ ROWS: dict[str, Row] = {
 
 
 class Run:
-    """One worker's training; its batches are those of ``data``, by step and rank."""
+    """One worker's training on ``device``; its batches are those of ``data``, by step and rank."""
 
-    def __init__(self, row: Row, ranks: int, rank: int, data: int = 0, **options: Any) -> None:
+    def __init__(
+        self,
+        row: Row,
+        ranks: int,
+        rank: int,
+        data: int = 0,
+        device: torch.device | None = None,
+        **options: Any,
+    ) -> None:
         torch.manual_seed(rank)
         self.model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8)).double()
+        self.device = device or torch.device("cpu")
+        self.model.to(self.device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.05, momentum=0.5)
         self.data, self.rank = data, rank
         options = {"group_size": row.group_size(ranks), **options}
@@ -74,6 +84,7 @@ class Run:
         while self.sync.step < end:
             seed = 10_000 * self.data + 100 * self.sync.step + self.rank
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).double()
+            x = x.to(self.device)
             self.optimizer.zero_grad()
             loss = (self.model(x) - x.roll(1, 1)).square().mean()
             loss.backward()

@@ -87,6 +87,18 @@ def check_quorum(recipe: Recipe, workers: int | None, *, plain: bool) -> None:
         )
 
 
+def check_order(recipe: Recipe, *, sharded: bool, queues: bool) -> None:
+    """Raise ``ValueError`` if ``recipe`` sends while FSDP exchanges shards, both by the
+    accelerator's own collectives (``queues``): the ranks might start them in different orders, and
+    wait for each other forever."""
+    beside = [r for r in recipe if isinstance(r, GradientRound) or r.delay]
+    if beside and sharded and queues:
+        raise ValueError(
+            f"{beside[0].name} sends while FSDP exchanges shards, and with link='nccl' the two can "
+            "deadlock: use link='tcp', or a recipe without delay= whose rounds average parameters"
+        )
+
+
 def has_quorum(recipe: Recipe) -> bool:
     """Return whether ``recipe`` has rounds that do not wait for all workers."""
     return any(isinstance(r.exchange, QuorumMean) for r in recipe)

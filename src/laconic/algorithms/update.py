@@ -16,7 +16,7 @@ Symbols are those of the papers:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from laconic.algorithms.scores import NO_SCORE, Score
 
-State = dict[str, Tensor]
+State = MutableMapping[str, Tensor]
 """The state of one update on one bucket: named tensors, with the same names on every rank."""
 
 Slot = Literal["owner", "everywhere", "private", "pooled"]

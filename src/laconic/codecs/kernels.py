@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 
-import torch
 from torch import Tensor
 
 from laconic import native
@@ -39,26 +38,6 @@ def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
     found.laconic_decode_mean.argtypes = [*shape, _INT64, _INT64, _POINTER, _POINTER]
     found.laconic_decode_mean.restype = None
     return found
-
-
-def supports(block: int, *tensors: Tensor) -> bool:
-    """Return whether the kernels can process ``tensors``.
-
-    Tensors must be contiguous float32 in CPU memory, not lazily negated, and writable (not from
-    inference mode).
-    """
-    return (
-        block <= MAX_BLOCK
-        and library() is not None
-        and all(
-            t.dtype == torch.float32
-            and t.device.type == "cpu"
-            and t.is_contiguous()
-            and not t.is_neg()
-            and not t.is_inference()
-            for t in tensors
-        )
-    )
 
 
 def encode(
@@ -93,7 +72,7 @@ def decode_mean(bits: int, block: int, rows: Tensor, out: Tensor) -> None:
 
 def _library() -> ctypes.CDLL:
     found = library()
-    assert found is not None, "supports() must be called first"
+    assert found is not None, "there are kernels"
     return found
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.update import State, Update
 from laconic.buckets import BUCKET_BYTES, Bucket, Segment, bucketize
+from laconic.engine.offload import HostState
 from laconic.links.link import Link
 
 
@@ -19,7 +21,8 @@ class Channel:
 
     ``part``: the slice of the bucket that this rank carries for its worker: the ranks of one worker
     share its messages. ``region``: the slice within it whose ``owner`` state is kept here.
-    ``state``: the update's; ``exchange_state``: the exchange's, for the ``part``.
+    ``state``: the update's; ``exchange_state``: the exchange's, for the ``part``. They may be in
+    host memory (`HostState`), and are computed with inside `states`.
     """
 
     bucket: Bucket
@@ -34,6 +37,16 @@ class Channel:
         """`region` within `part`, as exchanges count."""
         start = self.part.start
         return slice(self.region.start - start, self.region.stop - start)
+
+    @contextmanager
+    def states(self) -> Iterator[tuple[State, State]]:
+        """Both states on the bucket's device, where they may be changed."""
+        with ExitStack() as stack:
+            kept = self.state, self.exchange_state
+            state, exchange_state = (
+                stack.enter_context(s.on_device()) if isinstance(s, HostState) else s for s in kept
+            )
+            yield state, exchange_state
 
 
 def open_channels(

@@ -11,6 +11,7 @@ from laconic.algorithms.update import State
 from laconic.buckets import Fragment, Segment, parameters, state_dtype
 from laconic.engine.channel import Channel, is_owned, open_channels
 from laconic.engine.in_flight import RoundContext
+from laconic.engine.offload import HostState
 from laconic.links.link import Link
 
 Tensors = Sequence[Sequence[Tensor | Segment]]
@@ -110,9 +111,14 @@ class ChannelSet:
         self.joined += [len(tensors)] if tensors else []
         self.all += new
         for channel in new:
-            channel.state = self._initial_state(channel)
+            channel.state = self._kept(channel, self._initial_state(channel))
         for channel in new:
-            channel.exchange_state = self._initial_exchange_state(channel)
+            state = self._initial_exchange_state(channel)
+            channel.exchange_state = self._kept(channel, state)
+
+    def _kept(self, channel: Channel, state: State) -> State:
+        """``state``, in host memory if it belongs there."""
+        return HostState(state, channel.bucket.device) if self._context.offload else state
 
     def _initial_state(self, channel: Channel) -> State:
         """The update's state on its part of x0. Each state tensor gets a copy of its own."""

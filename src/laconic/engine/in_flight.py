@@ -22,7 +22,7 @@ from laconic.links.link import Link
 class RoundContext:
     """What all rounds of one recipe run share. ``scratch``: memory for the message being sent;
     ``beside``: for x next to it. ``elastic``: workers come and go, so a message may be
-    exchanged again among others."""
+    exchanged again among others. ``offload``: outer state is in host memory."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -34,6 +34,7 @@ class RoundContext:
     scores: Scores | None
     seed: int
     elastic: bool = False
+    offload: bool = False
 
     def memory(self, bucket: Bucket) -> Tensor:
         """Memory for one flat copy of ``bucket``, until it is asked for again."""

@@ -63,7 +63,8 @@ class Messenger:
         """Make a delayed round's message. Returns y with it, if `Update.fold` will need it."""
         update = self._round.update
         y = channel.bucket.pack(channel.bucket.empty())
-        message = update.send(y, channel.state, clock)
+        with channel.states() as (state, _):
+            message = update.send(y, state, clock)
         if update.keeps_sent and message is y:
             message = y.clone()
         return message, y if update.keeps_sent else None
@@ -71,15 +72,17 @@ class Messenger:
     def carry(self, channel: Channel, message: Tensor, clock: Clock) -> Arrival:
         """Exchange the message with the other workers, with the outer step in between. The ranks of
         one worker hold the same message: each carries its part across, then they share."""
-        update, state = self._round.update, channel.state
+        update = self._round.update
         if self._context.elastic:  # another attempt may be among others, and needs the message
             clock = replace(clock, workers=self._link.size, worker=self._link.rank)
             if channel.exchange.slots and not channel.exchange.keeps_message:
                 message = message.clone()
         slice_clock = replace(clock, shapes=()) if clock.shapes else clock
 
+        names = [k for k, t in channel.state.items() if not t.dim() or is_owned(update, k, t)]
+
         def combine(mean: Tensor) -> Tensor:
-            owned = {k: t for k, t in state.items() if not t.dim() or is_owned(update, k, t)}
+            owned = {name: state[name] for name in names}
             result = update.combine(mean.to(state_dtype(mean.dtype)), owned, slice_clock)
             state.update(owned)  # an outer optimizer makes its state in its first step
             return result
@@ -91,7 +94,8 @@ class Messenger:
             clock = replace(clock, score=of_worker(ranks))
         error: NotFiniteError | None = None
         try:
-            result = channel.exchange.run(self._link, part, combine, clock, channel.exchange_state)
+            with channel.states() as (state, exchange_state):
+                result = channel.exchange.run(self._link, part, combine, clock, exchange_state)
             if self._context.elastic:
                 result = result._replace(present=(clock.workers, clock.worker))
         except NotFiniteError as raised:

@@ -135,10 +135,11 @@ class ParameterRunner:
         return stateless and not special
 
     def _exchange_now(self, channel: Channel, step: int) -> None:
-        update, bucket, state = self.round.update, channel.bucket, channel.state
+        update, bucket = self.round.update, channel.bucket
         clock = self._clock(bucket, step)
-        message = update.send(bucket.pack(self._context.memory(bucket)), state, clock)
-        clock = self._messenger.stamped(clock, state)
+        with channel.states() as (state, _):
+            message = update.send(bucket.pack(self._context.memory(bucket)), state, clock)
+            clock = self._messenger.stamped(clock, state)
         job = partial(self._messenger.carry, channel, message, clock)
         arrival = self._context.comm.call(job, self.label(step))
         received, self.present = arrival.flat, arrival.present or self.present
@@ -147,7 +148,8 @@ class ParameterRunner:
             x = bucket.pack(beside.take(bucket.length, bucket.dtype, bucket.device))
             workers, worker = arrival.present or (clock.workers, clock.worker)
             clock = replace(clock, weight=arrival.weight, workers=workers, worker=worker)
-            received = update.fold(x, received, None, state, clock)
+            with channel.states() as (state, _):
+                received = update.fold(x, received, None, state, clock)
         bucket.unpack(received)
 
     def _launch(self, step: int) -> InFlightRound:
@@ -159,15 +161,16 @@ class ParameterRunner:
         return InFlightRound(step + self.round.delay, Pending.of(sent), checked=checked)
 
     def _launch_channel(self, channel: Channel, step: int) -> InFlightBucket:
-        bucket, state = channel.bucket, channel.state
+        bucket = channel.bucket
         clock = self._clock(bucket, step)
         message, sent = self._messenger.delayed(channel, clock)
-        clock = self._messenger.stamped(clock, state)
+        clock = self._messenger.stamped(clock, channel.state)
         job = partial(self._messenger.carry, channel, message, clock)
         pending = self._context.comm.submit(job, self.label(step))
         if self._after_send is not None:
             x = bucket.pack(self._context.memory(bucket))
-            self._after_send.after_send(x, state, clock)
+            with channel.states() as (state, _):
+                self._after_send.after_send(x, state, clock)
             bucket.unpack(x)
         return InFlightBucket(channel, sent, pending, message)
 
@@ -212,15 +215,17 @@ class ParameterRunner:
         for channel, sent, pending, _ in buckets:
             arrival = pending.wait()
             received, weight = arrival.flat, arrival.weight
-            bucket, state = channel.bucket, channel.state
+            bucket = channel.bucket
             present = arrival.present or self.present
             if copies is not None:
-                received, state = received.clone(), copies[id(channel)]
+                received = received.clone()
             else:
                 self.present = present
             clock = replace(self._clock(bucket, step), weight=weight, workers=present[0])
             x = bucket.pack(self._context.memory(bucket))
-            x = self.round.update.fold(x, received, sent, state, clock)
+            with channel.states() as (own, _):
+                state = own if copies is None else copies[id(channel)]
+                x = self.round.update.fold(x, received, sent, state, clock)
             if write:
                 bucket.unpack(x)
         for tensor, copy in copied:
@@ -230,14 +235,14 @@ class ParameterRunner:
         """Fold everything in flight, and have the update quiesce: an outer step of another round
         follows."""
         self.fold_due(step, early=True)
-        self._quiesce([channel.state for channel in self.channels], averaged)
+        self._quiesce(averaged)
 
     def finish(self, step: int) -> None:
         """Quiesce where the mean of x over workers counts next. With push weights, a part of x is
         in flight and is folded. Other messages are copies of an x that has moved on since: only
         the state takes them in."""
         self._fold_at_end(step)
-        self._quiesce([channel.state for channel in self.channels], averaged=True)
+        self._quiesce(averaged=True)
 
     def finish_weighted(self, step: int) -> dict[int, float]:
         """As `finish`, but leave x de-biased, and return the push weight of each tensor by its id.
@@ -250,18 +255,21 @@ class ParameterRunner:
             for segment in channel.bucket.segments
             if name is not None
         }
-        self._quiesce([channel.state for channel in self.channels], averaged=not weights)
+        self._quiesce(averaged=not weights)
         return weights
 
     def _fold_at_end(self, step: int) -> None:
         while self.in_flight:
             self._fold(self.in_flight.pop(0), step, write=self._sends_part_of_x)
 
-    def _quiesce(self, states: Sequence[State], averaged: bool) -> None:
+    def _quiesce(self, averaged: bool, copies: Mapping[int, State] | None = None) -> None:
+        """``copies``: as in `_fold`."""
         if self._quiescing is not None:
-            for channel, state in zip(self.channels, states, strict=True):
+            for channel in self.channels:
                 x = channel.bucket.pack(self._context.memory(channel.bucket))
-                self._quiescing.quiesce(x, state, averaged)
+                with channel.states() as (own, _):
+                    state = own if copies is None else copies[id(channel)]
+                    self._quiescing.quiesce(x, state, averaged)
                 channel.bucket.unpack(x)
 
     # -- every step ----
@@ -282,21 +290,28 @@ class ParameterRunner:
         """Each parameter, with its part of the state that lives on all workers. Changes made in
         place are written back."""
         for channel in self.channels:
-            bucket = channel.bucket
-            clock = self._clock(bucket, step)
-            pieces = {
-                name: bucket.split(t)
-                for name, t in channel.state.items()
-                if t.dim() and not is_owned(self.round.update, name, t)
-            }
-            rest = {name: t for name, t in channel.state.items() if name not in pieces}
-            views = bucket.views()
-            for index, segment in enumerate(bucket.segments):
-                x = segment.view() if views is None else views[index]
-                own = {name: tensors[index] for name, tensors in pieces.items()}
-                yield x, rest | own, replace(clock, shapes=clock.shapes[index : index + 1])
-                if views is None:
-                    segment.write(x)
+            with channel.states() as (state, _):
+                yield from self._tensors_of(channel, state, step)
+
+    def _tensors_of(
+        self, channel: Channel, state: State, step: int
+    ) -> Iterator[tuple[Tensor, State, Clock]]:
+        bucket = channel.bucket
+        clock = self._clock(bucket, step)
+        everywhere = [
+            name
+            for name, t in channel.state.items()
+            if t.dim() and not is_owned(self.round.update, name, t)
+        ]
+        pieces = {name: bucket.split(state[name]) for name in everywhere}
+        rest = {name: t for name, t in channel.state.items() if name not in pieces}
+        views = bucket.views()
+        for index, segment in enumerate(bucket.segments):
+            x = segment.view() if views is None else views[index]
+            own = {name: tensors[index] for name, tensors in pieces.items()}
+            yield x, rest | own, replace(clock, shapes=clock.shapes[index : index + 1])
+            if views is None:
+                segment.write(x)
 
     def _reset_optimizer(self) -> None:
         """Clear the optimizer's state of this round's parameters."""
@@ -310,18 +325,21 @@ class ParameterRunner:
         """Write into x what `finish` would leave there. The round itself does not change."""
         if self._quiescing is None:
             return
-        states = [{k: t.clone() for k, t in c.state.items()} for c in self.channels]
-        copies = {id(c): state for c, state in zip(self.channels, states, strict=True)}
+        copies: dict[int, State] = {}
+        for channel in self.channels:
+            with channel.states() as (state, _):
+                copies[id(channel)] = {name: t.clone() for name, t in state.items()}
         for flight in self.in_flight:
             self._fold(flight, step, copies, write=self._sends_part_of_x)
-        self._quiesce(states, averaged=True)
+        self._quiesce(averaged=True, copies=copies)
 
     def write_anchor(self) -> None:
         """Write the anchor into x, gathered from its owners where it is sharded."""
         name = self.round.update.anchor
         assert name is not None
         for channel in self.channels:
-            anchor = channel.state[name]
+            with channel.states() as (state, _):
+                anchor = state[name]
             if is_owned(self.round.update, name, anchor):
                 job = partial(self._messenger.gather_owned, anchor, channel)
                 anchor = self._context.comm.call(job, "consensus")
@@ -350,4 +368,5 @@ class ParameterRunner:
 
 def _rebase(channel: Channel, x: Tensor) -> None:
     if isinstance(channel.exchange, Rebase):
-        channel.exchange.rebase(x, channel.exchange_state)
+        with channel.states() as (_, exchange_state):
+            channel.exchange.rebase(x, exchange_state)

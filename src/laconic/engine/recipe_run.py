@@ -83,6 +83,7 @@ class RecipeRun:
             self.scores,
             session.settings.seed,
             session.elastic is not None,
+            session.settings.offload and session.device.type != "cpu",
         )
         self.rounds = [
             ParameterRunner(r, session.links[r.over], self._context) for r in self._planned

@@ -78,7 +78,7 @@ class Settings:
     the GradScaler's scale, None without one. ``arrange``: adapts a recipe to the layout of ranks.
     ``policy``: what changes the recipe, if anything does. ``hooked``: the optimizer's hooks run the
     rounds; otherwise the front end calls `Driver.advance`. ``elastic``: the link to all workers,
-    where they come and go.
+    where they come and go. ``offload``: outer state is in host memory.
     """
 
     average_buffers: bool
@@ -88,6 +88,7 @@ class Settings:
     policy: Policy | None = None
     hooked: bool = True
     elastic: ElasticLink | None = None
+    offload: bool = False
 
 
 class Session:
@@ -111,7 +112,7 @@ class Session:
         self.elastic = settings.elastic
         if self.elastic is None:
             threaded = self.world.threaded and self.world.size > 1
-            self.comm = CommThread(threaded, device, self.world.check)
+            self.comm = CommThread(threaded, device, self.world.check, queues=self.world.queues)
         else:
             self.comm = CommThread(
                 self.elastic.threaded, device, self.world.check, self.elastic.unit

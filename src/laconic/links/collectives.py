@@ -144,15 +144,19 @@ class Collectives:
 
     # -- collectives ----
 
-    def mean(self, x: Tensor) -> None:
-        complete(self._mean(x))
+    def mean(self, x: Tensor, parts: Parts | None = None) -> None:
+        """As `Link.mean`. ``parts`` of the n slices of x are filled and used, if n divides its
+        length; else all of x is one part of one row, number 0."""
+        complete(self._mean(x, parts))
 
-    def _mean(self, x: Tensor, overlaps: bool = False) -> Stages[None]:
-        if self.size == 1:
-            return
-        if x.numel() % self.size:
-            everyone = yield from self._gather(x, overlaps)
-            x.copy_(mean_in_rank_order(everyone.unbind()))
+    def _mean(self, x: Tensor, parts: Parts | None = None, overlaps: bool = False) -> Stages[None]:
+        if self.size == 1 or x.numel() % self.size:
+            whole = parts or Parts([x.numel()])
+            whole.fill_all([0])
+            if self.size > 1:
+                everyone = yield from self._gather(x, overlaps)
+                x.copy_(mean_in_rank_order(everyone.unbind()))
+            whole.use_all([0])
             return
         # each part of this rank's slice goes out as soon as it has come from all others. A rank
         # sends a part of its slice after it has received that part from this one, so what comes
@@ -164,12 +168,13 @@ class Collectives:
         room = scratch.take((self.size - 1) * length, x.dtype, x.device)
         pieces = dict(zip(others, room.view(-1, length), strict=True))
         rows = {r: slices[r] for r in others}
-        there = self._post(rows, pieces, ready=overlaps, joins=overlaps)
+        there = self._post(rows, pieces, ready=False, joins=overlaps)
+        if overlaps:
+            self._fill(there, parts, x.element_size())
         yield from self._sent(there, overlaps)
         back = self._post(dict.fromkeys(others, own), rows, ready=False, joins=True)
         if not overlaps:  # what follows is known by now
-            with self._guard.blaming():
-                there.send_all()
+            self._fill(there, parts, x.element_size())
         count = max(1, min(MEAN_PARTS, length * x.element_size() // LEAST_PART))
         for part in Parts([length * (k + 1) // count for k in range(count)]):
             for r in others[::-1]:
@@ -183,10 +188,31 @@ class Collectives:
         self._wait(there)
         self._lent = self._lent and scratch is not self._scratch
         yield from self._sent(back, overlaps)
-        self._wait(back)
+        if parts is None:
+            self._wait(back)
+        else:
+            self._receive(back, parts, arrivals(me, self.size), x.element_size())
 
-    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
+    def _fill(self, transfer: Transfer, parts: Parts | None, itemsize: int) -> None:
+        """Fill the ``parts`` of all rows, and send each of them."""
+        if parts is None or parts.fill is None:
+            with self._guard.blaming():
+                transfer.send_all()
+            return
+        for part in parts:
+            for r in hops(self.rank, self.size):
+                parts.fill(r, part)
+                if r != self.rank:
+                    self._send(transfer, r, part.stop * itemsize)
+
+    def reduce_scatter(
+        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
+    ) -> Tensor:
+        """As `Link.reduce_scatter`. ``parts`` of the owners' slices are filled."""
         slices = x.view(owners or self.size, -1).unbind()
+        if parts is not None and (len(slices) < self.size or len(parts.ends) == 1):
+            parts.fill_all(range(len(slices)))
+            parts = None
         if self.rank >= len(slices):
             self._wait(self._post_all(slices, []))
             return x[:0]
@@ -194,7 +220,9 @@ class Collectives:
         room = self._scratch.take((self.size - 1) * length, x.dtype, x.device)
         pieces = list(torch.split(room, length)) if self.size > 1 else []
         pieces.insert(self.rank, slices[self.rank])
-        transfer = self._post_all(slices, pieces)
+        transfer = self._post_all(slices, pieces, ready=parts is None)
+        if parts is not None:
+            self._fill(transfer, parts, x.element_size())
 
         def arrived() -> Iterator[Tensor]:
             for r, piece in enumerate(pieces):
@@ -325,11 +353,17 @@ class Overlapping:
         self._collectives = collectives
         self.rank, self.size = collectives.rank, collectives.size
 
-    def mean(self, x: Tensor) -> Stages[None]:
-        return self._collectives._mean(x, overlaps=True)
+    def mean(self, x: Tensor, parts: Parts | None = None) -> Stages[None]:
+        return self._collectives._mean(x, parts, overlaps=True)
 
-    def all_gather(self, mine: Tensor, out: Tensor, *, parts: Parts | None = None) -> Stages[None]:
-        return self._collectives._all_gather(mine, out, parts=parts, overlaps=True)
+    def all_gather(
+        self,
+        mine: Tensor,
+        out: Tensor,
+        owners: int | None = None,
+        parts: Parts | None = None,
+    ) -> Stages[None]:
+        return self._collectives._all_gather(mine, out, owners, parts, overlaps=True)
 
     def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> Stages[None]:
         return self._collectives._all_to_all(x, out, parts, overlaps=True)

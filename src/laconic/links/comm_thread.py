@@ -126,6 +126,7 @@ class CommThread:
     ``threaded``: in a thread of its own; otherwise at once, as simulated workers need. ``device``:
     where the tensors are. ``check`` raises a `LinkError` if another rank is known not to come to
     the collective that this one waits for. ``around`` runs each job, perhaps several times.
+    ``queues``: see `Link.queues`.
     """
 
     def __init__(
@@ -134,12 +135,16 @@ class CommThread:
         device: torch.device,
         check: Callable[[], None],
         around: Around = _just_run,
+        *,
+        queues: bool = False,
     ) -> None:
         self.seconds_waiting = 0.0
         self.observer: Callable[[float, float], None] | None = None
         self.device = device
         self._threaded = threaded
         self._accelerator = accelerator(device)
+        self._calls_here = not threaded or (self._accelerator is not None and queues)
+        """Whether `call` runs its job in the caller's thread, on the caller's stream."""
         self._check = check
         self._around = around
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -162,7 +167,7 @@ class CommThread:
     def call(self, job: Callable[[], T], label: str) -> T:
         """Run ``job`` after those submitted before, and return its result. The time counts as
         waiting. ``label`` says in errors what the job is."""
-        if self._threaded and self._accelerator is None:
+        if not self._calls_here:
             return self.submit(job, label).wait()
         if self._latest is not None:
             self._latest.wait()  # raises what it raised; the accelerator waits for its work

@@ -149,6 +149,12 @@ class Link(Protocol):
         ...
 
     @property
+    def queues(self) -> bool:
+        """Whether collectives on an accelerator return once they are work of the current stream, as
+        NCCL's do, and not when the result is there."""
+        ...
+
+    @property
     def joined(self) -> float:
         """When (`time.perf_counter`) the last collective completed, as far as this rank knows."""
         ...

@@ -29,6 +29,7 @@ class NcclLink:
     as that of `laconic.init` does. Made by `over`; ``owned``: `close` destroys the group."""
 
     threaded = True
+    queues = True
     overlapping = None
 
     def __init__(

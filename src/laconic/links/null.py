@@ -22,6 +22,7 @@ class NullLink:
 
     rank = 0
     threaded = True
+    queues = False
     overlapping = None
 
     def __init__(self, size: int) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -16,7 +17,7 @@ from laconic.links.agreement import agree
 from laconic.links.link import Link
 from laconic.links.simulated import current_link, single_link
 from laconic.links.throttled import Throttled
-from laconic.links.torch_link import world_link
+from laconic.links.torch_link import Choice, inner_link, own_backend, world_link
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -33,9 +34,9 @@ _SHARD_INSIDE = (
 )
 
 
-def own_link(device: torch.device, timeout: float) -> Link:
+def own_link(device: torch.device, timeout: float, choice: Choice = "auto") -> Link:
     """This process's link to all ranks: the simulated worker's, or one for torch's process
-    group."""
+    group; see `world_link`."""
     simulated = current_link.get()
     if simulated is not None:
         return simulated
@@ -44,7 +45,7 @@ def own_link(device: torch.device, timeout: float) -> Link:
             "no process group: call laconic.init() (under torchrun, or for one process) or "
             "torch.distributed.init_process_group(), run inside laconic.simulate, or pass link="
         )
-    link = world_link(device, timedelta(seconds=timeout))
+    link = world_link(device, timedelta(seconds=timeout), choice)
     bandwidth, latency = os.environ.get(BANDWIDTH_VARIABLE), os.environ.get(LATENCY_VARIABLE)
     if bandwidth is None and latency is None:
         return link
@@ -52,13 +53,17 @@ def own_link(device: torch.device, timeout: float) -> Link:
 
 
 def agreed_link(
-    problem: str | None, link: Link | None, device: torch.device, timeout: float
+    problem: str | None,
+    link: Link | None,
+    device: torch.device,
+    timeout: float,
+    choice: Choice = "auto",
 ) -> Link:
     """``link``, or else this process's link to all ranks, if no rank has a ``problem``. Otherwise
     raises ``ValueError`` on every rank."""
     world = None
     try:
-        world = link or own_link(device, timeout)
+        world = link or own_link(device, timeout, choice)
         agree(world.gather, problem)
     except BaseException as error:
         if link is None and world is not None:
@@ -67,6 +72,16 @@ def agreed_link(
             raise
         raise ValueError(problem) from None  # also where the other ranks cannot be reached
     return world
+
+
+def inside_of(
+    world: Link, device: torch.device, timeout: float
+) -> Callable[[list[list[int]]], Link] | None:
+    """What makes the link inside a worker, for `sets_of`, where that is not ``world``'s own way:
+    accelerators of one host exchange faster by themselves."""
+    if world.queues or own_backend(device) is None:
+        return None
+    return partial(inner_link, device=device, timeout=timedelta(seconds=timeout))
 
 
 def layout_of(
@@ -152,11 +167,15 @@ def _layout(
 
 
 def sets_of(
-    world: Link, layout: list[list[int]], group_size: int | None, sharded: bool
+    world: Link,
+    layout: list[list[int]],
+    group_size: int | None,
+    sharded: bool,
+    inside: Callable[[list[list[int]]], Link] | None = None,
 ) -> dict[str, Link]:
     """The links of the named sets of ranks. The ranks of one worker are its ``replica`` if each has
     the whole model, and its ``shards`` if each has a part of it; the other set is this rank
-    alone."""
+    alone. ``inside(layout)`` makes the link of the replica; None: as between workers."""
     problem, grouped = None, 0
     try:
         grouped = 0 if group_size is None else check_int("group_size", group_size, 1)
@@ -177,7 +196,10 @@ def sets_of(
     crossing = list(zip(*layout, strict=True))  # the ranks at the same place in their workers
     if len(layout[0]) > 1:
         sets["workers"] = world.split(crossing)
-        sets["shards" if sharded else "replica"] = world.split(layout)
+        if sharded:  # a few numbers, beside FSDP's own collectives
+            sets["shards"] = world.split(layout)
+        else:
+            sets["replica"] = (inside or world.split)(layout)
     if grouped:
         # of the world, so that every rank names the same sets, as torch's process groups need
         starts = range(0, len(layout), grouped)

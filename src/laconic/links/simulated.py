@@ -223,6 +223,7 @@ class SimulatedLink:
     """The link of one simulated worker to the ``members`` of its set."""
 
     threaded = False
+    queues = False
     overlapping = None
 
     def __init__(self, stage: Stage, me: int, members: Sequence[int]) -> None:

@@ -52,6 +52,7 @@ class TcpLink(Collectives):
     ``wire`` are those of the link, and connected."""
 
     threaded = True
+    queues = False
 
     def __init__(self, guard: CallGuard, wire: Wire) -> None:
         super().__init__(guard, wire)

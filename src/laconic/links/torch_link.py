@@ -1,20 +1,37 @@
 """Makes the link that fits a device, over the ranks of a process group of torch.
 
-For a new kind of accelerator write its link in a file of its own, and add a row to `LINKS`.
+CPU tensors travel over laconic's own connections (``"tcp"``). Tensors on an accelerator do, too, by
+way of host memory, or by the accelerator's own collectives, of which there are those of NVIDIA
+(``"nccl"``). For another accelerator's write a link in a file of its own, and add a row to `OWN`.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
+from laconic.device import accelerator, synchronize
 from laconic.links.link import Link
 from laconic.links.nccl import NcclLink
 from laconic.links.rendezvous import default_rendezvous
+from laconic.links.staged import StagedLink
 from laconic.links.tcp import TcpLink
+
+Choice = Literal["auto", "tcp", "nccl"]
+CHOICES = ("auto", "tcp", "nccl")
+"""What messages between ranks travel by; ``"auto"``: by what is faster."""
+PROBES = (2**16, 2**19, 2**22)
+"""Bytes of the means that are timed, the first of which also warms up."""
+LONG = 0.05
+"""No larger mean is timed once one takes so many seconds."""
+FASTER = 0.8
+"""The accelerator's own collectives are used if they take at most this share of the time. At equal
+speed the host's are better: they find lost ranks, encrypt, and sum in one order."""
 
 
 class Kind(Protocol):
@@ -30,31 +47,115 @@ class Kind(Protocol):
     ) -> Link: ...
 
 
-LINKS: dict[str, Kind] = {"cpu": TcpLink.over, "cuda": NcclLink.over}
-"""By the type of the device that holds the tensors."""
+OWN: dict[str, Kind] = {"nccl": NcclLink.over}
+"""An accelerator's own collectives, by the back end of torch's process groups."""
 
 
-def _kind(device: torch.device) -> Kind:
-    if device.type not in LINKS:
-        raise ValueError(f"there is no link for tensors on {device}: only for {', '.join(LINKS)}")
-    return LINKS[device.type]
+def own_backend(device: torch.device) -> str | None:
+    """The back end for the own collectives of the accelerator ``device``, if torch's default
+    process group has it."""
+    kind = accelerator(device)
+    if kind is None or not dist.is_initialized():
+        return None
+    known = kind.backend in OWN and kind.backend in str(dist.get_backend_config())
+    return kind.backend if known else None
+
+
+def check_choice_of_link(choice: Choice, device: torch.device) -> None:
+    """Raise ``ValueError`` if there is no such link for tensors on ``device``."""
+    if choice not in CHOICES:
+        raise ValueError(f"link must be one of {', '.join(CHOICES)}, or a Link, not {choice!r}")
+    if choice == "nccl" and own_backend(device) != "nccl":
+        raise ValueError(
+            f"link='nccl' needs a model on GPUs and a process group with NCCL, as laconic.init() "
+            f"makes: the model is on {device}. Use link='tcp' or 'auto'"
+        )
+    if device.type != "cpu" and accelerator(device) is None:
+        raise ValueError(f"there is no link for tensors on {device}: move the model to a CPU")
+
+
+def _host_link(
+    group: dist.ProcessGroup, device: torch.device, timeout: timedelta, *, owned: bool = False
+) -> Link:
+    """The link over laconic's own connections. ``device``: where the tensors are."""
+    if accelerator(device) is None:
+        return TcpLink.over(group, device, timeout, owned=owned)
+    takes_cpu = "cpu" in str(dist.get_backend_config(group))
+    meeting = torch.device("cpu") if takes_cpu else device
+    return StagedLink(TcpLink.over(group, meeting, timeout, owned=owned), device)
 
 
 def TorchLink(  # noqa: N802  a user writes it like the classes of other links
-    group: dist.ProcessGroup, device: torch.device, timeout: timedelta
+    group: dist.ProcessGroup,
+    device: torch.device,
+    timeout: timedelta,
+    link: Literal["tcp", "nccl"] = "tcp",
 ) -> Link:
     """A link over all ranks of ``group``, for tensors on ``device``. Every rank of the group must
-    call it. ``timeout``: how long to wait for a rank that does not answer."""
-    return _kind(device)(group, device, timeout)
+    call it. ``timeout``: how long to wait for a rank that does not answer. ``link``: over laconic's
+    own connections, or by NCCL."""
+    check_choice_of_link(link, device)
+    return OWN.get(link, _host_link)(group, device, timeout)
 
 
-def world_link(device: torch.device, timeout: timedelta) -> Link:
-    """The link over all ranks of torch's default process group. Every rank must call it."""
-    make, found = _kind(device), default_rendezvous()
+def _new_group(timeout: timedelta) -> dist.ProcessGroup:
+    found = default_rendezvous()
     if found is None:
+        group: dist.ProcessGroup = dist.new_group(timeout=timeout)
+        return group
+    found.wait_for_all(timeout.total_seconds())
+    with found.naming_lost_ranks():
         group = dist.new_group(timeout=timeout)
-    else:
-        found.wait_for_all(timeout.total_seconds())
-        with found.naming_lost_ranks():
-            group = dist.new_group(timeout=timeout)
-    return make(group, device, timeout, owned=True)
+    return group
+
+
+def world_link(device: torch.device, timeout: timedelta, choice: Choice = "auto") -> Link:
+    """The link over all ranks of torch's default process group. Every rank must call it."""
+    check_choice_of_link(choice, device)
+    backend = own_backend(device)
+    host, own = choice != backend, backend is not None and choice != "tcp"
+    links: list[Link] = []
+    if host:
+        links.append(_host_link(_new_group(timeout), device, timeout, owned=True))
+    if own and backend is not None:
+        links.append(OWN[backend](_new_group(timeout), device, timeout, owned=True))
+    if len(links) == 1:
+        return links[0]
+    return _faster(links[0], links[1], device)
+
+
+def inner_link(layout: Sequence[Sequence[int]], device: torch.device, timeout: timedelta) -> Link:
+    """The link between the ranks of this rank's worker, by the accelerator's own collectives.
+    ``layout``: the ranks of each worker. Every rank must call it."""
+    backend = own_backend(device)
+    assert backend is not None, "the process group has that back end"
+    mine: dist.ProcessGroup | None = None
+    for ranks in layout:  # torch has every rank make every group, its own or not
+        group = dist.new_group(list(ranks), timeout=timeout)
+        mine = group if dist.get_rank() in ranks else mine
+    assert mine is not None, "every rank belongs to a worker"
+    return OWN[backend](mine, device, timeout, owned=True)
+
+
+def _faster(host: Link, own: Link, device: torch.device) -> Link:
+    """The faster link of the two, the same on all ranks. The other one is closed."""
+    seconds = [0.0, 0.0]
+    for size in PROBES:
+        taken = torch.tensor([_seconds(link, device, size) for link in (host, own)])
+        seconds = host.gather(taken).amax(0).tolist()
+        if size > PROBES[0] and seconds[0] >= LONG:
+            break
+    better, other = (own, host) if seconds[1] <= FASTER * seconds[0] else (host, own)
+    other.close()
+    return better
+
+
+def _seconds(link: Link, device: torch.device, size: int) -> float:
+    """The seconds of a mean of about ``size`` bytes."""
+    x = torch.zeros(size // 4 // link.size * link.size, device=device)
+    link.gather(torch.zeros(1))  # all ranks begin together
+    synchronize(device)
+    start = time.perf_counter()
+    link.mean(x)
+    synchronize(device)
+    return time.perf_counter() - start

@@ -61,6 +61,10 @@ class Wrapped:
         return self.link.threaded
 
     @property
+    def queues(self) -> bool:
+        return self.link.queues
+
+    @property
     def joined(self) -> float:
         return self.link.joined
 

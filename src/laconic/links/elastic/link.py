@@ -47,6 +47,7 @@ class ElasticLink:
     newcomer needs for the step that begins with ``call``, see `Relay.finish`; set by the engine.
     """
 
+    queues = False
     overlapping = None  # a unit is a few collectives, one after the other
 
     def __init__(

@@ -1,0 +1,81 @@
+"""The kernels for GPUs: what they compute, by Triton's interpreter, and that they compile."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from laconic.codecs import Cast, Int4, Int8, compiled, kernels
+
+FOLDER = Path(__file__).parent
+SHAPES, PARTS = 1000, 4
+
+
+def program(name: str, *arguments: object) -> str:
+    """What a program beside this one prints."""
+    command = [sys.executable, "-W", "ignore", str(FOLDER / name), *map(str, arguments)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.strip()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_they_give_the_bits_of_the_kernels_in_c(part: int) -> None:
+    each = SHAPES // PARTS
+    assert program("interpreted.py", part * each, each) == f"{each} shapes, all equal"
+
+
+@pytest.mark.timeout(300)
+def test_they_compile_for_gpus() -> None:
+    """The interpreter accepts more than the compiler does."""
+    assert program("compiled_for_gpus.py") == "all compiled"
+
+
+def test_who_serves_which_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+
+    def on_gpu(device: torch.device) -> object:
+        asked.append(device)
+        return "gpu"
+
+    monkeypatch.setattr(compiled, "gpu_kernels", on_gpu)
+    four, cast = Int4().kernel, Cast("bfloat16").kernel
+    assert four is not None and cast is not None
+    here = torch.ones(8)
+    assert compiled.kernels_for(four, here, here) is (kernels if kernels.library() else None)
+    assert compiled.kernels_for(four, here.double()) is None
+    assert compiled.kernels_for(four, torch.ones(4, 4)[:, 0]) is None
+    assert compiled.kernels_for(four, here, torch.ones(8, device="meta")) is None
+    there = OnGpu(torch.ones(8))
+    assert compiled.kernels_for(four, there) == "gpu"
+    assert compiled.kernels_for(cast, there) == "gpu"
+    assert compiled.kernels_for(cast, there, decodes=True) is None
+    long = Int8(kernels.MAX_BLOCK + 1).kernel
+    assert long is not None and compiled.kernels_for(long, there) is None
+    assert asked == [torch.device("cuda", 0)] * 2
+
+
+class OnGpu(torch.Tensor):
+    """Stands in for a tensor on a GPU."""
+
+    device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+
+def test_without_triton_tensor_operations_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(compiled, "find_spec", lambda name: None)
+    assert compiled.gpu_kernels.__wrapped__(device) is None
+
+
+def test_kernels_that_do_not_compile_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("Failed to find C compiler\nmore")
+
+    monkeypatch.setattr(torch, "ones", fail)
+    with pytest.warns(UserWarning, match=r"\(Failed to find C compiler\): codecs use tensor"):
+        assert compiled.gpu_kernels.__wrapped__(torch.device("cuda", 0)) is None

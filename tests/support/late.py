@@ -1,0 +1,337 @@
+"""An accelerator that is as late as it may be, on the CPU: the device "late".
+
+Its tensors are of a device of their own, so an operation on them and on a CPU tensor is an error.
+Work that writes into tensors is queued on the current stream, as on a GPU, and done only when an
+order that the program has asked for demands it: when the same stream computes something new, or
+something waits for an event behind it. Work on another stream is never done by itself. So whatever
+a program does not wait for has not happened:
+
+- a host that reads memory before the event after the copy finds old bytes;
+- a copy reads what is in its source when it is made, not when it was queued;
+- memory whose last tensor is gone is overwritten by its own stream, unless `record_stream` has
+  named the streams that still use it.
+
+It needs torch's experimental Python back ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _setup_privateuseone_for_python_backend,
+)
+
+from laconic.device import ACCELERATORS
+
+_lock = threading.RLock()
+_here = threading.local()
+_keys = itertools.count()
+POISON = 0xA5
+"""What memory holds that something else has used meanwhile."""
+
+
+class LateEvent:
+    """A point in a stream's work."""
+
+    def __init__(self, stream: LateStream) -> None:
+        self.stream, self.done = stream, False
+
+    def wait(self, stream: LateStream) -> None:
+        with _lock:
+            stream.queue.append((lambda: self.stream.run(self), set()))
+
+    def synchronize(self) -> None:
+        self.stream.run(self)
+
+
+class LateStream:
+    """A queue of work, which somebody must ask for."""
+
+    def __init__(self) -> None:
+        self.queue: deque[tuple[Callable[[], object], set[int]]] = deque()
+        """Work, and the keys of the memory that it uses."""
+
+    def record_event(self) -> LateEvent:
+        event = LateEvent(self)
+        with _lock:
+            self.queue.append((lambda: setattr(event, "done", True), set()))
+        return event
+
+    def run(self, until: LateEvent | None = None) -> None:
+        """Do what is queued, up to the event ``until``."""
+        with _lock:
+            while self.queue and not (until is not None and until.done):
+                self.queue.popleft()[0]()
+
+    def uses(self, key: int) -> bool:
+        return any(key in keys for _, keys in self.queue)
+
+
+DEFAULT = LateStream()
+STREAMS: list[LateStream] = [DEFAULT]
+
+
+def current() -> LateStream:
+    stream: LateStream = getattr(_here, "stream", DEFAULT)
+    return stream
+
+
+class Memory:
+    """The memory of a tensor and its views."""
+
+    def __init__(self, raw: Tensor) -> None:
+        self.raw, self.home, self.key = raw, current(), next(_keys)
+        self.recorded: set[int] = set()
+
+    def __del__(self) -> None:
+        with _lock:
+            pending = [s for s in STREAMS if s is not self.home and s.uses(self.key)]
+            if any(id(s) not in self.recorded for s in pending):
+                whole = torch.empty(0, dtype=torch.uint8).set_(self.raw.untyped_storage())
+                self.home.queue.append((lambda: whole.fill_(POISON), {self.key}))
+
+
+class Late(Tensor):
+    """A tensor of the device "late", whose elements are those of ``raw``."""
+
+    raw: Tensor
+    memory: Memory
+
+    @staticmethod
+    def __new__(cls, raw: Tensor, memory: Memory | None = None) -> Late:
+        at = {"strides": raw.stride(), "storage_offset": raw.storage_offset(), "dtype": raw.dtype}
+        made = Tensor._make_wrapper_subclass(cls, raw.shape, device="late:0", **at)  # type: ignore[attr-defined]
+        made.raw, made.memory = raw, memory or Memory(raw)
+        return made  # type: ignore[no-any-return]
+
+    def data_ptr(self) -> int:
+        return self.raw.data_ptr()
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def record_stream(self, stream: Any) -> None:
+        self.memory.recorded.add(id(stream))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Late({self.raw})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return _dispatch(func, args, dict(kwargs or {}))
+
+
+_pinned: set[int] = set()
+"""Where pinned memory is."""
+
+
+def is_pinned(x: Tensor) -> bool:
+    return x.untyped_storage().data_ptr() in _pinned
+
+
+def _raw(x: Any) -> Any:
+    return x.raw if isinstance(x, Late) else x
+
+
+def _is_late(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "late"
+
+
+def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    name, schema = func.overloadpacket.__name__, func._schema
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    copies = name in ("copy_", "_to_copy", "_foreach_copy_")
+    host = [t for t in tensors if not isinstance(t, Late)]
+    if any(t.dim() for t in host) and not copies:
+        raise RuntimeError(f"{name}: some tensors are on the CPU, and some on late:0")
+    raw_args, raw_kwargs = tree_map(_raw, args), tree_map(_raw, kwargs)
+    keys = {t.memory.key for t in tensors if isinstance(t, Late)}
+    to = raw_kwargs.get("device")
+    if _is_late(to):
+        raw_kwargs["device"] = torch.device("cpu")
+
+    def run() -> Any:
+        with torch.no_grad():
+            return func(*raw_args, **raw_kwargs)
+
+    stream = current()
+    if schema.is_mutable and not _random(func):
+        beside = copies and all(is_pinned(t) for t in host) and _non_blocking(args, kwargs)
+        if not host or beside:
+            with _lock:
+                stream.queue.append((run, keys))
+        else:
+            stream.run()
+            run()
+        changed = kwargs.get("out", args[0])
+        return None if name.startswith("_foreach_") else changed
+    if not _is_view(schema) and not name.startswith(("empty", "new_empty")):
+        stream.run()
+    found = run()
+    if to is not None and not _is_late(to):
+        return found
+    bases = {t.raw.untyped_storage()._cdata: t.memory for t in tensors if isinstance(t, Late)}
+
+    def wrap(x: Any) -> Any:
+        return Late(x, bases.get(x.untyped_storage()._cdata)) if isinstance(x, Tensor) else x
+
+    if name == "_local_scalar_dense":
+        return found
+    return tree_map(wrap, found)
+
+
+def _random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _non_blocking(args: Any, kwargs: dict[str, Any]) -> bool:
+    given = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+    return bool(given)
+
+
+def _is_view(schema: Any) -> bool:
+    aliases = [r.alias_info for r in schema.returns]
+    return any(a is not None and not a.is_write for a in aliases)
+
+
+class LateAccelerator:
+    """The device "late", for `laconic.device.ACCELERATORS`."""
+
+    backend = "none"
+    activity = ProfilerActivity.CPU
+
+    def count(self) -> int:
+        return 1
+
+    def can_communicate(self) -> bool:
+        return False
+
+    def select(self, index: int) -> None:
+        assert index == 0
+
+    def current(self) -> int:
+        return 0
+
+    def model_name(self, index: int) -> str:
+        return "late"
+
+    def current_stream(self, device: torch.device) -> LateStream:
+        return current()
+
+    def new_stream(self, device: torch.device) -> LateStream:
+        STREAMS.append(LateStream())
+        return STREAMS[-1]
+
+    @contextmanager
+    def on_stream(self, stream: Any) -> Iterator[None]:
+        before = current()
+        _here.stream = stream
+        try:
+            yield
+        finally:
+            _here.stream = before
+
+    def pinned(self, nbytes: int) -> Tensor:
+        made = torch.full((nbytes,), POISON, dtype=torch.uint8)
+        _pinned.add(made.untyped_storage().data_ptr())
+        _kept.append(made)  # or another tensor might be in its place
+        return made
+
+    def synchronize(self, device: torch.device) -> None:
+        for stream in list(STREAMS):
+            stream.run()
+
+    def timing_event(self) -> Any:
+        raise NotImplementedError
+
+    def peak_bytes(self, device: torch.device) -> int:
+        return 0
+
+    def in_use(self) -> bool:
+        return False
+
+    def random_state(self) -> Tensor:
+        return torch.zeros(0, dtype=torch.uint8)
+
+    def set_random_state(self, state: Tensor) -> None:
+        assert not state.numel()
+
+
+_kept: list[Tensor] = []
+_library: list[torch.library.Library] = []
+
+
+@contextmanager
+def device() -> Iterator[torch.device]:
+    """The device, which laconic knows meanwhile as an accelerator."""
+    found = set_up()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(ACCELERATORS, "late", LateAccelerator())
+        patched.setattr(torch, "Generator", _generator)
+        yield found
+    for stream in STREAMS:
+        stream.run()
+
+
+class Module(_DummyBackendModule):  # type: ignore[misc]
+    """``torch.late``."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+
+_Generator = torch.Generator
+
+
+def _generator(device: Any = "cpu") -> torch.Generator:
+    return _Generator("cpu" if _is_late(device) else device)
+
+
+def prepare(_: int) -> None:
+    """Before the process first uses autograd, which then knows the devices that there are."""
+    set_up()
+
+
+def set_up() -> torch.device:
+    """Make the device exist in this process, once, and return it."""
+    if not _library:
+        _setup_privateuseone_for_python_backend("late", Module())  # type: ignore[no-untyped-call]
+        library = torch.library.Library("aten", "IMPL")
+        for name in ("empty.memory_format", "empty_strided"):
+            library.impl(name, _factory(name), "PrivateUse1")
+        library.impl("_to_copy", _to_copy, "PrivateUse1")
+        _library.append(library)
+    return torch.device("late", 0)
+
+
+def _factory(name: str) -> Callable[..., Late]:
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+    def make(*args: Any, **kwargs: Any) -> Late:
+        raw = op(*args, **{**kwargs, "device": "cpu"})
+        if raw.numel():
+            torch.empty(0, dtype=torch.uint8).set_(raw.untyped_storage()).fill_(POISON)
+        return Late(raw)
+
+    return make
+
+
+def _to_copy(x: Tensor, **kwargs: Any) -> Tensor:
+    to = kwargs.get("device")
+    made = torch.ops.aten._to_copy.default(x, **{**kwargs, "device": "cpu"})
+    return Late(made) if _is_late(to) else made
