@@ -26,7 +26,7 @@ from laconic.algorithms.round import Recipe, describe, is_recipe, recipe_text, r
 from laconic.auto import Auto, Chooser
 from laconic.buckets import is_sharded, reshard
 from laconic.candidates import start
-from laconic.device import common_device, select_own
+from laconic.device import accelerator, common_device, select_own
 from laconic.elastic import Elastic
 from laconic.engine import elastic_runs
 from laconic.engine.driver import Driver
@@ -39,6 +39,7 @@ from laconic.errors import TIMEOUT, check_bool, check_choice, check_float, check
 from laconic.links import Link, job_secret, rendezvous, slurm, tls
 from laconic.links.attempts import open_store
 from laconic.links.rank_sets import agreed_link, inside_of, layout_of, sets_of
+from laconic.links.staged import StagedLink
 from laconic.links.torch_link import CHOICES, Choice
 from laconic.metrics import Metrics, MetricsArgument, agree_on_metrics, check_metrics
 
@@ -199,7 +200,7 @@ def attach(
             about = recipe_text(rounds), describe(rounds)
             about = (recipe.text, recipe.text) if isinstance(recipe, Auto) else about
             joined = elastic_runs.join(elastic, about, params, buffers, seed, seconds)
-            world = joined.link
+            world = joined.link if accelerator(device) is None else StagedLink(joined.link, device)
         assert not isinstance(optimizer, Sequence), "one by now, or a problem was raised"
         if given is None:
             on_error.callback(world.close)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+import laconic as la
 from laconic.engine import gradient_rounds
+from laconic.engine.gradient_rounds import GradientRunner
 from laconic.links import Link, comm_thread
 from laconic.links.comm_thread import CommThread, Pending
 from laconic.links.staged import StagedLink
@@ -157,3 +160,126 @@ def test_each_guard_is_needed(late_pool: gloo.Pool, guard: int) -> None:
     expected = late_pool.run(on_cpu, name, 2, ranks=2)
     with pytest.raises(AssertionError):
         assert_same(late_pool.run(unguarded, name, guard, ranks=2), expected)
+
+
+class OnStream(torch.autograd.Function):
+    """Itself; its gradient, and that of what comes before it, is computed on another stream."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stream: Any) -> Tensor:  # type: ignore[override]
+        ctx.stream = stream
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        late.switch(ctx.stream)  # autograd has it wait for this gradient, and for no other
+        return gradient.clone(), None
+
+
+def on_two_streams(rank: int, device: bool, follows: bool) -> list[Tensor]:
+    """A layer's gradients are computed on another stream than those of the layer after it."""
+    with late.device() as found, pytest.MonkeyPatch.context() as patched:
+        if not follows:
+            patched.setattr(GradientRunner, "_follow_stream", lambda _: None)
+        torch.manual_seed(0)
+        inner = gloo.link_of(2)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+        link: Link = StagedLink(inner, found) if device else inner
+        if device:
+            model.to(found)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        stream = late.LateAccelerator().new_stream(found)
+        with la.attach(model, optimizer, la.ddp(), link=link) as sync:
+            for k in range(6):
+                x = torch.full((3, 4), float(rank + k + 1)).to(next(model.parameters()).device)
+                hidden = model[0](x)
+                hidden = OnStream.apply(hidden, stream) if device else hidden
+                out = model[1](hidden)
+                out = OnStream.apply(out, late.DEFAULT) if device else out
+                with sync.no_sync() if k % 2 == 0 else nullcontext():
+                    out.square().mean().backward()  # the second one adds in place
+                stream.record_event().wait(late.DEFAULT)  # as autograd does at its end
+                if k % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return [p.detach().cpu() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_bucket_waits_for_the_streams_of_all_its_gradients(
+    late_pool: gloo.Pool, follows: bool
+) -> None:
+    expected = late_pool.run(on_two_streams, False, True, ranks=2)
+    found = late_pool.run(on_two_streams, True, follows, ranks=2)
+    same = all(
+        torch.equal(a, b)
+        for x, y in zip(found, expected, strict=True)
+        for a, b in zip(x, y, strict=True)
+    )
+    assert same == follows
+
+
+def waits_of(rank: int, name: str) -> list[str]:
+    """What training waits for, in steps and backward passes after the first."""
+    with late.device() as device:
+        run = Run(ROWS[name], 2, rank, device=device, link=StagedLink(gloo.link_of(2), device))
+        run.sync.report_loss = lambda loss: None  # type: ignore[method-assign]
+        run.model[1].eval()  # without statistics, whose rounds agree on their names
+        with run.sync:
+            run.go(1)
+            late.waits.clear()
+            run.go(STEPS)
+            found = [what for thread, what in late.waits if thread != "laconic-comm"]
+            late.waits.clear()
+        return found
+
+
+@pytest.mark.parametrize("name", ["local_sgd, late", "diloco, eager", "sgp, late"])
+def test_training_does_not_wait_for_the_device(late_pool: gloo.Pool, name: str) -> None:
+    """Where rounds have a delay, it only queues work."""
+    assert late_pool.run(waits_of, name, ranks=2) == [[], []]
+    assert all(late_pool.run(waits_of, "ddp", ranks=2)), "nothing is counted"
+
+
+def elastic(rank: int, recipe: str, on_device: bool, offload: bool) -> list[list[Tensor] | None]:
+    """A simulated run whose workers come and go: each worker's parameters at the end."""
+    with late.device() as device:
+
+        def worker(number: int) -> list[Tensor]:
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Linear(9, 3))
+            model.to(device if on_device else "cpu")
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            sampler = la.ElasticSampler(1000, seed=1)
+            among = la.Elastic("simulated", others={"data": sampler})
+            sync = la.attach(model, optimizer, eval(recipe), elastic=among, offload=offload)
+            data, samples = torch.randn(1000, 6), iter(sampler)
+            while sync.step < 24:
+                x = data[[next(samples) for _ in range(4)]].to(next(model.parameters()).device)
+                optimizer.zero_grad()
+                (model(x) - x[:, :3].sin()).square().mean().backward()
+                optimizer.step()
+            sync.finish()
+            return [p.detach().cpu() for p in model.parameters()]
+
+        torch.manual_seed(5)
+        faults = la.Faults(4, kill=((0, 3), (2, 9)), join=(5,))
+        return la.simulate(worker, faults=faults)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "la.ddp()",
+        "la.ddp(codec='int4')",
+        "la.local_sgd(4, delay=2, codec='int8')",
+        "la.diloco(8, merge='eager', delay=3)",
+        "la.sgp()",
+    ],
+)
+@pytest.mark.parametrize("offload", [False, True])
+def test_workers_come_and_go(late_pool: gloo.Pool, recipe: str, offload: bool) -> None:
+    (expected,) = late_pool.run(elastic, recipe, False, False, ranks=1)
+    (found,) = late_pool.run(elastic, recipe, True, offload, ranks=1)
+    assert [worker is None for worker in found] == [worker is None for worker in expected]
+    assert_same(*([worker for worker in each if worker is not None] for each in (found, expected)))

@@ -109,6 +109,29 @@ def test_a_mean_has_the_dtype_of_what_it_is_the_mean_of(pool: gloo.Pool) -> None
     assert pool.run(mean_of_bfloat16, ranks=3) == [[1.0]] * 3
 
 
+def short_sums(rank: int, kind: str) -> list[torch.Tensor]:
+    link = gloo.link_of(3) if kind == "tcp" else gloo.nccl_link_of(3)
+    found = []
+    for length in (12, 13, 1):
+        x = torch.randn(length, generator=torch.Generator().manual_seed(rank)).bfloat16()
+        link.mean(x)
+        found.append(x)
+    x = torch.randn(12, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    found.append(link.reduce_scatter(x).clone())
+    link.close()
+    return found
+
+
+def test_short_numbers_are_summed_in_float32_by_the_link_for_nccl(pool: gloo.Pool) -> None:
+    """Whose own sums would be bfloat16. Here gloo makes its collectives."""
+    found, expected = (pool.run(short_sums, kind, ranks=3) for kind in ("nccl", "tcp"))
+    for ours, theirs in zip(found, expected, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b, rtol=2**-8, atol=0)
+        assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[3], theirs[3])
+
+
 def split_twice(rank: int) -> tuple[list[float], list[float], int]:
     """Sums over halves of four ranks, and over pairs of these; and how many process groups it
     took."""

@@ -88,6 +88,11 @@ def current() -> LateStream:
     return stream
 
 
+def switch(stream: LateStream) -> None:
+    """Make it this thread's current stream."""
+    _here.stream = stream
+
+
 class Memory:
     """The memory of a tensor and its views."""
 
@@ -139,6 +144,10 @@ _pinned: set[int] = set()
 """Where pinned memory is."""
 
 
+waits: list[tuple[str, str]] = []
+"""Each time that a thread has waited for the current stream: its name, and for what."""
+
+
 def is_pinned(x: Tensor) -> bool:
     return x.untyped_storage().data_ptr() in _pinned
 
@@ -175,6 +184,8 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             with _lock:
                 stream.queue.append((run, keys))
         else:
+            if any(not isinstance(t, Late) for t in tree_leaves(args[0])):
+                waits.append((threading.current_thread().name, name))
             stream.run()
             run()
         changed = kwargs.get("out", args[0])
@@ -182,6 +193,8 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not _is_view(schema) and not name.startswith(("empty", "new_empty")):
         stream.run()
     found = run()
+    if name == "_local_scalar_dense" or (to is not None and not _is_late(to)):
+        waits.append((threading.current_thread().name, name))
     if to is not None and not _is_late(to):
         return found
     bases = {t.raw.untyped_storage()._cdata: t.memory for t in tensors if isinstance(t, Late)}

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from laconic.engine.channel import Channel
 from laconic.engine.driver import Driver
@@ -38,9 +39,13 @@ def collect(driver: Driver) -> dict[str, Any]:
     held: dict[str, Any] = {}
     for name, channel, weight in _channels(driver):
         slots = channel.exchange.slots
-        own = {k: t.clone() for k, t in channel.exchange_state.items() if slots.get(k) == "pooled"}
+        own = {
+            k: t.to("cpu", copy=True)
+            for k, t in channel.exchange_state.items()
+            if slots.get(k) == "pooled"
+        }
         if weight is not None:
-            own["x"] = channel.bucket.pack(channel.bucket.empty())
+            own["x"] = channel.bucket.pack(channel.bucket.empty()).cpu()
             own["w"] = channel.state[weight].clone()
         if own:
             held[name] = own
@@ -52,15 +57,20 @@ def take_over(driver: Driver, held: dict[str, Any], workers: int) -> None:
     """Add what a worker ``held`` that has left; there were so many ``workers`` before. Nothing may
     be under way."""
     for name, channel, weight in _channels(driver):
-        state, other = channel.exchange_state, held.get(name, {})
-        for slot, tensor in other.items():
-            if slot == LAG and RESIDUAL in state:
-                state[RESIDUAL].add_(tensor, alpha=workers - 1)
-            elif slot in state and state[slot].shape == tensor.shape:
-                state[slot].add_(tensor, alpha=(workers - 1) / workers)
-        if weight is not None and "x" in other:
-            w, more = float(channel.state[weight]), float(other["w"])
-            x = channel.bucket.pack(channel.bucket.empty())
-            x.mul_(w / (w + more)).add_(other["x"], alpha=more / (w + more))
-            channel.bucket.unpack(x)
-            channel.state[weight].fill_(w + more)
+        other = {slot: _on_device(t, channel) for slot, t in held.get(name, {}).items()}
+        with channel.states() as (own, state):
+            for slot, tensor in other.items():
+                if slot == LAG and RESIDUAL in state:
+                    state[RESIDUAL].add_(tensor, alpha=workers - 1)
+                elif slot in state and state[slot].shape == tensor.shape:
+                    state[slot].add_(tensor, alpha=(workers - 1) / workers)
+            if weight is not None and "x" in other:
+                w, more = float(own[weight]), float(other["w"])
+                x = channel.bucket.pack(channel.bucket.empty())
+                x.mul_(w / (w + more)).add_(other["x"], alpha=more / (w + more))
+                channel.bucket.unpack(x)
+                own[weight].fill_(w + more)
+
+
+def _on_device(t: Tensor, channel: Channel) -> Tensor:
+    return t.to(channel.bucket.device) if t.dim() else t

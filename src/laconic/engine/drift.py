@@ -121,10 +121,9 @@ class DriftCheck:
         """Whether the messages of gradients can carry digests, and every rank hears from all
         others."""
         session = self._session
-        if session.elastic is not None:
-            return True
-        alike = session.workers.size == session.world.size > 1
-        return alike and session.device.type == "cpu" and not session.sharded
+        if session.device.type != "cpu" or session.sharded:
+            return False
+        return session.elastic is not None or session.workers.size == session.world.size > 1
 
     def digest(self) -> int:
         """The digest that the gradients of the next step carry."""

@@ -90,8 +90,6 @@ def check(elastic: Elastic, recipe: Recipe | Auto, params: Sequence[Tensor]) -> 
             "the parameters are sharded (FSDP), and elastic= is for workers of one rank: if a "
             "worker loses a rank, all of it is lost"
         )
-    if any(p.device.type != "cpu" for p in params):
-        raise ValueError("elastic= is for models on the CPU so far")
     for name, value in (elastic.others or {}).items():
         if not hasattr(value, "state_dict") or not hasattr(value, "load_state_dict"):
             raise ValueError(

@@ -28,6 +28,7 @@ from laconic.algorithms.exchanges.mean import Mean
 from laconic.algorithms.round import GradientRound
 from laconic.algorithms.update import Clock, State
 from laconic.buckets import BUCKET_BYTES, Bucket, Segment, bucketize, local, state_dtype
+from laconic.device import Stream
 from laconic.engine.channel import Channel
 from laconic.engine.flat_gradients import FlatGradients, nonzero, sample_positions
 from laconic.engine.nonfinite import NonfiniteCheck
@@ -133,6 +134,8 @@ class GradientRunner:
         """By bucket, how many parameters' gradients have not arrived."""
         self._arrived: set[int] = set()
         self._task: int | None = None
+        self._stream: Stream | None = None
+        """That of the latest gradient, on an accelerator."""
         self._averaged = False
         self._label = ""
         self.refresh()
@@ -262,7 +265,7 @@ class GradientRunner:
         self._discard()
         self.refresh(keep=True)
         self._rescale()
-        self._task = task
+        self._task, self._stream = task, None
         self._missing = list(self._counts)
         self._arrived = set()
         if not self._flats:
@@ -290,10 +293,19 @@ class GradientRunner:
                 f"before: {REENTRANT}"
             )
         self._arrived.add(id(p))
+        self._follow_stream()
         for index in self._buckets_of[id(p)]:
             self._missing[index] -= 1
         while len(self._pending) < len(self.channels) and not self._missing[len(self._pending)]:
             self._send()
+
+    def _follow_stream(self) -> None:
+        """Have the current stream wait for that of the gradients so far: autograd computes each on
+        the stream of its forward pass, and a bucket is packed on that of its last gradient."""
+        now = self._comm.current_stream()
+        if now is not None and self._stream is not None and now != self._stream:
+            self._stream.record_event().wait(now)
+        self._stream = now
 
     def _rescale(self) -> None:
         """Bring gradients not sent yet to the scale of this pass."""
@@ -309,6 +321,7 @@ class GradientRunner:
     def _send(self) -> None:
         """Send the next bucket, in order."""
         channel, flat = self.channels[len(self._pending)], self._flats[len(self._pending)]
+        self._follow_stream()
         flat.gather()
         if not self._pending:
             self._label, self._now = self._announce(), self._clock()

@@ -224,9 +224,9 @@ def leave_out_residuals(sync: Mapping[str, Any]) -> None:
 
 
 def plain_copy(state: Any) -> Any:
-    """A copy of ``state`` as it is sent to another worker."""
+    """A copy of ``state`` as it is sent to another worker, in host memory."""
     if isinstance(state, Tensor):
-        return state.detach().clone()
+        return state.detach().to("cpu", copy=True)
     if isinstance(state, Mapping):
         return {key: plain_copy(item) for key, item in state.items()}
     if isinstance(state, (list, tuple)):

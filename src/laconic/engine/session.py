@@ -202,24 +202,22 @@ class Session:
         return [json.loads(text) for text in self.comm.call(job, "comparing the ranks")]
 
     def _gather(self, x: Tensor) -> Tensor:
-        return self.world.gather(x.to(self.device))
+        return self.world.gather(x)
 
     def from_rank_0(self, numbers: Sequence[float]) -> list[float]:
         """Rank 0's numbers, as many on every rank."""
-        flat = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        flat = torch.tensor(numbers, dtype=torch.float64)
         self.comm.call(partial(self.world.broadcast, flat), "sharing rank 0's optimizer state")
         received: list[float] = flat.tolist()
         return received
 
     def share_bytes(self, data: Tensor, root: int) -> None:
         """Copy rank ``root``'s ``data`` (uint8, of one length on all ranks) into ``data``."""
-        own = data.to(self.device)
-        self.comm.call(partial(self.world.broadcast, own, root), "sharing a checkpoint's files")
-        data.copy_(own)
+        self.comm.call(partial(self.world.broadcast, data, root), "sharing a checkpoint's files")
 
     def mean(self, value: float) -> float:
         """The mean of a number over all ranks."""
-        own = torch.tensor([value], dtype=torch.float64, device=self.device)
+        own = torch.tensor([value], dtype=torch.float64)
         self.comm.call(partial(self.world.mean, own), "mean()")
         return float(own)
 

@@ -205,10 +205,9 @@ class Link(Protocol):
 
     def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
         """Cut ``x`` into ``owners`` slices (None: n), and return the mean over ranks of slice
-        ``rank``; an empty tensor on the ranks from ``owners`` on. Sums in float32 at least, except
-        NCCL, which sums in x's dtype. Overwrites ``x``. The result belongs to the link or is a view
-        of x, and is valid until the next call. The length of x is a multiple of ``owners``, which
-        is at most n."""
+        ``rank``; an empty tensor on the ranks from ``owners`` on. Sums in float32 at least.
+        Overwrites ``x``. The result belongs to the link or is a view of x, and is valid until the
+        next call. The length of x is a multiple of ``owners``, which is at most n."""
         ...
 
     def all_gather(

@@ -1,7 +1,9 @@
 """The link between processes on NVIDIA GPUs: NCCL's collectives, over torch's process groups.
 
-NCCL sums in an order of its own, and reports lost ranks by its own watchdog. Its messages carry no
-call: the ranks compare their calls by a gather before each of them.
+NCCL sums in an order of its own, and reports lost ranks by its own watchdog. It would sum bfloat16
+in bfloat16: numbers of less than 32 bits are exchanged and summed here, in float32. Its messages
+carry no call: the ranks compare their calls by a gather before each of them, over the process
+group's back end for CPU tensors where there is one.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from laconic.buckets import Scratch
+from laconic.buckets import Scratch, mean_in_rank_order, state_dtype
 from laconic.links.call_guard import CallGuard
 from laconic.links.calls import Call
 from laconic.links.link import Link, Parts, Sent, arrivals, hops
@@ -43,6 +45,7 @@ class NcclLink:
         self._guard, self._device, self._timeout = guard, device, timeout
         self._group, self._owned = group, owned
         self.rank, self.size = guard.rank, guard.size
+        self._takes_cpu = "cpu" in str(dist.get_backend_config(group))
         self._scratch = Scratch()
         self.joined = time.perf_counter()
 
@@ -126,7 +129,16 @@ class NcclLink:
     def mean(self, x: Tensor) -> None:
         if self.size == 1:
             return
-        if x.is_cuda:
+        if self._only_on_device(x, self.mean):
+            return
+        if state_dtype(x.dtype) != x.dtype:
+            if x.numel() % self.size:
+                whole = x.to(state_dtype(x.dtype))
+                self.mean(whole)
+                x.copy_(whole)
+            else:
+                self.all_gather(self._sliced_mean(x.view(self.size, -1)), x)
+        elif x.is_cuda:
             self._run(dist.all_reduce, x, op=dist.ReduceOp.AVG)
         else:  # a buffer on the CPU, by gloo, whose older versions have no AVG
             self._run(dist.all_reduce, x)
@@ -134,6 +146,10 @@ class NcclLink:
 
     def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
         op, slices = dist.ReduceOp.AVG, x.view(owners or self.size, -1).unbind()
+        if state_dtype(x.dtype) != x.dtype:
+            if len(slices) == self.size:
+                return self._sliced_mean(x.view(self.size, -1))
+            return self.reduce_scatter(x.to(state_dtype(x.dtype)), owners)
         if len(slices) < self.size:  # NCCL reduces to one rank, or cuts for all of them
             for r, piece in enumerate(slices):
                 self._run(dist.reduce, piece, dist.get_global_rank(self._group, r), op=op)
@@ -142,6 +158,22 @@ class NcclLink:
         reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
         self._run(reduce_scatter, own, x, op=op)
         return own
+
+    def _only_on_device(self, x: Tensor, run: Callable[[Tensor], None]) -> bool:
+        """Whether ``x`` is on the CPU and the group takes no CPU tensors: then ``run`` was called
+        on a copy on the device, and x has its result."""
+        if x.device.type != "cpu" or self._takes_cpu:
+            return False
+        copy = x.to(self._device)
+        run(copy)
+        x.copy_(copy)
+        return True
+
+    def _sliced_mean(self, x: Tensor) -> Tensor:
+        """The mean over the ranks of their rows of ``x`` for this rank, in at least float32."""
+        rows = self._scratch.take(x.numel(), x.dtype, x.device).view(x.shape)
+        self._run(dist.all_to_all_single, rows, x)
+        return mean_in_rank_order(rows.unbind())
 
     def all_gather(
         self,
@@ -173,6 +205,8 @@ class NcclLink:
             parts.use_all(arrivals(self.rank, self.size))
 
     def broadcast(self, x: Tensor, root: int = 0) -> None:
+        if self._only_on_device(x, partial(self.broadcast, root=root)):
+            return
         self._run(dist.broadcast, x, dist.get_global_rank(self._group, root))
 
     def swap(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> list[Tensor]:
@@ -195,7 +229,8 @@ class NcclLink:
                 work.wait()
 
     def gather(self, x: Tensor) -> Tensor:
-        x = x.to(self._device)
+        if not self._takes_cpu:
+            x = x.to(self._device)
         rows = [torch.empty_like(x) for _ in range(self.size)]
         self._run(dist.all_gather, rows, x)
         return torch.stack(rows)

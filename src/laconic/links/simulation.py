@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
+
 from laconic.errors import check_float, check_int
 from laconic.links.elastic.faults import Plan
 from laconic.links.elastic.simulated import Cast, EndedError, current_part
@@ -74,7 +76,10 @@ def simulate(
                 current_part.set((cast, rank))
             own: Link = SimulatedLink(stage, rank, range(count))
             current_link.set(own if link is None else link(own))
-            results[rank] = worker_fn(rank)
+            # or one thread of autograd's would run the backward passes of all workers on a GPU, and
+            # wait for the second while it runs the first
+            with torch.autograd.set_multithreading_enabled(False):
+                results[rank] = worker_fn(rank)
         except EndedError:
             pass
         except BaseException as caught:

@@ -156,8 +156,10 @@ class StagedLink:
         self.device = device
         self._kind = kind
         self._memory = HostMemory(kind, device)
-        inner = _InPieces(link) if isinstance(link, Collectives) else _Whole(link)
-        self._inner: HostStages = inner
+        self._whole = not isinstance(link, Collectives)
+        """Whether a result may come from another attempt than this rank's last one: then this
+        rank's own row counts as it came, too."""
+        self._inner: HostStages = _InPieces(link) if isinstance(link, Collectives) else _Whole(link)
 
     @property
     def rank(self) -> int:
@@ -282,8 +284,6 @@ class StagedLink:
         if not self._staged(x):
             yield from inner.mean(x)
             return
-        if self.size == 1:
-            return
         cut = x.numel() % self.size == 0
         order = hops(self.rank, self.size) if cut else [0]
         with self._memory.borrow(x.numel(), x.dtype) as host:
@@ -305,7 +305,7 @@ class StagedLink:
             return
         rows = out.view(owners or self.size, -1)
         order = [r for r in arrivals(self.rank, self.size) if r < len(rows)]
-        others = [r for r in order if r != self.rank]
+        brought = order if self._whole else [r for r in order if r != self.rank]
         if parts is not None:
             parts.fill_all([r for r in order if r == self.rank])
         if self.rank in order and mine.data_ptr() != rows[self.rank].data_ptr():
@@ -313,7 +313,7 @@ class StagedLink:
         with self._memory.borrow(out.numel(), out.dtype) as host:
             copies = host.view(rows.shape)
             own = [self.rank] if self.rank in order else []
-            there, back = (rows, copies, own), (copies, rows, others)
+            there, back = (rows, copies, own), (copies, rows, brought)
             pieces = self._parts(rows.shape[1], out.dtype, there, back)
             yield from inner.all_gather(
                 copies[self.rank] if own else host[:0], host, owners, pieces
