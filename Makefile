@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
 
-.PHONY: demo test check wheels try-wheels matrix torchtitan traps bench science race survive validate-model peers mutations stress look docs pictures tutorial clean
+.PHONY: demo test check wheels try-wheels matrix torchtitan cuda traps bench science race survive validate-model peers mutations stress look docs pictures tutorial clean
 
 demo: $(READY)            ## compare DDP, local SGD, SlowMo and DiLoCo on a 100 Mbit/s network
 	$(BIN)/laconic compare
@@ -40,6 +40,12 @@ TITAN := build/torchtitan
 torchtitan: $(READY)      ## the example for torchtitan, on CPUs
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TITAN) -r examples/torchtitan/requirements.txt
 	PYTHONPATH=$(CURDIR)/$(TITAN):$(CURDIR)/examples/torchtitan $(BIN)/python -m pytest -n 0 examples/torchtitan
+
+CUDA ?=
+CUDA_PYTHON ?=
+
+cuda: $(if $(CUDA_PYTHON),,$(READY))  ## what needs a GPU; CUDA="--only NAME"; CUDA_PYTHON=python3: with another torch
+	PYTHONPATH=src $(or $(CUDA_PYTHON),$(BIN)/python) -m benchmarks.cuda $(CUDA)
 
 TRAPS ?=
 

@@ -345,13 +345,16 @@ def bucketize(
 
 
 class Scratch:
-    """Reused memory for one tensor at a time: a round's bucket, or a link's slice."""
+    """Reused memory for one tensor at a time: a round's bucket, or a link's slice. The allocators
+    of accelerators reuse memory by themselves, and between rounds it is free for other things."""
 
     def __init__(self) -> None:
         self._memory: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def take(self, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor of ``length`` elements in the memory of the one before."""
+        if device.type != "cpu":
+            return _empty(length, dtype, device)
         memory = self._memory.get((dtype, device))
         if memory is None or memory.numel() < length:
             memory = self._memory[dtype, device] = _empty(length, dtype, device)

@@ -82,6 +82,10 @@ class Accelerator(Protocol):
         current stream."""
         ...
 
+    def captures(self) -> bool:
+        """Whether this thread's work is being recorded, such as in a CUDA graph, to be repeated."""
+        ...
+
     def synchronize(self, device: torch.device) -> None:
         """Wait until all work on ``device`` is done."""
         ...
@@ -139,6 +143,9 @@ class Cuda:
 
     def pinned(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def captures(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
     def synchronize(self, device: torch.device) -> None:
         torch.cuda.synchronize(device)
@@ -240,6 +247,18 @@ def profiler_activities() -> list[ProfilerActivity]:
 
 
 # -- streams ----
+
+
+def refuse_capture(device: torch.device, what: str) -> None:
+    """Raise ``RuntimeError`` if ``what`` is being recorded to be repeated later, as the repetition
+    would not communicate."""
+    kind = accelerator(device)
+    if kind is not None and kind.captures():
+        raise RuntimeError(
+            f"{what} is captured in a CUDA graph, whose repetitions would not communicate: capture "
+            "the forward and backward pass alone, with a recipe that averages parameters, and call "
+            "optimizer.step() outside of the graph"
+        )
 
 
 def use_on_current_stream(tensor: Tensor) -> None:

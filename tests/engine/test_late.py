@@ -283,3 +283,23 @@ def test_workers_come_and_go(late_pool: gloo.Pool, recipe: str, offload: bool) -
     (found,) = late_pool.run(elastic, recipe, True, offload, ranks=1)
     assert [worker is None for worker in found] == [worker is None for worker in expected]
     assert_same(*([worker for worker in each if worker is not None] for each in (found, expected)))
+
+
+def captured(rank: int, name: str) -> str:
+    with late.device() as device, pytest.MonkeyPatch.context() as patched:
+        run = Run(ROWS[name], 1, rank, device=device, link=StagedLink(gloo.link_of(1), device))
+        patched.setattr(late.LateAccelerator, "captures", lambda _: True)
+        # in this thread: an error in another one ends a process with a back end in Python
+        with (
+            torch.autograd.set_multithreading_enabled(False),
+            pytest.raises(RuntimeError) as raised,
+        ):
+            run.go(1)
+        run.sync.detach()
+        return str(raised.value)
+
+
+def test_what_a_graph_would_repeat_is_refused(late_pool: gloo.Pool) -> None:
+    for name, what in (("local_sgd", "optimizer.step()"), ("ddp", "a backward pass whose")):
+        (text,) = late_pool.run(captured, name, ranks=1)
+        assert text.startswith(what) and "call optimizer.step() outside of the graph" in text

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -221,6 +222,16 @@ def _is_view(schema: Any) -> bool:
     return any(a is not None and not a.is_write for a in aliases)
 
 
+class LateTime:
+    """A moment."""
+
+    def __init__(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, later: LateTime) -> float:
+        return 1000 * (later.seconds - self.seconds)
+
+
 class LateAccelerator:
     """The device "late", for `laconic.device.ACCELERATORS`."""
 
@@ -264,12 +275,16 @@ class LateAccelerator:
         _kept.append(made)  # or another tensor might be in its place
         return made
 
+    def captures(self) -> bool:
+        return False
+
     def synchronize(self, device: torch.device) -> None:
         for stream in list(STREAMS):
             stream.run()
 
     def timing_event(self) -> Any:
-        raise NotImplementedError
+        self.synchronize(torch.device("late"))
+        return LateTime()
 
     def peak_bytes(self, device: torch.device) -> int:
         return 0

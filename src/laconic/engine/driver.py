@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from laconic.algorithms.round import Recipe
 from laconic.buckets import module_buffers
+from laconic.device import refuse_capture
 from laconic.engine import consensus, loading
 from laconic.engine.joint_optimizer import JointOptimizer
 from laconic.engine.loading import Loading, LoadModel
@@ -154,6 +155,7 @@ class Driver:
     def begin_step(self, closure: bool) -> None:
         """Prepare a step of the optimizer. With a ``closure`` its gradients are still to come."""
         session, run = self.session, self.run
+        refuse_capture(session.device, "optimizer.step()")
         session.refuse_in_consensus("optimizer.step()")
         run.add_new_groups()
         self._closure = closure

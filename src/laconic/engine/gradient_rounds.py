@@ -28,7 +28,7 @@ from laconic.algorithms.exchanges.mean import Mean
 from laconic.algorithms.round import GradientRound
 from laconic.algorithms.update import Clock, State
 from laconic.buckets import BUCKET_BYTES, Bucket, Segment, bucketize, local, state_dtype
-from laconic.device import Stream
+from laconic.device import Stream, refuse_capture
 from laconic.engine.channel import Channel
 from laconic.engine.flat_gradients import FlatGradients, nonzero, sample_positions
 from laconic.engine.nonfinite import NonfiniteCheck
@@ -256,6 +256,7 @@ class GradientRunner:
     # -- during backward ----
 
     def _begin(self, task: int) -> None:
+        refuse_capture(self._comm.device, "a backward pass whose gradients are averaged")
         if self.broken:
             raise LinkError(
                 f"{self._label}: a backward pass raised after a part of its gradients was sent (or "

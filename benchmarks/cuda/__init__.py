@@ -1,0 +1,43 @@
+"""Everything that needs a GPU, in one command (``make cuda``).
+
+A part is a function that returns what it has found as numbers by name. It raises `FailedError` where
+a result is wrong. It runs on any device, so that its code is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+Numbers = dict[str, float]
+Run = Callable[[torch.device], Numbers]
+
+
+class FailedError(Exception):
+    """A result is wrong, or misses its limit."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """``text``: what is shown, as a sentence. ``figures``: its numbers are measurements, and not
+    only checks."""
+
+    name: str
+    text: str
+    run: Run
+    figures: bool
+
+
+PARTS: list[Part] = []
+
+
+def part(text: str, *, figures: bool = False) -> Callable[[Run], Run]:
+    """Make a function a part of ``make cuda``."""
+
+    def add(run: Run) -> Run:
+        PARTS.append(Part(run.__name__, text, run, figures))
+        return run
+
+    return add
