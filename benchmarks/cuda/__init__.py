@@ -1,7 +1,7 @@
 """Everything that needs a GPU, in one command (``make cuda``).
 
-A part is a function that returns what it has found as numbers by name. It raises `FailedError` where
-a result is wrong. It runs on any device, so that its code is tested without a GPU.
+A part is a function that returns what it has found as numbers by name. It raises `FailedError`
+where a result is wrong. It runs on any device, so that its code is tested without a GPU.
 """
 
 from __future__ import annotations

@@ -289,11 +289,10 @@ def captured(rank: int, name: str) -> str:
     with late.device() as device, pytest.MonkeyPatch.context() as patched:
         run = Run(ROWS[name], 1, rank, device=device, link=StagedLink(gloo.link_of(1), device))
         patched.setattr(late.LateAccelerator, "captures", lambda _: True)
-        # in this thread: an error in another one ends a process with a back end in Python
-        with (
-            torch.autograd.set_multithreading_enabled(False),
-            pytest.raises(RuntimeError) as raised,
-        ):
+        with pytest.raises(RuntimeError) as raised:
+            # not by a backward pass: an error there ends a process whose device is in Python
+            for gradients in run.sync.driver.run.gradients:
+                gradients._begin(0)
             run.go(1)
         run.sync.detach()
         return str(raised.value)
