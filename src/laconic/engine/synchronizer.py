@@ -41,8 +41,8 @@ class Stats:
 
     ``bytes_by_set``: sent to the other ``"workers"``, to those of the own ``"group"``, inside a
     worker (``"replica"``; ``"shards"`` where its model is sharded), and to all ranks (``"world"``).
-    ``seconds_waiting``: host time in which training waited for a round. On CUDA a round without a
-    delay is waited for on the GPU, which this does not measure. ``workers_lost``: in an elastic
+    ``seconds_waiting``: host time in which training waited for a round. With NCCL a round without
+    a delay is waited for on the GPU, which this does not measure. ``workers_lost``: in an elastic
     run, the workers that were lost or have left since its start. ``steps_lost``: how many of their
     steps no other worker has received, as far as the others had heard of them.
     ``steps_drifted``: after how many steps workers were found to differ in what they should hold
