@@ -54,6 +54,8 @@ def chosen(rank: int, choice: Choice, seconds: tuple[float, float]) -> list[Any]
 
         def taken(link: Any, *at: Any) -> float:
             measured(link, *at)
+            if rank == 1 and isinstance(link, Own) and seconds[1] < 0:
+                raise RuntimeError("internal error\nDuplicate GPU detected")
             return seconds[isinstance(link, Own)] if rank == 1 else 0.01
 
         patched.setattr(torch_link, "_seconds", taken)
@@ -73,6 +75,7 @@ def chosen(rank: int, choice: Choice, seconds: tuple[float, float]) -> list[Any]
         ("auto", (0.03, 0.02), True, [False]),
         ("auto", (0.03, 0.025), False, [True]),  # not by enough
         ("auto", (0.01, 0.02), False, [True]),
+        ("auto", (0.03, -1.0), False, [True]),  # it fails on one rank
         ("tcp", (0.03, 0.02), False, []),
     ],
 )

@@ -7,6 +7,7 @@ fused multiply-add changes nothing.
 A program codes ``ROWS`` blocks. Of a block of m elements, the code of element j is in byte j mod w,
 so elements are read as K rows of w, with K = 8 / bits codes per byte.
 
+Triton launches on the current device, which need not be that of the tensors: hence `device_of`.
 ``TRITON_INTERPRET=1`` runs them on CPU tensors, in NumPy; the tests do so.
 """
 
@@ -19,6 +20,9 @@ from torch import Tensor
 
 ELEMENTS = 2048
 """About how many elements a program codes: 16 for each of 128 threads."""
+
+NUMBERS = ["length", "block", "n", "stride"]
+"""Arguments that are numbers in the compiled kernels: else 1 would be a constant, without a type."""
 
 SHIFT = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, ties to even
 LEAST_SCALE = tl.constexpr(2.0**-126)
@@ -64,7 +68,7 @@ def _blocks(
     return start, code, w, j, element, is_byte, there
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _encode(
     x,
     less,
@@ -133,7 +137,7 @@ def _values(code, at, j, is_byte, w, BITS: tl.constexpr):
     return s[:, None, None] * level.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _decode(
     code,
     out,
@@ -153,7 +157,7 @@ def _decode(
     tl.store(to, value, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _decode_mean(
     code,
     out,
@@ -169,12 +173,12 @@ def _decode_mean(
     start, at, w, j, element, is_byte, there = _blocks(length, block, BITS, WHOLE, ROWS, WIDTH)
     total = _values(code, at, j, is_byte, w, BITS)
     for k in range(1, n):
-        total = total + _values(code + k * stride, at, j, is_byte, w, BITS)
+        total = total + _values(code + k * stride.to(tl.int64), at, j, is_byte, w, BITS)
     mean = tl.div_rn(total, tl.zeros_like(total) + n.to(tl.float32))
     tl.store(out + start[:, None, None] + element, mean, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _encode_bfloat16(
     x,
     less,
@@ -223,12 +227,14 @@ def encode(
     tensors, length = (x, first, second, payload, rest, bad), x.numel()
     if length and bits == 16:
         grid = (triton.cdiv(length, ELEMENTS),)
-        _encode_bfloat16[grid](*tensors, length, *given, ELEMENTS)
+        with torch.cuda.device_of(x):
+            _encode_bfloat16[grid](*tensors, length, *given, ELEMENTS)
     elif length:
         shape, grid = _shape(bits, block, length)
         levels = float(2 ** (bits - 1) - 1)
         at = (length, block, levels, max_scale)
-        _encode[grid](*tensors, *at, bits, *given, *shape)
+        with torch.cuda.device_of(x):
+            _encode[grid](*tensors, *at, bits, *given, *shape)
     return bad[0] == 0
 
 
@@ -237,7 +243,8 @@ def decode(bits: int, block: int, payload: Tensor, out: Tensor, add: bool) -> No
     length = out.numel()
     if length:
         shape, grid = _shape(bits, block, length)
-        _decode[grid](payload, out, length, block, bits, add, *shape)
+        with torch.cuda.device_of(out):
+            _decode[grid](payload, out, length, block, bits, add, *shape)
 
 
 def decode_mean(bits: int, block: int, rows: Tensor, out: Tensor) -> None:
@@ -246,7 +253,8 @@ def decode_mean(bits: int, block: int, rows: Tensor, out: Tensor) -> None:
     if length:
         shape, grid = _shape(bits, block, length)
         at = (length, block, len(rows), rows.stride(0))
-        _decode_mean[grid](rows, out, *at, bits, *shape)
+        with torch.cuda.device_of(out):
+            _decode_mean[grid](rows, out, *at, bits, *shape)
 
 
 def _shape(bits: int, block: int, length: int) -> tuple[tuple[bool, int, int], tuple[int]]:

@@ -23,7 +23,7 @@ from laconic.buckets import Scratch, mean_in_rank_order, state_dtype
 from laconic.links.call_guard import CallGuard
 from laconic.links.calls import Call
 from laconic.links.link import Link, Parts, Sent, arrivals, hops
-from laconic.links.tcp import gather_over
+from laconic.links.tcp import gather_over, takes_cpu
 
 
 class NcclLink:
@@ -45,7 +45,7 @@ class NcclLink:
         self._guard, self._device, self._timeout = guard, device, timeout
         self._group, self._owned = group, owned
         self.rank, self.size = guard.rank, guard.size
-        self._takes_cpu = "cpu" in str(dist.get_backend_config(group))
+        self._takes_cpu = takes_cpu(group)
         self._scratch = Scratch()
         self.joined = time.perf_counter()
 

@@ -20,9 +20,15 @@ from laconic.links.texts import exchange_texts
 from laconic.links.wire import Wire
 
 
+def takes_cpu(group: dist.ProcessGroup) -> bool:
+    """Whether a process group of torch has a back end for CPU tensors."""
+    return "cpu" in str(dist.get_backend_config(group))
+
+
 def gather_over(group: dist.ProcessGroup, device: torch.device, x: Tensor) -> Tensor:
-    """As `Link.gather`, over a process group of torch."""
-    x = x.to(device)
+    """As `Link.gather`, of a CPU tensor, over a process group of torch: on ``device`` if it takes no
+    CPU tensors."""
+    x = x if takes_cpu(group) else x.to(device)
     rows = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(rows, x, group=group)
     return torch.stack(rows)
