@@ -1,4 +1,4 @@
-"""Accelerators: the only module, beside their links and kernels, that calls `torch.cuda` or the like.
+"""Accelerators: the only module, beside their links and kernels, that calls `torch.cuda`.
 
 Each kind is one `Accelerator`, in `ACCELERATORS` by its device type. To add a kind, write such a
 class and add its row. Its tensors then travel by way of host memory; for collectives of its own see

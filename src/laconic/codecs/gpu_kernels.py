@@ -22,7 +22,7 @@ ELEMENTS = 2048
 """About how many elements a program codes: 16 for each of 128 threads."""
 
 NUMBERS = ["length", "block", "n", "stride"]
-"""Arguments that are numbers in the compiled kernels: else 1 would be a constant, without a type."""
+"""Arguments that are numbers in compiled kernels: else 1 would be a constant, without a type."""
 
 SHIFT = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, ties to even
 LEAST_SCALE = tl.constexpr(2.0**-126)

@@ -26,8 +26,8 @@ def takes_cpu(group: dist.ProcessGroup) -> bool:
 
 
 def gather_over(group: dist.ProcessGroup, device: torch.device, x: Tensor) -> Tensor:
-    """As `Link.gather`, of a CPU tensor, over a process group of torch: on ``device`` if it takes no
-    CPU tensors."""
+    """As `Link.gather`, of a CPU tensor, over a process group of torch: on ``device`` if the group
+    takes no CPU tensors."""
     x = x if takes_cpu(group) else x.to(device)
     rows = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(rows, x, group=group)
