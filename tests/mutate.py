@@ -57,6 +57,8 @@ FROZEN = [
     "frozen or chosen or later or follow or thawed or its_room",
 ]
 BUFFERS = ["tests/engine/test_loop.py", "tests/compat/test_slowmo_use.py", "-k", "buffers or osgp"]
+STAGED = ["tests/links/test_staged.py"]
+LATE = ["tests/engine/test_late.py"]
 LOW_RANK = ["tests/algorithms/test_low_rank.py", "-k", "not gloo"]
 DEMO = ["tests/algorithms/test_demo.py", "-k", "not gloo"]
 NOLOCO = ["tests/algorithms/test_noloco.py", "-k", "not gloo"]
@@ -588,6 +590,18 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("auto.py", "if choices or self._link.size > 1:", "if True:", AUTO),
     ("engine/loading.py", "self._undo.append(policy.undo())", "pass", AUTO),
     ("engine/switching.py", "check_alike(module=False, chosen=True)", "check_alike(module=False)", AUTO),
+    # on an accelerator: each wait, and each copy
+    ("links/staged.py", "copied.pop((r, part.start)).synchronize()", "copied.pop((r, part.start))", STAGED),
+    ("links/staged.py", "        copied.synchronize()\n        return memory if", "        return memory if", STAGED),
+    ("links/staged.py", "self._copy(x.reshape(-1), host).synchronize()", "self._copy(x.reshape(-1), host)", STAGED),
+    ("links/staged.py", "brought = order if self._whole else", "brought =", LATE),
+    ("links/comm_thread.py", "after.wait(self._stream)", "pass", LATE),
+    ("links/comm_thread.py", "self._ready.wait(self._thread.current_stream())", "pass", LATE),
+    ("device.py", "tensor.record_stream(kind.current_stream(tensor.device))", "pass", LATE),
+    ("engine/gradient_rounds.py", "self._stream.record_event().wait(now)", "pass", LATE),
+    ("engine/offload.py", "            copied.synchronize()\n", "            pass\n", LATE),
+    ("engine/offload.py", "self._copied[name].wait(self._kind.current_stream(self._device))", "pass", LATE),
+    ("engine/offload.py", "        copies.copy_back()\n", "", LATE),
     # e <- decay*e + g ; q = topk(DCT(e)) ; e <- e - q ; g <- sign(mean(q))
     ("algorithms/exchanges/demo.py", ", alpha=self.decay)", ")", DEMO),
     ("algorithms/exchanges/demo.py", "torch.sub(e, _inverse(tilings, sent)", "torch.sub(e, _inverse(tilings, mean)", DEMO),

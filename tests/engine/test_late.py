@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 import laconic as la
 from laconic.engine import gradient_rounds
 from laconic.engine.gradient_rounds import GradientRunner
+from laconic.engine.offload import HostState
 from laconic.links import Link, comm_thread
 from laconic.links.comm_thread import CommThread, Pending
 from laconic.links.staged import StagedLink
@@ -302,3 +303,29 @@ def test_what_a_graph_would_repeat_is_refused(late_pool: gloo.Pool) -> None:
     for name, what in (("local_sgd", "optimizer.step()"), ("ddp", "a backward pass whose")):
         (text,) = late_pool.run(captured, name, ranks=1)
         assert text.startswith(what) and "call optimizer.step() outside of the graph" in text
+
+
+def host_state(rank: int) -> list[float]:
+    """A state that is computed with on two streams in turn, and read by the host."""
+    with late.device() as device:
+        kind = late.LateAccelerator()
+        streams = kind.new_stream(device), kind.new_stream(device)
+        state = HostState({"a": torch.zeros(3), "n": torch.tensor(0.0)}, device)
+        read = []
+        for k in range(5):
+            with kind.on_stream(streams[k % 2]), state.on_device() as there:
+                there["a"].add_(1).mul_(2)
+                there["n"].add_(1)
+            if k % 3 == 2:
+                read += state["a"].tolist()
+                state["a"] = torch.full((3,), 7.0)
+        with kind.on_stream(streams[0]), state.on_device() as there:
+            there["b"] = there.pop("a")
+            assert list(there) == ["n", "b"] and "a" not in there
+        assert len(state) == 2
+        return [*read, *state["b"].tolist(), float(state["n"])]
+
+
+def test_a_state_in_host_memory_is_used_in_the_order_of_the_program(late_pool: gloo.Pool) -> None:
+    (found,) = late_pool.run(host_state, ranks=1)
+    assert found == [14.0] * 3 + [34.0] * 3 + [5.0]
