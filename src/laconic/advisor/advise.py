@@ -22,7 +22,7 @@ from laconic.buckets import is_sharded
 from laconic.device import common_device
 from laconic.errors import TIMEOUT, check_float, check_int, error_text
 from laconic.links.link import Link
-from laconic.links.rank_sets import agreed_link, layout_of, sets_of
+from laconic.links.rank_sets import agreed_link, inside_of, layout_of, sets_of
 
 
 def advise(
@@ -94,7 +94,8 @@ def measured(
         if link is None:
             stack.callback(world.close)
         layout = layout_of(world, nprocs_per_node, None, [])
-        sets = sets_of(world, layout, None, False)
+        inside = inside_of(world, device, agreed_timeout) if link is None else None
+        sets = sets_of(world, layout, None, False, inside)
         for other in (sets["workers"], sets["replica"]):
             if other is not world:
                 stack.callback(other.close)

@@ -34,7 +34,7 @@ from laconic.engine.driver import Driver
 from laconic.engine.session import Settings
 from laconic.engine.synchronizer import Stats, Synchronizer
 from laconic.errors import TIMEOUT, check_bool, check_float, check_int
-from laconic.links.rank_sets import layout_of, own_link, sets_of
+from laconic.links.rank_sets import inside_of, layout_of, own_link, sets_of
 
 SETTINGS = (
     "nprocs_per_node",
@@ -185,7 +185,8 @@ class SlowMoDistributedDataParallel(nn.Module):
         if nprocs_per_node > 1:
             rounds = with_replicas(rounds)
         slow_step.warn(nodes, use_streams, synch_freq > 0 and not overlap, graph or mixing)
-        sets = sets_of(world, layout, None, False)
+        inside = inside_of(world, device, timeout)
+        sets = sets_of(world, layout, None, False, inside)
         rounds = NamedRecipe(rounds, slow_step.text())
         settings = Settings(broadcast_buffers, unchanged, hooked=False)
         self._driver = Driver(module, None, rounds, sets, device, settings)
