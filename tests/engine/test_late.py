@@ -14,6 +14,7 @@ import laconic as la
 from laconic.engine import gradient_rounds
 from laconic.engine.gradient_rounds import GradientRunner
 from laconic.engine.offload import HostState
+from laconic.errors import LinkError
 from laconic.links import Link, comm_thread
 from laconic.links.comm_thread import CommThread, Pending
 from laconic.links.staged import StagedLink
@@ -329,3 +330,26 @@ def host_state(rank: int) -> list[float]:
 def test_a_state_in_host_memory_is_used_in_the_order_of_the_program(late_pool: gloo.Pool) -> None:
     (found,) = late_pool.run(host_state, ranks=1)
     assert found == [14.0] * 3 + [34.0] * 3 + [5.0]
+
+
+def failed(rank: int) -> list[float]:
+    """Memory that is freed and used again after a job that has failed with a copy under way."""
+    with late.device() as device:
+        thread = CommThread(True, device, lambda: None)
+        host = late.LateAccelerator().pinned(16).view(torch.float32)
+        host.fill_(5)
+        x = torch.zeros(4, device=device)
+
+        def fail() -> None:
+            x.copy_(host, non_blocking=True)
+            raise LinkError("a rank is lost")
+
+        with pytest.raises(LinkError, match="a job: a rank is lost"):
+            thread.submit(fail, "a job").wait()
+        raw = x.raw.clone()  # type: ignore[attr-defined]  # what is there, whatever is queued
+        thread.close()
+        return [float(value) for value in raw]
+
+
+def test_nothing_is_under_way_after_a_job_that_failed(late_pool: gloo.Pool) -> None:
+    assert late_pool.run(failed, ranks=1) == [[5.0] * 4]

@@ -240,6 +240,9 @@ class CommThread:
         except BaseException as error:
             labeled = _with_label(error, pending.label)
             self._error = self._error or labeled
+            if self._stream is not None:  # else the caller might free what copies still write to
+                with contextlib.suppress(Exception):
+                    self._stream.record_event().synchronize()
             pending.fail(labeled)
 
     def _run_on_stream(
