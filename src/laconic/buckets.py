@@ -223,7 +223,9 @@ def mean_in_rank_order(
         total += x
         count += 1
     fits = out is not None and out.dtype == total.dtype
-    return torch.div(total, count, out=out if fits else total)
+    # by a tensor: accelerators multiply by the rounded inverse of a Python number
+    n = torch.full((), count, dtype=total.dtype, device=total.device)
+    return torch.div(total, n, out=out if fits else total)
 
 
 def _empty(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:

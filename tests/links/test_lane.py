@@ -211,6 +211,7 @@ def test_a_job_beside_the_training_runs_on_a_stream_of_the_models_gpu() -> None:
             return before
 
     asked: list[torch.device] = []
+    selected: list[int] = []
 
     def current(device: torch.device) -> Current:
         asked.append(device)
@@ -220,9 +221,11 @@ def test_a_job_beside_the_training_runs_on_a_stream_of_the_models_gpu() -> None:
         patched.setattr(torch.cuda, "Stream", Made)
         patched.setattr(torch.cuda, "stream", lambda s: nullcontext(entered.append(s)))
         patched.setattr(torch.cuda, "current_stream", current)
+        patched.setattr(torch.cuda, "set_device", selected.append)
         pending = lane.submit(lambda: 2, "a job")
         assert pending.wait() == 2
         lane.close()
+    assert selected == [1], "else this thread would have a context on the first GPU, too"
     (stream,) = made
     assert stream.device == torch.device("cuda", 1)
     assert (before.waiting, entered) == ([stream], [stream])

@@ -256,6 +256,8 @@ class CommThread:
         assert self._accelerator is not None, "only accelerators have streams"
         try:
             if self._stream is None:
+                if self.device.index is not None:  # else this thread would use the first one, too
+                    self._accelerator.select(self.device.index)
                 self._stream = self._accelerator.new_stream(self.device)
             with self._accelerator.on_stream(self._stream):
                 after.wait(self._stream)
