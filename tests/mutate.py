@@ -136,7 +136,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("algorithms/updates/outer_step.py", "alpha=1 - mix", "alpha=mix / 2", EXACT),
     ("algorithms/updates/outer_step.py", "mix: float = 0.5", "mix: float = 0.4", EXACT),
     # means, slices, schedules, delays
-    ("buckets.py", "torch.div(total, count,", "torch.div(total, count + 1,", EXACT),
+    ("buckets.py", "torch.full((), count, dtype=total.dtype", "torch.full((), count + 1, dtype=total.dtype", EXACT),
     ("buckets.py", "        total += x\n", "        total -= x\n", EXACT),
     ("algorithms/schedules.py", "step % self.period == self.offset", "step % self.period == self.offset + 1", EXACT),
     ("algorithms/schedules.py", "step > self.start and", "step >= self.start and", SCHEDULES),
