@@ -82,16 +82,18 @@ class Accelerator(Protocol):
         current stream."""
         ...
 
-    def captures(self) -> bool:
-        """Whether this thread's work is being recorded, such as in a CUDA graph, to be repeated."""
+    def captures(self, device: torch.device) -> bool:
+        """Whether this thread's work on ``device`` is being recorded, such as in a CUDA graph, to
+        be repeated."""
         ...
 
     def synchronize(self, device: torch.device) -> None:
         """Wait until all work on ``device`` is done."""
         ...
 
-    def timing_event(self) -> Any:
-        """A point in the current stream, with ``elapsed_time(later)`` in milliseconds."""
+    def timing_event(self, device: torch.device) -> Any:
+        """A point in the current stream of ``device``, with ``elapsed_time(later)`` in
+        milliseconds."""
         ...
 
     def peak_bytes(self, device: torch.device) -> int:
@@ -144,15 +146,16 @@ class Cuda:
     def pinned(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def captures(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+    def captures(self, device: torch.device) -> bool:
+        with torch.cuda.device(device):
+            return torch.cuda.is_current_stream_capturing()
 
     def synchronize(self, device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
-    def timing_event(self) -> Any:
+    def timing_event(self, device: torch.device) -> Any:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(device))
         return event
 
     def peak_bytes(self, device: torch.device) -> int:
@@ -230,7 +233,7 @@ def synchronize(device: torch.device) -> None:
 def time_mark(device: torch.device) -> Any:
     """This moment in the work on ``device``, for `seconds_between`."""
     kind = accelerator(device)
-    return time.perf_counter() if kind is None else kind.timing_event()
+    return time.perf_counter() if kind is None else kind.timing_event(device)
 
 
 def seconds_between(start: Any, end: Any) -> float:
@@ -253,7 +256,7 @@ def refuse_capture(device: torch.device, what: str) -> None:
     """Raise ``RuntimeError`` if ``what`` is being recorded to be repeated later, as the repetition
     would not communicate."""
     kind = accelerator(device)
-    if kind is not None and kind.captures():
+    if kind is not None and kind.captures(device):
         raise RuntimeError(
             f"{what} is captured in a CUDA graph, whose repetitions would not communicate: capture "
             "the forward and backward pass alone, with a recipe that averages parameters, and call "

@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from torch.utils.backend_registration import (
 )
 
 from laconic.device import ACCELERATORS
+from laconic.links.comm_thread import CommThread
 
 _lock = threading.RLock()
 _here = threading.local()
@@ -54,6 +56,8 @@ class LateEvent:
             stream.queue.append((lambda: self.stream.run(self), set()))
 
     def synchronize(self) -> None:
+        if not self.done:
+            waits.append((threading.current_thread().name, "an event"))
         self.stream.run(self)
 
 
@@ -94,12 +98,17 @@ def switch(stream: LateStream) -> None:
     _here.stream = stream
 
 
+alive: weakref.WeakSet[Memory] = weakref.WeakSet()
+"""All memory of the device that is in use."""
+
+
 class Memory:
     """The memory of a tensor and its views."""
 
     def __init__(self, raw: Tensor) -> None:
         self.raw, self.home, self.key = raw, current(), next(_keys)
         self.recorded: set[int] = set()
+        alive.add(self)
 
     def __del__(self) -> None:
         with _lock:
@@ -178,6 +187,13 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with torch.no_grad():
             return func(*raw_args, **raw_kwargs)
 
+    if _inverting and name in ("div", "div_") and _is_number(args[1]):
+        func = getattr(torch.ops.aten, name.replace("div", "mul")).Tensor
+        kind = args[0].dtype if args[0].dtype == torch.float64 else torch.float32
+        inverse = torch.ones((), dtype=kind) / torch.as_tensor(_raw(args[1]), dtype=kind)
+        raw_args = (raw_args[0], inverse, *raw_args[2:])
+        if "out" in raw_kwargs:
+            func = torch.ops.aten.mul.out
     stream = current()
     if schema.is_mutable and not _random(func):
         beside = copies and all(is_pinned(t) for t in host) and _non_blocking(args, kwargs)
@@ -206,6 +222,13 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name == "_local_scalar_dense":
         return found
     return tree_map(wrap, found)
+
+
+_inverting: list[bool] = []
+
+
+def _is_number(x: Any) -> bool:
+    return not isinstance(x, Tensor) or (not isinstance(x, Late) and not x.dim())
 
 
 def _random(func: Any) -> bool:
@@ -275,15 +298,15 @@ class LateAccelerator:
         _kept.append(made)  # or another tensor might be in its place
         return made
 
-    def captures(self) -> bool:
+    def captures(self, device: torch.device) -> bool:
         return False
 
     def synchronize(self, device: torch.device) -> None:
         for stream in list(STREAMS):
             stream.run()
 
-    def timing_event(self) -> Any:
-        self.synchronize(torch.device("late"))
+    def timing_event(self, device: torch.device) -> Any:
+        self.synchronize(device)
         return LateTime()
 
     def peak_bytes(self, device: torch.device) -> int:
@@ -304,13 +327,19 @@ _library: list[torch.library.Library] = []
 
 
 @contextmanager
-def device() -> Iterator[torch.device]:
-    """The device, which laconic knows meanwhile as an accelerator."""
+def device(*, settles: bool = False, inverts: bool = False) -> Iterator[torch.device]:
+    """The device, which laconic knows meanwhile as an accelerator. Unless it ``settles``, the
+    communication thread does not wait at the end of a job: whoever uses a result can be faster.
+    ``inverts``: it divides by a number as CUDA does, by a product with the rounded inverse."""
     found = set_up()
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(ACCELERATORS, "late", LateAccelerator())
         patched.setattr(torch, "Generator", _generator)
+        if not settles:
+            patched.setattr(CommThread, "_settle", lambda _: None)
+        _inverting[:] = [True] if inverts else []
         yield found
+        _inverting.clear()
     for stream in STREAMS:
         stream.run()
 

@@ -81,6 +81,7 @@ class BatchCheck:
     def row(self, params: Sequence[Tensor]) -> Tensor:
         """What the ranks compare: the fingerprint, and whether DistributedDataParallel is in use
         on any of ``params``."""
-        assert self._fingerprint is not None, "recorded before or after the first step"
+        recorded, self._fingerprint = self._fingerprint, None
+        assert recorded is not None, "recorded before or after the first step"
         ddp = ddp_use(params, self._wrappers_before)
-        return torch.cat([self._fingerprint, self._fingerprint.new_tensor([ddp])])
+        return torch.cat([recorded, recorded.new_tensor([ddp])])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from laconic.algorithms.round import Round
-from laconic.algorithms.update import State
+from laconic.algorithms.update import AfterStep, BeforeStep, State
 from laconic.buckets import Fragment, Segment, parameters, state_dtype
 from laconic.engine.channel import Channel, is_owned, open_channels
 from laconic.engine.in_flight import RoundContext
@@ -111,10 +111,17 @@ class ChannelSet:
         self.joined += [len(tensors)] if tensors else []
         self.all += new
         for channel in new:
-            channel.state = self._kept(channel, self._initial_state(channel))
+            state = self._initial_state(channel)
+            channel.state = state if self._used_in_every_step else self._kept(channel, state)
         for channel in new:
             state = self._initial_exchange_state(channel)
             channel.exchange_state = self._kept(channel, state)
+
+    @property
+    def _used_in_every_step(self) -> bool:
+        """Whether every step of training uses the update's state, and not only a round."""
+        update = self._round.update
+        return isinstance(update, BeforeStep) or (isinstance(update, AfterStep) and update.pulls)
 
     def _kept(self, channel: Channel, state: State) -> State:
         """``state``, in host memory if it belongs there."""

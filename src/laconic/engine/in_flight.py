@@ -42,13 +42,11 @@ class RoundContext:
 
 
 class InFlightBucket(NamedTuple):
-    """One bucket's message in flight. ``sent``: y, where the update needs it. ``message``: kept
-    until it has arrived, because a GPU may still be sending it."""
+    """One bucket's message in flight. ``sent``: y, where the update needs it."""
 
     channel: Channel
     sent: Tensor | None
     pending: Pending[Arrival]
-    message: Tensor | None = None
 
 
 @dataclass

@@ -172,7 +172,7 @@ class ParameterRunner:
             with channel.states() as (state, _):
                 self._after_send.after_send(x, state, clock)
             bucket.unpack(x)
-        return InFlightBucket(channel, sent, pending, message)
+        return InFlightBucket(channel, sent, pending)
 
     def _launch_varying(self, step: int) -> InFlightRound:
         """Send copies of tensors that come and go. Behind the messages under way the ranks agree on
@@ -185,7 +185,7 @@ class ParameterRunner:
                 clock = messenger.clock(channel.bucket, step, executed)
                 message, sent = messenger.delayed(channel, clock)
                 arrival = messenger.carry(channel, message, clock)
-                found.append(InFlightBucket(channel, sent, Pending.of(arrival), message))
+                found.append(InFlightBucket(channel, sent, Pending.of(arrival)))
             return found
 
         pending = self._context.comm.submit(send, self.label(step))
@@ -212,7 +212,7 @@ class ParameterRunner:
         buckets, copied = flight.buckets, self.set.copied(flight.copies) if write else []
         for tensor, copy in copied:
             copy.copy_(tensor)
-        for channel, sent, pending, _ in buckets:
+        for channel, sent, pending in buckets:
             arrival = pending.wait()
             received, weight = arrival.flat, arrival.weight
             bucket = channel.bucket
@@ -290,28 +290,21 @@ class ParameterRunner:
         """Each parameter, with its part of the state that lives on all workers. Changes made in
         place are written back."""
         for channel in self.channels:
-            with channel.states() as (state, _):
-                yield from self._tensors_of(channel, state, step)
-
-    def _tensors_of(
-        self, channel: Channel, state: State, step: int
-    ) -> Iterator[tuple[Tensor, State, Clock]]:
-        bucket = channel.bucket
-        clock = self._clock(bucket, step)
-        everywhere = [
-            name
-            for name, t in channel.state.items()
-            if t.dim() and not is_owned(self.round.update, name, t)
-        ]
-        pieces = {name: bucket.split(state[name]) for name in everywhere}
-        rest = {name: t for name, t in channel.state.items() if name not in pieces}
-        views = bucket.views()
-        for index, segment in enumerate(bucket.segments):
-            x = segment.view() if views is None else views[index]
-            own = {name: tensors[index] for name, tensors in pieces.items()}
-            yield x, rest | own, replace(clock, shapes=clock.shapes[index : index + 1])
-            if views is None:
-                segment.write(x)
+            bucket = channel.bucket
+            clock = self._clock(bucket, step)
+            pieces = {
+                name: bucket.split(t)
+                for name, t in channel.state.items()
+                if t.dim() and not is_owned(self.round.update, name, t)
+            }
+            rest = {name: t for name, t in channel.state.items() if name not in pieces}
+            views = bucket.views()
+            for index, segment in enumerate(bucket.segments):
+                x = segment.view() if views is None else views[index]
+                own = {name: tensors[index] for name, tensors in pieces.items()}
+                yield x, rest | own, replace(clock, shapes=clock.shapes[index : index + 1])
+                if views is None:
+                    segment.write(x)
 
     def _reset_optimizer(self) -> None:
         """Clear the optimizer's state of this round's parameters."""

@@ -145,8 +145,7 @@ class Collectives:
     # -- collectives ----
 
     def mean(self, x: Tensor, parts: Parts | None = None) -> None:
-        """As `Link.mean`. ``parts`` of the n slices of x are filled and used, if n divides its
-        length; else all of x is one part of one row, number 0."""
+        """As `laconic.links.staged.HostLink.mean`."""
         complete(self._mean(x, parts))
 
     def _mean(self, x: Tensor, parts: Parts | None = None, overlaps: bool = False) -> Stages[None]:
@@ -208,7 +207,7 @@ class Collectives:
     def reduce_scatter(
         self, x: Tensor, owners: int | None = None, parts: Parts | None = None
     ) -> Tensor:
-        """As `Link.reduce_scatter`. ``parts`` of the owners' slices are filled."""
+        """As `laconic.links.staged.HostLink.reduce_scatter`."""
         slices = x.view(owners or self.size, -1).unbind()
         if parts is not None and (len(slices) < self.size or len(parts.ends) == 1):
             parts.fill_all(range(len(slices)))

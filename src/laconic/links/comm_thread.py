@@ -55,16 +55,40 @@ def _with(preface: Callable[[], object] | None, job: Callable[[], T]) -> Callabl
     return both
 
 
-class Pending(Generic[T]):
-    """The result of a job submitted to a `CommThread`."""
+class End:
+    """The end of a job submitted to a `CommThread`, without its result."""
 
     def __init__(self, thread: CommThread | None, label: str = "") -> None:
         self._thread = thread
         self.label = label
-        self._event = threading.Event()
+        self.event = threading.Event()
         self.error: BaseException | None = None
+        self.ready: Event | None = None
+        """The point in the job's stream after its work."""
+
+    def wait(self) -> None:
+        """Wait for it; the caller's stream then waits for the job's work. Raises what the job
+        raised."""
+        if self._thread is not None and not self.event.is_set():
+            start = time.perf_counter()
+            try:
+                while not self.event.wait(CHECK_SECONDS):
+                    self._thread.check_beside(self.label)
+            finally:
+                self._thread.record_wait(start)
+        if self.error is not None:
+            raise self.error
+        if self.ready is not None and self._thread is not None:
+            # on the stream of the model's device, which need not be the current device
+            self.ready.wait(self._thread.current_stream())
+
+
+class Pending(Generic[T]):
+    """The result of a job submitted to a `CommThread`. ``end``: when it is there."""
+
+    def __init__(self, thread: CommThread | None, label: str = "") -> None:
+        self.end = End(thread, label)
         self._result: T | None = None
-        self._ready: Event | None = None
 
     @classmethod
     def of(cls, result: T) -> Pending[T]:
@@ -73,24 +97,19 @@ class Pending(Generic[T]):
         pending.run(lambda: result)
         return pending
 
+    @property
+    def error(self) -> BaseException | None:
+        """What the job has raised."""
+        return self.end.error
+
     def done(self) -> bool:
         """Whether the job has ended, with a result or an error."""
-        return self._event.is_set()
+        return self.end.event.is_set()
 
     def wait(self) -> T:
         """Wait for the result and return it; raises what the job raised."""
-        if self._thread is not None and not self._event.is_set():
-            start = time.perf_counter()
-            try:
-                while not self._event.wait(CHECK_SECONDS):
-                    self._thread.check_beside(self.label)
-            finally:
-                self._thread.record_wait(start)
-        if self.error is not None:
-            raise self.error
-        if self._ready is not None and self._thread is not None:
-            # on the stream of the model's device, which need not be the current device
-            self._ready.wait(self._thread.current_stream())
+        self.end.wait()
+        if self.end.ready is not None:
             for tensor in _tensors(self._result):  # made on the job's stream, used on this one
                 use_on_current_stream(tensor)
         return self._result  # type: ignore[return-value]
@@ -110,14 +129,14 @@ class Pending(Generic[T]):
 
     def complete(self, result: T, stream: Stream | None = None) -> None:
         """End with ``result``. ``stream``: where the work on an accelerator went."""
-        self._ready = None if stream is None else stream.record_event()
+        self.end.ready = None if stream is None else stream.record_event()
         self._result = result
-        self._event.set()
+        self.end.event.set()
 
     def fail(self, error: BaseException) -> None:
         """End with ``error``."""
-        self.error = error
-        self._event.set()
+        self.end.error = error
+        self.end.event.set()
 
 
 class CommThread:
@@ -152,7 +171,7 @@ class CommThread:
         self._before: threading.Thread | None = None
         """The thread before this one, which may still be ending."""
         self._stream: Stream | None = None
-        self._latest: Pending[Any] | None = None
+        self._latest: End | None = None
         self._preface: Callable[[], object] | None = None
         self._error: BaseException | None = None
         self._waiting: deque[Pending[Any]] = deque()
@@ -215,7 +234,7 @@ class CommThread:
             self._thread = threading.Thread(target=work, daemon=True, name="laconic-comm")
             self._thread.start()
             _threads.add(self)
-        self._latest = pending
+        self._latest = pending.end
         self._waiting.append(pending)
         stream = self.current_stream()
         if stream is not None:
@@ -238,11 +257,9 @@ class CommThread:
                 result = self._around(_with(preface, job))
             pending.complete(result, self._stream)
         except BaseException as error:
-            labeled = _with_label(error, pending.label)
+            labeled = _with_label(error, pending.end.label)
             self._error = self._error or labeled
-            if self._stream is not None:  # else the caller might free what copies still write to
-                with contextlib.suppress(Exception):
-                    self._stream.record_event().synchronize()
+            self._settle()  # the caller may free what is still written to
             pending.fail(labeled)
 
     def _run_on_stream(
@@ -262,10 +279,17 @@ class CommThread:
             with self._accelerator.on_stream(self._stream):
                 after.wait(self._stream)
                 self._run(pending, job, preface)
+                self._settle()  # what the job holds is freed when this returns
         except BaseException as error:  # the accelerator's, before the job or after it
             self._error = self._error or error
             if not pending.done():
                 pending.fail(error)
+
+    def _settle(self) -> None:
+        """Wait until the accelerator has done all work of the jobs so far."""
+        if self._stream is not None:
+            with contextlib.suppress(Exception):  # of the accelerator: the next wait raises it
+                self._stream.record_event().synchronize()
 
     def poke(self, task: Callable[[], None]) -> None:
         """Have the thread, if there is one, run ``task`` between two jobs. It must not raise."""
@@ -288,7 +312,8 @@ class CommThread:
     def drain(self) -> None:
         """Wait until the last job has ended, with a result or an error."""
         if self._latest is not None:
-            self._latest.wait_quietly()
+            with contextlib.suppress(Exception):
+                self._latest.wait()
 
     def recover(self) -> None:
         """Run jobs again after one that has failed."""
@@ -297,7 +322,7 @@ class CommThread:
     @property
     def idle(self) -> bool:
         """Whether all jobs have ended."""
-        return self._latest is None or self._latest.done()
+        return self._latest is None or self._latest.event.is_set()
 
     def abandon(self) -> bool:
         """Begin no more jobs. Returns whether other ranks may be waiting for one: some were not

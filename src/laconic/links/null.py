@@ -50,10 +50,18 @@ class NullLink:
     def leave(self, broken: bool) -> None:
         """Does nothing."""
 
-    def mean(self, x: Tensor) -> None:
+    def mean(self, x: Tensor, parts: Parts | None = None) -> None:
         """Does nothing: all ranks have the same."""
+        if parts is not None:
+            order = hops(self.rank, self.size) if x.numel() % self.size == 0 else [0]
+            parts.fill_all(order)
+            parts.use_all(order)
 
-    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
+    def reduce_scatter(
+        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
+    ) -> Tensor:
+        if parts is not None:
+            parts.fill_all(range(owners or self.size))
         return x.view(owners or self.size, -1)[0]
 
     def all_gather(

@@ -16,7 +16,7 @@ which training goes on:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -24,9 +24,17 @@ import torch
 from torch import Tensor
 
 from laconic.device import Accelerator, Event, accelerator
-from laconic.links.calls import Call
-from laconic.links.collectives import Collectives, Overlapping
-from laconic.links.link import Link, Parts, Sent, Stages, arrivals, complete, hops
+from laconic.links.link import (
+    Link,
+    OneByOne,
+    Parts,
+    Staged,
+    Stages,
+    arrivals,
+    complete,
+    hops,
+)
+from laconic.links.wrapped import Around
 
 PIECE_BYTES = 2**20
 """The length of a piece. PCI Express copies it in about 0.05 ms; queuing it takes 0.01 ms."""
@@ -62,11 +70,11 @@ class HostMemory:
         return memory if memory.numel() >= size else self._kind.pinned(size)
 
 
-class HostStages(Protocol):
-    """The collectives on host memory that `StagedLink` is made of, as `Stages`."""
+class HostStages(Staged, Protocol):
+    """Collectives on host memory as stages, with `Parts` in all of them."""
 
     def mean(self, x: Tensor, parts: Parts | None = None) -> Stages[None]:
-        """As `Collectives.mean`."""
+        """As `HostLink.mean`."""
         ...
 
     def all_gather(
@@ -79,19 +87,40 @@ class HostStages(Protocol):
         """As `Link.all_gather`."""
         ...
 
-    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> Stages[None]:
-        """As `Link.all_to_all`."""
+
+class HostLink(Link, Protocol):
+    """A link for CPU tensors, with `Parts` in all collectives of long messages."""
+
+    @property
+    def overlapping(self) -> HostStages | None:
+        """As `Link.overlapping`."""
+        ...
+
+    def mean(self, x: Tensor, parts: Parts | None = None) -> None:
+        """As `Link.mean`. ``parts`` of the n slices of x are filled and used, if n divides its
+        length; else all of x is one part of one row, number 0."""
+        ...
+
+    def reduce_scatter(
+        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
+    ) -> Tensor:
+        """As `Link.reduce_scatter`. ``parts`` of the owners' slices are filled."""
+        ...
+
+    def split(self, sets: Sequence[Sequence[int]]) -> HostLink:
+        """As `Link.split`."""
         ...
 
 
-class _InPieces:
-    """The collectives of ``link``, each complete when it begins."""
+class _AtOnce(OneByOne):
+    """The collectives of ``link`` as stages that never yield."""
 
-    def __init__(self, link: Collectives) -> None:
-        self._link = link
+    def __init__(self, link: HostLink) -> None:
+        super().__init__(link)
+        self._host = link
 
     def mean(self, x: Tensor, parts: Parts | None = None) -> Stages[None]:
-        self._link.mean(x, parts)
+        self._host.mean(x, parts)
         yield from ()
 
     def all_gather(
@@ -101,116 +130,30 @@ class _InPieces:
         owners: int | None = None,
         parts: Parts | None = None,
     ) -> Stages[None]:
-        self._link.all_gather(mine, out, owners, parts)
-        yield from ()
-
-    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> Stages[None]:
-        self._link.all_to_all(x, out, parts)
+        self._host.all_gather(mine, out, owners, parts)
         yield from ()
 
 
-class _Whole:
-    """The same of a link whose collectives may be made again (`ElasticLink`): all is there before
-    one begins, and used when it is complete."""
+class StagedLink(Around):
+    """Collectives on tensors of ``device`` over ``link``. Those on CPU tensors are made on ``link``
+    itself."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
-
-    def mean(self, x: Tensor, parts: Parts | None = None) -> Stages[None]:
-        self._run(parts, lambda: self._link.mean(x), x.numel() % self._link.size == 0)
-        yield from ()
-
-    def all_gather(
-        self,
-        mine: Tensor,
-        out: Tensor,
-        owners: int | None = None,
-        parts: Parts | None = None,
-    ) -> Stages[None]:
-        self._run(parts, lambda: self._link.all_gather(mine, out, owners))
-        yield from ()
-
-    def all_to_all(self, x: Tensor, out: Tensor, parts: Parts | None = None) -> Stages[None]:
-        self._run(parts, lambda: self._link.all_to_all(x, out))
-        yield from ()
-
-    def _run(self, parts: Parts | None, run: Callable[[], None], cut: bool = True) -> None:
-        rows = range(self._link.size if cut else 1)
-        if parts is not None:
-            parts.fill_all(rows)
-        run()
-        if parts is not None:
-            parts.use_all(rows)
-
-
-class StagedLink:
-    """Collectives on tensors of ``device`` over ``link``, which is one for CPU tensors. Those on
-    CPU tensors are made on ``link`` itself."""
-
-    queues = False
-
-    def __init__(self, link: Link, device: torch.device) -> None:
+    def __init__(self, link: HostLink, device: torch.device) -> None:
+        super().__init__(link)
         kind = accelerator(device)
         assert kind is not None, "CPU tensors need no staging"
-        self.link = link
         self.device = device
         self._kind = kind
         self._memory = HostMemory(kind, device)
-        self._whole = not isinstance(link, Collectives)
-        """Whether a result may come from another attempt than this rank's last one: then this
-        rank's own row counts as it came, too."""
-        self._inner: HostStages = _InPieces(link) if isinstance(link, Collectives) else _Whole(link)
-
-    @property
-    def rank(self) -> int:
-        return self.link.rank
-
-    @property
-    def size(self) -> int:
-        return self.link.size
-
-    @property
-    def threaded(self) -> bool:
-        return self.link.threaded
-
-    @property
-    def joined(self) -> float:
-        return self.link.joined
+        self._host, self._inner = link, _AtOnce(link)
 
     @property
     def overlapping(self) -> StagedStages | None:
-        stages = self.link.overlapping
-        if stages is None:
-            return None
-        assert isinstance(stages, Overlapping), "only those of a link that cuts into pieces"
-        return StagedStages(self, stages)
-
-    def begin_call(self, call: Call, *, wait: bool) -> bool:
-        return self.link.begin_call(call, wait=wait)
-
-    def digests(self) -> Sequence[int]:
-        return self.link.digests()
-
-    def sent(self) -> Mapping[int, Sent]:
-        return self.link.sent()
-
-    def check(self) -> None:
-        self.link.check()
-
-    def check_peers(self) -> None:
-        self.link.check_peers()
-
-    def leave(self, broken: bool) -> None:
-        self.link.leave(broken)
-
-    def status(self, text: str) -> None:
-        self.link.status(text)
-
-    def close(self) -> None:
-        self.link.close()
+        stages = self._host.overlapping
+        return None if stages is None else StagedStages(self, stages)
 
     def split(self, sets: Sequence[Sequence[int]]) -> Link:
-        return StagedLink(self.link.split(sets), self.device)
+        return StagedLink(self._host.split(sets), self.device)
 
     # -- copies ----
 
@@ -305,15 +248,15 @@ class StagedLink:
             return
         rows = out.view(owners or self.size, -1)
         order = [r for r in arrivals(self.rank, self.size) if r < len(rows)]
-        brought = order if self._whole else [r for r in order if r != self.rank]
         if parts is not None:
             parts.fill_all([r for r in order if r == self.rank])
-        if self.rank in order and mine.data_ptr() != rows[self.rank].data_ptr():
+        own = [self.rank] if self.rank in order else []
+        if own and mine.data_ptr() != rows[self.rank].data_ptr():
             rows[self.rank].copy_(mine)
         with self._memory.borrow(out.numel(), out.dtype) as host:
             copies = host.view(rows.shape)
-            own = [self.rank] if self.rank in order else []
-            there, back = (rows, copies, own), (copies, rows, brought)
+            # this rank's own row comes back, too: what counts is what a link brings
+            there, back = (rows, copies, own), (copies, rows, order)
             pieces = self._parts(rows.shape[1], out.dtype, there, back)
             yield from inner.all_gather(
                 copies[self.rank] if own else host[:0], host, owners, pieces
@@ -350,12 +293,9 @@ class StagedLink:
         with self._memory.borrow(x.numel(), x.dtype) as host:
             order = [r for r in hops(self.rank, self.size) if r < len(rows)]
             there = rows, host.view(rows.shape), order
-            pieces = self._parts(rows.shape[1], x.dtype, there)
-            if isinstance(self.link, Collectives):
-                mean = self.link.reduce_scatter(host, owners, pieces)
-            else:
-                pieces.fill_all(order)
-                mean = self.link.reduce_scatter(host, owners)
+            mean = self._host.reduce_scatter(
+                host, owners, self._parts(rows.shape[1], x.dtype, there)
+            )
             if not mean.numel():
                 return x[:0]
             if mean.dtype != x.dtype:
@@ -394,7 +334,7 @@ class StagedStages:
     """The collectives of ``link`` as stages, of which several can be under way, by ``stages`` of
     the link that it is made of."""
 
-    def __init__(self, link: StagedLink, stages: Overlapping) -> None:
+    def __init__(self, link: StagedLink, stages: HostStages) -> None:
         self._link, self._stages = link, stages
         self.rank, self.size = link.rank, link.size
 

@@ -15,7 +15,7 @@ from laconic.links import tls
 from laconic.links.call_guard import CallGuard
 from laconic.links.calls import Call
 from laconic.links.collectives import Collectives, Overlapping
-from laconic.links.link import FAR_SECONDS, Link
+from laconic.links.link import FAR_SECONDS
 from laconic.links.texts import exchange_texts
 from laconic.links.wire import Wire
 
@@ -118,7 +118,7 @@ class TcpLink(Collectives):
     def overlapping(self) -> Overlapping | None:
         return Overlapping(self) if self.far else None
 
-    def split(self, sets: Sequence[Sequence[int]]) -> Link:
+    def split(self, sets: Sequence[Sequence[int]]) -> TcpLink:
         members = next(ranks for ranks in sets if self.rank in ranks)
         ranks = [self.calls.ranks[r] for r in members]
         wire = Wire(members.index(self.rank), None, self.wire.timeout, ranks)

@@ -21,32 +21,11 @@ def size_of(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-class Wrapped:
-    """``link``, with `around` around every collective."""
-
-    overlaps: ClassVar[bool] = False
-    """Whether `around` may also be entered around each stage of a collective: the first one has all
-    of its bytes, the others none."""
+class Around:
+    """Passes everything but collectives, and what belongs to them, on to ``link``."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
-
-    def around(self, collective: str, amount: Cost, received: int) -> AbstractContextManager[None]:
-        """The context for a collective for which this rank sends ``amount`` and receives
-        ``received`` bytes."""
-        raise NotImplementedError
-
-    def like(self, link: Link) -> Link:
-        """``link``, wrapped as this one is."""
-        raise NotImplementedError
-
-    def around_port(self, port: Port) -> Port:
-        """``port``, wrapped as this link is. Raises ``ValueError`` if this link cannot do so."""
-        raise no_quorum(self)
-
-    def _around(self, collective: str, amount: Cost) -> AbstractContextManager[None]:
-        """For a collective that brings a rank as much as it sends, as most do."""
-        return self.around(collective, amount, amount.bytes)
 
     @property
     def rank(self) -> int:
@@ -68,17 +47,8 @@ class Wrapped:
     def joined(self) -> float:
         return self.link.joined
 
-    @property
-    def overlapping(self) -> Staged | None:
-        stages = self.link.overlapping if self.overlaps else None
-        return None if stages is None else _WrappedStages(stages, self)
-
     def begin_call(self, call: Call, *, wait: bool) -> bool:
-        sent = self.link.begin_call(call, wait=wait)
-        if sent:
-            with self._around("agree", cost.gather(8, self.size)):  # the call's id
-                pass
-        return sent
+        return self.link.begin_call(call, wait=wait)
 
     def digests(self) -> Sequence[int]:
         return self.link.digests()
@@ -94,6 +64,49 @@ class Wrapped:
 
     def leave(self, broken: bool) -> None:
         self.link.leave(broken)
+
+    def status(self, text: str) -> None:
+        self.link.status(text)
+
+    def close(self) -> None:
+        self.link.close()
+
+
+class Wrapped(Around):
+    """``link``, with `around` around every collective."""
+
+    overlaps: ClassVar[bool] = False
+    """Whether `around` may also be entered around each stage of a collective: the first one has all
+    of its bytes, the others none."""
+
+    def around(self, collective: str, amount: Cost, received: int) -> AbstractContextManager[None]:
+        """The context for a collective for which this rank sends ``amount`` and receives
+        ``received`` bytes."""
+        raise NotImplementedError
+
+    def like(self, link: Link) -> Link:
+        """``link``, wrapped as this one is."""
+        raise NotImplementedError
+
+    def around_port(self, port: Port) -> Port:
+        """``port``, wrapped as this link is. Raises ``ValueError`` if this link cannot do so."""
+        raise no_quorum(self)
+
+    def _around(self, collective: str, amount: Cost) -> AbstractContextManager[None]:
+        """For a collective that brings a rank as much as it sends, as most do."""
+        return self.around(collective, amount, amount.bytes)
+
+    @property
+    def overlapping(self) -> Staged | None:
+        stages = self.link.overlapping if self.overlaps else None
+        return None if stages is None else _WrappedStages(stages, self)
+
+    def begin_call(self, call: Call, *, wait: bool) -> bool:
+        sent = super().begin_call(call, wait=wait)
+        if sent:
+            with self._around("agree", cost.gather(8, self.size)):  # the call's id
+                pass
+        return sent
 
     def mean(self, x: Tensor) -> None:
         amount = cost.mean(size_of(x), self.size, x.numel() % self.size == 0)
@@ -141,12 +154,6 @@ class Wrapped:
 
     def split(self, sets: Sequence[Sequence[int]]) -> Link:
         return self.like(self.link.split(sets))
-
-    def status(self, text: str) -> None:
-        self.link.status(text)
-
-    def close(self) -> None:
-        self.link.close()
 
 
 class _WrappedStages:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from laconic.links.elastic.replay import Replay, like
 from laconic.links.elastic.units import Outcome, Units
 from laconic.links.elastic.view import View
 from laconic.links.health import shown
-from laconic.links.link import Link, Parts, Sent
+from laconic.links.link import Parts, Sent
 from laconic.links.wire import OtherCallError
 
 T = TypeVar("T")
@@ -258,16 +258,24 @@ class ElasticLink:
         self.rendezvous.close()
         self.reception.close()
 
-    def split(self, sets: Sequence[Sequence[int]]) -> Link:
+    def split(self, sets: Sequence[Sequence[int]]) -> NoReturn:
         raise ValueError("the workers of an elastic run cannot be divided into sets")
 
     # -- collectives ----
 
-    def mean(self, x: Tensor) -> None:
+    def mean(self, x: Tensor, parts: Parts | None = None) -> None:
+        n = self.size
+        rows = range(n) if x.numel() % n == 0 else [0]
+        if parts is not None:
+            parts.fill_all(rows)
+        self._mean(x, n)
+        if parts is not None:
+            parts.use_all(rows)
+
+    def _mean(self, x: Tensor, n: int) -> None:
         if self.replaying:
             self.replay.mean(x)
             return
-        n = self.size
         each = -(-x.numel() // n)
 
         def run(link: Everyone) -> Tensor:
@@ -282,7 +290,9 @@ class ElasticLink:
         output = self._collective(run, lambda outcome: like(outcome.output, x, n * each))
         x.copy_(output[: x.numel()].view(x.shape))
 
-    def reduce_scatter(self, x: Tensor, owners: int | None = None) -> Tensor:
+    def reduce_scatter(
+        self, x: Tensor, owners: int | None = None, parts: Parts | None = None
+    ) -> Tensor:
         raise ValueError("a worker of an elastic run owns no part of the outer state: use mean")
 
     def all_gather(
@@ -293,7 +303,15 @@ class ElasticLink:
         parts: Parts | None = None,
     ) -> None:
         assert owners in (None, self.size), "all workers own a slice"
-        assert parts is None or parts.use is None, "nothing is used before all is complete"
+        # nothing is used before all is complete
+        fills = None if parts is None else Parts(parts.ends, parts.fill)
+        self._all_gather(mine, out, owners, fills)
+        if parts is not None:
+            parts.use_all(range(self.size))
+
+    def _all_gather(
+        self, mine: Tensor, out: Tensor, owners: int | None, parts: Parts | None
+    ) -> None:
         if self.replaying:
             self.replay.all_gather(mine, out, parts)
             return

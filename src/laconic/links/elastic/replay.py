@@ -95,7 +95,7 @@ class Replay:
 
     def all_gather(self, mine: Tensor, out: Tensor, parts: Parts | None) -> None:
         output = self._next()
-        if parts is not None and output is None:
+        if parts is not None:  # also where it does not count: `fill` may wait for a copy to ``out``
             parts.fill_all([self.rank])
         value = mine if output is None else like(output, out, out.numel())
         out.copy_(value.view(out.shape))
