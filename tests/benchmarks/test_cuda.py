@@ -11,7 +11,7 @@ import torch
 from benchmarks.cuda import PARTS, FailedError, Part, checks, page, speed
 from benchmarks.cuda.__main__ import RESULTS, main, run_all
 
-from laconic.codecs import Int8
+from laconic.codecs import Int8, kernels
 
 import gloo
 import late
@@ -75,16 +75,23 @@ def test_checks_pass_between_cpus(name: str, monkeypatch: pytest.MonkeyPatch) ->
 def on_late(rank: int) -> dict[str, Any]:
     """The measurements on a stand-in, with a small model."""
     with late.device() as device, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(speed, "REPEATS", 1)
         patched.setattr(speed, "SIZES", {"25M": (1, 64)})
-        found = speed.shares(Int8(), torch.randn(2560).to(device), device)
         small = speed.overlapped(1, 64, device, (2, 8), turns=1)
-        return {**found, **small, "held": speed.held(device, offload=True)}
+        return {**small, "held": speed.held(device, offload=True)}
 
 
 def test_measurements_run(late_pool: gloo.Pool) -> None:
     (found,) = late_pool.run(on_late, ranks=1)
-    assert found["encode"] > 0 and found["with a round beside"] > 0 and found["held"] == 0
+    assert found["with a round beside"] > 0 and found["held"] == 0
+
+
+@pytest.mark.skipif(kernels.library() is None, reason="without a compiler there are none")
+def test_bandwidths_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "REPEATS", 1)
+    found = speed.shares(Int8(), torch.randn(2560), CPU)
+    assert set(speed.LEAST) < set(found) and all(value > 0 for value in found.values())
+    with pytest.raises(FailedError, match="there are no kernels for"):
+        speed.shares(Int8(5000), torch.randn(2560), CPU)
 
 
 def test_a_wrong_code_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

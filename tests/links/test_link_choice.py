@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 import laconic as la
 from laconic.algorithms.compile import check_order
-from laconic.links import torch_link
+from laconic.links import tcp, torch_link
 from laconic.links.staged import StagedLink
 from laconic.links.tcp import TcpLink
 from laconic.links.torch_link import Choice, TorchLink, inner_link, world_link
@@ -33,6 +34,9 @@ class Own(StagedLink):
         self.closed = True
         super().close()
 
+    def abort(self) -> None:
+        self.close()
+
 
 made: list[Own] = []
 
@@ -44,21 +48,26 @@ def own_over(
     return made[-1]
 
 
-def chosen(rank: int, choice: Choice, seconds: tuple[float, float]) -> list[Any]:
+def chosen(rank: int, choice: Choice, seconds: tuple[float, float], far: bool = False) -> list[Any]:
     """The kind of the link, whether an own one was made and closed, and a mean over it.
-    ``seconds``: of the host's link, and of the other, on rank 1; on others both are as fast."""
+    ``seconds``: of the host's link, and of the other, on rank 1; on others both are as fast. -1: it
+    raises, and others wait in vain."""
     with late.device() as device, pytest.MonkeyPatch.context() as patched:
         patched.setattr(late.LateAccelerator, "backend", "gloo")
         patched.setattr(torch_link, "OWN", {"gloo": own_over})
         measured = torch_link._seconds
 
         def taken(link: Any, *at: Any) -> float:
+            if isinstance(link, Own) and seconds[1] < 0:
+                if rank == 1:
+                    raise RuntimeError("internal error\nDuplicate GPU detected")
+                time.sleep(5)
             measured(link, *at)
-            if rank == 1 and isinstance(link, Own) and seconds[1] < 0:
-                raise RuntimeError("internal error\nDuplicate GPU detected")
             return seconds[isinstance(link, Own)] if rank == 1 else 0.01
 
         patched.setattr(torch_link, "_seconds", taken)
+        patched.setattr(torch_link, "DEADLINE", 0.5 if seconds[1] < 0 else 20.0)
+        patched.setattr(tcp, "FAR_SECONDS", 0.0 if far else 1.0)
         made.clear()
         link = world_link(device, SECONDS, choice)
         x = torch.full((4,), float(rank)).to(device)
@@ -75,7 +84,7 @@ def chosen(rank: int, choice: Choice, seconds: tuple[float, float]) -> list[Any]
         ("auto", (0.03, 0.02), True, [False]),
         ("auto", (0.03, 0.025), False, [True]),  # not by enough
         ("auto", (0.01, 0.02), False, [True]),
-        ("auto", (0.03, -1.0), False, [True]),  # it fails on one rank
+        ("auto", (0.03, -1.0), False, [True]),  # it fails on one rank, and hangs on others
         ("tcp", (0.03, 0.02), False, []),
     ],
 )
@@ -88,6 +97,11 @@ def test_the_faster_link_is_the_same_on_all_ranks(
 ) -> None:
     found = late_pool.run(chosen, choice, seconds, ranks=4)
     assert found == [[own, closed, [1.5] * 4]] * 4
+
+
+def test_nccl_is_not_tried_over_a_long_way(late_pool: gloo.Pool) -> None:
+    found = late_pool.run(chosen, "auto", (0.03, 0.001), True, ranks=4)
+    assert found == [[False, [True], [1.5] * 4]] * 4
 
 
 def inside(rank: int) -> list[float]:

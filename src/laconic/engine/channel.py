@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from laconic.algorithms.exchange import Exchange
@@ -37,6 +38,10 @@ class Channel:
         """`region` within `part`, as exchanges count."""
         start = self.part.start
         return slice(self.region.start - start, self.region.stop - start)
+
+    def home(self, state: State) -> torch.device:
+        """Where the tensors of ``state``, one of the two, are between rounds."""
+        return torch.device("cpu") if isinstance(state, HostState) else self.bucket.device
 
     @contextmanager
     def states(self) -> Iterator[tuple[State, State]]:

@@ -255,7 +255,7 @@ def load_exchange_state(
                     f"{name!r} is not finite: the state was saved after a round that failed "
                     "halfway, and cannot be used; load an earlier one"
                 )
-            loaded[name] = value.to(channel.bucket.device, copy=True)
+            loaded[name] = value.to(channel.home(channel.exchange_state), copy=True)
         states.append(loaded)
 
     def load() -> None:
@@ -371,7 +371,8 @@ def _load_state(
     running: ParameterRunner, index: int, parts: Sequence[Saved], source: Source
 ) -> State:
     """The update's state on bucket ``index``."""
-    bucket, region = running.channels[index].bucket, running.channels[index].region
+    channel = running.channels[index]
+    bucket, region = channel.bucket, channel.region
     lengths = {bucket.length, region.stop - region.start}
     state = {}
     mine = _index(source)
@@ -384,7 +385,7 @@ def _load_state(
         if value.dim() and value.numel() not in lengths:
             expected = " or ".join(map(str, sorted(lengths)))
             raise ValueError(f"{name!r} has {value.numel()} elements, not {expected}")
-        state[name] = value.to(bucket.device if value.dim() else "cpu", copy=True)
+        state[name] = value.to(channel.home(channel.state) if value.dim() else "cpu", copy=True)
     return state
 
 

@@ -8,16 +8,20 @@ way of host memory, or by the accelerator's own collectives, of which there are 
 from __future__ import annotations
 
 import math
+import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
 from laconic.device import accelerator, synchronize
+from laconic.errors import error_text
+from laconic.links.comm_thread import Pending
 from laconic.links.link import Link
 from laconic.links.nccl import NcclLink
 from laconic.links.rendezvous import default_rendezvous
@@ -31,13 +35,23 @@ PROBES = (2**16, 2**19, 2**22)
 """Bytes of the means that are timed, the first of which also warms up."""
 LONG = 0.05
 """No larger mean is timed once one takes so many seconds."""
+DEADLINE = 60.0
+"""Seconds after which the accelerator's own collectives count as failed."""
 FASTER = 0.8
 """The accelerator's own collectives are used if they take at most this share of the time. At equal
 speed the host's are better: they find lost ranks, encrypt, and sum in one order."""
 
 
+class OwnLink(Link, Protocol):
+    """A link by an accelerator's own collectives."""
+
+    def abort(self) -> None:
+        """Free it, though a collective may be under way that never ends."""
+        ...
+
+
 class Kind(Protocol):
-    """How a link is made over a process group: see `TcpLink.over`."""
+    """How such a link is made over a process group: see `NcclLink.over`."""
 
     def __call__(
         self,
@@ -46,7 +60,7 @@ class Kind(Protocol):
         timeout: timedelta,
         *,
         owned: bool = False,
-    ) -> Link: ...
+    ) -> OwnLink: ...
 
 
 OWN: dict[str, Kind] = {"nccl": NcclLink.over}
@@ -95,7 +109,7 @@ def TorchLink(  # noqa: N802  a user writes it like the classes of other links
     call it. ``timeout``: how long to wait for a rank that does not answer. ``link``: over laconic's
     own connections, or by NCCL."""
     check_choice_of_link(link, device)
-    return OWN.get(link, _host_link)(group, device, timeout)
+    return OWN[link](group, device, timeout) if link in OWN else _host_link(group, device, timeout)
 
 
 def _new_group(timeout: timedelta) -> dist.ProcessGroup:
@@ -113,15 +127,13 @@ def world_link(device: torch.device, timeout: timedelta, choice: Choice = "auto"
     """The link over all ranks of torch's default process group. Every rank must call it."""
     check_choice_of_link(choice, device)
     backend = own_backend(device)
-    host, own = choice != backend, backend is not None and choice != "tcp"
-    links: list[Link] = []
-    if host:
-        links.append(_host_link(_new_group(timeout), device, timeout, owned=True))
-    if own and backend is not None:
-        links.append(OWN[backend](_new_group(timeout), device, timeout, owned=True))
-    if len(links) == 1:
-        return links[0]
-    return _faster(links[0], links[1], device)
+    if backend is None or choice == "tcp":
+        return _host_link(_new_group(timeout), device, timeout, owned=True)
+    host = None
+    if choice == "auto":
+        host = _host_link(_new_group(timeout), device, timeout, owned=True)
+    own = OWN[backend](_new_group(timeout), device, timeout, owned=True)
+    return own if host is None else _faster(host, own, device)
 
 
 def inner_link(layout: Sequence[Sequence[int]], device: torch.device, timeout: timedelta) -> Link:
@@ -137,18 +149,29 @@ def inner_link(layout: Sequence[Sequence[int]], device: torch.device, timeout: t
     return OWN[backend](mine, device, timeout, owned=True)
 
 
-def _faster(host: Link, own: Link, device: torch.device) -> Link:
+def _faster(host: Link, own: OwnLink, device: torch.device) -> Link:
     """The faster link of the two, the same on all ranks. The other one is closed."""
-    seconds = [0.0, 0.0]
+    if host.overlapping is not None:  # a long way, for which an accelerator's own are not made
+        own.close()
+        return host
+    seconds, failed = [0.0, 0.0], ""
     for size in PROBES:
-        taken = [_seconds(host, device, size), math.inf]
+        taken = torch.tensor([_seconds(host, device, size), math.inf])
+        host.gather(torch.zeros(1))  # all ranks begin together
         try:
-            taken[1] = _seconds(own, device, size)
-        except RuntimeError as error:  # it does not work here: two ranks on one GPU, no network
-            reason = str(error).strip().splitlines()[-1]
-            warnings.warn(f"NCCL failed ({reason}): laconic uses link='tcp'", stacklevel=2)
-        seconds = host.gather(torch.tensor(taken)).amax(0).tolist()
-        if seconds[1] == math.inf or (size > PROBES[0] and seconds[0] >= LONG):
+            taken[1] = _in_time(partial(_seconds, own, device, size), device)
+        except Exception as error:  # it does not work here: two ranks on one GPU, no network
+            failed = (error_text(error) or type(error).__name__).splitlines()[-1]
+        seconds = host.gather(taken).amax(0).tolist()
+        if seconds[1] == math.inf:
+            warnings.warn(
+                f"NCCL does not work here ({failed or 'another rank has failed'}): laconic uses "
+                "link='tcp'",
+                stacklevel=2,
+            )
+            own.abort()
+            return host
+        if size > PROBES[0] and seconds[0] >= LONG:
             break
     better, other = (own, host) if seconds[1] <= FASTER * seconds[0] else (host, own)
     other.close()
@@ -158,9 +181,25 @@ def _faster(host: Link, own: Link, device: torch.device) -> Link:
 def _seconds(link: Link, device: torch.device, size: int) -> float:
     """The seconds of a mean of about ``size`` bytes."""
     x = torch.zeros(size // 4 // link.size * link.size, device=device)
-    link.gather(torch.zeros(1))  # all ranks begin together
     synchronize(device)
     start = time.perf_counter()
     link.mean(x)
     synchronize(device)
     return time.perf_counter() - start
+
+
+def _in_time(run: Callable[[], float], device: torch.device) -> float:
+    """What ``run`` returns, in a thread of its own: it may wait forever for a rank that has failed,
+    or that it cannot reach. Raises ``TimeoutError`` after `DEADLINE` seconds."""
+    probing = Pending[float](None)
+
+    def probe() -> float:
+        kind = accelerator(device)
+        if kind is not None and device.index is not None:
+            kind.select(device.index)
+        return run()
+
+    threading.Thread(target=probing.run, args=(probe,), daemon=True, name="laconic-probe").start()
+    if not probing.end.event.wait(DEADLINE):
+        raise TimeoutError(f"no answer within {DEADLINE:g} s")
+    return probing.wait()
