@@ -9,6 +9,28 @@ import pytest
 
 from laconic.cli import main
 
+LONG_STEPS = """
+import time
+import torch
+from torch import nn
+
+def loss(model, batch):
+    time.sleep(0.05)  # a step takes so long on every machine, whatever else that does
+    return model(batch).square().mean()
+
+def stream():
+    while True:
+        yield torch.randn(8, 64)
+
+def make():
+    return {
+        "model": lambda: nn.Linear(64, 200),
+        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        "batches": lambda worker, workers, seed: stream(),
+        "loss": loss,
+        "validation": [torch.randn(8, 64)],
+    }
+"""
 BROKEN = """
 import torch
 from torch import nn
@@ -52,11 +74,12 @@ def test_a_workload_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_slow_host_a_slow_network_and_lost_packets_are_found(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    (tmp_path / "mine.py").write_text(LONG_STEPS)
     network = ["--bandwidth", "20mbit", "--bandwidth-host", "1=2mbit", "--loss", "2%"]
     options = ["--hosts", "3", "--slow-host", "2=4", "--latency", "5ms", "--steps", "6", "--json"]
-    assert main(["advise", "--workload", "digits", *network, *options]) == 0
+    assert main(["advise", "--workload", f"{tmp_path}/mine.py:make", *network, *options]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["facts"]["loss"] == pytest.approx(0.02, rel=0.5)
     assert 4.9e-3 < told["facts"]["latency"] < 0.02, (

@@ -31,6 +31,7 @@ import programs
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 RATE = 100e6  # bit/s
 SIZE = 4_000_000  # bytes
+TIMES = 3
 MARK = "LACONIC_TEST_MARK"
 
 RECEIVER = """
@@ -132,6 +133,11 @@ def transfer(cluster: Cluster, sender: int, receiver: int) -> float:
     return float(seconds)
 
 
+def shortest_transfer(cluster: Cluster, sender: int, receiver: int) -> float:
+    """The shortest of several: whatever else the machine does makes one longer, never shorter."""
+    return min(transfer(cluster, sender, receiver) for _ in range(TIMES))
+
+
 def say_ready(cluster: Cluster | Loopback) -> subprocess.Popen[bytes]:
     """Start a program that runs for long, and return when it does."""
     argv = ["sh", "-c", "echo ready; exec sleep 1000"]
@@ -190,20 +196,20 @@ def test_a_transfer_takes_bytes_over_rate_and_is_counted() -> None:
     with Cluster(3, bandwidth=RATE) as cluster:
         assert len(set(cluster.addresses)) == 3
         before = cluster.tx_bytes()
-        seconds = transfer(cluster, sender=0, receiver=2)
+        seconds = shortest_transfer(cluster, sender=0, receiver=2)
         sent = [after - start for after, start in zip(cluster.tx_bytes(), before, strict=True)]
     assert seconds == pytest.approx(SIZE * 8 / RATE, rel=0.1)
-    assert sent[0] == pytest.approx(SIZE, rel=0.08)
+    assert sent[0] == pytest.approx(TIMES * SIZE, rel=0.08)
     assert sent[1] < 0.001 * SIZE
-    assert sent[2] < 0.08 * SIZE  # acknowledgements
+    assert sent[2] < 0.08 * TIMES * SIZE  # acknowledgements
 
 
 @pytest.mark.timeout(30)
 @with_namespaces
 def test_every_host_has_its_own_rate() -> None:
     with Cluster(3, bandwidth=None, host_bandwidth={1: RATE / 2}) as cluster:
-        slow = transfer(cluster, sender=1, receiver=0)
-        fast = transfer(cluster, sender=0, receiver=1)
+        slow = shortest_transfer(cluster, sender=1, receiver=0)
+        fast = shortest_transfer(cluster, sender=0, receiver=1)
     assert slow == pytest.approx(SIZE * 8 / (RATE / 2), rel=0.1)
     assert fast < slow / 4
 
