@@ -288,6 +288,42 @@ def streaming_diloco() -> str:
     return t.drawn(fragments="a fragment of a − x travels, in codes of 4 bits")
 
 
+def muloco() -> str:
+    t = Timeline(*workers(), "outer")
+    at, outer = 0.0, []
+    for k in range(3):
+        at = t.waits(t.steps(at, 8, 12), 50, "parameters")
+        t.fold(at, "" if k else "outer step; x ← a")
+        outer.append(at)
+    t.track(3, outer, "a, m")
+    return t.drawn(
+        step="a step of Muon for matrices, of AdamW for the rest",
+        parameters="the change since the last round, a − x, travels",
+    )
+
+
+def des_loc() -> str:
+    t = Timeline(*workers())
+    at = 0.0
+    for k in range(1, 7):
+        at = t.steps(at, 3, 12)
+        for due, kind, name in (
+            (1, "parameters", "x"),
+            (2, "gradients", "u"),
+            (4, "messages", "v"),
+        ):
+            if k % due == 0:
+                t.computes(at, 16, "wait")
+                t.sends(at, 16, kind, name)
+                at += 16
+        t.fold(at, "x ← mean(x)" if k == 1 else "and u ← mean(u)" if k == 2 else "")
+    return t.drawn(
+        parameters="x: parameters, in every round",
+        gradients="u: first moments, in every second",
+        messages="v: second moments, in every fourth",
+    )
+
+
 def sparse_loco() -> str:
     t = Timeline(*workers())
     at = 0.0
@@ -387,6 +423,8 @@ PICTURES: tuple[Callable[[], str], ...] = (
     lsgd,
     diloco,
     streaming_diloco,
+    muloco,
+    des_loc,
     sparse_loco,
     noloco,
     power_sgd,

@@ -107,6 +107,14 @@ JOB_SECRET = ["tests/links/test_job_secret.py"]
 LISTENERS = ["tests/links/test_listeners.py", "-k", "not program"]
 KEYS = ["tests/cli/test_keys.py"]
 CONGESTION = ["tests/links/test_congestion.py"]
+QUORUM_ROWS = ["tests/algorithms/test_quorum.py", "-k", "steps or rda"]
+NEWEST = ["tests/algorithms/test_newest.py"]
+NEWEST_ROWS = [
+    "tests/algorithms/test_newest.py",
+    "tests/algorithms/test_exactness.py",
+    "-k",
+    "muloco or rda or des_loc or newest",
+]
 QUORUM = ["tests/algorithms/test_quorum.py", "-k", "int or codes or finite or published"]
 QUORUM_FAILS = ["tests/links/test_quorum_processes.py", "-k", "named or counted or agree"]
 QUORUM_PROCESSES = ["tests/links/test_quorum_processes.py", "-k", "interrupted or another_rank"]
@@ -455,7 +463,25 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("engine/quorum_rounds.py", "        if failed:\n", "        if False:\n", QUORUM),
     ("algorithms/exchanges/quorum.py", "less=base, plus=residual", "less=base", QUORUM),
     ("algorithms/exchanges/quorum.py", "        residual.copy_(v)\n", "", QUORUM),
-    ("algorithms/exchanges/quorum.py", "alpha=s / sum(steps))", "alpha=1 / len(ys))", QUORUM),
+    ("algorithms/exchanges/radial.py", "torch.sub(reference, mean", "torch.add(reference, mean", NEWEST_ROWS),
+    ("algorithms/exchanges/radial.py", "        link.mean(lengths)\n", "        pass\n", NEWEST_ROWS),
+    ("algorithms/exchanges/radial.py", "math.sqrt(len(piece)) / length, 1)", "1 / length, 1)", NEWEST),
+    ("algorithms/exchanges/radial.py", "torch.where(cancel, 0, length / now)", "length / now", NEWEST),
+    ("algorithms/exchanges/radial.py", "torch.where(length > 0, math.sqrt(len(piece)) / length, 1)", "math.sqrt(len(piece)) / length", NEWEST),
+    ("algorithms/exchanges/radial.py", "if not bool(lengths.isfinite().all())", "if False", NEWEST),
+    ("algorithms/exchanges/quorum.py", "_weighted(lengths, weights) * fraction", "_weighted(lengths, weights)", QUORUM_ROWS),
+    ("algorithms/exchanges/quorum.py", "        mean = _weighted(changes, weights)\n", "        mean = _weighted(changes, [1 / len(weights)] * len(weights))\n", QUORUM_ROWS),
+    ("algorithms/updates/muon_step.py", "(state[\"anchor\"] - x)", "(x - state[\"anchor\"])", NEWEST_ROWS),
+    ("algorithms/updates/muon_step.py", "step.add_(m, alpha=self.momentum)", "step.add_(m)", NEWEST_ROWS),
+    ("algorithms/updates/muon_step.py", "o.mul_(torch.linalg.vector_norm(s) / length)", "o", NEWEST_ROWS),
+    ("algorithms/updates/muon_step.py", "r * square @ square", "r * square", NEWEST_ROWS),
+    ("algorithms/updates/muon_step.py", "            start += shape.numel()\n", "", NEWEST_ROWS),
+    ("algorithms/diloco_recipes.py", "3 * period if first is None", "6 * period if first is None", NEWEST_ROWS),
+    ("algorithms/diloco_recipes.py", "6 * period if second is None", "3 * period if second is None", NEWEST_ROWS),
+    ("buckets.py", "in SECOND_MOMENTS) == self.second", "in SECOND_MOMENTS) != self.second", NEWEST_ROWS),
+    ("engine/parameter_rounds.py", "if self.in_flight and not self.round.update.replaces:", "if False:", NEWEST_ROWS),
+    ("muon.py", "p.dim() == 2 and id(p) not in kept", "p.dim() == 2", NEWEST),
+    ("algorithms/exchanges/quorum.py", "[s / sum(steps) for", "[1 / len(steps) for", QUORUM_ROWS),
     ("algorithms/exchanges/quorum.py", "y = anchor.clone()", "y = torch.zeros_like(anchor)", QUORUM),
     ("algorithms/exchanges/quorum.py", "after = before.clone()", "after = before", QUORUM),
     ("algorithms/exchanges/quorum.py", 'state["residual"].sub_(', 'state["residual"].add_(', QUORUM_FAILS),

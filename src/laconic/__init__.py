@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # an alias makes a name public
         d_psgd as d_psgd,
         ddp as ddp,
         demo as demo,
+        des_loc as des_loc,
         diloco as diloco,
         downpour as downpour,
         eamsgd as eamsgd,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:  # an alias makes a name public
         hierarchical as hierarchical,
         local_sgd as local_sgd,
         lsgd as lsgd,
+        muloco as muloco,
         noloco as noloco,
         post_local_sgd as post_local_sgd,
         power_sgd as power_sgd,
@@ -87,6 +89,7 @@ if TYPE_CHECKING:  # an alias makes a name public
         Metrics as Metrics,
         TensorBoard as TensorBoard,
     )
+    from laconic.muon import muon as muon
     from laconic.sampler import ElasticSampler as ElasticSampler
     # isort: on
 
@@ -100,6 +103,7 @@ NAMES_BY_MODULE = {
         "d_psgd",
         "ddp",
         "demo",
+        "des_loc",
         "diloco",
         "downpour",
         "eamsgd",
@@ -107,6 +111,7 @@ NAMES_BY_MODULE = {
         "hierarchical",
         "local_sgd",
         "lsgd",
+        "muloco",
         "noloco",
         "post_local_sgd",
         "power_sgd",
@@ -141,6 +146,7 @@ NAMES_BY_MODULE = {
     "laconic.links": ["simulate"],
     "laconic.links.elastic.faults": ["Faults", "Trace"],
     "laconic.links.quorum.port": ["Closing"],
+    "laconic.muon": ["muon"],
     "laconic.metrics": ["JsonLines", "Metrics", "TensorBoard"],
     "laconic.sampler": ["ElasticSampler"],
 }

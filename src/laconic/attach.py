@@ -18,6 +18,7 @@ from laconic.algorithms.compile import (
     check_groups,
     check_order,
     check_quorum,
+    check_whole,
     replicated,
     warn_of_groups,
     with_replicas,
@@ -217,6 +218,7 @@ def attach(
 
         def arrange(recipe: Recipe) -> Recipe:
             check_order(recipe, sharded=sharded, queues=world.queues)
+            check_whole(recipe, sharded=sharded, ranks=len(ranks[0]))
             plain = joined is None and len(ranks[0]) == 1 and device.type == "cpu"
             check_quorum(recipe, None if joined else len(ranks), plain=plain)
             if joined is not None:

@@ -61,6 +61,21 @@ ROWS: dict[str, tuple[la.Recipe, Quorum]] = {
         la.diloco(4, momentum=0.5, quorum=2, grace=5.0, weigh="steps"),
         Quorum(4, 2, 5.0, rule="delayed", lr=0.7, momentum=0.5, weigh="steps"),
     ),
+    "diloco, rda": (
+        la.diloco(4, average="rda", momentum=0.5, quorum=3),
+        Quorum(4, 3, rule="delayed", lr=0.7, momentum=0.5, radial=True),
+    ),
+    "diloco, rda, own pace, steps": (
+        la.diloco(6, average="rda", momentum=0.5, quorum=2, grace=0.5, pace="own", weigh="steps"),
+        Quorum(
+            *(6, 2, 0.5, True),
+            rule="delayed",
+            lr=0.7,
+            momentum=0.5,
+            weigh="steps",
+            radial=True,
+        ),
+    ),
     "diloco, Nesterov at each arrival": (
         NAIVE,
         Quorum(4, 1, rule="nesterov", lr=0.5, momentum=0.6),

@@ -155,6 +155,10 @@ ROWS = {
         la.streaming_diloco(4, 2, 2, 0.3, SMALL, lr=0.6, momentum=0.8),
         lambda: ref.StreamingDiLoCo(4, 2, small(), 0.6, 0.8, delay=2, mix=0.3),
     ),
+    "streaming, int2": Row(
+        la.streaming_diloco(4, 2, 2, 0.3, la.codecs.Int2(4), lr=0.6, momentum=0.8),
+        lambda: ref.StreamingDiLoCo(4, 2, ref.int2(4), 0.6, 0.8, delay=2, mix=0.3),
+    ),
     "sparse": Row(
         la.sparse_loco(3, 5, 32, values="float32"),
         lambda: ref.SparseLoCo(3, 5, 32, ref.cast("float32")),

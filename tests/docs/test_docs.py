@@ -128,6 +128,13 @@ SHAPES = ((1024, 1024),) * 4
         (laconic.ddp(), "ddp", "2(n-1)/n B", lambda n: 2 * (n - 1) / n),
         (laconic.local_sgd(8), "local_sgd", "2(n-1)/n B / H", lambda n: 2 * (n - 1) / n / 8),
         (laconic.diloco(8), "diloco", "2(n-1)/n B / H", lambda n: 2 * (n - 1) / n / 8),
+        (laconic.muloco(8), "muloco", "2(n-1)/n B / H per", lambda n: 2 * (n - 1) / n / 8),
+        (
+            laconic.des_loc(8),
+            "des_loc",
+            "2(n-1)/n B (1/H + 1/H_u + 1/H_v)",
+            lambda n: 2 * (n - 1) / n * (1 / 8 + 1 / 24 + 1 / 48),
+        ),
         (
             laconic.streaming_diloco(8),
             "streaming_diloco",

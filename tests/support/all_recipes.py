@@ -52,6 +52,13 @@ ROWS: dict[str, Row] = {
     "diloco, eager": Row(la.diloco(5, momentum=0.5, delay=4, merge="eager")),
     "diloco, loscar": Row(la.diloco(5, 1.0, 0.0, delay=4, merge="loscar")),
     "streaming_diloco": Row(la.streaming_diloco(6, 3, 3, codec="int4", momentum=0.5)),
+    "streaming_diloco, int2": Row(la.streaming_diloco(6, 3, 3, codec="int2", momentum=0.5)),
+    "muloco": Row(la.muloco(5)),
+    "muloco, outer, late": Row(la.muloco(5, outer="muon", delay=4)),
+    "muloco, outer, coded": Row(la.muloco(5, outer="muon", codec="int2")),
+    "diloco, rda": Row(la.diloco(5, momentum=0.5, average="rda")),
+    "diloco, rda, coded": Row(la.diloco(5, momentum=0.5, average="rda", codec="int8")),
+    "des_loc": Row(la.des_loc(2, 4, 6)),
     "sparse_loco": Row(la.sparse_loco(3, 8, 64)),
     "noloco": Row(la.noloco(3)),
 }

@@ -15,6 +15,7 @@ import reference_decade as decade
 import reference_elastic as elastic
 import reference_gossip as gossip
 import reference_leader as leader
+import reference_newest as newest
 
 ADAM = partial(torch.optim.Adam, lr=0.03)
 
@@ -156,6 +157,19 @@ ROWS: dict[str, tuple[la.Recipe, ref.Recipe]] = {
     "slowmo(lsgd(2), 4)": (
         la.slowmo(la.lsgd(2, local_period=0), 4, 0.5),
         decade.slowmo(leader.lsgd(2), 4),
+    ),
+    "des_loc(2, 4, 6)": (la.des_loc(2, 4, 6), newest.des_loc(2, 4, 6)),
+    "des_loc(2)": (la.des_loc(2), newest.des_loc(2, 6, 12)),
+    "muloco(4)": (la.muloco(4), ref.diloco(4, 0.7, 0.6)),
+    "muloco(4, outer='muon')": (la.muloco(4, outer="muon"), newest.muloco(4, 0.7, 0.6)),
+    "muloco(3, outer='muon', delay=2)": (
+        la.muloco(3, 0.5, 0.0, outer="muon", delay=2, mix=0.3),
+        newest.muloco(3, 0.5, 0.0, 2, 0.3),
+    ),
+    "diloco(4, rda)": (la.diloco(4, 0.7, 0.5, average="rda"), newest.diloco_rda(4, 0.7, 0.5)),
+    "diloco(4, rda, delay=3)": (
+        la.diloco(4, average="rda", delay=3, mix=0.2),
+        newest.diloco_rda(4, 0.7, 0.9, 3, 0.2),
     ),
 }
 GOSSIP = [row for row in ROWS if "sgp(" in row or "d_psgd(" in row]

@@ -13,7 +13,7 @@ from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round, ren
 from laconic.algorithms.schedules import Every, Schedule, Unless, any_of, every
 from laconic.algorithms.update import abilities
 from laconic.algorithms.updates import Average, Mix, Replace
-from laconic.buckets import module_buffers, optimizer_state
+from laconic.buckets import is_of_optimizer, module_buffers, optimizer_state
 
 
 def parameter_rounds(recipe: Recipe, *, buffers: bool) -> list[Round]:
@@ -99,6 +99,22 @@ def check_order(recipe: Recipe, *, sharded: bool, queues: bool) -> None:
         )
 
 
+def check_whole(recipe: Recipe, *, sharded: bool, ranks: int) -> None:
+    """Raise ``ValueError`` if ``recipe`` needs whole tensors where a rank has parts of them only:
+    of a model that is ``sharded``, or in messages that the ``ranks`` of a worker share."""
+    for r in recipe:
+        if isinstance(r, Round) and sharded and r.update.whole:
+            raise ValueError(
+                f"{type(r.update).__name__} needs whole tensors, and FSDP has sharded the model: "
+                "use an elementwise outer optimizer, such as the default of laconic.diloco"
+            )
+        if isinstance(r, Round) and r.exchange.whole and (sharded or ranks > 1):
+            raise ValueError(
+                f"{type(r.exchange).__name__} needs whole tensors, and the ranks of a worker share "
+                "its messages: use average='mean', or workers of one rank"
+            )
+
+
 def has_quorum(recipe: Recipe) -> bool:
     """Return whether ``recipe`` has rounds that do not wait for all workers."""
     return any(isinstance(r.exchange, QuorumMean) for r in recipe)
@@ -109,7 +125,7 @@ def _fits_quorum(r: Round) -> bool:
     combines_only = update.replaces and not update.whole and not abilities(update)
     anchored = update.anchor is not None and update.slots.get(update.anchor) == "owner"
     plain = r.over in ("world", "workers") and not r.delay and r.optimizer_state != "average"
-    first = isinstance(exchange, QuorumMean) and exchange.anchored and r.part is not optimizer_state
+    first = isinstance(exchange, QuorumMean) and exchange.anchored and not is_of_optimizer(r.part)
     return combines_only and anchored and plain and first
 
 
@@ -144,6 +160,8 @@ ELASTIC = (
     "slowmo",
     "diloco",
     "streaming_diloco",
+    "muloco",
+    "des_loc",
     "sparse_loco",
     "easgd",
     "sgp",

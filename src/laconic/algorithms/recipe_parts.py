@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from typing import get_args
+from typing import Literal, get_args
 
 from laconic.algorithms.exchange import Exchange
-from laconic.algorithms.exchanges import CodedQuorumMean, Mean, QuorumMean, ShardedMean, coded
+from laconic.algorithms.exchanges import (
+    CodedQuorumMean,
+    Mean,
+    QuorumMean,
+    RadialMean,
+    RadialQuorumMean,
+    ShardedMean,
+    coded,
+)
 from laconic.algorithms.exchanges.quorum import Pace, Weigh
 from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round
 from laconic.algorithms.schedules import Schedule, Unless, every
-from laconic.algorithms.updates import Eager, OuterStep
+from laconic.algorithms.updates import DelayedNesterov, Eager, MuonStep, OuterStep
 from laconic.algorithms.updates.outer_step import Merge, OuterFactory
 from laconic.codecs import Codec, codec_of
 from laconic.errors import check_choice, check_float, check_int
@@ -21,10 +29,24 @@ CodecOption = Codec | str | None
 coding. The next message sends what a code leaves out (error feedback)."""
 
 
+Averaging = Literal["mean", "rda"]
+"""How pseudo-gradients are averaged: by their mean, or by their radial-directional average
+(`RadialMean`), which is as long as they are on average."""
+Outer = OuterFactory | Literal["muon"]
+"""An outer optimizer in place of Nesterov SGD: a function that makes one from tensors, or
+``"muon"`` (`MuonStep`)."""
+
+
 def mean_over_workers(
-    codec: CodecOption, *, relative: bool = True, sharded: bool = False
+    codec: CodecOption,
+    *,
+    relative: bool = True,
+    sharded: bool = False,
+    average: Averaging = "mean",
 ) -> Exchange:
-    """Return the mean over workers, coded or not."""
+    """Return the average over workers, coded or not."""
+    if check_choice("average", average, get_args(Averaging)) == "rda":
+        return RadialMean(None if codec is None else codec_of(codec), relative)
     if codec is not None:
         return coded(codec, relative=relative)
     return ShardedMean() if sharded else Mean()
@@ -38,8 +60,9 @@ def quorum_mean(
     codec: CodecOption,
     delay: int,
     optimizer_state: str = "keep",
+    average: Averaging = "mean",
 ) -> QuorumMean | None:
-    """Return the mean over the workers that have arrived, or None if a round waits for all."""
+    """Return the average over the workers that have arrived, or None if a round waits for all."""
     exchange = QuorumMean(quorum, grace, pace, weigh)  # checks them
     if quorum is None and pace == "equal":
         if grace or weigh != "alike":
@@ -56,34 +79,54 @@ def quorum_mean(
             "rounds with quorum= or pace='own' fold results at once, and average parameters only: "
             f"use {', '.join(needed)}"
         )
+    if check_choice("average", average, get_args(Averaging)) == "rda":
+        if codec is not None:
+            raise ValueError(
+                "rounds with quorum= or pace='own' send radial-directional averages as they are: "
+                "omit codec=, or use average='mean'"
+            )
+        return RadialQuorumMean(quorum, grace, pace, weigh)
     if codec is None:
         return exchange
     return CodedQuorumMean(quorum, grace, pace, weigh, codec=codec_of(codec))
 
 
 def outer_step(
-    lr: float, momentum: float, outer: OuterFactory | None, merge: Merge, mix: float
+    lr: float, momentum: float, outer: Outer | None, merge: Merge, mix: float
 ) -> OuterStep:
     check_float("momentum", momentum, 0.0, 1.0)
     check_float("lr", lr, 0.0, strict=True)
     check_float("mix", mix, 0.0, most=1.0)
     check_choice("merge", merge, get_args(Merge))
-    if outer is not None and not callable(outer):
+    if outer == "muon":
+        return MuonStep(lr, momentum, None, mix, merge)
+    if isinstance(outer, str) or not (outer is None or callable(outer)):
         raise ValueError(
-            "outer must be a function that makes an optimizer from tensors, such as "
-            f"lambda tensors: torch.optim.Adam(tensors, lr=1e-3), not {outer!r}"
+            "outer must be 'muon', None, or a function that makes an optimizer from tensors, such "
+            f"as lambda tensors: torch.optim.Adam(tensors, lr=1e-3), not {outer!r}"
         )
     return OuterStep(lr, momentum, outer, mix, merge)
+
+
+def pseudo_gradients(
+    update: OuterStep | DelayedNesterov, codec: CodecOption, average: Averaging, *, sharded: bool
+) -> Exchange:
+    """Return the exchange for the pseudo-gradients of ``update``."""
+    relative = not isinstance(update, MuonStep)  # which sends a - x, and not x
+    return mean_over_workers(
+        codec, relative=relative, sharded=sharded and relative, average=average
+    )
 
 
 def eager(
     period: int,
     lr: float,
     momentum: float,
-    outer: OuterFactory | None,
+    outer: Outer | None,
     delay: int,
     codec: CodecOption,
     sharded: bool,
+    average: Averaging,
 ) -> Recipe:
     check_float("momentum", momentum, 0.0, 1.0)
     check_float("lr", lr, 0.0, strict=True)
@@ -91,6 +134,8 @@ def eager(
         raise ValueError("merge='eager' stores all state on every worker: omit sharded=")
     if outer is not None:
         raise ValueError("merge='eager' supports only Nesterov SGD as outer optimizer: omit outer=")
+    if average != "mean":
+        raise ValueError("merge='eager' supports only the mean of pseudo-gradients: omit average=")
     if check_int("delay", delay, 1) > period:
         raise ValueError(f"delay must be at most the period, {period}, not {delay}")
     mean = mean_over_workers(codec, relative=False)

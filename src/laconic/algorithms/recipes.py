@@ -8,13 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, get_args
 
+from laconic.algorithms.diloco_recipes import (
+    des_loc as des_loc,
+)
+from laconic.algorithms.diloco_recipes import (
+    diloco as diloco,
+)
+from laconic.algorithms.diloco_recipes import (
+    muloco as muloco,
+)
+from laconic.algorithms.diloco_recipes import (
+    sparse_loco as sparse_loco,
+)
+from laconic.algorithms.diloco_recipes import (
+    streaming_diloco as streaming_diloco,
+)
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.exchanges import (
     Alone,
     FastComponents,
-    GatheredMean,
     Leader,
     LowRank,
     Mean,
@@ -25,9 +38,7 @@ from laconic.algorithms.named import named
 from laconic.algorithms.recipe_parts import (
     CodecOption,
     check_delay,
-    eager,
     mean_over_workers,
-    outer_step,
     quorum_mean,
     skip,
 )
@@ -40,25 +51,20 @@ from laconic.algorithms.round import (
 )
 from laconic.algorithms.schedules import Unless, after, every, until
 from laconic.algorithms.topology import Graph
-from laconic.algorithms.update import Update
 from laconic.algorithms.updates import (
     AnchoredAverage,
     Average,
-    DelayedNesterov,
     Downpour,
     Elastic,
     LeaderPull,
     Mix,
     NoLoCo,
-    OuterStep,
     PushSum,
     Sign,
     SlowMomentum,
 )
-from laconic.algorithms.updates.outer_step import Merge, OuterFactory
-from laconic.buckets import Fragment, parameters
-from laconic.codecs import Int2, TopK, codec_of
-from laconic.errors import check_bool, check_choice, check_float, check_int
+from laconic.codecs import codec_of
+from laconic.errors import check_bool, check_float, check_int
 
 
 @named
@@ -293,141 +299,6 @@ def slowmo(
 
 
 @named
-def diloco(
-    period: int = 500,
-    lr: float = 0.7,
-    momentum: float = 0.9,
-    *,
-    outer: OuterFactory | None = None,
-    sharded: bool = True,
-    delay: int = 0,
-    merge: Merge | Literal["eager"] = "mix",
-    mix: float = 0.5,
-    codec: CodecOption = None,
-    quorum: int | None = None,
-    grace: float = 0.0,
-    pace: Pace = "equal",
-    weigh: Weigh = "alike",
-) -> Recipe:
-    """A local optimizer, with an outer Nesterov step every ``period`` steps.
-
-    Douillard et al. 2023, arXiv 2311.08105; see `OuterStep`. The defaults suit hundreds of rounds.
-    In a run of fewer than about 100 rounds they overshoot; use a ``momentum`` of 0.3 to 0.6.
-    ``outer``: an elementwise torch optimizer to use instead of Nesterov SGD, such as
-    ``lambda tensors: torch.optim.Adam(tensors, lr=1e-3)``. ``lr`` and ``momentum`` then have no
-    effect. With a ``delay``, ``merge`` selects how x and the new anchor are combined, and ``mix``,
-    in [0, 1], is the fraction of x that remains: see `OuterStep`. ``merge="eager"`` takes the outer
-    step at once, using the other workers' pseudo-gradients of the previous round (Kale et al. 2025,
-    arXiv 2502.12996): see `Eager`. Its delay is at most the period, and every worker stores all
-    outer state. ``codec``: how pseudo-gradients and outer steps are coded.
-
-    ``quorum``: a round closes when so many workers have arrived and ``grace`` seconds have passed,
-    or as soon as all have arrived. A worker that comes later takes part in the next round, with all
-    steps that it has taken. Momentum is then delayed (`DelayedNesterov`), unless ``outer`` is
-    given. ``pace="own"``: in each period a worker takes as many steps as it can while the fastest
-    takes ``period`` (dynamic local updates); without a ``quorum``, rounds wait for all.
-    ``weigh="steps"``: a contribution counts by its number of steps; see `QuorumMean`, and
-    `CodedQuorumMean` for a ``codec``. Rank 0 stores the outer state. Douillard et al. 2026, arXiv
-    2604.21428; Liu et al. 2024, arXiv 2401.09135.
-    """
-    check_bool("sharded", sharded)
-    check_int("period", period, 1)
-    some = quorum_mean(quorum, grace, pace, weigh, codec, delay)
-    if some is not None:
-        step = outer_step(lr, momentum, outer, "mix", mix)
-        late = step if outer is not None else DelayedNesterov(lr, momentum)
-        return (Round(every(period), late, some),)
-    if merge == "eager":
-        check_float("mix", mix, 0.0, most=1.0)
-        return eager(period, lr, momentum, outer, delay, codec, sharded)
-    check_choice("merge", merge, (*get_args(Merge), "eager"))
-    update = outer_step(lr, momentum, outer, merge, mix)
-    exchange = mean_over_workers(codec, sharded=sharded)
-    check_delay(delay, period)
-    return (Round(every(period), update, exchange, delay=delay),)
-
-
-@named
-def streaming_diloco(
-    period: int = 16,
-    fragments: int = 4,
-    delay: int = 2,
-    mix: float = 0.5,
-    codec: CodecOption = "int4",
-    *,
-    lr: float = 0.7,
-    momentum: float = 0.6,
-    outer: OuterFactory | None = None,
-    merge: Merge = "mix",
-    by: Literal["bytes", "layers"] = "bytes",
-    quorum: int | None = None,
-    grace: float = 0.0,
-    pace: Pace = "equal",
-    weigh: Weigh = "alike",
-) -> Recipe:
-    """`diloco` by fragments: each is sent every ``period`` steps, at its own offset.
-
-    Little is therefore in flight at any time. Each fragment is folded in ``delay`` steps after it
-    was sent, while training continues.
-
-    Douillard et al. 2025, arXiv 2501.18512, Algorithm 2; ``mix`` is its alpha. The defaults are
-    those of `auto`, and follow measurements in this repository (``docs/coded.md``). The paper's
-    settings, for long runs, are
-    ``streaming_diloco(100, delay=1, codec="e3m0", lr=0.4, momentum=0.9)``. Fragment k of K is sent
-    after steps ``(k+1)*period/K, ... + period, ...`` (rounded down). ``by``: split into fragments
-    of about equal bytes, or of whole layers: see `Fragment`. The other arguments are those of
-    `diloco`; ``quorum`` and ``pace`` need ``delay=0``. With one fragment, no delay, and
-    no codec this is DiLoCo.
-    """
-    update: Update = outer_step(lr, momentum, outer, merge, mix)
-    check_int("period", period, 1)
-    if check_int("fragments", fragments, 1) > period:
-        raise ValueError(f"fragments must be at most the period, {period}, not {fragments}")
-    check_choice("by", by, ("bytes", "layers"))
-    check_delay(delay, period)
-    some = quorum_mean(quorum, grace, pace, weigh, codec, delay)
-    if some is not None and outer is None:
-        update = DelayedNesterov(lr, momentum)
-    exchange = some or mean_over_workers(codec, sharded=True)
-    return tuple(
-        Round(
-            every(period, offset=(k + 1) * period // fragments),
-            update,
-            exchange,
-            Fragment(k, fragments, by) if fragments > 1 else parameters,
-            delay=delay,
-        )
-        for k in range(fragments)
-    )
-
-
-@named
-def sparse_loco(
-    period: int = 30,
-    k: int = 64,
-    chunk: int = 4096,
-    *,
-    decay: float = 0.95,
-    lr: float = 1.0,
-    values: CodecOption = None,
-) -> Recipe:
-    """`diloco` without outer momentum that sends only the ``k`` largest elements of each ``chunk``.
-
-    The rest is kept for the next round. Sarfi et al. 2025, arXiv 2508.15706, Algorithm 1:
-    ``e <- decay*e + (a - x) ; q = Q(e) ; e <- e - q ; a <- a - lr*mean(q) ; x <- a``. ``values``:
-    how the k values are coded; None: two bits each, with one scale per chunk. Indices take 12 bits.
-    Chunks are consecutive elements and may span tensors. Every worker sends its message to every
-    other.
-    """
-    values = Int2(block=k) if values is None else codec_of(values)
-    sparse = TopK(check_int("k", k, 1), check_int("chunk", chunk, 1), values)
-    feedback = check_float("decay", decay, 0.0, most=1.0)
-    exchange = GatheredMean(sparse, relative=True, feedback=feedback)
-    check_float("lr", lr, 0.0, strict=True)
-    return (Round(every(period), OuterStep(lr, 0.0), exchange),)
-
-
-@named
 def power_sgd(rank: int = 4, *, start: int = 0, codec: CodecOption = None) -> Recipe:
     """`ddp` with gradients sent as matrices of rank ``rank``.
 
@@ -492,6 +363,8 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
         lsgd,
         diloco,
         streaming_diloco,
+        muloco,
+        des_loc,
         sparse_loco,
         power_sgd,
         demo,

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.schedules import Schedule, every
 from laconic.algorithms.update import Update, abilities
-from laconic.buckets import Fragment, Selector, optimizer_state, parameters
+from laconic.buckets import Fragment, Selector, is_of_optimizer, parameters
 from laconic.errors import check_choice, check_int
 
 OptimizerState = Literal["keep", "average", "reset"]
@@ -52,12 +52,13 @@ class Round:
                 f"parameters, and those of {type(self.update).__name__} are "
                 f"{self.update.models} times as long"
             )
-        if self.update.whole and isinstance(self.part, Fragment) and self.part.by == "bytes":
+        whole = [part for part in (self.update, self.exchange) if part.whole]
+        if whole and isinstance(self.part, Fragment) and self.part.by == "bytes":
             raise ValueError(
-                f"{type(self.update).__name__} needs whole tensors, and a fragment by bytes may "
+                f"{type(whole[0]).__name__} needs whole tensors, and a fragment by bytes may "
                 'cut one: use Fragment(..., by="layers")'
             )
-        if self.part is optimizer_state and (self.exchange.slots or self.update.slots):
+        if is_of_optimizer(self.part) and (self.exchange.slots or self.update.slots):
             raise ValueError(
                 "a round of the optimizer's state needs an update and an exchange that keep no "
                 "state of their own (so no codec): such state begins with what all workers start "

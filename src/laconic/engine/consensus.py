@@ -40,7 +40,7 @@ def write_consensus(run: RecipeRun, had_buffers: bool, *, mean: bool = True) -> 
         for segment in channel.bucket.segments
     }
     for running in anchored:
-        running.write_anchor()
+        running.write_anchor(session.step)
     if workers_differ(run.recipe):
         groups = [[p for p in group if id(p) not in covered] for group in session.groups()]
         session.write_mean(groups, session.workers)

@@ -318,25 +318,37 @@ class ParameterRunner:
         """Write into x what `finish` would leave there. The round itself does not change."""
         if self._quiescing is None:
             return
-        copies: dict[int, State] = {}
-        for channel in self.channels:
-            with channel.states() as (state, _):
-                copies[id(channel)] = {name: t.clone() for name, t in state.items()}
+        copies = self._copies()
         for flight in self.in_flight:
             self._fold(flight, step, copies, write=self._sends_part_of_x)
         self._quiesce(averaged=True, copies=copies)
 
-    def write_anchor(self) -> None:
-        """Write the anchor into x, gathered from its owners where it is sharded."""
+    def write_anchor(self, step: int) -> None:
+        """Write the anchor into x, gathered from its owners where it is sharded. The round itself
+        does not change: what is in flight and moves the anchor only when it is folded is folded
+        into a copy."""
         name = self.round.update.anchor
         assert name is not None
+        copies: dict[int, State] = {}
+        if self.in_flight and not self.round.update.replaces:
+            copies = self._copies()
+            for flight in self.in_flight:
+                self._fold(flight, step, copies, write=False)
         for channel in self.channels:
             with channel.states() as (state, _):
-                anchor = state[name]
+                anchor = copies.get(id(channel), state)[name]
             if is_owned(self.round.update, name, anchor):
                 job = partial(self._messenger.gather_owned, anchor, channel)
                 anchor = self._context.comm.call(job, "consensus")
             channel.bucket.unpack(anchor)
+
+    def _copies(self) -> dict[int, State]:
+        """Copies of the channels' states, by the channel's id."""
+        copies: dict[int, State] = {}
+        for channel in self.channels:
+            with channel.states() as (state, _):
+                copies[id(channel)] = {name: t.clone() for name, t in state.items()}
+        return copies
 
     @property
     def starts_relative(self) -> bool:

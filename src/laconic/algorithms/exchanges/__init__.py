@@ -7,7 +7,8 @@ from laconic.algorithms.exchanges.leader import Leader
 from laconic.algorithms.exchanges.low_rank import LowRank
 from laconic.algorithms.exchanges.mean import Mean, ShardedMean
 from laconic.algorithms.exchanges.push import Push
-from laconic.algorithms.exchanges.quorum import CodedQuorumMean, QuorumMean
+from laconic.algorithms.exchanges.quorum import CodedQuorumMean, QuorumMean, RadialQuorumMean
+from laconic.algorithms.exchanges.radial import RadialMean
 
 __all__ = [
     "Alone",
@@ -20,6 +21,8 @@ __all__ = [
     "Mean",
     "Push",
     "QuorumMean",
+    "RadialMean",
+    "RadialQuorumMean",
     "ReplicatedMean",
     "ShardedMean",
     "coded",

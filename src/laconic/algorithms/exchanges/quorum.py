@@ -18,6 +18,7 @@ from laconic.algorithms.exchanges.coding import (
     generator_for,
     nonfinite_rows,
 )
+from laconic.algorithms.exchanges.radial import normalize, stretch
 from laconic.algorithms.update import Clock, Slot, State
 from laconic.buckets import mean_in_rank_order, state_dtype
 from laconic.codecs import CODECS, Codec, Int8
@@ -156,23 +157,73 @@ class QuorumMean(Exchange):
     def mean(self, arrived: Sequence[Contribution], anchor: Tensor | None, n: int) -> Tensor:
         """The mean of ``arrived``, in rank order, out of ``n`` workers; in at least float32.
         ``anchor`` is a, None if not `anchored`."""
-        dtype = state_dtype(arrived[0].message.dtype)
-        ys = []
-        for message, base, _ in arrived:
-            y = message.to(dtype)
-            if base is not None and anchor is not None:
-                y = anchor - (base.to(dtype) - y)
-            ys.append(y)
-        steps = [c.steps for c in arrived]
-        if self.weigh == "steps" and len({*steps}) > 1:
-            total = torch.zeros_like(ys[0])
-            for y, s in zip(ys, steps, strict=True):
-                total.add_(y, alpha=s / sum(steps))
-            return total
+        ys = _since(arrived, anchor)
+        weights = self.weights([c.steps for c in arrived])
+        if weights is not None:
+            return _weighted(ys, weights)
         mean = mean_in_rank_order(ys)
         if self.weigh == "alike" and anchor is not None and len(arrived) < n:
             mean = anchor - (anchor - mean) * (len(arrived) / n)
         return mean
+
+    def weights(self, steps: Sequence[int]) -> list[float] | None:
+        """The weights of contributions of so many ``steps``; None: they all weigh the same."""
+        if self.weigh == "steps" and len({*steps}) > 1:
+            return [s / sum(steps) for s in steps]
+        return None
+
+
+def _since(arrived: Sequence[Contribution], anchor: Tensor | None) -> list[Tensor]:
+    """y_i of every contribution: its x, as if it had started from the ``anchor``."""
+    dtype, ys = state_dtype(arrived[0].message.dtype), []
+    for message, base, _ in arrived:
+        y = message.to(dtype)
+        if base is not None and anchor is not None:
+            y = anchor - (base.to(dtype) - y)
+        ys.append(y)
+    return ys
+
+
+def _weighted(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    total = torch.zeros_like(tensors[0])
+    for t, weight in zip(tensors, weights, strict=True):
+        total.add_(t, alpha=weight)
+    return total
+
+
+@dataclass(frozen=True)
+class RadialQuorumMean(QuorumMean):
+    """The radial-directional average (`RadialMean`) of the workers that have arrived::
+
+        d_i = a - y_i ;  l_i = ||d_i|| ;  u_i = d_i / l_i        for each tensor by itself
+        u = mean(u_i) ;  D = mean(l_i) * u / ||u|| ;  the result is a - D
+
+    Both means are over M, and have the weights of `QuorumMean`; with ``"alike"``, D is multiplied
+    by the fraction of the workers that have arrived. Decoupled DiLoCo, Douillard et al. 2026, arXiv
+    2604.21428.
+    """
+
+    shapes: tuple[torch.Size, ...] = ()
+    """Shapes of the tensors in a message."""
+
+    whole = True
+
+    def shaped(self, shapes: Sequence[torch.Size]) -> Exchange:
+        return replace(self, shapes=tuple(shapes))
+
+    def mean(self, arrived: Sequence[Contribution], anchor: Tensor | None, n: int) -> Tensor:
+        assert anchor is not None, "directions are those of changes since the anchor"
+        changes = [anchor - y for y in _since(arrived, anchor)]
+        lengths = [normalize(d, self.shapes) for d in changes]
+        if not all(bool(each.isfinite().all()) for each in lengths):
+            raise NotFiniteError("some ranks had NaN, infinite, or too large values to send")
+        weights = self.weights([c.steps for c in arrived])
+        if weights is None:
+            weights = [1 / len(arrived)] * len(arrived)
+        mean = _weighted(changes, weights)
+        fraction = len(arrived) / n if self.weigh == "alike" else 1.0
+        stretch(mean, self.shapes, _weighted(lengths, weights) * fraction)
+        return torch.sub(anchor, mean, out=mean)
 
 
 @dataclass(frozen=True)

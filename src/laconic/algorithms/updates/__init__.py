@@ -7,6 +7,7 @@ from laconic.algorithms.updates.eager import Eager
 from laconic.algorithms.updates.elastic import Downpour, Elastic
 from laconic.algorithms.updates.leader_pull import LeaderPull
 from laconic.algorithms.updates.mix import Mix
+from laconic.algorithms.updates.muon_step import MuonStep
 from laconic.algorithms.updates.noloco import NoLoCo
 from laconic.algorithms.updates.outer_step import OuterStep
 from laconic.algorithms.updates.push_sum import PushSum
@@ -22,6 +23,7 @@ __all__ = [
     "Elastic",
     "LeaderPull",
     "Mix",
+    "MuonStep",
     "NoLoCo",
     "OuterStep",
     "PushSum",

@@ -1,0 +1,43 @@
+"""Run a study, print its table, and keep its runs.
+
+python -m benchmarks.evidence muloco|outer --task "text, small" [--processes N] [--runs FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.evidence.runs import DATA, Job, Outcome, journal
+from benchmarks.evidence.studies import STUDIES
+from benchmarks.evidence.tasks import NAMES
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.evidence")
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("--task", choices=NAMES, default=NAMES[0])
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
+    parser.add_argument("--runs", type=Path, default=DATA, metavar="FILE")
+    options = parser.parse_args()
+
+    def progress(done: int, of: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{done} of {of} runs ", end="", file=sys.stderr)
+
+    def runs(jobs: Sequence[Job]) -> Mapping[Job, Outcome]:
+        return journal(options.runs).outcomes(jobs, options.processes, progress)
+
+    for row in STUDIES[options.study](runs, options.task):
+        job = row.job
+        about = f"{job.task:14} {job.inner:6} {job.workers:2} workers {job.steps:5} steps"
+        print(
+            f"{about}  lr {job.lr:g}  {row.mean:.4f} +- {row.spread:.4f}  {job.recipe}", flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()

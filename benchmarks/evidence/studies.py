@@ -1,0 +1,128 @@
+"""The studies: which runs they consist of, and what is chosen from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from benchmarks.evidence.runs import Job, Outcome
+from benchmarks.evidence.tasks import NAMES
+
+Runs = Callable[[Sequence[Job]], Mapping[Job, Outcome]]
+"""Returns the outcome of every job, from a file or from running it."""
+TUNING, FRESH = range(2), range(100, 105)
+"""Seeds on which settings are chosen, and those that are reported."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The losses of one setting over seeds."""
+
+    what: str
+    job: Job
+    losses: tuple[float, ...]
+    floats: float
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.losses)
+
+    @property
+    def spread(self) -> float:
+        """The standard error of the mean."""
+        return stdev(self.losses) / len(self.losses) ** 0.5
+
+
+def row(runs: Runs, what: str, job: Job, seeds: Sequence[int] = FRESH) -> Row:
+    jobs = seeded(job, seeds)
+    known = runs(jobs)
+    losses = tuple(known[j].loss for j in jobs)
+    return Row(what, job, losses, known[jobs[0]].floats)
+
+
+def seeded(job: Job, seeds: Sequence[int]) -> list[Job]:
+    return [Job(**{**vars(job), "seed": seed}) for seed in seeds]
+
+
+# -- Muon inside ----
+
+PERIOD, STEPS, SAMPLES, WORKERS = 30, 480, 32, (1, 2, 4, 8)
+"""16 rounds; 32 samples in each step of all workers together."""
+RATES, MOMENTA = (2e-3, 4e-3, 8e-3, 16e-3), (0.6, 0.8, 0.9)
+
+
+def inside(task: str, inner: str, workers: int, lr: float, recipe: str) -> Job:
+    return Job(task, recipe, inner, lr, workers, STEPS, SAMPLES // workers, 0)
+
+
+def settings_of(task: str, inner: str, n: int) -> dict[tuple[float, float], Job]:
+    """The settings to choose from: inner learning rate and outer momentum."""
+    return {
+        (lr, mu): inside(task, inner, n, lr, f"diloco({PERIOD}, momentum={mu})")
+        for lr in RATES
+        for mu in MOMENTA
+    }
+
+
+VARIANTS = {
+    "int4": "diloco({0}, momentum={1}, codec='int4')",
+    "int2": "diloco({0}, momentum={1}, codec='int2')",
+    "rda": "diloco({0}, momentum={1}, average='rda')",
+    "outer muon": "diloco({0}, momentum={1}, outer='muon')",
+}
+
+
+def muloco(runs: Runs, task: str) -> Iterator[Row]:
+    """AdamW and Muon inside DiLoCo, each tuned by itself for every number of workers: the setting
+    with the lowest mean loss on the tuning seeds. And what changes for 4 and 8 workers with codecs,
+    another average, and another outer step."""
+    cases = {(k, n): settings_of(task, k, n) for k in ("adamw", "muon") for n in WORKERS}
+    known = runs(
+        [j for jobs in cases.values() for job in jobs.values() for j in seeded(job, TUNING)]
+    )
+    found: list[tuple[str, Job]] = []
+    for (inner, n), jobs in cases.items():
+
+        def loss(setting: tuple[float, float], jobs: Mapping[Any, Job] = jobs) -> float:
+            return fmean(known[j].loss for j in seeded(jobs[setting], TUNING))
+
+        lr, mu = min(jobs, key=loss)
+        found.append(("DiLoCo", jobs[lr, mu]))
+        if n >= 4:
+            found += [
+                (what, inside(task, inner, n, lr, text.format(PERIOD, mu)))
+                for what, text in VARIANTS.items()
+            ]
+    runs([j for _, job in found for j in seeded(job, FRESH)])
+    return (row(runs, what, job) for what, job in found)
+
+
+# -- outer learning rate and momentum ----
+
+OUTER_RATES, OUTER_MOMENTA = (0.5, 0.7, 1.0), (0.0, 0.3, 0.6, 0.8, 0.9)
+CELLS = (
+    *((4, period, 512) for period in (4, 16, 64)),
+    *((4, 16, steps) for steps in (128, 2048)),
+    *((n, 16, 512) for n in (2, 8, 16)),
+)
+"""Workers, period, and steps."""
+BATCH = 8
+INNER_LR = {"text, small": 8e-3, "text, large": 4e-3, "images, small": 8e-3, "images, large": 4e-3}
+
+
+def cell(task: str, n: int, period: int, steps: int, eta: float, mu: float) -> Job:
+    recipe = f"diloco({period}, {eta}, {mu})"
+    return Job(task, recipe, "adamw", INNER_LR[task], n, steps, BATCH, 0)
+
+
+def outer(runs: Runs, task: str, seeds: Sequence[int] = FRESH) -> Iterator[Row]:
+    """All settings of the outer step, in all cells."""
+    jobs = [cell(task, *at, eta, mu) for at in CELLS for eta in OUTER_RATES for mu in OUTER_MOMENTA]
+    runs([j for job in jobs for j in seeded(job, seeds)])
+    return (row(runs, "DiLoCo", job, seeds) for job in jobs)
+
+
+STUDIES: dict[str, Callable[[Runs, str], Iterator[Row]]] = {"muloco": muloco, "outer": outer}
+assert set(INNER_LR) == set(NAMES)

@@ -1,0 +1,231 @@
+"""The DiLoCo family: local optimizers, with an outer step on the workers' pseudo-gradients."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from laconic.algorithms.exchanges import GatheredMean, Mean
+from laconic.algorithms.exchanges.quorum import Pace, Weigh
+from laconic.algorithms.named import named
+from laconic.algorithms.recipe_parts import (
+    Averaging,
+    CodecOption,
+    Outer,
+    check_delay,
+    eager,
+    mean_over_workers,
+    outer_step,
+    pseudo_gradients,
+    quorum_mean,
+)
+from laconic.algorithms.round import Recipe, Round
+from laconic.algorithms.schedules import every
+from laconic.algorithms.updates import Average, DelayedNesterov, OuterStep
+from laconic.algorithms.updates.outer_step import Merge
+from laconic.buckets import Fragment, Moments, parameters
+from laconic.codecs import Int2, TopK, codec_of
+from laconic.errors import check_bool, check_choice, check_float, check_int
+
+
+@named
+def diloco(
+    period: int = 500,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    *,
+    outer: Outer | None = None,
+    average: Averaging = "mean",
+    sharded: bool = True,
+    delay: int = 0,
+    merge: Merge | Literal["eager"] = "mix",
+    mix: float = 0.5,
+    codec: CodecOption = None,
+    quorum: int | None = None,
+    grace: float = 0.0,
+    pace: Pace = "equal",
+    weigh: Weigh = "alike",
+) -> Recipe:
+    """A local optimizer, with an outer Nesterov step every ``period`` steps.
+
+    Douillard et al. 2023, arXiv 2311.08105; see `OuterStep`. The defaults suit hundreds of rounds.
+    In a run of fewer than about 100 rounds they overshoot; use a ``momentum`` of 0.3 to 0.6.
+    ``outer``: an elementwise torch optimizer to use instead of Nesterov SGD, such as
+    ``lambda tensors: torch.optim.Adam(tensors, lr=1e-3)``. ``lr`` and ``momentum`` then have no
+    effect. ``outer="muon"`` turns the steps of matrices in Muon's direction: see `MuonStep`.
+    ``average="rda"`` averages lengths and directions of the pseudo-gradients by themselves, so
+    that workers that move in different directions do not shorten the step: see `RadialMean`. With
+    either, every worker stores all outer state.
+
+    With a ``delay``, ``merge`` selects how x and the new anchor are combined, and ``mix``, in
+    [0, 1], is the fraction of x that remains: see `OuterStep`. ``merge="eager"`` takes the outer
+    step at once, using the other workers' pseudo-gradients of the previous round (Kale et al. 2025,
+    arXiv 2502.12996): see `Eager`. Its delay is at most the period, and every worker stores all
+    outer state. ``codec``: how pseudo-gradients and outer steps are coded.
+
+    ``quorum``: a round closes when so many workers have arrived and ``grace`` seconds have passed,
+    or as soon as all have arrived. A worker that comes later takes part in the next round, with all
+    steps that it has taken. Momentum is then delayed (`DelayedNesterov`), unless ``outer`` is
+    given. ``pace="own"``: in each period a worker takes as many steps as it can while the fastest
+    takes ``period`` (dynamic local updates); without a ``quorum``, rounds wait for all.
+    ``weigh="steps"``: a contribution counts by its number of steps; see `QuorumMean`, and
+    `CodedQuorumMean` for a ``codec``. Rank 0 stores the outer state. Douillard et al. 2026, arXiv
+    2604.21428; Liu et al. 2024, arXiv 2401.09135.
+    """
+    check_bool("sharded", sharded)
+    check_int("period", period, 1)
+    some = quorum_mean(quorum, grace, pace, weigh, codec, delay, average=average)
+    if some is not None:
+        step = outer_step(lr, momentum, outer, "mix", mix)
+        late = step if outer is not None else DelayedNesterov(lr, momentum)
+        return (Round(every(period), late, some),)
+    if merge == "eager":
+        check_float("mix", mix, 0.0, most=1.0)
+        return eager(period, lr, momentum, outer, delay, codec, sharded, average)
+    check_choice("merge", merge, (*get_args(Merge), "eager"))
+    update = outer_step(lr, momentum, outer, merge, mix)
+    exchange = pseudo_gradients(update, codec, average, sharded=sharded)
+    check_delay(delay, period)
+    return (Round(every(period), update, exchange, delay=delay),)
+
+
+@named
+def streaming_diloco(
+    period: int = 16,
+    fragments: int = 4,
+    delay: int = 2,
+    mix: float = 0.5,
+    codec: CodecOption = "int4",
+    *,
+    lr: float = 0.7,
+    momentum: float = 0.6,
+    outer: Outer | None = None,
+    average: Averaging = "mean",
+    merge: Merge = "mix",
+    by: Literal["bytes", "layers"] = "bytes",
+    quorum: int | None = None,
+    grace: float = 0.0,
+    pace: Pace = "equal",
+    weigh: Weigh = "alike",
+) -> Recipe:
+    """`diloco` by fragments: each is sent every ``period`` steps, at its own offset.
+
+    Little is therefore in flight at any time. Each fragment is folded in ``delay`` steps after it
+    was sent, while training continues.
+
+    Douillard et al. 2025, arXiv 2501.18512, Algorithm 2; ``mix`` is its alpha. The defaults are
+    those of `auto`, and follow measurements in this repository (``docs/coded.md``). The paper's
+    settings, for long runs, are
+    ``streaming_diloco(100, delay=1, codec="e3m0", lr=0.4, momentum=0.9)``. Fragment k of K is sent
+    after steps ``(k+1)*period/K, ... + period, ...`` (rounded down). ``by``: split into fragments
+    of about equal bytes, or of whole layers: see `Fragment`; ``outer="muon"`` and
+    ``average="rda"`` need ``by="layers"``. The other arguments are those of `diloco`; ``quorum``
+    and ``pace`` need ``delay=0``. With one fragment, no delay, and no codec this is DiLoCo.
+    """
+    update: OuterStep | DelayedNesterov = outer_step(lr, momentum, outer, merge, mix)
+    check_int("period", period, 1)
+    if check_int("fragments", fragments, 1) > period:
+        raise ValueError(f"fragments must be at most the period, {period}, not {fragments}")
+    check_choice("by", by, ("bytes", "layers"))
+    check_delay(delay, period)
+    some = quorum_mean(quorum, grace, pace, weigh, codec, delay, average=average)
+    if some is not None and outer is None:
+        update = DelayedNesterov(lr, momentum)
+    exchange = some or pseudo_gradients(update, codec, average, sharded=True)
+    return tuple(
+        Round(
+            every(period, offset=(k + 1) * period // fragments),
+            update,
+            exchange,
+            Fragment(k, fragments, by) if fragments > 1 else parameters,
+            delay=delay,
+        )
+        for k in range(fragments)
+    )
+
+
+@named
+def muloco(
+    period: int = 30,
+    lr: float = 0.7,
+    momentum: float = 0.6,
+    *,
+    outer: Literal["nesterov", "muon"] = "nesterov",
+    average: Averaging = "mean",
+    delay: int = 0,
+    merge: Merge = "mix",
+    mix: float = 0.5,
+    codec: CodecOption = None,
+) -> Recipe:
+    """`diloco` for workers that train with Muon: `laconic.muon` makes such optimizers.
+
+    Thérien et al. 2025, arXiv 2505.23725, whose settings are the defaults. Muon's steps have equal
+    lengths and agree better between workers than AdamW's, so less momentum is needed outside. The
+    paper codes messages in two bits: ``codec="int2"`` is the nearest here. ``outer="muon"``: the
+    outer step, too, goes in Muon's direction (not in the paper; see `MuonStep`). The other
+    arguments are those of `diloco`.
+    """
+    check_choice("outer", outer, ("nesterov", "muon"))
+    check_choice("merge", merge, get_args(Merge))
+    return diloco(
+        *(period, lr, momentum),
+        outer="muon" if outer == "muon" else None,
+        average=average,
+        delay=delay,
+        merge=merge,
+        mix=mix,
+        codec=codec,
+    )
+
+
+@named
+def des_loc(
+    period: int = 16,
+    first: int | None = None,
+    second: int | None = None,
+    *,
+    codec: CodecOption = None,
+) -> Recipe:
+    """`local_sgd` that also averages the optimizer's moments, less often.
+
+    Iacob et al. 2025, arXiv 2505.22549, Algorithm 1. After every ``period`` steps
+    ``x <- mean(x)``; after every ``first``, the same for first moments, such as momenta; after
+    every ``second``, for second moments, which follow the squares of gradients and change slowly.
+    None: 3 and 6 times ``period``, as the paper recommends. With equal periods this is local Adam,
+    ``local_sgd(period, optimizer_state="average")``, bit for bit. ``codec``: how the changes in x
+    are coded; moments are sent as they are.
+    """
+    check_int("period", period, 1)
+    moments = {
+        Moments(second=False): check_int("first", 3 * period if first is None else first, 1),
+        Moments(second=True): check_int("second", 6 * period if second is None else second, 1),
+    }
+    return (
+        Round(every(period), Average(), mean_over_workers(codec)),
+        *(Round(every(p), Average(), Mean(), part) for part, p in moments.items()),
+    )
+
+
+@named
+def sparse_loco(
+    period: int = 30,
+    k: int = 64,
+    chunk: int = 4096,
+    *,
+    decay: float = 0.95,
+    lr: float = 1.0,
+    values: CodecOption = None,
+) -> Recipe:
+    """`diloco` without outer momentum that sends only the ``k`` largest elements of each ``chunk``.
+
+    The rest is kept for the next round. Sarfi et al. 2025, arXiv 2508.15706, Algorithm 1:
+    ``e <- decay*e + (a - x) ; q = Q(e) ; e <- e - q ; a <- a - lr*mean(q) ; x <- a``. ``values``:
+    how the k values are coded; None: two bits each, with one scale per chunk. Indices take 12 bits.
+    Chunks are consecutive elements and may span tensors. Every worker sends its message to every
+    other.
+    """
+    values = Int2(block=k) if values is None else codec_of(values)
+    sparse = TopK(check_int("k", k, 1), check_int("chunk", chunk, 1), values)
+    feedback = check_float("decay", decay, 0.0, most=1.0)
+    exchange = GatheredMean(sparse, relative=True, feedback=feedback)
+    check_float("lr", lr, 0.0, strict=True)
+    return (Round(every(period), OuterStep(lr, 0.0), exchange),)

@@ -1,0 +1,82 @@
+"""D = mean(a - x) ;  m <- mu*m + D ;  a <- a - eta*S(D + mu*m) ;  x <- merge(x, a)
+
+S turns matrices in Muon's direction: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
+DiLoCo: Douillard et al. 2023, arXiv 2311.08105, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from laconic.algorithms.update import Clock, Slot, State
+from laconic.algorithms.updates.outer_step import OuterStep
+
+COEFFICIENTS = 3.4445, -4.7750, 2.0315
+ITERATIONS = 5
+"""Those of Muon: singular values come near 1, between about 0.7 and 1.2."""
+
+
+@dataclass(frozen=True)
+class MuonStep(OuterStep):
+    """DiLoCo's outer step, in Muon's direction for matrices::
+
+        D = mean(a - x) ;  m <- mu*m + D ;  s = D + mu*m
+        for every matrix s = U S V^T:  o = U V^T, approximately ;  s <- o * ||s|| / ||o||
+        a <- a - eta*s ;  x <- a
+
+    So the step is as long as that of `OuterStep`, and ``lr``, which is eta (> 0), means the same.
+    ``momentum`` is mu (0 <= mu < 1). Matrices are the parameters of two dimensions that are both
+    above 1; all others take Nesterov's step. o is computed by 5 Newton-Schulz iterations in
+    float32. Delays and ``merge`` as in `OuterStep`. ``a`` and ``m`` are stored by every worker,
+    which all compute the same step. For models that are not sharded.
+    """
+
+    slots: ClassVar[dict[str, Slot]] = {"anchor": "everywhere", "m": "everywhere"}
+    replaces = False
+    whole = True
+
+    def send(self, x: Tensor, state: State, clock: Clock) -> Tensor:
+        return (state["anchor"] - x).to(x.dtype)
+
+    def combine(self, mean: Tensor, state: State, clock: Clock) -> Tensor:
+        return mean
+
+    def fold(
+        self, x: Tensor, received: Tensor, sent: Tensor | None, state: State, clock: Clock
+    ) -> Tensor:
+        a = state["anchor"]
+        step = received.to(a.dtype, copy=True)
+        if self.momentum:
+            m = state["m"].mul_(self.momentum).add_(step)  # m <- mu*m + D
+            step.add_(m, alpha=self.momentum)
+        start = 0
+        for shape in clock.shapes:
+            if len(shape) == 2 and min(shape) > 1:
+                s = step[start : start + shape.numel()].view(shape)
+                o = orthogonal(s)
+                length = torch.linalg.vector_norm(o)
+                if length > 0:
+                    s.copy_(o.mul_(torch.linalg.vector_norm(s) / length))
+            start += shape.numel()
+        a.sub_(step, alpha=self.lr)
+        if not clock.delay:
+            return x.copy_(a)
+        return super().fold(x, a.to(x.dtype), sent, state, clock)
+
+
+def orthogonal(s: Tensor) -> Tensor:
+    """Return U V^T of ``s = U S V^T``, approximately, as a new tensor; zeros for zeros. ``s`` must
+    have two dimensions."""
+    x = s.mT if s.shape[0] > s.shape[1] else s
+    length = torch.linalg.vector_norm(x)
+    x = x / torch.where(length > 0, length, 1)
+    p, q, r = COEFFICIENTS
+    with torch.autocast(s.device.type, enabled=False):
+        for _ in range(ITERATIONS):
+            square = x @ x.mT
+            x = p * x + (q * square + r * square @ square) @ x
+    return (x.mT if s.shape[0] > s.shape[1] else x).clone()

@@ -1,0 +1,408 @@
+"""MuLoCo, DES-LOC and radial-directional averages: identities, traffic, errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import laconic as la
+from laconic.algorithms.compile import check_whole
+from laconic.algorithms.exchanges import RadialMean
+from laconic.algorithms.update import Clock
+from laconic.algorithms.updates.muon_step import orthogonal
+from laconic.buckets import SECOND_MOMENTS, Moments, optimizer_state
+from laconic.errors import NotFiniteError
+from laconic.links.simulated import current_link
+
+import gloo
+import reference_newest as newest
+from training import Job, largest_difference, simulated
+
+SHAPES = (torch.Size([5, 7]), torch.Size([3]), torch.Size([2, 2]), torch.Size([1]))
+LENGTH = sum(shape.numel() for shape in SHAPES)
+CLOCK = Clock(1, math.nan, 0, 0, 1)
+
+
+def split(flat: Tensor) -> tuple[Tensor, ...]:
+    return torch.split(flat[:LENGTH], [shape.numel() for shape in SHAPES])
+
+
+def radial(messages: list[Tensor], x0: Tensor, codec: Any = None, rounds: int = 1) -> list[Tensor]:
+    """What workers with these ``messages`` receive in every of the ``rounds``."""
+    exchange = RadialMean(codec).shaped(SHAPES)
+
+    def worker(rank: int) -> list[Tensor]:
+        link = current_link.get()
+        assert link is not None
+        state = exchange.init(x0.clone(), slice(0, len(x0)))
+        found = []
+        for k in range(rounds):
+            state["reference"].copy_(x0)
+            clock = Clock(k + 1, math.nan, k, 0, link.size, rank)
+            received = exchange.run(link, messages[rank].clone(), lambda x: x, clock, state)
+            found.append(received.flat.clone())
+        return found
+
+    runs = la.simulate(worker, workers=len(messages))
+    for other in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
+    return runs[0]
+
+
+def changes(n: int, seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, list[Tensor]]:
+    """An x0, and n changes of it of very different lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = partial(torch.randn, LENGTH, generator=generator, dtype=dtype)
+    return draw(), [draw() * 10.0 ** (k - 1) for k in range(n)]
+
+
+@given(n=st.integers(1, 5), seed=st.integers(0, 10**6))
+@settings(max_examples=25, deadline=None)
+def test_the_average_is_as_long_as_the_changes_are_on_average(n: int, seed: int) -> None:
+    x0, ds = changes(n, seed)
+    (received,) = radial([x0 - d for d in ds], x0)
+    for at, piece in enumerate(split(x0 - received)):
+        lengths = [float(split(d)[at].norm()) for d in ds]
+        directions = torch.stack([split(d)[at] / split(d)[at].norm() for d in ds]).sum(0)
+        if directions.norm() < 1e-9:  # of single numbers
+            assert not piece.any()
+            continue
+        assert float(piece.norm()) == pytest.approx(sum(lengths) / n, rel=1e-9)
+        assert torch.allclose(piece / piece.norm(), directions / directions.norm(), atol=1e-9)
+
+
+def test_equal_changes_give_their_mean_and_opposite_ones_nothing() -> None:
+    x0, (d, *_) = changes(1, 3)
+    (same,) = radial([x0 - d] * 3, x0)
+    assert torch.allclose(same, x0 - d, atol=1e-12)
+    (opposite,) = radial([x0 - d, x0 + 2 * d], x0)
+    assert torch.equal(opposite, x0)
+    (still,) = radial([x0 - d, x0], x0)  # a worker that stands still shortens the step
+    assert torch.allclose(still, x0 - d / 2, atol=1e-12)
+    (nothing,) = radial([x0, x0], x0)
+    assert torch.equal(nothing, x0)
+
+
+@pytest.mark.parametrize(("codec", "most"), [("float16", 1e-4), ("int8", 3e-3)])
+def test_what_a_code_of_directions_leaves_out_is_sent_later(codec: str, most: float) -> None:
+    """The mean over 60 rounds with the same changes has their direction, and the codes in each."""
+    x0, ds = changes(3, 5, torch.float32)
+    ds = [d / d.norm() for d in ds]
+    (exact,) = radial([x0 - d for d in ds], x0)
+    rounds = radial([x0 - d for d in ds], x0, la.codecs.codec_of(codec), 60)
+    directions = [torch.cat([p / p.norm() for p in split(x0 - r)]) for r in rounds]
+    wanted = torch.cat([p / p.norm() for p in split(x0 - exact)])
+    assert (torch.stack(directions).mean(0) - wanted).abs().max() < most
+    for r in rounds:
+        for coded, plain in zip(split(x0 - r), split(x0 - exact), strict=True):
+            assert float(coded.norm()) == pytest.approx(float(plain.norm()), rel=1e-5)
+
+
+def test_a_code_suits_large_tensors_beside_small_ones() -> None:
+    """The direction of a number is 1 or -1. Beside it, the elements of a long unit vector would all
+    be coded as zero."""
+    shapes = (torch.Size([200]), torch.Size([1]))
+    exchange = RadialMean(la.codecs.Int4(block=256)).shaped(shapes)
+    d = torch.randn(201, generator=torch.Generator().manual_seed(2))
+
+    def worker(rank: int) -> Tensor:
+        link = current_link.get()
+        assert link is not None
+        state = exchange.init(torch.zeros(201), slice(0, 201))
+        return exchange.run(link, -d, lambda x: x, CLOCK, state).flat.clone()
+
+    received = la.simulate(worker, workers=2)[0]
+    assert (received[:200] + d[:200]).norm() < 0.2 * d[:200].norm()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_what_is_not_finite_is_an_error_on_every_rank(bad: float, codec: str | None) -> None:
+    """1e30 is finite, but its square is not in float32."""
+
+    def worker(rank: int) -> tuple[str, bool]:
+        model, optimizer = linear(rank)
+        recipe = la.diloco(3, momentum=0.5, average="rda", codec=codec)
+        sync = la.attach(model, optimizer, recipe)
+        for _ in range(3):
+            step(model, optimizer, rank)
+        anchor = sync.state_dict()
+        for _ in range(2):
+            step(model, optimizer, rank)
+        with torch.no_grad():
+            if rank == 1:
+                model.weight[0, 0] = bad
+        try:
+            step(model, optimizer, rank, 0.0)
+        except NotFiniteError as error:
+            return str(error), same_states(anchor, sync.state_dict())
+        return "", False
+
+    for said, unchanged in la.simulate(worker, workers=3):
+        assert "NaN, infinite, or too large" in said and unchanged
+
+
+def linear(rank: int) -> tuple[nn.Linear, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, lr: float | None = None
+) -> None:
+    seed = 100 * len(optimizer.state) + rank
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    if lr is not None:
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.zero_()
+    optimizer.step()
+
+
+def same_states(a: Any, b: Any) -> bool:
+    """Whether two states have the same outer state: what rounds keep."""
+    tensors = [flatten(x) for x in (a["rounds"], b["rounds"])]
+    return all(torch.equal(x, y) for x, y in zip(*tensors, strict=True))
+
+
+def flatten(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [t for v in value.values() for t in flatten(v)]
+    return [t for v in value for t in flatten(v)] if isinstance(value, (list, tuple)) else []
+
+
+# -- DES-LOC ----
+
+
+def trained(
+    recipe: la.Recipe, make: Callable[..., torch.optim.Optimizer], workers: int = 3
+) -> list[tuple[list[Tensor], int]]:
+    """Parameters and moments of every worker after 25 steps, and the bytes that it has sent."""
+
+    def worker(rank: int) -> tuple[list[Tensor], int]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 400), nn.Tanh(), nn.Linear(400, 2))
+        optimizer = make(model.parameters())
+        sync = la.attach(model, optimizer, recipe)
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(25):
+            optimizer.zero_grad()
+            model(torch.randn(5, 6, generator=generator)).square().mean().backward()
+            optimizer.step()
+        state = [t for group in optimizer_state(model, optimizer) for t in group.values()]
+        found = [t.detach().clone() for t in (*model.parameters(), *state)]
+        return found, sync.stats().bytes_sent
+
+    return la.simulate(worker, workers=workers)
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": partial(torch.optim.AdamW, lr=0.01),
+    "amsgrad": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "nesterov": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "adamax": partial(torch.optim.Adamax, lr=0.01),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_with_equal_periods_it_is_local_adam_bit_for_bit(name: str) -> None:
+    make = OPTIMIZERS[name]
+    ours, theirs = (
+        trained(recipe, make)
+        for recipe in (la.des_loc(4, 4, 4), la.local_sgd(4, optimizer_state="average"))
+    )
+    for (a, sent), (b, also) in zip(ours, theirs, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        assert abs(sent - also) <= 0.05 * also  # other buckets have other padding
+
+
+def test_moments_have_the_periods_of_the_paper() -> None:
+    """And the optimizer's state of Adam over several workers is that of its reference, too."""
+    assert la.des_loc(5) == la.des_loc(5, 15, 30)
+    expected = newest.des_loc(2, 4, 6)
+    job = Job(la.des_loc(2, 4, 6), 3, optimizer="adamw")
+    assert largest_difference(simulated(job), job.expected(expected)) < 1e-10
+
+
+def test_equal_periods_over_processes(pool: gloo.Pool) -> None:
+    for ours, theirs in pool.run(local_adam, ranks=3):
+        assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
+
+
+def local_adam(rank: int) -> tuple[list[Tensor], list[Tensor]]:
+    found = []
+    for recipe in (la.des_loc(3, 3, 3), la.local_sgd(3, optimizer_state="average")):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 5)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with la.attach(model, optimizer, recipe, link=gloo.link_of(3)):
+            generator = torch.Generator().manual_seed(rank)
+            for _ in range(12):
+                optimizer.zero_grad()
+                model(torch.randn(5, 6, generator=generator)).square().mean().backward()
+                optimizer.step()
+        found.append([p.detach().clone() for p in model.parameters()])
+    return found[0], found[1]
+
+
+def test_moments_are_sent_as_often_as_it_says() -> None:
+    """25 steps: 6 rounds of x, 3 of first and 2 of second moments, each as long as x."""
+    start = trained((), OPTIMIZERS["adamw"])[0][1]
+    one = trained(la.local_sgd(4), OPTIMIZERS["adamw"])[0][1] - start
+    all_three = trained(la.des_loc(4, 8, 12), OPTIMIZERS["adamw"])[0][1] - start
+    assert one > 0 and all_three / one == pytest.approx((6 + 3 + 2) / 6, rel=0.01)
+
+
+def test_every_floating_point_state_is_in_one_of_the_two_moments() -> None:
+    model = nn.Linear(3, 2)
+    for make in OPTIMIZERS.values():
+        optimizer = make(model.parameters())
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        first, second = (Moments(kind)(model, optimizer)[0] for kind in (False, True))
+        everything = optimizer_state(model, optimizer)[0]
+        assert {**first, **second}.keys() == everything.keys() and not {*first} & {*second}
+        assert all(name.partition(".")[2] in SECOND_MOMENTS for name in second)
+    assert {name.partition(".")[2] for name in second} == {"square_avg"}  # of RMSprop
+
+
+# -- Muon ----
+
+
+def test_singular_vectors_remain_and_singular_values_come_near_one() -> None:
+    generator = torch.Generator().manual_seed(1)
+    for shape in ((6, 4), (4, 6), (5, 5), (64, 3)):
+        s = torch.randn(shape, generator=generator)
+        u, _, vt = torch.linalg.svd(s, full_matrices=False)
+        values = (u.mT @ orthogonal(s) @ vt.mT).diagonal()
+        assert values.min() > 0.6 and values.max() < 1.3
+        assert torch.allclose(u @ torch.diag(values) @ vt, orthogonal(s), atol=1e-4)
+    assert torch.equal(orthogonal(torch.zeros(3, 2)), torch.zeros(3, 2))
+
+
+def test_of_vectors_alone_a_muon_step_is_nesterov() -> None:
+    def worker(rank: int, recipe: la.Recipe) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.LayerNorm(8).double()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with la.attach(model, optimizer, recipe):
+            generator = torch.Generator().manual_seed(rank)
+            for _ in range(12):
+                optimizer.zero_grad()
+                x = torch.randn(4, 8, generator=generator, dtype=torch.float64)
+                (model(x) - x.roll(1, 1)).square().mean().backward()
+                optimizer.step()
+        return torch.cat([p.detach() for p in model.parameters()])
+
+    plain, turned = (
+        la.simulate(partial(worker, recipe=la.muloco(4, outer=outer)), workers=3)[0]
+        for outer in ("nesterov", "muon")
+    )
+    assert torch.allclose(plain, turned, atol=1e-14)
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, 8)
+        self.mix = nn.Linear(8, 8, bias=False)
+        self.norm = nn.LayerNorm(8)
+        self.conv = nn.Conv1d(8, 8, 3)
+        self.head = nn.Linear(8, 11)
+
+
+def test_muon_trains_the_matrices_of_hidden_layers() -> None:
+    model = Transformer()
+    names = {id(p): name for name, p in model.named_parameters()}
+    first, second = la.muon(model, 0.01)
+    assert type(first).__name__ == "Muon" and type(second).__name__ == "AdamW"
+
+    def of(optimizer: torch.optim.Optimizer) -> list[str]:
+        return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+    assert of(first) == ["mix.weight"]
+    assert sorted([*of(first), *of(second)]) == sorted(names.values())
+    assert {g["lr"] for o in (first, second) for g in o.param_groups} == {0.01}
+    model.norm.requires_grad_(False)
+    assert "norm.weight" not in of(la.muon(model)[1])
+    with pytest.raises(ValueError, match=r"no matrix for Muon.*torch\.optim\.AdamW"):
+        la.muon(model, adamw=("mix",))
+    with pytest.raises(ValueError, match="lr must be"):
+        la.muon(model, 0.0)
+
+
+def test_muon_needs_a_torch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(ValueError, match=r"needs torch 2\.9"):
+        la.muon(Transformer())
+
+
+# -- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: la.diloco(4, average="median"), "average must be one of"),
+        (lambda: la.diloco(4, outer="adam"), "outer must be 'muon', None, or a function"),
+        (lambda: la.muloco(4, outer="adamw"), "outer must be one of"),
+        (lambda: la.muloco(4, merge="eager"), "merge must be one of"),
+        (lambda: la.diloco(4, delay=2, merge="eager", average="rda"), "omit average="),
+        (lambda: la.diloco(4, delay=2, merge="eager", outer="muon"), "omit outer="),
+        (lambda: la.diloco(4, quorum=2, average="rda", codec="int8"), "omit codec="),
+        (lambda: la.diloco(4, quorum=2, average="median"), "average must be one of"),
+        (lambda: la.streaming_diloco(4, average="rda"), 'by="layers"'),
+        (lambda: la.streaming_diloco(4, outer="muon"), 'by="layers"'),
+        (lambda: la.des_loc(0), "period must be an integer"),
+        (lambda: la.des_loc(4, first=0), "first must be an integer"),
+        (lambda: la.des_loc(4, second=1.5), "second must be"),
+    ],
+)
+def test_what_cannot_be_is_said_when_the_recipe_is_made(
+    make: Callable[[], la.Recipe], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_a_quorum_needs_an_update_of_its_own() -> None:
+    def worker(rank: int) -> None:
+        model, optimizer = linear(rank)
+        la.attach(model, optimizer, la.diloco(4, outer="muon", quorum=1))
+
+    with pytest.raises(ValueError, match=r"MuonStep round cannot have a quorum"):
+        la.simulate(worker, workers=2)
+
+
+def test_whole_tensors_are_needed_where_ranks_have_parts() -> None:
+    rda, muon = la.diloco(4, average="rda"), la.diloco(4, outer="muon")
+    check_whole(rda, sharded=False, ranks=1)
+    check_whole(muon, sharded=False, ranks=2)
+    check_whole(la.power_sgd(2), sharded=False, ranks=2)
+    with pytest.raises(ValueError, match=r"RadialMean.*average='mean'"):
+        check_whole(rda, sharded=False, ranks=2)
+    with pytest.raises(ValueError, match=r"RadialMean.*average='mean'"):
+        check_whole(rda, sharded=True, ranks=1)
+    with pytest.raises(ValueError, match=r"MuonStep.*elementwise"):
+        check_whole(muon, sharded=True, ranks=1)
+
+    def worker(rank: int) -> None:
+        model, optimizer = linear(rank)
+        la.attach(model, optimizer, rda, nprocs_per_node=2)
+
+    with pytest.raises(ValueError, match="workers of one rank"):
+        la.simulate(worker, workers=4)
