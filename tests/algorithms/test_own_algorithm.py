@@ -283,6 +283,24 @@ def test_matrices_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         assert same_bits(simulated(Job((la.Round(la.every(3), update, exchange),), 3)), one)
 
 
+def test_after_a_step_an_update_of_matrices_sees_each_with_its_shape() -> None:
+    seen: list[tuple[int, list[tuple[int, ...]]]] = []
+
+    @dataclass(frozen=True)
+    class Look(Update):
+        whole = True
+
+        def after_step(self, x: Tensor, state: State, clock: Clock) -> None:
+            seen.append((x.numel(), [tuple(shape) for shape in clock.shapes]))
+
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    la.attach(model, optimizer, (la.Round(la.every(3), Look(), Mean()),))
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert seen == [(12, [(3, 4)]), (3, [(3,)])]
+
+
 def test_a_fragment_that_may_cut_a_matrix_is_refused() -> None:
     with pytest.raises(ValueError, match=r'needs whole tensors.*by="layers"'):
         la.Round(la.every(3), MatrixStep(0.1, 0.6), Mean(), part=Fragment(0, 2))
