@@ -293,11 +293,14 @@ def test_after_a_step_an_update_of_matrices_sees_each_with_its_shape() -> None:
         def after_step(self, x: Tensor, state: State, clock: Clock) -> None:
             seen.append((x.numel(), [tuple(shape) for shape in clock.shapes]))
 
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    la.attach(model, optimizer, (la.Round(la.every(3), Look(), Mean()),))
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
+    def worker(rank: int) -> None:
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        la.attach(model, optimizer, (la.Round(la.every(3), Look(), Mean()),))
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    la.simulate(worker, workers=1)
     assert seen == [(12, [(3, 4)]), (3, [(3,)])]
 
 
