@@ -1,6 +1,7 @@
-"""Run a study, print its table, and keep its runs.
+"""Run a study, print its table, and keep its runs; or write docs/evidence.md from the runs.
 
 python -m benchmarks.evidence muloco|outer --task "text, small" [--processes N] [--runs FILE]
+python -m benchmarks.evidence page [--runs FILE]
 """
 
 from __future__ import annotations
@@ -15,14 +16,22 @@ from benchmarks.evidence.runs import DATA, Job, Outcome, journal
 from benchmarks.evidence.studies import STUDIES
 from benchmarks.evidence.tasks import NAMES
 
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.evidence")
-    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("study", choices=(*STUDIES, "page"))
     parser.add_argument("--task", choices=NAMES, default=NAMES[0])
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
     parser.add_argument("--runs", type=Path, default=DATA, metavar="FILE")
     options = parser.parse_args()
+
+    if options.study == "page":
+        from benchmarks.evidence import page  # matplotlib takes a second
+
+        page.write(DOCS, journal(options.runs).load())
+        return
 
     def progress(done: int, of: int) -> None:
         if sys.stderr.isatty():

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from benchmarks.science import page, runs
+from benchmarks import journal
+from benchmarks.science import page
 from benchmarks.science.__main__ import best
 from benchmarks.science.experiment import PICTURES, Job, Outcome, held_out, train, training_set
 from benchmarks.science.rows import (
@@ -44,7 +45,7 @@ def silent(done: int, of: int) -> None:
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs are in processes that are forked, and soon there."""
     context = gloo.forking()
-    monkeypatch.setattr(runs.multiprocessing, "get_context", lambda method: context)
+    monkeypatch.setattr(journal.multiprocessing, "get_context", lambda method: context)
 
 
 @pytest.mark.timeout(600)

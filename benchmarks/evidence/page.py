@@ -1,0 +1,202 @@
+"""Write the tables and plots of docs/evidence.md from runs in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks.evidence.runs import Job, Outcome
+from benchmarks.evidence.studies import (
+    CELLS,
+    OUTER_MOMENTA,
+    OUTER_RATES,
+    STUDIES,
+    WORKERS,
+    Row,
+)
+from benchmarks.evidence.tasks import NAMES
+
+GRAY, COLORS = "#8A8A8A", {"adamw": "#c76a08", "muon": "#3f78d8"}
+NAMED = {"adamw": "AdamW", "muon": "Muon"}
+SHADES = {0.5: "#1b998b", 0.7: "#3f78d8", 1.0: "#c2417e"}
+
+
+class MissingError(LookupError):
+    """A study has not been run to its end."""
+
+
+def rows_of(study: str, known: Mapping[Job, Outcome]) -> dict[str, list[Row]]:
+    """The rows of a study by task, of those tasks for which all runs are known."""
+
+    def runs(jobs: Sequence[Job]) -> Mapping[Job, Outcome]:
+        if not all(job in known for job in jobs):
+            raise MissingError
+        return known
+
+    found = {}
+    for task in NAMES:
+        try:
+            found[task] = list(STUDIES[study](runs, task))
+        except MissingError:
+            continue
+    return found
+
+
+def write(docs: Path, known: Mapping[Job, Outcome]) -> None:
+    """Write between the markers of each study in ``docs``/evidence.md, and its picture."""
+    path = docs / "evidence.md"
+    text = path.read_text()
+    for study, (markdown, picture) in PAGES.items():
+        begin, end = f"<!-- begin: {study} -->", f"<!-- end: {study} -->"
+        before, found, rest = text.partition(begin)
+        _, also, after = rest.partition(end)
+        if not (found and also):
+            raise ValueError(f"{path} must have a line {begin!r} and after it a line {end!r}")
+        rows = rows_of(study, known)
+        text = f"{before}{begin}\n\n{markdown(rows)}\n\n{end}{after}"
+        if rows:
+            picture(rows).savefig(docs / f"evidence_{study}.png")
+    path.write_text(text)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# -- muloco ----
+
+
+def gives_up(rows: Sequence[Row], row: Row) -> tuple[float, float]:
+    """The loss of ``row`` beyond that of one worker with the same seed: mean and standard error."""
+    inner = row.job.inner
+    one = next(r for r in rows if (r.job.inner, r.job.workers, r.what) == (inner, 1, "DiLoCo"))
+    apart = [a - b for a, b in zip(row.losses, one.losses, strict=True)]
+    between = Row(row.what, row.job, tuple(apart), 0.0)
+    return between.mean, between.spread
+
+
+def muloco_table(found: Mapping[str, Sequence[Row]]) -> str:
+    parts = []
+    for task, rows in found.items():
+        lines = []
+        for r in rows:
+            up, error = gives_up(rows, r)
+            beyond = "" if r.job.workers == 1 else f"{up:+.3f} ± {error:.3f}"
+            name = f"{NAMED[r.job.inner]}, {r.job.workers} worker{'s' * (r.job.workers > 1)}"
+            what = "" if r.what == "DiLoCo" else f", {r.what}"
+            mu = r.job.recipe.partition("momentum=")[2].partition(",")[0].rstrip(")")
+            lines.append(
+                [name + what, f"{r.job.lr:g}", mu, f"{r.mean:.3f} ± {r.spread:.3f}", beyond]
+            )
+        head = ("inside", "lr", "momentum", "loss", "given up")
+        parts.append(f"**{task}**\n\n{table(head, lines)}")
+    return "\n\n".join(parts)
+
+
+def muloco_picture(found: Mapping[str, Sequence[Row]]) -> Figure:
+    figure, axes = _panels(len(found))
+    for at, (task, rows) in zip(axes, found.items(), strict=False):
+        for inner, color in COLORS.items():
+            of = [r for r in rows if r.job.inner == inner and r.what == "DiLoCo"]
+            values = [gives_up(rows, r) for r in of]
+            at.errorbar(
+                range(len(WORKERS)),
+                [up for up, _ in values],
+                [error for _, error in values],
+                color=color,
+                marker="o",
+                capsize=3,
+                label=f"{NAMED[inner]} inside",
+            )
+        at.axhline(0, color=GRAY, linewidth=0.8)
+        at.set_xticks(range(len(WORKERS)), WORKERS)
+        at.set_xlabel("workers (32 samples per step of all together)")
+        at.set_title(task, loc="left", fontsize=10)
+    axes[0].set_ylabel("loss given up relative to one worker (nats)")
+    axes[0].legend(frameon=False)
+    return figure
+
+
+# -- outer ----
+
+
+def best(rows: Sequence[Row], at: tuple[int, int, int]) -> Row:
+    n, period, steps = at
+    return min(
+        (r for r in rows if _cell(r) == (n, period, steps)),
+        key=lambda r: r.mean,
+    )
+
+
+def _cell(r: Row) -> tuple[int, int, int]:
+    return r.job.workers, int(r.job.recipe.partition("(")[2].partition(",")[0]), r.job.steps
+
+
+def outer_table(found: Mapping[str, Sequence[Row]]) -> str:
+    parts = []
+    for task, rows in found.items():
+        lines = []
+        for cell in CELLS:
+            n, period, steps = cell
+            least = best(rows, cell)
+            lines.append([str(n), str(period), str(steps), str(steps // period)])
+            for eta in OUTER_RATES:
+                of = {r.job.recipe: r for r in rows if _cell(r) == cell}
+                ends = [of[f"diloco({period}, {eta}, {mu})"] for mu in OUTER_MOMENTA]
+                k = min(range(len(ends)), key=lambda i: ends[i].mean)
+                mark = "**" if ends[k] is least else ""
+                lines[-1].append(f"{mark}{ends[k].mean:.3f}{mark} ({OUTER_MOMENTA[k]:g})")
+            lines[-1].append(f"{least.spread:.3f}")
+        head = (
+            "workers",
+            "period",
+            "steps",
+            "rounds",
+            *(f"lr {eta:g}" for eta in OUTER_RATES),
+            "±",
+        )
+        parts.append(f"**{task}**\n\n{table(head, lines)}")
+    return "\n\n".join(parts)
+
+
+def outer_picture(found: Mapping[str, Sequence[Row]]) -> Figure:
+    figure = Figure(figsize=(13, 2.6 * len(found)), dpi=110, layout="constrained")
+    grid: Any = figure.subplots(len(found), len(CELLS), squeeze=False)
+    for line, (task, rows) in zip(grid, found.items(), strict=True):
+        for at, cell in zip(line, CELLS, strict=True):
+            n, period, steps = cell
+            of = {r.job.recipe: r for r in rows if _cell(r) == cell}
+            for eta in OUTER_RATES:
+                ends = [of[f"diloco({period}, {eta}, {mu})"] for mu in OUTER_MOMENTA]
+                at.errorbar(
+                    OUTER_MOMENTA,
+                    [r.mean for r in ends],
+                    [r.spread for r in ends],
+                    color=SHADES[eta],
+                    marker=".",
+                    label=f"lr {eta:g}",
+                )
+            least = best(rows, cell).mean
+            at.set_ylim(least - 0.02 * abs(least), least * 1.35)
+            at.set_title(f"{n} workers, H {period}\n{steps // period} rounds", fontsize=8)
+            at.spines[["top", "right"]].set_visible(False)
+        line[0].set_ylabel(f"{task}\nloss (nats)")
+    for at in grid[-1]:
+        at.set_xlabel("momentum")
+    grid[0][0].legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _panels(count: int) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(4.6 * count + 0.6, 3.8), dpi=130, layout="constrained")
+    grid: Any = figure.subplots(1, count, squeeze=False)
+    for at in grid[0]:
+        at.spines[["top", "right"]].set_visible(False)
+    return figure, grid[0]
+
+
+PAGES = {"muloco": (muloco_table, muloco_picture), "outer": (outer_table, outer_picture)}
