@@ -316,7 +316,7 @@ def des_loc() -> str:
                 t.computes(at, 16, "wait")
                 t.sends(at, 16, kind, name)
                 at += 16
-        t.fold(at, "x ← mean(x)" if k == 1 else "and u ← mean(u)" if k == 2 else "")
+        t.fold(at, "x ← mean(x)" if k == 1 else "means of x, u and v" if k == 4 else "")
     return t.drawn(
         parameters="x: parameters, in every round",
         gradients="u: first moments, in every second",
