@@ -50,7 +50,7 @@ def seeded(job: Job, seeds: Sequence[int]) -> list[Job]:
 
 PERIOD, STEPS, SAMPLES, WORKERS = 30, 480, 32, (1, 2, 4, 8)
 """16 rounds; 32 samples in each step of all workers together."""
-RATES, MOMENTA = (2e-3, 4e-3, 8e-3, 16e-3), (0.6, 0.8, 0.9)
+RATES, MOMENTA = (2e-3, 4e-3, 8e-3, 16e-3, 32e-3), (0.6, 0.8, 0.9)
 
 
 def inside(task: str, inner: str, workers: int, lr: float, recipe: str) -> Job:

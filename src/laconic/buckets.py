@@ -141,7 +141,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Te
 
 SECOND_MOMENTS = (
     *("exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "sum"),
-    *("row_var", "col_var", "variance"),
+    *("row_var", "col_var", "variance", "acc_delta"),
 )
 """What the optimizers of ``torch.optim`` call state that follows the size of squared gradients."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import laconic as la
-from laconic.algorithms.compile import check_whole
-from laconic.algorithms.exchanges import RadialMean
+from laconic.algorithms.compile import check_whole, parameter_rounds
+from laconic.algorithms.exchanges import Mean, RadialMean, RadialQuorumMean, coded
+from laconic.algorithms.exchanges.quorum import Contribution
 from laconic.algorithms.update import Clock
+from laconic.algorithms.updates import MuonStep, OuterStep
 from laconic.algorithms.updates.muon_step import orthogonal
 from laconic.buckets import SECOND_MOMENTS, Moments, optimizer_state
 from laconic.errors import NotFiniteError
@@ -29,6 +31,7 @@ from training import Job, largest_difference, simulated
 SHAPES = (torch.Size([5, 7]), torch.Size([3]), torch.Size([2, 2]), torch.Size([1]))
 LENGTH = sum(shape.numel() for shape in SHAPES)
 CLOCK = Clock(1, math.nan, 0, 0, 1)
+AVERAGES: tuple[Literal["mean", "rda"], ...] = ("mean", "rda")
 
 
 def split(flat: Tensor) -> tuple[Tensor, ...]:
@@ -91,6 +94,58 @@ def test_equal_changes_give_their_mean_and_opposite_ones_nothing() -> None:
     assert torch.equal(nothing, x0)
 
 
+def test_the_shortest_changes_stay_finite() -> None:
+    """Of one number: its inverse would be infinite."""
+    x0, shapes = torch.zeros(1), (torch.Size([1]),)
+    y = torch.full((1,), 1e-40)
+    quorum = RadialQuorumMean(shapes=shapes)
+    assert torch.equal(quorum.mean([Contribution(y, None, 1)] * 2, x0, 2), y)
+
+    def worker(rank: int) -> Tensor:
+        link = current_link.get()
+        assert link is not None
+        exchange = RadialMean(shapes=shapes)
+        state = exchange.init(x0.clone(), slice(0, 1))
+        return exchange.run(link, y.clone(), lambda x: x, CLOCK, state).flat.clone()
+
+    assert all(torch.equal(received, y) for received in la.simulate(worker, workers=2))
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 2), (torch.float64, 8)])
+def test_directions_are_sent_in_the_dtype_of_the_model(dtype: torch.dtype, size: int) -> None:
+    """And lengths in four bytes or more: what `Exchange.cost` says."""
+
+    def worker(rank: int, recipe: la.Recipe) -> tuple[int, bool]:
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64).to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = la.attach(model, optimizer, recipe)
+        before = sync.stats().bytes_sent
+        for _ in range(4):
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank)).to(dtype)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        return sync.stats().bytes_sent - before, bool(model.weight.isfinite().all())
+
+    exchange = RadialMean(shapes=(torch.Size([64, 64]), torch.Size([64])))
+    lengths = 2 * max(size, 4)
+    assert exchange.cost(4160, size, 2).bytes == Mean().cost(4160, size, 2).bytes + lengths
+    plain, rda = (
+        la.simulate(partial(worker, recipe=la.diloco(4, average=average)), workers=2)
+        for average in AVERAGES
+    )
+    for (sent, finite), (before, _) in zip(rda, plain, strict=True):
+        assert finite and sent == before + lengths
+
+
+def test_buffers_are_averaged_with_x_and_not_with_moments() -> None:
+    buffers = [r for r in parameter_rounds(la.des_loc(4, 3, 5), buffers=True) if r.over == "world"]
+    assert [[step for step in range(1, 21) if r.when(step)] for r in buffers] == [
+        [4, 8, 12, 16, 20]
+    ]
+
+
 @pytest.mark.parametrize(("codec", "most"), [("float16", 1e-4), ("int8", 3e-3)])
 def test_what_a_code_of_directions_leaves_out_is_sent_later(codec: str, most: float) -> None:
     """The mean over 60 rounds with the same changes has their direction, and the codes in each."""
@@ -102,8 +157,8 @@ def test_what_a_code_of_directions_leaves_out_is_sent_later(codec: str, most: fl
     wanted = torch.cat([p / p.norm() for p in split(x0 - exact)])
     assert (torch.stack(directions).mean(0) - wanted).abs().max() < most
     for r in rounds:
-        for coded, plain in zip(split(x0 - r), split(x0 - exact), strict=True):
-            assert float(coded.norm()) == pytest.approx(float(plain.norm()), rel=1e-5)
+        for ours, plain in zip(split(x0 - r), split(x0 - exact), strict=True):
+            assert float(ours.norm()) == pytest.approx(float(plain.norm()), rel=1e-5)
 
 
 def test_a_code_suits_large_tensors_beside_small_ones() -> None:
@@ -147,7 +202,7 @@ def test_what_is_not_finite_is_an_error_on_every_rank(bad: float, codec: str | N
         return "", False
 
     for said, unchanged in la.simulate(worker, workers=3):
-        assert "NaN, infinite, or too large" in said and unchanged
+        assert "ranks [1] had NaN, infinite, or too large" in said and unchanged
 
 
 def linear(rank: int) -> tuple[nn.Linear, torch.optim.Optimizer]:
@@ -341,8 +396,16 @@ def test_muon_trains_the_matrices_of_hidden_layers() -> None:
     assert "norm.weight" not in of(la.muon(model)[1])
     with pytest.raises(ValueError, match=r"no matrix for Muon.*torch\.optim\.AdamW"):
         la.muon(model, adamw=("mix",))
-    with pytest.raises(ValueError, match="lr must be"):
-        la.muon(model, 0.0)
+    for options, said in (
+        ({"lr": 0.0}, "lr must be"),
+        ({"momentum": 2.0}, "momentum must be"),
+        ({"weight_decay": -1.0}, "weight_decay must be"),
+        ({"adamw": ["mix", "haed"]}, "no parameter has a name that begins with 'haed'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            la.muon(model, **options)  # type: ignore[arg-type]
+    bag = nn.Sequential(nn.EmbeddingBag(5, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    assert [p.shape for p in la.muon(bag)[0].param_groups[0]["params"]] == [(4, 4)]
 
 
 def test_muon_needs_a_torch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +426,18 @@ def test_muon_needs_a_torch_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None
         (lambda: la.muloco(4, merge="eager"), "merge must be one of"),
         (lambda: la.diloco(4, delay=2, merge="eager", average="rda"), "omit average="),
         (lambda: la.diloco(4, delay=2, merge="eager", outer="muon"), "omit outer="),
-        (lambda: la.diloco(4, quorum=2, average="rda", codec="int8"), "omit codec="),
+        (lambda: la.diloco(4, quorum=2, average="rda", codec="int8"), "use codec=None"),
+        (lambda: la.streaming_diloco(4, delay=0, average="rda", quorum=2), "use codec=None"),
+        (lambda: la.diloco(4, outer="muon", quorum=1), "outer='muon' waits for all workers"),
+        (lambda: la.streaming_diloco(4, delay=0, outer="muon", pace="own"), "waits for all"),
+        (lambda: la.diloco(4, average="rda", codec="int2"), "4 bits or more .* 'int8', 'int4'"),
+        (lambda: la.diloco(4, average="rda", codec="top64"), "4 bits or more"),
+        (lambda: la.Round(la.every(4), MuonStep(0.7, 0.6), RadialMean()), "relative=False"),
+        (lambda: la.Round(la.every(4), MuonStep(0.7, 0.6), coded("int8", relative=True)), "=False"),
+        (
+            lambda: la.Round(la.every(4), OuterStep(0.7, 0.6), RadialMean(relative=False)),
+            "relative=True",
+        ),
         (lambda: la.diloco(4, quorum=2, average="median"), "average must be one of"),
         (lambda: la.streaming_diloco(4, average="rda"), 'by="layers"'),
         (lambda: la.streaming_diloco(4, outer="muon"), 'by="layers"'),
@@ -377,15 +451,6 @@ def test_what_cannot_be_is_said_when_the_recipe_is_made(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         make()
-
-
-def test_a_quorum_needs_an_update_of_its_own() -> None:
-    def worker(rank: int) -> None:
-        model, optimizer = linear(rank)
-        la.attach(model, optimizer, la.diloco(4, outer="muon", quorum=1))
-
-    with pytest.raises(ValueError, match=r"MuonStep round cannot have a quorum"):
-        la.simulate(worker, workers=2)
 
 
 def test_whole_tensors_are_needed_where_ranks_have_parts() -> None:

@@ -40,6 +40,9 @@ SPELLINGS: dict[str, Callable[[], la.Recipe]] = {
     "demo(k=16)": lambda: la.demo(k=16),
     "ddp(codec='int4')": lambda: la.ddp(codec="int4"),
     "streaming_diloco(24, 4, 2, codec='int4')": lambda: la.streaming_diloco(24, 4, 2, codec="int4"),
+    "muloco(20, outer='muon', codec='int4')": lambda: la.muloco(20, outer="muon", codec="int4"),
+    "des_loc(8, second=32)": lambda: la.des_loc(8, second=32),
+    "diloco(50, average='rda')": lambda: la.diloco(50, average="rda"),
     "sparse_loco(50, k=32)": lambda: la.sparse_loco(50, 32),
     "hierarchical(3, period=12)": lambda: la.hierarchical(3, 12),
     "sgp": la.sgp,
@@ -161,7 +164,7 @@ def test_an_option_given_twice_is_refused() -> None:
         ("diloco(momentum=1)", "diloco: momentum must be a finite number at least 0 and below 1"),
         (
             "diloco(outer='adam')",
-            "diloco: outer must be a function that makes an optimizer from tensors",
+            "diloco: outer must be 'muon', None, or a function that makes an optimizer",
         ),
         ("slowmo(ddp, period=0)", "slowmo: period must be an integer of at least 1, not 0"),
         (

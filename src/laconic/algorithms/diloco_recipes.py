@@ -51,8 +51,8 @@ def diloco(
     In a run of fewer than about 100 rounds they overshoot; use a ``momentum`` of 0.3 to 0.6.
     ``outer``: an elementwise torch optimizer to use instead of Nesterov SGD, such as
     ``lambda tensors: torch.optim.Adam(tensors, lr=1e-3)``. ``lr`` and ``momentum`` then have no
-    effect. ``outer="muon"`` turns the steps of matrices in Muon's direction: see `MuonStep`.
-    ``average="rda"`` averages lengths and directions of the pseudo-gradients by themselves, so
+    effect. ``outer="muon"`` gives the steps of matrices Muon's direction: see `MuonStep`.
+    ``average="rda"`` averages the lengths and the directions of pseudo-gradients separately, so
     that workers that move in different directions do not shorten the step: see `RadialMean`. With
     either, every worker stores all outer state.
 
@@ -73,7 +73,7 @@ def diloco(
     """
     check_bool("sharded", sharded)
     check_int("period", period, 1)
-    some = quorum_mean(quorum, grace, pace, weigh, codec, delay, average=average)
+    some = quorum_mean(quorum, grace, pace, weigh, codec, delay, average=average, outer=outer)
     if some is not None:
         step = outer_step(lr, momentum, outer, "mix", mix)
         late = step if outer is not None else DelayedNesterov(lr, momentum)
@@ -127,7 +127,7 @@ def streaming_diloco(
         raise ValueError(f"fragments must be at most the period, {period}, not {fragments}")
     check_choice("by", by, ("bytes", "layers"))
     check_delay(delay, period)
-    some = quorum_mean(quorum, grace, pace, weigh, codec, delay, average=average)
+    some = quorum_mean(quorum, grace, pace, weigh, codec, delay, average=average, outer=outer)
     if some is not None and outer is None:
         update = DelayedNesterov(lr, momentum)
     exchange = some or pseudo_gradients(update, codec, average, sharded=True)
@@ -160,21 +160,16 @@ def muloco(
 
     Thérien et al. 2025, arXiv 2505.23725, whose settings are the defaults. Muon's steps have equal
     lengths and agree better between workers than AdamW's, so less momentum is needed outside. The
-    paper codes messages in two bits: ``codec="int2"`` is the nearest here. ``outer="muon"``: the
-    outer step, too, goes in Muon's direction (not in the paper; see `MuonStep`). The other
-    arguments are those of `diloco`.
+    paper codes messages in two bits, on levels that it places by statistics; ``"int2"`` loses more.
+    ``outer="muon"``: the outer step of matrices, too, has Muon's direction (not in the paper; see
+    `MuonStep`). The other arguments are those of `diloco`.
     """
     check_choice("outer", outer, ("nesterov", "muon"))
     check_choice("merge", merge, get_args(Merge))
-    return diloco(
-        *(period, lr, momentum),
-        outer="muon" if outer == "muon" else None,
-        average=average,
-        delay=delay,
-        merge=merge,
-        mix=mix,
-        codec=codec,
-    )
+    update = outer_step(lr, momentum, "muon" if outer == "muon" else None, merge, mix)
+    exchange = pseudo_gradients(update, codec, average, sharded=True)
+    check_delay(delay, check_int("period", period, 1))
+    return (Round(every(period), update, exchange, delay=delay),)
 
 
 @named

@@ -61,6 +61,16 @@ class Exchange:
         """Whether it brings the mean of the messages, whatever the earlier rounds were."""
         return False
 
+    @property
+    def relative_to_last(self) -> bool:
+        """Whether messages are taken relative to the last result: then they must be parameters."""
+        return False
+
+    @property
+    def needs_changes(self) -> bool:
+        """Whether messages must be changes, such as pseudo-gradients, and not parameters."""
+        return False
+
     def owners(self, n: int) -> int | None:
         """How many of ``n`` ranks, the first ones, share the ``owner`` state, each combining one
         slice. None: every rank combines, and keeps, everything."""

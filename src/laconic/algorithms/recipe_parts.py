@@ -61,6 +61,7 @@ def quorum_mean(
     delay: int,
     optimizer_state: str = "keep",
     average: Averaging = "mean",
+    outer: Outer | None = None,
 ) -> QuorumMean | None:
     """Return the average over the workers that have arrived, or None if a round waits for all."""
     exchange = QuorumMean(quorum, grace, pace, weigh)  # checks them
@@ -79,11 +80,15 @@ def quorum_mean(
             "rounds with quorum= or pace='own' fold results at once, and average parameters only: "
             f"use {', '.join(needed)}"
         )
+    if outer == "muon":
+        raise ValueError(
+            "outer='muon' waits for all workers: leave out quorum= and pace=, or use another outer="
+        )
     if check_choice("average", average, get_args(Averaging)) == "rda":
         if codec is not None:
             raise ValueError(
                 "rounds with quorum= or pace='own' send radial-directional averages as they are: "
-                "omit codec=, or use average='mean'"
+                "use codec=None, or average='mean'"
             )
         return RadialQuorumMean(quorum, grace, pace, weigh)
     if codec is None:
@@ -112,7 +117,7 @@ def pseudo_gradients(
     update: OuterStep | DelayedNesterov, codec: CodecOption, average: Averaging, *, sharded: bool
 ) -> Exchange:
     """Return the exchange for the pseudo-gradients of ``update``."""
-    relative = not isinstance(update, MuonStep)  # which sends a - x, and not x
+    relative = not update.sends_changes
     return mean_over_workers(
         codec, relative=relative, sharded=sharded and relative, average=average
     )

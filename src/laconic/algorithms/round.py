@@ -52,6 +52,17 @@ class Round:
                 f"parameters, and those of {type(self.update).__name__} are "
                 f"{self.update.models} times as long"
             )
+        update, exchange = type(self.update).__name__, type(self.exchange).__name__
+        if self.update.sends_changes and self.exchange.relative_to_last:
+            raise ValueError(
+                f"{update} sends changes of the parameters, which {exchange} would take relative "
+                "to the last result: give the exchange relative=False"
+            )
+        if self.exchange.needs_changes and not self.update.sends_changes:
+            raise ValueError(
+                f"{exchange} averages changes of the parameters, and {update} sends parameters: "
+                "give the exchange relative=True"
+            )
         whole = [part for part in (self.update, self.exchange) if part.whole]
         if whole and isinstance(self.part, Fragment) and self.part.by == "bytes":
             raise ValueError(

@@ -92,6 +92,9 @@ class Update:
     """Whether x must consist of whole tensors, such as matrices, whose shapes are then in
     ``clock.shapes``. `combine` may still get a slice: the mathematics of whole tensors belongs in
     `send` and `fold`, and its state is ``everywhere``. For models that are not sharded."""
+    sends_changes: ClassVar[bool] = False
+    """Whether messages are changes, such as a - x, and not x. The exchange must then not code them
+    relative to the last result."""
     quiesces_others: ClassVar[bool] = False
     """Whether every other round must fold what it has in flight first, as an outer step asks."""
 

@@ -66,6 +66,10 @@ class Coded(Exchange):
     def averages(self) -> bool:
         return not self.relative
 
+    @property
+    def relative_to_last(self) -> bool:
+        return self.relative
+
     def init(self, x: Tensor, owned: slice) -> State:
         check_codable(self.codec, x)
         state = {"reference": x} if self.relative else {}

@@ -211,12 +211,15 @@ class RadialQuorumMean(QuorumMean):
     def shaped(self, shapes: Sequence[torch.Size]) -> Exchange:
         return replace(self, shapes=tuple(shapes))
 
+    def failed(self, message: Tensor) -> bool:
+        return not bool(message.isfinite().all())
+
     def mean(self, arrived: Sequence[Contribution], anchor: Tensor | None, n: int) -> Tensor:
         assert anchor is not None, "directions are those of changes since the anchor"
         changes = [anchor - y for y in _since(arrived, anchor)]
         lengths = [normalize(d, self.shapes) for d in changes]
         if not all(bool(each.isfinite().all()) for each in lengths):
-            raise NotFiniteError("some ranks had NaN, infinite, or too large values to send")
+            raise NotFiniteError("some ranks had values to send that are too large")
         weights = self.weights([c.steps for c in arrived])
         if weights is None:
             weights = [1 / len(arrived)] * len(arrived)

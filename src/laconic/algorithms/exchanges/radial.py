@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,15 +27,20 @@ from laconic.algorithms.exchanges.coding import check_codable
 from laconic.algorithms.exchanges.mean import Mean
 from laconic.algorithms.update import Clock, Slot, State
 from laconic.buckets import state_dtype
-from laconic.codecs import Codec
+from laconic.codecs import CODECS, Codec
 from laconic.errors import NotFiniteError
 from laconic.links import cost
 from laconic.links.cost import Cost
 from laconic.links.link import Link
 
+LENGTH_BYTES = 4
+"""Lengths are sent in float32 or wider."""
 ROUNDING = 1e-6
-"""A mean of directions that is shorter than this, as a fraction of a direction, has no direction of
-its own, but that of its rounding errors."""
+"""A mean of directions that is shorter than this fraction of a direction is rounding error, and
+counts as zero."""
+LEAST_BITS = 4
+"""Of a code of directions, per element. A code that has nothing but zeros for a tensor would lose
+its length, which no later round sends."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +53,11 @@ class RadialMean(Exchange):
     Equal changes give their mean.
 
     ``relative``: messages are parameters; False: they are pseudo-gradients. ``codec``: how the
-    directions u_i, and their mean, are coded; the next round sends what a code leaves out
-    (`ReplicatedMean`). A coarse code, such as that of ``Int2``, may have nothing but zeros for a
-    small tensor, which then stands still for a round. Lengths are sent as they are: one number for
-    each tensor, in an all-reduce of their own. All workers combine everything, and keep all outer
-    state. They hold the same bits if their processors compute alike. For workers of one rank.
+    directions u_i, and their mean, are coded, in at least 4 bits per element; the next round sends
+    what a code leaves out of a direction (`ReplicatedMean`). Lengths are sent as they are: one
+    number for each tensor, in an all-reduce of their own. All workers combine everything, and keep
+    all outer state. They hold the same bits if their processors compute alike. For workers of one
+    rank.
 
     Raises `NotFiniteError` on every rank if some length is not finite; nothing changes then.
     """
@@ -70,6 +75,22 @@ class RadialMean(Exchange):
         "residual": "pooled",
         "lag": "pooled",
     }
+
+    def __post_init__(self) -> None:
+        if self.codec is not None and not fine(self.codec):
+            names = ", ".join(repr(name) for name, codec in CODECS.items() if fine(codec))
+            raise ValueError(
+                f"directions are coded in {LEAST_BITS} bits or more per element, and not by "
+                f"{self.codec!r}: use {names}, or None"
+            )
+
+    @property
+    def relative_to_last(self) -> bool:
+        return self.relative
+
+    @property
+    def needs_changes(self) -> bool:
+        return not self.relative
 
     @property
     def _mean(self) -> Exchange:
@@ -103,7 +124,8 @@ class RadialMean(Exchange):
                 state["lag"].zero_()
 
     def cost(self, length: int, itemsize: int, n: int) -> Cost:
-        lengths = cost.mean(len(self.shapes) * itemsize, n, len(self.shapes) % n == 0)
+        count = len(self.shapes)
+        lengths = cost.mean(count * max(itemsize, LENGTH_BYTES), n, count % n == 0)
         return self._mean.cost(length, itemsize, n) + lengths
 
     def run(
@@ -113,18 +135,33 @@ class RadialMean(Exchange):
         if self.relative:
             torch.sub(state["reference"], directions, out=directions)  # d_i
         lengths = normalize(directions, self.shapes)  # u_i remains
+        own = bool(lengths.isfinite().all())
         if len(lengths):
             link.mean(lengths)
-        if not bool(lengths.isfinite().all()):
-            raise NotFiniteError("some ranks had NaN, infinite, or too large values to send")
+        if not bool(lengths.isfinite().all()):  # on all ranks
+            raise_not_finite(link, own)
         inner = {name: t for name, t in state.items() if name != "reference"}
-        mean = self._mean.run(link, directions, lambda x: x, clock, inner).flat
+        u = directions.to(message.dtype) if self.codec is None else directions
+        mean = self._mean.run(link, u, lambda x: x, clock, inner).flat.to(directions.dtype)
         stretch(mean, self.shapes, lengths)  # D
         if not self.relative:
             return Arrival(combine(mean).clone())
         reference = state["reference"]
         reference.copy_(combine(torch.sub(reference, mean, out=mean)))
         return Arrival(reference, lent=True)
+
+
+def fine(codec: Codec) -> bool:
+    """Whether ``codec`` suits directions."""
+    return not codec.gathered and 8 * codec.nbytes(codec.grain) >= LEAST_BITS * codec.grain
+
+
+def raise_not_finite(link: Link, finite: bool) -> NoReturn:
+    """Raise the same error on every rank. ``finite``: whether the values of this one are."""
+    failed = link.gather(torch.tensor([float(not finite)])).flatten()
+    ranks = [rank for rank, one in enumerate(failed.tolist()) if one]
+    whose = f"ranks {ranks} had" if ranks else "the mean has"
+    raise NotFiniteError(f"{whose} NaN, infinite, or too large values to send")
 
 
 def normalize(flat: Tensor, shapes: Iterable[torch.Size]) -> Tensor:
@@ -136,7 +173,7 @@ def normalize(flat: Tensor, shapes: Iterable[torch.Size]) -> Tensor:
         return flat.new_zeros(0)
     lengths = torch.stack([torch.linalg.vector_norm(piece) for piece in pieces])
     for piece, length in zip(pieces, lengths, strict=True):
-        piece.mul_(torch.where(length > 0, math.sqrt(len(piece)) / length, 1))
+        piece.div_(torch.where(length > 0, length, 1)).mul_(math.sqrt(len(piece)))
     return lengths
 
 

@@ -35,6 +35,8 @@ class Eager(Update):
 
     slots: ClassVar[dict[str, Slot]] = {"anchor": "private", "m": "private", "late": "private"}
 
+    sends_changes = True
+
     def init(self, x: Tensor) -> State:
         return {"anchor": x, "m": torch.zeros_like(x), "late": torch.zeros_like(x)}
 

@@ -1,6 +1,6 @@
 """D = mean(a - x) ;  m <- mu*m + D ;  a <- a - eta*S(D + mu*m) ;  x <- merge(x, a)
 
-S turns matrices in Muon's direction: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
+S gives the step of a matrix Muon's direction, and keeps its length: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
 DiLoCo: Douillard et al. 2023, arXiv 2311.08105, Algorithm 1.
 """
 
@@ -29,15 +29,17 @@ class MuonStep(OuterStep):
         a <- a - eta*s ;  x <- a
 
     So the step is as long as that of `OuterStep`, and ``lr``, which is eta (> 0), means the same.
-    ``momentum`` is mu (0 <= mu < 1). Matrices are the parameters of two dimensions that are both
-    above 1; all others take Nesterov's step. o is computed by 5 Newton-Schulz iterations in
-    float32. Delays and ``merge`` as in `OuterStep`. ``a`` and ``m`` are stored by every worker,
-    which all compute the same step. For models that are not sharded.
+    ``momentum`` is mu (0 <= mu < 1). Matrices are all parameters of two dimensions that are both
+    above 1, embeddings and output layers among them; all others take Nesterov's step. o is computed
+    by 5 Newton-Schulz iterations, in float32 or wider. Delays and ``merge`` are those of
+    `OuterStep`. Every worker stores ``a`` and ``m``, and computes the same step. For models that
+    are not sharded.
     """
 
     slots: ClassVar[dict[str, Slot]] = {"anchor": "everywhere", "m": "everywhere"}
     replaces = False
     whole = True
+    sends_changes = True
 
     def send(self, x: Tensor, state: State, clock: Clock) -> Tensor:
         return (state["anchor"] - x).to(x.dtype)
@@ -71,12 +73,12 @@ class MuonStep(OuterStep):
 def orthogonal(s: Tensor) -> Tensor:
     """Return U V^T of ``s = U S V^T``, approximately, as a new tensor; zeros for zeros. ``s`` must
     have two dimensions."""
-    x = s.mT if s.shape[0] > s.shape[1] else s
+    x = s.mH if s.shape[0] > s.shape[1] else s
     length = torch.linalg.vector_norm(x)
     x = x / torch.where(length > 0, length, 1)
     p, q, r = COEFFICIENTS
     with torch.autocast(s.device.type, enabled=False):
         for _ in range(ITERATIONS):
-            square = x @ x.mT
+            square = x @ x.mH
             x = p * x + (q * square + r * square @ square) @ x
-    return (x.mT if s.shape[0] > s.shape[1] else x).clone()
+    return (x.mH if s.shape[0] > s.shape[1] else x).clone()
