@@ -550,8 +550,9 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("engine/consensus.py", "        reshard(session.model)\n        session.holds_consensus", "        session.holds_consensus", MESH),
     ("engine/consensus.py", "    reshard(session.model)\n    for running", "    for running", MESH),
     ("advisor/choices.py", 'name = "int8" if shortest >= CODECS["int8"].nbytes(LENGTH) else "int4"', 'name = "int4"', ADVISE),
-    ("auto.py", "FIRST_WARMUP + FIRST_WINDOW if hurry else first", "first", AUTO),
-    ("auto.py", "FIRST_WARMUP + FIRST_WINDOW if hurry else first", "FIRST_WARMUP + FIRST_WINDOW", AUTO),
+    ("auto.py", "sum(self._first) if hurry else first", "first", AUTO),
+    ("auto.py", "sum(self._first) if hurry else first", "sum(self._first)", AUTO),
+    ("auto.py", ">= SLOW_SECONDS", "< SLOW_SECONDS", AUTO),
     ("auto.py", "facts, _ = self._measure()  # the network may", "pass  # the network may", AUTO),
     # seconds = max(c + sum f*exposed, min(sum f*T/U, c + sum f*(T + w))) ; best = min(seconds * steps)
     ("predict.py", "end = max(end, since) +", "end = end +", AUTO),

@@ -31,7 +31,7 @@ from laconic.engine.session import Session
 from laconic.errors import check_float
 from laconic.links.calls import Call
 from laconic.links.comm_thread import Pending
-from laconic.predict import Facts, predict
+from laconic.predict import Facts, predict, travel
 from laconic.probe import Probed, probe, slow_host, slow_worker
 from laconic.units import format_rate
 
@@ -41,6 +41,9 @@ FIRST_WARMUP, FIRST_WINDOW = 2, 2
 """Steps before the first choice: first those that are not measured, because the first steps are
 slow, and then those that are. They are few, because on a slow network each takes several times as
 long as after the choice. A run that starts with a delay takes `WARMUP` and `WINDOW` steps."""
+SLOW_WARMUP, SLOW_WINDOW, SLOW_SECONDS = 1, 1, 1.0
+"""The same where each of these steps sends for so many seconds or more. At 1 Mbit/s, gradients of
+the text model in four bits take 5 s."""
 WARMUP, WINDOW = 3, 8
 """The same after a choice, before it is reviewed."""
 REVIEW = 64
@@ -164,6 +167,8 @@ class Chooser:
         self._last = self._traffic = (0.0, 0.0)
         self._uneven = ""
         """What the latest measurement says about unequal workers and networks."""
+        self._first = FIRST_WARMUP, FIRST_WINDOW
+        """Steps before the first choice, if they send gradients."""
         self._probed: Probed | None = None
         """The network as `start` has measured it, until the next choice."""
 
@@ -180,6 +185,8 @@ class Chooser:
             self._probed = self._comm.call(self._probe, MEASURE)
             facts, _ = self._measure()
             self.now = start(facts.workers, facts)
+            if travel(self.now.recipe[0], facts) >= SLOW_SECONDS:
+                self._first = SLOW_WARMUP, SLOW_WINDOW
 
     @property
     def text(self) -> str:
@@ -204,7 +211,7 @@ class Chooser:
         now = time.perf_counter(), self._comm.seconds_waiting
         self._step = step
         self._steps += 1
-        if self._steps > (WARMUP if self.choices else FIRST_WARMUP):
+        if self._steps > (WARMUP if self.choices else self._first[0]):
             self._spans.append((now[0] - self._last[0], now[1] - self._last[1]))
         if self._steps == WARMUP:  # without the messages of a change of recipe
             self._traffic = self._sent()
@@ -217,7 +224,7 @@ class Chooser:
         first = WARMUP + WINDOW
         if not self.choices:
             hurry = not workers_differ(self.now.recipe)
-            if self._steps >= (FIRST_WARMUP + FIRST_WINDOW if hurry else first):
+            if self._steps >= (sum(self._first) if hurry else first):
                 self._choose_anew(step)
         elif self._paces is None and (self._steps == first or self._steps % REVIEW == 0):
             own = torch.tensor(self._pace(), dtype=torch.float64, device=self._device)

@@ -184,19 +184,29 @@ def test_one_worker_starts_without_a_codec() -> None:
 
 @pytest.mark.parametrize("nprocs", [1, 2], ids=["alone", "two ranks per worker"])
 @pytest.mark.parametrize(
-    ("latency", "before"),
-    [(0.06, "local_sgd(2, delay=2, codec='int4')"), (0.0, "ddp(codec='int4')")],
+    ("rate", "latency", "before", "after"),
+    [
+        (1e8, 0.06, "local_sgd(2, delay=2, codec='int4')", 11),
+        (1e8, 0.0, "ddp(codec='int4')", 4),
+        (4e4, 0.0, "ddp(codec='int4')", 2),
+    ],
 )
 def test_the_network_is_measured_before_the_first_step(
-    monkeypatch: pytest.MonkeyPatch, latency: float, before: str, nprocs: int
+    monkeypatch: pytest.MonkeyPatch,
+    rate: float,
+    latency: float,
+    before: str,
+    after: int,
+    nprocs: int,
 ) -> None:
-    """Once: the first choice needs the steps only. The starting recipe stays without a switch if it
-    is the choice, and its delay of two steps suffices."""
+    """Once: the first choice needs the steps only, the fewer the longer each of them sends. The
+    starting recipe stays without a switch if it is the choice, and its delay of two steps
+    suffices."""
     probed: list[int] = []
 
     def found(self: Any) -> probe.Probed:
         probed.append(self._step)
-        return probe.Probed(1e8, latency, 0, 0, [0.0] * self._link.size)
+        return probe.Probed(rate, latency, 0, 0, [0.0] * self._link.size)
 
     monkeypatch.setattr(auto_module.Chooser, "_probe", found)
     monkeypatch.setattr(
@@ -217,8 +227,8 @@ def test_the_network_is_measured_before_the_first_step(
 
     for first, early, choices, same, _ in la.simulate(one, workers=4):
         assert first == before and early == []
-        assert [c.step for c in choices] == [11 if latency else 4], "later if no step waits"
-        assert choices[0].facts.rate == 1e8 and choices[0].facts.latency == latency
+        assert [c.step for c in choices] == [after], "later if no step waits"
+        assert choices[0].facts.rate == rate and choices[0].facts.latency == latency
         assert same == (choices[0].text == before)
         if latency:
             assert same
@@ -386,7 +396,8 @@ def test_it_chooses_again_when_a_byte_takes_another_time(
         recipe = parse_recipe(texts[0])
         assert isinstance(recipe, tuple)
         answer = max(auto_module.LATER, recipe[0].delay)  # it travels behind the messages
-        assert [c.step for c in choices] == [4, 4 + 128 + answer]
+        first = 4 if before > after else 2  # each of them sends for seconds
+        assert [c.step for c in choices] == [first, first + 128 + answer]
 
 
 def test_a_network_that_changes_right_after_a_choice_is_not_taken_for_a_slow_recipe(
@@ -607,7 +618,7 @@ def test_a_comparison_behind_long_messages_is_not_waited_for(
     la.simulate(lambda rank: run(rank, 80, la.auto(), {}), workers=2)
     delay = asked[0][1]
     assert delay > auto_module.LATER
-    first = 4 + auto_module.WARMUP + auto_module.WINDOW + delay
+    first = 2 + auto_module.WARMUP + auto_module.WINDOW + delay
     assert {step for step, _ in asked} == {first}
 
 
