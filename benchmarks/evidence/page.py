@@ -13,6 +13,7 @@ from benchmarks.evidence.studies import (
     CELLS,
     OUTER_MOMENTA,
     OUTER_RATES,
+    PERIODS,
     STUDIES,
     WORKERS,
     Row,
@@ -51,14 +52,15 @@ def write(docs: Path, known: Mapping[Job, Outcome]) -> None:
     text = path.read_text()
     for study, (markdown, picture) in PAGES.items():
         begin, end = f"<!-- begin: {study} -->", f"<!-- end: {study} -->"
+        rows = rows_of(study, known)
+        if not rows:
+            continue
         before, found, rest = text.partition(begin)
         _, also, after = rest.partition(end)
         if not (found and also):
             raise ValueError(f"{path} must have a line {begin!r} and after it a line {end!r}")
-        rows = rows_of(study, known)
         text = f"{before}{begin}\n\n{markdown(rows)}\n\n{end}{after}"
-        if rows:
-            picture(rows).savefig(docs / f"evidence_{study}.png")
+        picture(rows).savefig(docs / f"evidence_{study}.png")
     path.write_text(text)
 
 
@@ -117,6 +119,41 @@ def muloco_picture(found: Mapping[str, Sequence[Row]]) -> Figure:
         at.set_xlabel("workers (32 samples per step of all together)")
         at.set_title(task, loc="left", fontsize=10)
     axes[0].set_ylabel("loss given up relative to one worker (nats)")
+    axes[0].legend(frameon=False)
+    return figure
+
+
+# -- direction ----
+
+
+def direction_table(found: Mapping[str, Sequence[Row]]) -> str:
+    lines = [
+        [r.what, *(f"{rows[at].mean:.3f} ± {rows[at].spread:.3f}" for rows in found.values())]
+        for at, r in enumerate(next(iter(found.values()), []))
+    ]
+    return table(["outer step, period", *found], lines)
+
+
+def direction_picture(found: Mapping[str, Sequence[Row]]) -> Figure:
+    figure, axes = _panels(len(found))
+    for at, (task, rows) in zip(axes, found.items(), strict=False):
+        ddp, rest = rows[0], rows[1:]
+        at.axhline(ddp.mean, color=GRAY, linewidth=0.8, label="ddp()")
+        for what, color in (("Nesterov", COLORS["adamw"]), ("Muon", COLORS["muon"])):
+            of = [r for r in rest if r.what.rpartition(",")[0] == what]
+            at.errorbar(
+                range(len(of)),
+                [r.mean for r in of],
+                [r.spread for r in of],
+                color=color,
+                marker="o",
+                capsize=3,
+                label=f"{what} outside",
+            )
+        at.set_xticks(range(len(PERIODS)), PERIODS)
+        at.set_xlabel("period")
+        at.set_title(task, loc="left", fontsize=10)
+    axes[0].set_ylabel("loss (nats)")
     axes[0].legend(frameon=False)
     return figure
 
@@ -199,4 +236,8 @@ def _panels(count: int) -> tuple[Figure, Any]:
     return figure, grid[0]
 
 
-PAGES = {"muloco": (muloco_table, muloco_picture), "outer": (outer_table, outer_picture)}
+PAGES = {
+    "muloco": (muloco_table, muloco_picture),
+    "direction": (direction_table, direction_picture),
+    "outer": (outer_table, outer_picture),
+}

@@ -124,5 +124,34 @@ def outer(runs: Runs, task: str, seeds: Sequence[int] = FRESH) -> Iterator[Row]:
     return (row(runs, "DiLoCo", job, seeds) for job in jobs)
 
 
-STUDIES: dict[str, Callable[[Runs, str], Iterator[Row]]] = {"muloco": muloco, "outer": outer}
+# -- Muon outside ----
+
+PERIODS = 8, 32
+DIRECTIONS = {
+    "Nesterov": "diloco({0}, 0.7, 0.6)",
+    "Muon": "diloco({0}, 0.7, 0.6, outer='muon')",
+    "Muon, int4": "diloco({0}, 0.7, 0.6, outer='muon', codec='int4')",
+}
+
+
+def direction(runs: Runs, task: str) -> Iterator[Row]:
+    """Nesterov's outer step and Muon's with AdamW inside, with 4 workers; and gradients averaged in
+    every step."""
+    cases = [("ddp()", "ddp()")]
+    cases += [
+        (f"{what}, {period}", text.format(period))
+        for period in PERIODS
+        for what, text in DIRECTIONS.items()
+    ]
+    at = INNER_LR[task], 4, 512, BATCH, 0
+    jobs = {what: Job(task, text, "adamw", *at) for what, text in cases}
+    runs([j for job in jobs.values() for j in seeded(job, FRESH)])
+    return (row(runs, what, job) for what, job in jobs.items())
+
+
+STUDIES: dict[str, Callable[[Runs, str], Iterator[Row]]] = {
+    "muloco": muloco,
+    "direction": direction,
+    "outer": outer,
+}
 assert set(INNER_LR) == set(NAMES)

@@ -15,6 +15,7 @@ from benchmarks.evidence.studies import (
     OUTER_MOMENTA,
     OUTER_RATES,
     TUNING,
+    direction,
     muloco,
     outer,
 )
@@ -102,8 +103,23 @@ def test_every_cell_has_the_best_of_its_settings() -> None:
     assert len(page.outer_picture({NAMES[2]: rows}).axes) == len(CELLS)
 
 
+def test_nesterov_and_muon_outside_are_compared_on_the_same_seeds() -> None:
+    rows = list(
+        direction(lambda jobs: {j: Outcome(1.5 + 0.01 * j.seed, 0.1) for j in jobs}, NAMES[1])
+    )
+    assert [r.what for r in rows] == [
+        "ddp()",
+        *(f"{what}, {period}" for period in (8, 32) for what in ("Nesterov", "Muon", "Muon, int4")),
+    ]
+    assert {(r.job.inner, r.job.workers, r.job.steps) for r in rows} == {("adamw", 4, 512)}
+    assert rows[2].job.recipe == "diloco(8, 0.7, 0.6, outer='muon')"
+    found = {NAMES[1]: rows}
+    assert "| Muon, 32 | 2.520 ± 0.007 |" in page.direction_table(found)
+    assert len(page.direction_picture(found).axes[0].get_legend_handles_labels()[1]) == 3
+
+
 def test_the_page_is_written_from_the_runs_that_are_there(tmp_path: Path) -> None:
-    marks = "\n".join(f"<!-- begin: {s} -->\nold\n<!-- end: {s} -->" for s in page.PAGES)
+    marks = "<!-- begin: muloco -->\nold\n<!-- end: muloco -->"
     (tmp_path / "evidence.md").write_text(f"before\n{marks}\nafter\n")
     asked: dict[Job, Outcome] = {}
 
