@@ -101,7 +101,7 @@ def test_a_round_over_silence_keeps_processors_busy(text: str) -> None:
         each = [rehearse(recipe[0], of, torch.float32, device, lambda: None) for _ in range(5)]
         return min(each)
 
-    large = Facts(3, ((30_000, 500), (77,)), 4, 0.1, 1e8, 0.0)
+    large = Facts(3, ((15_000, 500), (77,)), 4, 0.1, 1e8, 0.0)
     assert 0 <= seconds(facts) < seconds(large) < 5
 
 
