@@ -40,6 +40,9 @@ ROWS = (
         f"streaming_diloco({period}, 4, 1, codec='int4', lr=0.7, momentum=0.6)"
         for period in (4, 8, 16, 32, 64)
     ),
+    "streaming_diloco(8, 4, 2)",
+    "streaming_diloco(8, 4, 2, outer='muon', by='layers')",
+    "streaming_diloco(64, 4, 2, outer='muon', by='layers')",
 )
 
 

@@ -266,14 +266,20 @@ def lsgd() -> str:
     return t.drawn(arrow="the leader's x; the others go a little toward it")
 
 
-def diloco() -> str:
+def outer_rounds(state: str) -> Timeline:
+    """Steps, rounds that all wait for, and outer state, which changes in them."""
     t = Timeline(*workers(), "outer")
     at, outer = 0.0, []
     for k in range(3):
         at = t.waits(t.steps(at, 8, 12), 50, "parameters")
         t.fold(at, "" if k else "outer step; x ← a")
         outer.append(at)
-    t.track(3, outer, "a, m: one part on each worker")
+    t.track(3, outer, state)
+    return t
+
+
+def diloco() -> str:
+    t = outer_rounds("a, m: one part on each worker")
     return t.drawn(parameters="the change since the last round, a − x, travels")
 
 
@@ -289,13 +295,7 @@ def streaming_diloco() -> str:
 
 
 def muloco() -> str:
-    t = Timeline(*workers(), "outer")
-    at, outer = 0.0, []
-    for k in range(3):
-        at = t.waits(t.steps(at, 8, 12), 50, "parameters")
-        t.fold(at, "" if k else "outer step; x ← a")
-        outer.append(at)
-    t.track(3, outer, "a, m")
+    t = outer_rounds("a, m")
     return t.drawn(
         step="a step of Muon for matrices, of AdamW for the rest",
         parameters="the change since the last round, a − x, travels",

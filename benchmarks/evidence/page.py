@@ -105,15 +105,7 @@ def muloco_picture(found: Mapping[str, Sequence[Row]]) -> Figure:
         for inner, color in COLORS.items():
             of = [r for r in rows if r.job.inner == inner and r.what == "DiLoCo"]
             values = [gives_up(rows, r) for r in of]
-            at.errorbar(
-                range(len(WORKERS)),
-                [up for up, _ in values],
-                [error for _, error in values],
-                color=color,
-                marker="o",
-                capsize=3,
-                label=f"{NAMED[inner]} inside",
-            )
+            _line(at, values, color, f"{NAMED[inner]} inside")
         at.axhline(0, color=GRAY, linewidth=0.8)
         at.set_xticks(range(len(WORKERS)), WORKERS)
         at.set_xlabel("workers (32 samples per step of all together)")
@@ -141,15 +133,7 @@ def direction_picture(found: Mapping[str, Sequence[Row]]) -> Figure:
         at.axhline(ddp.mean, color=GRAY, linewidth=0.8, label="ddp()")
         for what, color in (("Nesterov", COLORS["adamw"]), ("Muon", COLORS["muon"])):
             of = [r for r in rest if r.what.rpartition(",")[0] == what]
-            at.errorbar(
-                range(len(of)),
-                [r.mean for r in of],
-                [r.spread for r in of],
-                color=color,
-                marker="o",
-                capsize=3,
-                label=f"{what} outside",
-            )
+            _line(at, [(r.mean, r.spread) for r in of], color, f"{what} outside")
         at.set_xticks(range(len(PERIODS)), PERIODS)
         at.set_xlabel("period")
         at.set_title(task, loc="left", fontsize=10)
@@ -226,6 +210,13 @@ def outer_picture(found: Mapping[str, Sequence[Row]]) -> Figure:
         at.set_xlabel("momentum")
     grid[0][0].legend(frameon=False, fontsize=8)
     return figure
+
+
+def _line(at: Any, values: Sequence[tuple[float, float]], color: str, label: str) -> None:
+    """Draw means with their errors, one after the other."""
+    means, errors = zip(*values, strict=True)
+    look = {"color": color, "marker": "o", "capsize": 3, "label": label}
+    at.errorbar(range(len(values)), means, errors, **look)
 
 
 def _panels(count: int) -> tuple[Figure, Any]:
