@@ -19,7 +19,16 @@
 # the bytes that it must send, and then measures it on an emulated network. The goal is to find the
 # bandwidth at which each recipe begins to pay off.
 #
-# It takes about five minutes. Run nothing else in the meantime: the hosts share your processor.
+# **After this chapter you can**
+#
+# - predict the time of a step on a network that you do not have;
+# - compare it with a measurement, and say why they differ;
+# - choose a [recipe](../glossary.md#recipe) by the seconds that it needs to reach a loss, and not
+#   by its seconds per step.
+#
+# **Before you start.** Read chapters [4](chapter4.md) and [6](chapter6.md). The chapter needs
+# PyTorch, laconic, matplotlib, and Linux for hosts with real network interfaces. It runs for about
+# five minutes. Run nothing else in the meantime: the hosts share your processor.
 
 # %%
 from statistics import mean
@@ -197,7 +206,7 @@ for (rate, name), row in rows.items():
     told = predicted(name, rate)
     off = row.seconds_per_step / told.seconds
     print(f"{format_rate(rate):>12} {name:18} measured / predicted: {off:.2f} times the seconds")
-    assert row.seconds_per_step > 0.9 * 8 * sent(row) / rate  # the card may hold the last of it yet
+    assert row.seconds_per_step > 0.9 * 8 * sent(row) / rate  # the interface may still hold the end
     if name in ("ddp", "local SGD"):
         assert all(rounds.bytes == law for rounds in row.rounds)
     if name == "ddp int4":
@@ -336,6 +345,76 @@ for rate in rates:
 #     laconic compare "ddp()" "ddp(codec='int4')" "local_sgd(24)" "auto()" --bandwidth 100mbit
 #
 # ## Exercises
+#
+# Change the code and run it, in Jupyter or with `python -m tutorial check 7`.
+
+# %% tags=["exercise"]
+import math
+
+from tutorial.checks import check
+
+# %% [markdown]
+# **7.1** At how many bits per second does sending the gradients of a step take exactly as long as
+# computing it? Gradients have 32 bits, and `compute` is in seconds.
+
+
+# %% tags=["exercise"]
+def equal_rate(parameters, hosts, compute):
+    return 32 * parameters / compute
+
+
+check("7.1", equal_rate)
+
+
+# %% tags=["solution"]
+def equal_rate(parameters, hosts, compute):
+    return 2 * (hosts - 1) / hosts * 32 * parameters / compute
+
+
+check("7.1", equal_rate)
+
+# %% [markdown]
+# **7.2** Which recipe makes the most progress? Both arguments have a number for each recipe's name:
+# seconds per step, and steps needed for the loss that one step of `ddp` reaches.
+
+
+# %% tags=["exercise"]
+def most_progress(seconds, needed):
+    return min(seconds, key=lambda name: seconds[name])
+
+
+check("7.2", most_progress)
+
+
+# %% tags=["solution"]
+def most_progress(seconds, needed):
+    return min(seconds, key=lambda name: seconds[name] * needed[name])
+
+
+check("7.2", most_progress)
+
+# %% [markdown]
+# **7.3** A round of local SGD takes `round_time` seconds, and training waits for it. With which
+# period do rounds add no more than a tenth of the computing? Find the shortest.
+
+
+# %% tags=["exercise"]
+def long_enough(compute, round_time):
+    return math.ceil(round_time / compute)
+
+
+check("7.3", long_enough)
+
+
+# %% tags=["solution"]
+def long_enough(compute, round_time):
+    return math.ceil(round_time / (compute / 10))
+
+
+check("7.3", long_enough)
+
+# %% [markdown]
+# To explore further:
 #
 # 1. At which bandwidth do `ddp` and `ddp(codec='int4')` make equal progress on your machine?
 #    Compute it from the prediction, then race the two there with `laconic compare`.
