@@ -14,7 +14,7 @@ from docs.pictures import STYLE, TIP, WIDTH, Timeline
 
 PAGES = Path(__file__).parents[1] / "docs" / "tutorial"
 OWN = (
-    "text.small{font-size:14px}rect.frame{fill:none;stroke:#8a9099;stroke-width:1.5}"
+    "text.small,text.in{font-size:15px}rect.frame{fill:none;stroke:#8a9099;stroke-width:1.5}"
     ".path{fill:none;stroke-width:2.5}.dashed{stroke:#8a9099;stroke-width:1.5;stroke-dasharray:4 4}"
     ".dot{fill:#c2417e}"
 )
@@ -36,9 +36,9 @@ class Drawing:
         """A filled rectangle with lines of text in its middle."""
         size = f'x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="3"'
         self.marks.append(f'<rect class="{kind}" {size}/>')
-        first = y + h / 2 + 4.5 - 8 * (len(lines) - 1)
+        first = y + h / 2 + 5.5 - 8.5 * (len(lines) - 1)
         for row, line in enumerate(lines):
-            self.text(x + w / 2, first + 16 * row, line, f"in {kind}")
+            self.text(x + w / 2, first + 17 * row, line, f"in {kind}")
 
     def frame(self, x: float, y: float, w: float, h: float) -> None:
         size = f'x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="6"'
@@ -65,14 +65,14 @@ def step() -> str:
     d.box("parameters", 0, 34, 100, 46, "batch:", "8 samples")
     d.box("step", 190, 34, 130, 46, "network:", "parameters x")
     d.box("messages", 430, 34, 90, 46, "loss")
-    d.box("gradients", 190, 130, 130, 46, "gradients g", "one per parameter")
+    d.box("gradients", 184, 130, 142, 46, "gradients g", "one per parameter")
     d.arrow(104, 57, 186, 57)
     d.arrow(324, 57, 426, 57)
     d.text(375, 46, "forward", "mid small")
-    d.arrow(475, 84, 324, 150)
-    d.text(452, 138, "backward", "mid small")
+    d.arrow(475, 84, 330, 150)
+    d.text(456, 140, "backward", "mid small")
     d.arrow(255, 126, 255, 84)
-    d.text(158, 109, "optimizer: x ← x − lr·g", "mid small")
+    d.text(150, 109, "optimizer: x ← x − lr·g", "mid small")
     return d.drawn()
 
 
@@ -85,14 +85,14 @@ def split() -> str:
             d.frame(left + 130 * k + 1, 72, 108, 142)
             d.text(left + 130 * k + 55, 236, f"processor {k + 1}", "mid small")
     for k in range(2):
-        d.box("parameters", 130 * k + 10, 32, 90, 24, f"half {k + 1} of batch")
+        d.box("parameters", 130 * k + 1, 32, 108, 24, f"half {k + 1} of batch")
         d.arrow(130 * k + 55, 58, 130 * k + 55, 82)
         for layer in range(4):
             d.box("step", 130 * k + 10, 86 + 30 * layer, 90, 24, f"layer {layer + 1}")
     d.arrow(104, 146, 134, 146)
     d.arrow(136, 158, 106, 158)
     d.text(120, 138, "g", "mid small")
-    d.box("parameters", 290, 32, 90, 24, "whole batch")
+    d.box("parameters", 281, 32, 108, 24, "whole batch")
     d.arrow(335, 58, 335, 82)
     for layer in range(4):
         x, y = 290 + 130 * (layer // 2), 86 + 60 * (layer % 2)
@@ -105,17 +105,17 @@ def data_parallel() -> str:
     """Chapter 3: copies of one network, and one all-reduce."""
     d = Drawing(318)
     for k in range(3):
-        x = 180 * k
-        d.text(x + 80, 16, f"rank {k}")
-        d.box("parameters", x + 5, 26, 150, 28, f"share {k + 1} of the batch")
-        d.arrow(x + 80, 56, x + 80, 74)
-        d.box("step", x + 5, 78, 150, 42, "the same network", "forward and backward")
-        d.arrow(x + 80, 122, x + 80, 140)
-        d.box("gradients", x + 5, 144, 150, 28, f"its own gradient g{'₁₂₃'[k]}")
-        d.arrow(x + 80, 174, x + 80, 198)
-        d.arrow(x + 80, 236, x + 80, 260)
-        d.box("step", x + 5, 264, 150, 42, "the same step", "x ← x − lr·g")
-    d.box("messages", 5, 202, 510, 32, "all-reduce: every rank gets the mean g of all gradients")
+        x = 176 * k
+        d.text(x + 83, 16, f"rank {k}")
+        d.box("parameters", x + 1, 26, 164, 28, f"share {k + 1} of the batch")
+        d.arrow(x + 83, 56, x + 83, 74)
+        d.box("step", x + 1, 78, 164, 42, "the same network", "forward and backward")
+        d.arrow(x + 83, 122, x + 83, 140)
+        d.box("gradients", x + 1, 144, 164, 28, f"its own gradient g{'₁₂₃'[k]}")
+        d.arrow(x + 83, 174, x + 83, 198)
+        d.arrow(x + 83, 236, x + 83, 260)
+        d.box("step", x + 1, 264, 164, 42, "the same step", "x ← x − lr·g")
+    d.box("messages", 1, 202, 516, 32, "all-reduce: every rank gets the mean g of all gradients")
     return d.drawn()
 
 
@@ -149,7 +149,7 @@ def buckets() -> str:
     for k in range(8):
         d.box("step", k * each + 5, 30, each - 8, 30, f"layer {k + 1}")
     d.text(0, 16, "forward pass →", "small")
-    d.text(410, 16, "← backward pass", "small")
+    d.text(396, 16, "← backward pass", "small")
     for number, (first, count) in enumerate(((5, 3), (2, 3), (0, 2))):
         x, w = first * each + 5, count * each - 8
         d.frame(x - 3, 26, w + 6, 38)
@@ -190,7 +190,7 @@ def ranks() -> str:
             lines = f"rank {2 * node + local}", f"local rank {local}", f"GPU {local}"
             d.box("step", x + 16 + 114 * local, 38, 106, 66, *lines)
         d.text(x + 126, 130, "a launcher starts both", "mid small")
-    d.box("messages", 60, 158, 400, 30, "all meet at MASTER_ADDR:MASTER_PORT, where rank 0 listens")
+    d.box("messages", 20, 158, 480, 30, "all meet at MASTER_ADDR:MASTER_PORT, where rank 0 listens")
     for x in (126, 394):
         d.arrow(x, 144, x, 155)
     return d.drawn()

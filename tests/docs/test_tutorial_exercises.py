@@ -75,7 +75,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("6.1", 30, "a shorter period is enough"),
     ("6.2", centers_too_early, "is now"),
     ("6.3", always_averages, "differs"),
-    ("6.4", {"beta": 0.7, "alpha": 0.0}, "differ"),
+    ("6.4", {"beta": 0.0, "alpha": 1.0}, "differ"),
     ("7.1", lambda p, hosts, compute: 8 * p * 2 * (hosts - 1) / hosts / compute, "8 bits each"),
     ("7.2", lambda seconds, needed: "ddp", "the answer is 'ddp int4'"),
     ("7.3", lambda compute, round_time: 10_000, "longer than needed"),
