@@ -10,7 +10,6 @@ A check tries the answer on cases, and compares it with what this repository com
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
@@ -35,8 +34,7 @@ class NotYetError(ValueError):
 def check(number: str, answer: Any) -> None:
     """Print whether ``answer`` is right for exercise ``number``, and why."""
     right, why = verdict(number, answer)
-    text = f"Exercise {number}: {'right' if right else 'not yet'}. {why}"
-    print(textwrap.fill(text, 80, subsequent_indent="    ", break_on_hyphens=False))
+    print(f"Exercise {number}: {'right' if right else 'not yet'}. {why}")
 
 
 def verdict(number: str, answer: Any) -> tuple[bool, str]:

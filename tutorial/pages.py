@@ -24,7 +24,7 @@ from nbclient import NotebookClient
 
 HERE = Path(__file__).parent
 PAGES = HERE.parent / "docs" / "tutorial"
-CHEAP = {"source", "exercise", "solution"}
+CHEAP = {"source", "exercise", "solution", "cheap"}
 """Tags of cells that need nothing but the first cell's imports, and less than a second."""
 CODE = re.compile(
     r"```python\n(.*?)\n```(?:\n\n```text\n(.*?)\n```)?(?:\n\n!\[[^\]]*\]\(([\w-]+\.png)\))?",
@@ -110,7 +110,7 @@ def markdown(cells: list[Any], page: Path) -> str:
         blocks = [block("python", cell.source)]
         printed = "".join(o.text for o in cell.outputs if o.get("name") == "stdout").rstrip()
         if printed:
-            blocks.append(block("python" if "source" in tags(cell) else "text", printed))
+            blocks.append(block(language_of(tags(cell)), printed))
         for output in cell.outputs:
             if "image/png" in output.get("data", {}):
                 pictures += 1
@@ -122,6 +122,13 @@ def markdown(cells: list[Any], page: Path) -> str:
             blocks = [opening, *blocks, "</details>"]
         parts += blocks
     return "\n\n".join(parts) + "\n"
+
+
+def language_of(tags: list[str]) -> str:
+    """Of what a cell with these tags prints. The lines of verdicts wrap (docs/site.css)."""
+    if "source" in tags:
+        return "python"
+    return "text" if {"exercise", "solution"}.isdisjoint(tags) else "{.text .verdict}"
 
 
 def block(language: str, text: str) -> str:
