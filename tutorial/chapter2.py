@@ -188,8 +188,9 @@ assert 16 * size["BERT-Large"] < 80e9 < 16 * size["GPT-3"]
 
 # %% [markdown]
 # **Model parallelism** splits the network. *Between* layers, each processor holds some layers and
-# passes its outputs on (a pipeline). *Inside* a layer, each processor holds some columns of a
-# matrix and computes some of the outputs. Both compute what the whole network computes:
+# passes its outputs on (a [pipeline](../glossary.md#pipeline)). *Inside* a layer, each processor
+# holds some columns of a matrix and computes some of the outputs. Both compute what the whole
+# network computes:
 
 # %%
 network = FFNet(input_size=100, num_hl=1, hl_size=64)

@@ -254,7 +254,7 @@ the_same(
 # ### EASGD: elastic averaging
 #
 # Workers never become equal. Each moves a part of the distance to a *center* a, and the center
-# moves toward them, as if connected by springs.
+# moves toward all workers.
 
 # %% tags=["source"]
 show(averaging.easgd)
@@ -265,9 +265,10 @@ the_same(lambda team: averaging.easgd(team, STEPS, period=8), laconic.easgd(8), 
 # %% [markdown]
 # ### LSGD: follow the leader
 #
-# An average of workers in different valleys can lie on the ridge between them. LSGD moves toward
-# the *best* worker instead: often toward the best of the own group, rarely toward the best of all,
-# and slightly toward both at every step. The best has the lowest mean of its last ten losses.
+# The mean of workers near different minima can have a higher loss than each of them. LSGD moves
+# toward the *best* worker instead: often toward the best of its own group, rarely toward the best
+# of all, and slightly toward both at every step. The best has the lowest mean of its last ten
+# losses.
 
 # %% tags=["source"]
 show(averaging.lsgd)
@@ -283,12 +284,12 @@ the_same(
 # %% [markdown]
 # ### SGP: gossip
 #
-# All algorithms so far wait for the slowest worker. In a gossip each worker sends to one other and
-# waits for one. Suppose that x_i becomes a mixture of what worker i kept and what it received. If
-# every worker sends as much as it receives, all converge to the mean of all. If some receive more,
-# they converge to something else. *Push-sum* corrects this: a weight w is sent with x and mixed in
-# the same way, and x/w converges to the mean. Here are three workers in a row, with the numbers 0,
-# 3, and 9:
+# All algorithms so far wait for the slowest worker. In [gossip](../glossary.md#gossip) each worker
+# sends to one other and waits for one. Suppose that x_i becomes a mixture of what worker i kept and
+# what it received. If every worker sends as much as it receives, all converge to the mean of all.
+# If some receive more, they converge to something else. [Push-sum](../glossary.md#push-sum)
+# corrects this: a weight w is sent with x and mixed in the same way, and x/w converges to the mean.
+# Here are three workers in a row, with the numbers 0, 3, and 9:
 
 # %% tags=["source"]
 show(averaging.exponential, averaging.row_of_three)
@@ -326,8 +327,9 @@ the_same(
 #
 # ### DiLoCo: an outer optimizer
 #
-# DiLoCo is SlowMo's idea with other choices: AdamW as the inner optimizer, periods of hundreds of
-# steps, and Nesterov momentum with its own learning rate as the outer optimizer.
+# DiLoCo is SlowMo's idea with other choices: AdamW as the
+# [inner optimizer](../glossary.md#inner-optimizer), periods of hundreds of steps, and Nesterov
+# momentum with its own learning rate as the [outer optimizer](../glossary.md#outer-optimizer).
 
 # %% tags=["source"]
 show(averaging.diloco)

@@ -51,11 +51,11 @@ print(machine())
 # ## A network to train on
 #
 # Chapter 4 emulated a network by sleeping. laconic's lab has a better emulation. Each host is a
-# *network namespace* of the kernel, with its own address and its own network interface, which is
-# shaped to send no faster than a given rate. Processes on two such hosts reach each other only
-# through these interfaces. This needs Linux, and root or user namespaces; `laconic doctor` says
-# whether they are available. If they are not, laconic's own link takes the time that bytes and
-# rate imply. This chapter runs with either, and says which.
+# [network namespace](../glossary.md#network-namespace) of the kernel, with its own address and its
+# own network interface, which is shaped to send no faster than a given rate. Processes on two such
+# hosts reach each other only through these interfaces. This needs Linux, and root or user
+# namespaces; `laconic doctor` says whether they are available. If they are not, laconic's own link
+# takes the time that bytes and rate imply. This chapter runs with either, and says which.
 
 # %% tags=["source"]
 show(train)
@@ -78,10 +78,10 @@ assert silent.rows[0].rounds == ()  # nothing is sent
 # %% [markdown]
 # ## What a step must send
 #
-# To average n gradients of B bytes, every host must send at least 2(n-1)/n · B of them: it sends
-# on what it adds up of the others' parts, and then the result of its own part. For two hosts this
-# is B, for many nearly 2B. Before any measurement, you therefore know how long sending a step's
-# gradients takes on any network, and how that compares with the computing:
+# To average n gradients of B bytes, every host must send at least 2(n-1)/n · B bytes: half of them
+# in reduce-scatter, half in all-gather (chapter 4). For two hosts this is B, for many nearly 2B.
+# Before any measurement, you therefore know how long sending a step's gradients takes on any
+# network, and how that compares with the computing:
 
 # %%
 size = silent.settings["parameters"] * 4
@@ -166,9 +166,10 @@ measure(1e9)
 
 # %% [markdown]
 # *Speed* is the share of the speed without communication. *Waiting* is the share of the time in
-# which a host waits for the network. *Loss* is the validation loss, in nats per byte, of the
-# hosts' consensus model at the end. (Above 100%: the machine was busier when the hosts trained
-# alone. 0 MB: the time was over before the first round.)
+# which a host waits for the network. *Loss* is the validation loss, in [nats](../glossary.md#nat)
+# per byte, of the hosts' [consensus model](../glossary.md#consensus-model) at the end. (Above
+# 100%: the machine was busier when the hosts trained alone. 0 MB: the time was over before the
+# first round.)
 #
 # Two things can be checked to the byte. `ddp` sends exactly what the law says. And if hosts have
 # their own network interfaces, the interfaces' counters agree with laconic's ledger, except for

@@ -1,5 +1,7 @@
 """Write chapters as notebooks that open in Jupyter: python -m tutorial.notebooks
 
+A notebook that exists is kept, with your changes. Delete it to have it written again.
+
 python -m tutorial.notebooks 1 3            some chapters
 python -m tutorial.notebooks --to DIR       elsewhere than build/notebooks
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +32,26 @@ sys.path[:0] = [os.getcwd(), os.path.join(os.getcwd(), "src")]\
 """
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tutorial.notebooks", description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tutorial.notebooks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     there = sorted(path.stem.removeprefix("chapter") for path in HERE.glob("chapter*.py"))
     parser.add_argument("chapters", nargs="*", metavar="chapter", help="all by default")
     parser.add_argument("--to", type=Path, default=ROOT / "build" / "notebooks", metavar="DIR")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     for number in given.chapters:
         if number not in there:
             parser.error(f"no chapter {number!r}: choose from {', '.join(there)}")
     given.to.mkdir(parents=True, exist_ok=True)
     for number in given.chapters or there:
-        print(write(number, given.to))
+        path = given.to / f"chapter{number}.ipynb"
+        if path.exists():
+            print(f"{path} (kept as it is)")
+        else:
+            print(write(number, given.to))
 
 
 def write(number: str, folder: Path) -> Path:

@@ -157,6 +157,23 @@ def test_a_notebook_is_valid_its_links_lead_somewhere_and_solutions_are_folded(
     assert sum("solution" in cell.metadata.get("tags", []) for cell in written.cells) >= 3
 
 
+def test_a_notebook_with_changes_is_kept_and_others_are_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "chapter1.ipynb").write_text("mine")
+    notebooks.main(["1", "2", "--to", str(tmp_path)])
+    assert (tmp_path / "chapter1.ipynb").read_text() == "mine"
+    one, two = capsys.readouterr().out.splitlines()
+    assert one.endswith("chapter1.ipynb (kept as it is)") and two.endswith("chapter2.ipynb")
+    assert (tmp_path / "chapter2.ipynb").is_file()
+
+
+def test_an_unknown_chapter_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        notebooks.main(["8"])
+    assert "no chapter '8': choose from 1, 2, 3, 4, 5, 6, 7" in capsys.readouterr().err
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("number", ["1", "3"])
 def test_a_notebook_runs_from_top_to_bottom(
