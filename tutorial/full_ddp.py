@@ -225,9 +225,7 @@ def launch(nodes: int, per_node: int, node_rank: int, options: dict[str, Any]) -
     arguments = node_rank * per_node, nodes * per_node, "tcp://" + ":".join(address), options
     if per_node == 1:
         return work(0, *arguments)
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(
-        logging.ERROR
-    )  # one line of ours is enough
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # our line suffices
     spawn(work, arguments, per_node)  # if this process is killed, they end, too
 
 
