@@ -40,8 +40,6 @@ from laconic.lab.race.wording import reason
 
 HERE = Path(__file__).resolve().parents[2]
 JOURNAL = Path("laconic-race", "journal.jsonl")
-VALIDATIONS = 12
-"""Validations per run, spread evenly over its time. The clock is stopped during a validation."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -72,6 +70,14 @@ def parser() -> Parser:
     )
     run.add_argument("--hosts", type=int, default=4, help="default: %(default)s")
     run.add_argument(
+        "--validations",
+        type=int,
+        default=12,
+        metavar="N",
+        help="spread evenly over a run, with the clock stopped; at 1 Mbit/s each takes 42 s "
+        "(%(default)s)",
+    )
+    run.add_argument(
         "--data", type=Path, metavar="FILE", help="training text (Python's standard library)"
     )
     run.add_argument("--again", action="store_true", help="repeat runs in the journal")
@@ -90,7 +96,7 @@ def parser() -> Parser:
     return top
 
 
-def shared(hosts: int, seconds: float, data: Path | None) -> dict[str, object]:
+def shared(hosts: int, seconds: float, data: Path | None, validations: int) -> dict[str, object]:
     """Return the settings, including the machine, that comparable runs must share."""
     text = workloads.standard_library() if data is None else data.read_bytes()
     machine = runner.machine()
@@ -100,7 +106,7 @@ def shared(hosts: int, seconds: float, data: Path | None) -> dict[str, object]:
         "sha256": hashlib.sha256(text).hexdigest()[:16],
         "hosts": hosts,
         "seconds": seconds,
-        "validations": VALIDATIONS,
+        "validations": validations,
         "processor": machine["processor"],
         "cores": machine["cores"],
         "torch": str(torch.__version__),
@@ -140,7 +146,7 @@ def settings_from(
         data=None if options.data is None else str(options.data.resolve()),
         seconds=options.seconds,
         seeds=tuple(options.seeds),
-        validations=VALIDATIONS,
+        validations=options.validations,
     )
     for network in networks:
         on(everything, network).check()
@@ -190,7 +196,7 @@ def run(options: Any) -> int:
     networks = list(dict.fromkeys(map(parse_network, options.networks)))
     everything = settings_from(options, rows, networks)
     try_networks(options.hosts, networks)
-    common = shared(options.hosts, options.seconds, options.data)
+    common = shared(options.hosts, options.seconds, options.data, options.validations)
     todo = jobs(rows, networks, options.seeds)
     lost = 0
     with terminate_as_exit(), journal.opened(options.journal) as file:
