@@ -14,7 +14,6 @@ def add(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "coordinator",
-        help="run the coordinator of elastic runs",
         description="Keeps who takes part in the runs whose workers come and go: "
         'laconic.attach(..., elastic=laconic.Elastic("host:29400")). It carries no training data. '
         "While it is down, training goes on with the same workers; it can be started again at the "

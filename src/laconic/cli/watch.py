@@ -38,7 +38,6 @@ def add(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "watch",
-        help="show a run that writes metrics",
         description="Show what laconic.attach(..., metrics=) writes: progress, speed, bytes sent "
         "and waiting time of a run. Follows the files until Ctrl-C.",
     )
