@@ -273,9 +273,10 @@ def reason(ddp: Row, best: Row) -> list[str]:
             "second.",
         ]
     source = "" if best.steps_from in KNOWN else f" ({best.steps_from})"
+    steps = f"{best.steps:.3g} steps for one of ddp()" if best.steps != 1 else "no more steps"
     return [
         f"Use {pace} (ddp(): {three_digits(ddp.seconds)} s).",
-        f"It needs {best.steps:.3g} steps for one of ddp(){source}, and makes "
+        f"It needs {steps}{source}, and makes "
         f"{three_digits(best.progress)} times as much progress per second.",
     ]
 

@@ -29,6 +29,10 @@ DEFAULT = (
 """The recipes to compare by default."""
 
 
+TABLE_WIDTH = 80
+"""The least columns of the table. In narrower terminals its lines break, but nothing is lost."""
+
+
 def add(commands: Any) -> None:
     """Add the command to the parser."""
     recipes = ", ".join(NAMES_BY_MODULE["laconic.algorithms.recipes"])
@@ -203,7 +207,7 @@ def show(result: Result, directory: Path, left: int = 0, *, as_json: bool = Fals
         print_json({**report.summary(result), "runs_left": left, "files": paths})
         return
     console = Console()
-    console.print(report.table(result))
+    Console(width=max(console.width, TABLE_WIDTH)).print(report.table(result))
     if left:
         console.print(f"Interrupted: {left} run{'s' * (left != 1)} did not start.", highlight=False)
     console.print(report.verdict(result), highlight=False, markup=False)

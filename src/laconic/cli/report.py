@@ -32,9 +32,10 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the report and return 0."""
     from laconic.cli.compare import needs, show
-    from laconic.lab.race import report
 
     needs("report")
+    from laconic.lab.race import report
+
     directories: Sequence[Path] = arguments.directories
     resolved = [directory.resolve() for directory in directories]
     twice = [

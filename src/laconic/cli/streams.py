@@ -35,12 +35,12 @@ NEXT_STEPS = {
     errno.EISDIR: "give the path of a file",
     errno.ENAMETOOLONG: "give a shorter path",
 }
-"""What to do about an error of the operating system that names a path."""
+"""What to do about an error of the operating system."""
 
 
 def guarded(run: Callable[[], int]) -> int:
     """Return what ``run`` returns, or after an error the exit code: 2 for what the user can mend,
-    1 if the output cannot be written or for a bug, 130 after Ctrl-C."""
+    1 if the reader of the output has ended or for a bug, 130 after Ctrl-C."""
     _prepare()
     try:
         try:
@@ -55,25 +55,23 @@ def guarded(run: Callable[[], int]) -> int:
     except Exception as error:
         if os.environ.get(TRACEBACK) == "1":
             raise
-        if isinstance(error, OSError) and error.filename is None and not _writable():
-            _discard()
-            if isinstance(error, BrokenPipeError):  # the reader, such as head, has ended
-                return 1
-            return _failed(f"the output cannot be written: {error.strerror}", 1)
+        reader_ended = isinstance(error, BrokenPipeError) and _reader_ended()
+        _discard_unwritten()
+        if reader_ended:  # such as head
+            return 1
         expected = isinstance(error, (ValueError, ImportError, OSError, LinkError))
         return _failed(error_line(error), 2 if expected else 1)
 
 
 def error_line(error: Exception) -> str:
     """Return the error as one line that ends with what to do."""
-    if isinstance(error, OSError) and error.filename is not None:
-        step = NEXT_STEPS.get(error.errno or 0, "")
-        where = os.fsdecode(error.filename) if not isinstance(error.filename, int) else ""
-        return f"{where}: {error.strerror}" + (f": {step}" if step else "")
+    if isinstance(error, OSError) and error.errno in NEXT_STEPS:
+        where = [] if error.filename is None else [os.fsdecode(error.filename)]
+        return ": ".join([*where, os.strerror(error.errno), NEXT_STEPS[error.errno]])
     if isinstance(error, MemoryError):
         return "not enough memory: try a smaller model or fewer workers"
     text = "; ".join(filter(None, map(str.strip, str(error).splitlines())))
-    if isinstance(error, ModuleNotFoundError) and error.name and text.startswith("No module"):
+    if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
         how = install("lab") if package in LAB_PACKAGES else f"install {package}"
         return f"the package {package} is missing: {how}"
@@ -110,21 +108,21 @@ def _replace(error: UnicodeError) -> tuple[str, int]:
     return "".join(ASCII.get(character, "?") for character in text), error.end
 
 
-def _writable() -> bool:
-    """Return whether what has been written to stdout arrives."""
+def _reader_ended() -> bool:
+    """Return whether nobody reads stdout any more."""
     try:
-        sys.stdout.flush()
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
-        return not any(events & select.POLLERR for _, events in poll.poll(0))
+        return any(events & select.POLLERR for _, events in poll.poll(0))
     except io.UnsupportedOperation:
-        return True  # in memory
+        return False  # in memory
+
+
+def _discard_unwritten() -> None:
+    """If stdout cannot be written, send the rest nowhere: Python would fail on it when it ends."""
+    try:
+        sys.stdout.flush()
     except OSError:
-        return False
-
-
-def _discard() -> None:
-    """Send what is left of the output nowhere: Python writes it when it ends."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

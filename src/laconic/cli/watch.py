@@ -52,8 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Watch until interrupted and return 0."""
     try:
         from rich.console import Console
-    except ImportError as error:
-        raise ImportError(f"laconic watch needs {error.name}: {install('lab')}") from None
+    except ImportError:
+        raise ImportError(f"laconic watch needs rich: {install('lab')}") from None
     console = Console()
     watched = Watcher(arguments.paths)
     try:
