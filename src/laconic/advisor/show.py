@@ -25,7 +25,7 @@ MORE_LEGEND = (
     "hidden: share of communication that overlaps with training; MB: sent by a rank to other "
     "workers per step; memory: bytes that rounds keep on a rank"
 )
-LEAST_WIDTH = 60
+LEAST_WIDTH = 80
 """Columns below which text is not folded: the terminal folds it."""
 
 
@@ -105,7 +105,7 @@ def _table(
     widths = [max(len(c), *(len(line[c]) for line in figures)) + 2 for c in columns]
     room = max(len(title), *(len(row.recipe) for row in rows))
     if width is not None and width >= LEAST_WIDTH:
-        room = min(room, width - 1 - sum(widths))
+        room = min(room, max(20, width - 1 - sum(widths)))
 
     def line(cells: Sequence[str]) -> str:
         return "".join(cell.rjust(wide) for cell, wide in zip(cells, widths, strict=True))
