@@ -524,7 +524,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("algorithms/exchanges/coding.py", "clock.delay or not self.relative", "not self.relative", CODED),
     ("engine/flat_gradients.py", "view.zero_()", "pass", ["tests/engine/test_loop.py"]),
     ("engine/flat_gradients.py", "self._padding.zero_()", "pass", CODED),
-    ("candidates.py", "period for period in PERIODS if period >= SHORTEST", "PERIODS", ["tests/engine/test_defaults.py"]),
+    ("candidates.py", " if p >= SHORTEST", "", ["tests/engine/test_defaults.py"]),
     ("candidates.py", 'return "rounds"', "return self.text", AUTO),
     ("auto.py", "replace(self._facts, compute=compute)", "self._facts", AUTO),
     ("auto.py", "if self._facts_loaded or not", "if not", AUTO),

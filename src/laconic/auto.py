@@ -26,13 +26,14 @@ from torch import Tensor
 from laconic.algorithms.compile import workers_differ
 from laconic.algorithms.named import checked
 from laconic.algorithms.round import Recipe
-from laconic.candidates import Candidate, candidates, made, start
+from laconic.candidates import Candidate, candidates, made, start, takes_muon
 from laconic.engine.session import Session
 from laconic.errors import check_float
 from laconic.links.calls import Call
 from laconic.links.comm_thread import Pending
-from laconic.predict import Facts, predict, travel
+from laconic.predict import Facts, predict, travel, undisturbed
 from laconic.probe import Probed, probe, slow_host, slow_worker
+from laconic.processor import Usage
 from laconic.units import format_rate
 
 log = logging.getLogger("laconic")
@@ -128,11 +129,13 @@ def choose(
         best = now.text if seconds[now.text] * steps[now.text] <= (1 + GAIN) * least else best
     lost = f", and {facts.loss:.2g} of its packets are lost" if facts.loss else ""
     network = f"{format_rate(facts.rate)} and takes {facts.latency * 1e3:.2g} ms per message{lost}"
+    work = facts.contention * facts.carry
+    slowed = f"; messages slow training by {work * 1e9:.2g} ns per byte" if work else ""
     reason = (
         f"a step computes for {facts.compute * 1e3:.3g} ms; the network sends "
         f"{network}: {best} "
         f"takes {seconds[best] * 1e3:.3g} ms per step, {facts.compute / seconds[best]:.0%} of the "
-        f"speed without communication, and {steps[best]:g} steps for one step of ddp()"
+        f"speed without communication, and {steps[best]:g} steps for one step of ddp(){slowed}"
     )
     return best, reason
 
@@ -165,6 +168,8 @@ class Chooser:
         self._spans: list[tuple[float, float]] = []
         """Seconds of each step, and of its waiting."""
         self._last = self._traffic = (0.0, 0.0)
+        self._before = Usage(0.0, 0.0, 0.0, 0.0)
+        """Up to where measured steps begin."""
         self._uneven = ""
         """What the latest measurement says about unequal workers and networks."""
         self._first = FIRST_WARMUP, FIRST_WINDOW
@@ -177,12 +182,13 @@ class Chooser:
         All of its ranks choose together. In an elastic run the network is measured later, because
         others may be training already."""
         self._link, self._world, self._comm = session.workers, session.world, session.comm
-        self._device, self._model, self._sent = session.device, session.shapes, session.traffic
+        self._session, self._device, self._sent = session, session.device, session.traffic
         self._alone = session.elastic is None and session.workers.size == 1
         self._ranks = 1 if session.elastic is not None else self._world.size // self._link.size
         if session.elastic is None and not self._alone:
             self._announce(MEASURE)
             self._probed = self._comm.call(self._probe, MEASURE)
+            self._before = session.usage()
             facts, _ = self._measure()
             self.now = start(facts.workers, facts)
             if travel(self.now.recipe[0], facts) >= SLOW_SECONDS:
@@ -215,6 +221,8 @@ class Chooser:
             self._spans.append((now[0] - self._last[0], now[1] - self._last[1]))
         if self._steps == WARMUP:  # without the messages of a change of recipe
             self._traffic = self._sent()
+        if self._steps == (WARMUP if self.choices else self._first[0]):
+            self._before = self._session.usage()
         before = self.now
         self._review(step)
         self._last = time.perf_counter(), self._comm.seconds_waiting
@@ -227,17 +235,19 @@ class Chooser:
             if self._steps >= (sum(self._first) if hurry else first):
                 self._choose_anew(step)
         elif self._paces is None and (self._steps == first or self._steps % REVIEW == 0):
-            own = torch.tensor(self._pace(), dtype=torch.float64, device=self._device)
+            own = [*self._pace(), *self._used()]
+            row = torch.tensor(own, dtype=torch.float64, device=self._device)
             self._announce(PACE)
-            self._paces = self._comm.submit(partial(self._world.gather, own), PACE)
+            self._paces = self._comm.submit(partial(self._world.gather, row), PACE)
             self._due = self._steps + max(LATER, self.now.recipe[0].delay)  # behind other messages
         elif self._paces is not None and self._steps == self._due:
             paces, self._paces = self._paces.wait(), None
-            wall, each, compute = paces.amax(0).tolist()
+            wall, each, compute = paces[:, :3].amax(0).tolist()
+            carry, contention = paces[:, 3:].mean(0).tolist()
             if paces.shape[0] // self._ranks != self._workers:
                 self._choose_anew(step)  # workers have come or gone
             elif self._workers > 1:
-                self._compare(step, [wall, each], compute)
+                self._compare(step, [wall, each], (compute, carry, contention))
 
     def _announce(self, name: str) -> None:
         """Announce that the next job of the communication thread is a separate call, not part of a
@@ -256,11 +266,19 @@ class Chooser:
         wall, compute = _medians(spans)
         return [wall, each, compute]
 
-    def _compare(self, step: int, pace: list[float], compute: float) -> None:
+    def _used(self) -> tuple[float, float]:
+        """What messages take of the processors: `Usage.carry` and `Usage.contention`; 0 if too few
+        were sent."""
+        used = self._session.usage().since(self._before)
+        return (used.carry, used.contention) if used.bytes >= LEAST_TRAFFIC else (0.0, 0.0)
+
+    def _compare(self, step: int, pace: list[float], measured: tuple[float, float, float]) -> None:
         """Choose again if a step's time is not as predicted, or not as before."""
         assert self._facts is not None, "measured before the first choice"
         if not self._baseline:
-            self._baseline, facts = pace, replace(self._facts, compute=compute)
+            compute, carry, contention = measured
+            facts = replace(self._facts, compute=compute, carry=carry, contention=contention)
+            self._baseline, facts = pace, undisturbed(self.now.recipe, facts)
             ratio = pace[0] / predict(self.now.recipe, facts).seconds
             if self._facts_loaded or not 1 / CHANGE < ratio < CHANGE:
                 facts, _ = self._measure()  # the network may have changed since the choice
@@ -315,16 +333,19 @@ class Chooser:
         if len(spans) <= FIRST_WINDOW:  # a single slow one would be half of the median
             spans = sorted(spans)[:1]
         wall, compute = _medians(spans)
+        used = self._used()  # without the probes
         self._announce(MEASURE)
         found = self._probed or self._comm.call(self._probe, MEASURE)
-        shapes, itemsize = self._model()
+        shapes, itemsize = self._session.shapes()
         elements = sum(map(math.prod, shapes))
-        slowest = [compute, -found.rate, found.latency, wall, elements, -elements]
-        rest = [found.packets, found.again, *found.speeds]
+        muon = not self._session.sharded and takes_muon(self._session.optimizer, shapes)
+        slowest = [compute, -found.rate, found.latency, wall, elements, -elements, -float(muon)]
+        rest = [found.packets, found.again, *used, *found.speeds]
         own = torch.tensor([*slowest, *rest], dtype=torch.float64, device=self._device)
         everyone = self._comm.call(partial(self._world.gather, own), MEASURE)
-        compute, rate, latency, wall, most, least = everyone[:, :6].amax(0).tolist()
-        packets, again = everyone[:, 6:8].sum(0).tolist()
+        compute, rate, latency, wall, most, least, muon = everyone[:, :7].amax(0).tolist()
+        packets, again = everyone[:, 7:9].sum(0).tolist()
+        carry, contention = everyone[:, 9:11].mean(0).tolist()
         self._workers = everyone.shape[0] // self._ranks  # those of now may be others
         self._traffic = self._sent()  # without the probes, which wait for nothing else
         if most != -least:  # shards of different sizes: all ranks use the largest
@@ -332,10 +353,17 @@ class Chooser:
         loss = again / packets if packets else 0.0
         self._uneven = slow_worker(everyone[:, 0])
         if self._ranks == 1:  # a rank's row is that of a worker
-            self._uneven += slow_host(everyone[:, 8:])
+            self._uneven += slow_host(everyone[:, 11:])
         overlapping = self._link.overlapping is not None
         known = self._workers, shapes, itemsize, compute, -rate, latency, loss
-        return Facts(*known, overlapping=overlapping), wall
+        facts = Facts(
+            *known,
+            contention=contention,
+            carry=carry,
+            overlapping=overlapping,
+            muon=bool(muon),  # -1 where all ranks take it
+        )
+        return undisturbed(self.now.recipe, facts), wall
 
     def _probe(self) -> Probed:
         return probe(self._link, self._device)
@@ -383,10 +411,10 @@ class Chooser:
         self.load_state_dict(state)
         for name in _PLACE:
             setattr(self, f"_{name}", state[name])
-        self._traffic = self._sent()
+        self._traffic, self._before = self._sent(), self._session.usage()
         if state["comparing"]:
             raw = outputs[PACE].contiguous().view(-1).view(torch.uint8)  # or it is bytes already
-            self._paces = Pending.of(raw.view(torch.float64).view(-1, 3))
+            self._paces = Pending.of(raw.view(torch.float64).view(-1, 5))
 
     def undo(self) -> Callable[[], None]:
         """A function that restores the present state after a `load_state_dict`."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+from torch.optim import Optimizer
 
 from laconic.algorithms.recipes import ddp, local_sgd, streaming_diloco
 from laconic.algorithms.round import GradientRound, Recipe, Round
@@ -39,15 +41,18 @@ would do for gradients, but the latency does not."""
 PERIODS = {4: 1.37, 8: 1.43, 16: 1.5, 32: 1.58, 64: 1.66, 128: 1.74, 256: 1.82, 512: 1.9}
 """Periods of `laconic.streaming_diloco` with Int4 and their steps: measured with a delay of 1 for
 periods up to 64, of which a run of 480 steps has a few, and extrapolated by 0.08 per doubling."""
+MUON = {4: 1.2, 8: 1.22, 16: 1.33, 32: 1.44, 64: 1.64, 128: 1.74, 256: 1.82, 512: 1.9}
+"""The same with ``outer="muon"``, measured with a delay of 2: see `takes_muon`. From a period of 64
+on, a run of 480 steps has too few rounds for a difference."""
 SHORTEST = 8
 """The least period to choose. Period 4 takes 4% fewer steps, but loses more than that by a message
 in every step, which `predict` does not include if processors are few: at 10 Mbit/s with 4 emulated
 hosts on 2 cores a step took 0.200 s with period 4, 0.181 s with 8 and 0.170 s with 16
 (``docs/race.md``)."""
-CHOSEN = tuple(period for period in PERIODS if period >= SHORTEST)
-"""The periods of `candidates`, for `laconic.auto` and ``laconic advise``."""
 SLOW = 0.1
 """The least seconds that coded gradients take per step for a run to start without them."""
+START_DELAY = 2
+"""The delay of a run that starts with a period of `SHORTEST`."""
 HALF = 0.5
 """Steps from when a message is due until the last rank sends it."""
 
@@ -57,7 +62,7 @@ def candidates(facts: Facts, now: Candidate | None = None) -> Iterator[Candidate
     while that hides its messages and half a step."""
     for codec, steps in GRADIENTS.items():
         yield _gradients(codec, steps)
-    for make, periods in DELAYED.items():
+    for make, periods in delayed(facts).items():
         for period, steps in periods.items():
             delay, seconds = delay_for(period, facts, make)
             candidate = make(period, delay, steps)
@@ -93,11 +98,33 @@ def streaming(period: int, delay: int, steps: float) -> Candidate:
     return Candidate(f"streaming_diloco({period}, delay={delay})", recipe, steps)
 
 
-DELAYED: Mapping[Maker, Mapping[int, float]] = {
-    local: LOCAL,
-    streaming: {period: PERIODS[period] for period in CHOSEN},
-}
+def muon(period: int, delay: int, steps: float) -> Candidate:
+    """`streaming` with outer steps in Muon's direction, as `MUON` was measured."""
+    recipe = streaming_diloco(period, delay=delay, outer="muon", by="layers")
+    text = f"streaming_diloco({period}, delay={delay}, outer='muon', by='layers')"
+    return Candidate(text, recipe, steps)
+
+
+DELAYED: Mapping[Maker, Mapping[int, float]] = {local: LOCAL, muon: MUON, streaming: PERIODS}
 """The candidates with a delay: how to make them, and their steps by period."""
+
+
+def delayed(facts: Facts) -> dict[Maker, dict[int, float]]:
+    """The candidates of `DELAYED` to choose from, for `laconic.auto` and ``laconic advise``."""
+    make = muon if facts.muon else streaming
+    return {local: dict(LOCAL), make: {p: s for p, s in DELAYED[make].items() if p >= SHORTEST}}
+
+
+def takes_muon(optimizer: Optimizer | None, shapes: Sequence[Sequence[int]]) -> bool:
+    """Whether outer steps in Muon's direction are to be chosen, for tensors of these ``shapes``,
+    all of them whole. So they are where they had lower losses (``docs/evidence.md``): with an
+    optimizer of Adam's kind, whose groups have ``betas``, and where most elements are in
+    matrices."""
+    if optimizer is None or not all("betas" in group for group in optimizer.param_groups):
+        return False
+    elements = sum(map(math.prod, shapes))
+    matrices = sum(math.prod(s) for s in shapes if len(s) == 2 and min(s) > 1)
+    return matrices > elements / 2
 
 
 def made(recipe: Recipe) -> Candidate | None:
@@ -105,8 +132,7 @@ def made(recipe: Recipe) -> Candidate | None:
     if isinstance(recipe[0], GradientRound):
         return None
     period, delay = round(1 / often(recipe[0])), recipe[0].delay
-    known: Mapping[Maker, Mapping[int, float]] = {local: LOCAL, streaming: PERIODS}
-    spelled = (make(period, delay, 1.0) for make, periods in known.items() if period in periods)
+    spelled = (make(period, delay, 1.0) for make, steps in DELAYED.items() if period in steps)
     return next((c for c in spelled if c.recipe == recipe), None)
 
 
@@ -121,7 +147,8 @@ def start(workers: int, facts: Facts | None = None) -> Candidate:
 
     Coded gradients, from which a change costs least. Where the network in ``facts`` makes every
     step wait for them, mostly for latencies (`SLOW`), parameters every other step with a delay:
-    what is chosen on such networks for all but the longest steps. `SLOW` was measured with buckets
+    what is chosen on such networks for all but the longest steps; or, where Muon's direction is
+    possible, every `SHORTEST` steps. `SLOW` was measured with buckets
     that follow one another; where they overlap, gradients wait less, but not so little that the
     choice would be another one.
     """
@@ -132,5 +159,9 @@ def start(workers: int, facts: Facts | None = None) -> Candidate:
     facts = replace(facts, overlapping=False)
     seconds = travel(coded.recipe[0], facts)
     sending = travel(coded.recipe[0], replace(facts, latency=0.0))
+    if seconds <= max(SLOW, 2 * sending):
+        return coded
+    if facts.muon:
+        return muon(SHORTEST, START_DELAY, MUON[SHORTEST])
     period = min(LOCAL)
-    return local(period, period, LOCAL[period]) if seconds > max(SLOW, 2 * sending) else coded
+    return local(period, period, LOCAL[period])

@@ -145,7 +145,8 @@ class Facts:
     worker. ``computes`` are the seconds of a step on each worker, and ``rates`` the bit/s of each
     one's network, by rank; empty if they are alike. ``compute`` and ``rate`` are then those of the
     slowest, for which the others wait. ``overlapping`` is whether buckets of gradients overlap
-    (`Link.overlapping`); None: where the latency says so.
+    (`Link.overlapping`); None: where the latency says so. ``muon``: whether outer steps in Muon's
+    direction are to be chosen (`laconic.candidates.takes_muon`).
     """
 
     workers: int
@@ -165,6 +166,7 @@ class Facts:
     computes: tuple[float, ...] = ()
     rates: tuple[float, ...] = ()
     overlapping: bool | None = None
+    muon: bool = False
 
     @property
     def alone(self) -> float:
@@ -313,6 +315,16 @@ def _predict_quorum(recipe: Recipe, facts: Facts) -> Prediction:
     seconds = n / sum(k / span for k, span in zip(steps, spans, strict=True))
     busy = min(min(network) * rounds, 1.0)
     return Prediction(seconds, seconds - facts.alone, sent * rounds * seconds, busy)
+
+
+def undisturbed(recipe: Recipe, facts: Facts) -> Facts:
+    """``facts`` whose ``compute`` was measured beside the rounds of ``recipe``, without what their
+    processor time has added to it."""
+    if not facts.contention:
+        return facts
+    beside = predict(recipe, facts).seconds
+    stretch = beside - predict(recipe, replace(facts, contention=0.0)).seconds
+    return replace(facts, compute=max(facts.compute - stretch, facts.compute / 2))
 
 
 def travel(r: AnyRound, facts: Facts) -> float:

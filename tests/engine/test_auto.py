@@ -184,17 +184,19 @@ def test_one_worker_starts_without_a_codec() -> None:
 
 @pytest.mark.parametrize("nprocs", [1, 2], ids=["alone", "two ranks per worker"])
 @pytest.mark.parametrize(
-    ("rate", "latency", "before", "after"),
+    ("rate", "latency", "adam", "before", "after"),
     [
-        (1e8, 0.06, "local_sgd(2, delay=2, codec='int4')", 11),
-        (1e8, 0.0, "ddp(codec='int4')", 4),
-        (4e4, 0.0, "ddp(codec='int4')", 2),
+        (1e8, 0.06, False, "local_sgd(2, delay=2, codec='int4')", 11),
+        (1e8, 0.06, True, "streaming_diloco(8, delay=2, outer='muon', by='layers')", 11),
+        (1e8, 0.0, False, "ddp(codec='int4')", 4),
+        (4e4, 0.0, True, "ddp(codec='int4')", 2),
     ],
 )
 def test_the_network_is_measured_before_the_first_step(
     monkeypatch: pytest.MonkeyPatch,
     rate: float,
     latency: float,
+    adam: bool,
     before: str,
     after: int,
     nprocs: int,
@@ -216,6 +218,8 @@ def test_the_network_is_measured_before_the_first_step(
     def one(rank: int) -> Any:
         model, optimizer = build(rank)
         model.append(nn.Linear(30, 800_000 // 30))  # about as large as TEXT
+        kind = torch.optim.AdamW if adam else torch.optim.SGD
+        optimizer = kind(model.parameters(), lr=1e-3)
         sync = la.attach(model, optimizer, la.auto(), nprocs_per_node=nprocs)
         run, first = sync.driver.run, recipe_text(sync.recipe)
         early = list(sync.choices)
@@ -226,7 +230,7 @@ def test_the_network_is_measured_before_the_first_step(
         return first, early, sync.choices, sync.driver.run is run, weights(model)
 
     for first, early, choices, same, _ in la.simulate(one, workers=4):
-        assert first == before and early == []
+        assert first == recipe_text(parse_recipe(before)) and early == []
         assert [c.step for c in choices] == [after], "later if no step waits"
         assert choices[0].facts.rate == rate and choices[0].facts.latency == latency
         assert same == (choices[0].text == before)
@@ -334,6 +338,7 @@ def test_the_later_look_counts_what_a_step_computes_then(monkeypatch: pytest.Mon
     facts = replace(TEXT, rate=3e7, compute=0.6)
     monkeypatch.setattr(auto_module.Chooser, "_measure", lambda self: (facts, 0.6))
     monkeypatch.setattr(auto_module.Chooser, "_pace", lambda self: [0.3, 0.0, 0.1])
+    monkeypatch.setattr(auto_module.Chooser, "_used", lambda self: (0.0, 0.0))
     for choices, _ in la.simulate(lambda rank: run(rank, 30, la.auto(), {}), workers=3):
         assert [c.facts.compute for c in choices] == [0.6, 0.1]
         assert choices[0].text.startswith("ddp(") and choices[1].text.startswith("streaming")

@@ -15,8 +15,7 @@ from laconic.algorithms.recipes import local_sgd, power_sgd
 from laconic.algorithms.round import GradientRound, Recipe, Round
 from laconic.algorithms.updates import momentum_for
 from laconic.auto import Auto
-from laconic.candidates import GRADIENTS, candidates, made, streaming
-from laconic.candidates import LOCAL as AVERAGED
+from laconic.candidates import DELAYED, GRADIENTS, candidates, local, muon, streaming
 from laconic.candidates import PERIODS as STEPS
 from laconic.codecs import CODECS
 from laconic.predict import Facts, often
@@ -65,6 +64,8 @@ KNOWN = (MEASURED, EXACT)
 """Sources of steps that were determined for the recipe itself."""
 LONGEST = 64
 """The longest period of `laconic.streaming_diloco` that was measured."""
+TIMED = {local: 2, muon: 2, streaming: 1}
+"""The candidates of `laconic.auto` with a delay, and the delay with which each was measured."""
 LOW_RANK = 1.47
 """Steps that gradients of low rank need per step of `laconic.ddp`, measured for rank 4 in Int8."""
 LENGTH = 2**16
@@ -102,7 +103,8 @@ def choices(facts: Facts, recipes: Sequence[str] = ()) -> list[Choice]:
             gradients.append(_choice(candidate.text, period, f"{more} (benchmarks.factors)"))
         else:
             period = round(1 / often(candidate.recipe[0]))
-            streams[period] = _choice(candidate.text, period, _streaming_quality(period))
+            quality = _streaming_quality(period, candidate.steps, facts)
+            streams[period] = _choice(candidate.text, period, quality)
     if facts.workers > 2:  # with two workers, gossip sends what an all-reduce does
         gradients += [_choice("sgp()", None, SGP), _choice("sgp(delay=1)", None, OSGP)]
     found = []
@@ -142,10 +144,11 @@ def _at_own_pace(period: int, facts: Facts) -> list[Choice]:
     return [_choice(text, period, OWN_PACE) for text in texts]
 
 
-def _streaming_quality(period: int) -> str:
+def _streaming_quality(period: int, steps: float, facts: Facts) -> str:
     if period > LONGEST:
         return "like DiLoCo in long runs (Douillard et al. 2025); not measured on text"
-    more = f"{STEPS[period] - 1:.0%} more steps for the same loss, on text (benchmarks.factors)"
+    adam = " and Adam" if facts.muon else ""
+    more = f"{steps - 1:.0%} more steps for the same loss, on text{adam} (benchmarks.factors)"
     return f"{more}; long runs: Douillard et al. 2025" if period == LONGEST else more
 
 
@@ -173,8 +176,9 @@ def rehearsed(workers: int, recipes: Sequence[str] = ()) -> list[Recipe]:
     Their rounds are timed before the other facts are known.
     """
     unequal = (1.0,) * (workers - 1) + (2.0,)
-    known = choices(replace(PLAIN, workers=workers, computes=unequal), recipes)
-    return [choice.recipe for choice in known] + [local_sgd(1)]
+    facts = [replace(PLAIN, workers=workers, computes=unequal, muon=muon) for muon in (False, True)]
+    known = {choice.text: choice.recipe for f in facts for choice in choices(f, recipes)}
+    return [*known.values(), local_sgd(1)]
 
 
 class Steps(NamedTuple):
@@ -205,17 +209,16 @@ def steps_of(recipe: Recipe) -> Steps:
     if not share:
         raise ValueError("advise compares only recipes whose rounds continue through the run")
     period = 1 / share
-    candidate = made(recipe)
-    if candidate is not None and candidate.text.startswith("local_sgd"):
-        source = MEASURED if recipe[0].delay == 2 else "measured with a delay of 2"
-        return Steps(AVERAGED[round(period)], source)
+    for make, delay in TIMED.items():
+        factor = DELAYED[make].get(round(period))
+        if factor is None or recipe != make(round(period), recipe[0].delay, 1.0).recipe:
+            continue
+        if period > LONGEST:
+            return Steps(factor, f"extrapolated from streaming_diloco({LONGEST})")
+        measured = MEASURED if recipe[0].delay == delay else f"measured with a delay of {delay}"
+        return Steps(factor, measured)
     nearest = min(STEPS, key=lambda p: abs(math.log2(p / period)))
-    if recipe != streaming(nearest, recipe[0].delay, 1.0).recipe:
-        return Steps(STEPS[nearest], f"assumed equal to streaming_diloco({nearest})")
-    if nearest > LONGEST:
-        return Steps(STEPS[nearest], f"extrapolated from streaming_diloco({LONGEST})")
-    other_delay = recipe[0].delay != 1
-    return Steps(STEPS[nearest], "measured with a delay of 1" if other_delay else MEASURED)
+    return Steps(STEPS[nearest], f"assumed equal to streaming_diloco({nearest})")
 
 
 def _steps_of_gradients(recipe: Recipe) -> Steps:

@@ -27,6 +27,7 @@ from laconic.advisor.fit import Sample, fit
 from laconic.advisor.rehearse import now, rehearsals, rehearse
 from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.round import Recipe
+from laconic.candidates import takes_muon
 from laconic.device import accelerator, seconds_between, time_mark
 from laconic.errors import LinkError
 from laconic.links import cost
@@ -104,6 +105,7 @@ def measure(
         carry=network.carry,
         skew=pace.skew,
         overlapping=bench.world.overlapping is not None,
+        muon=takes_muon(optimizer, [p.shape for p in params]),
     )
     quorums = bench.replica.size == 1 and bench.device.type == "cpu"  # see `check_quorum`
     if quorums:

@@ -80,4 +80,5 @@ def facts_from(
         backward=backward_share,
         ranks=ranks,
         nets=nets,
+        muon=True,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -179,7 +180,7 @@ class Driver:
         self.count()
         self.observe()
         self.pull()
-        self.rounds_done += self.run.communicate()
+        self.communicate()
         self.session.drift.after_step()
         self.note(skipped=skipped)
         policy, elastic = self.session.policy, self.session.elastic
@@ -236,7 +237,9 @@ class Driver:
     @torch.no_grad()
     def communicate(self, *, now: bool = False) -> None:
         """Run the rounds that are due after this step; ``now``: all of the recipe's."""
+        start = time.thread_time()
         self.rounds_done += self.run.communicate(now=now)
+        self.session.round_seconds += time.thread_time() - start
 
     def note(self, *, skipped: bool = False) -> None:
         """Report the step to the metrics: the last part of `advance`."""

@@ -25,6 +25,7 @@ from laconic.links.elastic.link import ElasticLink
 from laconic.links.link import Link
 from laconic.links.metered import Ledger, Metered
 from laconic.links.texts import exchange_texts
+from laconic.processor import Usage
 
 
 class Policy(Protocol):
@@ -123,6 +124,8 @@ class Session:
         self.batch_check = BatchCheck(model)
         self.drift = DriftCheck(self)
         self.step = 0
+        self.round_seconds = 0.0
+        """Processor seconds in which the training thread sent and folded parameter rounds."""
         self.sync_gradients = True
         """Whether backward passes average gradients; `Synchronizer.no_sync` clears it."""
         self.holds_consensus: bool | None = None
@@ -269,6 +272,10 @@ class Session:
         """Bytes sent so far, and the seconds spent in collectives."""
         calls = list(self.ledger.by_call.values())
         return float(sum(c.bytes for c in calls)), sum(c.seconds for c in calls)
+
+    def usage(self) -> Usage:
+        """What messages have used of the processors so far, and this thread."""
+        return Usage.now(self.traffic()[0], self.comm.processor_seconds + self.round_seconds)
 
 
 def _broadcast(link: Link, flat: Tensor, root: Callable[[], int]) -> None:

@@ -158,6 +158,8 @@ class CommThread:
         queues: bool = False,
     ) -> None:
         self.seconds_waiting = 0.0
+        self.processor_seconds = 0.0
+        """What the jobs have used of a processor."""
         self.observer: Callable[[float, float], None] | None = None
         self.device = device
         self._threaded = threaded
@@ -252,9 +254,11 @@ class CommThread:
         if self._error is not None:
             pending.fail(self._error)
             return
+        start = time.thread_time()
         try:
             with torch.inference_mode(False), torch.no_grad():
                 result = self._around(_with(preface, job))
+            self.processor_seconds += time.thread_time() - start
             pending.complete(result, self._stream)
         except BaseException as error:
             labeled = _with_label(error, pending.end.label)

@@ -21,6 +21,7 @@ import laconic
 from laconic.algorithms.compile import in_groups
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Recipe
+from laconic.candidates import takes_muon
 from laconic.errors import check_int
 from laconic.lab.race import plan, runner, user_files, workloads
 from laconic.lab.race.workloads import Workload, lr_factor
@@ -109,6 +110,7 @@ class Task:
         return Facts(
             self.workers, shapes, itemsize_of(parameters), self.compute, rate,
             self.race.impairments.latency / 2, overlapping=None if self.emulated else False,
+            muon=takes_muon(optimizer, shapes),
         )  # fmt: skip
 
     def check(self, texts: list[str]) -> None:

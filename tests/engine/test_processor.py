@@ -1,0 +1,121 @@
+"""The processor time of messages: measured, and what it does to a prediction."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import laconic as la
+from laconic import processor
+from laconic.algorithms.parse import parse_recipe
+from laconic.candidates import takes_muon
+from laconic.predict import Facts, predict, undisturbed
+from laconic.processor import Usage
+
+FACTS = Facts(4, ((256, 256),) * 16, 4, 0.1, 1e8, 1e-4)
+
+
+def spin(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def test_usage_counts_the_running_of_the_calling_thread_alone() -> None:
+    before = Usage.now(10.0, 1.0)
+    other = threading.Thread(target=spin, args=(0.1,))
+    other.start()
+    spin(0.05)
+    other.join()
+    used = Usage.now(30.0, 1.5).since(before)
+    assert used.bytes == 20 and used.work == 0.5
+    assert 0.05 <= used.running < 0.1, "not what the other thread has used"
+    assert used.ready >= 0
+
+
+def test_usage_without_figures_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processor, "OWN", Path("/nowhere/schedstat"))
+    assert Usage.now(0.0, 0.0).ready == 0
+
+
+@pytest.mark.parametrize(
+    ("work", "running", "ready", "contention"),
+    [
+        (1.0, 10.0, 0.0, 0.0),  # idle processors
+        (1.0, 10.0, 1.0, 1.0),  # a processor each: messages take it from training
+        (1.0, 10.0, 10.0, 2.0),  # two threads of training for each processor
+        (0.0, 10.0, 10.0, 0.0),
+        (1.0, 0.0, 1.0, 0.0),
+    ],
+)
+def test_contention(work: float, running: float, ready: float, contention: float) -> None:
+    used = Usage(8.0, work, running, ready)
+    assert used.contention == pytest.approx(contention)
+    assert used.carry == pytest.approx(work / 8)
+    assert Usage(0.0, work, running, ready).carry == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["ddp()", "ddp(codec='int4')", "local_sgd(2, delay=2, codec='int4')", "streaming_diloco(8)"],
+)
+def test_a_step_measured_beside_messages_is_that_without_them(text: str) -> None:
+    recipe = parse_recipe(text)
+    assert isinstance(recipe, tuple)
+    facts = replace(FACTS, carry=2e-9, contention=2.0)
+    alone = replace(facts, compute=undisturbed(recipe, facts).compute)
+    assert alone.compute < facts.compute
+    stretch = predict(recipe, alone).seconds - predict(recipe, replace(alone, carry=0.0)).seconds
+    # the rounds overlap with a step that is longer by their own work: second order
+    assert alone.compute + stretch == pytest.approx(facts.compute, rel=2e-3)
+
+
+def test_nothing_is_taken_off_where_processors_are_idle() -> None:
+    recipe = la.streaming_diloco(8)
+    assert undisturbed(recipe, replace(FACTS, carry=1.0)).compute == FACTS.compute
+    zero = replace(FACTS, compute=0.0, carry=1.0, contention=1.0)
+    assert undisturbed(recipe, zero).compute == 0
+
+
+def test_rounds_and_jobs_are_counted() -> None:
+    def run(rank: int) -> tuple[float, float]:
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = la.attach(model, optimizer, la.local_sgd(2))
+        session = sync.driver.session
+        counts = [session.round_seconds]
+        for _ in range(2):
+            model(torch.full((1, 64), 1.0 + rank)).sum().backward()
+            optimizer.step()
+            counts.append(session.round_seconds)
+        return counts[1] - counts[0], counts[2] - counts[1]
+
+    for without, with_round in la.simulate(run, workers=2):
+        assert 0 <= without < with_round
+
+
+# -- when outer steps have Muon's direction ----
+
+
+def test_muon_is_for_optimizers_of_adams_kind_and_matrices() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Conv1d(1, 1, 3))
+    shapes = [p.shape for p in model.parameters()]
+    adam = torch.optim.AdamW(model.parameters())
+    assert takes_muon(adam, shapes)
+    assert takes_muon(torch.optim.NAdam(model.parameters()), shapes)
+    assert not takes_muon(torch.optim.SGD(model.parameters(), lr=0.1), shapes)
+    assert not takes_muon(None, shapes)
+    kernels = [(64, 3, 3, 3), (8, 8)]
+    assert math.prod(kernels[0]) > 64 and not takes_muon(adam, kernels)
+    assert not takes_muon(adam, [(1, 64), (64,)]), "a row is not a matrix"
+    joint = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    joint.add_param_group({"params": list(model[1].parameters()), "betas": (0.9, 0.95)})
+    assert not takes_muon(joint, shapes), "every group must have betas"
