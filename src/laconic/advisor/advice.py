@@ -28,6 +28,8 @@ from laconic.units import three_digits
 
 MOST_ALTERNATIVES = 5
 """The number of other recipes shown beside the recommended one."""
+LEAST_SHARE = 1 / 3
+"""The least progress of an alternative, as a share of that of the recommended recipe."""
 FLATTERED = ("sparse_loco",)
 """Recipes that are not offered as alternatives, because they need more steps than assumed: the one
 setting that was measured needs more than twice those of DDP."""
@@ -285,13 +287,16 @@ def alternatives(rows: Sequence[Row], best: Row) -> list[Row]:
     """Return at most `MOST_ALTERNATIVES` rows to consider beside the ``best`` one.
 
     They are the user's own recipes; DDP; and of each other kind of recipe the one with the most
-    progress per second: first recipes at each worker's own pace, which there are only if workers
-    are unequal, then those whose steps were measured, and then those whose steps are assumed.
+    progress per second, unless it makes much less than the ``best`` one: first recipes at each
+    worker's own pace, which there are only if workers are unequal, then those whose steps were
+    measured, and then those whose steps are assumed.
     """
     kinds: dict[str, Row] = {}
     for row in rows[1:]:
         kind = _kind(row)
         if row.quality == OWN or kind in (_kind(best), *FLATTERED):
+            continue
+        if row.progress < LEAST_SHARE * best.progress:
             continue
         if kind not in kinds or row.progress > kinds[kind].progress:
             kinds[kind] = row

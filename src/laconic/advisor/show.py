@@ -85,7 +85,8 @@ def facts_text(advice: Advice) -> Iterator[str]:
             f"memory in use: {format_bytes(advice.peak)}"
         )
     else:
-        yield "from numbers: encoding, copying and waiting for slower workers count as free"
+        adam = "an optimizer of Adam's kind; " if f.muon else ""
+        yield f"assumed: {adam}encoding, copying and waiting for slower workers are free"
 
 
 def known(row: Row) -> str:
@@ -134,9 +135,13 @@ def _figures(row: Row) -> tuple[str, ...]:
 def _folded(text: str, width: int | None, indent: str = "") -> list[str]:
     if width is None or width < LEAST_WIDTH:
         return [indent + text]
-    options = {"break_long_words": False, "break_on_hyphens": False}
     return textwrap.wrap(
-        text, width - 1, initial_indent=indent, subsequent_indent=indent + "  ", **options
+        text,
+        width - 1,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
     )
 
 

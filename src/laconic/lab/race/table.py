@@ -88,7 +88,7 @@ def figures(result: Result) -> list[dict[str, object]]:
 
     ``spread`` has the standard deviations between several runs.
     """
-    columns, found = _columns(result), []
+    columns, found = _columns(result), list[dict[str, object]]()
     for runs in grouped(result.rows):
         means = {c.key: summary(map(c.figure, runs)) for c in columns}
         lost = [run.status for run in runs if run.status != "ok"]
