@@ -24,7 +24,7 @@ from laconic.buckets import BUCKET_BYTES
 from laconic.links import cost
 from laconic.predict import Facts, often, predict
 from laconic.probe import unequal_hosts, unequal_workers
-from laconic.units import three_digits
+from laconic.units import finite, three_digits
 
 MOST_ALTERNATIVES = 5
 """The number of other recipes shown beside the recommended one."""
@@ -186,7 +186,7 @@ class Advice:
         for guide, source in zip(plain["guide"], self.guide, strict=True):
             for name in ("saved", "pays_there", "pays_here"):
                 guide[name] = getattr(source, name)
-        return json.dumps(_finite(plain), indent=2)
+        return json.dumps(finite(plain), indent=2)
 
 
 def advice_on(
@@ -379,14 +379,3 @@ def _exchange_elements(exchange: Exchange, length: int, n: int) -> int:
     owned = slice(0, length // (exchange.owners(n) or n))
     state = exchange.init(torch.empty(length, device="meta"), owned)
     return sum(tensor.numel() for tensor in state.values())
-
-
-def _finite(value: object) -> object:
-    """Replace nonfinite numbers, which JSON does not support, by None."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(v) for key, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
-    return value

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from laconic.errors import LinkError, install
+from laconic.units import finite
 
 TRACEBACK = "LACONIC_TRACEBACK"
 LAB_PACKAGES = ("matplotlib", "numpy", "pyroute2", "rich", "sklearn")
@@ -81,8 +82,8 @@ def error_line(error: Exception) -> str:
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """Print ``value`` as JSON, with its keys in their order and nothing but ASCII."""
-    print(json.dumps(value, indent=2, allow_nan=False))
+    """Print ``value`` as JSON, with its keys in their order, in ASCII, and null for NaN."""
+    print(json.dumps(finite(value), indent=2, allow_nan=False))
 
 
 def _failed(line: str, code: int) -> int:
