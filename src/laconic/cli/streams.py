@@ -36,7 +36,8 @@ NEXT_STEPS = {
     errno.EISDIR: "give the path of a file",
     errno.ENAMETOOLONG: "give a shorter path",
 }
-"""What to do about an error of the operating system."""
+"""What to do about an error of the operating system that names a path, or about one of `FULL`."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def guarded(run: Callable[[], int]) -> int:
@@ -66,9 +67,11 @@ def guarded(run: Callable[[], int]) -> int:
 
 def error_line(error: Exception) -> str:
     """Return the error as one line that ends with what to do."""
-    if isinstance(error, OSError) and error.errno in NEXT_STEPS:
-        where = [] if error.filename is None else [os.fsdecode(error.filename)]
-        return ": ".join([*where, os.strerror(error.errno), NEXT_STEPS[error.errno]])
+    if isinstance(error, OSError) and error.errno is not None:
+        path = error.filename
+        where = [] if path is None or isinstance(path, int) else [os.fsdecode(path)]
+        step = NEXT_STEPS.get(error.errno) if where or error.errno in FULL else None
+        return ": ".join(filter(None, [*where, error.strerror, step]))
     if isinstance(error, MemoryError):
         return "not enough memory: try a smaller model or fewer workers"
     text = "; ".join(filter(None, map(str.strip, str(error).splitlines())))
