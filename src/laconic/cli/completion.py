@@ -173,7 +173,8 @@ def _place(
 def _values(action: argparse.Action, current: str, prefix: str) -> Iterator[str]:
     """Yield the values of ``action`` that begin with ``current``, after ``prefix``."""
     name = action.metavar if isinstance(action.metavar, str) else action.dest
-    values: list[str] = [*(action.choices or VALUES.get(name.upper(), ()))]
+    choices = action.choices
+    values = VALUES.get(name.upper(), []) if choices is None else list(choices)
     if name == "RECIPE":  # also inside another one, such as slowmo(local
         match = re.fullmatch(r"(.*?)(\w*)", current, re.DOTALL)
         assert match, "matches any text"
