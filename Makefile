@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
+COURSE := $(VENV)/.course
 
-.PHONY: demo test check wheels try-wheels matrix torchtitan cuda traps bench science race survive validate-model peers mutations stress look docs pictures tutorial clean
+.PHONY: demo test check wheels try-wheels matrix torchtitan cuda traps bench science race survive validate-model peers mutations stress look docs pictures tutorial course clean
 
 demo: $(READY)            ## compare DDP, local SGD, SlowMo and DiLoCo on a 100 Mbit/s network
 	$(BIN)/laconic compare
@@ -97,11 +98,21 @@ docs: $(DOCS)             ## build the docs site into build/site; a warning is a
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 	$(BIN)/python tests/offline.py build/site
 
-pictures: $(READY)        ## draw the timelines of docs/algorithms
+pictures: $(READY)        ## draw the timelines of docs/algorithms and the diagrams of the course
 	$(BIN)/python docs/pictures.py
+	$(BIN)/python -m tutorial.pictures
 
 tutorial: $(DOCS)         ## execute the tutorial's chapters and write their pages; some minutes
 	$(BIN)/python -m tutorial.pages
+
+course: $(COURSE)         ## the course's light environment, and its chapters as notebooks for Jupyter
+	$(BIN)/python -m tutorial.notebooks
+
+$(COURSE): pyproject.toml setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[course]'
+	touch $@
 
 $(DOCS): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[docs]'

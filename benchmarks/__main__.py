@@ -21,6 +21,7 @@ from laconic.lab.emulation.cluster import (
 )
 
 STREAMING = "streaming_diloco(16, 4, 2, codec='int4', lr=0.4, momentum=0.6)"
+MUON = "streaming_diloco(8, outer='muon')"
 ALL = {
     # name: (processes, whether they need a 100 Mbit/s network, arguments, description)
     "step": (1, False, ["step"], "a step without a round, attached / bare, text model"),
@@ -30,6 +31,14 @@ ALL = {
     "ddp": (4, False, ["ddp"], "a step under ddp() / under torch's DistributedDataParallel"),
     "processor": (4, False, ["processor"], "processor time of the same, by codec"),
     "share": (4, True, ["share", STREAMING], "a step at 100 Mbit/s / without communication"),
+    "share_muon": (4, True, ["share", MUON], "the same"),
+    "share_slow": (4, True, ["share", MUON], "a step at 10 Mbit/s / without communication"),
+    "share_gradients": (
+        4,
+        True,
+        ["share", "ddp(codec='int4')"],
+        "a step at 100 Mbit/s / without communication",
+    ),
     "elastic": (
         4,
         True,
@@ -50,6 +59,8 @@ ALL = {
 }
 LONG = {"far": (0.1, 0.001), "buckets": (0.1, 0.0)}
 """Seconds of a round trip, and the share of packets lost, where there is any."""
+RATES = {"share_slow": 10e6}
+"""Bit/s of networks of another rate than 100 Mbit/s."""
 TIMEOUT = 600.0
 
 
@@ -59,7 +70,7 @@ def run(name: str) -> list[Figure]:
     latency, loss = LONG.get(name, (0.0, 0.0))
     impairments = Impairments(latency=latency, loss=loss)
     cluster = (
-        Cluster(processes, bandwidth=100e6, impairments=impairments)
+        Cluster(processes, bandwidth=RATES.get(name, 100e6), impairments=impairments)
         if slow
         else Loopback(processes)
     )

@@ -29,7 +29,7 @@ from laconic.lab.race import workloads
 from laconic.lab.race.workloads import lr_factor
 
 STEPS, WORKERS = 480, 4
-DDP_STEPS = (120, 180, 240, 320, STEPS)
+DDP_STEPS = (120, 180, 240, 320, STEPS, 640)
 ROWS = (
     "ddp(codec='int8')",
     "ddp(codec='int4')",
@@ -41,8 +41,7 @@ ROWS = (
         for period in (4, 8, 16, 32, 64)
     ),
     "streaming_diloco(8, 4, 2)",
-    "streaming_diloco(8, 4, 2, outer='muon', by='layers')",
-    "streaming_diloco(64, 4, 2, outer='muon', by='layers')",
+    *(f"streaming_diloco({period}, 4, 2, outer='muon')" for period in (4, 8, 16, 32, 64)),
 )
 
 

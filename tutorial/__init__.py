@@ -1,5 +1,5 @@
-"""The tutorial: chapters as notebooks kept as text, and the modules whose code they show.
+"""The course: chapters as notebooks kept as text, and the modules whose code they show.
 
-Open a chapter in Jupyter (with jupytext), run it by ``python -m tutorial 1``, or read the
-page that ``make tutorial`` makes of it in ``docs/tutorial``.
+Run a chapter by ``python -m tutorial 1``, open it in Jupyter as ``python -m tutorial.notebooks``
+writes it, or read the page that ``make tutorial`` makes of it in ``docs/tutorial``.
 """

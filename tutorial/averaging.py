@@ -35,7 +35,7 @@ class Task:
     Args:
         optimizer: makes an optimizer from parameters.
         workers: how many.
-        alike: whether samples are dealt out like cards. Else they are ordered by their target
+        alike: whether samples are distributed in turn. Otherwise they are ordered by their target
             first, so that one worker sees the small ones and another the large ones.
         norm: whether the network has a BatchNorm layer.
         seed: of the samples, the first parameters and the batches.
@@ -59,14 +59,14 @@ class Task:
         return data.x.double(), data.y.double()
 
     def shard(self, rank: int) -> tuple[Tensor, Tensor]:
-        """The samples of worker ``rank``, of whom no other has any."""
+        """The samples of worker ``rank``, which no other worker has."""
         x, y = self.samples()
         order = torch.arange(SAMPLES) if self.alike else y.flatten().argsort()
         own = order[rank :: self.workers] if self.alike else order.chunk(self.workers)[rank]
         return x[own], y[own]
 
     def loss(self, model: nn.Module, rank: int | None = None) -> float:
-        """Of all samples, or of worker ``rank``'s; with BatchNorm's statistics as in use."""
+        """The loss of all samples, or of worker ``rank``'s, with BatchNorm in evaluation mode."""
         model.eval()
         x, y = self.samples() if rank is None else self.shard(rank)
         with torch.no_grad():
@@ -85,7 +85,7 @@ class Worker:
         self.generator = torch.Generator().manual_seed(1000 * task.seed + rank)
 
     def backward(self) -> float:
-        """The loss of the next batch, its gradient in the parameters' ``.grad``."""
+        """Compute the loss of the next batch, and its gradient into the parameters' ``.grad``."""
         x, y = self.shard
         drawn = torch.randint(len(x), (BATCH,), generator=self.generator)
         loss = nn.functional.mse_loss(self.model(x[drawn]), y[drawn])
@@ -148,7 +148,7 @@ class Team:
 
 
 def gradient_averaging(team: Team, steps: int) -> Tensor:
-    """every step: g <- mean(g), and all make the same step"""
+    """every step: g <- mean(g), and all take the same step"""
     for _ in range(steps):
         team.backward()
         team.g = team.g.mean(0)
@@ -281,7 +281,7 @@ def by_laconic(task: Task, recipe: laconic.Recipe, steps: int, **options: Any) -
         sync = laconic.attach(worker.model, worker.optimizer, recipe, **options)  # the one line
         begun = sync.stats().bytes_sent
         for _ in range(steps):
-            sync.report_loss(worker.backward())  # what leaders are chosen by
+            sync.report_loss(worker.backward())  # leaders are chosen by it
             worker.optimizer.step()
         sent = sync.stats().bytes_sent - begun
         with sync.consensus(mean=False):  # as by hand: the anchor or center

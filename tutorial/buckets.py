@@ -18,10 +18,10 @@ Parameters = list[nn.Parameter]
 
 
 class Network:
-    """All-reduces (means) in the order in which they were started, in a thread of their own.
+    """Averages tensors over all processes in a thread of its own, one after the other.
 
-    ``rate``: bits per second. A message then takes the time that its bytes take at this rate, by
-    sleeping, so that a fast machine can play a slow network; 0: as fast as it goes.
+    ``rate``: bits per second. The thread sleeps for as long as a message would take at this rate,
+    so that a fast machine emulates a slow network. 0: without sleeping.
     """
 
     def __init__(self, rate: float = 0) -> None:
@@ -43,13 +43,13 @@ class Network:
 
 
 def one_by_one(parameters: Iterable[nn.Parameter], network: Network) -> None:
-    """A message for each tensor, each waited for."""
+    """Send a message for each tensor, and wait for each."""
     for parameter in parameters:
         network.mean(parameter.grad).result()
 
 
 def flat(parameters: Iterable[nn.Parameter], network: Network) -> None:
-    """One message for all: copied together, averaged, copied back."""
+    """Send one message for all: copy gradients together, average, copy back."""
     parameters = list(parameters)
     together = pack(parameters)
     network.mean(together).result()
@@ -67,7 +67,7 @@ def unpack(together: Tensor, parameters: Parameters) -> None:
 
 
 def cut(parameters: Iterable[nn.Parameter], most: int) -> list[Parameters]:
-    """Buckets of at most ``most`` bytes, but of one parameter at least, in the order given."""
+    """Buckets of at most ``most`` bytes, but at least one parameter, in the order given."""
     buckets: list[Parameters] = []
     room = 0
     for parameter in parameters:
@@ -80,7 +80,7 @@ def cut(parameters: Iterable[nn.Parameter], most: int) -> list[Parameters]:
 
 
 def in_buckets(parameters: Iterable[nn.Parameter], network: Network, most: int) -> None:
-    """A message for each bucket, all on their way before the first is waited for."""
+    """Send a message for each bucket; begin to send all before waiting for the first."""
     buckets = cut(parameters, most)
     packed = [pack(bucket) for bucket in buckets]
     sent = [network.mean(together) for together in packed]
@@ -93,10 +93,10 @@ def in_buckets(parameters: Iterable[nn.Parameter], network: Network, most: int) 
 
 
 class Overlapped:
-    """Buckets that leave as soon as their gradients are there, while backward computes others.
+    """Sends buckets as soon as their gradients are complete, while backward computes others.
 
-    They leave in the order of ``parameters`` on every rank, whatever becomes complete first: each
-    all-reduce takes what every rank sends as its first, second, third message.
+    Buckets leave in the order of ``parameters`` on every rank, whichever is complete first: an
+    all-reduce adds the first message of each rank, then the second of each, and so on.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], network: Network, most: int) -> None:
@@ -117,7 +117,7 @@ class Overlapped:
             self.sent.append((together, self.network.mean(together)))
 
     def finish(self) -> None:
-        """To be called after the backward pass: wait for what is still on its way."""
+        """Wait for the buckets that have not arrived. To be called after the backward pass."""
         for bucket, (together, message) in zip(self.buckets, self.sent, strict=True):
             message.result()
             unpack(together, bucket)
@@ -126,9 +126,9 @@ class Overlapped:
 
 
 def torch_ddp(model: nn.Module, network: Network, most: int) -> DistributedDataParallel:
-    """torch's own, sending over ``network``."""
+    """torch's own DDP, which sends over ``network``."""
 
-    def send(state, bucket):  # torch checks annotations, and strings do not pass
+    def send(state, bucket):  # without annotations: torch rejects those that are strings
         answer, together = torch.futures.Future(), bucket.buffer()
         network.mean(together).add_done_callback(lambda _: answer.set_result(together))
         return answer
@@ -144,7 +144,7 @@ def torch_ddp(model: nn.Module, network: Network, most: int) -> DistributedDataP
 def compare(
     rank: int, world_size: int, *, steps: int, rate: float, most: int, batch: int
 ) -> dict[str, dict]:
-    """Each way: median seconds of forward, backward and averaging; messages; the gradients."""
+    """For each way: median seconds of forward, backward and averaging; messages; gradients."""
     network, ways = Network(rate), {}
     for name in ("alone", "one by one", "flat", "buckets", "overlapped", "torch's DDP"):
         torch.manual_seed(SEED)
@@ -153,8 +153,8 @@ def compare(
     generator = torch.Generator().manual_seed(rank)  # batches of each rank's own
     x, y = torch.randn(batch, 100, generator=generator), torch.randn(batch, 1, generator=generator)
     messages = {}
-    for _ in range(steps + 2):  # two to warm up: torch's DDP lays its buckets out anew
-        for name, (step, model, seconds) in ways.items():  # in turn: what disturbs, disturbs all
+    for _ in range(steps + 2):  # two to warm up: torch's DDP rearranges its buckets after the first
+        for name, (step, model, seconds) in ways.items():  # in turn: a disturbance affects all
             model.zero_grad()
             dist.barrier()
             before, begin = network.messages, time.perf_counter()
@@ -219,7 +219,7 @@ def sweep(
 
 
 def sent_during_backward(rank: int, world_size: int, *, most: int, reverse: bool) -> list[int]:
-    """Buckets, and how many had left when half of the gradients were there."""
+    """The number of buckets, and how many had left when half of the gradients were complete."""
     model, network = deep_network(), Network()
     parameters = list(model.parameters())
     overlapped = Overlapped(parameters[::-1] if reverse else parameters, network, most)

@@ -17,10 +17,20 @@
 # on generated data, measures what it costs, and finds out where that cost comes from. All later
 # chapters compare with the numbers that you get here.
 #
-# You need Python, PyTorch, and a few minutes. The code above each number printed it; run it on
-# your machine to get your own. `scaled(n)` is n, or the fraction of it that `TUTORIAL_SCALE` sets
-# (0.1: a tenth of the work), and the chapter then says so. `FULL` is whether the chapter does all
-# the work, which is needed for claims about times.
+# **After this chapter you can**
+#
+# - say what a [step](../glossary.md#step), a [batch](../glossary.md#batch) and an
+#   [epoch](../glossary.md#epoch) are, and what a step computes;
+# - repeat a training bit for bit;
+# - measure what training costs, and estimate it for more data and a larger network.
+#
+# **Before you start.** You know Python, and have seen a training loop in PyTorch. The chapter needs
+# PyTorch and runs for about one minute. The first page of this course says how to
+# [set up the environment](index.md) and how to run a chapter.
+#
+# The code above each number printed it; run it on your machine to get your own. `scaled(n)` is n,
+# or the fraction of it that `TUTORIAL_SCALE` sets (0.1: a tenth of the work), and the chapter then
+# says so. `FULL` is whether the chapter does all the work, which is needed for claims about times.
 
 # %%
 import torch
@@ -69,9 +79,15 @@ assert count_parameters(medium) == 40_501
 # %% [markdown]
 # ## Ten epochs
 #
-# A step takes a batch of samples, computes the loss (forward pass) and its gradient with respect
-# to every parameter (backward pass), and moves the parameters slightly against the gradient
-# (optimizer). An epoch is the number of steps that it takes to see every sample once.
+# A step takes a batch of samples and does three things. The *forward pass* computes the
+# [loss](../glossary.md#loss), which says how wrong the network's outputs are. The *backward pass*
+# computes the [gradient](../glossary.md#gradient) of the loss with respect to every parameter. The
+# [optimizer](../glossary.md#optimizer) moves the parameters slightly against the gradient:
+#
+# ![A step: a batch goes through the network to the loss, the backward pass computes a gradient for
+# each parameter, and the optimizer changes the parameters](step.svg)
+#
+# An epoch is the number of steps that it takes to see every sample once.
 
 # %% tags=["source"]
 show(train_epoch, sgd)
@@ -189,13 +205,81 @@ if FULL:
 #
 # ## Exercises
 #
-# 1. Train with batches of 64 in place of 8. How many steps is an epoch now? Why is the loss after
-#    ten epochs higher? Find the learning rate at which it is not.
-# 2. Measure how long a step of the small network takes with batches of 1, 8, 64, 512 and 4096.
+# Change the code of an exercise and run it. The check says whether your answer is right, and why.
+# In Jupyter, run the cell. Without Jupyter, change `tutorial/chapter1.py` and run
+# `python -m tutorial check 1`. The code below runs as it is, but its answers are wrong: each makes
+# a common mistake.
+
+# %% tags=["exercise"]
+import math
+
+from tutorial.checks import check
+
+# %% [markdown]
+# **1.1** How many parameters does `FFNet(input_size, num_hl, hl_size)` have? Do not build the
+# network to find out.
+
+
+# %% tags=["exercise"]
+def parameters(input_size, num_hl, hl_size):
+    first = input_size * hl_size
+    hidden = num_hl * hl_size * hl_size
+    last = hl_size
+    return first + hidden + last
+
+
+check("1.1", parameters)
+
+
+# %% tags=["solution"]
+def parameters(input_size, num_hl, hl_size):
+    first = input_size * hl_size + hl_size  # weights and biases
+    hidden = num_hl * (hl_size * hl_size + hl_size)
+    last = hl_size + 1
+    return first + hidden + last
+
+
+check("1.1", parameters)
+
+# %% [markdown]
+# **1.2** How many steps is an epoch of `samples` samples?
+
+
+# %% tags=["exercise"]
+def steps(samples, batch_size):
+    return samples // batch_size
+
+
+check("1.2", steps)
+
+
+# %% tags=["solution"]
+def steps(samples, batch_size):
+    return math.ceil(samples / batch_size)  # the last batch may be smaller
+
+
+check("1.2", steps)
+
+# %% [markdown]
+# **1.3** With batches of 64 in place of 8, an epoch has an eighth of the steps, and the loss after
+# ten epochs is higher. Find a learning rate with which it is not.
+
+# %% tags=["exercise"]
+learning_rate = 0.001
+check("1.3", learning_rate)
+
+# %% tags=["solution"]
+learning_rate = 0.01  # try 0.1, 0.2 and 1, too: how far can you go?
+check("1.3", learning_rate)
+
+# %% [markdown]
+# To explore further:
+#
+# 1. Measure how long a step of the small network takes with batches of 1, 8, 64, 512 and 4096.
 #    Where does it begin to grow with the batch? What does a *sample* cost in each case?
-# 3. Set `torch.set_num_threads` to the number of your cores. Which of the four cells of the table
+# 2. Set `torch.set_num_threads` to the number of your cores. Which of the four cells of the table
 #    gains by it, and why do the others not?
-# 4. Widen the hidden layers until doubling the parameters doubles the time. How many operations
+# 3. Widen the hidden layers until doubling the parameters doubles the time. How many operations
 #    per second does your processor do there? (A step does about 6 for each parameter and sample.)
 #
 # ## Sources

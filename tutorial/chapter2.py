@@ -16,6 +16,18 @@
 # Chapter 1 ended with a cost of days for a network that is small by today's standards. This
 # chapter covers two ways to reduce it: processors built for the purpose, and many of them. Two
 # problems appear, a batch that is too small and a model that is too large, each with its solution.
+#
+# **After this chapter you can**
+#
+# - say what GPUs are good at, and why models need many of them;
+# - combine small batches into a large one with
+#   [gradient accumulation](../glossary.md#gradient-accumulation);
+# - tell [data parallelism](../glossary.md#data-parallelism) from
+#   [model parallelism](../glossary.md#model-parallelism), and say what each sends;
+# - say why PyTorch uses processes and not threads.
+#
+# **Before you start.** Read [chapter 1](chapter1.md). The chapter needs PyTorch, matplotlib, and
+# two cores for its last measurement. It runs for about one minute.
 
 # %%
 import math
@@ -165,8 +177,8 @@ torch.testing.assert_close(added, at_once, rtol=1e-4, atol=1e-6)
 # ## The second problem: a model that is too large
 #
 # With Adam in mixed precision, training takes 16 bytes per parameter: weight and gradient in 16
-# bits; weight, momentum, and variance in 32 (Rajbhandari et al., below). A network of 175 billion
-# parameters does not fit, whatever the batch:
+# bits; weight, momentum, and variance in 32 bits (Rajbhandari et al., below). A network of 175
+# billion parameters does not fit, whatever the batch:
 
 # %%
 for name in ("BERT-Large", "GPT-3", "DeepSeek-V3"):
@@ -176,8 +188,9 @@ assert 16 * size["BERT-Large"] < 80e9 < 16 * size["GPT-3"]
 
 # %% [markdown]
 # **Model parallelism** splits the network. *Between* layers, each processor holds some layers and
-# passes its outputs on (a pipeline). *Inside* a layer, each processor holds some columns of a
-# matrix and computes some of the outputs. Both compute what the whole network computes:
+# passes its outputs on (a [pipeline](../glossary.md#pipeline)). *Inside* a layer, each processor
+# holds some columns of a matrix and computes some of the outputs. Both compute what the whole
+# network computes:
 
 # %%
 network = FFNet(input_size=100, num_hl=1, hl_size=64)
@@ -191,6 +204,12 @@ halves = [nn.functional.linear(x, weight, bias) for weight, bias in zip(upper, l
 torch.testing.assert_close(torch.cat(halves, dim=1), layer(x))  # inside a layer
 
 # %% [markdown]
+# These are the two ways to use several processors:
+#
+# ![Data parallelism: each processor has all layers and half of the batch, and they exchange
+# gradients. Model parallelism: each processor has half of the layers, and the first sends its
+# outputs to the second](split.svg)
+#
 # | | data parallelism | model parallelism |
 # |---|---|---|
 # | what is split | the batch | the network |
@@ -254,22 +273,80 @@ if FULL and (os.cpu_count() or 1) >= 2:
 #
 # ## Exercises
 #
+# Change the code and run it, in Jupyter or with `python -m tutorial check 2` (chapter 1 says how).
+
+# %% tags=["exercise"]
+from tutorial.checks import check
+
+# %% [markdown]
+# **2.1** Gradients of parts of a batch are added up, each times a weight. Which weights give the
+# gradient of the whole batch? `sizes` has the number of samples of each part, such as
+# `[30, 30, 4]`.
+
+
+# %% tags=["exercise"]
+def weights(sizes):
+    return [1 / len(sizes) for _ in sizes]
+
+
+check("2.1", weights)
+
+
+# %% tags=["solution"]
+def weights(sizes):
+    return [size / sum(sizes) for size in sizes]  # every sample counts the same
+
+
+check("2.1", weights)
+
+# %% [markdown]
+# **2.2** How large must a batch be for a third of the noise of a batch of 8?
+
+# %% tags=["exercise"]
+batch_size = 24
+check("2.2", batch_size)
+
+# %% tags=["solution"]
+batch_size = 72  # nine times the batch for a third of the noise
+check("2.2", batch_size)
+
+# %% [markdown]
+# **2.3** How many seconds do the gradients of a network take at `rate` bits per second, with so
+# many `bits` per gradient?
+
+
+# %% tags=["exercise"]
+def travel(parameters, bits, rate):
+    return parameters * bits / 8 / rate
+
+
+check("2.3", travel)
+
+
+# %% tags=["solution"]
+def travel(parameters, bits, rate):
+    return parameters * bits / rate  # bits over bits per second
+
+
+check("2.3", travel)
+
+# %% [markdown]
+# To explore further:
+#
 # 1. Make the network in `steps_of_one` wide enough that two threads are faster than one worker
 #    making all the steps. How wide is that?
 # 2. Print the noise after training for some epochs. Why does a batch that was large enough at the
 #    beginning no longer suffice? (McCandlish et al., below.)
-# 3. Cut `FFNet` into four stages and draw which stage works when, for a batch that is cut into four
-#    parts and for one that is not. What share of the time is each stage idle?
-# 4. Reckon the bytes that data parallelism sends per step for GPT-3, with 16-bit gradients, and how
-#    long they travel at 100 Gbit/s and at 1 Gbit/s.
+# 3. Split `FFNet` into four stages and draw which stage works when, for a batch that is split into
+#    four parts and for one that is not. For what share of the time is each stage idle?
 #
 # ## Sources
 #
 # - NVIDIA, data sheets of the
 #   [V100](https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf),
 #   [A100](https://www.nvidia.com/en-us/data-center/a100/) and
-#   [H100](https://www.nvidia.com/en-us/data-center/h100/); N. Jouppi et al., *TPU v4*,
-#   [arXiv 2304.01433](https://arxiv.org/abs/2304.01433).
+#   [H100](https://www.nvidia.com/en-us/data-center/h100/); N. Jouppi et al., *TPU v4*, [arXiv
+#   2304.01433](https://arxiv.org/abs/2304.01433).
 # - Sizes of models: the arXiv numbers in the code above.
 # - S. McCandlish et al., *An empirical model of large-batch training*,
 #   [arXiv 1812.06162](https://arxiv.org/abs/1812.06162): the gradient's noise, and how large a
@@ -279,5 +356,6 @@ if FULL and (os.cpu_count() or 1) >= 2:
 # - Y. Huang et al., *GPipe*, [arXiv 1811.06965](https://arxiv.org/abs/1811.06965), and M. Shoeybi
 #   et al., *Megatron-LM*, [arXiv 1909.08053](https://arxiv.org/abs/1909.08053): between layers and
 #   inside a layer.
-# - PyTorch, [DataParallel](https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html)
-#   and what to use in its place.
+# - PyTorch,
+#   [DataParallel](https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html) and
+#   what to use in its place.

@@ -13,10 +13,27 @@
 # %% [markdown]
 # # 3. Data-parallel training by hand
 #
-# In data parallelism, every process holds the whole network and a share of the data and computes a
-# gradient on its share. All processes average their gradients before they take the same step. This
-# chapter builds that from processes and a single collective operation, shows that it computes *the
-# same* as one process, and then measures why it is slow.
+# In data parallelism, every process holds the whole network and a share of the data, and computes a
+# gradient on its share. All processes average their gradients before they take the same step:
+#
+# ![Data parallelism: three ranks, each with its share of the batch and the same network, compute
+# their own gradients; an all-reduce gives every rank their mean, and all take the same
+# step](data_parallel.svg)
+#
+# This chapter builds that from processes and a single
+# [collective operation](../glossary.md#collective-operation), shows that it computes *the same* as
+# one process, and then measures why it is slow.
+#
+# **After this chapter you can**
+#
+# - start processes that form a group, and see how they end;
+# - distribute data so that no sample is lost, and average gradients with one
+#   [all-reduce](../glossary.md#all-reduce);
+# - check that several processes compute the same as one;
+# - say why more processes can be slower.
+#
+# **Before you start.** Read chapters [1](chapter1.md) and [2](chapter2.md). The chapter needs only
+# PyTorch, and runs for about one minute.
 #
 # The code is in the module `tutorial/naive_ddp.py` instead of the notebook, because the processes
 # that it starts must be able to import it.
@@ -69,8 +86,9 @@ assert refused
 # %% [markdown]
 # ## Starting and ending processes
 #
-# Each process has a *rank*, from 0 to world size - 1. Processes find each other through an address
-# at which rank 0 listens. Once all have called `init_process_group`, they are a group.
+# Each process has a [rank](../glossary.md#rank), from 0 to
+# [world size](../glossary.md#world-size) - 1. Processes find each other through an address at which
+# rank 0 listens. Once all have called `init_process_group`, they are a group.
 
 # %% tags=["source"]
 show(init_process)
@@ -127,8 +145,8 @@ assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 again = DataPartitioner(data, world_size=4, seed=7).use(0)
 later = DataPartitioner(data, world_size=4, seed=7).use(0, epoch=1)
-assert torch.equal(again.indices, parts[0].indices)  # anyone can deal the same cards
-assert not torch.equal(later.indices, parts[0].indices)  # and others in the next epoch
+assert torch.equal(again.indices, parts[0].indices)  # every rank finds the same order
+assert not torch.equal(later.indices, parts[0].indices)  # the next epoch has another
 
 batches = [len(list(partition_dataset(data, 4, rank, batch_size=24))) for rank in range(4)]
 print("batches of each rank:", batches)
@@ -151,8 +169,9 @@ show(reduce_gradients)
 # %% [markdown]
 # ## The same start
 #
-# Equal gradients keep replicas equal only if they start equal. There are two ways to achieve this:
-# all ranks draw their initial parameters from the same seed, or rank 0 sends its own to all.
+# Equal gradients keep [replicas](../glossary.md#replica) equal only if they start equal. There are
+# two ways to achieve this: all ranks draw their initial parameters from the same seed, or rank 0
+# sends its own to all.
 
 # %% tags=["source"]
 show(broadcast_parameters)
@@ -209,7 +228,7 @@ print(f"without weights: parameters differ by at most {differ:.1e}")
 assert differ > 1000 * tolerance[dtype]
 
 # %% [markdown]
-# For which numbers of samples would it not break (exercise 1)?
+# For which numbers of samples would it not break (exercise 3.2)?
 #
 # ## What it costs
 #
@@ -264,20 +283,87 @@ if FULL:
 # not that of its content. A second process saves half of a step's computing and costs four
 # messages. While those take longer than what is saved, the second process slows training down.
 #
-# There are three solutions, and they are the rest of this tutorial: fewer and larger messages,
-# sent while the backward pass still computes (chapter 4); a network whose computing is worth the
-# messages; and sending less often, or less, which is what laconic is for.
+# There are three solutions, and they are the rest of this course: fewer and larger messages, sent
+# while the backward pass still computes (chapter 4); a network that computes long enough to be
+# worth the messages; and sending less, or less often, which is what laconic is for.
 #
 # ## Exercises
 #
-# 1. For which numbers of samples does equality with one process survive `weighted=False`, and why
-#    for those?
-# 2. In `reduce_gradients`, put `continue` in place of what is done where `parameter.grad is None`,
-#    and give the network a layer that only rank 0 uses. What happens, and after how long?
-# 3. Draw one random number on rank 0 before the network is made, with `start="seed"`. Which test
-#    would have told you?
-# 4. At which hidden size do two processes become faster than one on your machine? Use
-#    `python -m tutorial.naive_ddp -s 2 -z ...` against `-s 1 -z ...`, with `-b 240`.
+# Change the code and run it, in Jupyter or with `python -m tutorial check 3`.
+
+# %% tags=["exercise"]
+from tutorial.checks import check
+
+# %% [markdown]
+# **3.1** Distribute `samples` samples over `ranks` ranks. How many does each rank get?
+
+
+# %% tags=["exercise"]
+def shares(samples, ranks):
+    return [samples // ranks for _ in range(ranks)]
+
+
+check("3.1", shares)
+
+
+# %% tags=["solution"]
+def shares(samples, ranks):
+    return [samples // ranks + (rank < samples % ranks) for rank in range(ranks)]
+
+
+check("3.1", shares)
+
+# %% [markdown]
+# **3.2** When does data-parallel training equal one process even with `weighted=False`? Say it for
+# an epoch of `samples` samples in global batches of `batch_size`, a multiple of `ranks`.
+
+
+# %% tags=["exercise"]
+def equal_without_weights(samples, batch_size, ranks):
+    return samples % batch_size == 0
+
+
+check("3.2", equal_without_weights)
+
+
+# %% tags=["solution"]
+def equal_without_weights(samples, batch_size, ranks):
+    last = samples % batch_size  # samples of the last step, 0 if all batches are full
+    return last % ranks == 0  # or samples % ranks == 0, because ranks divides batch_size
+
+
+check("3.2", equal_without_weights)
+
+# %% [markdown]
+# **3.3** One process takes `computing` seconds for the passes of a step. How many seconds per step
+# do `ranks` processes save, if a step has so many `messages` of `message` seconds each?
+
+
+# %% tags=["exercise"]
+def saved(computing, message, messages, ranks):
+    return computing - messages * message
+
+
+check("3.3", saved)
+
+
+# %% tags=["solution"]
+def saved(computing, message, messages, ranks):
+    together = computing / ranks + messages * message
+    return computing - together
+
+
+check("3.3", saved)
+
+# %% [markdown]
+# To explore further:
+#
+# 1. In `reduce_gradients`, skip parameters for which `parameter.grad is None` with `continue`, and
+#    give the network a layer that only rank 0 uses. What happens, and after how long?
+# 2. Draw one random number on rank 0 before the network is made, with `start="seed"`. Which
+#    assertion of this chapter would have noticed?
+# 3. At which hidden size do two processes become faster than one on your machine? Compare
+#    `python -m tutorial.naive_ddp -s 2 -z ...` with `-s 1 -z ...`, both with `-b 240`.
 #
 # ## Sources
 #

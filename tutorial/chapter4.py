@@ -14,10 +14,22 @@
 # # 4. Why it is slow
 #
 # Chapter 3 ended with processes that spend most of their time waiting. This chapter looks at what
-# a message costs. It then builds PyTorch's `DistributedDataParallel` in small steps: one message
-# for each tensor, one for all, one for each of several buckets, and buckets that are sent while
-# the backward pass still computes. Each step is a few lines of `tutorial/buckets.py`, which you
-# can change.
+# a message costs. It then builds PyTorch's `DistributedDataParallel` ([DDP](../glossary.md#ddp))
+# in small steps: one message for each tensor, one for all, one for each of several buckets, and
+# buckets that are sent while the backward pass still computes. Each step is a few lines of
+# `tutorial/buckets.py`, which you can change.
+#
+# **After this chapter you can**
+#
+# - predict the time of a message from [latency](../glossary.md#latency) and
+#   [bandwidth](../glossary.md#bandwidth);
+# - say what an all-reduce does inside, and how many bytes it sends;
+# - explain [buckets](../glossary.md#bucket) and [overlap](../glossary.md#overlap), and how far they
+#   help;
+# - say why all ranks must send in the same order.
+#
+# **Before you start.** Read [chapter 3](chapter3.md). The chapter needs only PyTorch, and runs for
+# about one minute.
 
 # %%
 import torch
@@ -56,6 +68,21 @@ if FULL:  # times count at full size only
 # message should therefore be large. This is the loopback of one machine. On a real network the
 # rate is ten to a thousand times lower.
 #
+# ## An all-reduce has two halves
+#
+# How does every rank get the sum of all tensors? If each sent its whole tensor to all others, n
+# ranks would send n-1 tensors each. There is a better way. Each rank splits its tensor into n
+# chunks. In the first half, *reduce-scatter*, chunks travel around a ring and are added up on the
+# way, until each rank has the complete sum of one chunk. In the second half, *all-gather*, these
+# sums travel around the ring until every rank has all of them:
+#
+# ![Four ranks with four chunks each. After reduce-scatter each rank has the sum of one chunk;
+# after all-gather every rank has the sums of all chunks](all_reduce.svg)
+#
+# In each half, a rank sends n-1 of its n chunks. It sends 2(n-1)/n of the tensor's bytes in all:
+# the bytes of one tensor if n is 2, and less than those of two tensors however many ranks there
+# are. Exercise 4.1 counts them.
+#
 # ## A network to send over
 #
 # Two processes on one machine have no network between them, only memory. Messages therefore go
@@ -77,7 +104,10 @@ show(buckets.one_by_one, buckets.flat, buckets.pack, buckets.unpack)
 
 # %% [markdown]
 # One large message has a disadvantage: it cannot be sent before the last gradient is complete.
-# **Buckets** are a compromise.
+# **Buckets** are a compromise. Each bucket holds the gradients of a few layers, and is one message:
+#
+# ![Eight layers in three buckets. The backward pass begins at the last layer, so bucket 1 holds
+# layers 6 to 8, bucket 2 layers 3 to 5, bucket 3 layers 1 and 2](buckets.svg)
 
 # %% tags=["source"]
 show(buckets.cut, buckets.in_buckets)
@@ -85,7 +115,14 @@ show(buckets.cut, buckets.in_buckets)
 # %% [markdown]
 # Buckets make the last step possible. The backward pass begins at the output, so the last layer's
 # gradient is complete long before the first one's. A complete bucket can **be sent while the
-# backward pass computes** the others. Autograd calls a hook for each gradient that is complete:
+# backward pass computes** the others. These are the four ways side by side. The picture is not to
+# scale:
+#
+# ![Four rows. One message for each tensor: many short messages after the backward pass. Flat: one
+# long message after it. Buckets: three messages after it. Overlap: the same three messages begin
+# during the backward pass and end soon after it](overlap.svg)
+#
+# Autograd calls a [hook](../glossary.md#hook) for each gradient that is complete:
 
 # %% tags=["source"]
 show(buckets.Overlapped)
@@ -193,12 +230,121 @@ if FULL:
 #
 # ## Exercises
 #
-# 1. Play networks of 50 Mbit/s and of 1 Gbit/s, with larger batches, too. Where is `overlapped`
+# Change the code and run it, in Jupyter or with `python -m tutorial check 4`.
+
+# %% tags=["exercise"]
+from tutorial.checks import check
+
+# %% [markdown]
+# **4.1** How many bytes does each of `ranks` ranks send in an all-reduce of a tensor of `size`
+# bytes?
+
+
+# %% tags=["exercise"]
+def all_reduce_bytes(ranks, size):
+    return (ranks - 1) * size
+
+
+check("4.1", all_reduce_bytes)
+
+
+# %% tags=["solution"]
+def all_reduce_bytes(ranks, size):
+    chunk = size / ranks
+    return 2 * (ranks - 1) * chunk  # half of it in reduce-scatter, half in all-gather
+
+
+check("4.1", all_reduce_bytes)
+
+# %% [markdown]
+# **4.2** torch makes its first bucket smaller than the others, so that something is sent early.
+# Split tensors of the given `sizes` in bytes into buckets, in order. The first bucket has at most
+# `first` bytes, each other at most `most`. A tensor that is larger gets a bucket of its own.
+
+
+# %% tags=["exercise"]
+def split(sizes, first, most):
+    buckets, room = [], 0
+    for size in sizes:
+        if not buckets or size > room:
+            buckets.append([])
+            room = most
+        buckets[-1].append(size)
+        room -= size
+    return buckets
+
+
+check("4.2", split)
+
+
+# %% tags=["solution"]
+def split(sizes, first, most):
+    buckets, room = [], 0
+    for size in sizes:
+        if not buckets or size > room:
+            room = most if buckets else first
+            buckets.append([])
+        buckets[-1].append(size)
+        room -= size
+    return buckets
+
+
+check("4.2", split)
+
+# %% [markdown]
+# **4.3** How many buckets may leave now? `complete` says for each bucket whether its gradients are
+# complete, and the first `sent` buckets have left before.
+
+
+# %% tags=["exercise"]
+def may_leave(complete, sent):
+    return sum(complete[sent:])
+
+
+check("4.3", may_leave)
+
+
+# %% tags=["solution"]
+def may_leave(complete, sent):
+    number = 0
+    while sent + number < len(complete) and complete[sent + number]:
+        number += 1
+    return number  # up to the first that is not complete
+
+
+check("4.3", may_leave)
+
+# %% [markdown]
+# **4.4** When has the last bucket arrived? Bucket k is ready at `ready[k]` and takes `travel[k]`
+# seconds. The network carries one bucket at a time.
+
+
+# %% tags=["exercise"]
+def last_arrival(ready, travel):
+    return ready[-1] + sum(travel)
+
+
+check("4.4", last_arrival)
+
+
+# %% tags=["solution"]
+def last_arrival(ready, travel):
+    free = 0.0  # when the network is free again
+    for begin, seconds in zip(ready, travel, strict=True):
+        free = max(free, begin) + seconds
+    return free
+
+
+check("4.4", last_arrival)
+
+# %% [markdown]
+# To explore further:
+#
+# 1. Emulate networks of 50 Mbit/s and of 1 Gbit/s, also with larger batches. Where is `overlapped`
 #    ahead of `flat`, where behind, and why?
-# 2. Make the first bucket smaller than the others in `cut`. What is gained?
-# 3. Send in 16 bits: `together.bfloat16()` in `pack`, and back in `unpack`. Do the assertions about
+# 2. Send in 16 bits: `together.bfloat16()` in `pack`, and back in `unpack`. Do the assertions about
 #    equal gradients still hold? Should they?
-# 4. Add `time.sleep(0.001)` to `Network._mean`: a network with a latency of a millisecond. Which
+# 3. Add `time.sleep(0.001)` to `Network._mean`: a network with a latency of a millisecond. Which
 #    way suffers most?
 #
 # ## Sources

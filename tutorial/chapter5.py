@@ -18,6 +18,18 @@
 # data, save checkpoints, use mixed precision, and raise clear errors. This chapter explains such a
 # program, `tutorial/full_ddp.py`, and shows that it computes the same as one process. It ends with
 # common mistakes, each one made on purpose.
+#
+# **After this chapter you can**
+#
+# - start a data-parallel program on one machine, on several, with
+#   [torchrun](../glossary.md#torchrun), and on a cluster with Slurm;
+# - write a [checkpoint](../glossary.md#checkpoint) from which a training continues bit for bit;
+# - train in [mixed precision](../glossary.md#mixed-precision);
+# - recognize common mistakes, most of which raise no error.
+#
+# **Before you start.** Read chapters [3](chapter3.md) and [4](chapter4.md). The chapter needs
+# PyTorch and laconic. Its two emulated hosts need Linux (`laconic doctor` says what is missing).
+# It runs for about one minute.
 
 # %%
 import os
@@ -48,7 +60,7 @@ print(machine())
 # These are the options. `-s` is the batch of all processes together, so the same options mean the
 # same training with any number of processes.
 
-# %%
+# %% tags=["cheap"]
 os.environ["COLUMNS"] = "100"
 full_ddp.parser().print_help()
 
@@ -86,9 +98,14 @@ assert len(plainly) == 2
 show(full_ddp.launch, full_ddp.work)
 
 # %% [markdown]
-# Each process has a *rank* among all processes, and a *local rank* on its machine, which is also
-# the number of its GPU. `init_process` is chapter 3's. It joins the process group, trains, and
-# leaves the group with `destroy_process_group`, even if training raises an error.
+# Each process has a [rank](../glossary.md#rank) among all processes, and a
+# [local rank](../glossary.md#local-rank) on its machine, which is also the number of its GPU:
+#
+# ![Two nodes with two processes each. Ranks count from 0 to 3 over both nodes, local ranks are 0
+# and 1 on each. All meet at the address where rank 0 listens](ranks.svg)
+#
+# `init_process` is chapter 3's. It joins the process group, trains, and leaves the group with
+# `destroy_process_group`, even if training raises an error.
 #
 # **torchrun** is PyTorch's own launcher. It starts the processes of any program, and sets
 # environment variables that tell each process its rank. A program for torchrun therefore starts no
@@ -131,7 +148,7 @@ if FULL:
 # On a cluster that uses **Slurm**, `sbatch tutorial/full_ddp.slurm` requests two nodes and starts
 # the command on each:
 
-# %%
+# %% tags=["cheap"]
 print(Path(full_ddp.__file__).with_suffix(".slurm").read_text())
 
 # %% [markdown]
@@ -440,26 +457,106 @@ folder.cleanup()
 
 # %% [markdown]
 # `laconic.ddp()` trains the same as DDP. Another recipe instead, here `local_sgd(12)`, sends about
-# a twelfth of the bytes and trains differently. The rest of this tutorial is about what that costs
+# a twelfth of the bytes and trains differently. The rest of this course is about what that costs
 # and gains. `laconic.save` and `laconic.load` do what this chapter's checkpoints do, at any step,
 # with the random state and in-flight messages. laconic also warns if ranks read the same data.
 #
 # ## Exercises
 #
-# 1. Kill a process of `python -m tutorial.full_ddp -g 2 -e 1000` with `kill -9`. What is said, how
-#    long does it take, and does anything stay behind? The same under torchrun.
-# 2. Train with `-c FILE`, press Ctrl-C at some time, and go on with the same command but `-g 4`. Is
-#    the result still that of a training without a break? To the last bit?
-# 3. Give the network a dropout layer. Which test of this chapter fails, and what has to go into the
-#    checkpoint?
-# 4. Move the `all_reduce` of `train_epoch` behind `if rank == 0:`. What happens, and after how
-#    long?
+# Change the code and run it, in Jupyter or with `python -m tutorial check 5`.
+
+# %% tags=["exercise"]
+from tutorial.checks import check
+
+# %% [markdown]
+# **5.1** Which rank has the process with this local rank on this node? Each node has `per_node`
+# processes.
+
+
+# %% tags=["exercise"]
+def rank_of(node, local_rank, per_node):
+    return node + local_rank
+
+
+check("5.1", rank_of)
+
+
+# %% tags=["solution"]
+def rank_of(node, local_rank, per_node):
+    return node * per_node + local_rank
+
+
+check("5.1", rank_of)
+
+# %% [markdown]
+# **5.2** How many samples does `DistributedSampler` repeat in an epoch?
+
+
+# %% tags=["exercise"]
+def repeated(samples, ranks):
+    return samples % ranks
+
+
+check("5.2", repeated)
+
+
+# %% tags=["solution"]
+def repeated(samples, ranks):
+    return -samples % ranks  # what is missing to the next multiple
+
+
+check("5.2", repeated)
+
+# %% [markdown]
+# **5.3** Correct this loss. `errors` are the squared errors of the samples that this rank has now.
+# `batch_size` is that of all ranks together. DDP takes the mean of the ranks' gradients.
+
+
+# %% tags=["exercise"]
+def loss(errors, batch_size, ranks):
+    return errors.sum() / (batch_size / ranks)
+
+
+check("5.3", loss)
+
+
+# %% tags=["solution"]
+def loss(errors, batch_size, ranks):
+    return errors.mean()  # over the samples that are there
+
+
+check("5.3", loss)
+
+# %% [markdown]
+# **5.4** Which parts must a checkpoint have, so that two epochs, an end, and two more epochs equal
+# four epochs? Choose from "model", "optimizer" and "epoch". The optimizer has momentum, and samples
+# are shuffled in every epoch.
+
+# %% tags=["exercise"]
+parts = {"model"}
+check("5.4", parts)
+
+# %% tags=["solution"]
+parts = {"model", "optimizer", "epoch"}  # parameters, momentum, and the order of samples
+check("5.4", parts)
+
+# %% [markdown]
+# To explore further:
+#
+# 1. Kill a process of `python -m tutorial.full_ddp -g 2 -e 1000` with `kill -9`. What is printed,
+#    how long does it take, and does any process remain? Do the same under torchrun.
+# 2. Train with `-c FILE`, press Ctrl-C at some time, and continue with the same command but `-g 4`.
+#    Is the result still that of a training without a break? To the last bit?
+# 3. Give the network a dropout layer. Which test of this chapter fails, and what else does the
+#    checkpoint need?
+# 4. Put the `all_reduce` of `train_epoch` under `if rank == 0:`. What happens, and after how long?
 # 5. Save `wrapped.state_dict()` in place of the model's and load it into an `FFNet`. What are the
 #    keys called?
 #
 # ## Sources
 #
-# - PyTorch, [DistributedDataParallel](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html)
+# - PyTorch,
+#   [DistributedDataParallel](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html)
 #   and [DDP notes](https://docs.pytorch.org/docs/stable/notes/ddp.html): what it averages, when.
 # - PyTorch, [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html): the variables that
 #   it sets.

@@ -14,10 +14,24 @@
 # # 6. Parameter averaging
 #
 # Chapter 4 ended with a network on which every step waits for its gradients. The alternative is
-# not to send at every step: let each worker train by itself for a while, and average the
-# *parameters* from time to time. This chapter shows what that breaks and what it gains. It writes
-# six such algorithms from their papers' formulas, in about ten lines each, and compares each with
-# its one line of laconic.
+# not to send at every step: let each [worker](../glossary.md#worker) train by itself for a while,
+# and average the *parameters* from time to time:
+#
+# ![One parameter of three workers: each takes three steps of its own, then all take the mean, and
+# again](averaging.svg)
+#
+# This chapter shows what that breaks and what it gains. It writes six such algorithms from their
+# papers' formulas, in about ten lines each, and compares each with its one line of laconic.
+#
+# **After this chapter you can**
+#
+# - say when averaging parameters equals averaging gradients, and when it does not;
+# - write local SGD, SlowMo, EASGD, LSGD, gossip and DiLoCo as loops;
+# - compute what each sends for a given [period](../glossary.md#period);
+# - judge what a longer period costs when workers have different samples.
+#
+# **Before you start.** Read chapters [3](chapter3.md) to [5](chapter5.md). The chapter needs
+# PyTorch and laconic, and runs for about three minutes.
 #
 # This chapter measures only bytes and losses, not times. The workers can therefore live in one
 # process: by hand as rows of a matrix, and with laconic through `laconic.simulate`.
@@ -55,7 +69,7 @@ show(Team.train, averaging.gradient_averaging, averaging.local_sgd)
 # %% [markdown]
 # The first loop is the data-parallel training of chapters 3 to 5. The second is **local SGD**.
 #
-# ## At every step: the same, or not
+# ## Averaging at every step
 #
 # With a period of 1, is averaging parameters the same as averaging gradients? All workers start
 # equal, so with plain SGD
@@ -143,7 +157,7 @@ assert sent["average"] > 2 * sent["keep"]
 #
 # A BatchNorm layer keeps a running mean and variance of its inputs, to be used at evaluation. They
 # are not parameters: they have no gradient, and averaging parameters does not change them. After a
-# round of local SGD all workers hold the same parameters, and yet:
+# round of local SGD all workers hold the same parameters, but their losses differ:
 
 # %%
 task = Task(norm=True)
@@ -168,7 +182,7 @@ for buffers in ("keep", "average"):
 #
 # ## What it gains
 #
-# An all-reduce of a model between n workers sends 2(n-1)/n models (chapter 4 did this with n = 2).
+# An all-reduce of a model between n workers sends 2(n-1)/n models (chapter 4).
 # With a period of H there is one every H steps. Measured, in models per step:
 
 # %%
@@ -223,8 +237,8 @@ the_same(lambda team: averaging.local_sgd(team, STEPS, 8), laconic.local_sgd(8),
 # ### SlowMo: momentum for the average
 #
 # SlowMo treats the average's change since the last slow step, `a - mean(x)`, as a gradient, and
-# moves the *anchor* a along it by a step with momentum. Between slow steps any other algorithm may
-# run, here local SGD.
+# moves the [anchor](../glossary.md#anchor) a along it by a step with momentum. Between slow steps
+# any other algorithm may run, here local SGD.
 
 # %% tags=["source"]
 show(averaging.slowmo)
@@ -240,7 +254,7 @@ the_same(
 # ### EASGD: elastic averaging
 #
 # Workers never become equal. Each moves a part of the distance to a *center* a, and the center
-# moves toward them, as if connected by springs.
+# moves toward all workers.
 
 # %% tags=["source"]
 show(averaging.easgd)
@@ -251,9 +265,10 @@ the_same(lambda team: averaging.easgd(team, STEPS, period=8), laconic.easgd(8), 
 # %% [markdown]
 # ### LSGD: follow the leader
 #
-# An average of workers in different valleys can lie on the ridge between them. LSGD moves toward
-# the *best* worker instead: often toward the best of the own group, rarely toward the best of all,
-# and slightly toward both at every step. The best has the lowest mean of its last ten losses.
+# The mean of workers near different minima can have a higher loss than each of them. LSGD moves
+# toward the *best* worker instead: often toward the best of its own group, rarely toward the best
+# of all, and slightly toward both at every step. The best has the lowest mean of its last ten
+# losses.
 
 # %% tags=["source"]
 show(averaging.lsgd)
@@ -269,12 +284,12 @@ the_same(
 # %% [markdown]
 # ### SGP: gossip
 #
-# All algorithms so far wait for the slowest worker. In a gossip each worker sends to one other and
-# waits for one. Suppose that x_i becomes a mixture of what worker i kept and what it received. If
-# every worker sends as much as it receives, all converge to the mean of all. If some receive more,
-# they converge to something else. *Push-sum* corrects this: a weight w is sent with x and mixed in
-# the same way, and x/w converges to the mean. Here are three workers in a row, with the numbers 0,
-# 3, and 9:
+# All algorithms so far wait for the slowest worker. In [gossip](../glossary.md#gossip) each worker
+# sends to one other and waits for one. Suppose that x_i becomes a mixture of what worker i kept and
+# what it received. If every worker sends as much as it receives, all converge to the mean of all.
+# If some receive more, they converge to something else. [Push-sum](../glossary.md#push-sum)
+# corrects this: a weight w is sent with x and mixed in the same way, and x/w converges to the mean.
+# Here are three workers in a row, with the numbers 0, 3, and 9:
 
 # %% tags=["source"]
 show(averaging.exponential, averaging.row_of_three)
@@ -312,8 +327,9 @@ the_same(
 #
 # ### DiLoCo: an outer optimizer
 #
-# DiLoCo is SlowMo's idea with other choices: AdamW as the inner optimizer, periods of hundreds of
-# steps, and Nesterov momentum with its own learning rate as the outer optimizer.
+# DiLoCo is SlowMo's idea with other choices: AdamW as the
+# [inner optimizer](../glossary.md#inner-optimizer), periods of hundreds of steps, and Nesterov
+# momentum with its own learning rate as the [outer optimizer](../glossary.md#outer-optimizer).
 
 # %% tags=["source"]
 show(averaging.diloco)
@@ -376,13 +392,13 @@ def times(losses, name, other):
     return min(ratios), max(ratios)
 
 
-if FULL:  # learning takes its steps
+if FULL:  # losses are meaningful only after all steps
     # what a longer period costs
     assert times(ordered, "local_sgd(4)", "ddp()")[1] < 2
     assert times(ordered, "local_sgd(16)", "ddp()")[0] > 10
     assert times(ordered, "local_sgd(64)", "ddp()")[0] > 30
     assert times(shuffled, "local_sgd(64)", "ddp()")[1] < 1.5
-    # larger strides pay here, whoever makes them
+    # longer steps pay off here, with any algorithm
     assert times(ordered, "ddp()", "ddp(), lr 0.1")[0] > 1.5
     assert times(shuffled, "ddp()", "ddp(), lr 0.1")[0] > 1.5
     # what slow momentum gains, and where it is no more than a larger lr, or too much
@@ -392,7 +408,7 @@ if FULL:  # learning takes its steps
     least, most = times(shuffled, "local_sgd(16), lr 0.1", "slowmo(.., 16, 0.5)")
     assert 1 / 1.7 < least <= most < 1.7
     assert times(shuffled, "slowmo(.., 16, 0.9)", "local_sgd(16)")[0] > 1.5
-    # DiLoCo's strides, gossip, and workers held loosely
+    # DiLoCo's longer steps, gossip, and loosely coupled workers
     assert times(shuffled, "ddp()", "diloco(16)")[0] > 1.5
     assert times(ordered, "local_sgd(16)", "diloco(16)")[0] > 5
     assert times(shuffled, "local_sgd(16)", "diloco(16)")[0] > 1.5
@@ -450,8 +466,8 @@ if FULL:
 
 # %% [markdown]
 # All workers are pulled toward the one that is the best on its own samples and the worst on all
-# others. If shards differ, choose a leader by its loss on samples that all workers share (exercise
-# 3): `sync.report_loss` accepts any loss.
+# others. If shards differ, choose a leader by its loss on samples that all workers share:
+# `sync.report_loss` accepts any loss (see the end of the exercises).
 #
 # This was one task with one network and four workers. `laconic compare` (see
 # [comparing](../compare.md)) and `laconic tune` ([tuning](../tune.md)) answer the same questions
@@ -460,26 +476,106 @@ if FULL:
 #
 # ## Exercises
 #
-# 1. In `easgd`, let the center use x as it is *after* the pull. Which of the assertions fails?
-#    What is now lost: print `team.x.sum(0) + a` before and after a round.
-# 2. Write post-local SGD: gradient averaging for the first 100 steps, local SGD from then on
-#    (`laconic.post_local_sgd(100, 16)`). How much of the cost of the period does it take back on
+# Change the code and run it, in Jupyter or with `python -m tutorial check 6`.
+
+# %% tags=["exercise"]
+from tutorial.checks import check
+
+# %% [markdown]
+# **6.1** Find the shortest period with which each of 4 workers sends at most a tenth of a model per
+# step. Messages are padded slightly, so the check accepts 2% more.
+
+# %% tags=["exercise"]
+period = 10
+check("6.1", period)
+
+# %% tags=["solution"]
+period = 15  # 1.5 models per round
+check("6.1", period)
+
+# %% [markdown]
+# **6.2** Correct this round of EASGD. `x` has a row for each worker, `a` is the center. Return both
+# as they are afterward.
+
+
+# %% tags=["exercise"]
+def elastic_round(x, a, beta):
+    x = x - beta / len(x) * (x - a)
+    a = (1 - beta) * a + beta * x.mean(0)
+    return x, a
+
+
+check("6.2", elastic_round)
+
+
+# %% tags=["solution"]
+def elastic_round(x, a, beta):
+    center = (1 - beta) * a + beta * x.mean(0)  # with x before the pull
+    return x - beta / len(x) * (x - a), center
+
+
+check("6.2", elastic_round)
+
+# %% [markdown]
+# **6.3** Write post-local SGD: gradient averaging for the first `start` steps, and local SGD from
+# then on.
+
+
+# %% tags=["exercise"]
+def post_local_sgd(team, steps, start, period):
+    for t in range(1, steps + 1):
+        team.train()
+        if t <= start or t % period == 0:
+            team.x = team.x.mean(0)
+
+
+check("6.3", post_local_sgd)
+
+
+# %% tags=["solution"]
+def post_local_sgd(team, steps, start, period):
+    for t in range(1, steps + 1):
+        team.backward()
+        if t <= start:
+            team.g = team.g.mean(0)  # all workers keep the same momentum, too
+        team.step()
+        if t > start and t % period == 0:
+            team.x = team.x.mean(0)
+
+
+check("6.3", post_local_sgd)
+
+# %% [markdown]
+# **6.4** Without momentum (mu = 0) and with eta = 0.7, DiLoCo is a SlowMo over local SGD with the
+# same period. With which beta and alpha?
+
+# %% tags=["exercise"]
+slow = {"beta": 0.7, "alpha": 1.0}
+check("6.4", slow)
+
+# %% tags=["solution"]
+slow = {"beta": 0.0, "alpha": 0.7}  # u is (a - mean(x))/lr, so a moves by 0.7*(a - mean(x))
+check("6.4", slow)
+
+# %% [markdown]
+# To explore further:
+#
+# 1. In `by_laconic`, report `task.loss(worker.model)` in place of the batch's loss, so that leaders
+#    are chosen by all samples. Is `lsgd(16, local_period=4, window=1)` any better on ordered shards
+#    now? What does it cost?
+# 2. How much of the cost of a period of 16 does `laconic.post_local_sgd(100, 16)` recover on
 #    ordered shards?
-# 3. In `by_laconic`, report `task.loss(worker.model)` in place of the batch's loss. Is
-#    `lsgd(16, local_period=4, window=1)` any better on ordered shards now? What does it cost?
-# 4. Train the row of three without w: `team.x = x`. What do the workers come to?
-# 5. Set `BATCH` in `tutorial/averaging.py` to 64, for gradients with less noise. Does the table's
+# 3. Train the row of three without w: `team.x = x`. What do the workers converge to?
+# 4. Set `BATCH` in `tutorial/averaging.py` to 64, for gradients with less noise. Does the table's
 #    order change? And with `Task(MOMENTUM)` in place of `Task()`?
-# 6. SlowMo with base 16, period 16, beta 0 and alpha 1 is an algorithm that you know. Which one,
-#    and which beta and alpha would make DiLoCo with mu = 0 of it?
 #
 # ## Sources
 #
-# - R. McDonald, K. Hall, G. Mann,
-#   [*Distributed training strategies for the structured perceptron*](https://aclanthology.org/N10-1069/),
-#   2010, and M. Zinkevich et al.,
-#   [*Parallelized stochastic gradient descent*](https://papers.nips.cc/paper/4006-parallelized-stochastic-gradient-descent),
-#   2010: parameters averaged, after every pass and once at the end.
+# - R. McDonald, K. Hall, G. Mann, [*Distributed training strategies for the structured
+#   perceptron*](https://aclanthology.org/N10-1069/), 2010, and M. Zinkevich et al., [*Parallelized
+#   stochastic gradient
+#   descent*](https://papers.nips.cc/paper/4006-parallelized-stochastic-gradient-descent), 2010:
+#   parameters averaged, after every pass and once at the end.
 # - S. Stich, *Local SGD converges fast and communicates little*,
 #   [arXiv 1805.09767](https://arxiv.org/abs/1805.09767).
 # - J. Wang et al., *SlowMo*, [arXiv 1910.00643](https://arxiv.org/abs/1910.00643), Algorithm 1.

@@ -19,7 +19,16 @@
 # the bytes that it must send, and then measures it on an emulated network. The goal is to find the
 # bandwidth at which each recipe begins to pay off.
 #
-# It takes about five minutes. Run nothing else in the meantime: the hosts share your processor.
+# **After this chapter you can**
+#
+# - predict the time of a step on a network that you do not have;
+# - compare it with a measurement, and say why they differ;
+# - choose a [recipe](../glossary.md#recipe) by the seconds that it needs to reach a loss, and not
+#   by its seconds per step.
+#
+# **Before you start.** Read chapters [4](chapter4.md) and [6](chapter6.md). The chapter needs
+# PyTorch, laconic, matplotlib, and Linux for hosts with real network interfaces. It runs for about
+# five minutes. Run nothing else in the meantime: the hosts share your processor.
 
 # %%
 from statistics import mean
@@ -42,11 +51,11 @@ print(machine())
 # ## A network to train on
 #
 # Chapter 4 emulated a network by sleeping. laconic's lab has a better emulation. Each host is a
-# *network namespace* of the kernel, with its own address and its own network interface, which is
-# shaped to send no faster than a given rate. Processes on two such hosts reach each other only
-# through these interfaces. This needs Linux, and root or user namespaces; `laconic doctor` says
-# whether they are available. If they are not, laconic's own link takes the time that bytes and
-# rate imply. This chapter runs with either, and says which.
+# [network namespace](../glossary.md#network-namespace) of the kernel, with its own address and its
+# own network interface, which is shaped to send no faster than a given rate. Processes on two such
+# hosts reach each other only through these interfaces. This needs Linux, and root or user
+# namespaces; `laconic doctor` says whether they are available. If they are not, laconic's own link
+# takes the time that bytes and rate imply. This chapter runs with either, and says which.
 
 # %% tags=["source"]
 show(train)
@@ -69,10 +78,10 @@ assert silent.rows[0].rounds == ()  # nothing is sent
 # %% [markdown]
 # ## What a step must send
 #
-# To average n gradients of B bytes, every host must send at least 2(n-1)/n · B of them: it sends
-# on what it adds up of the others' parts, and then the result of its own part. For two hosts this
-# is B, for many nearly 2B. Before any measurement, you therefore know how long sending a step's
-# gradients takes on any network, and how that compares with the computing:
+# To average n gradients of B bytes, every host must send at least 2(n-1)/n · B bytes: half of them
+# in reduce-scatter, half in all-gather (chapter 4). For two hosts this is B, for many nearly 2B.
+# Before any measurement, you therefore know how long sending a step's gradients takes on any
+# network, and how that compares with the computing:
 
 # %%
 size = silent.settings["parameters"] * 4
@@ -157,9 +166,10 @@ measure(1e9)
 
 # %% [markdown]
 # *Speed* is the share of the speed without communication. *Waiting* is the share of the time in
-# which a host waits for the network. *Loss* is the validation loss, in nats per byte, of the
-# hosts' consensus model at the end. (Above 100%: the machine was busier when the hosts trained
-# alone. 0 MB: the time was over before the first round.)
+# which a host waits for the network. *Loss* is the validation loss, in [nats](../glossary.md#nat)
+# per byte, of the hosts' [consensus model](../glossary.md#consensus-model) at the end. (Above
+# 100%: the machine was busier when the hosts trained alone. 0 MB: the time was over before the
+# first round.)
 #
 # Two things can be checked to the byte. `ddp` sends exactly what the law says. And if hosts have
 # their own network interfaces, the interfaces' counters agree with laconic's ledger, except for
@@ -197,7 +207,7 @@ for (rate, name), row in rows.items():
     told = predicted(name, rate)
     off = row.seconds_per_step / told.seconds
     print(f"{format_rate(rate):>12} {name:18} measured / predicted: {off:.2f} times the seconds")
-    assert row.seconds_per_step > 0.9 * 8 * sent(row) / rate  # the card may hold the last of it yet
+    assert row.seconds_per_step > 0.9 * 8 * sent(row) / rate  # the interface may still hold the end
     if name in ("ddp", "local SGD"):
         assert all(rounds.bytes == law for rounds in row.rounds)
     if name == "ddp int4":
@@ -336,6 +346,76 @@ for rate in rates:
 #     laconic compare "ddp()" "ddp(codec='int4')" "local_sgd(24)" "auto()" --bandwidth 100mbit
 #
 # ## Exercises
+#
+# Change the code and run it, in Jupyter or with `python -m tutorial check 7`.
+
+# %% tags=["exercise"]
+import math
+
+from tutorial.checks import check
+
+# %% [markdown]
+# **7.1** At how many bits per second does sending the gradients of a step take exactly as long as
+# computing it? Gradients have 32 bits, and `compute` is in seconds.
+
+
+# %% tags=["exercise"]
+def equal_rate(parameters, hosts, compute):
+    return 32 * parameters / compute
+
+
+check("7.1", equal_rate)
+
+
+# %% tags=["solution"]
+def equal_rate(parameters, hosts, compute):
+    return 2 * (hosts - 1) / hosts * 32 * parameters / compute
+
+
+check("7.1", equal_rate)
+
+# %% [markdown]
+# **7.2** Which recipe makes the most progress? Both arguments have a number for each recipe's name:
+# seconds per step, and steps needed for the loss that one step of `ddp` reaches.
+
+
+# %% tags=["exercise"]
+def most_progress(seconds, needed):
+    return min(seconds, key=lambda name: seconds[name])
+
+
+check("7.2", most_progress)
+
+
+# %% tags=["solution"]
+def most_progress(seconds, needed):
+    return min(seconds, key=lambda name: seconds[name] * needed[name])
+
+
+check("7.2", most_progress)
+
+# %% [markdown]
+# **7.3** A round of local SGD takes `round_time` seconds, and training waits for it. With which
+# period do rounds add no more than a tenth of the computing? Find the shortest.
+
+
+# %% tags=["exercise"]
+def long_enough(compute, round_time):
+    return math.ceil(round_time / compute)
+
+
+check("7.3", long_enough)
+
+
+# %% tags=["solution"]
+def long_enough(compute, round_time):
+    return math.ceil(round_time / (compute / 10))
+
+
+check("7.3", long_enough)
+
+# %% [markdown]
+# To explore further:
 #
 # 1. At which bandwidth do `ddp` and `ddp(codec='int4')` make equal progress on your machine?
 #    Compute it from the prediction, then race the two there with `laconic compare`.

@@ -45,10 +45,10 @@ ORDER = 7 * 1_000_003  # the seed that makes DistributedSampler shuffle as chapt
 def share_of(
     data: Dataset[Sample], batch_size: int, rank: int, world_size: int
 ) -> tuple[DataLoader[Sample], DistributedSampler[Sample]]:
-    """Batches of this rank's share of ``data``, and the sampler that has to be told the epoch.
+    """Batches of this rank's share of ``data``, and the sampler, which needs `set_epoch`.
 
-    ``batch_size`` is that of all ranks together. Where the samples can't be dealt out evenly the
-    sampler repeats the first ones in its order, so that all ranks have equally many.
+    ``batch_size`` is that of all ranks together. If samples cannot be distributed evenly, the
+    sampler repeats the first ones in its order, so that all ranks have the same number.
     """
     if batch_size % world_size:
         raise ValueError(f"{world_size} processes can't share batches of {batch_size} equally")
@@ -66,7 +66,7 @@ def train_epoch(
     scaler: torch.amp.GradScaler,
     precision: str,
 ) -> float:
-    """One pass over this rank's share; the mean loss of a sample of any rank."""
+    """Train once on this rank's share. Returns the mean loss per sample of all ranks."""
     first = next(wrapped.parameters())
     kind = first.device.type
     half = torch.float16 if kind == "cuda" else torch.bfloat16
@@ -100,10 +100,11 @@ def train(
     checkpoint: str | None = None,
     verbose: bool = False,
 ) -> dict[str, Any]:
-    """Train an `FFNet` as ``rank``, from ``checkpoint`` on if there is one; parameters and losses.
+    """Train an `FFNet` as ``rank``. Returns its parameters and losses.
 
-    ``precision``: "float32", "float64", or "mixed": parameters in float32, products of matrices in
-    16 bits. ``checkpoint``: a file that is written after every epoch, seen by rank 0 alone.
+    ``precision``: "float32", "float64", or "mixed": parameters in float32, matrix products in 16
+    bits. ``checkpoint``: a file that rank 0 writes after every epoch; if it exists, training
+    continues from it.
     """
     settings = {
         "input_size": input_size,
@@ -143,8 +144,8 @@ def train(
 
 
 def on_first_rank(work: Callable[[], T]) -> T:
-    """What ``work`` returns on rank 0, on every rank. If it fails there, an error on every rank:
-    one that knows nothing of it would wait for rank 0 in the next collective."""
+    """Call ``work`` on rank 0, and return its result on every rank. If it fails, every rank raises
+    an error. Otherwise the others would wait for rank 0 in the next collective operation."""
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
@@ -158,8 +159,8 @@ def on_first_rank(work: Callable[[], T]) -> T:
 
 
 def save(path: Path, parts: dict[str, Any], settings: dict[str, Any], losses: list[float]) -> None:
-    """Write all that training goes on from. Whoever looks at ``path`` sees the old file or the new
-    one, never a half; no rank goes on before it is there."""
+    """Write everything that training needs to continue. ``path`` is always the whole old file or
+    the whole new one. No rank continues before the new one is in place."""
 
     def write() -> None:
         states = {name: part.state_dict() for name, part in parts.items()}
@@ -167,15 +168,15 @@ def save(path: Path, parts: dict[str, Any], settings: dict[str, Any], losses: li
         with beside.open("wb") as file:
             torch.save({"settings": settings, "losses": losses, **states}, file)
             file.flush()
-            os.fsync(file.fileno())  # on the disk before the name is
+            os.fsync(file.fileno())  # the content is on the disk before the name
         beside.replace(path)
 
     on_first_rank(write)
 
 
 def load(path: Path, parts: dict[str, Any], settings: dict[str, Any]) -> list[float]:
-    """Put back what `save` wrote, on every rank; the losses of the epochs done, none without a
-    file. Rank 0 reads for all: machines need not share a disk, and none can begin elsewhere."""
+    """Load what `save` wrote, on every rank. Returns the losses of the completed epochs, an empty
+    list without a file. Rank 0 reads for all, so machines need not share a disk."""
 
     def read() -> dict[str, Any] | None:
         if not path.exists():
@@ -204,7 +205,7 @@ def load(path: Path, parts: dict[str, Any], settings: dict[str, Any]) -> list[fl
 def work(
     local_rank: int, before: int, world_size: int, address: str, options: dict[str, Any]
 ) -> None:
-    """One of the processes: the one after ``before`` others and ``local_rank`` on its machine."""
+    """Run one process. Its rank is ``local_rank`` plus ``before``, the processes of other nodes."""
     rank, device = before + local_rank, options["device"]
     if device == "cuda":
         torch.cuda.set_device(local_rank)  # NCCL, too, uses the current one
@@ -218,18 +219,18 @@ def work(
 
 
 def launch(nodes: int, per_node: int, node_rank: int, options: dict[str, Any]) -> None:
-    """Start this node's processes and wait for them; if one fails, the others are ended."""
-    here = "127.0.0.1", str(free_port())  # nobody but this node needs to know the port
+    """Start this node's processes and wait for them. If one fails, the others are ended."""
+    here = "127.0.0.1", str(free_port())  # only this node needs to know the port
     address = here if nodes == 1 else (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     arguments = node_rank * per_node, nodes * per_node, "tcp://" + ":".join(address), options
     if per_node == 1:
         return work(0, *arguments)
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # our line is enough
-    spawn(work, arguments, per_node)  # they end, too, if this process is killed
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # our line suffices
+    spawn(work, arguments, per_node)  # if this process is killed, they end, too
 
 
 def under_torchrun(options: dict[str, Any]) -> None:
-    """Be the process that torchrun says we are."""
+    """Run the process whose rank torchrun has set in the environment."""
     rank, local_rank, world_size = (
         int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     )
@@ -242,24 +243,29 @@ def under_torchrun(options: dict[str, Any]) -> None:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROG, description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("-n", "--nodes", type=int, help="machines (1); not with torchrun, which says it itself")
-    add("-g", "--gpus", type=int, help="processes on each, one per GPU (1); not with torchrun")
-    add("-nr", "--node-rank", type=int, help="which machine this is (0); not with torchrun")
+    add("-n", "--nodes", type=int, help="machines (1); torchrun sets it")
+    add("-g", "--gpus", type=int, help="processes on each, one per GPU (1); torchrun sets it")
+    add("-nr", "--node-rank", type=int, help="which machine this is (0); torchrun sets it")
     add("-s", "--batch-size", type=int, default=24, help="of all processes together")
     add("-i", "--input-size", type=int, default=100, help="numbers in a sample")
     add("-nb", "--num-samples", type=int, default=1024, help="in an epoch")
     add("-d", "--num-hl", type=int, default=0, help="hidden layers after the first")
     add("-z", "--hl-size", type=int, default=100, help="width of a hidden layer")
-    add("-e", "--epochs", type=int, default=10, help="in all, with those of a checkpoint")
+    add("-e", "--epochs", type=int, default=10, help="total, including those of a checkpoint")
     add("-p", "--precision", choices=PRECISIONS, default="float32")
-    add("-c", "--checkpoint", metavar="FILE", help="written each epoch; if there, gone on from")
-    add("--device", choices=("cpu", "cuda"), help="by default cuda where there is one")
+    add(
+        "-c",
+        "--checkpoint",
+        metavar="FILE",
+        help="written after each epoch; if it exists, training continues",
+    )
+    add("--device", choices=("cpu", "cuda"), help="by default cuda if there is a GPU")
     add("-v", "--verbose", type=int, default=1, choices=(0, 1), help="1: each epoch's loss")
     return parser
 
 
 def parse(arguments: Sequence[str] | None) -> dict[str, Any]:
-    """The options, found possible, or an exit with one line that says what is not."""
+    """The checked options. Exits with a one-line error if they are not possible."""
     by = parser()
     given = vars(by.parse_args(arguments))
     given["device"] = given["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -271,7 +277,7 @@ def parse(arguments: Sequence[str] | None) -> dict[str, Any]:
 
 
 def check(given: dict[str, Any]) -> None:
-    """Fill in how many nodes and processes there are; `ValueError` for what can't be."""
+    """Fill in the number of nodes and processes. Raises `ValueError` for what is not possible."""
     for name, value in given.items():
         least = 0 if name in ("num_hl", "node_rank", "verbose") else 1
         if isinstance(value, int) and value < least:
@@ -288,7 +294,7 @@ def check(given: dict[str, Any]) -> None:
         if node_rank >= nodes:
             raise ValueError(f"nodes are counted from 0: {node_rank} is none of {nodes}")
         if nodes > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-            raise ValueError("nodes meet at the first: set MASTER_ADDR and MASTER_PORT to where")
+            raise ValueError("set MASTER_ADDR and MASTER_PORT to where the nodes meet")
     if given["device"] == "cuda" and per_node > torch.cuda.device_count():
         there = torch.cuda.device_count()
         raise ValueError(f"{per_node} processes, {there} GPUs: start fewer, or say --device cpu")

@@ -13,8 +13,8 @@ from tutorial.toy import FFNet, sgd
 
 
 def steps_of_one(steps: int) -> None:
-    """Steps of a network so small that Python and dispatch are most of the work."""
-    torch.set_num_threads(1)  # holds for the thread that says it
+    """Train a network so small that most of the work is Python and starting operations."""
+    torch.set_num_threads(1)  # applies to the calling thread only
     model = FFNet(input_size=100, num_hl=0, hl_size=10)
     optimizer = sgd(model)
     x, y = torch.randn(32, 100), torch.randn(32, 1)
@@ -38,7 +38,7 @@ def time_threads(workers: int, steps: int) -> float:
 
 def time_process(rank: int, world_size: int, steps: int) -> float:
     """Seconds until every process of the group has made ``steps`` steps."""
-    steps_of_one(1)  # what the first step sets up is not timed
+    steps_of_one(1)  # the first step allocates memory: not timed
     dist.barrier()
     begin = time.perf_counter()
     steps_of_one(steps)

@@ -1,6 +1,6 @@
-"""What goes wrong with DistributedDataParallel without an error, and laconic in its place.
+"""Mistakes with DistributedDataParallel that raise no error, and laconic in its place.
 
-Each function runs on every rank and returns what it came to.
+Each function runs on every rank and returns its result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tutorial.toy import SEED, FFNet, ToyDataset, sgd
 def in_turn(
     rank: int, world_size: int, *, function: Callable[..., Any], options: Sequence[dict[str, Any]]
 ) -> list[Any]:
-    """What ``function`` returns with each of several options, in one group of processes."""
+    """The results of ``function`` for each of several ``options``, in one group of processes."""
     return [function(rank, world_size, **each) for each in options]
 
 
@@ -36,7 +36,7 @@ def gradient(model: nn.Module) -> Tensor:
 
 
 def train_through(rank: int, world_size: int, *, wrapper: bool) -> list[float]:
-    """Parameters after an epoch of forward passes through the wrapper, or past it."""
+    """Parameters after an epoch of forward passes through the wrapper, or through the model."""
     model = small_network()
     wrapped = DistributedDataParallel(model)
     forward = wrapped if wrapper else model
@@ -50,7 +50,7 @@ def train_through(rank: int, world_size: int, *, wrapper: bool) -> list[float]:
 
 
 def last_gradient(rank: int, world_size: int, *, divisor: str) -> list[float]:
-    """The averaged gradient of the last batch, 4 samples of all ranks where others have 16."""
+    """The averaged gradient of the last batch: 4 samples of all ranks, where others have 16."""
     model = small_network()
     wrapped = DistributedDataParallel(model)
     loader, _ = share_of(ToyDataset(10, 20), 16, rank, world_size)
@@ -69,7 +69,7 @@ def last_gradient(rank: int, world_size: int, *, divisor: str) -> list[float]:
 def own_and_mean(rank: int, world_size: int, *, dealt: bool) -> list[list[float]]:
     """The gradient of this rank's own first batch, and the average over ranks.
 
-    ``dealt``: samples are dealt out by a sampler; otherwise each rank shuffles by the same seed.
+    ``dealt``: a sampler distributes samples; otherwise each rank shuffles all by the same seed.
     """
     model = small_network()
     wrapped = DistributedDataParallel(model)
@@ -91,7 +91,7 @@ def own_and_mean(rank: int, world_size: int, *, dealt: bool) -> list[list[float]
 def with_laconic(
     rank: int, world_size: int, *, period: int, num_samples: int, epochs: int, dealt: bool = True
 ) -> dict[str, Any]:
-    """full_ddp's training with laconic: gradients averaged, or parameters once in ``period``."""
+    """full_ddp's training with laconic. Averages gradients, or parameters once per ``period``."""
     torch.manual_seed(SEED + rank)
     model = FFNet(100, 0, 100).double()
     optimizer = sgd(model)

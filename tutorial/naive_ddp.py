@@ -33,7 +33,7 @@ LEAVING = 5.0  # seconds for a process to end after it has answered, or another 
 
 
 def check_backend(backend: str) -> None:
-    """Raise `ValueError`, naming the choices, if processes here can't talk through ``backend``."""
+    """Raise `ValueError`, naming the choices, if this machine lacks ``backend``."""
     if not dist.is_available():
         raise ValueError("this build of PyTorch has no torch.distributed: install another")
     choices = {
@@ -54,9 +54,9 @@ def init_process(
     backend: str = "gloo",
     address: str = "tcp://127.0.0.1:29500",
 ) -> Any:
-    """Join the process group as ``rank``, run ``train_fn(rank, world_size, ...)``, leave.
+    """Join the process group as ``rank``, run ``train_fn(rank, world_size, ...)``, and leave.
 
-    ``address``: where rank 0 listens and the others find it; on several machines, rank 0's.
+    ``address``: where rank 0 listens and the others connect. With several machines, rank 0's.
     """
     check_backend(backend)
     if sys.platform == "linux" and "127.0.0.1" in address:
@@ -66,7 +66,7 @@ def init_process(
         backend, init_method=address, rank=rank, world_size=world_size, timeout=TIMEOUT
     )
     try:
-        dist.barrier()  # or one that is done at once leaves while another is still connecting
+        dist.barrier()  # no rank may finish and leave while another still connects
         return train_fn(rank, world_size, **train_fn_kwargs)
     finally:
         dist.destroy_process_group()
@@ -79,15 +79,15 @@ def _child(answer: Any, *arguments: Any) -> None:
 def spawn_and_join(
     world_size: int, train_fn: Callable[..., Any], backend: str = "gloo", **train_fn_kwargs: Any
 ) -> list[Any]:
-    """Run ``train_fn`` in ``world_size`` processes; what each returned, by rank.
+    """Run ``train_fn`` in ``world_size`` processes. Returns what each returned, by rank.
 
-    ``train_fn`` and what it takes and returns are pickled, so it must be a function of a module
-    and not of a notebook. If a process ends with another exit code than 0 the others are ended,
-    as they would wait for it, and a `RuntimeError` says which it was.
+    ``train_fn``, its arguments and its result are pickled, so it must be a function of a module and
+    not of a notebook. If a process fails, the others would wait for it. They are therefore ended,
+    and a `RuntimeError` names the one that failed.
     """
     check_backend(backend)
-    # Each process is a copy of one that has imported already what takes seconds to import: torch,
-    # and what its optimizers import when the first one is made.
+    # Each process is a copy of one that has already imported torch, which takes seconds, and what
+    # torch's optimizers import when the first one is made.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch._dynamo", "tutorial.toy"])
     address = f"tcp://127.0.0.1:{free_port()}"
@@ -97,7 +97,7 @@ def spawn_and_join(
         arguments = (theirs, rank, world_size, train_fn, train_fn_kwargs, backend, address)
         process = context.Process(target=_child, args=arguments)
         process.start()
-        theirs.close()  # now only the child holds it: if it ends, we read the end of the pipe
+        theirs.close()  # now only the child has it: if the child ends, so does the pipe
         processes.append(process)
         answers.append(ours)
     try:
@@ -117,7 +117,7 @@ def spawn_and_join(
 
 
 def _collect(answers: list[Any]) -> Iterator[tuple[int, Any]]:
-    """(rank, what it returned), as they come; stops at the first process that ends without."""
+    """Yield (rank, its result) as results arrive. Stops at a process that ends without one."""
     waiting = list(answers)
     while waiting:
         for ready in wait(waiting):
@@ -151,10 +151,10 @@ class DatasetPartition(Dataset[Sample]):
 
 
 class DataPartitioner:
-    """Deals ``data`` out like cards: shuffled, then one sample to each rank in turn.
+    """Shuffles ``data``, then gives one sample to each rank in turn.
 
-    Every sample is in one part, and parts differ by one sample at most. All ranks shuffle alike,
-    from the same seed, without a word between them; another epoch is another order.
+    Every sample is in one part, and parts differ by at most one sample. All ranks use the same
+    seed, so they agree on the order without communication. Each epoch has another order.
     """
 
     def __init__(self, data: Dataset[Sample], world_size: int, seed: int = 7) -> None:
@@ -177,11 +177,11 @@ def partition_dataset(
     epoch: int = 0,
     seed: int = 7,
 ) -> Iterator[tuple[Tensor, Tensor, float]]:
-    """Rank's share of each global batch: inputs, targets, and its share of the samples.
+    """Yield the rank's part of each global batch: inputs, targets, and its share of the samples.
 
-    ``batch_size`` is the global one, of all ranks together, and a multiple of ``world_size``.
-    Every rank gets as many batches as every other. In the last one a rank may have a sample less,
-    or none at all: it must take part nevertheless, or the others wait for it for ever.
+    ``batch_size`` is that of all ranks together, and a multiple of ``world_size``. All ranks get
+    the same number of batches. In the last one a rank may have one sample less, or none at all. It
+    must take part nevertheless, or the others wait for it forever.
     """
     if batch_size % world_size:
         raise ValueError(f"a batch of {batch_size} can't be cut into {world_size} equal parts")
@@ -234,11 +234,11 @@ def train(
     weighted: bool = True,
     verbose: bool = False,
 ) -> dict[str, Any]:
-    """Train an `FFNet` on this rank's share; its parameters, losses and seconds.
+    """Train an `FFNet` on this rank's share. Returns its parameters, losses and seconds.
 
     ``start``: "broadcast": from rank 0's parameters; "seed": every rank makes its own from the same
-    seed; "different": each from a seed of its own, which is a mistake. ``weighted``: gradients
-    count by the samples of their rank; without it each counts as much, which is another.
+    seed; "different": each rank uses another seed, which is a mistake. ``weighted``: weight a
+    gradient by its rank's samples. Without weights all count the same, which is also a mistake.
     """
     torch.manual_seed(SEED if start == "seed" else SEED + rank)
     model = FFNet(input_size, num_hl, hl_size).to(dtype)
@@ -272,7 +272,7 @@ def train(
 
 
 def train_alone(**options: Any) -> dict[str, Any]:
-    """The same without processes, messages or shares, for comparison: plain PyTorch."""
+    """The same training in plain PyTorch, without processes or messages, for comparison."""
     given = {"input_size": 100, "num_samples": 1024, "num_hl": 0, "hl_size": 100, "epochs": 10}
     given |= {"batch_size": 24, "dtype": torch.float32} | options
     torch.manual_seed(SEED)
@@ -296,7 +296,7 @@ def train_alone(**options: Any) -> dict[str, Any]:
     }
 
 
-# --- for a look --------------------------------------------------------------------------------
+# --- to try out --------------------------------------------------------------------------------
 
 
 def who(rank: int, world_size: int) -> int:
@@ -305,14 +305,14 @@ def who(rank: int, world_size: int) -> int:
 
 
 def die(rank: int, world_size: int, victim: int) -> None:
-    """The process ``victim`` ends in the middle of it; the others wait for it."""
+    """The process ``victim`` ends without a result; the others wait for it."""
     if rank == victim:
         os._exit(3)
     dist.barrier()
 
 
 def time_all_reduce(rank: int, world_size: int, numbers: list[int], repeats: int) -> list[float]:
-    """Median seconds of an all-reduce of so many numbers, for each of ``numbers``."""
+    """Median seconds of an all-reduce, for each of these sizes in ``numbers``."""
     medians = []
     for number in numbers:
         tensor, seconds = torch.zeros(number), []

@@ -25,9 +25,9 @@ def train(
 ) -> Iterator[Result]:
     """Train the lab's transformer under each recipe, on hosts that send ``rate`` bit/s each.
 
-    One recipe after the other, each for so many ``seconds`` of training or so many ``steps``, from
-    the same start and with the same batches. ``alone``: first of all without any communication.
-    Yields the result so far after each. Raises ``RuntimeError`` where one failed or diverged.
+    Recipes train one after the other, each for ``seconds`` of training or for ``steps``, from the
+    same start and with the same batches. ``alone``: train without any communication first. Yields
+    the result so far after each. Raises ``RuntimeError`` if one failed or diverged.
     """
     settings = runner.Settings(
         recipes=tuple(recipes),
@@ -48,18 +48,18 @@ def train(
 
 
 def sent(row: Row) -> float:
-    """Bytes that a host sent per step for the recipe's rounds, by laconic's own ledger."""
+    """Bytes per step that a host sent for the recipe's rounds, counted by laconic."""
     return sum(rounds.bytes * len(rounds.steps()) for rounds in row.rounds) / row.steps
 
 
 def shapes() -> tuple[tuple[int, ...], ...]:
-    """Of the transformer's tensors."""
+    """The shapes of the transformer's tensors."""
     return tuple(tuple(parameter.shape) for parameter in ByteTransformer().parameters())
 
 
 def on_paper(rate: float, compute: float) -> Facts:
-    """All that a prediction needs, but for what was not measured: what packing and coding take of
-    the processor, and how far hosts are from being equally fast."""
+    """What a prediction needs. It leaves out what was not measured: the processor time of packing
+    and coding, and differences in speed between hosts."""
     return Facts(
         workers=HOSTS, shapes=shapes(), itemsize=4, compute=compute, rate=rate, latency=LATENCY
     )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 SCALE = float(os.environ.get("TUTORIAL_SCALE", "1"))
-"""Share of the work that chapters do; figures of time count at 1 only."""
+"""Share of the work that chapters do. Times are meaningful only at 1."""
 FULL = SCALE == 1
 SEED = 691
 
@@ -42,7 +42,7 @@ class FFNet(nn.Module):
 class ToyDataset(Dataset[tuple[Tensor, Tensor]]):
     """Random inputs, and a target that a small network can learn: y = |x.w| with a fixed w.
 
-    The same numbers wherever and whenever it is made: they depend on ``seed`` alone.
+    The numbers depend on ``seed`` alone, so every process has the same data.
     """
 
     def __init__(self, input_size: int, num_samples: int, seed: int = SEED) -> None:
@@ -69,7 +69,7 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 def train_epoch(
     model: nn.Module, loader: DataLoader[tuple[Tensor, Tensor]], optimizer: torch.optim.Optimizer
 ) -> float:
-    """One pass over the data; the mean loss of a sample, as it was when the sample came by."""
+    """Train on every batch once. Returns the mean loss per sample, before the step on its batch."""
     total, samples = 0.0, 0
     for x, y in loader:
         loss = nn.functional.mse_loss(model(x), y)
@@ -90,15 +90,15 @@ def benchmark_training(
     repeats: int = 10,
     verbose: bool = True,
 ) -> list[int]:
-    """Nanoseconds that ``nb_epochs`` epochs take, once for each of ``repeats``.
+    """Nanoseconds that ``nb_epochs`` epochs take, for each of ``repeats`` repeats.
 
-    Batches are cut beforehand, so that what is timed is training and not the loading of data. The
-    model goes on training from one repeat to the next; what a step costs does not depend on it.
+    Batches are made beforehand, so that only training is timed, and not the loading of data. The
+    model continues to train from one repeat to the next. This does not change the cost of a step.
     """
     data = ToyDataset(input_size, num_samples)
     batches = list(zip(data.x.split(batch_size), data.y.split(batch_size), strict=True))
     optimizer = sgd(nn_mdl)
-    train_epoch(nn_mdl, batches[:8], optimizer)  # the first steps make buffers: not timed
+    train_epoch(nn_mdl, batches[:8], optimizer)  # the first steps allocate memory: not timed
     nanoseconds = []
     for _ in range(repeats):
         start = time.perf_counter_ns()
@@ -115,12 +115,12 @@ def benchmark_training(
 
 
 def scaled(number: int, least: int = 1) -> int:
-    """So much of ``number`` as TUTORIAL_SCALE says, and at least ``least``."""
+    """``number`` times TUTORIAL_SCALE, rounded, and at least ``least``."""
     return max(round(number * SCALE), least)
 
 
 def machine() -> str:
-    """Where figures were measured, and how busy it was with other things beforehand."""
+    """The machine on which figures were measured, and its load before that."""
     busy = f"load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else "load unknown"
     told = f"{_processor()}, {os.cpu_count()} cores, {busy}, torch {torch.__version__}"
     return told if FULL else f"{told}; scaled to {SCALE:g} of the work: times mean nothing"

@@ -40,9 +40,11 @@ def rows_of(study: str, known: Mapping[Job, Outcome]) -> dict[str, list[Row]]:
     found = {}
     for task in NAMES:
         try:
-            found[task] = list(STUDIES[study](runs, task))
+            rows = list(STUDIES[study](runs, task))
         except MissingError:
             continue
+        if rows:
+            found[task] = rows
     return found
 
 
@@ -142,6 +144,33 @@ def direction_picture(found: Mapping[str, Sequence[Row]]) -> Figure:
     return figure
 
 
+# -- late ----
+
+LINES = {
+    "Nesterov": "#c76a08",
+    "Nesterov, loscar": "#e0a458",
+    "Muon, mix": "#9db8ea",
+    "Muon, lr 0.7": "#1b998b",
+    "Muon": "#3f78d8",
+}
+
+
+def late_picture(found: Mapping[str, Sequence[Row]]) -> Figure:
+    figure, axes = _panels(len(found))
+    for at, (task, rows) in zip(axes, found.items(), strict=True):
+        ddp, rest = rows[0], rows[1:]
+        at.axhline(ddp.mean, color=GRAY, linewidth=0.8, label="ddp()")
+        for what, color in LINES.items():
+            of = [r for r in rest if r.what.rpartition(",")[0] == what]
+            _line(at, [(r.mean, r.spread) for r in of], color, what)
+        at.set_xticks(range(len(PERIODS)), PERIODS)
+        at.set_xlabel("period")
+        at.set_title(task, loc="left", fontsize=10)
+    axes[0].set_ylabel("loss (nats)")
+    axes[0].legend(frameon=False, fontsize=8)
+    return figure
+
+
 # -- outer ----
 
 
@@ -231,4 +260,6 @@ PAGES = {
     "muloco": (muloco_table, muloco_picture),
     "direction": (direction_table, direction_picture),
     "outer": (outer_table, outer_picture),
+    "late": (direction_table, late_picture),
+    "late_sgd": (direction_table, late_picture),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -23,9 +24,9 @@ WARMUP, FINAL = 0.05, 0.1
 class Job:
     """Everything that determines a run.
 
-    ``inner``: ``"adamw"`` or ``"muon"`` (beside AdamW). ``lr``: the peak learning rate, which rises
-    over 5% of the ``steps`` and falls to a tenth along a half cosine. ``batch``: samples per worker
-    and step.
+    ``inner``: ``"adamw"``, ``"muon"`` (beside AdamW), or ``"sgd"`` (with Nesterov's momentum).
+    ``lr``: the peak learning rate, which rises over 5% of the ``steps`` and falls to a tenth along
+    a half cosine. ``batch``: samples per worker and step.
     """
 
     task: str
@@ -65,6 +66,9 @@ def train(job: Job) -> Outcome:
         model = of.model()
         if job.inner == "muon":
             optimizers = laconic.muon(model, job.lr)
+        elif job.inner == "sgd":
+            sgd = partial(torch.optim.SGD, momentum=0.9, nesterov=True)
+            optimizers = [sgd(model.parameters(), lr=job.lr)]
         else:
             options = {"lr": job.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
             optimizers = [torch.optim.AdamW(model.parameters(), **options)]

@@ -149,9 +149,44 @@ def direction(runs: Runs, task: str) -> Iterator[Row]:
     return (row(runs, what, job) for what, job in jobs.items())
 
 
+# -- fragments that arrive late ----
+
+SGD_LR = {"text, small": 0.3, "images, small": 0.05}
+"""Learning rates of SGD with Nesterov's momentum of 0.9."""
+LATE = {
+    "Nesterov": "streaming_diloco({0}, 4, 2)",
+    "Nesterov, loscar": "streaming_diloco({0}, 4, 2, merge='loscar')",
+    "Muon, mix": "streaming_diloco({0}, 4, 2, lr=0.7, outer='muon', merge='mix')",
+    "Muon, lr 0.7": "streaming_diloco({0}, 4, 2, lr=0.7, outer='muon')",
+    "Muon": "streaming_diloco({0}, 4, 2, outer='muon')",
+}
+
+
+def late(runs: Runs, task: str, inner: str = "adamw") -> Iterator[Row]:
+    """Streaming DiLoCo, whose fragments arrive two steps late, with 4 workers: both outer steps,
+    and ways to combine what arrives with the progress made meanwhile."""
+    cases = [("ddp()", "ddp()")]
+    cases += [
+        (f"{what}, {period}", text.format(period))
+        for period in PERIODS
+        for what, text in LATE.items()
+    ]
+    lr = INNER_LR[task] if inner == "adamw" else SGD_LR[task]
+    jobs = {what: Job(task, text, inner, lr, 4, 512, BATCH, 0) for what, text in cases}
+    runs([j for job in jobs.values() for j in seeded(job, FRESH)])
+    return (row(runs, what, job) for what, job in jobs.items())
+
+
+def late_sgd(runs: Runs, task: str) -> Iterator[Row]:
+    """`late` with SGD inside, on the small tasks."""
+    return late(runs, task, "sgd") if task in SGD_LR else iter(())
+
+
 STUDIES: dict[str, Callable[[Runs, str], Iterator[Row]]] = {
     "muloco": muloco,
     "direction": direction,
     "outer": outer,
+    "late": late,
+    "late_sgd": late_sgd,
 }
 assert set(INNER_LR) == set(NAMES)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch.optim import Optimizer
 
 from laconic.algorithms.recipes import ddp, local_sgd, streaming_diloco
-from laconic.algorithms.round import GradientRound, Recipe, Round
+from laconic.algorithms.round import GradientRound, Recipe, Round, fragments_of
 from laconic.predict import Facts, often, travel
 
 
@@ -41,9 +41,22 @@ would do for gradients, but the latency does not."""
 PERIODS = {4: 1.37, 8: 1.43, 16: 1.5, 32: 1.58, 64: 1.66, 128: 1.74, 256: 1.82, 512: 1.9}
 """Periods of `laconic.streaming_diloco` with Int4 and their steps: measured with a delay of 1 for
 periods up to 64, of which a run of 480 steps has a few, and extrapolated by 0.08 per doubling."""
-MUON = {4: 1.2, 8: 1.22, 16: 1.33, 32: 1.44, 64: 1.64, 128: 1.74, 256: 1.82, 512: 1.9}
-"""The same with ``outer="muon"``, measured with a delay of 2: see `takes_muon`. From a period of 64
-on, a run of 480 steps has too few rounds for a difference."""
+MUON = {
+    8: 1.0,
+    12: 1.03,
+    16: 1.06,
+    24: 1.2,
+    32: 1.31,
+    48: 1.45,
+    64: 1.55,
+    128: 1.7,
+    256: 1.8,
+    512: 1.9,
+}
+"""The same with ``outer="muon"``, measured with a delay of 2, and interpolated for 12, 24 and 48. A
+period of 8 took fewer steps than `laconic.ddp`, 0.91. It counts as 1: the outer step is one more
+optimizer, whose gain over gradients should not decide where the network is fast. See
+`takes_muon`."""
 SHORTEST = 8
 """The least period to choose. Period 4 takes 4% fewer steps, but loses more than that by a message
 in every step, which `predict` does not include if processors are few: at 10 Mbit/s with 4 emulated
@@ -82,8 +95,14 @@ def delay_for(period: int, facts: Facts, make: Maker | None = None) -> tuple[int
     `streaming`). The delay is 1.25 times these seconds, plus half a step since the last rank sends
     late, at most the period. The margin is needed: with a message that took 0.6 of its delay of one
     step all ranks waited 13% of the time, at 10 Mbit/s on 4 emulated hosts."""
-    seconds = travel((make or streaming)(period, 1, 1.0).recipe[0], facts)
+    r = (make or streaming)(period, 1, 1.0).recipe[0]
+    seconds = travel(r, facts) * max(1.0, _largest(facts) * fragments_of(r))
     return min(math.ceil(1.25 * seconds / facts.compute + HALF), period), seconds
+
+
+def _largest(facts: Facts) -> float:
+    """The share of the largest tensor: a fragment has no less where tensors stay whole."""
+    return max(map(math.prod, facts.shapes)) / facts.elements if facts.muon else 0.0
 
 
 def local(period: int, delay: int, steps: float) -> Candidate:
@@ -100,8 +119,8 @@ def streaming(period: int, delay: int, steps: float) -> Candidate:
 
 def muon(period: int, delay: int, steps: float) -> Candidate:
     """`streaming` with outer steps in Muon's direction, as `MUON` was measured."""
-    recipe = streaming_diloco(period, delay=delay, outer="muon", by="layers")
-    text = f"streaming_diloco({period}, delay={delay}, outer='muon', by='layers')"
+    recipe = streaming_diloco(period, delay=delay, outer="muon")
+    text = f"streaming_diloco({period}, delay={delay}, outer='muon')"
     return Candidate(text, recipe, steps)
 
 
@@ -117,10 +136,12 @@ def delayed(facts: Facts) -> dict[Maker, dict[int, float]]:
 
 def takes_muon(optimizer: Optimizer | None, shapes: Sequence[Sequence[int]]) -> bool:
     """Whether outer steps in Muon's direction are to be chosen, for tensors of these ``shapes``,
-    all of them whole. So they are where they had lower losses (``docs/evidence.md``): with an
-    optimizer of Adam's kind, whose groups have ``betas``, and where most elements are in
-    matrices."""
-    if optimizer is None or not all("betas" in group for group in optimizer.param_groups):
+    all of them whole. They are where they had lower losses (``docs/evidence.md``): with optimizers
+    of Adam's kind (whose groups have ``betas``) and SGD (``dampening``), but not with Muon itself,
+    and where most elements are in matrices."""
+    if optimizer is None:
+        return False
+    if not all("betas" in group or "dampening" in group for group in optimizer.param_groups):
         return False
     elements = sum(map(math.prod, shapes))
     matrices = sum(math.prod(s) for s in shapes if len(s) == 2 and min(s) > 1)

@@ -27,6 +27,8 @@ control may not have found the rate yet."""
 STEADY = 1.5
 """The last probe is repeated if it and the one before it do not agree on the rate within this
 factor."""
+CLEARLY = 1.1
+"""A probe that was repeated twice, each time so much slower, was itself too fast."""
 ENOUGH = 1000
 """Packets from which the share of lost ones is computed for the probes alone."""
 UNEQUAL_WORKERS, UNEQUAL_HOSTS = 1.25, 2.5
@@ -49,8 +51,9 @@ def probe(link: Link, device: torch.device) -> Probed:
     """Send growing probes until one takes `LONG` seconds. Every rank of the link must call it.
 
     The rate is the difference in bytes between the last two probes over their difference in
-    seconds, because a shaped network interface passes the first bytes at full speed. Rate and
-    latency are the same on all ranks.
+    seconds, because a shaped network interface passes the first bytes at full speed. On a slow
+    network, a part of the last probe may be among these; then it is repeated, and its own rate
+    counts. Rate and latency are the same on all ranks.
     """
     n = link.size
     if n == 1:  # in an elastic run
@@ -64,15 +67,20 @@ def probe(link: Link, device: torch.device) -> Probed:
         size *= 4
     taken.append((size, seconds))
     before = taken[-2]
+    burst = False
     if seconds >= LONG and not _steady(taken):  # a lost packet may have delayed it
-        seconds = min(seconds, timed(link, device, size))
+        again = timed(link, device, size)
+        if again > CLEARLY * seconds:  # or a shaper may have passed its first bytes at once
+            again = min(again, timed(link, device, size))
+        burst = again > CLEARLY * seconds
+        seconds = again if burst else min(seconds, again)
     sent = cost.all_to_all(size, n).bytes - cost.all_to_all(before[0], n).bytes
     later = link.sent()
     packets, again = _packets(later)
     if packets - _packets(earlier)[0] >= ENOUGH:  # else too few to tell: all that were ever sent
         packets, again = packets - _packets(earlier)[0], again - _packets(earlier)[1]
     longer = seconds - before[1]
-    if longer < seconds / 4:  # the one before was delayed: no less than the whole one's rate
+    if burst or longer < seconds / 4:  # the one before was fast, or delayed: the whole one's rate
         sent, longer = cost.all_to_all(size, n).bytes, seconds
     rate = 8 * sent / max(longer, 1e-9)
     return Probed(rate, latency, packets, again, speeds(earlier, later, n))

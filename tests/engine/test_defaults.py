@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from laconic.algorithms.recipes import RECIPES
 from laconic.algorithms.round import NamedRecipe, Round, describe, is_recipe, recipe_text
 from laconic.algorithms.updates import SlowMomentum, momentum_for
 from laconic.auto import Chooser
-from laconic.candidates import CHOSEN, candidates
+from laconic.candidates import candidates, made
 from laconic.cli import main
 from laconic.codecs import CODECS
 from laconic.errors import check_choice, did_you_mean
@@ -91,20 +91,26 @@ def test_the_wrapper_keeps_the_momentum_of_fairscale() -> None:
 # -- streaming DiLoCo and auto ----
 
 
-def test_auto_takes_streaming_diloco_as_it_is_by_default() -> None:
-    facts = Facts(4, ((845, 1024),), 4, 0.15, 1e7, 1e-3)
+@pytest.mark.parametrize("muon", [False, True])
+def test_what_auto_chooses_from(muon: bool) -> None:
+    facts = Facts(4, ((845, 1024),), 4, 0.15, 1e7, 1e-3, muon=muon)
+    outer: Literal["muon"] | None = "muon" if muon else None
+    periods = []
     for candidate in candidates(facts):
         first = candidate.recipe[0]
+        assert parse_recipe(candidate.text) == candidate.recipe
+        assert made(candidate.recipe) is None or made(candidate.recipe).text == candidate.text
         if isinstance(first, Round):
             period = first.when.period  # type: ignore[attr-defined]
             if candidate.text.startswith("local_sgd("):
                 delayed = la.local_sgd(period, delay=first.delay, codec="int4")
                 assert candidate.recipe == delayed and period == 2
                 continue
-            assert period in CHOSEN
-            assert candidate.recipe == la.streaming_diloco(period, delay=first.delay)
-            assert parse_recipe(candidate.text) == candidate.recipe
-    assert CHOSEN == (8, 16, 32, 64, 128, 256, 512), "not 4, whose messages take too much"
+            periods.append(period)
+            streaming = la.streaming_diloco(period, delay=first.delay, outer=outer)
+            assert candidate.recipe == streaming
+    between = [12, 24, 48] if muon else []
+    assert periods == sorted([8, 16, 32, 64, 128, 256, 512, *between]), "not 4: many messages"
     default = la.streaming_diloco()
     assert default == la.streaming_diloco(16, 4, 2, 0.5, "int4", lr=0.7, momentum=0.6)
 

@@ -16,6 +16,7 @@ import laconic as la
 from laconic import processor
 from laconic.algorithms.parse import parse_recipe
 from laconic.candidates import takes_muon
+from laconic.engine.joint_optimizer import JointOptimizer
 from laconic.predict import Facts, predict, undisturbed
 from laconic.processor import Usage
 
@@ -105,17 +106,17 @@ def test_rounds_and_jobs_are_counted() -> None:
 # -- when outer steps have Muon's direction ----
 
 
-def test_muon_is_for_optimizers_of_adams_kind_and_matrices() -> None:
+def test_muon_is_for_adam_and_sgd_and_matrices() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Conv1d(1, 1, 3))
     shapes = [p.shape for p in model.parameters()]
     adam = torch.optim.AdamW(model.parameters())
     assert takes_muon(adam, shapes)
     assert takes_muon(torch.optim.NAdam(model.parameters()), shapes)
-    assert not takes_muon(torch.optim.SGD(model.parameters(), lr=0.1), shapes)
+    assert takes_muon(torch.optim.SGD(model.parameters(), lr=0.1), shapes)
+    assert not takes_muon(torch.optim.Adagrad(model.parameters()), shapes), "not measured"
     assert not takes_muon(None, shapes)
     kernels = [(64, 3, 3, 3), (8, 8)]
     assert math.prod(kernels[0]) > 64 and not takes_muon(adam, kernels)
     assert not takes_muon(adam, [(1, 64), (64,)]), "a row is not a matrix"
-    joint = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    joint.add_param_group({"params": list(model[1].parameters()), "betas": (0.9, 0.95)})
-    assert not takes_muon(joint, shapes), "every group must have betas"
+    muon = JointOptimizer(la.muon(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))))
+    assert not takes_muon(muon, [(8, 8)]), "every group must be of a kind that was measured"

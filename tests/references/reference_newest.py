@@ -69,7 +69,7 @@ class Outer(Recipe):
     """every H:  d_i = a - x_i ;  D = combine(d) ;  m <- mu*m + D ;  s = turn(D + mu*m)
               a <- a - eta*s ;  x <- a
     Delayed: the above at step t, but x stays; at t + delay: x <- mix*x + (1 - mix)*a, a as of
-    step t.
+    step t; or with keep: x <- a + (x - y), y the x of step t.
 
     As reference.DiLoCo, which is this with D = mean(d), s = D + mu*m, mix 0.5. What is due folds
     before d is taken; settling folds nothing; the consensus is a."""
@@ -79,12 +79,14 @@ class Outer(Recipe):
     momentum: float
     delay: int = 0
     mix: float = 0.5
+    keep: bool = False
 
     def start(self, x0: Params, n: int) -> None:
         assert self.delay <= self.period
         self.anchor = copy(x0)
         self.m = {name: np.zeros_like(x0[name]) for name in NAMES}
-        self.flight: list[tuple[int, Params]] = []  # (step it is due, the anchor it brings)
+        self.flight: list[tuple[int, Params, list[Params]]] = []
+        # (step it is due, the anchor it brings, the workers' y)
 
     def combine(self, d: Sequence[Array]) -> Array:
         return average(d)
@@ -94,7 +96,7 @@ class Outer(Recipe):
 
     def after_step(self, t: int, workers: list[Worker], lr: Rates) -> None:
         while self.flight and self.flight[0][0] == t:
-            self._fold(workers, self.flight.pop(0)[1])
+            self._fold(workers, *self.flight.pop(0)[1:])
         if t % self.period != 0:
             return
         a, m = self.anchor, self.m
@@ -103,15 +105,18 @@ class Outer(Recipe):
             m[name] = self.momentum * m[name] + delta
             a[name] = a[name] - self.lr * self.turn(delta + self.momentum * m[name])
         if self.delay > 0:
-            self.flight.append((t + self.delay, copy(a)))
+            self.flight.append((t + self.delay, copy(a), [copy(w.x) for w in workers]))
         else:
             for w in workers:
                 w.x = copy(a)
 
-    def _fold(self, workers: list[Worker], anchor: Params) -> None:
-        for w in workers:
+    def _fold(self, workers: list[Worker], anchor: Params, sent: list[Params]) -> None:
+        for w, y in zip(workers, sent, strict=True):
             for name in NAMES:
-                w.x[name] = self.mix * w.x[name] + (1.0 - self.mix) * anchor[name]
+                if self.keep:
+                    w.x[name] = anchor[name] + (w.x[name] - y[name])
+                else:
+                    w.x[name] = self.mix * w.x[name] + (1.0 - self.mix) * anchor[name]
 
     def consensus(self, workers: list[Worker]) -> Params:
         return copy(self.anchor)

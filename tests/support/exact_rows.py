@@ -166,6 +166,10 @@ ROWS: dict[str, tuple[la.Recipe, ref.Recipe]] = {
         la.muloco(3, 0.5, 0.0, outer="muon", delay=2, mix=0.3),
         newest.muloco(3, 0.5, 0.0, 2, 0.3),
     ),
+    "streaming_diloco(3, 1, 2, outer='muon')": (
+        la.streaming_diloco(3, 1, 2, codec=None, outer="muon"),
+        newest.muloco(3, 1.0, 0.6, 2, keep=True),
+    ),
     "diloco(4, rda)": (la.diloco(4, 0.7, 0.5, average="rda"), newest.diloco_rda(4, 0.7, 0.5)),
     "diloco(4, rda, delay=3)": (
         la.diloco(4, average="rda", delay=3, mix=0.2),

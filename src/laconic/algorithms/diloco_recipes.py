@@ -96,12 +96,12 @@ def streaming_diloco(
     mix: float = 0.5,
     codec: CodecOption = "int4",
     *,
-    lr: float = 0.7,
+    lr: float | None = None,
     momentum: float = 0.6,
     outer: Outer | None = None,
     average: Averaging = "mean",
-    merge: Merge = "mix",
-    by: Literal["bytes", "layers"] = "bytes",
+    merge: Merge | None = None,
+    by: Literal["bytes", "layers"] | None = None,
     quorum: int | None = None,
     grace: float = 0.0,
     pace: Pace = "equal",
@@ -118,9 +118,15 @@ def streaming_diloco(
     ``streaming_diloco(100, delay=1, codec="e3m0", lr=0.4, momentum=0.9)``. Fragment k of K is sent
     after steps ``(k+1)*period/K, ... + period, ...`` (rounded down). ``by``: split into fragments
     of about equal bytes, or of whole layers: see `Fragment`; ``outer="muon"`` and
-    ``average="rda"`` need ``by="layers"``. The other arguments are those of `diloco`; ``quorum``
+    ``average="rda"`` need ``by="layers"``. None: ``lr=0.7, merge="mix"``, but with ``outer="muon"``
+    ``lr=1.0, merge="loscar"`` (``docs/evidence.md``); and ``by="layers"`` where it is needed, else
+    ``"bytes"``. The other arguments are those of `diloco`; ``quorum``
     and ``pace`` need ``delay=0``. With one fragment, no delay, and no codec this is DiLoCo.
     """
+    muon = outer == "muon"
+    lr = (1.0 if muon else 0.7) if lr is None else lr
+    merge = ("loscar" if muon else "mix") if merge is None else merge
+    by = ("layers" if muon or average == "rda" else "bytes") if by is None else by
     update: OuterStep | DelayedNesterov = outer_step(lr, momentum, outer, merge, mix)
     check_int("period", period, 1)
     if check_int("fragments", fragments, 1) > period:
