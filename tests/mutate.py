@@ -531,7 +531,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("engine/flat_gradients.py", "self._padding.zero_()", "pass", CODED),
     ("candidates.py", " if p >= SHORTEST", "", ["tests/engine/test_defaults.py"]),
     ("candidates.py", 'return "rounds"', "return self.text", AUTO),
-    ("auto.py", "replace(self._facts, compute=compute)", "self._facts", AUTO),
+    ("auto.py", "replace(self._facts, compute=compute, carry=carry, contention=contention)", "self._facts", AUTO),
     ("auto.py", "if self._facts_loaded or not", "if not", AUTO),
     ("auto.py", "max(LATER, self.now.recipe[0].delay)", "LATER", AUTO),
     ("auto.py", "spans = sorted(spans)[:1]", "pass", AUTO),
