@@ -65,6 +65,7 @@ import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import cast
 
 import torch
@@ -392,7 +393,8 @@ def _gradients(r: AnyRound, facts: Facts) -> Load:
     sizes = bucket_sizes(r.exchange, facts.elements * facts.itemsize, largest)
     work = facts.work.get(work_key(r), 0.0)
     backward = facts.backward * facts.compute
-    ready = [backward * sum(sizes[: k + 1]) / sum(sizes) for k in range(len(sizes))]
+    whole = sum(sizes)
+    ready = [backward * part / whole for part in accumulate(sizes)]
     net, overlapping = facts.net(*names), facts.overlapping
     overlapping = 2 * net.latency >= FAR_SECONDS if overlapping is None else overlapping
     if overlapping and len(sizes) > 1 and amount.messages and in_stages(r.exchange):
@@ -404,7 +406,7 @@ def _gradients(r: AnyRound, facts: Facts) -> Load:
     else:
         seconds, end = facts.travel(names, amount, n, len(sizes)), 0.0
         for size, since in zip(sizes, ready, strict=True):
-            end = max(end, since) + (seconds + work) * size / sum(sizes)
+            end = max(end, since) + (seconds + work) * size / whole
     exposed = end - backward
     overlap = 1 - min(exposed / (seconds + work), 1.0) if seconds + work else 0.0
     concurrent = overlap * (work + facts.carry * amount.bytes)

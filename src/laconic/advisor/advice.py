@@ -171,7 +171,7 @@ class Advice:
         for guide, source in zip(plain["guide"], self.guide, strict=True):
             for name in ("saved", "pays_there", "pays_here"):
                 guide[name] = getattr(source, name)
-        return json.dumps(_finite(plain), indent=2)
+        return json.dumps(finite(plain), indent=2)
 
 
 def advice_on(
@@ -355,12 +355,12 @@ def _exchange_elements(exchange: Exchange, length: int, n: int) -> int:
     return sum(tensor.numel() for tensor in state.values())
 
 
-def _finite(value: object) -> object:
+def finite(value: object) -> object:
     """Replace nonfinite numbers, which JSON does not support, by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(v) for key, v in value.items()}
+        return {key: finite(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
+        return [finite(v) for v in value]
     return value

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from laconic import __version__
-from laconic.cli import advise, compare, coordinator, doctor, keys, lab, report, tune, watch
+from laconic.cli import advise, compare, coordinator, doctor, keys, lab, plan, report, tune, watch
 from laconic.errors import did_you_mean
 
 
@@ -24,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     compare.add(commands)
     advise.add(commands)
+    plan.add(commands)
     report.add(commands)
     lab.add(commands)
     doctor.add(commands)

@@ -210,6 +210,8 @@ class Cluster:
 
     def link(self, a: int, b: int) -> Path:
         """The connection between two sites, by index."""
+        if not self.links:
+            return Path(("", ""))
         ends = {self.sites[a].name, self.sites[b].name}
         return next((each for each in self.links if {*each.between} == ends), Path(("", "")))
 
