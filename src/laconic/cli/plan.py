@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,10 @@ DESCRIBES = ("workers", "sites", "rate", "uplink", "latency", "jitter", "loss", 
              "dtype", "step", "spread", "tokens", "price", "egress", "mtbf", "repair",
              "checkpoint")  # fmt: skip
 """Options that describe a cluster, which a file does otherwise."""
+
+
+STEPS, TRAINED = 10_000, 100
+"""Default lengths: of a plan, and of a training with ``--train``."""
 
 
 def add(commands: Any) -> None:
@@ -53,7 +58,9 @@ docs/planning.md explains every number.""",
         "those that laconic advise compares)",
     )
     what = parser.add_argument_group("the cluster, all of whose workers are alike")
-    what.add_argument("--workers", type=int, metavar="N", help="number of workers, such as machines")
+    what.add_argument(
+        "--workers", type=int, metavar="N", help="number of workers, such as machines"
+    )
     what.add_argument("--sites", type=int, metavar="N", help="sites with equal shares of them (1)")
     what.add_argument("--rate", metavar="RATE", help="of each worker's network, such as 100mbit")
     what.add_argument(
@@ -97,10 +104,17 @@ docs/planning.md explains every number.""",
         "and network, and show its timeline beside the planned one",
     )
     parser.add_argument(
-        "--steps", type=parse_count, default=10_000, help="length of the run (default: 10,000)"
+        "--steps", type=parse_count, default=STEPS, help=f"length of the run (default: {STEPS:,})"
     )
     parser.add_argument(
         "--runs", type=int, default=5, metavar="N", help="simulated runs of a recipe (default: 5)"
+    )
+    parser.add_argument(
+        "--train",
+        type=int,
+        metavar="N",
+        help="train a tiny model with N simulated workers, up to 256, under each recipe instead, "
+        "to see what it learns: the real mathematics, in this process",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the timelines into FILE")
@@ -116,8 +130,11 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     from laconic.advisor.plan.report import plan
 
+    if arguments.train is not None:
+        return _train(arguments)
     cluster, measured = _cluster(arguments)
-    made = plan(cluster, arguments.recipes, steps=arguments.steps, seeds=arguments.runs)
+    recipes = arguments.recipes or ([] if measured is None else [measured.recipe])
+    made = plan(cluster, recipes, steps=arguments.steps, seeds=arguments.runs)
     if arguments.json:
         print(made.to_json())
     else:
@@ -131,6 +148,29 @@ def run(arguments: argparse.Namespace) -> int:
         from laconic.advisor.plan import show
 
         show.plot(made, arguments.plot, measured)
+    return 0
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    """Train a tiny model, and print what it has learned."""
+    from laconic.advisor.plan.at_scale import learn
+    from laconic.algorithms.parse import parse_recipe
+    from laconic.units import format_bytes, format_seconds
+
+    texts = arguments.recipes or ["ddp()", "diloco(20)"]
+    steps = min(arguments.steps, TRAINED) if arguments.steps == STEPS else arguments.steps
+    print(f"{steps} steps of {arguments.train} workers; loss on held-out samples, at ten points")
+    for text in texts:
+        recipe = parse_recipe(text)
+        if not isinstance(recipe, tuple):
+            raise ValueError(f"{text} measures a network, and there is none: give its choice")
+        learned = learn(recipe, arguments.train, steps)
+        losses = " ".join(f"{loss:.3f}" for loss in learned.losses)
+        print(
+            f"{text}: {losses}; workers apart by {learned.distance:.2g}; "
+            f"{format_seconds(learned.seconds)}, {format_bytes(learned.memory)} of memory",
+            flush=True,
+        )
     return 0
 
 
@@ -180,7 +220,7 @@ def _described(arguments: argparse.Namespace) -> Cluster:
         failures = replace(failures, repair=parse_duration(arguments.repair))
     if arguments.checkpoint is not None:
         failures = replace(failures, policy="static", checkpoint=arguments.checkpoint)
-    parsers = {"step": parse_duration, "spread": parse_share, "tokens": parse_count,
+    parsers: dict[str, Callable[[str], Any]] = {"step": parse_duration, "spread": parse_share, "tokens": parse_count,
                "jitter": parse_duration, "loss": parse_share, "dtype": str}  # fmt: skip
     optional: dict[str, Any] = {
         name: parse(getattr(arguments, name))

@@ -30,7 +30,7 @@ TAIL = 5
 class Learned:
     """What ``workers`` have learned in ``steps`` steps: the ``losses`` of their mean model on held
     out samples, at ten points of the run; the least possible one is 0. ``distance``: the root mean
-    square of what a worker's parameters differ from the mean at the end, before all agree. It took
+    square of what a worker's parameters differ from the mean before the last step. It took
     ``seconds`` and at most ``memory`` bytes of the process."""
 
     workers: int
@@ -64,9 +64,10 @@ def learn(recipe: Recipe, workers: int, steps: int = 200, seed: int = 0) -> Lear
         torch.manual_seed(seed + 1)
         model = _network()
         optimizer = torch.optim.AdamW(model.parameters(), LR)
-        sync = laconic.attach(model, optimizer, recipe, timeout=None or 600.0)
+        sync = laconic.attach(model, optimizer, recipe)
         draw = torch.Generator().manual_seed(1000 * seed + rank + 1)
-        losses = []
+        losses: list[float] = []
+        flat = torch.zeros(0)
         while sync.step < steps:
             x = torch.randn(BATCH, INPUTS, generator=draw)
             with torch.no_grad():
@@ -81,7 +82,8 @@ def learn(recipe: Recipe, workers: int, steps: int = 200, seed: int = 0) -> Lear
                 with sync.consensus(), torch.no_grad():
                     if rank == 0:
                         losses.append(float((model(held_out) - answers).square().mean()) / scale)
-        flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+            if sync.step == steps - 1:
+                flat = torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
         sync.finish()
         return losses, flat
 

@@ -280,8 +280,8 @@ def uniform(
     uplink: float | None = None,
     price: float = 0.0,
 ) -> tuple[Site, ...]:
-    """Return ``sites`` with about equally many of the ``workers``. ``latency``: of messages inside a
-    site if there is only one; otherwise messages inside a site take no time."""
+    """Return ``sites`` with about equally many of the ``workers``. ``latency``: of messages inside
+    a site if there is only one; otherwise messages inside a site take no time."""
     check_int("workers", workers, 1)
     if check_int("sites", sites, 1) > workers:
         raise ValueError(f"sites must be at most the number of workers, {workers}, not {sites}")
@@ -292,4 +292,3 @@ def uniform(
         Site(name, count, rate, uplink, inside, price=price)
         for name, count in zip(names, counts, strict=True)
     )
-

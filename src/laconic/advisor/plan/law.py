@@ -50,8 +50,8 @@ OUTER_LR = {1: 0.4, 2: 0.6, 4: 0.6, 8: 0.8}
 
 @dataclass(frozen=True)
 class Expected:
-    """A ``loss`` in nats, from ``low`` to ``high``, or None where nothing is known. ``why``: what it
-    is based on, or what it lacks. ``outer_lr``: the best one for this number of workers."""
+    """A ``loss`` in nats, from ``low`` to ``high``, or None where nothing is known. ``why``: what
+    it is based on, or what it lacks. ``outer_lr``: the best one for this number of workers."""
 
     loss: float | None
     low: float | None
@@ -90,8 +90,7 @@ def _outside(recipe: Recipe, parameters: int, workers: int, tokens: float | None
         found.append("it needs the number of tokens (tokens: in the cluster, or --tokens)")
     elif abs(tokens / parameters / TOKENS - 1) > NEAR:
         found.append(
-            f"it is for {TOKENS:g} tokens per parameter, and this run has "
-            f"{tokens / parameters:.3g}"
+            f"it is for {TOKENS:g} tokens per parameter, and this run has {tokens / parameters:.3g}"
         )
     if not workers_differ(recipe):
         if any(r.exchange.slots for r in recipe):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -67,7 +68,7 @@ class Measured:
 
 def _time_of(step: float, points: Sequence[tuple[float, float]]) -> float | None:
     """Return when ``step`` was reached, linear between ``points`` of time and step."""
-    for (t0, s0), (t1, s1) in zip(points, points[1:], strict=False):
+    for (t0, s0), (t1, s1) in itertools.pairwise(points):
         if s0 <= step <= s1 and s1 > s0:
             return t0 + (t1 - t0) * (step - s0) / (s1 - s0)
     return None
@@ -102,7 +103,9 @@ def read_records(path: Path) -> Measured:
     own = [r["seconds"] * (1 - (r.get("waiting") or 0.0)) for r in steps]
     step = sum(own) / count
     # the mean of k independent steps varies by the k-th root of one step's
-    each = [(t / r["steps"] / step - 1) * math.sqrt(r["steps"]) for t, r in zip(own, steps, strict=True)]
+    each = [
+        (t / r["steps"] / step - 1) * math.sqrt(r["steps"]) for t, r in zip(own, steps, strict=True)
+    ]
     spread = statistics.median(abs(x) for x in each) / 0.6745 if len(each) > 1 else 0.0
     workers, views = _workers(records)
     lost = max((r.get("workers_lost") or 0 for r in records), default=0)
@@ -155,7 +158,7 @@ def _away(views: Sequence[tuple[float, int]]) -> float | None:
     """Return the mean seconds from a loss to the next worker that comes."""
     lost: list[float] = []
     times = []
-    for (_, before), (at, after) in zip(views, views[1:], strict=False):
+    for (_, before), (at, after) in itertools.pairwise(views):
         if after < before:
             lost += [at] * (before - after)
         for _ in range(after - before):

@@ -36,8 +36,8 @@ class _Kind:
     ``since`` and ``pace`` by worker: see `laconic.engine.quorum_rounds.Kind`. ``expected``: by
     worker, the first round that waits for it during the grace. ``mine``: the workers that wait for
     it, in order of arrival. ``absent``: how many workers the next round expects that are not there;
-    ``later``: those that only a later round expects, by its number. ``reached``: when the quorum had
-    arrived, if it has. ``send``: seconds of each worker's message; ``work``: of the processors.
+    ``later``: those that only a later round expects, by its number. ``reached``: when the quorum
+    had arrived, if it has. ``send``: seconds of each worker's message; ``work``: of the processors.
     """
 
     rounds: list[AnyRound]
@@ -133,7 +133,7 @@ class Quorum:
         cluster = self.cluster = rounds.cluster
         n = self._n = cluster.workers
         self._times = StepTimes(cluster.steps, cluster.spread, cluster.distribution, generator)
-        self._constant = not cluster.spread and cluster.distribution != "exponential"
+        self._constant = self._times.constant
         self._rows: dict[int, tuple[Tensor, int]] = {}
         self._facts = rounds.facts(cluster.everybody)
         self._latency = self._facts.net("workers").latency

@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from laconic.advisor.advice import Row, finite, recommend, rows_of
@@ -103,7 +104,7 @@ class Plan:
         rows = []
         for row in self.rows:
             figures: dict[str, Any] = {
-                name: asdict(row.range(lambda r, name=name: float(getattr(r, name))))
+                name: asdict(row.range(partial(_figure, name)))
                 for name in (
                     "seconds", "goodput", "utilization", "bytes", "crossed", "memory", "money",
                     "failures", "joins", "restarts",
@@ -132,6 +133,10 @@ class Plan:
             "recipes": rows,
         }
         return json.dumps(finite(plain), indent=2)
+
+
+def _figure(name: str, result: Result) -> float:
+    return float(getattr(result, name))
 
 
 def plan(
@@ -167,9 +172,7 @@ def plan(
     found: tuple[Change, ...] = ()
     if changes:
         found = tuple(_changes(best, cluster, compared, steps))
-    return Plan(
-        cluster, steps, rows, best, reason, limit(best, cluster), found, len(compared)
-    )
+    return Plan(cluster, steps, rows, best, reason, limit(best, cluster), found, len(compared))
 
 
 def _plannable(found: Sequence[Choice], cluster: Cluster) -> Iterator[Choice]:
@@ -382,8 +385,8 @@ def _variants(
 
 def _young(cluster: Cluster) -> int:
     """Return the steps between two checkpoints that cost least, by Young's formula:
-    ``sqrt(2 * seconds to write one * mean time between failures)`` seconds. Writing one counts as at
-    least a step."""
+    ``sqrt(2 * seconds to write one * mean time between failures)`` seconds. Writing one counts as
+    at least a step."""
     fails = cluster.failures
     mean = fails.mtbf / (cluster.chips * cluster.workers)
     return max(round(math.sqrt(2 * max(fails.save, cluster.step) * mean) / cluster.step), 1)

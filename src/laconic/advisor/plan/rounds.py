@@ -27,8 +27,8 @@ from laconic.predict import Facts, Load, elements, idle, load_of, often, work_ke
 class Price:
     """Seconds of one round: ``exposed``, of a round on gradients after the backward pass; the
     ``network``'s, of which it takes ``sending`` to send and the rest is latency; ``work`` of the
-    processors; ``stretch``, by which training beside it becomes slower; and ``idle``, until the last
-    rank has joined. ``sent``: bytes of each worker."""
+    processors; ``stretch``, by which training beside it becomes slower; and ``idle``, until the
+    last rank has joined. ``sent``: bytes of each worker."""
 
     exposed: float
     network: float
@@ -94,7 +94,9 @@ class Rounds:
             idle=idle(r, load),
             sent=load.sent,
             messages=self._messages(r, facts, load) if self.cluster.jitter else 0,
-            units=max(math.ceil(elements(r, facts, facts.workers) * facts.itemsize / BUCKET_BYTES), 1),
+            units=max(
+                math.ceil(elements(r, facts, facts.workers) * facts.itemsize / BUCKET_BYTES), 1
+            ),
         )
 
     def _messages(self, r: AnyRound, facts: Facts, load: Load) -> int:

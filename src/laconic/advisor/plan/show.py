@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from laconic.advisor.plan.measured import Measured
 
 LEGEND = (
-    "time: of the whole run, from the 5% to the 95% quantile of the simulated runs; x steps: steps",
-    "needed per step of ddp() for the same loss (~: not measured); goodput: share of the workers'",
-    "time in steps that count; GB: sent by a worker; memory: bytes that rounds keep on a worker",
+    "time: of the whole run; steps: needed per step of ddp() for the same loss (~: not",
+    "measured); goodput: share of the workers' time in steps that count; GB: sent by a worker.",
+    "All are medians.",
 )
 LONG = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
 
@@ -37,6 +38,9 @@ def show(plan: Plan, console: Console, measured: Measured | None = None) -> None
     write("")
     console.print(table(plan))
     for text in LEGEND:
+        write(text)
+    write("")
+    for text in ranges(plan.best):
         write(text)
     write("")
     for text in assumptions(plan):
@@ -59,15 +63,15 @@ def answer(plan: Plan) -> Iterator[str]:
     shares = best.shares
     parts = [f"{k} {shares[k]:.0%}" for k in CAUSES if shares[k] >= 0.005]
     yield f"The workers' time goes to: {', '.join(parts)}. Limited by {plan.limit}."
-    goodput = spread(best.range(lambda r: 100 * r.goodput), three_digits)
+    goodput = spread(best.range(lambda r: 100 * r.goodput), _percent)
     lost = ""
     if cluster.failures.happen:
-        failures = best.range(lambda r: float(r.failures))
-        lost = f" with {spread(failures, three_digits)} failures"
+        failures = statistics.fmean(r.failures for r in best.results)
+        lost = f" with {three_digits(failures)} failures on average"
     crossed = best.range(lambda r: r.crossed)
     money = best.range(lambda r: r.money)
     yield (
-        f"Goodput {goodput}%{lost}; {format_bytes(first.bytes)} sent by a worker, "
+        f"Goodput {goodput}{lost}; {format_bytes(first.bytes)} sent by a worker, "
         f"{format_bytes(crossed.median)} between sites; {format_bytes(first.memory)} of memory for "
         f"rounds{f'; price {spread(money, three_digits)}' if money.high else ''}."
     )
@@ -110,9 +114,9 @@ def table(plan: Plan) -> Table:
     from rich.table import Table
 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    made.add_column("recipe", overflow="fold", min_width=24)
+    made.add_column("recipe", no_wrap=True, overflow="ellipsis", min_width=31)
     priced = any(row.range(lambda r: r.money).high for row in plan.rows)
-    heads = ["time", "s/step", "x steps", "goodput", "GB", "memory", *(["price"] * priced)]
+    heads = ["time", "s/step", "steps", "goodput", "GB", *(["price"] * priced)]
     for head in heads:
         made.add_column(head, justify="right", no_wrap=True)
     for row in plan.rows:
@@ -126,14 +130,36 @@ def _cells(row: Planned, steps: int, priced: bool) -> list[str]:
 
     known = "" if row.steps_from in KNOWN else "~"
     cells = [
-        spread(row.seconds, duration),
+        duration(row.seconds.median),
         three_digits(row.seconds.median / steps),
         f"{known}{row.steps_factor:.2f}",
         f"{row.range(lambda r: r.goodput).median:.0%}",
         three_digits(row.range(lambda r: r.bytes).median / 1e9),
-        format_bytes(row.results[0].memory),
     ]
-    return cells + [spread(row.range(lambda r: r.money), three_digits)] * priced
+    return cells + [three_digits(row.range(lambda r: r.money).median)] * priced
+
+
+def ranges(row: Planned) -> Iterator[str]:
+    """Yield the figures of a recipe with their ranges."""
+    runs = len(row.results)
+    yield f"{row.text}, median and 5% to 95% of {runs} runs:" if runs > 1 else f"{row.text}:"
+    figures: tuple[tuple[str, Range, Callable[[float], str]], ...] = (
+        ("time", row.seconds, duration),
+        ("utilization", row.range(lambda r: 100 * r.utilization), _percent),
+        ("goodput", row.range(lambda r: 100 * r.goodput), _percent),
+        ("sent by a worker", row.range(lambda r: r.bytes), format_bytes),
+        ("sent between sites", row.range(lambda r: r.crossed), format_bytes),
+        ("memory of rounds", row.range(lambda r: r.memory), format_bytes),
+        ("price", row.range(lambda r: r.money), three_digits),
+        ("failures", row.range(lambda r: float(r.failures)), three_digits),
+    )
+    for name, figure, text in figures:
+        if figure.high or name not in ("price", "failures"):
+            yield f"  {name + ':':<20}{spread(figure, text)}"
+
+
+def _percent(number: float) -> str:
+    return f"{three_digits(number)}%"
 
 
 def assumptions(plan: Plan) -> Iterator[str]:
@@ -164,10 +190,9 @@ def assumptions(plan: Plan) -> Iterator[str]:
     )
 
 
-def spread(range_: Range, text: object) -> str:
+def spread(figure: Range, text: Callable[[float], str]) -> str:
     """Return a range as text: the median, and in parentheses the quantiles where they differ."""
-    assert callable(text), "a function that formats a number"
-    low, median, high = (str(text(x)) for x in (range_.low, range_.median, range_.high))
+    low, median, high = (text(x) for x in (figure.low, figure.median, figure.high))
     return median if low == high == median else f"{median} ({low} to {high})"
 
 

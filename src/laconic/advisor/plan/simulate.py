@@ -63,16 +63,16 @@ def recipe_of(text: str, cluster: Cluster) -> Recipe:
 
 
 def check_plannable(recipe: Recipe, text: str, cluster: Cluster) -> None:
-    """Raise ``ValueError`` for a ``recipe`` that cannot run on the ``cluster``, or not in a plan."""
+    """Raise ``ValueError`` for a ``recipe`` that cannot run on the ``cluster``, or in a plan."""
     if in_groups(recipe):
         raise ValueError(f"{text} has rounds inside groups of workers, which plan does not support")
     check_quorum(recipe, cluster.workers, plain=True)
     fails = cluster.failures
     if has_quorum(recipe) and fails.happen and fails.policy == "elastic" and cluster.slices == 1:
         raise ValueError(
-            f"{text} has rounds with a quorum, in which a lost worker is an error, as they cannot be "
-            "combined with elastic= yet: use policy static with a checkpoint, or workers of several "
-            "slices"
+            f"{text} has rounds with a quorum, in which a lost worker is an error, as they cannot "
+            "be combined with elastic= yet: use policy static with a checkpoint, or workers of "
+            "several slices"
         )
     Rounds(recipe, cluster)
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from laconic.advisor.plan.cluster import Cluster, Distribution
 
+SMALLEST = 1e-9
+"""A smaller spread is none."""
 BLOCK = 2**20
 """About how many step times are drawn at once."""
 
@@ -33,13 +35,14 @@ class StepTimes:
     ) -> None:
         self._means = torch.tensor(means, dtype=torch.float64)
         self._spread, self._kind, self._generator = spread, distribution, generator
-        self._constant = distribution == "constant" or (not spread and distribution != "exponential")
+        varies = distribution == "exponential" or spread > SMALLEST
+        self.constant = distribution == "constant" or not varies
         self._rows = max(BLOCK // len(means), 1)
         self._block, self._used = torch.empty(0, len(means)), 0
 
     def sum(self, steps: int) -> Tensor:
         """Return the seconds of each worker's next ``steps`` steps together."""
-        if self._constant:
+        if self.constant:
             return self._means * steps
         total = torch.zeros_like(self._means)
         while steps:
@@ -54,7 +57,7 @@ class StepTimes:
     def rows(self, worker: int, steps: int) -> Tensor:
         """Return the next ``steps`` times of one worker, each by itself."""
         mean = self._means[worker]
-        if self._constant:
+        if self.constant:
             return mean.expand(steps)
         return self._scaled(torch.empty(steps, dtype=torch.float64)) * mean
 

@@ -54,10 +54,12 @@ class Log:
 
 @dataclass
 class _Flight:
-    """A delayed message: when it is ``done``, when the last worker had ``joined``."""
+    """A delayed message, by worker: when it was ``sent``, when all that it waits for had
+    ``joined``, and when it is ``done``."""
 
+    sent: Tensor
+    joined: Tensor
     done: Tensor
-    joined: float
     price: Price
 
 
@@ -220,10 +222,14 @@ class Together:
         seconds = price.network + price.work + self._late(price)
         joined = self._arrivals(k) if gossip else self.now[ids].max().expand(len(ids))
         start = torch.maximum(joined, self._busy[ids])
-        done = self.now.clone()
+        sent, done = self.now.clone(), self.now.clone()
         done[ids] = start + seconds
-        self._busy[ids] = start + price.network + price.idle + (seconds - price.network - price.work)
-        self._flights[k, step] = _Flight(done, float(joined.max()), price)
+        latest = self.now.clone()
+        latest[ids] = joined
+        self._busy[ids] = (
+            start + price.network + price.idle + (seconds - price.network - price.work)
+        )
+        self._flights[k, step] = _Flight(sent, latest, done, price)
         self.now[ids] += price.stretch
         self.log.spent["processors"] += price.stretch * len(ids)
         self._account(price)
@@ -243,14 +249,16 @@ class Together:
         ids = self._alive
         waits = torch.clamp_min(flight.done[ids] - self.now[ids], 0.0)
         whole = flight.price.network + flight.price.work
-        own = torch.clamp_max(waits, whole)
+        # what it would have waited for had all joined at once, then for those that joined later
+        own = torch.clamp(flight.sent[ids] + whole - self.now[ids], min=0.0).minimum(waits)
+        late = torch.clamp_min(flight.joined[ids] - flight.sent[ids], 0.0).minimum(waits - own)
         if whole:
             part = float(own.sum()) / whole
             self.log.spent["bandwidth"] += part * flight.price.sending
             self.log.spent["latency"] += part * (flight.price.network - flight.price.sending)
             self.log.spent["processors"] += part * flight.price.work
-        queued = float(flight.done[ids].max()) - whole > flight.joined + 1e-12
-        self.log.spent["bandwidth" if queued else "stragglers"] += float((waits - own).sum())
+        self.log.spent["stragglers"] += float(late.sum())
+        self.log.spent["bandwidth"] += float((waits - own - late).sum())  # behind other messages
         self.now[ids] += waits
         self._rhythm(self._last())
 
@@ -313,8 +321,8 @@ class Together:
     # -- who is there ----
 
     def _lost_before(self, done: float) -> float | None:
-        """Return when the first of the present workers fails, if it does before ``done``. It is gone
-        then, and the others know it."""
+        """Return when the first of the present workers fails, if it does before ``done``. It is
+        gone then, and the others know it."""
         if self._lives is None:
             return None
         ids = self._alive
@@ -366,8 +374,7 @@ class Together:
         return 8 * size / facts.net("workers").rate / (1 - (1 - DURING) * used)
 
     def _wait_for_enough(self) -> None:
-        least = self.cluster.failures.min_workers
-        while len(self._alive) < least:
+        while len(self._alive) < self.cluster.failures.min_workers:
             soonest = float(self._joins.min())
             self.log.spent["failures"] += float(
                 torch.clamp_min(soonest - self.now[self._alive], 0.0).sum()
@@ -387,6 +394,8 @@ class Together:
         self.now[back] = now
         self._busy[back] = self._busy[self._alive].max()
         for flight in self._flights.values():
+            for each in (flight.sent, flight.joined):
+                each[back] = now
             flight.done[back] = flight.done.max()
         self._base[back] = math.nan
         self._lives.renew(back, torch.tensor(now, dtype=torch.float64))
@@ -414,19 +423,20 @@ class Together:
 
     def _meet_all(self) -> None:
         """`finish` waits for all workers."""
-        last = self._last()
-        self._wait("stragglers", last)
-        self.now[self._alive] = last
+        end = self._last()
+        self._wait("stragglers", end)
+        self.now[self._alive] = end
 
     # -- checkpoints ----
 
     def _save(self, step: int) -> None:
-        while self._lost_before(self._last()) is not None:
+        seconds = self.cluster.failures.save
+        while self._lost_before(self._last() + seconds) is not None:
             pass
         last = self._last()
         self._wait("stragglers", last)
-        self.now[self._alive] = last + self.cluster.failures.save
-        self.log.spent["failures"] += self.cluster.failures.save * len(self._alive)
+        self.now[self._alive] = last + seconds
+        self.log.spent["failures"] += seconds * len(self._alive)
 
     def _restart(self, lost: LostError, step: int, position: int, at: int) -> tuple[int, int]:
         """All workers start again from the checkpoint of ``step``."""
