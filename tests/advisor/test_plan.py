@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from all_recipes import ROWS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +23,8 @@ from laconic.algorithms.compile import in_groups
 from laconic.algorithms.round import Recipe
 from laconic.links.cost import Shared
 from laconic.predict import LATER, predict
+
+from all_recipes import ROWS
 
 WHOLE = 6.4 * 3 / 4
 """Seconds of an all-reduce of 8 million numbers between 4 workers at 80 Mbit/s."""
@@ -49,8 +50,7 @@ def failing(**known: Any) -> Cluster:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("latency", [0.0, 0.03])
-@pytest.mark.parametrize("rate", [80e6, 4e9])
+@pytest.mark.parametrize(("rate", "latency"), [(80e6, 0.0), (4e9, 0.03)])
 def test_without_chance_a_plan_is_the_prediction(name: str, rate: float, latency: float) -> None:
     recipe = ROWS[name].recipe
     cluster = replace(CALM, sites=uniform(4, 1, rate=rate, latency=latency))
@@ -212,19 +212,22 @@ def test_an_elastic_run_has_the_workers_that_are_not_in_repair() -> None:
 def test_slices_lose_capacity_and_pause() -> None:
     """32 of 1024 chips each are a slice. One that loses a slice pauses, and again when it is back:
     the share of time in pauses is that of a renewal process, and the rest runs on what is left."""
-    mtbf, repair, pause = 1e7, 300.0, 20.0
+    mtbf, repair, pause = 1e6, 300.0, 20.0
     known = failing(
         workers=4, chips=1024, slices=32, mtbf=mtbf, repair=repair, reconfigure=pause
     )  # fmt: skip
     slices = Slices(known, torch.Generator().manual_seed(1))
-    work = torch.full((4,), 1e7, dtype=torch.float64)
+    work = torch.full((4,), 4e6, dtype=torch.float64)
     took = slices.finish(torch.zeros(4, dtype=torch.float64), work)
-    rate = 1024 / mtbf
-    # failures happen in running time, and nearly every one has a return: two pauses
-    paused = float(slices.paused.sum() / took.sum())
-    assert paused == pytest.approx(2 * rate * pause / (1 + 2 * rate * pause), rel=0.01)
-    lacking = float(slices.short.sum() / took.sum())
-    assert lacking == pytest.approx(rate * (repair - pause) / 32, rel=0.05)
+    lacking, paused = 0.0, 0.0
+    for _ in range(20):  # chips fail while they run; a return during a pause has none of its own
+        failures = 1024 / mtbf * (1 - paused) * (1 - lacking)
+        paused = failures * pause * (2 - paused)
+        lacking = failures * repair / 32
+    assert float(slices.paused.sum() / took.sum()) == pytest.approx(paused, rel=0.01)
+    short = float(slices.short.sum() / took.sum())
+    running = (repair - pause) / repair  # it begins with a pause
+    assert short == pytest.approx(lacking * (1 - paused) * running, rel=0.03)
 
 
 def test_a_lost_worker_is_waited_for_until_its_silence_counts() -> None:
@@ -256,7 +259,7 @@ def test_too_few_workers_wait_for_others() -> None:
 
 def test_what_cannot_run_elastically_is_refused_with_its_reason() -> None:
     for recipe in (la.diloco(10, quorum=3), la.power_sgd(2)):
-        with pytest.raises(ValueError, match="elastic|come and go"):
+        with pytest.raises(ValueError, match=r"elastic|come and go"):
             simulate_plan(recipe, failing(mtbf=1e5), 10)
 
 

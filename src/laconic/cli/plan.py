@@ -220,8 +220,14 @@ def _described(arguments: argparse.Namespace) -> Cluster:
         failures = replace(failures, repair=parse_duration(arguments.repair))
     if arguments.checkpoint is not None:
         failures = replace(failures, policy="static", checkpoint=arguments.checkpoint)
-    parsers: dict[str, Callable[[str], Any]] = {"step": parse_duration, "spread": parse_share, "tokens": parse_count,
-               "jitter": parse_duration, "loss": parse_share, "dtype": str}  # fmt: skip
+    parsers: dict[str, Callable[[str], Any]] = {
+        "step": parse_duration,
+        "spread": parse_share,
+        "tokens": parse_count,
+        "jitter": parse_duration,
+        "loss": parse_share,
+        "dtype": str,
+    }
     optional: dict[str, Any] = {
         name: parse(getattr(arguments, name))
         for name, parse in parsers.items()

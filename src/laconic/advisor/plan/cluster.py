@@ -86,6 +86,8 @@ class Failures:
     With `Cluster.slices`, a failure costs a worker a slice, and not its state: it pauses for
     ``reconfigure`` seconds and continues with the slices left, and pauses again when the slice is
     back. Failures and repairs during a pause do not make it longer.
+
+    ``at``: workers, by number, that fail at these times, beside those that fail at random.
     """
 
     mtbf: float = math.inf
@@ -98,6 +100,7 @@ class Failures:
     save: float = 0.0
     min_workers: int = 1
     reconfigure: float = 30.0
+    at: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.mtbf > 0:
@@ -115,7 +118,7 @@ class Failures:
     @property
     def happen(self) -> bool:
         """Whether there are any."""
-        return math.isfinite(self.mtbf)
+        return bool(self.at) or math.isfinite(self.mtbf)
 
 
 @dataclass(frozen=True)

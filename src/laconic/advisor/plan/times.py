@@ -86,10 +86,13 @@ class Lives:
 
     def renew(self, workers: Tensor, since: Tensor) -> None:
         """Draw the next failure of these ``workers``, which run ``since`` then."""
-        if self._about.happen and len(workers):
+        if math.isfinite(self._mean) and len(workers):
             lives = torch.empty(len(workers), dtype=torch.float64)
             lives.exponential_(1 / self._mean, generator=self._generator)
             self.fails[workers] = since + lives
+        for worker, at in self._about.at:
+            if worker in workers.tolist() and at > float(since):
+                self.fails[worker] = min(float(self.fails[worker]), at)
 
     def repairs(self, count: int) -> Tensor:
         """Return the seconds until that many failed machines are available again."""
