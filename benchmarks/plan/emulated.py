@@ -105,9 +105,7 @@ def cluster(setting: Setting, at: Sequence[tuple[int, float]] = ()) -> Cluster:
         )
         for host in range(HOSTS)
     )
-    failures = Failures(
-        repair=RESTART, restart=STARTS, detection=GONE, min_workers=2, at=tuple(at)
-    )
+    failures = Failures(repair=RESTART, restart=STARTS, detection=GONE, min_workers=2, at=tuple(at))
     return Cluster(
         PARAMETERS,
         sites,
@@ -164,7 +162,9 @@ def run(number: int, setting: Setting) -> dict[str, Any]:
         timeout=120,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    lines = [line.partition("result ")[2] for line in done.stdout.splitlines() if "result {" in line]
+    lines = [
+        line.partition("result ")[2] for line in done.stdout.splitlines() if "result {" in line
+    ]
     results = [json.loads(line) for line in lines]
     if not results:
         last = (done.stderr or done.stdout).strip().splitlines()[-1:]

@@ -55,6 +55,7 @@ MODELS = (
     ),
     Model("100B", 10**11, 108, 4.9, {0: 390.7, 100: 49.4}, {}),
 )
+PERIODS_SIMULATED = 2
 PERIODS = (0, 10, 50, 100, 300)
 
 
@@ -62,18 +63,19 @@ def layer_by_layer(model: Model, period: int, rate: float) -> float:
     """Return the compute utilization in a schedule by layers, as the first paper describes it.
 
     A step computes every layer forward, then every layer backward in the opposite order, which
-    takes twice as long. Every ``period`` steps (0: in each), the reduction of a layer starts when its
-    backward pass ends, if the network is free; of several that wait, the lowest layer's is first. A
-    layer's next forward pass waits for its reduction.
+    takes twice as long. Every ``period`` steps (0: in each), the reduction of a layer starts when
+    its backward pass ends, if the network is free; of several that wait, the lowest layer's is
+    first. A layer's next forward pass waits for its reduction. The result is for periods in the
+    middle of a run.
     """
     layers, bits = model.layers, model.parameters * BITS
     forward = model.step / 3 / layers
     reduction = bits / model.layers / (rate * 1e9)
     every = period or 1
-    rounds = 4 if every > 1 else 20
     now, free = 0.0, 0.0
+    sends: list[float] = []
     ready = [0.0] * layers
-    for step in range(every * rounds):
+    for step in range(every * (PERIODS_SIMULATED + 1)):
         for layer in range(layers):
             now = max(now, ready[layer]) + forward
         ends = []
@@ -81,6 +83,7 @@ def layer_by_layer(model: Model, period: int, rate: float) -> float:
             now += 2 * forward
             ends.append((now, layer))
         if step % every == every - 1:
+            sends.append(now)
             waiting = sorted(ends)
             while waiting:
                 free = max(free, waiting[0][0])
@@ -88,7 +91,7 @@ def layer_by_layer(model: Model, period: int, rate: float) -> float:
                 waiting.remove(chosen)
                 free += reduction
                 ready[layer] = free
-    return every * rounds * model.step / max(now, *ready)
+    return every * PERIODS_SIMULATED * model.step / (sends[-1] - sends[0])
 
 
 def planned(model: Model, period: int, rate: float) -> float:
@@ -140,8 +143,10 @@ TABLE: dict[tuple[int, bool], tuple[int, ...]] = {
 SLICE = 1000
 """Chips of a slice: not stated. It decides what the learners lose while a slice is away, which is
 little."""
-STEP = 1.0
-HOURS = 20
+STEPS = {True: 10.0, False: 1.0}
+"""Seconds of a step of elastic learners and others. A pause may come at any time within a step; one
+that is not elastic loses the step that it was in."""
+HOURS = {True: 30, False: 3}
 
 
 def goodput(learners: int, elastic: bool, chips: int, repair: float, pause: float) -> float:
@@ -165,14 +170,14 @@ def goodput(learners: int, elastic: bool, chips: int, repair: float, pause: floa
     cluster = Cluster(
         10**6,
         (Site("all", learners, 1e15),),
-        step=STEP,
+        step=STEPS[elastic],
         spread=0.0,
         chips=each,
         slices=max(each // SLICE, 1) if elastic else 1,
         failures=failures,
     )
     recipe = la.ddp() if learners == 1 else la.diloco(24, quorum=1)
-    steps = round(HOURS * 3600 / STEP / (20 if not elastic else 1))
+    steps = round(HOURS[elastic] * 3600 / STEPS[elastic])
     return simulate_plan(recipe, cluster, steps).goodput
 
 

@@ -171,9 +171,8 @@ class Cluster:
             check_int(name, getattr(self, name), 1)
         if self.slices > self.chips:
             raise ValueError(f"slices must be at most chips, {self.chips}, not {self.slices}")
-        for link in self.links:
-            for end in link.between:
-                check_choice("between", end, names)
+        for end in (end for link in self.links for end in link.between):
+            check_choice("between", end, names)
         if self.failures.min_workers > self.workers:
             raise ValueError(
                 f"min_workers must be at most the number of workers, {self.workers}, not "

@@ -8,7 +8,7 @@ from pathlib import Path as FilePath
 from typing import Any, TypeVar
 
 from laconic.advisor.plan.cluster import Cluster, Failures, Path, Site
-from laconic.errors import did_you_mean, install
+from laconic.errors import check_choice, did_you_mean, install
 from laconic.units import parse_count, parse_duration, parse_rate, parse_share
 
 T = TypeVar("T")
@@ -66,11 +66,13 @@ def of(values: Any, name: str = "cluster", lines: Mapping[str, int] | None = Non
     prices = top.section("prices")
     hour = prices.take("worker_hour", _number, 0.0)
     fails = top.section("failures")
+    sites = tuple(_site(each, hour) for each in top.sections("sites"))
+    names = [site.name for site in sites]
     cluster = top.make(
         Cluster,
         parameters=top.need("parameters", parse_count),
-        sites=tuple(_site(each, hour) for each in top.sections("sites")),
-        links=tuple(_link(each) for each in top.sections("links", needed=False)),
+        sites=sites,
+        links=tuple(_link(each, names) for each in top.sections("links", needed=False)),
         failures=_failures(fails),
         gigabyte=prices.take("gigabyte", _number, 0.0),
         **top.given(
@@ -105,10 +107,10 @@ def _site(fields: _Fields, hour: float) -> Site:
     return site
 
 
-def _link(fields: _Fields) -> Path:
+def _link(fields: _Fields, names: Sequence[str]) -> Path:
     link = fields.make(
         Path,
-        between=fields.need("between", _pair),
+        between=fields.need("between", _Pair(names)),
         **fields.given(latency=parse_duration, rate=parse_rate),
     )
     fields.end()
@@ -144,10 +146,17 @@ def _share(text: str) -> float:
     return parse_share(text)
 
 
-def _pair(value: Any) -> tuple[str, str]:
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
-        raise ValueError(f"must be the names of two sites, such as [paris, oslo], not {value!r}")
-    return str(value[0]), str(value[1])
+class _Pair:
+    """Parses the names of two of the sites."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
+    def __call__(self, value: Any) -> tuple[str, str]:
+        if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
+            raise ValueError(f"must be the names of two sites, such as [a, b], not {value!r}")
+        first, second = (check_choice("site", str(each), self._names) for each in value)
+        return first, second
 
 
 class _Fields:
@@ -187,7 +196,7 @@ class _Fields:
         value = self._values[key]
         if isinstance(value, bool) or value is None or isinstance(value, Mapping):
             raise self._error(key, f"must be a number or text, not {value!r}")
-        text = value if parse is _pair else str(value)
+        text = value if isinstance(parse, _Pair) else str(value)
         try:
             return parse(text)
         except ValueError as error:
