@@ -257,6 +257,12 @@ def test_too_few_workers_wait_for_others() -> None:
     assert log.counted == 199 and float(run.now.max()) == pytest.approx(100 + 99.5, rel=1e-6)
 
 
+def test_a_run_that_never_gets_to_a_checkpoint_is_given_up() -> None:
+    known = failing(workers=4, mtbf=40.0, policy="static", checkpoint=500, repair=1.0)
+    with pytest.raises(ValueError, match=r"from step 0 to the next checkpoint"):
+        simulate_plan(la.local_sgd(10), known, 1000)
+
+
 def test_what_cannot_run_elastically_is_refused_with_its_reason() -> None:
     for recipe in (la.diloco(10, quorum=3), la.power_sgd(2)):
         with pytest.raises(ValueError, match=r"elastic|come and go"):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from laconic.advisor.plan.rounds import Rounds, message_bytes
 from laconic.advisor.plan.times import Lives, Slices, StepTimes
-from laconic.advisor.plan.together import LEAST, MARKS, Log
+from laconic.advisor.plan.together import LEAST, MARKS, Log, check_tries
 from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.round import AnyRound
 from laconic.algorithms.schedules import Every, own_pace
@@ -164,7 +164,7 @@ class Quorum:
         self._step = [0] * n
         self._began: list[list[float]] = [[0.0] * n for _ in self.kinds]
         self._worked = [0.0] * n
-        self._taken = [0] * n
+        self._tries = 0
         fails = cluster.failures
         slices = fails.happen and cluster.slices > 1
         self._slices = Slices(cluster, generator) if slices else None
@@ -191,7 +191,7 @@ class Quorum:
                 time = closing[0]
                 self._close(closing[1], time)
                 if every is not None and self.log.counted >= saved + every * self._n:
-                    saved = self.log.counted
+                    saved, self._tries = self.log.counted, 0
                     self.log.spent["failures"] += self.cluster.failures.save * self._n
             else:
                 assert self._arrivals, "somebody can always arrive"
@@ -377,6 +377,8 @@ class Quorum:
     def _restart(self, worker: int, at: float, saved: float) -> float:
         """A lost worker is an error on all others: they start again from the checkpoint."""
         assert self._lives is not None, "somebody has failed"
+        self._tries += 1
+        check_tries(self._tries, saved / self._n)
         fails = self.cluster.failures
         detection = LEAST if fails.detection is None else fails.detection
         back = float(self._lives.repairs(1)[0])

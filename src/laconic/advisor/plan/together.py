@@ -30,6 +30,8 @@ DURING = 0.1
 """The share of its time for which a donor sends a newcomer its state while a round is under way."""
 MARKS = 200
 """Points of a timeline, about."""
+MOST_TRIES = 1000
+"""Restarts from one checkpoint after which a run is given up."""
 ADAM = 2
 """Numbers that the local optimizer stores for each parameter, which a newcomer receives, too."""
 
@@ -96,6 +98,7 @@ class Together:
         fails = cluster.failures
         self._slices = Slices(cluster, generator) if fails.happen and cluster.slices > 1 else None
         self._lives = Lives(cluster, generator) if fails.happen and cluster.slices == 1 else None
+        self._tries = 0
         self._joins = torch.full((n,), math.inf, dtype=torch.float64)
 
     # -- the run ----
@@ -121,7 +124,7 @@ class Together:
                 self._mark(step)
                 if step in saves:
                     self._save(step)
-                    saved = step, position
+                    saved, self._tries = (step, position), 0
             except LostError as lost:
                 at, position = self._restart(lost, *saved, at)
         for flight in [*self._flights]:
@@ -173,7 +176,7 @@ class Together:
             return
         self.log.rounds += 1
         if what == "backward":
-            self._together(k, step, gradients=True)
+            self._together(k, gradients=True)
         elif isinstance(r, Round) and r.delay:
             self._send(k, step)
         else:
@@ -183,14 +186,14 @@ class Together:
             if isinstance(r.exchange, Gossip):
                 self._gossip(k)
             else:
-                self._together(k, step, gradients=False)
+                self._together(k, gradients=False)
         self._executed[k] += 1
         self._contribute(step)
 
     def _price(self, k: int) -> Price:
         return self.rounds.prices(self._present)[k]
 
-    def _together(self, k: int, step: int, *, gradients: bool) -> None:
+    def _together(self, k: int, *, gradients: bool) -> None:
         """A round that all workers wait for."""
         done_part, repeated = 0.0, 0.0
         while True:
@@ -226,9 +229,7 @@ class Together:
         done[ids] = start + seconds
         latest = self.now.clone()
         latest[ids] = joined
-        self._busy[ids] = (
-            start + price.network + price.idle + (seconds - price.network - price.work)
-        )
+        self._busy[ids] = start + seconds - price.work + price.idle
         self._flights[k, step] = _Flight(sent, latest, done, price)
         self.now[ids] += price.stretch
         self.log.spent["processors"] += price.stretch * len(ids)
@@ -441,6 +442,8 @@ class Together:
     def _restart(self, lost: LostError, step: int, position: int, at: int) -> tuple[int, int]:
         """All workers start again from the checkpoint of ``step``."""
         assert self._lives is not None, "somebody has failed"
+        self._tries += 1
+        check_tries(self._tries, step)
         fails = self.cluster.failures
         detection = LEAST if fails.detection is None else fails.detection
         back = float(self._lives.repairs(1)[0])
@@ -463,6 +466,15 @@ class Together:
         self.log.events.append((lost.at, lost.worker, "lost"))
         self.log.events.append((resumed, lost.worker, f"started again from step {step}"))
         return step, position
+
+
+def check_tries(tries: int, step: float) -> None:
+    """Raise ``ValueError`` if a run has begun too often at the same ``step``."""
+    if tries > MOST_TRIES:
+        raise ValueError(
+            f"the workers fail too often: in {MOST_TRIES:,} tries the run did not get from step "
+            f"{step:,.0f} to the next checkpoint. Save more often, or plan an elastic run"
+        )
 
 
 def shares_of(spent: dict[str, float], total: float) -> dict[str, float]:
