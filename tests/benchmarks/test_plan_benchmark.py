@@ -1,4 +1,4 @@
-"""The planner's benchmarks: the schedule by layers, the settings of emulated runs, and the tables."""
+"""The benchmarks of plans: the schedule by layers, the settings of emulated runs, the tables."""
 
 from __future__ import annotations
 
