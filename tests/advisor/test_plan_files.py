@@ -205,6 +205,40 @@ def test_outside_of_its_domain_the_law_has_no_number(name: str) -> None:
     assert found.why.startswith("no law for this run: ")
 
 
+def test_a_pilot_is_continued_with_a_range(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loss(step: float) -> float:
+        return 6.0 * step**-0.1
+
+    rows = [f"{step},{loss(step) * (1 + 0.002 * (-1) ** step)}" for step in range(1, 201)]
+    path = written(tmp_path, "\n".join(["step,loss", *rows]), "pilot.csv")
+    curve = law.read_curve(path)
+    found = law.continued(curve, 1000)
+    assert found.loss is not None and found.low is not None and found.high is not None
+    assert found.loss == pytest.approx(loss(1000), rel=0.02)
+    assert found.low < loss(1000) < found.high < 1.2 * found.low
+    far = law.continued(curve, 2001)
+    assert far.loss is None and "no curve for this run" in far.why
+    assert main([*SMALL, "--curve", str(path), "local_sgd(8)"]) == 0
+    assert "Loss at the end: " in capsys.readouterr().out
+    assert main([*SMALL, "--curve", str(path)]) == 2
+    assert "give that recipe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1,2\n2,1.5", "at least 10 different steps"),
+        ("step,loss\n1,2\n2,nan,3", "line 3: not step,loss"),
+        ("1,2\n2,-1", "line 2: step and loss must be positive"),
+    ],
+)
+def test_other_files_are_no_curves(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        law.read_curve(written(tmp_path, text, "pilot.csv"))
+
+
 # -- measured runs ----
 
 

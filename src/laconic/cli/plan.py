@@ -103,6 +103,12 @@ docs/planning.md explains every number.""",
         help="records of a real run, by attach(..., metrics=FILE): use its step times, failures "
         "and network, and show its timeline beside the planned one",
     )
+    files.add_argument(
+        "--curve",
+        type=Path,
+        metavar="FILE",
+        help="lines step,loss of a short run of the one recipe, to continue its loss",
+    )
     parser.add_argument(
         "--steps", type=parse_count, default=STEPS, help=f"length of the run (default: {STEPS:,})"
     )
@@ -128,13 +134,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.example:
         print(EXAMPLE, end="")
         return 0
+    from laconic.advisor.plan.law import read_curve
     from laconic.advisor.plan.report import plan
 
     if arguments.train is not None:
         return _train(arguments)
     cluster, measured = _cluster(arguments)
     recipes = arguments.recipes or ([] if measured is None else [measured.recipe])
-    made = plan(cluster, recipes, steps=arguments.steps, seeds=arguments.runs)
+    curve = () if arguments.curve is None else read_curve(arguments.curve)
+    made = plan(cluster, recipes, steps=arguments.steps, seeds=arguments.runs, curve=curve)
     if arguments.json:
         print(made.to_json())
     else:

@@ -19,7 +19,10 @@ data, other tokenizers, or settings that were not tuned.
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from laconic.algorithms.compile import workers_differ
 from laconic.algorithms.exchanges import CodedMean, QuorumMean
@@ -118,3 +121,65 @@ def _is_diloco(recipe: Recipe) -> bool:
         and r.update.outer is None
         and r.update.momentum == MOMENTUM
     )
+
+
+# -- a run's own curve ----
+
+LEAST_POINTS, MOST_TIMES = 10, 10.0
+"""The points that a curve must have, and how many times its length it is continued at most."""
+WINDOWS = 0.1, 0.25, 0.5
+"""The curve is fitted from these parts of its length on."""
+
+
+def read_curve(path: Path) -> list[tuple[float, float]]:
+    """Return the points ``(step, loss)`` of a file with lines ``step,loss``. A line of names may
+    come first. Raises ``ValueError`` for other files."""
+    points = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            step, loss = (float(part) for part in line.split(","))
+        except ValueError:
+            if number == 1 or not line.strip():
+                continue
+            raise ValueError(f"{path}, line {number}: not step,loss: {line!r}") from None
+        if step <= 0 or not 0 < loss < math.inf:
+            raise ValueError(f"{path}, line {number}: step and loss must be positive, not {line!r}")
+        points.append((step, loss))
+    if len(points) < LEAST_POINTS or len({step for step, _ in points}) < len(points):
+        raise ValueError(
+            f"{path} must have at least {LEAST_POINTS} different steps, not {len(points)} points"
+        )
+    return sorted(points)
+
+
+def continued(points: Sequence[tuple[float, float]], steps: int) -> Expected:
+    """Return the loss after ``steps`` steps of the run whose pilot had these ``points``.
+
+    ``L = b * step**-c`` and ``L = a - b * log(step)`` are fitted to the points in each of
+    `WINDOWS`. The loss is the median of all; the range is theirs, and twice the scatter around
+    them."""
+    last = points[-1][0]
+    if steps > MOST_TIMES * last:
+        why = (
+            f"no curve for this run: the pilot has {last:,.0f} steps, and is continued to "
+            f"{MOST_TIMES:g} times as many at most"
+        )
+        return Expected(None, None, None, why)
+    found, scatter = [], 0.0
+    for window in WINDOWS:
+        used = [(math.log(s), loss) for s, loss in points if s >= window * last]
+        for power in (True, False):
+            y = [math.log(loss) if power else loss for _, loss in used]
+            x = [at for at, _ in used]
+            slope, base = statistics.linear_regression(x, y)
+            end = base + slope * math.log(steps)
+            found.append(math.exp(end) if power else end)
+            fitted = [base + slope * at for at in x]
+            rest = [
+                loss - (math.exp(f) if power else f)
+                for (_, loss), f in zip(used, fitted, strict=True)
+            ]
+            scatter = max(scatter, statistics.pstdev(rest))
+    low, high = min(found) - 2 * scatter, max(found) + 2 * scatter
+    why = f"continued from a pilot of {last:,.0f} steps"
+    return Expected(statistics.median(found), max(low, 0.0), high, why)

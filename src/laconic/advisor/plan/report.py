@@ -13,7 +13,7 @@ from typing import Any
 from laconic.advisor.advice import Row, finite, recommend, rows_of
 from laconic.advisor.choices import Choice, choices, steps_of
 from laconic.advisor.plan.cluster import Cluster
-from laconic.advisor.plan.law import Expected, expected
+from laconic.advisor.plan.law import Expected, continued, expected
 from laconic.advisor.plan.simulate import Result, check_plannable, recipe_of, simulate_plan
 from laconic.algorithms.round import Recipe
 from laconic.errors import check_int
@@ -146,17 +146,21 @@ def plan(
     steps: int = 10_000,
     seeds: int = SEEDS,
     changes: bool = True,
+    curve: Sequence[tuple[float, float]] = (),
 ) -> Plan:
     """Plan a run of ``steps`` steps on ``cluster``.
 
     ``recipes``: those to simulate; none: the ones that ``laconic advise`` compares. ``seeds``: how
-    many runs of each. ``changes``: whether to look for what would help. Raises ``ValueError`` for a
-    recipe that cannot run on the cluster.
+    many runs of each. ``changes``: whether to look for what would help. ``curve``: points
+    ``(step, loss)`` of a pilot of the one recipe, from which its loss is continued. Raises
+    ``ValueError`` for a recipe that cannot run on the cluster.
     """
     check_int("steps", steps, 1)
     check_int("seeds", seeds, 1)
     if cluster.workers < 2:
         raise ValueError("a plan needs at least 2 workers")
+    if curve and len(recipes) != 1:
+        raise ValueError("a curve is that of one recipe: give that recipe")
     facts = cluster.facts()
     compared = list(_plannable(choices(facts), cluster))
     if recipes:
@@ -164,6 +168,8 @@ def plan(
     else:
         wanted = _promising(compared, facts)
     rows = tuple(_planned(choice, cluster, steps, seeds) for choice in wanted)
+    if curve:
+        rows = (replace(rows[0], loss=continued(curve, steps)),)
     if recipes:
         best = min(rows, key=_progress)
         reason = "the most progress per second of the given recipes" if len(rows) > 1 else ""
