@@ -110,7 +110,9 @@ docs/planning.md explains every number.""",
         help="lines step,loss of a short run of the one recipe, to continue its loss",
     )
     parser.add_argument(
-        "--steps", type=parse_count, default=STEPS, help=f"length of the run (default: {STEPS:,})"
+        "--steps",
+        type=parse_count,
+        help=f"length of the run (default: {STEPS:,}; with --train {TRAINED})",
     )
     parser.add_argument(
         "--runs", type=int, default=5, metavar="N", help="simulated runs of a recipe (default: 5)"
@@ -142,7 +144,8 @@ def run(arguments: argparse.Namespace) -> int:
     cluster, measured = _cluster(arguments)
     recipes = arguments.recipes or ([] if measured is None else [measured.recipe])
     curve = () if arguments.curve is None else read_curve(arguments.curve)
-    made = plan(cluster, recipes, steps=arguments.steps, seeds=arguments.runs, curve=curve)
+    steps = STEPS if arguments.steps is None else arguments.steps
+    made = plan(cluster, recipes, steps=steps, seeds=arguments.runs, curve=curve)
     if arguments.json:
         print(made.to_json())
     else:
@@ -166,7 +169,7 @@ def _train(arguments: argparse.Namespace) -> int:
     from laconic.units import format_bytes, format_seconds
 
     texts = arguments.recipes or ["ddp()", "diloco(20)"]
-    steps = min(arguments.steps, TRAINED) if arguments.steps == STEPS else arguments.steps
+    steps = TRAINED if arguments.steps is None else arguments.steps
     print(f"{steps} steps of {arguments.train} workers; loss on held-out samples, at ten points")
     for text in texts:
         recipe = parse_recipe(text)
