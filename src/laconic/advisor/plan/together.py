@@ -365,7 +365,7 @@ class Together:
         """Return the seconds until a newcomer has a donor's state, which the donor sends while no
         round is under way, and a tenth of the time during rounds."""
         facts = self.rounds.facts(self._present)
-        size = facts.elements * (facts.itemsize + ADAM * max(facts.itemsize, 4))
+        size: float = facts.elements * (facts.itemsize + ADAM * max(facts.itemsize, 4))
         size += memory(self.rounds.all, facts)
         shares = [often(r) for r in self.rounds.all]
         prices = self.rounds.prices(self._present)
