@@ -65,6 +65,7 @@ import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import cast
 
 import torch
@@ -86,7 +87,7 @@ from laconic.buckets import BUCKET_BYTES
 from laconic.engine.gradient_rounds import bucket_sizes
 from laconic.engine.overlap import stages_at_once
 from laconic.links import cost
-from laconic.links.cost import Cost
+from laconic.links.cost import Cost, Shared
 from laconic.links.link import FAR_SECONDS
 
 BACKWARD = 0.6
@@ -167,6 +168,7 @@ class Facts:
     rates: tuple[float, ...] = ()
     overlapping: bool | None = None
     muon: bool = False
+    shared: tuple[Shared, ...] = ()
 
     @property
     def alone(self) -> float:
@@ -179,9 +181,13 @@ class Facts:
         return sum(math.prod(shape) for shape in self.shapes)
 
     def net(self, *names: str) -> Net:
-        """Return the first known network among ``names``, else one of ``rate`` and ``latency``."""
+        """Return the first known network among ``names``, else one of ``rate`` and ``latency``.
+
+        Its rate is at most what shared connections leave for each worker."""
         known = (self.nets[name] for name in names if name in self.nets)
-        return next(known, Net(self.rate, self.latency))
+        net = next(known, Net(self.rate, self.latency))
+        least = min((each.per_rank(self.workers) for each in self.shared), default=math.inf)
+        return net if net.rate <= least or "replica" in names else replace(net, rate=least)
 
     def travel(
         self,
@@ -235,7 +241,7 @@ def work_key(r: AnyRound) -> str:
 
 
 @dataclass(frozen=True)
-class _Load:
+class Load:
     """The cost of one round: ``network`` seconds, of which the network is ``sending`` (the others
     are latency and lost packets); ``exposed`` seconds; ``stretch``, the seconds it adds to the
     compute time; and the bytes ``sent`` by a rank."""
@@ -260,16 +266,14 @@ def predict(recipe: Recipe, facts: Facts) -> Prediction:
         share = often(r)
         if r.over == "group" or not share or not r.exchange.communicates:
             continue
-        load = (_gradients if isinstance(r, GradientRound) else _parameters)(r, facts)
+        load = load_of(r, facts)
         exposed += share * (load.exposed + load.stretch)
         if r.over != "replica":
             synchronous += 0.0 if r.delay or isinstance(r.exchange, Gossip) else share
             network += share * load.network
             waited += share * min(load.exposed, load.network)
             serial += share * (load.network + facts.work.get(work_key(r), 0.0))
-            overlapped = r.delay and not isinstance(r.exchange, Gossip)
-            pauses = (1 / UTILIZATION - 1) * load.sending if overlapped else 0.0
-            least += share * (load.network + pauses)
+            least += share * (load.network + idle(r, load))
             sent += share * load.sent
     exposed += facts.skew * math.sqrt(min(synchronous, 1.0))
     # A delay never makes a step longer than waiting for each message would.
@@ -290,13 +294,8 @@ def _predict_quorum(recipe: Recipe, facts: Facts) -> Prediction:
     network, sent = [0.0] * n, 0.0
     other = facts.skew * math.sqrt(period)
     for r in recipe:
-        length = _elements(r, facts, n)
-        amount = r.exchange.busiest(length, facts.itemsize, n)
-        for rank, rate in enumerate(facts.rates or (facts.net("workers").rate,) * n):
-            first = facts.rates[0] if facts.rates else rate
-            own = min(first, max(n - 1, 1) * rate)  # it sends a share of what rank 0 does
-            network[rank] += facts.travel((r.over, "workers"), amount, n, 1, own)
-        sent += r.exchange.cost(length, facts.itemsize, n).bytes
+        network = [a + b for a, b in zip(network, quorum_travel(r, facts), strict=True)]
+        sent += r.exchange.cost(elements(r, facts, n), facts.itemsize, n).bytes
         other += facts.work.get(work_key(r), 0.0)
     steps = [period] * n
     if exchange.pace == "own":
@@ -327,9 +326,36 @@ def undisturbed(recipe: Recipe, facts: Facts) -> Facts:
     return replace(facts, compute=max(facts.compute - stretch, facts.compute / 2))
 
 
+def quorum_travel(r: AnyRound, facts: Facts, present: int | None = None) -> list[float]:
+    """Return, by worker, the seconds of its message to rank 0 and of the result, half each, in a
+    round of which ``present`` workers are part (None: all)."""
+    n = facts.workers
+    present = n if present is None else present
+    amount = r.exchange.busiest(elements(r, facts, n), facts.itemsize, present)
+    rates = facts.rates or (facts.net("workers").rate,) * n
+    others = max(present - 1, 1)
+    seconds = {  # a worker sends a share of what rank 0 does
+        rate: facts.travel((r.over, "workers"), amount, n, 1, min(rates[0], others * rate))
+        for rate in {*rates}
+    }
+    return [seconds[rate] for rate in rates]
+
+
+def load_of(r: AnyRound, facts: Facts) -> Load:
+    """Return the cost of one round ``r``."""
+    return (_gradients if isinstance(r, GradientRound) else _parameters)(r, facts)
+
+
+def idle(r: AnyRound, load: Load) -> float:
+    """Return the seconds for which the network is idle until the last rank joins the round ``r``:
+    those of the capacity, see the top of the file."""
+    overlapped = r.delay and not isinstance(r.exchange, Gossip)
+    return (1 / UTILIZATION - 1) * load.sending if overlapped else 0.0
+
+
 def travel(r: AnyRound, facts: Facts) -> float:
     """Return the network seconds of one round ``r``."""
-    return (_gradients if isinstance(r, GradientRound) else _parameters)(r, facts).network
+    return load_of(r, facts).network
 
 
 def often(r: AnyRound) -> float:
@@ -350,11 +376,11 @@ def _count(when: Schedule) -> int:
     return sum(when(step) for step in range(LATER + 1, LATER + HORIZON + 1))
 
 
-def _parameters(r: AnyRound, facts: Facts) -> _Load:
+def _parameters(r: AnyRound, facts: Facts) -> Load:
     n, share = facts.workers, facts.ranks if r.over == "workers" else 1
     if r.over == "world":
         n *= facts.ranks
-    length = _elements(r, facts, n, share) // share  # each rank of a worker carries one part
+    length = elements(r, facts, n, share) // share  # each rank of a worker carries one part
     amount = _shaped(r, facts).cost(length, facts.itemsize, n)
     names = ("peers", "workers") if isinstance(r.exchange, Gossip) else (r.over, "workers")
     size = length * share * facts.itemsize
@@ -365,21 +391,22 @@ def _parameters(r: AnyRound, facts: Facts) -> _Load:
     work = facts.work.get(work_key(r), 0.0)
     sending = min(seconds, amount.seconds(facts.net(*names).rate, 0.0))
     if not r.delay:
-        return _Load(seconds, sending, seconds + work, 0.0, amount.bytes)
+        return Load(seconds, sending, seconds + work, 0.0, amount.bytes)
     stretch = facts.contention * (work + facts.carry * amount.bytes)
     overlap = r.delay * (facts.compute + often(r) * stretch)
-    return _Load(seconds, sending, max(seconds + work - overlap, 0.0), stretch, amount.bytes)
+    return Load(seconds, sending, max(seconds + work - overlap, 0.0), stretch, amount.bytes)
 
 
-def _gradients(r: AnyRound, facts: Facts) -> _Load:
+def _gradients(r: AnyRound, facts: Facts) -> Load:
     n = {"replica": facts.ranks, "workers": facts.workers}.get(r.over, facts.workers * facts.ranks)
-    amount = _shaped(r, facts).cost(_elements(r, facts, n), facts.itemsize, n)
+    amount = _shaped(r, facts).cost(elements(r, facts, n), facts.itemsize, n)
     names = ("direct", r.over, "workers") if r.exchange.direct else (r.over, "workers")
     largest = max(math.prod(shape) for shape in facts.shapes) * facts.itemsize
     sizes = bucket_sizes(r.exchange, facts.elements * facts.itemsize, largest)
     work = facts.work.get(work_key(r), 0.0)
     backward = facts.backward * facts.compute
-    ready = [backward * sum(sizes[: k + 1]) / sum(sizes) for k in range(len(sizes))]
+    whole = sum(sizes)
+    ready = [backward * part / whole for part in accumulate(sizes)]
     net, overlapping = facts.net(*names), facts.overlapping
     overlapping = 2 * net.latency >= FAR_SECONDS if overlapping is None else overlapping
     if overlapping and len(sizes) > 1 and amount.messages and in_stages(r.exchange):
@@ -391,13 +418,13 @@ def _gradients(r: AnyRound, facts: Facts) -> _Load:
     else:
         seconds, end = facts.travel(names, amount, n, len(sizes)), 0.0
         for size, since in zip(sizes, ready, strict=True):
-            end = max(end, since) + (seconds + work) * size / sum(sizes)
+            end = max(end, since) + (seconds + work) * size / whole
     exposed = end - backward
     overlap = 1 - min(exposed / (seconds + work), 1.0) if seconds + work else 0.0
     concurrent = overlap * (work + facts.carry * amount.bytes)
     stretch = facts.contention * concurrent
     sent = _external_share(r, facts) * amount.bytes
-    return _Load(seconds, seconds, exposed, stretch, sent)
+    return Load(seconds, seconds, exposed, stretch, sent)
 
 
 def _overlapped(
@@ -451,7 +478,7 @@ def _shaped(r: AnyRound, facts: Facts) -> Exchange:
     return r.exchange.shaped([torch.Size(shape) for shape in facts.shapes])
 
 
-def _elements(r: AnyRound, facts: Facts, n: int, carriers: int = 1) -> int:
+def elements(r: AnyRound, facts: Facts, n: int, carriers: int = 1) -> int:
     """Return the number of elements in an exchange of ``r``.
 
     The number is padded to what the exchange requires and to equal parts for the ``carriers``, the

@@ -24,13 +24,13 @@ __all__ = [
 
 _NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-zµμ/%]*)\s*", re.ASCII)
 _RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-_DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+_DURATIONS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _COUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _SHARES = {"%": 0.01}
 _COUNT_FORMS = "a positive whole number, or one with K, M, B or T (1.3B, 125M, 865280)"
 _RATE_FORMS = "a positive number of bit/s, or one with bit, kbit, mbit or gbit (100mbit, 10 Gbit/s)"
 _SHARE_FORMS = "a number from 0 to 1, or one with % (0.1%, 0.001)"
-_DURATION_FORMS = "a number of seconds from 0 up, or one with us, ms, s, min or h (20ms, 1.5 s)"
+_DURATION_FORMS = "a number of seconds from 0 up, or one with us, ms, s, min, h or d (20ms, 1.5 s)"
 
 
 def parse_rate(text: str) -> float:

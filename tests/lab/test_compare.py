@@ -519,7 +519,10 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "too slow": ("ddp --bandwidth 1bit", "bandwidth must be"),
     "too fast": ("ddp --bandwidth 1000gbit", "bandwidth must be"),
     "latency": ("ddp --latency soon", "not a duration: 'soon'; give a number of seconds from 0 up"),
-    "latency below zero": ("ddp --latency=-1ms", "or one with us, ms, s, min or h (20ms, 1.5 s)"),
+    "latency below zero": (
+        "ddp --latency=-1ms",
+        "or one with us, ms, s, min, h or d (20ms, 1.5 s)",
+    ),
     "workload": ("ddp --workload imagenet", "digits"),
     "no data": ("ddp --workload text --data missing.txt", "missing.txt: No such file"),
     "a directory": ("ddp --workload text --data .", "Is a directory"),

@@ -23,6 +23,7 @@ Each gossip is then doubly stochastic, and all push weights are equal.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -66,6 +67,17 @@ class Graph:
     def in_peers(self, rank: int, n: int, k: int, seed: int = 0) -> tuple[int, ...]:
         """Return the ranks that send to ``rank`` in gossip ``k``, ascending."""
         return tuple(r for r, out in enumerate(_edges(self, n, k, seed)) if rank in out)
+
+    def cycle(self, n: int) -> int | None:
+        """Return after how many gossips the graphs between ``n`` ranks repeat. None: never."""
+        if self.name == "random":
+            return None
+        if n == 1 or self.name in ("ring", "complete"):
+            return 1
+        if self.name == "exponential":
+            return _log(self.peers + 1, n - 1) + 1
+        length = len(_listed_peers(self.name, 0, n, self.repeats))
+        return length // math.gcd(length, self.peers)
 
     def share(self, rank: int, source: int, n: int, k: int, seed: int = 0) -> float:
         """Return the Metropolis weight of ``source`` at ``rank``: ``1/(1 + max(both degrees))``.

@@ -24,6 +24,7 @@ COMMANDS = {
     "compare": Command("learn", "race recipes on an emulated slow network"),
     "lab": Command("learn", "run any program on an emulated slow network"),
     "advise": Command("decide", "which recipe pays off, from a few numbers or a measurement"),
+    "plan": Command("decide", "what a run on a described cluster takes, before you rent it"),
     "tune": Command("decide", "find good settings of a recipe on your workload"),
     "doctor": Command("run", "check this host and the network to others"),
     "keys": Command("run", "make the keys and certificates of a job"),

@@ -20,6 +20,9 @@ swap            p * B            1           to p peers (B: one message's bytes)
 
 Seconds are ``messages * latency + 8 * bytes / rate``: latency in seconds, one way; rate in bit/s
 of one host's network interface in one direction.
+
+Where ranks share a connection, such as the uplink of a site, ``rate`` is that of the resource that
+is busy for longest: the slowest interface, or what `Shared` leaves for each rank.
 """
 
 from __future__ import annotations
@@ -41,6 +44,22 @@ class Cost:
     def seconds(self, rate: float, latency: float) -> float:
         """Time on a link of ``rate`` bit/s and ``latency`` seconds."""
         return self.messages * latency + 8 * self.bytes / rate
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A connection of ``rate`` bit/s that carries all that ``ranks`` ranks send to ``others``."""
+
+    ranks: int
+    others: int
+    rate: float
+
+    def per_rank(self, n: int) -> float:
+        """The bit/s that it leaves for each of ``n`` ranks if all send equally much to each other:
+        ``rate * (n-1) / (ranks * others)``. Of the v bytes that a rank sends in a collective,
+        v/(n-1) go to each other rank, so ``ranks * others * v / (n-1)`` pass the connection."""
+        pairs = self.ranks * self.others
+        return self.rate * (n - 1) / pairs if pairs else math.inf
 
 
 def mean(size: int, n: int, even: bool = True) -> Cost:

@@ -1,0 +1,1 @@
+"""Check the planner against published numbers, emulated networks, and its own limits."""

@@ -1,0 +1,247 @@
+"""Plans beside real runs on emulated hosts, in 24 settings: unequal links, stragglers, and kills.
+
+Every plan follows from the description of the setting: nothing is fitted to what was measured. A
+killed host's time is known from the lab; the plan is told when it was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plan.worker import PARAMETERS
+from laconic.advisor.plan.cluster import Cluster, Failures, Site
+from laconic.advisor.plan.simulate import recipe_of, simulate_plan
+from laconic.algorithms.parse import parse_recipe
+from laconic.lab.race.runner import machine
+from laconic.predict import often
+
+HOSTS = 4
+STEP = 0.06
+PAYLOAD = 1448 / 1514
+"""The share of what is sent that is no protocol header."""
+SECONDS = 12.0
+"""What a run is planned to take, at most `MOST` steps."""
+LONG = 22.0
+"""The same with a kill."""
+MOST = 400
+KILL, RESTART = 9.0, 3.0
+"""Seconds from the start of the lab until a host is killed, and until its program starts again."""
+STARTS = 4.0
+"""Seconds that a program takes to import torch and to find the others, on a host that starts."""
+GONE = 0.1
+"""Seconds until the others notice a process that was killed (docs/elastic.md)."""
+MEDIAN, WORST = 0.05, 0.2
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Hosts that each send at ``rate`` bit/s, or their own of ``rates``, ``latency`` seconds one
+    way; steps that take ``slow`` times as long on a host, with a ``spread``; and the hosts to
+    ``kill``."""
+
+    name: str
+    recipe: str
+    rate: float
+    latency: float = 0.0
+    rates: dict[int, float] = field(default_factory=dict)
+    slow: dict[int, float] = field(default_factory=dict)
+    spread: float = 0.05
+    kill: tuple[int, ...] = ()
+
+    @property
+    def period(self) -> int:
+        """Steps after which all rounds of the recipe have run."""
+        recipe = parse_recipe(self.recipe)
+        assert isinstance(recipe, tuple), "one of the settings"
+        return max(round(1 / often(r)) for r in recipe)
+
+    @property
+    def own_pace(self) -> bool:
+        """Whether workers take different numbers of steps, so that the run ends by time."""
+        return "quorum" in self.recipe
+
+
+def settings() -> list[Setting]:
+    """Return all settings."""
+    recipes = (
+        "ddp()",
+        "local_sgd(8)",
+        "diloco(16)",
+        "streaming_diloco(16, 4, 2)",
+        "sgp()",
+    )
+    quorum = "diloco(16, quorum=3, grace=0.05, pace='own')"
+    found = []
+    for recipe in (*recipes, quorum):
+        found += [
+            Setting("far apart", recipe, 50e6, latency=0.01),
+            Setting("a slow link", recipe, 50e6, rates={2: 12.5e6}),
+            Setting("stragglers", recipe, 100e6, slow={1: 2.0}, spread=0.3),
+        ]
+    found += [Setting("a kill", recipe, 50e6, kill=(1,)) for recipe in recipes]
+    found.append(
+        Setting("a slow link and stragglers", quorum, 50e6, rates={2: 12.5e6}, slow={1: 2.0})
+    )
+    return found
+
+
+def cluster(setting: Setting, at: Sequence[tuple[int, float]] = ()) -> Cluster:
+    """Describe a setting. Each host is a site of its own, so that its rate can differ."""
+    sites = tuple(
+        Site(
+            f"host{host}",
+            1,
+            setting.rates.get(host, setting.rate) * PAYLOAD,
+            step=STEP * setting.slow.get(host, 1.0),
+        )
+        for host in range(HOSTS)
+    )
+    failures = Failures(repair=RESTART, restart=STARTS, detection=GONE, min_workers=2, at=tuple(at))
+    return Cluster(
+        PARAMETERS,
+        sites,
+        step=STEP,
+        spread=setting.spread,
+        latency=setting.latency,
+        failures=failures,
+    )
+
+
+def length(setting: Setting) -> int:
+    """Return how many steps to take: whole periods, for `SECONDS`."""
+    known = cluster(setting)
+    each = simulate_plan(recipe_of(setting.recipe, known), known, 96).seconds / 96
+    goal = LONG if setting.kill else SECONDS
+    periods = max(round(min(goal / each, MOST) / setting.period), 2)
+    return periods * setting.period
+
+
+def command(setting: Setting, steps: int, directory: Path) -> list[str]:
+    """Return the lab's command line."""
+    spec = {
+        "recipe": setting.recipe,
+        "hosts": HOSTS,
+        "step": STEP,
+        "slow": {str(host): factor for host, factor in setting.slow.items()},
+        "spread": setting.spread,
+        "seed": 1,
+        "warmup": 2 * setting.period,
+        "steps": 10**6 if setting.own_pace else steps,
+        "seconds": SECONDS if setting.own_pace else 0.0,
+    }
+    lab = [sys.executable, "-m", "laconic", "lab", "--hosts", str(HOSTS)]
+    lab += ["--bandwidth", f"{setting.rate:.0f}", "--out", str(directory)]
+    for host, rate in setting.rates.items():
+        lab += ["--bandwidth-host", f"{host}={rate:.0f}"]
+    if setting.latency:
+        lab += ["--latency", f"{2000 * setting.latency:g}ms"]
+    for host in setting.kill:
+        lab += ["--kill", f"{host}@{KILL}s", "--restart", f"{RESTART}s"]
+    return [*lab, "--", sys.executable, "-m", "benchmarks.plan.worker", json.dumps(spec)]
+
+
+def run(number: int, setting: Setting) -> dict[str, Any]:
+    """Run a setting, and return the line for the journal."""
+    steps = length(setting)
+    directory = Path("laconic-plan", "runs", str(number))
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    done = subprocess.run(
+        command(setting, steps, directory),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    lines = [
+        line.partition("result ")[2] for line in done.stdout.splitlines() if "result {" in line
+    ]
+    results = [json.loads(line) for line in lines]
+    if not results:
+        last = (done.stderr or done.stdout).strip().splitlines()[-1:]
+        raise ValueError(f"setting {number} gave no result: {' '.join(last)}")
+    begin = max(result["begin"] for result in results)
+    at = []
+    if setting.kill:
+        happened = json.loads((directory / "rates.json").read_text())["faults"]
+        at = [
+            (int(fault["host"].removeprefix("host")), fault["time"] - begin)
+            for fault in happened
+            if fault["what"] == "killed"
+        ]
+    seconds = max(result["end"] for result in results) - begin
+    taken = sum(result["steps"] for result in results) / len(results)
+    measured = seconds / (taken if setting.own_pace else steps)
+    known = cluster(setting, at)
+    recipe = recipe_of(setting.recipe, known)
+    count = round(taken) if setting.own_pace else steps
+    planned = statistics.median(
+        simulate_plan(recipe, known, count, seed).seconds / count for seed in range(5)
+    )
+    return {
+        "number": number,
+        "name": setting.name,
+        "recipe": setting.recipe,
+        "steps": count,
+        "killed": at,
+        "measured": measured,
+        "planned": planned,
+        "machine": {key: machine()[key] for key in ("processor", "cores")},
+    }
+
+
+def rows(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield the table of the newest run of each setting."""
+    newest = {line["number"]: line for line in lines}
+    yield "| setting | recipe | seconds per step | planned | error |"
+    yield "|---|---|---|---|---|"
+    errors = []
+    for _, line in sorted(newest.items()):
+        error = line["planned"] / line["measured"] - 1
+        errors.append(abs(error))
+        yield (
+            f"| {line['name']} | `{line['recipe']}` | {line['measured']:.4f} | "
+            f"{line['planned']:.4f} | {error:+.1%} |"
+        )
+    if errors:
+        yield ""
+        yield (
+            f"{len(errors)} of {len(settings())} settings: the median error is "
+            f"{statistics.median(errors):.1%} (bound {MEDIAN:.0%}), the largest {max(errors):.1%} "
+            f"(bound {WORST:.0%})."
+        )
+
+
+def main(journal: Path, only: Sequence[int] | None, *, table: bool) -> int:
+    """Run the settings that the journal lacks, and print the table."""
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    known = _load(journal)
+    done = {line["number"] for line in known}
+    for number, setting in enumerate(settings()):
+        wanted = number in only if only is not None else number not in done
+        if table or not wanted:
+            continue
+        print(f"{number}: {setting.name}, {setting.recipe}: ", end="", flush=True)
+        line = run(number, setting)
+        with journal.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        known.append(line)
+        print(f"{line['measured']:.4f} s per step, planned {line['planned']:.4f}", flush=True)
+    for text in rows(known):
+        print(text)
+    return 0
+
+
+def _load(journal: Path) -> list[dict[str, Any]]:
+    if not journal.exists():
+        return []
+    return [json.loads(line) for line in journal.read_text().splitlines() if line]

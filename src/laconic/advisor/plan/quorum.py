@@ -1,0 +1,403 @@
+"""The simulation of rounds that close with a quorum: events in the order of their times.
+
+It follows the rules of `laconic.links.quorum.syncer`, which keeps all workers of a round in one
+list; here a round costs time in proportion to the workers that take part.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from laconic.advisor.plan.rounds import Rounds, message_bytes
+from laconic.advisor.plan.times import Lives, Slices, StepTimes
+from laconic.advisor.plan.together import LEAST, MARKS, Log, check_tries
+from laconic.algorithms.exchanges import QuorumMean
+from laconic.algorithms.round import AnyRound
+from laconic.algorithms.schedules import Every, own_pace
+from laconic.predict import quorum_travel, work_key
+
+DRAWN = 1024
+"""Step times of a worker that are drawn at once."""
+
+
+@dataclass
+class _Kind:
+    """Rounds that are due at the same steps, and close together.
+
+    ``since`` and ``pace`` by worker: see `laconic.engine.quorum_rounds.Kind`. ``expected``: by
+    worker, the first round that waits for it during the grace. ``mine``: the workers that wait for
+    it, in order of arrival. ``absent``: how many workers the next round expects that are not there;
+    ``later``: those that only a later round expects, by its number. ``reached``: when the quorum
+    had arrived, if it has. ``send``: seconds of each worker's message; ``work``: of the processors.
+    """
+
+    rounds: list[AnyRound]
+    schedule: Every
+    exchange: QuorumMean
+    since: list[int]
+    pace: list[int]
+    expected: list[int]
+    absent: int
+    number: int = 0
+    mine: list[int] = field(default_factory=list)
+    later: Counter[int] = field(default_factory=Counter)
+    reached: float | None = None
+    send: list[float] = field(default_factory=list)
+    work: float = 0.0
+
+    def leaves(self, worker: int) -> None:
+        """The worker is not there anymore."""
+        first = self.expected[worker]
+        if first <= self.number + 1:
+            self.absent += 1
+        else:
+            self.later[first] += 1
+
+    def comes(self, worker: int) -> None:
+        """The worker is there."""
+        first = self.expected[worker]
+        if first <= self.number + 1:
+            self.absent -= 1
+        else:
+            self.later[first] -= 1
+
+    def advance(self) -> None:
+        """A round has closed."""
+        self.number += 1
+        self.absent += self.later.pop(self.number + 1, 0)
+
+    def next_step(self, worker: int, step: int) -> int:
+        """The first step after ``step`` after which this worker arrives."""
+        pace = self.pace[worker]
+        if pace:
+            return max(self.since[worker] + pace, step + 1)
+        period, offset = self.schedule.period, self.schedule.offset
+        return step + 1 + (offset - step - 1) % period
+
+
+@dataclass(frozen=True)
+class Closed:
+    """A round that has closed: see `laconic.links.quorum.port.Closing`."""
+
+    kind: int
+    number: int
+    roster: tuple[int, ...]
+    paces: tuple[int, ...]
+    time: float
+
+
+class _Ordered:
+    """Numbers by worker, in order."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, float] = {}
+        self._sorted: list[float] = []
+
+    def set(self, worker: int, value: float) -> None:
+        old = self._of.get(worker)
+        if old is not None:
+            del self._sorted[bisect_left(self._sorted, old)]
+        self._of[worker] = value
+        insort(self._sorted, value)
+
+    def get(self, worker: int, otherwise: float) -> float:
+        return self._of.get(worker, otherwise)
+
+    def largest(self) -> float:
+        return self._sorted[-1] if self._sorted else 0.0
+
+    def median_low(self) -> float:
+        return self._sorted[(len(self._sorted) - 1) // 2] if self._sorted else 0.0
+
+
+class Quorum:
+    """A run whose rounds close with a quorum. ``record``: whether to keep the ``closings``."""
+
+    def __init__(
+        self,
+        rounds: Rounds,
+        generator: torch.Generator,
+        *,
+        send: Sequence[float] | None = None,
+        record: bool = False,
+    ) -> None:
+        cluster = self.cluster = rounds.cluster
+        n = self._n = cluster.workers
+        self._times = StepTimes(cluster.steps, cluster.spread, cluster.distribution, generator)
+        self._constant = self._times.constant
+        self._rows: dict[int, tuple[Tensor, int]] = {}
+        self._facts = rounds.facts(cluster.everybody)
+        self._latency = self._facts.net("workers").latency
+        self._results: dict[tuple[int, int], list[float]] = {}
+        self._given = send
+        self.kinds: list[_Kind] = []
+        for r in rounds.all:
+            assert isinstance(r.exchange, QuorumMean) and isinstance(r.when, Every), "checked"
+            kind = next((k for k in self.kinds if k.schedule == r.when), None)
+            if kind is None:
+                own = r.exchange.pace == "own"
+                pace = (r.when.offset or r.when.period) if own else 0
+                kind = _Kind([], r.when, r.exchange, [0] * n, [pace] * n, [0] * n, n)
+                self.kinds.append(kind)
+            kind.rounds.append(r)
+        for kind in self.kinds:
+            whole = [quorum_travel(r, self._facts) for r in kind.rounds]
+            kind.send = [sum(each) / 2 for each in zip(*whole, strict=True)]
+            if send is not None:
+                kind.send = list(send)
+            kind.work = sum(self._facts.work.get(work_key(r), 0.0) for r in kind.rounds)
+        self.log = Log()
+        self.closings: list[Closed] = []
+        self._record = record
+        self._speeds, self._sendings = _Ordered(), _Ordered()
+        self._there: dict[int, float] = {}
+        self._arrivals: list[tuple[float, int, int]] = []
+        self._step = [0] * n
+        self._began: list[list[float]] = [[0.0] * n for _ in self.kinds]
+        self._worked = [0.0] * n
+        self._tries = 0
+        fails = cluster.failures
+        slices = fails.happen and cluster.slices > 1
+        self._slices = Slices(cluster, generator) if slices else None
+        self._lives = Lives(cluster, generator) if fails.happen and not slices else None
+        self.now = torch.zeros(n, dtype=torch.float64)
+
+    # -- the run ----
+
+    def run(self, steps: int) -> Log:
+        """Simulate until the workers have contributed ``steps`` each, on average."""
+        goal, saved, time = self._n * steps, 0.0, 0.0
+        every = self.cluster.failures.checkpoint if self._lives is not None else None
+        for worker in range(self._n):
+            self._go_on(worker, 0.0, -1)
+        while self.log.counted < goal:
+            closing = self._next_closing()
+            arrival = self._arrivals[0][0] if self._arrivals else math.inf
+            soonest = min(closing[0] if closing else math.inf, arrival)
+            failure = self._failure(soonest)
+            if failure is not None:
+                time = self._restart(*failure, saved)
+                continue
+            if closing is not None and closing[0] < arrival:
+                time = closing[0]
+                self._close(closing[1], time)
+                if every is not None and self.log.counted >= saved + every * self._n:
+                    saved, self._tries = self.log.counted, 0
+                    self.log.spent["failures"] += self.cluster.failures.save * self._n
+            else:
+                assert self._arrivals, "somebody can always arrive"
+                now, worker, kind = heapq.heappop(self._arrivals)
+                self._arrive(now, worker, kind)
+        self.now[:] = time
+        return self.log
+
+    def _seconds(self, worker: int, steps: int) -> float:
+        """Return the seconds of this worker's next ``steps`` steps."""
+        if self._constant:
+            return self.cluster.steps[worker] * steps
+        total = 0.0
+        while steps:
+            sums, used = self._rows.get(worker, (torch.zeros(1), 0))
+            if used == len(sums) - 1:
+                drawn = self._times.rows(worker, DRAWN)
+                sums, used = torch.cat([torch.zeros(1, dtype=torch.float64), drawn.cumsum(0)]), 0
+            take = min(steps, len(sums) - 1 - used)
+            total += float(sums[used + take] - sums[used])
+            self._rows[worker] = sums, used + take
+            steps -= take
+        return total
+
+    def _go_on(self, worker: int, now: float, after: int) -> None:
+        """Worker ``worker`` continues ``now``, after its rounds up to the kind ``after``."""
+        step = self._step[worker]
+        for index in range(after + 1, len(self.kinds) if after >= 0 else 0):
+            if self.kinds[index].next_step(worker, step - 1) == step:
+                self._deliver(worker, index, now)
+                return
+        nexts = [(kind.next_step(worker, step), index) for index, kind in enumerate(self.kinds)]
+        due, index = min(nexts)
+        steps = due - step
+        seconds = self._seconds(worker, steps)
+        self._worked[worker] += seconds
+        self._step[worker] = due
+        self.log.spent["compute"] += seconds
+        self.log.computed += steps
+        if self._slices is None:
+            end = now + seconds
+        else:
+            at = torch.tensor([now], dtype=torch.float64)
+            work = torch.tensor([seconds], dtype=torch.float64)
+            end = float(self._slices.finish(at, work, torch.tensor([worker]))[0])
+            self.log.spent["failures"] += end - now - seconds
+        self._deliver(worker, index, end)
+
+    def _deliver(self, worker: int, index: int, now: float) -> None:
+        kind = self.kinds[index]
+        sending = kind.send[worker]
+        self._spend(sending, kind.work)
+        heapq.heappush(self._arrivals, (now + kind.work + sending, worker, index))
+
+    def _spend(self, network: float, work: float) -> None:
+        latency = min(self._latency, network)
+        self.log.spent["latency"] += latency
+        self.log.spent["bandwidth"] += network - latency
+        self.log.spent["processors"] += work
+
+    # -- the syncer's rules ----
+
+    def _arrive(self, now: float, worker: int, index: int) -> None:
+        kind = self.kinds[index]
+        steps = self._step[worker] - kind.since[worker]
+        seconds = self._worked[worker] - self._began[index][worker]
+        if seconds > 0 and steps > 0:
+            self._speeds.set(worker, steps / seconds)
+            self._sendings.set(worker, kind.send[worker])
+        self._there[worker] = now
+        kind.mine.append(worker)
+        for each in self.kinds:
+            each.comes(worker)
+
+    def _next_closing(self) -> tuple[float, int] | None:
+        found = [
+            (time, index)
+            for index in range(len(self.kinds))
+            if (time := self._closing_time(self.kinds[index])) is not None
+        ]
+        return min(found, default=None)
+
+    def _closing_time(self, kind: _Kind) -> float | None:
+        quorum = min(kind.exchange.workers or self._n, self._n)
+        if not kind.mine or len(self._there) < quorum:
+            return None
+        if kind.reached is None:  # arrivals are in order of time, and none leaves until one closes
+            nth = next(islice(self._there.values(), quorum - 1, None))
+            kind.reached = max(nth, self._there[kind.mine[0]])
+        latest = math.inf if kind.absent else self._latest_expected(kind)
+        return min(max(kind.reached, latest), kind.reached + kind.exchange.grace)
+
+    def _latest_expected(self, kind: _Kind) -> float:
+        for worker in reversed(self._there):
+            if kind.expected[worker] <= kind.number + 1:
+                return self._there[worker]
+        return -math.inf
+
+    def _close(self, index: int, until: float) -> None:
+        kind = self.kinds[index]
+        roster = sorted(kind.mine)
+        kind.mine = []
+        kind.advance()
+        paces = self._paces(kind, roster)
+        for worker, (_, rounds) in zip(roster, paces, strict=True):
+            # it was there, so it is counted nowhere
+            kind.expected[worker] = kind.number + rounds
+            for each in self.kinds:
+                each.leaves(worker)
+        for each in self.kinds:
+            each.reached = None
+        self.log.rounds += 1
+        if self._record:
+            taken = tuple(steps for steps, _ in paces)
+            self.closings.append(Closed(index, kind.number, tuple(roster), taken, until))
+        receive = self._result_seconds(index, len(roster))
+        for worker, (steps, _) in zip(roster, paces, strict=True):
+            arrived = self._there.pop(worker)
+            self.log.spent["stragglers"] += until - arrived
+            self._spend(receive[worker], 0.0)
+            count = self._step[worker] - kind.since[worker]
+            share = 1 / len(self.kinds)
+            self.log.counted += share * count
+            self.log.useful += share * count * self.cluster.steps[worker]
+            kind.since[worker] = self._step[worker]
+            kind.pace[worker] = steps
+            self._began[index][worker] = self._worked[worker]
+        for worker in roster:
+            self._go_on(worker, until + receive[worker], index)
+        self._account(kind, len(roster))
+        self._mark(until)
+
+    def _paces(self, kind: _Kind, roster: Sequence[int]) -> list[tuple[int, int]]:
+        exchange = kind.exchange
+        if exchange.pace == "equal":
+            return [(0, 1)] * len(roster)
+        fastest, usual = self._speeds.largest(), self._sendings.median_low()
+        skip = exchange.workers is not None and exchange.workers < self._n
+        return [
+            own_pace(
+                kind.schedule.period,
+                self._speeds.get(worker, fastest),
+                fastest,
+                self._sendings.get(worker, usual) - usual,
+                grace=exchange.grace,
+                skip=skip,
+            )
+            for worker in roster
+        ]
+
+    def _result_seconds(self, index: int, present: int) -> list[float]:
+        """Return the seconds of a result, by worker, if ``present`` workers get one."""
+        if self._given is not None:
+            return [0.0] * self._n
+        if (index, present) not in self._results:
+            whole = [quorum_travel(r, self._facts, present) for r in self.kinds[index].rounds]
+            self._results[index, present] = [sum(each) / 2 for each in zip(*whole, strict=True)]
+        return self._results[index, present]
+
+    def _account(self, kind: _Kind, present: int) -> None:
+        size = sum(message_bytes(r, self._facts) for r in kind.rounds)
+        self.log.sent += 2 * (present - 1) * size
+        home = self.cluster.site_of[0]
+        away = 1 - self.cluster.sites[home].workers / self._n
+        self.log.crossed += 2 * present * away * size
+
+    def _mark(self, now: float) -> None:
+        step = self.log.counted / self._n
+        if not self.log.marks or step >= self.log.marks[-1][1] + 1e-9:
+            self.log.marks.append((now, step, self._n))
+            if len(self.log.marks) > 4 * MARKS:
+                self.log.marks = self.log.marks[::2]
+
+    # -- failures ----
+
+    def _failure(self, before: float) -> tuple[int, float] | None:
+        """Return the worker that fails first ``before`` that time, and when."""
+        if self._lives is None:
+            return None
+        at, worker = self._lives.fails.min(0)
+        return (int(worker), float(at)) if float(at) < before else None
+
+    def _restart(self, worker: int, at: float, saved: float) -> float:
+        """A lost worker is an error on all others: they start again from the checkpoint."""
+        assert self._lives is not None, "somebody has failed"
+        self._tries += 1
+        check_tries(self._tries, saved / self._n)
+        fails = self.cluster.failures
+        detection = LEAST if fails.detection is None else fails.detection
+        back = float(self._lives.repairs(1)[0])
+        resumed = at + max(detection, back) + fails.restart
+        self._lives.renew(torch.arange(self._n), torch.tensor(resumed, dtype=torch.float64))
+        if self.log.counted:
+            self.log.useful *= saved / self.log.counted
+        self.log.counted = saved
+        for index, kind in enumerate(self.kinds):
+            for each in self._there:
+                kind.leaves(each)
+            kind.mine, kind.reached = [], None
+            kind.since = list(self._step)
+            self._began[index] = list(self._worked)
+        self._there.clear()
+        self._arrivals.clear()
+        self.log.failures += 1
+        self.log.restarts += 1
+        self.log.events.append((at, worker, "lost"))
+        for each in range(self._n):
+            self._go_on(each, resumed, -1)
+        return resumed

@@ -1,0 +1,410 @@
+"""Plans: figures of several simulated runs with their ranges, what limits a run, and what helps."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from laconic.advisor.advice import Row, rows_of
+from laconic.advisor.advice import reason as reason_of
+from laconic.advisor.choices import Choice, choices, steps_of
+from laconic.advisor.plan.cluster import Cluster
+from laconic.advisor.plan.law import Expected, continued, expected
+from laconic.advisor.plan.simulate import Result, check_plannable, recipe_of, simulate_plan
+from laconic.algorithms.round import Recipe
+from laconic.auto import TIE
+from laconic.candidates import candidates
+from laconic.errors import check_int
+from laconic.predict import Facts, often
+from laconic.units import finite, format_rate, format_seconds
+
+SEEDS = 5
+"""Runs of each recipe, by default."""
+SIMULATED = 6
+"""Of the recipes that are compared by default, how many are simulated: those that the cost model
+predicts to make the most progress, and ddp()."""
+HORIZON = 2000
+"""Without failures a run is alike from beginning to end. Then so many steps are simulated, or
+`PERIODS` periods if these are longer, and scaled to the length of the run."""
+PERIODS = 20
+HELPS = 0.05
+"""A change helps if the run takes less time by this share."""
+MATTERS = 0.05
+"""The share of the time above which something other than computing limits a run."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """The 5%, 50% and 95% quantiles over the runs."""
+
+    low: float
+    median: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The runs of one recipe. ``steps_factor``: the steps that it needs per step of ddp(), and
+    ``steps_from``, where that is from (`laconic.advisor.choices.steps_of`)."""
+
+    text: str
+    recipe: Recipe
+    results: tuple[Result, ...]
+    steps_factor: float
+    steps_from: str
+    loss: Expected
+
+    def range(self, of: Callable[[Result], float]) -> Range:
+        """Return the range of a figure."""
+        values = sorted(of(result) for result in self.results)
+        return Range(*(_quantile(values, q) for q in (0.05, 0.5, 0.95)))
+
+    @property
+    def seconds(self) -> Range:
+        """Of the whole run."""
+        return self.range(lambda result: result.seconds)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """What the workers' time is spent on, in the mean."""
+        names = self.results[0].shares
+        return {k: statistics.fmean(r.shares[k] for r in self.results) for k in names}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of the recipe or the cluster. ``gain``: by which share the run is shorter for the
+    same progress; ``money``: what it costs then. ``free``: it only changes the recipe or a
+    setting."""
+
+    what: str
+    gain: float
+    money: float
+    free: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan: the ``rows`` that were simulated, the one that is recommended, and why; what limits
+    it; and ``changes`` that help, the cheapest first."""
+
+    cluster: Cluster
+    steps: int
+    rows: tuple[Planned, ...]
+    best: Planned
+    reason: str
+    limit: str
+    changes: tuple[Change, ...]
+    compared: int
+
+    def to_json(self) -> str:
+        """Return everything as JSON."""
+        rows = []
+        for row in self.rows:
+            figures: dict[str, Any] = {
+                name: asdict(row.range(partial(_figure, name)))
+                for name in (
+                    "seconds", "goodput", "utilization", "bytes", "crossed", "memory", "money",
+                    "failures", "joins", "restarts",
+                )
+            }  # fmt: skip
+            rows.append(
+                {
+                    "recipe": row.text,
+                    **figures,
+                    "shares": row.shares,
+                    "steps_factor": row.steps_factor,
+                    "steps_from": row.steps_from,
+                    "loss": asdict(row.loss),
+                    "marks": row.results[0].marks,
+                    "events": row.results[0].events,
+                }
+            )
+        plain = {
+            "workers": self.cluster.workers,
+            "sites": [asdict(site) for site in self.cluster.sites],
+            "steps": self.steps,
+            "recommendation": self.best.text,
+            "reason": self.reason,
+            "limit": self.limit,
+            "changes": [asdict(change) for change in self.changes],
+            "recipes": rows,
+        }
+        return json.dumps(finite(plain), indent=2)
+
+
+def _figure(name: str, result: Result) -> float:
+    return float(getattr(result, name))
+
+
+def plan(
+    cluster: Cluster,
+    recipes: Sequence[str] = (),
+    *,
+    steps: int = 10_000,
+    seeds: int = SEEDS,
+    changes: bool = True,
+    curve: Sequence[tuple[float, float]] = (),
+) -> Plan:
+    """Plan a run of ``steps`` steps on ``cluster``.
+
+    ``recipes``: those to simulate; none: the ones that ``laconic advise`` compares. ``seeds``: how
+    many runs of each. ``changes``: whether to look for what would help. ``curve``: points
+    ``(step, loss)`` of a pilot of the one recipe, from which its loss is continued. Raises
+    ``ValueError`` for a recipe that cannot run on the cluster.
+    """
+    check_int("steps", steps, 1)
+    check_int("seeds", seeds, 1)
+    if cluster.workers < 2:
+        raise ValueError("a plan needs at least 2 workers")
+    if curve and len(recipes) != 1:
+        raise ValueError("a curve is that of one recipe: give that recipe")
+    facts = cluster.facts()
+    compared = list(_plannable(choices(facts), cluster))
+    if recipes:
+        wanted = [Choice(text, recipe_of(text, cluster), None, "") for text in recipes]
+    else:
+        wanted = _promising(compared, facts)
+    rows = tuple(_planned(choice, cluster, steps, seeds) for choice in wanted)
+    if curve:
+        rows = (replace(rows[0], loss=continued(curve, steps)),)
+    if recipes:
+        best = min(rows, key=_progress)
+        reason = "the most progress per second of the given recipes" if len(rows) > 1 else ""
+    else:
+        best, reason = _recommended(wanted, rows, facts)
+    found: tuple[Change, ...] = ()
+    if changes:
+        found = tuple(_changes(best, cluster, compared, steps))
+    return Plan(cluster, steps, rows, best, reason, limit(best, cluster), found, len(compared))
+
+
+def _plannable(found: Sequence[Choice], cluster: Cluster) -> Iterator[Choice]:
+    for choice in found:
+        try:
+            check_plannable(choice.recipe, choice.text, cluster)
+        except ValueError:  # such as a quorum where workers come and go
+            continue
+        yield choice
+
+
+def _promising(compared: Sequence[Choice], facts: Facts) -> list[Choice]:
+    """Return the choices to simulate, in their order. The first is DDP."""
+    rows = rows_of(compared, facts)
+    scores = [row.seconds * row.steps for row in rows]
+    ranked = sorted(range(1, len(rows)), key=lambda k: scores[k])
+    return [compared[k] for k in sorted([0, *ranked[: SIMULATED - 1]])]
+
+
+def _planned(choice: Choice, cluster: Cluster, steps: int, seeds: int) -> Planned:
+    results = runs(choice.recipe, cluster, steps, 1 if cluster.deterministic else seeds)
+    factor = _steps(choice.recipe)
+    tokens = None if cluster.tokens is None else cluster.tokens * cluster.workers * steps
+    loss = expected(choice.recipe, cluster.parameters, cluster.workers, tokens)
+    return Planned(choice.text, choice.recipe, results, *factor, loss)
+
+
+def _steps(recipe: Recipe) -> tuple[float, str]:
+    try:
+        return steps_of(recipe)
+    except ValueError as error:  # its rounds end
+        return 1.0, str(error)
+
+
+def runs(recipe: Recipe, cluster: Cluster, steps: int, seeds: int) -> tuple[Result, ...]:
+    """Return runs with the seeds from 0, of which only as much is simulated as is needed."""
+    longest = max((1 / share for r in recipe if (share := often(r))), default=1.0)
+    horizon = max(HORIZON, PERIODS * math.ceil(longest))
+    if cluster.failures.happen or horizon >= steps:
+        return tuple(simulate_plan(recipe, cluster, steps, seed) for seed in range(seeds))
+    found = (simulate_plan(recipe, cluster, horizon, seed) for seed in range(seeds))
+    return tuple(_longer(result, steps / horizon) for result in found)
+
+
+def _longer(result: Result, times: float) -> Result:
+    return replace(
+        result,
+        seconds=result.seconds * times,
+        steps=round(result.steps * times),
+        bytes=result.bytes * times,
+        crossed=result.crossed * times,
+        money=result.money * times,
+        rounds=round(result.rounds * times),
+        marks=tuple((at * times, step * times, n) for at, step, n in result.marks),
+    )
+
+
+def _recommended(
+    wanted: Sequence[Choice], rows: Sequence[Planned], facts: Facts
+) -> tuple[Planned, str]:
+    """Apply the rule of `laconic.auto` to the simulated seconds of its candidates."""
+    ddp = rows[0].seconds.median
+    timed: list[Row] = []
+    for row, planned in zip(rows_of(wanted, facts), rows, strict=True):
+        total = planned.seconds.median
+        steps = planned.results[0].steps
+        timed.append(
+            replace(
+                row,
+                seconds=total / steps,
+                speedup=ddp / total,
+                share=planned.shares["compute"],
+            )
+        )
+    known = {candidate.text for candidate in candidates(facts)}
+    chosen = [row for row in timed if row.recipe in known]
+    least = min(row.seconds * row.steps for row in chosen)
+    best = next(row for row in chosen if row.seconds * row.steps <= (1 + TIE) * least)
+    return rows[timed.index(best)], " ".join(reason_of(timed[0], best))
+
+
+def _progress(planned: Planned) -> float:
+    return planned.seconds.median * planned.steps_factor
+
+
+# -- what limits a run ----
+
+
+def limit(planned: Planned, cluster: Cluster) -> str:
+    """Return what limits the run, in words."""
+    shares = planned.shares
+    cause = max((k for k in shares if k != "compute"), key=lambda k: shares[k])
+    if shares[cause] < MATTERS:
+        return f"computing ({shares['compute']:.0%} of the workers' time)"
+    part = f"({shares[cause]:.0%} of the workers' time)"
+    words = {
+        "stragglers": "waiting for the slowest worker",
+        "bandwidth": f"the bandwidth of {bottleneck(cluster)}",
+        "latency": f"the latency {_farthest(cluster)}",
+        "processors": "processors that encode and copy messages",
+        "failures": "failures",
+    }
+    return f"{words[cause]} {part}"
+
+
+def bottleneck(cluster: Cluster) -> str:
+    """Return the name of the resource that is busy for longest in a collective."""
+    facts, n = cluster.facts(), cluster.workers
+    slowest = min(cluster.sites, key=lambda site: site.rate)
+    same = len({site.rate for site in cluster.sites}) == 1
+    where = "each worker's interface" if same else f"the workers' interfaces in {slowest.name}"
+    found = [(slowest.rate, f"{where}, {format_rate(slowest.rate)}")]
+    for site in cluster.sites:
+        if site.uplink is not None and site.workers < n:
+            share = site.uplink * (n - 1) / (site.workers * (n - site.workers))
+            found.append((share, f"the uplink of {site.name}, {format_rate(site.uplink)}"))
+    for link in cluster.links:
+        if link.rate is not None:
+            a, b = (next(s for s in cluster.sites if s.name == name) for name in link.between)
+            share = link.rate * (n - 1) / (a.workers * b.workers)
+            found.append((share, f"the link {a.name} to {b.name}, {format_rate(link.rate)}"))
+    rate, name = min(found)
+    measured = facts.net("workers").rate
+    return name if measured >= rate * (1 - 1e-9) else f"the network, {format_rate(measured)}"
+
+
+def _farthest(cluster: Cluster) -> str:
+    if len(cluster.sites) == 1:
+        return f"inside {cluster.sites[0].name}, {format_seconds(cluster.sites[0].latency)}"
+    pairs = [
+        (
+            cluster.latency if (own := cluster.link(a, b).latency) is None else own,
+            f"between {cluster.sites[a].name} and {cluster.sites[b].name}",
+        )
+        for a in range(len(cluster.sites))
+        for b in range(a)
+    ]
+    latency, name = max(pairs)
+    return f"{name}, {format_seconds(latency)}"
+
+
+# -- what would help ----
+
+
+def _changes(
+    best: Planned, cluster: Cluster, compared: Sequence[Choice], steps: int
+) -> Iterator[Change]:
+    """Yield the changes that help, the cheapest first."""
+    base = _cost(best.recipe, cluster, steps)
+    if base is None:
+        return
+    now = base[0] * best.steps_factor
+    found = []
+    for what, recipe, changed, free in _variants(best, cluster, compared):
+        after = _cost(recipe, changed, steps)
+        if after is None:
+            continue
+        same = cluster.workers / changed.workers  # as many samples
+        seconds = after[0] * same * _steps(recipe)[0]
+        if seconds <= (1 - HELPS) * now:
+            found.append(Change(what, 1 - seconds / now, after[1] * same, free))
+    yield from sorted(found, key=lambda c: (round(c.money, 6), not c.free, -c.gain))
+
+
+def _cost(recipe: Recipe, cluster: Cluster, steps: int) -> tuple[float, float] | None:
+    try:
+        (result,) = runs(recipe, cluster, steps, 1)
+    except ValueError:  # it cannot run there
+        return None
+    return result.seconds, result.money
+
+
+def _variants(
+    best: Planned, cluster: Cluster, compared: Sequence[Choice]
+) -> Iterator[tuple[str, Recipe, Cluster, bool]]:
+    """Yield changes: what, the recipe, the cluster, and whether it costs nothing by itself."""
+    facts = cluster.facts()
+    rows = rows_of(compared, facts)
+    order = sorted(range(len(rows)), key=lambda k: rows[k].seconds * rows[k].steps)
+    family = best.text.partition("(")[0]
+    relatives = [k for k in order if compared[k].text.startswith(f"{family}(")]
+    for k in dict.fromkeys([*order[:2], *relatives[:2]]):
+        if compared[k].recipe != best.recipe:
+            yield f"{compared[k].text} instead", compared[k].recipe, cluster, True
+    recipe, sites = best.recipe, cluster.sites
+    if any(site.uplink is not None for site in sites) and len(sites) > 1:
+        wide = tuple(replace(s, uplink=s.uplink and 2 * s.uplink) for s in sites)
+        yield "uplinks twice as fast", recipe, replace(cluster, sites=wide), False
+    fast = tuple(replace(s, rate=2 * s.rate) for s in sites)
+    yield "network interfaces twice as fast", recipe, replace(cluster, sites=fast), False
+    if len(sites) > 1 and cluster.workers > 2:
+        for k, site in enumerate(sites):
+            rest = sites[:k] + sites[k + 1 :]
+            names = {s.name for s in rest}
+            links = tuple(link for link in cluster.links if {*link.between} <= names)
+            left = sum(s.workers for s in rest)
+            if left >= max(2, cluster.failures.min_workers):
+                fewer = replace(cluster, sites=rest, links=links)
+                yield f"without {site.name}", recipe, fewer, True
+    fails = cluster.failures
+    if fails.happen and cluster.slices == 1:
+        if fails.policy == "static":
+            elastic = replace(cluster, failures=replace(fails, policy="elastic"))
+            yield "an elastic run (elastic=)", recipe, elastic, True
+            every = _young(cluster)
+            if every != fails.checkpoint:
+                saved = replace(cluster, failures=replace(fails, checkpoint=every))
+                yield f"a checkpoint every {every:,} steps", recipe, saved, True
+        quick = replace(cluster, failures=replace(fails, repair=fails.repair / 2))
+        yield "machines back in half the time", recipe, quick, False
+
+
+def _young(cluster: Cluster) -> int:
+    """Return the steps between two checkpoints that cost least, by Young's formula:
+    ``sqrt(2 * seconds to write one * mean time between failures)`` seconds. Writing one counts as
+    at least a step."""
+    fails = cluster.failures
+    mean = fails.mtbf / (cluster.chips * cluster.workers)
+    return max(round(math.sqrt(2 * max(fails.save, cluster.step) * mean) / cluster.step), 1)
+
+
+def _quantile(values: Sequence[float], q: float) -> float:
+    at = q * (len(values) - 1)
+    low = math.floor(at)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (at - low) * (values[high] - values[low])

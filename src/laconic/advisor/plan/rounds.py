@@ -1,0 +1,159 @@
+"""What the rounds of a recipe cost on the workers that are present.
+
+Everything is read from the recipe: schedules, delays, fragments, codecs, and whom a gossip meets.
+Seconds are those of the cost model, `laconic.predict`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from laconic.advisor.plan.cluster import Cluster
+from laconic.algorithms.compile import replicated
+from laconic.algorithms.exchange import Gossip
+from laconic.algorithms.exchanges.push import Push
+from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round
+from laconic.buckets import BUCKET_BYTES
+from laconic.predict import Facts, Load, elements, idle, load_of, often, work_key
+
+
+@dataclass(frozen=True)
+class Price:
+    """Seconds of one round: ``exposed``, of a round on gradients after the backward pass; the
+    ``network``'s, of which it takes ``sending`` to send and the rest is latency; ``work`` of the
+    processors; ``stretch``, by which training beside it becomes slower; and ``idle``, until the
+    last rank has joined. ``sent``: bytes of each worker."""
+
+    exposed: float
+    network: float
+    sending: float
+    work: float
+    stretch: float
+    idle: float
+    sent: float
+    messages: int = 0
+    units: int = 1
+
+
+FREE = Price(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+class Rounds:
+    """The rounds of ``recipe`` on a ``cluster``."""
+
+    def __init__(self, recipe: Recipe, cluster: Cluster) -> None:
+        self._elastic = cluster.failures.happen and cluster.failures.policy == "elastic"
+        self.all = replicated(recipe) if self._elastic and cluster.slices == 1 else recipe
+        self.cluster = cluster
+        self._prices: dict[tuple[int, ...], tuple[Facts, tuple[Price, ...]]] = {}
+        self._sources: dict[tuple[int, int, int], Tensor] = {}
+
+    @cached_property
+    def communicating(self) -> tuple[int, ...]:
+        """The indexes of the rounds that send anything."""
+        return tuple(
+            k
+            for k, r in enumerate(self.all)
+            if r.exchange.communicates and r.over not in ("group", "replica")
+        )
+
+    def facts(self, present: tuple[int, ...]) -> Facts:
+        """What the cost model knows, with so many workers on each site."""
+        return self._of(present)[0]
+
+    def prices(self, present: tuple[int, ...]) -> tuple[Price, ...]:
+        """What each round costs, with so many workers on each site."""
+        return self._of(present)[1]
+
+    def _of(self, present: tuple[int, ...]) -> tuple[Facts, tuple[Price, ...]]:
+        if present not in self._prices:
+            facts = self.cluster.facts(present)
+            prices = [self._price(k, r, facts) for k, r in enumerate(self.all)]
+            self._prices[present] = facts, tuple(_scaled(self.all, prices, facts))
+        return self._prices[present]
+
+    def _price(self, k: int, r: AnyRound, facts: Facts) -> Price:
+        if k not in self.communicating or facts.workers == 1:
+            return FREE
+        load = load_of(r, facts)
+        net = facts.net("peers" if isinstance(r.exchange, Gossip) else r.over, "workers")
+        work = facts.work.get(work_key(r), 0.0)
+        gradients = isinstance(r, GradientRound)
+        return Price(
+            exposed=load.exposed,
+            network=load.network,
+            sending=min(8 * load.sent / net.rate, load.network),
+            work=work if not gradients else 0.0,
+            stretch=load.stretch,
+            idle=idle(r, load),
+            sent=load.sent,
+            messages=self._messages(r, facts, load) if self.cluster.jitter else 0,
+            units=max(
+                math.ceil(elements(r, facts, facts.workers) * facts.itemsize / BUCKET_BYTES), 1
+            ),
+        )
+
+    def _messages(self, r: AnyRound, facts: Facts, load: Load) -> int:
+        """Return how many messages of a round follow one another."""
+        later = load_of(r, replace(facts, latency=facts.latency + 1.0, nets={}, loss=0.0))
+        sooner = load_of(r, replace(facts, nets={}, loss=0.0))
+        return round(later.network - sooner.network)
+
+    def events(self, step: int) -> Iterator[tuple[int, str]]:
+        """Yield what happens at ``step``, in the engine's order: the index of a round, and whether
+        it is exchanged during "backward", "folded", or "sent"."""
+        for k in self.communicating:
+            r = self.all[k]
+            if isinstance(r, GradientRound) and r.when(step):
+                yield k, "backward"
+        for k in self.communicating:
+            r = self.all[k]
+            if not isinstance(r, Round):
+                continue
+            if r.delay and step > r.delay and r.when(step - r.delay):
+                yield k, "folded"
+            if r.when(step):
+                yield k, "sent"
+
+    def sources(self, k: int, executed: int, n: int) -> Tensor:
+        """Return, for each of ``n`` ranks, those that send to it in gossip ``executed`` of round
+        ``k``, padded with its own."""
+        exchange = self.all[k].exchange
+        assert isinstance(exchange, Push), "the only gossip"
+        graph = exchange.graph
+        cycle = graph.cycle(n)
+        key = k, executed % cycle if cycle else executed, n
+        if key not in self._sources:
+            found: list[list[int]] = [[] for _ in range(n)]
+            for rank in range(n):
+                for peer in graph.out_peers(rank, n, executed, 0):
+                    found[peer].append(rank)
+            width = max((len(each) for each in found), default=0) or 1
+            rows = [(each + [rank] * width)[:width] for rank, each in enumerate(found)]
+            if len(self._sources) > 64:
+                self._sources.clear()
+            self._sources[key] = torch.tensor(rows)
+        return self._sources[key]
+
+
+def _scaled(recipe: Recipe, prices: Sequence[Price], facts: Facts) -> Iterator[Price]:
+    """Yield ``prices`` with the idle seconds that the cost model allows: a step never takes longer
+    than it would without overlap."""
+    shares = [often(r) for r in recipe]
+    pauses = sum(s * p.idle for s, p in zip(shares, prices, strict=True))
+    most = facts.compute + sum(s * p.work for s, p in zip(shares, prices, strict=True))
+    factor = min(1.0, most / pauses) if pauses else 1.0
+    for p in prices:
+        yield replace(p, idle=p.idle * factor)
+
+
+def message_bytes(r: AnyRound, facts: Facts) -> float:
+    """Return the bytes of one worker's message in a round with a quorum: what rank 0 receives from
+    the only other one."""
+    return r.exchange.busiest(elements(r, facts, facts.workers), facts.itemsize, 2).bytes / 2

@@ -1,0 +1,487 @@
+"""The simulation of rounds that wait for all workers, and of gossip.
+
+One clock per worker, as a vector. Between two rounds it advances by the worker's own steps. At a
+round it does what the engine does: rounds without a delay, and gradients, wait for the slowest
+worker and then for the network; a delayed message is sent when the last worker has joined and the
+network is free, and waited for when it is folded in.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from laconic.advisor.advice import memory
+from laconic.advisor.plan.rounds import Price, Rounds
+from laconic.advisor.plan.times import Lives, Slices, StepTimes
+from laconic.algorithms.exchange import Gossip
+from laconic.algorithms.round import Round
+from laconic.predict import often
+
+CAUSES = ("compute", "stragglers", "bandwidth", "latency", "processors", "failures")
+"""What a worker's time is spent on."""
+LEAST, MOST = 5.0, 30.0
+"""Seconds of silence, at least and at most, after which the others go on without a worker. Between
+these, it is twice the time between rounds (docs/elastic.md)."""
+DURING = 0.1
+"""The share of its time for which a donor sends a newcomer its state while a round is under way."""
+MARKS = 200
+"""Points of a timeline, about."""
+MOST_TRIES = 1000
+"""Restarts from one checkpoint after which a run is given up."""
+ADAM = 2
+"""Numbers that the local optimizer stores for each parameter, which a newcomer receives, too."""
+
+
+@dataclass
+class Log:
+    """What happened in a run: see `Result`. ``spent``: seconds of all workers by cause."""
+
+    spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
+    sent: float = 0.0
+    crossed: float = 0.0
+    counted: float = 0.0
+    computed: float = 0.0
+    useful: float = 0.0
+    rounds: int = 0
+    failures: int = 0
+    joins: int = 0
+    restarts: int = 0
+    marks: list[tuple[float, float, int]] = field(default_factory=list)
+    events: list[tuple[float, int, str]] = field(default_factory=list)
+
+
+@dataclass
+class _Flight:
+    """A delayed message, by worker: when it was ``sent``, when all that it waits for had
+    ``joined``, and when it is ``done``."""
+
+    sent: Tensor
+    joined: Tensor
+    done: Tensor
+    price: Price
+
+
+class LostError(Exception):
+    """A worker of a static run has failed at the time ``at``, or the last one of an elastic run."""
+
+    def __init__(self, worker: int, at: float) -> None:
+        super().__init__(worker, at)
+        self.worker, self.at = worker, at
+
+
+class Together:
+    """A run in which all workers take the same steps."""
+
+    def __init__(self, rounds: Rounds, generator: torch.Generator) -> None:
+        self.rounds, self.cluster = rounds, rounds.cluster
+        cluster = self.cluster
+        self._generator = generator
+        self._times = StepTimes(cluster.steps, cluster.spread, cluster.distribution, generator)
+        self._means = torch.tensor(cluster.steps, dtype=torch.float64)
+        n = cluster.workers
+        self.now = torch.zeros(n, dtype=torch.float64)
+        self._busy = torch.zeros(n, dtype=torch.float64)
+        self._alive = torch.arange(n)
+        self._site = torch.tensor(cluster.site_of)
+        self._flights: dict[tuple[int, int], _Flight] = {}
+        """By round, and the step after which the message was sent."""
+        self._executed = [0] * len(rounds.all)
+        self._base = torch.zeros(n, dtype=torch.float64)
+        self.log = Log()
+        self._present = cluster.everybody
+        self._latest = 0.0
+        self._between = 0.0
+        fails = cluster.failures
+        self._slices = Slices(cluster, generator) if fails.happen and cluster.slices > 1 else None
+        self._lives = Lives(cluster, generator) if fails.happen and cluster.slices == 1 else None
+        self._tries = 0
+        self._joins = torch.full((n,), math.inf, dtype=torch.float64)
+
+    # -- the run ----
+
+    def run(self, steps: int, first: int = 0) -> Log:
+        """Simulate the ``steps`` after step ``first``."""
+        due = {
+            step: events
+            for step in range(first + 1, first + steps + 1)
+            if (events := list(self.rounds.events(step)))
+        }
+        saves = self._save_steps(first, steps)
+        stops = sorted({*due, *saves, *self._mark_steps(first, steps), first + steps})
+        self._base[:] = first
+        at, saved, position = first, (first, 0), 0
+        while position < len(stops):
+            step = stops[position]
+            try:
+                self._compute(step - at)
+                for k, what in due.get(step, ()):
+                    self._event(k, what, step)
+                at, position = step, position + 1
+                self._mark(step)
+                if step in saves:
+                    self._save(step)
+                    saved, self._tries = (step, position), 0
+            except LostError as lost:
+                at, position = self._restart(lost, *saved, at)
+        for flight in [*self._flights]:
+            self._fold(*flight)
+        self._meet_all()
+        self._contribute(first + steps, everything=True)
+        return self.log
+
+    def _mark_steps(self, first: int, steps: int) -> set[int]:
+        every = max(steps // MARKS, 1)
+        return {*range(first + every, first + steps + 1, every)}
+
+    def _save_steps(self, first: int, steps: int) -> set[int]:
+        every = self.cluster.failures.checkpoint
+        if every is None or not self.cluster.failures.happen:
+            return set()
+        return {s for s in range(first + 1, first + steps + 1) if s % every == 0}
+
+    def _mark(self, step: int) -> None:
+        if self._lives is None or len(self._alive):
+            time = float(self.now[self._alive].max())
+            if not self.log.marks or self.log.marks[-1][1] < step:
+                self.log.marks.append((time, step, len(self._alive)))
+
+    def _compute(self, steps: int) -> None:
+        if not steps:
+            return
+        work = self._times.sum(steps)
+        ids = self._alive
+        before = self.now[ids]
+        if self._slices is None:
+            self.now[ids] = before + work[ids]
+        else:
+            self.now[ids] = self._slices.finish(before, work[ids], ids)
+        mine = float(work[ids].sum())
+        self.log.spent["compute"] += mine
+        self.log.computed += steps * len(ids)
+        if self._slices is not None:
+            self.log.spent["failures"] += float((self.now[ids] - before).sum()) - mine
+
+    # -- one round ----
+
+    def _event(self, k: int, what: str, step: int) -> None:
+        r = self.rounds.all[k]
+        if what == "folded":
+            sent = step - r.delay
+            if (k, sent) in self._flights:
+                self._fold(k, sent)
+            return
+        self.log.rounds += 1
+        if what == "backward":
+            self._together(k, gradients=True)
+        elif isinstance(r, Round) and r.delay:
+            self._send(k, step)
+        else:
+            if isinstance(r, Round) and r.update.quiesces_others:
+                for other in [*self._flights]:
+                    self._fold(*other)
+            if isinstance(r.exchange, Gossip):
+                self._gossip(k)
+            else:
+                self._together(k, gradients=False)
+        self._executed[k] += 1
+        self._contribute(step)
+
+    def _price(self, k: int) -> Price:
+        return self.rounds.prices(self._present)[k]
+
+    def _together(self, k: int, *, gradients: bool) -> None:
+        """A round that all workers wait for."""
+        done_part, repeated = 0.0, 0.0
+        while True:
+            price = self._price(k)
+            whole = price.exposed if gradients else price.network + price.work
+            whole += self._late(price)
+            seconds = (1 - done_part) * whole + repeated
+            start = max(self._last(), 0.0 if gradients else float(self._busy[self._alive].max()))
+            lost = self._lost_before(start + seconds)
+            if lost is None:
+                break
+            if lost > start and seconds:  # what was exchanged by then remains
+                done_part += (1 - done_part) * (lost - start) / seconds
+                repeated = whole / price.units
+        ids = self._alive
+        self._wait("stragglers", start)
+        self._spend_network(price, whole - price.work, price.work)
+        self.now[ids] = start + seconds + price.stretch
+        self.log.spent["processors"] += price.stretch * len(ids)
+        self._busy[ids] = start + seconds
+        self._account(price)
+        self._rhythm(start + seconds)
+
+    def _send(self, k: int, step: int) -> None:
+        """A message that is folded in later."""
+        gossip = isinstance(self.rounds.all[k].exchange, Gossip)
+        price = self._price(k)
+        ids = self._alive
+        seconds = price.network + price.work + self._late(price)
+        joined = self._arrivals(k) if gossip else self.now[ids].max().expand(len(ids))
+        start = torch.maximum(joined, self._busy[ids])
+        sent, done = self.now.clone(), self.now.clone()
+        done[ids] = start + seconds
+        latest = self.now.clone()
+        latest[ids] = joined
+        self._busy[ids] = start + seconds - price.work + price.idle
+        self._flights[k, step] = _Flight(sent, latest, done, price)
+        self.now[ids] += price.stretch
+        self.log.spent["processors"] += price.stretch * len(ids)
+        self._account(price)
+
+    def _fold(self, k: int, sent: int) -> None:
+        """Wait for the delayed message sent after the step ``sent``."""
+        flight = self._flights.pop((k, sent))
+        while True:
+            done = max(self._last(), float(flight.done[self._alive].max()))
+            lost = self._lost_before(done)
+            if lost is None:
+                break
+            # what was not exchanged yet waits until the others go on, and a unit runs again
+            again = self._detection() + flight.price.network / flight.price.units
+            late = flight.done[self._alive]
+            flight.done[self._alive] = torch.where(late > lost, late + again, late)
+        ids = self._alive
+        waits = torch.clamp_min(flight.done[ids] - self.now[ids], 0.0)
+        whole = flight.price.network + flight.price.work
+        # what it would have waited for had all joined at once, then for those that joined later
+        own = torch.clamp(flight.sent[ids] + whole - self.now[ids], min=0.0).minimum(waits)
+        late = torch.clamp_min(flight.joined[ids] - flight.sent[ids], 0.0).minimum(waits - own)
+        if whole:
+            part = float(own.sum()) / whole
+            self.log.spent["bandwidth"] += part * flight.price.sending
+            self.log.spent["latency"] += part * (flight.price.network - flight.price.sending)
+            self.log.spent["processors"] += part * flight.price.work
+        self.log.spent["stragglers"] += float(late.sum())
+        self.log.spent["bandwidth"] += float((waits - own - late).sum())  # behind other messages
+        self.now[ids] += waits
+        self._rhythm(self._last())
+
+    def _gossip(self, k: int) -> None:
+        """Each worker waits for those that send to it."""
+        while self._lost_before(self._last()) is not None:
+            pass
+        price, ids = self._price(k), self._alive
+        seconds = price.network + price.work + self._late(price)
+        start = torch.maximum(self._arrivals(k), self._busy[ids])
+        self.log.spent["stragglers"] += float((start - self.now[ids]).sum())
+        self._spend_network(price, seconds - price.work, price.work)
+        self.now[ids] = start + seconds + price.stretch
+        self._busy[ids] = start + seconds
+        self.log.spent["processors"] += price.stretch * len(ids)
+        self._account(price)
+        self._rhythm(self._last())
+
+    def _arrivals(self, k: int) -> Tensor:
+        """When each worker has reached a gossip, and all that send to it."""
+        own = self.now[self._alive]
+        if len(own) == 1:
+            return own
+        sources = self.rounds.sources(k, self._executed[k], len(own))
+        return torch.maximum(own, own[sources].amax(1))
+
+    def _late(self, price: Price) -> float:
+        """Return by how much jitter delays the last of a round's messages: of m messages that come
+        up to j sooner or later, the last is ``j * (2 * u**(1/m) - 1)`` late."""
+        jitter, n = self.cluster.jitter, len(self._alive)
+        if not jitter or not price.messages or n < 2:
+            return 0.0
+        draws = torch.rand(price.messages, dtype=torch.float64, generator=self._generator)
+        late = jitter * (2 * draws ** (1 / (n * (n - 1))) - 1)
+        return float(late.sum())
+
+    def _last(self) -> float:
+        return float(self.now[self._alive].max())
+
+    def _wait(self, cause: str, until: float) -> None:
+        self.log.spent[cause] += float((until - self.now[self._alive]).sum())
+
+    def _spend_network(self, price: Price, seconds: float, work: float) -> None:
+        n = len(self._alive)
+        share = price.sending / price.network if price.network else 0.0
+        self.log.spent["bandwidth"] += n * share * seconds
+        self.log.spent["latency"] += n * (1 - share) * seconds
+        self.log.spent["processors"] += n * work
+
+    def _account(self, price: Price) -> None:
+        n = len(self._alive)
+        self.log.sent += price.sent * n
+        pairs = sum(c * (c - 1) for c in self._present)
+        crossing = 1 - pairs / (n * (n - 1)) if n > 1 else 0.0
+        self.log.crossed += price.sent * n * crossing
+
+    def _rhythm(self, now: float) -> None:
+        self._between, self._latest = now - self._latest, now
+
+    # -- who is there ----
+
+    def _lost_before(self, done: float) -> float | None:
+        """Return when the first of the present workers fails, if it does before ``done``. It is
+        gone then, and the others know it."""
+        if self._lives is None:
+            return None
+        ids = self._alive
+        soonest, index = self._lives.fails[ids].min(0)
+        at = float(soonest)
+        if at >= done:
+            return None
+        worker = int(ids[index])
+        if self.cluster.failures.policy == "static" or len(ids) == 1:
+            raise LostError(worker, at)
+        self._lose(worker, at)
+        until = at + self._detection()
+        left = self._alive
+        self.log.spent["failures"] += float(torch.clamp_min(until - self.now[left], 0.0).sum())
+        self.now[left] = torch.clamp_min(self.now[left], until)
+        self._wait_for_enough()
+        return at
+
+    def _detection(self) -> float:
+        given = self.cluster.failures.detection
+        return min(max(2 * self._between, LEAST), MOST) if given is None else given
+
+    def _lose(self, worker: int, at: float) -> None:
+        assert self._lives is not None, "somebody has failed"
+        fails = self.cluster.failures
+        self._alive = self._alive[self._alive != worker]
+        self._count()
+        back = at + float(self._lives.repairs(1)[0]) + fails.restart
+        self._joins[worker] = back + self._transfer()
+        self._lives.fails[worker] = math.inf
+        self.log.failures += 1
+        self.log.events.append((at, worker, "lost"))
+
+    def _count(self) -> None:
+        counts = torch.bincount(self._site[self._alive], minlength=len(self.cluster.sites))
+        self._present = tuple(counts.tolist())
+
+    def _transfer(self) -> float:
+        """Return the seconds until a newcomer has a donor's state, which the donor sends while no
+        round is under way, and a tenth of the time during rounds."""
+        facts = self.rounds.facts(self._present)
+        size: float = facts.elements * (facts.itemsize + ADAM * max(facts.itemsize, 4))
+        size += memory(self.rounds.all, facts)
+        shares = [often(r) for r in self.rounds.all]
+        prices = self.rounds.prices(self._present)
+        busy = sum(s * p.network for s, p in zip(shares, prices, strict=True))
+        step = max(facts.compute, busy, 1e-12)
+        used = min(busy / step, 1.0)
+        return 8 * size / facts.net("workers").rate / (1 - (1 - DURING) * used)
+
+    def _wait_for_enough(self) -> None:
+        while len(self._alive) < self.cluster.failures.min_workers:
+            soonest = float(self._joins.min())
+            self.log.spent["failures"] += float(
+                torch.clamp_min(soonest - self.now[self._alive], 0.0).sum()
+            )
+            self.now[self._alive] = torch.clamp_min(self.now[self._alive], soonest)
+            self._welcome(soonest)
+
+    def _welcome(self, now: float) -> None:
+        """Let newcomers in that have caught up by ``now``."""
+        back = torch.nonzero(self._joins <= now).flatten()
+        if not len(back):
+            return
+        assert self._lives is not None, "somebody had failed"
+        self._joins[back] = math.inf
+        self._alive = torch.cat([self._alive, back]).sort().values
+        self._count()
+        self.now[back] = now
+        self._busy[back] = self._busy[self._alive].max()
+        for flight in self._flights.values():
+            for each in (flight.sent, flight.joined):
+                each[back] = now
+            flight.done[back] = flight.done.max()
+        self._base[back] = math.nan
+        self._lives.renew(back, torch.tensor(now, dtype=torch.float64))
+        self.log.joins += len(back)
+        for worker in back.tolist():
+            self.log.events.append((now, worker, "joined"))
+
+    def _contribute(self, step: int, *, everything: bool = False) -> None:
+        """The present workers have contributed their steps until ``step``."""
+        ids = self._alive
+        if self._lives is None:
+            if everything:
+                done = step - float(self._base[0])
+                self.log.counted += done * len(ids)
+                self.log.useful += done * float(self._means[ids].sum())
+            return
+        since = torch.nan_to_num(step - self._base[ids], nan=0.0)
+        self.log.counted += float(since.sum())
+        self.log.useful += float((since * self._means[ids]).sum())
+        self._base[ids] = step
+        if not everything:
+            self._welcome(self._last())
+            fresh = self._alive[self._base[self._alive].isnan()]
+            self._base[fresh] = step
+
+    def _meet_all(self) -> None:
+        """`finish` waits for all workers."""
+        end = self._last()
+        self._wait("stragglers", end)
+        self.now[self._alive] = end
+
+    # -- checkpoints ----
+
+    def _save(self, step: int) -> None:
+        seconds = self.cluster.failures.save
+        while self._lost_before(self._last() + seconds) is not None:
+            pass
+        last = self._last()
+        self._wait("stragglers", last)
+        self.now[self._alive] = last + seconds
+        self.log.spent["failures"] += seconds * len(self._alive)
+
+    def _restart(self, lost: LostError, step: int, position: int, at: int) -> tuple[int, int]:
+        """All workers start again from the checkpoint of ``step``."""
+        assert self._lives is not None, "somebody has failed"
+        self._tries += 1
+        check_tries(self._tries, step)
+        fails = self.cluster.failures
+        detection = LEAST if fails.detection is None else fails.detection
+        back = float(self._lives.repairs(1)[0])
+        resumed = lost.at + max(detection, back) + fails.restart
+        everyone = torch.arange(self.cluster.workers)
+        self._alive = everyone
+        self._present = self.cluster.everybody
+        self._joins[:] = math.inf
+        self.now[:] = resumed
+        self._busy[:] = resumed
+        self._flights.clear()
+        self._lives.renew(everyone, torch.tensor(resumed, dtype=torch.float64))
+        undone = torch.clamp_min(self._base - step, 0.0)
+        self.log.counted -= float(torch.nan_to_num(undone).sum())
+        self.log.useful -= float((torch.nan_to_num(undone) * self._means).sum())
+        self._base[:] = step
+        self.log.marks = [mark for mark in self.log.marks if mark[1] <= step]
+        self.log.failures += 1
+        self.log.restarts += 1
+        self.log.events.append((lost.at, lost.worker, "lost"))
+        self.log.events.append((resumed, lost.worker, f"started again from step {step}"))
+        return step, position
+
+
+def check_tries(tries: int, step: float) -> None:
+    """Raise ``ValueError`` if a run has begun too often at the same ``step``."""
+    if tries > MOST_TRIES:
+        raise ValueError(
+            f"the workers fail too often: in {MOST_TRIES:,} tries the run did not get from step "
+            f"{step:,.0f} to the next checkpoint. Save more often, or plan an elastic run"
+        )
+
+
+def shares_of(spent: dict[str, float], total: float) -> dict[str, float]:
+    """Return ``spent`` as shares of ``total`` seconds of all workers; what no cause explains is due
+    to failures."""
+    known = sum(spent[cause] for cause in CAUSES if cause != "failures")
+    total = max(total, known)  # with a quorum, some have begun steps that do not count any more
+    shares = {cause: spent[cause] / total for cause in CAUSES}
+    shares["failures"] = 1 - known / total
+    return shares

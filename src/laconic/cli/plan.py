@@ -1,0 +1,254 @@
+"""``laconic plan``: what a run would take on a cluster that you describe."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from laconic.cli.compare import needs
+from laconic.units import parse_count, parse_duration, parse_rate, parse_share
+
+if TYPE_CHECKING:
+    from laconic.advisor.plan.cluster import Cluster
+    from laconic.advisor.plan.measured import Measured
+
+DESCRIBES = ("workers", "sites", "rate", "uplink", "latency", "jitter", "loss", "parameters",
+             "dtype", "step", "spread", "tokens", "price", "egress", "mtbf", "repair",
+             "checkpoint")  # fmt: skip
+"""Options that describe a cluster, which a file does otherwise."""
+
+
+STEPS, TRAINED = 10_000, 100
+"""Default lengths: of a plan, and of a training with ``--train``."""
+
+
+def add(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "plan",
+        help="simulate a run on a cluster that you describe, before you rent it",
+        description="Simulate a training run on a described cluster: how long it takes, what the "
+        "time goes to, what it sends and costs, what limits it, and what would help.",
+        epilog="""\
+8 machines with one GPU each, in 3 countries, and a model of a billion parameters:
+
+    laconic plan --workers 8 --sites 3 --rate 100mbit --latency 40ms --parameters 1b --step 1s
+
+The same for one recipe, with a machine that fails once a month:
+
+    laconic plan --workers 8 --sites 3 --rate 100mbit --latency 40ms --parameters 1b --step 1s \\
+        --mtbf 30d 'diloco(100)'
+
+For unequal sites, write a file, and change it:
+
+    laconic plan --example > cluster.yaml
+    laconic plan --cluster cluster.yaml
+
+docs/planning.md explains every number.""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "recipes",
+        nargs="*",
+        metavar="RECIPE",
+        help="recipes to simulate, such as 'diloco(100)' (default: the most promising ones of "
+        "those that laconic advise compares)",
+    )
+    what = parser.add_argument_group("the cluster, all of whose workers are alike")
+    what.add_argument(
+        "--workers", type=int, metavar="N", help="number of workers, such as machines"
+    )
+    what.add_argument("--sites", type=int, metavar="N", help="sites with equal shares of them (1)")
+    what.add_argument("--rate", metavar="RATE", help="of each worker's network, such as 100mbit")
+    what.add_argument(
+        "--uplink", metavar="RATE", help="that a site's workers share toward others (no limit)"
+    )
+    what.add_argument(
+        "--latency", metavar="TIME", help="one way between sites, half of a ping, such as 40ms (0)"
+    )
+    what.add_argument("--jitter", metavar="TIME", help="by which a message's latency varies (0)")
+    what.add_argument("--loss", metavar="SHARE", help="of packets that are lost, such as 0.1%% (0)")
+    what.add_argument("--parameters", metavar="COUNT", help="of the model, such as 1b")
+    what.add_argument("--dtype", help="of parameters and messages (float32)")
+    what.add_argument("--step", metavar="TIME", help="computing of one step on one worker (1s)")
+    what.add_argument(
+        "--spread", metavar="SHARE", help="standard deviation of step times over their mean (5%%)"
+    )
+    what.add_argument(
+        "--tokens", metavar="COUNT", help="of one worker in a step, for the expected loss"
+    )
+    what.add_argument("--price", type=float, help="of a worker per hour")
+    what.add_argument("--egress", type=float, metavar="PRICE", help="of a GB that leaves a site")
+    what.add_argument("--mtbf", metavar="TIME", help="between two failures of a worker (never)")
+    what.add_argument("--repair", metavar="TIME", help="until a failed machine is back (10min)")
+    what.add_argument(
+        "--checkpoint",
+        type=int,
+        metavar="STEPS",
+        help="between two checkpoints, for a run that starts again from one after a failure "
+        "(default: an elastic run, which goes on without the lost worker)",
+    )
+    files = parser.add_argument_group("from files")
+    files.add_argument(
+        "--cluster", type=Path, metavar="FILE", help="the cluster in YAML or JSON; see --example"
+    )
+    files.add_argument("--example", action="store_true", help="print such a file, and nothing else")
+    files.add_argument(
+        "--from-metrics",
+        type=Path,
+        metavar="FILE",
+        help="records of a real run, by attach(..., metrics=FILE): use its step times, failures "
+        "and network, and show its timeline beside the planned one",
+    )
+    files.add_argument(
+        "--curve",
+        type=Path,
+        metavar="FILE",
+        help="lines step,loss of a short run of the one recipe, to continue its loss",
+    )
+    parser.add_argument(
+        "--steps",
+        type=parse_count,
+        help=f"length of the run (default: {STEPS:,}; with --train {TRAINED})",
+    )
+    parser.add_argument(
+        "--runs", type=int, default=5, metavar="N", help="simulated runs of a recipe (default: 5)"
+    )
+    parser.add_argument(
+        "--train",
+        type=int,
+        metavar="N",
+        help="train a tiny model with N simulated workers, up to 256, under each recipe instead, "
+        "to see what it learns: the real mathematics, in this process",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the timelines into FILE")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the plan and return 0."""
+    from laconic.advisor.plan.fields import EXAMPLE
+
+    if arguments.example:
+        print(EXAMPLE, end="")
+        return 0
+    from laconic.advisor.plan.law import read_curve
+    from laconic.advisor.plan.report import plan
+
+    if arguments.train is not None:
+        return _train(arguments)
+    cluster, measured = _cluster(arguments)
+    recipes = arguments.recipes or ([] if measured is None else [measured.recipe])
+    curve = () if arguments.curve is None else read_curve(arguments.curve)
+    steps = STEPS if arguments.steps is None else arguments.steps
+    made = plan(cluster, recipes, steps=steps, seeds=arguments.runs, curve=curve)
+    if arguments.json:
+        print(made.to_json())
+    else:
+        needs("plan")
+        from rich.console import Console
+
+        from laconic.advisor.plan import show
+
+        show.show(made, Console(), measured)
+    if arguments.plot is not None:
+        from laconic.advisor.plan import show
+
+        show.plot(made, arguments.plot, measured)
+    return 0
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    """Train a tiny model, and print what it has learned."""
+    from laconic.advisor.plan.at_scale import learn
+    from laconic.algorithms.parse import parse_recipe
+    from laconic.units import format_bytes, format_seconds
+
+    texts = arguments.recipes or ["ddp()", "diloco(20)"]
+    steps = TRAINED if arguments.steps is None else arguments.steps
+    print(f"{steps} steps of {arguments.train} workers; loss on held-out samples, at ten points")
+    for text in texts:
+        recipe = parse_recipe(text)
+        if not isinstance(recipe, tuple):
+            raise ValueError(f"{text} measures a network, and there is none: give its choice")
+        learned = learn(recipe, arguments.train, steps)
+        losses = " ".join(f"{loss:.3f}" for loss in learned.losses)
+        print(
+            f"{text}: {losses}; workers apart by {learned.distance:.2g}; "
+            f"{format_seconds(learned.seconds)}, {format_bytes(learned.memory)} of memory",
+            flush=True,
+        )
+    return 0
+
+
+def _cluster(arguments: argparse.Namespace) -> tuple[Cluster, Measured | None]:
+    from laconic.advisor.plan import fields
+
+    given = [name for name in DESCRIBES if getattr(arguments, name) is not None]
+    if arguments.cluster is not None:
+        if given:
+            raise ValueError(
+                f"--{given[0]} describes a cluster, and so does --cluster {arguments.cluster}: "
+                "change it there"
+            )
+        cluster = fields.read(arguments.cluster)
+    else:
+        cluster = _described(arguments)
+    if arguments.from_metrics is None:
+        return cluster, None
+    from laconic.advisor.plan.measured import calibrated
+
+    return calibrated(cluster, arguments.from_metrics)
+
+
+def _described(arguments: argparse.Namespace) -> Cluster:
+    from laconic.advisor.plan.cluster import Cluster, Failures, uniform
+
+    missing = [f"--{name}" for name in ("workers", "rate", "parameters")
+               if getattr(arguments, name) is None]  # fmt: skip
+    if missing:
+        raise ValueError(
+            f"plan also needs {', '.join(missing)}, or --cluster FILE; for example: laconic plan "
+            "--workers 8 --sites 3 --rate 100mbit --latency 40ms --parameters 1b --step 1s"
+        )
+    uplink = None if arguments.uplink is None else parse_rate(arguments.uplink)
+    sites = uniform(
+        arguments.workers,
+        1 if arguments.sites is None else arguments.sites,
+        rate=parse_rate(arguments.rate),
+        latency=parse_duration(arguments.latency or "0"),
+        uplink=uplink,
+        price=arguments.price or 0.0,
+    )
+    failures = Failures()
+    if arguments.mtbf is not None:
+        failures = replace(failures, mtbf=parse_duration(arguments.mtbf))
+    if arguments.repair is not None:
+        failures = replace(failures, repair=parse_duration(arguments.repair))
+    if arguments.checkpoint is not None:
+        failures = replace(failures, policy="static", checkpoint=arguments.checkpoint)
+    parsers: dict[str, Callable[[str], Any]] = {
+        "step": parse_duration,
+        "spread": parse_share,
+        "tokens": parse_count,
+        "jitter": parse_duration,
+        "loss": parse_share,
+        "dtype": str,
+    }
+    optional: dict[str, Any] = {
+        name: parse(getattr(arguments, name))
+        for name, parse in parsers.items()
+        if getattr(arguments, name) is not None
+    }
+    return Cluster(
+        parse_count(arguments.parameters),
+        sites,
+        latency=parse_duration(arguments.latency or "0"),
+        gigabyte=arguments.egress or 0.0,
+        failures=failures,
+        **optional,
+    )
