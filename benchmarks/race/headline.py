@@ -49,10 +49,17 @@ NAMES = {
 }
 """What the picture calls a row."""
 THEMES = {
-    "light": {"ours": "#00796b", "peers": ("#d55e00", "#0072b2"), DDP: "#a3478a", "text": "#33373d"},
+    "light": {
+        "ours": "#00796b",
+        "peers": ("#d55e00", "#0072b2"),
+        DDP: "#a3478a",
+        "text": "#33373d",
+    },
     "dark": {"ours": "#4db6ac", "peers": ("#ff9d5c", "#6cb8ee"), DDP: "#e29ccb", "text": "#d5d8de"},
 }
 GRAY = "#8a9099"
+SETTINGS = {"svg.hashsalt": "laconic", "font.size": 11}
+"""Of matplotlib; the salt makes equal pictures equal files."""
 
 
 def shown(lines: Sequence[Line]) -> list[Line]:
@@ -117,7 +124,7 @@ def main() -> None:
     entries = journal.load(parser.parse_args().journal)
     for theme in THEMES:
         path = DOCS / f"headline_{theme}.svg"
-        with matplotlib.rc_context({"svg.hashsalt": "laconic", "font.size": 11}):
+        with matplotlib.rc_context(SETTINGS):
             picture(entries, theme).savefig(path, metadata={"Date": None})
         print(path)
 
