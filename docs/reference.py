@@ -5,7 +5,6 @@ An extension of griffe, which mkdocstrings uses to read the sources (mkdocs.yml)
 
 from __future__ import annotations
 
-import ast
 import importlib
 from typing import Any
 
@@ -13,19 +12,11 @@ import griffe
 
 
 class Defaults(griffe.Extension):
-    """Replaces defaults that are names, such as ``TIMEOUT``, by their values."""
+    """Replaces defaults that are constants, such as ``TIMEOUT``, by their values."""
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
         for parameter in func.parameters:
-            parameter.default = _value(func.module.path, parameter.default)
-
-
-def _value(module: str, default: Any) -> Any:
-    if default is None:
-        return None
-    try:
-        ast.literal_eval(str(default))
-    except ValueError:  # a name, or more
-        value = vars(importlib.import_module(module)).get(str(default))
-        return repr(value) if isinstance(value, (bool, float, int, str)) else default
-    return default
+            name = str(parameter.default)
+            if name.isidentifier() and name.isupper():
+                module = importlib.import_module(func.module.path)
+                parameter.default = repr(vars(module)[name])
