@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
 COURSE := $(VENV)/.course
 
-.PHONY: demo test check wheels try-wheels matrix torchtitan cuda traps bench science race survive validate-model peers mutations stress look docs pictures tutorial course clean
+.PHONY: demo test check wheels try-wheels matrix torchtitan cuda traps bench science race survive validate-model peers mutations stress look look-docs docs pictures tutorial course clean
 
 demo: $(READY)            ## compare DDP, local SGD, SlowMo and DiLoCo on a 100 Mbit/s network
 	$(BIN)/laconic compare
@@ -93,6 +93,9 @@ stress: $(READY)          ## start and end 200 labs in every way there is; nothi
 
 look: $(READY)            ## pictures of the demo's report, with Chromium
 	$(BIN)/python tests/look.py
+
+look-docs: docs           ## search and pictures of the docs site, with Chromium
+	$(BIN)/python tests/look_docs.py
 
 docs: $(DOCS)             ## build the docs site into build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict

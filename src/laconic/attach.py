@@ -63,14 +63,19 @@ def init() -> None:
     ``srun``, or for one process without them.
 
     Does nothing if a process group exists already. Under ``srun`` it sets torchrun's variables
-    (RANK, LOCAL_RANK and others). Uses NCCL where CUDA is available, gloo
-    elsewhere. Selects GPU LOCAL_RANK, or GPU 0 if the process sees only one
-    (CUDA_VISIBLE_DEVICES). When torchrun restarts the ranks after a failure (``--max-restarts``),
-    they rendezvous again: keys left in the store by an earlier attempt are ignored. From then on
-    the other ranks notice when this process ends, and their `attach` names it.
+    (RANK, LOCAL_RANK and others). Uses NCCL where CUDA is available, gloo elsewhere. Selects GPU
+    LOCAL_RANK, or GPU 0 if the process sees only one (CUDA_VISIBLE_DEVICES). When torchrun restarts
+    the ranks after a failure (``--max-restarts``), they rendezvous again: keys left in the store by
+    an earlier attempt are ignored. From then on the other ranks notice when this process ends, and
+    their `attach` names it.
 
     Raises ``ValueError`` if there are fewer GPUs than ranks on this host, or if one of Slurm's
     variables is missing.
+
+    Examples:
+        >>> laconic.init()
+        >>> torch.distributed.get_world_size()  # without torchrun
+        1
     """
     if dist.is_initialized():
         return
@@ -114,41 +119,59 @@ def attach(
     """Train ``model`` together with the other ranks by ``recipe``.
 
     All ranks start from rank 0's parameters and buffers. From then on the optimizer's own
-    ``step()`` runs the rounds; the training loop stays as it is. At its end call
-    ``sync.finish()``, or use the synchronizer in a ``with``.
+    ``step()`` runs the rounds; the training loop stays as it is. At its end call ``sync.finish()``,
+    or use the synchronizer in a ``with``.
 
-    ``optimizer`` may be a list, such as Muon for the matrices and AdamW for the rest. The loop
-    calls ``step()`` of each once per training step, in any order; the last one runs the rounds.
-    With gossip that is weighted (`sgp`), compute all gradients before the first of them steps.
+    Args:
+        model: the plain module, on one device. Buffers may be on the CPU and parameters on a GPU if
+            the process group takes CPU tensors, as that of `laconic.init` does. A model in torch's
+            DistributedDataParallel, which averages all gradients at every step, is an error.
+        optimizer: any torch optimizer, or a list, such as Muon for the matrices and AdamW for the
+            rest. The loop then calls ``step()`` of each once per training step, in any order; the
+            last one runs the rounds. With gossip that is weighted (`sgp`), compute all gradients
+            before the first of them steps.
+        recipe: what a recipe function returns, such as ``laconic.local_sgd(8)``, or
+            ``laconic.auto()``.
+        nprocs_per_node: how many ranks are one worker. ``"env"``: torchrun's LOCAL_WORLD_SIZE.
+            Their gradients are averaged in every backward pass, and each communicates its part of
+            the rounds.
+        group_size: how many consecutive workers are one group, for recipes with rounds inside
+            groups.
+        mesh: a DeviceMesh of (workers) or (workers, ranks of a worker), ranks in ascending order,
+            in place of ``nprocs_per_node``. It is required if a worker's parameters are sharded
+            over its ranks (FSDP's ``fully_shard``, over the one-dimensional mesh of these ranks).
+            Each rank then communicates its shard, and FSDP averages gradients inside the worker.
+        buffers: ``"average"``: rounds average the module's floating-point buffers, too. ``"keep"``:
+            each worker keeps its own.
+        scaler: the loop's GradScaler, so that steps that it skips are counted.
+        link: how messages of a model on a GPU travel between workers. ``"tcp"``: by way of host
+            memory and laconic's own connections. ``"nccl"``. ``"auto"`` or None: the faster of the
+            two. Or a `Link` to use in place of torch's process group.
+        timeout: seconds after which a rank that does not answer is an error on all others; in an
+            elastic run, the longest that a worker may be silent.
+        seed: for a recipe's random choices, such as pairs: at least 0, the same on all ranks.
+        metrics: where the run's metrics go: a file, as lines of JSON; a directory, for one file per
+            rank; `laconic.TensorBoard`; or a list of these. ``laconic watch`` shows them. None:
+            nowhere.
+        elastic: workers come and go; see `Elastic`. No process group is needed then. None:
+            LACONIC_COORDINATOR in the environment, if it is set, makes the run elastic.
+        offload: keep what parameter rounds store between rounds (anchors, outer momenta, residuals)
+            in pinned host memory, and on the GPU only while it is computed with, one bucket (25
+            MiB) at a time. The results are the same bits.
 
-    ``model`` is the plain module, on one device. A model in torch's DistributedDataParallel, which
-    averages all gradients at every step, is an error. Buffers may be on the CPU and parameters on
-    a GPU if the process group takes CPU tensors, as that of `laconic.init` does.
+    Returns the `Synchronizer`. Raises ``ValueError`` on every rank for arguments that cannot work,
+    and `laconic.LinkError` later if a rank is lost.
 
-    ``nprocs_per_node``: ranks in one worker (``"env"``: torchrun's LOCAL_WORLD_SIZE). Their
-    gradients are averaged in every backward pass, and each communicates its part of the rounds.
-    ``mesh``: the same as a DeviceMesh of (workers) or (workers, ranks of a worker), ranks in
-    ascending order. It is required if a worker's parameters are sharded over its ranks (FSDP's
-    ``fully_shard``, over the one-dimensional mesh of these ranks). Each rank then communicates its
-    shard, and FSDP averages gradients inside the worker.
-    ``group_size``: consecutive workers in one group, for recipes with rounds inside groups.
-    ``buffers``: average the module's floating-point buffers with the rounds, or keep each
-    worker's. ``scaler``: the GradScaler, so that steps it skips are counted. ``link``: how messages
-    of a model on a GPU travel between workers: ``"tcp"``, by way of host memory and laconic's own
-    connections; ``"nccl"``; ``"auto"`` or None, the faster of the two. Or a `Link` to use in place
-    of torch's process group. ``timeout``: seconds after which, on that
-    process group, a rank that does not answer is an error on all others. ``seed``: for a recipe's
-    random choices (pairs), the same on all ranks. ``metrics``: a file for the run's metrics as
-    lines of JSON, a directory for one file per rank, `laconic.TensorBoard`, or a list of these;
-    ``laconic watch`` shows them. ``elastic``: workers come and go; see `Elastic`. No process group
-    is needed then, and ``timeout`` is the longest that a worker may be silent. Without it,
-    LACONIC_COORDINATOR in the environment makes a run elastic. ``offload``: keep what parameter
-    rounds store between rounds (anchors, outer momenta, residuals) in pinned host memory, and on
-    the GPU only while it is computed with, one bucket (25 MiB) at a time; the results are the same
-    bits.
-
-    Raises ``ValueError`` on every rank for arguments that cannot work, and `laconic.LinkError`
-    later if a rank is lost.
+    Examples:
+        >>> sync = laconic.attach(model, optimizer, laconic.local_sgd(8), seed=1)
+        >>> for _ in range(16):
+        ...     loss = model(torch.randn(8, 4)).square().mean()
+        ...     optimizer.zero_grad()
+        ...     loss.backward()
+        ...     optimizer.step()
+        >>> sync.finish()
+        >>> sync.stats().rounds
+        2
     """
     rounds = start(2).recipe if isinstance(recipe, Auto) else recipe
     params: list[Tensor] = []

@@ -82,15 +82,22 @@ class Auto:
 
 @checked
 def auto(target: float | None = None) -> Auto:
-    """Measure the first steps and the network, then choose codec, period and overlap. Choose again
-    when they change. Every rank makes the same choice. The logger ``laconic`` and
-    `Synchronizer.choices` give the reasons.
+    """Measure the first steps and the network, then choose codec, period and overlap.
 
-    ``target``: the least speed, as a share in (0, 1] of the speed without communication. Only
-    recipes that are predicted to reach it are considered, or the fastest one if none does. None:
-    the recipe with the most progress per second, even if its steps are slower. The candidates are
-    `ddp` with and without codecs, and, with Int4 and a delay that hides their messages, `local_sgd`
-    every two steps and `streaming_diloco` for several periods.
+    Choose again when they change. Every rank makes the same choice. The logger ``laconic`` and
+    `Synchronizer.choices` give the reasons. The candidates are `ddp` with and without codecs, and,
+    with Int4 and a delay that hides their messages, `local_sgd` every two steps and
+    `streaming_diloco` for several periods.
+
+    Args:
+        target: the least speed, as a share in (0, 1] of the speed without communication. Only
+            recipes that are predicted to reach it are considered, or the fastest one if none does.
+            None: the recipe with the most progress per second, even if its steps are slower.
+
+    Examples:
+        >>> sync = laconic.attach(model, optimizer, laconic.auto())
+        >>> [choice.text for choice in sync.choices]  # one worker has nothing to choose
+        []
     """
     if target is not None:
         check_float("target", target, 0.0, strict=True, most=1.0)

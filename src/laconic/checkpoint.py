@@ -34,16 +34,19 @@ def save(
     """Save a checkpoint in the directory ``path``, and replace the one that is there.
 
     Every rank must call it, after the same number of steps, between steps: gradients are not saved.
-    Each rank saves its own model, optimizer, synchronizer (``sync``; None: the one attached to
-    ``optimizer``) with rounds in flight, and random state: Python's, torch's on the CPU, torch's on
-    the current CUDA device if it is in use, and NumPy's global one if NumPy is loaded. ``model``
-    may be a `SlowMoDistributedDataParallel`, ``optimizer`` a `CommOptimizer` or the list that was
-    given to `laconic.attach`, ``sync`` a `DistOptimizer`; their counters are saved too. So are
-    parameters that the optimizer has beside the model's, such as float32 masters.
+    Each rank saves its own model, optimizer, synchronizer with rounds in flight, and random state:
+    Python's, torch's on the CPU, torch's on the current CUDA device if it is in use, and NumPy's
+    global one if NumPy is loaded. The counters of wrappers are saved too. So are parameters that
+    the optimizer has beside the model's, such as float32 masters.
 
-    ``others``: each rank's own objects to save, by name. They have ``state_dict()`` and
-    ``load_state_dict()`` (a scheduler, a GradScaler), or are plain data (numbers, strings, tensors,
-    lists, dicts; ``generator.get_state()``).
+    Args:
+        path: the directory of the checkpoint.
+        model: the module, or a `SlowMoDistributedDataParallel`.
+        optimizer: the optimizer, the list that was given to `laconic.attach`, or a `CommOptimizer`.
+        sync: the synchronizer, or a `DistOptimizer`. None: the one attached to ``optimizer``.
+        others: each rank's own objects to save, by name. They have ``state_dict()`` and
+            ``load_state_dict()`` (a scheduler, a GradScaler), or are plain data (numbers, strings,
+            tensors, lists, dicts; ``generator.get_state()``). None: nothing else.
 
     However the call ends, on any rank (a killed process, a full disk, a power loss), the directory
     has either the previous checkpoint or the new one, complete. It needs space for both. A
@@ -53,6 +56,11 @@ def save(
     Raises `OSError` on every rank, naming the ranks that could not write, and ``ValueError`` for
     state that cannot be saved; the previous checkpoint then stays. Raises `laconic.LinkError` if
     not all ranks call it, once the others reach another call of laconic's, such as a round.
+
+    Examples:
+        >>> sync = laconic.attach(model, optimizer, laconic.local_sgd(8))
+        >>> lr = torch.optim.lr_scheduler.LinearLR(optimizer)
+        >>> laconic.save("checkpoint", model, optimizer, others={"lr": lr, "epoch": 3})
     """
     training = TrainingState.of(model, optimizer, sync, others)
     training.bind()
@@ -81,11 +89,18 @@ def load(
     for bit.
 
     Every rank must call it, after `laconic.attach`, with a model and optimizer built as before.
-    (With a wrapped module whose optimizer moves float32 masters, call it after
-    ``bind(optimizer, fp32_params)``.) ``others``: the objects whose state was saved, by name.
-    Returns the plain data of ``others`` (tensors on the CPU) and ``"step"``, the steps taken. With
-    ``missing_ok``, if no rank finds a checkpoint, as in a run's first attempt, nothing is loaded
-    and the result is empty.
+    (With a wrapped module whose optimizer moves float32 masters, call it after ``bind(optimizer,
+    fp32_params)``.) Returns the plain data of ``others`` (tensors on the CPU) and ``"step"``, the
+    steps taken.
+
+    Args:
+        path: the directory of the checkpoint.
+        model: the module, or a `SlowMoDistributedDataParallel`.
+        optimizer: the optimizer, the list that was given to `laconic.attach`, or a `CommOptimizer`.
+        sync: the synchronizer, or a `DistOptimizer`. None: the one attached to ``optimizer``.
+        others: the objects whose state was saved, by name. None: there are none.
+        missing_ok: if no rank finds a checkpoint, as in a run's first attempt, load nothing and
+            return nothing. False: that is an error.
 
     A rank's file may be in any rank's directory: ranks send each other files that some of them
     cannot see. If the number of ranks or workers has changed, or files are lost (a host with its
@@ -101,6 +116,14 @@ def load(
     then nothing has changed. Needs memory for a copy of the model's and the optimizer's state. To
     continue from a consensus it needs memory for three more copies of the model and for all ranks'
     state, and disk space for received files. Files are read as plain data: their code is never run.
+
+    Examples:
+        >>> sync = laconic.attach(model, optimizer, laconic.local_sgd(8))
+        >>> laconic.load("checkpoint", model, optimizer, missing_ok=True)  # the first attempt
+        {}
+        >>> laconic.save("checkpoint", model, optimizer, others={"epoch": 3})
+        >>> laconic.load("checkpoint", model, optimizer)
+        {'epoch': 3, 'step': 0}
     """
     training = TrainingState.of(model, optimizer, sync, others)
     while True:

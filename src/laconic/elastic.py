@@ -21,22 +21,27 @@ TRACE_VARIABLE = "LACONIC_TRACE"
 class Elastic:
     """Train with workers that come and go: ``attach(..., elastic=Elastic("host:29400"))``.
 
-    ``coordinator``: where ``laconic coordinator`` runs, as ``"host:port"``; None: what the
-    environment variable LACONIC_COORDINATOR says. ``min_workers``: the least number of workers with
-    which training goes on; with fewer, the remaining ones wait. None: more than half of those
-    before each change. ``workers``: how many must have come before the run begins; None:
-    ``min_workers``, or 2. ``job``: the name of the run; runs that share a coordinator need
-    different names. ``wait``: how many seconds to wait for enough workers, and for the coordinator.
+    Args:
+        coordinator: where ``laconic coordinator`` runs, as ``"host:port"``. None: what the
+            environment variable LACONIC_COORDINATOR says.
+        min_workers: the least number of workers with which training goes on, at least 1; with
+            fewer, the remaining ones wait. None: more than half of those before each change.
+        workers: how many must have come before the run begins. None: ``min_workers``, or 2.
+        job: the name of the run. Runs that share a coordinator need different names.
+        wait: how many seconds to wait for enough workers, and for the coordinator.
+        others: objects with ``state_dict()`` and ``load_state_dict()``, by name, such as a learning
+            rate scheduler. A newcomer loads another worker's state of them. The samples of an
+            `ElasticSampler` among them are dealt to the workers that take part. The names are the
+            same on all workers. While a worker joins, another one copies their state in every step:
+            they should be small. None: there are none.
+        trace: a directory. Each worker writes a file there, which records who took part in which
+            round, and when; `Trace` reads these files. None: what the environment variable
+            LACONIC_TRACE says; without it, nothing is recorded.
 
-    ``others``: objects with ``state_dict()`` and ``load_state_dict()``, by name, such as a learning
-    rate scheduler. A newcomer loads another worker's state of them. The samples of an
-    `ElasticSampler` among them are dealt to the workers that take part. The names are the same on
-    all workers. While a worker joins, another one copies their state in every step: they should be
-    small.
-
-    ``trace``: a directory. Each worker writes a file there, which records who took part in which
-    round, and when; `Trace` reads these files. None: what the environment variable LACONIC_TRACE
-    says; without it, nothing is recorded.
+    Examples:
+        >>> elastic = laconic.Elastic("10.0.0.1:29400", workers=4, min_workers=2)
+        >>> elastic.address()
+        '10.0.0.1:29400'
     """
 
     coordinator: str | None = None

@@ -18,11 +18,19 @@ class WorkersChangedError(Exception):
 class LinkError(RuntimeError):
     """A round cannot be completed: a rank died, hung, or is in another call.
 
-    Every rank that still runs raises it. The message names the rank, the round and the remedy.
+    Every rank that still runs raises it. The message names the rank, the round and the remedy. A
+    rank that does not answer comes before one that has ended, and a rank that only stopped because
+    of another one is not named.
 
-    ``ranks``: the world ranks that caused it, ascending, the same on every rank; empty if unknown.
-    A rank that does not answer comes before one that has ended, and a rank that only stopped
-    because of another one is not named.
+    Args:
+        args: the message.
+        ranks: the world ranks that caused it, ascending, the same on every rank; empty if unknown.
+
+    Examples:
+        >>> try:
+        ...     optimizer.step()
+        ... except laconic.LinkError as error:
+        ...     print(error.ranks)
     """
 
     def __init__(self, *args: object, ranks: Iterable[int] = ()) -> None:

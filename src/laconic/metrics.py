@@ -31,7 +31,14 @@ NOT_GIVEN, READY, DIRECTORY, MISSING, FAILED = range(5)
 class Metrics:
     """A sink for records. To write your own, subclass it and override `write`.
 
-    ``every`` is the minimum number of seconds between two records. 0 writes one per step.
+    Args:
+        every: the least number of seconds between two records. 0: one per step.
+
+    Examples:
+        >>> class Print(laconic.Metrics):
+        ...     def write(self, record):
+        ...         print(record["event"])
+        >>> sync = laconic.attach(model, optimizer, laconic.local_sgd(8), metrics=Print(every=10))
     """
 
     def __init__(self, every: float = 1.0) -> None:
@@ -63,8 +70,14 @@ class Metrics:
 class JsonLines(Metrics):
     """Append one line of JSON per record to a file.
 
-    If ``path`` is a file, rank 0 writes it. If it contains ``{rank}``, every rank writes its own
-    file. If it is a directory, every rank writes ``rank{rank}.jsonl`` in it, on its own host.
+    Args:
+        path: a file: rank 0 writes it. With ``{rank}`` in it: every rank writes its own. A
+            directory: every rank writes ``rank{rank}.jsonl`` in it, on its own host.
+        every: the least number of seconds between two records. 0: one per step.
+
+    Examples:
+        >>> metrics = laconic.JsonLines("run.jsonl", every=10)
+        >>> sync = laconic.attach(model, optimizer, laconic.local_sgd(8), metrics=metrics)
     """
 
     def __init__(self, path: str | os.PathLike[str], every: float = 1.0) -> None:
@@ -115,9 +128,15 @@ class JsonLines(Metrics):
 class TensorBoard(Metrics):
     """Write scalars for TensorBoard under ``laconic/``.
 
-    Rank 0 writes to ``directory``. If it contains ``{rank}``, every rank writes its own.
+    Args:
+        directory: rank 0 writes to it. With ``{rank}`` in it: every rank writes its own.
+        every: the least number of seconds between two records. 0: one per step.
 
     Raises ImportError if the package ``tensorboard`` is not installed.
+
+    Examples:
+        >>> metrics = laconic.TensorBoard("runs")
+        >>> sync = laconic.attach(model, optimizer, laconic.local_sgd(8), metrics=metrics)
     """
 
     def __init__(self, directory: str | os.PathLike[str], every: float = 10.0) -> None:

@@ -24,14 +24,26 @@ def muon(
 
     Muon trains the matrices of hidden layers: parameters of two dimensions, but not those of
     ``nn.Embedding`` and ``nn.EmbeddingBag``, nor that of the last ``nn.Linear`` of
-    ``model.modules()``, which is taken for the output layer. AdamW trains all others, and the
-    parameters whose names begin with one of ``adamw``. Muon's steps are scaled to the size of
-    AdamW's (``adjust_lr_fn="match_rms_adamw"``), so one ``lr`` serves both. ``momentum`` is Muon's,
-    with Nesterov; ``betas`` are AdamW's. Parameters without ``requires_grad`` are left out. Jordan
-    et al. 2024; the scale: Liu et al. 2025, arXiv 2502.16982.
+    ``model.modules()``, which is taken for the output layer. AdamW trains all others. Muon's steps
+    are scaled to the size of AdamW's (``adjust_lr_fn="match_rms_adamw"``), so one ``lr`` serves
+    both. Parameters without ``requires_grad`` are left out. Jordan et al. 2024; the scale: Liu et
+    al. 2025, arXiv 2502.16982.
+
+    Args:
+        model: the module to train.
+        lr: the learning rate of both, above 0.
+        momentum: Muon's, with Nesterov, in [0, 1).
+        weight_decay: of both, at least 0.
+        betas: AdamW's.
+        adamw: AdamW also trains the parameters whose names begin with one of these.
 
     Raises ``ValueError`` if torch is older than 2.9, if the model has no matrix for Muon, or if no
     parameter has a name that begins as ``adamw`` says.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        >>> [type(optimizer).__name__ for optimizer in laconic.muon(model)]
+        ['Muon', 'AdamW']
     """
     if not hasattr(torch.optim, "Muon"):
         raise ValueError(

@@ -106,13 +106,20 @@ class ElasticSampler(Sampler[int]):
     train on them too: samples that its `DataLoader` drops, such as the prefetched batches of an
     abandoned iterator or an incomplete batch under ``drop_last``, are not dealt again.
 
-    ``data_source``: anything with a length, or the number of samples itself.
-    ``epochs``: how many to draw; None: iterators never end.
-    ``lost``: what happens to samples that a lost worker drew after its last contribution (`mark`).
-    With ``"again"`` other workers draw them again. With ``"counted"`` they count as drawn, although
-    their effect is lost, and `samples_lost` counts them.
-
     All workers need the same arguments. Methods may be called by different threads.
+
+    Args:
+        data_source: anything with a length, or the number of samples itself.
+        shuffle: whether each epoch has an order of its own.
+        seed: of the orders, at least 0.
+        epochs: how many to draw, at least 1. None: iterators never end.
+        lost: what happens to samples that a lost worker drew after its last contribution (`mark`).
+            ``"again"``: other workers draw them again. ``"counted"``: they count as drawn, although
+            their effect is lost, and `samples_lost` counts them.
+
+    Examples:
+        >>> list(laconic.ElasticSampler(5, shuffle=False, epochs=1))
+        [0, 1, 2, 3, 4]
     """
 
     def __init__(

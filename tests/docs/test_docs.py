@@ -19,6 +19,7 @@ from offline import elsewhere
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+README = ROOT / "README.md"
 PAGES = sorted(DOCS.rglob("*.md"))
 
 
@@ -44,15 +45,35 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.timeout(10)
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
 def test_links_lead_somewhere_in_the_repository_too(page: Path) -> None:
-    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+    text = page.read_text()
+    pictures = re.findall(r'(?:src|srcset)="([^"]+)"', text)
+    for link in (*re.findall(r"\]\(([^)\s]+)\)", text), *pictures):
         if link.startswith("https://"):
             continue
-        path, _, anchor = link.partition("#")
+        path, _, anchor = link.removesuffix("#only-light").removesuffix("#only-dark").partition("#")
         target = (page.parent / path).resolve() if path else page
         assert target.is_file(), link
         assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.timeout(10)
+def test_the_readme_is_one_page() -> None:
+    text = README.read_bytes()
+    assert len(text.splitlines()) <= 120
+    assert len(text) <= 8000
+
+
+@pytest.mark.timeout(10)
+def test_a_page_begins_with_what_the_reader_gets() -> None:
+    """A heading, and then a paragraph: no table, code or list before it."""
+    for page in [README, *PAGES]:
+        lines = page.read_text().splitlines()
+        start = 2 if lines[0].startswith("<!-- Written by") else 0
+        heading, empty, first, *_ = lines[start:]
+        assert heading.startswith("# ") and not empty, page
+        assert re.match(r"[\w*`\[<]", first), f"{page}: {first}"
 
 
 @pytest.mark.timeout(10)

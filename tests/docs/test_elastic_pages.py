@@ -1,5 +1,5 @@
-"""The pages on elastic runs and security: the tests that they name exist, and the plan in steps
-runs."""
+"""The pages on elastic runs, security and guarantees: the tests that they name exist, and the plan
+in steps runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "docs" / name for name in ("elastic.md", "spot.md", "borrowed.md", "security.md")]
+NAMES = ("elastic", "spot", "borrowed", "security", "guarantees")
+PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
 
 
 @pytest.mark.timeout(10)

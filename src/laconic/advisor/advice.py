@@ -139,12 +139,28 @@ class Slow:
 class Advice:
     """The result of `laconic.advise`, equal on every rank.
 
-    ``computes``: seconds of a step on each rank. ``held``: bytes of parameters, gradients and
-    optimizer state. ``peak``: bytes of memory in use. These are None without a measurement.
-    ``slow``: the ranks that the others wait for.
-    ``recommendation`` is the text of the recipe that `laconic.auto` would choose from ``facts``,
-    ``code`` the line that attaches it, and ``reason`` the explanation. ``alternatives`` are other
-    recipes to consider, at most 5. As text, an advice is what ``laconic advise`` prints.
+    Attributes:
+        facts: what was measured, or given.
+        rows: the prediction for each recipe.
+        guide: fairscale's rule of thumb for SlowMo, for several periods.
+        recommendation: the text of the recipe that `laconic.auto` would choose from ``facts``.
+        code: the line for a training loop.
+        reason: the explanation.
+        computes: seconds of a step on each rank. None without a measurement.
+        held: bytes of parameters, gradients and optimizer state. None without a measurement.
+        peak: bytes of memory in use. None without a measurement.
+        slow: the ranks that the others wait for.
+        alternatives: other recipes to consider, at most 5.
+
+    As text, an advice is what ``laconic advise`` prints.
+
+    Examples:
+        >>> from laconic.advisor.advice import advice_on
+        >>> from laconic.predict import Facts
+        >>> shapes = ((1024, 1024),) * 4  # 4 workers, 0.1 s per step, 1 Gbit/s in bytes per second
+        >>> advice = advice_on(Facts(4, shapes, 4, compute=0.1, rate=1.25e8, latency=0.001))
+        >>> advice.recommendation in [row.recipe for row in advice.rows]
+        True
     """
 
     facts: Facts

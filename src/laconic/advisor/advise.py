@@ -38,18 +38,37 @@ def advise(
 ) -> Advice:
     """Measure ``step_fn`` and the network, and recommend a recipe.
 
-    Call it on every rank, under torchrun, after `laconic.init` and before `laconic.attach`.
-    ``step_fn()`` runs one local step (forward, backward, optimizer) of ``model``. It is called
-    about three times ``steps`` times, at least 27, and trains the model of each rank separately.
-    ``optimizer`` supplies the parameters and state that count; None means all trainable parameters.
-    ``recipes`` are further recipes to predict, as text. ``nprocs_per_node``, ``link`` and
-    ``timeout`` are those of `laconic.attach`.
+    Call it on every rank, under torchrun, after `laconic.init` and before `laconic.attach`. It
+    trains the model of each rank separately.
+
+    Args:
+        model: the module that ``step_fn`` trains.
+        step_fn: runs one local step (forward, backward, optimizer). It is called about three times
+            ``steps`` times, at least 27.
+        optimizer: supplies the parameters and state that count. None: all trainable parameters.
+        recipes: further recipes to predict, as text.
+        nprocs_per_node: how many ranks are one worker; ``"env"``: torchrun's LOCAL_WORLD_SIZE.
+        steps: steps of each measurement, at least 2.
+        link: a `Link` to use in place of torch's process group. None: that group.
+        timeout: seconds after which a rank that does not answer is an error on all others.
 
     Seconds and bytes in the result are per step. All ranks get the same result.
 
     Raises ``ValueError`` on every rank if there is only one worker, if an argument is wrong, or if
     ``step_fn`` or a timed round raised on one of them (out of memory, for example). Raises
     `laconic.LinkError` if a rank is lost. The process groups that it creates are closed at the end.
+
+    Examples:
+        >>> def worker(rank):  # the program of each rank under torchrun; here simulated
+        ...     model = torch.nn.Linear(4, 1)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     def step():
+        ...         model(torch.randn(8, 4)).square().mean().backward()
+        ...         optimizer.step()
+        ...     return laconic.advise(model, step, optimizer=optimizer, steps=4)
+        >>> advice, _ = laconic.simulate(worker, workers=2)
+        >>> advice.code.startswith("sync = laconic.attach(model, optimizer, laconic.")
+        True
     """
     found = measured(
         model,

@@ -32,7 +32,7 @@ GRADIENT_QUALITY = {"ddp()": SAME, "ddp(codec='int8')": INT8, "ddp(codec='int4')
 LOCAL = {
     4: "loses some quality per step, less than longer periods do (docs/science.md: 12)",
     16: "Lin et al. 2018 use 16 or 32, after the first decay of the learning rate",
-    64: "behind DDP per step, once gradients are noisy (README)",
+    64: "behind DDP per step, once gradients are noisy (docs/choose.md)",
     256: "longer than Lin et al. 2018 tried: expect to lose quality",
 }
 SLOWMO = {

@@ -49,27 +49,43 @@ def diloco(
 
     Douillard et al. 2023, arXiv 2311.08105; see `OuterStep`. The defaults suit hundreds of rounds.
     In a run of fewer than about 100 rounds they overshoot; use a ``momentum`` of 0.3 to 0.6.
-    ``outer``: an elementwise torch optimizer to use instead of Nesterov SGD, such as
-    ``lambda tensors: torch.optim.Adam(tensors, lr=1e-3)``. ``lr`` and ``momentum`` then have no
-    effect. ``outer="muon"`` gives the steps of matrices Muon's direction: see `MuonStep`.
-    ``average="rda"`` averages the lengths and the directions of pseudo-gradients separately, so
-    that workers that move in different directions do not shorten the step: see `RadialMean`. With
-    either, every worker stores all outer state.
 
-    With a ``delay``, ``merge`` selects how x and the new anchor are combined, and ``mix``, in
-    [0, 1], is the fraction of x that remains: see `OuterStep`. ``merge="eager"`` takes the outer
-    step at once, using the other workers' pseudo-gradients of the previous round (Kale et al. 2025,
-    arXiv 2502.12996): see `Eager`. Its delay is at most the period, and every worker stores all
-    outer state. ``codec``: how pseudo-gradients and outer steps are coded.
+    Args:
+        period: steps between two rounds, at least 1.
+        lr: the outer learning rate, above 0.
+        momentum: of the outer steps, in [0, 1).
+        outer: an elementwise torch optimizer to use instead of Nesterov SGD, such as ``lambda
+            tensors: torch.optim.Adam(tensors, lr=1e-3)``; ``lr`` and ``momentum`` then have no
+            effect. ``"muon"``: the steps of matrices have Muon's direction, see `MuonStep`. None:
+            Nesterov SGD. With either, every worker stores all outer state.
+        average: ``"mean"``: of the pseudo-gradients. ``"rda"``: their lengths and directions are
+            averaged separately, so that workers that move in different directions do not shorten
+            the step; see `RadialMean`. With ``"rda"``, every worker stores all outer state.
+        sharded: whether each worker stores 1/n of the outer state. False: all of it.
+        delay: steps between sending a message and folding in the result. Training continues
+            meanwhile. 0: training waits.
+        merge: how x and the delayed new anchor are combined: ``"mix"``, ``"average"``, or
+            ``"loscar"``; see `OuterStep`. ``"eager"`` takes the outer step at once, using the other
+            workers' pseudo-gradients of the previous round (Kale et al. 2025, arXiv 2502.12996):
+            see `Eager`. Its delay is at most the period, and every worker stores all outer state.
+        mix: the fraction of x that remains with ``merge="mix"``, in [0, 1].
+        codec: how pseudo-gradients and outer steps are coded: a name such as ``"int8"`` or
+            ``"int4"``, or a codec of `laconic.codecs`. None: not coded.
+        quorum: how many workers must have arrived before a round may close. None: all.
+        grace: seconds for which a round then still waits for the other workers.
+        pace: ``"equal"``: every worker takes ``period`` steps between its rounds. ``"own"``: as
+            many as it can while the fastest worker takes ``period``.
+        weigh: ``"alike"``: every step counts the same. ``"steps"``: a contribution counts by its
+            number of steps.
 
-    ``quorum``: a round closes when so many workers have arrived and ``grace`` seconds have passed,
-    or as soon as all have arrived. A worker that comes later takes part in the next round, with all
-    steps that it has taken. Momentum is then delayed (`DelayedNesterov`), unless ``outer`` is
-    given. ``pace="own"``: in each period a worker takes as many steps as it can while the fastest
-    takes ``period`` (dynamic local updates); without a ``quorum``, rounds wait for all.
-    ``weigh="steps"``: a contribution counts by its number of steps; see `QuorumMean`, and
-    `CodedQuorumMean` for a ``codec``. Rank 0 stores the outer state. Douillard et al. 2026, arXiv
-    2604.21428; Liu et al. 2024, arXiv 2401.09135.
+    With a ``quorum``, a worker that comes later takes part in the next round, with all steps that
+    it has taken. Momentum is then delayed (`DelayedNesterov`), unless ``outer`` is given. With
+    ``pace="own"`` and no ``quorum``, rounds wait for all workers (dynamic local updates).
+    `QuorumMean` has the weights, and `CodedQuorumMean` the codes. Rank 0 stores the outer state.
+    Douillard et al. 2026, arXiv 2604.21428; Liu et al. 2024, arXiv 2401.09135.
+
+    Examples:
+        >>> sync = laconic.attach(model, optimizer, laconic.diloco(100, momentum=0.6))
     """
     check_bool("sharded", sharded)
     check_int("period", period, 1)
@@ -114,14 +130,42 @@ def streaming_diloco(
 
     Douillard et al. 2025, arXiv 2501.18512, Algorithm 2; ``mix`` is its alpha. The defaults are
     those of `auto`, and follow measurements in this repository (``docs/coded.md``). The paper's
-    settings, for long runs, are
-    ``streaming_diloco(100, delay=1, codec="e3m0", lr=0.4, momentum=0.9)``. Fragment k of K is sent
-    after steps ``(k+1)*period/K, ... + period, ...`` (rounded down). ``by``: split into fragments
-    of about equal bytes, or of whole layers: see `Fragment`; ``outer="muon"`` and
-    ``average="rda"`` need ``by="layers"``. None: ``lr=0.7, merge="mix"``, but with ``outer="muon"``
-    ``lr=1.0, merge="loscar"`` (``docs/evidence.md``); and ``by="layers"`` where it is needed, else
-    ``"bytes"``. The other arguments are those of `diloco`; ``quorum``
-    and ``pace`` need ``delay=0``. With one fragment, no delay, and no codec this is DiLoCo.
+    settings, for long runs, are ``streaming_diloco(100, delay=1, codec="e3m0", lr=0.4,
+    momentum=0.9)``. Fragment k of K is sent after steps ``(k+1)*period/K, ... + period, ...``
+    (rounded down). With one fragment, no delay, and no codec this is DiLoCo.
+
+    Args:
+        period: steps between two rounds of a fragment, at least 1.
+        fragments: how many fragments, at most ``period``.
+        delay: steps between sending a fragment and folding in the result. Training continues
+            meanwhile.
+        mix: the fraction of x that remains with ``merge="mix"``, in [0, 1].
+        codec: how pseudo-gradients and outer steps are coded: a name such as ``"int8"`` or
+            ``"int4"``, or a codec of `laconic.codecs`. None: not coded.
+        lr: the outer learning rate, above 0. None: 0.7, with ``outer="muon"`` 1.0.
+        momentum: of the outer steps, in [0, 1).
+        outer: an elementwise torch optimizer to use instead of Nesterov SGD, such as ``lambda
+            tensors: torch.optim.Adam(tensors, lr=1e-3)``; ``lr`` and ``momentum`` then have no
+            effect. ``"muon"``: the steps of matrices have Muon's direction, see `MuonStep`. None:
+            Nesterov SGD. ``"muon"`` needs ``by="layers"``.
+        average: ``"mean"``: of the pseudo-gradients. ``"rda"``: their lengths and directions are
+            averaged separately, so that workers that move in different directions do not shorten
+            the step; see `RadialMean`. ``"rda"`` needs ``by="layers"``.
+        merge: how x and the delayed new anchor are combined: ``"mix"``, ``"average"``, or
+            ``"loscar"``; see `OuterStep`. None: ``"mix"``, with ``outer="muon"`` ``"loscar"``
+            (``docs/evidence.md``).
+        by: ``"bytes"``: fragments of about equal bytes. ``"layers"``: of whole layers. See
+            `Fragment`. None: ``"layers"`` where whole tensors are needed, else ``"bytes"``.
+        quorum: how many workers must have arrived before a round may close. None: all. It needs
+            ``delay=0``.
+        grace: seconds for which a round then still waits for the other workers.
+        pace: ``"equal"``: every worker takes ``period`` steps between its rounds. ``"own"``: as
+            many as it can while the fastest worker takes ``period``. ``"own"`` needs ``delay=0``.
+        weigh: ``"alike"``: every step counts the same. ``"steps"``: a contribution counts by its
+            number of steps.
+
+    Examples:
+        >>> sync = laconic.attach(model, optimizer, laconic.streaming_diloco(16))
     """
     muon = outer == "muon"
     lr = (1.0 if muon else 0.7) if lr is None else lr
@@ -167,8 +211,28 @@ def muloco(
     Thérien et al. 2025, arXiv 2505.23725, whose settings are the defaults. Muon's steps have equal
     lengths and agree better between workers than AdamW's, so less momentum is needed outside. The
     paper codes messages in two bits, on levels that it places by statistics; ``"int2"`` loses more.
-    ``outer="muon"``: the outer step of matrices, too, has Muon's direction (not in the paper; see
-    `MuonStep`). The other arguments are those of `diloco`.
+
+    Args:
+        period: steps between two rounds, at least 1.
+        lr: the outer learning rate, above 0.
+        momentum: of the outer steps, in [0, 1).
+        outer: ``"nesterov"``: as in the paper. ``"muon"``: the outer step of matrices, too, has
+            Muon's direction; see `MuonStep`.
+        average: ``"mean"``: of the pseudo-gradients. ``"rda"``: their lengths and directions are
+            averaged separately, so that workers that move in different directions do not shorten
+            the step; see `RadialMean`.
+        delay: steps between sending a message and folding in the result. Training continues
+            meanwhile. 0: training waits.
+        merge: how x and the delayed new anchor are combined: ``"mix"``, ``"average"``, or
+            ``"loscar"``; see `OuterStep`.
+        mix: the fraction of x that remains with ``merge="mix"``, in [0, 1].
+        codec: how pseudo-gradients and outer steps are coded: a name such as ``"int8"`` or
+            ``"int4"``, or a codec of `laconic.codecs`. None: not coded.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+        >>> optimizers = laconic.muon(model)
+        >>> sync = laconic.attach(model, optimizers, laconic.muloco(30))
     """
     check_choice("outer", outer, ("nesterov", "muon"))
     check_choice("merge", merge, get_args(Merge))
@@ -188,12 +252,21 @@ def des_loc(
 ) -> Recipe:
     """`local_sgd` that also averages the optimizer's moments, less often.
 
-    Iacob et al. 2025, arXiv 2505.22549, Algorithm 1. After every ``period`` steps
-    ``x <- mean(x)``; after every ``first``, the same for first moments, such as momenta; after
-    every ``second``, for second moments, which follow the squares of gradients and change slowly.
-    None: 3 and 6 times ``period``, as the paper recommends. With equal periods this is local Adam,
-    ``local_sgd(period, optimizer_state="average")``, bit for bit. ``codec``: how the changes in x
-    are coded; moments are sent as they are.
+    Iacob et al. 2025, arXiv 2505.22549, Algorithm 1. After every ``period`` steps ``x <- mean(x)``.
+    With equal periods this is local Adam, ``local_sgd(period, optimizer_state="average")``, bit for
+    bit.
+
+    Args:
+        period: steps between two rounds, at least 1.
+        first: steps between two averages of first moments, such as momenta. None: 3 times
+            ``period``, as the paper recommends.
+        second: steps between two averages of second moments, which follow the squares of gradients
+            and change slowly. None: 6 times ``period``.
+        codec: how the changes in x are coded: a name such as ``"int8"`` or ``"int4"``, or a codec
+            of `laconic.codecs`. None: not coded. Moments are sent as they are.
+
+    Examples:
+        >>> sync = laconic.attach(model, optimizer, laconic.des_loc(16))
     """
     check_int("period", period, 1)
     moments = {
@@ -218,11 +291,22 @@ def sparse_loco(
 ) -> Recipe:
     """`diloco` without outer momentum that sends only the ``k`` largest elements of each ``chunk``.
 
-    The rest is kept for the next round. Sarfi et al. 2025, arXiv 2508.15706, Algorithm 1:
-    ``e <- decay*e + (a - x) ; q = Q(e) ; e <- e - q ; a <- a - lr*mean(q) ; x <- a``. ``values``:
-    how the k values are coded; None: two bits each, with one scale per chunk. Indices take 12 bits.
-    Chunks are consecutive elements and may span tensors. Every worker sends its message to every
-    other.
+    The rest is kept for the next round. Sarfi et al. 2025, arXiv 2508.15706, Algorithm 1: ``e <-
+    decay*e + (a - x) ; q = Q(e) ; e <- e - q ; a <- a - lr*mean(q) ; x <- a``. Indices take 12
+    bits. Chunks are consecutive elements and may span tensors. Every worker sends its message to
+    every other.
+
+    Args:
+        period: steps between two rounds, at least 1.
+        k: how many elements of a chunk are sent, at least 1.
+        chunk: elements of a chunk, at most 4096.
+        decay: what remains of e from round to round, in [0, 1].
+        lr: the outer learning rate, above 0.
+        values: how the k values are coded: a name or a codec of `laconic.codecs`. None: two bits
+            each, with one scale per chunk.
+
+    Examples:
+        >>> sync = laconic.attach(model, optimizer, laconic.sparse_loco(30))
     """
     values = Int2(block=k) if values is None else codec_of(values)
     sparse = TopK(check_int("k", k, 1), check_int("chunk", chunk, 1), values)

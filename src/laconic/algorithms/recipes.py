@@ -72,8 +72,15 @@ def ddp(*, codec: CodecOption = None) -> Recipe:
     """Average gradients over all ranks during every backward pass.
 
     Li et al., VLDB 2020, arXiv 2006.15704. Use it on fast networks: one step of n workers equals
-    one step on an n times larger batch. ``codec``: how gradients are coded. ``"int4"`` takes an
-    eighth of the bytes; see `CodedMean`.
+    one step on an n times larger batch.
+
+    Args:
+        codec: how gradients are coded: a name such as ``"int8"`` or ``"int4"``, or a codec of
+            `laconic.codecs`. None: not coded. ``"int4"`` takes an eighth of the bytes; see
+            `CodedMean`.
+
+    Examples:
+        >>> sync = laconic.attach(model, optimizer, laconic.ddp(codec="int4"))
     """
     mean = mean_over_workers(codec, relative=False)
     return (GradientRound(every(1), Average(), mean, over="world"),)
@@ -93,14 +100,28 @@ def local_sgd(
 ) -> Recipe:
     """Average the parameters every ``period`` steps: ``x <- mean(x)``.
 
-    Stich 2018, arXiv 1805.09767. ``delay``: the steps between sending a message and folding in
-    the result. Communication overlaps with training, and each worker keeps the progress it makes in
+    Stich 2018, arXiv 1805.09767. With a ``delay``, each worker keeps the progress that it makes in
     the meantime. A delay longer than ``period`` triggers a warning, because workers drift apart:
-    the same difference is subtracted again before the first message is folded in. ``codec``: how
-    the changes in x since the last round are encoded.
-    ``optimizer_state``: whether a round keeps, averages, or resets the local optimizer's own state.
-    ``quorum``, ``grace``, ``pace``, ``weigh``: rounds that do not wait for the slowest worker, as
-    in `diloco`.
+    the same difference is subtracted again before the first message is folded in. Rounds with a
+    quorum or at each worker's own pace are those of `diloco`.
+
+    Args:
+        period: steps between two rounds, at least 1.
+        delay: steps between sending a message and folding in the result. Training continues
+            meanwhile. 0: training waits.
+        codec: how the changes in x since the last round are coded: a name such as ``"int8"`` or
+            ``"int4"``, or a codec of `laconic.codecs`. None: not coded.
+        optimizer_state: what a round does with the local optimizer's state: ``"keep"``,
+            ``"average"``, or ``"reset"``.
+        quorum: how many workers must have arrived before a round may close. None: all.
+        grace: seconds for which a round then still waits for the other workers.
+        pace: ``"equal"``: every worker takes ``period`` steps between its rounds. ``"own"``: as
+            many as it can while the fastest worker takes ``period``.
+        weigh: ``"alike"``: every step counts the same. ``"steps"``: a contribution counts by its
+            number of steps.
+
+    Examples:
+        >>> sync = laconic.attach(model, optimizer, laconic.local_sgd(8, delay=2))
     """
     check_delay(delay, check_int("period", period, 1))
     some = quorum_mean(quorum, grace, pace, weigh, codec, delay, optimizer_state)
@@ -122,7 +143,19 @@ def post_local_sgd(
     """Use `ddp` for the first ``start`` steps and `local_sgd` after that.
 
     Lin et al. 2018, arXiv 1808.07217 (``period`` 16 or 32, ``start`` at the first lr decay).
-    ``codec`` applies to both.
+
+    Args:
+        start: steps with `ddp`, at least 0.
+        period: steps between two rounds, at least 1.
+        delay: steps between sending a message and folding in the result. Training continues
+            meanwhile. 0: training waits.
+        codec: how gradients, and later the changes in x, are coded: a name such as ``"int8"`` or
+            ``"int4"``, or a codec of `laconic.codecs`. None: not coded.
+        optimizer_state: what a round does with the local optimizer's state: ``"keep"``,
+            ``"average"``, or ``"reset"``.
+
+    Examples:
+        >>> sync = laconic.attach(model, optimizer, laconic.post_local_sgd(1000, 16))
     """
     gradients = (replace(r, when=until(start, r.when)) for r in ddp(codec=codec))
     averages = local_sgd(period, delay=delay, codec=codec, optimizer_state=optimizer_state)
@@ -134,9 +167,19 @@ def hierarchical(group_period: int, period: int, *, codec: CodecOption = None) -
     """Average inside each group every ``group_period`` steps and over all every ``period`` steps.
 
     Lin et al. 2018, arXiv 1808.07217, section 5 (hierarchical local SGD). If both are due, only the
-    average over all workers runs. The group size is set by ``attach(..., group_size=)``. ``codec``
-    applies to the messages over all workers. Messages inside a group, where the network is fast,
-    are not coded.
+    average over all workers runs. Messages inside a group, where the network is fast, are not
+    coded.
+
+    Args:
+        group_period: steps between two averages inside a group, at least 1. ``attach(...,
+            group_size=)`` sets the size of a group.
+        period: steps between two averages over all workers, at least 1.
+        codec: how messages over all workers are coded: a name such as ``"int8"`` or ``"int4"``, or
+            a codec of `laconic.codecs`. None: not coded.
+
+    Examples:
+        >>> recipe = laconic.hierarchical(4, 16)
+        >>> sync = laconic.attach(model, optimizer, recipe, group_size=1)  # with more workers: more
     """
     over_all = every(period)
     inside = Unless(every(check_int("group_period", group_period, 1)), over_all)
@@ -150,10 +193,18 @@ def hierarchical(group_period: int, period: int, *, codec: CodecOption = None) -
 def sgp(graph: str = "exponential", peers: int = 1, *, delay: int = 0) -> Recipe:
     """Stochastic gradient push: gossip with ``peers`` out-peers after every step.
 
-    Assran et al., ICML 2019, arXiv 1811.10792; see `PushSum`, and `laconic.algorithms.topology` for
-    the graphs. Sends ``peers`` times the model in every step, whatever the number of workers. With
-    a ``delay`` (OSGP), messages are folded in that many steps later, and communication overlaps
-    with training.
+    Assran et al., ICML 2019, arXiv 1811.10792; see `PushSum`. Sends ``peers`` times the model in
+    every step, whatever the number of workers.
+
+    Args:
+        graph: who sends to whom: a name in `laconic.algorithms.topology`, such as ``"exponential"``
+            or ``"ring"``.
+        peers: how many workers each one sends to, at least 1.
+        delay: steps after which a message is folded in (OSGP). Training continues meanwhile. 0:
+            training waits.
+
+    Examples:
+        >>> sync = laconic.attach(model, optimizer, laconic.sgp(peers=2))
     """
     return (Round(every(1), PushSum(), Push(Graph(graph, peers)), delay=delay),)
 
@@ -162,8 +213,16 @@ def sgp(graph: str = "exponential", peers: int = 1, *, delay: int = 0) -> Recipe
 def d_psgd(graph: str = "ring", *, delay: int = 0) -> Recipe:
     """Decentralized SGD: mix x with the neighbors' x after every step.
 
-    Lian et al., NeurIPS 2017, arXiv 1705.09056; see `Mix`. Each edge of ``graph`` is used in both
+    Lian et al., NeurIPS 2017, arXiv 1705.09056; see `Mix`. Each edge of the graph is used in both
     directions, so a worker in the ring has two neighbors.
+
+    Args:
+        graph: who sends to whom: a name in `laconic.algorithms.topology`.
+        delay: steps between sending a message and folding in the result. Training continues
+            meanwhile. 0: training waits.
+
+    Examples:
+        >>> sync = laconic.attach(model, optimizer, laconic.d_psgd("ring"))
     """
     check_delay(delay, 1)
     return (Round(every(1), Mix(), Push(Graph(graph, both=True)), delay=delay),)
@@ -175,11 +234,19 @@ def easgd(
 ) -> Recipe:
     """Elastic averaging: every ``period`` steps, workers and a center attract each other.
 
-    Zhang et al., NeurIPS 2015, arXiv 1412.6651 (period 1 to 64); see `Elastic`. ``beta``, in
-    (0, 1]: the fraction of the distance to the workers' mean that the center moves. Each worker
-    moves beta/n of its distance to the center. ``pull``, in [0, 1): the fraction of the distance to
-    the center that x moves over one period, in equal parts at every step. ``codec``: how the
-    changes in x since the last round are encoded.
+    Zhang et al., NeurIPS 2015, arXiv 1412.6651 (period 1 to 64); see `Elastic`.
+
+    Args:
+        period: steps between two rounds, at least 1.
+        beta: the fraction of the distance to the workers' mean that the center moves in a round, in
+            (0, 1]. Each worker moves beta/n of its distance to the center.
+        pull: the fraction of the distance to the center that x moves over one period, in equal
+            parts at every step, in [0, 1).
+        codec: how the changes in x since the last round are coded: a name such as ``"int8"`` or
+            ``"int4"``, or a codec of `laconic.codecs`. None: not coded.
+
+    Examples:
+        >>> sync = laconic.attach(model, optimizer, laconic.easgd(16))
     """
     when = every(period)
     check_float("beta", beta, 0.0, strict=True, most=1.0)
@@ -193,8 +260,21 @@ def eamsgd(
 ) -> Recipe:
     """Elastic averaging for a local optimizer with Nesterov momentum: the same rounds as `easgd`.
 
-    EAMSGD, Zhang et al. 2015, section 2.3. Use ``torch.optim.SGD(..., momentum=0.9,
-    nesterov=True)``; the paper's 0.99 is worse on small problems.
+    EAMSGD, Zhang et al. 2015, section 2.3. The paper's momentum of 0.99 is worse than 0.9 on small
+    problems.
+
+    Args:
+        period: steps between two rounds, at least 1.
+        beta: the fraction of the distance to the workers' mean that the center moves in a round, in
+            (0, 1]. Each worker moves beta/n of its distance to the center.
+        pull: the fraction of the distance to the center that x moves over one period, in equal
+            parts at every step, in [0, 1).
+        codec: how the changes in x since the last round are coded: a name such as ``"int8"`` or
+            ``"int4"``, or a codec of `laconic.codecs`. None: not coded.
+
+    Examples:
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+        >>> sync = laconic.attach(model, optimizer, laconic.eamsgd(16))
     """
     return easgd(period, beta, pull=pull, codec=codec)
 
@@ -205,6 +285,14 @@ def downpour(period: int, *, codec: CodecOption = None) -> Recipe:
 
     Dean et al., NeurIPS 2012; see `Downpour`. It sums instead of averaging, as if one worker had
     taken all steps, so it needs a learning rate n times smaller. It is included for comparison.
+
+    Args:
+        period: steps between two rounds, at least 1.
+        codec: how the changes in x since the last round are coded: a name such as ``"int8"`` or
+            ``"int4"``, or a codec of `laconic.codecs`. None: not coded.
+
+    Examples:
+        >>> sync = laconic.attach(model, optimizer, laconic.downpour(16))
     """
     return (Round(every(period), Downpour(), mean_over_workers(codec, sharded=True)),)
 
@@ -222,12 +310,25 @@ def lsgd(
 ) -> Recipe:
     """Leader SGD: every ``period`` steps, move toward the best of all workers.
 
-    Teng et al., NeurIPS 2019, arXiv 1905.10395 (period 4 to 64); see `LeaderPull`.
-    ``local_period``: every so many steps, also move toward the best worker of the own group (the
-    paper's local leaders). The group size is set by ``attach(..., group_size=)``. With None or 0
-    there are no groups. ``pull`` and ``local_pull`` are c2 and c1. ``drift`` and ``local_drift``
-    are p2 and p1: they are divided by the period and applied at every step. The best worker has the
-    lowest mean over its last ``window`` losses passed to `Synchronizer.report_loss`.
+    Teng et al., NeurIPS 2019, arXiv 1905.10395 (period 4 to 64); see `LeaderPull`. The best worker
+    has the lowest mean over its last ``window`` losses passed to `Synchronizer.report_loss`.
+
+    Args:
+        period: steps between two rounds, at least 1.
+        local_period: steps between two moves toward the best worker of the own group (the paper's
+            local leaders), at least 1. ``attach(..., group_size=)`` sets the size of a group. None
+            or 0: there are no groups.
+        pull: the fraction of the distance to the best of all workers that x moves in a round, in
+            [0, 1): the paper's c2.
+        local_pull: the same in a round inside a group: c1.
+        drift: the fraction of the distance to the last known best of all that x moves over one
+            period, in equal parts at every step, in [0, 1): p2.
+        local_drift: the same inside a group: p1.
+        window: how many losses count, at least 1.
+
+    Examples:
+        >>> sync = laconic.attach(model, optimizer, laconic.lsgd(16))
+        >>> sync.report_loss(0.5)  # this step's training loss, in every step
     """
     over_all = every(period)
     pulls = {"pull": pull, "local_pull": local_pull, "drift": drift, "local_drift": local_drift}
@@ -260,16 +361,33 @@ def slowmo(
 ) -> Recipe:
     """Take a slow momentum step every ``period`` steps over any base recipe.
 
-    Wang et al., ICLR 2020, arXiv 1910.00643, Algorithm 1; see `SlowMomentum`. ``base``: a recipe,
-    or None for no other rounds. When a slow step is due, the base's averaging is skipped, because
-    the slow step averages exactly. ``momentum``, in [0, 1): None chooses it by the number of
-    workers, as `momentum_for` does: 0 below 4, 0.2 for 4 to 7, 0.5 for 8 to 15, 0.6 for 16 or more.
-    ``sharded``: each worker stores 1/n of the outer state. ``average=False``: the no-average
-    variant, in which each worker's slow step uses its own x. ``codec``: how the changes in x since
-    the last slow step are encoded; a base has its own codec. Use ``optimizer_state="reset"`` for
-    Nesterov SGD and ``"keep"`` for Adam. ``quorum``, ``grace``, ``pace``, ``weigh``: slow steps
-    that do not wait for the slowest worker, as in `diloco`, without a base. Their lr is that of the
-    lowest rank that contributes.
+    Wang et al., ICLR 2020, arXiv 1910.00643, Algorithm 1; see `SlowMomentum`. When a slow step is
+    due, the base's averaging is skipped, because the slow step averages exactly. Slow steps with a
+    quorum or at each worker's own pace are those of `diloco`, without a base. Their lr is that of
+    the lowest rank that contributes.
+
+    Args:
+        base: a recipe, or None for no other rounds.
+        period: steps between two slow steps, at least 1.
+        momentum: of the slow steps, in [0, 1). None: by the number of workers, as `momentum_for`
+            says: 0 below 4, 0.2 for 4 to 7, 0.5 for 8 to 15, 0.6 for 16 or more.
+        lr: the slow learning rate, above 0.
+        sharded: whether each worker stores 1/n of the outer state. False: all of it.
+        average: whether the slow step averages x. False: the no-average variant, in which each
+            worker's slow step uses its own x.
+        codec: how the changes in x since the last slow step are coded: a name such as ``"int8"`` or
+            ``"int4"``, or a codec of `laconic.codecs`. None: not coded. A base has its own codec.
+        optimizer_state: what a round does with the local optimizer's state: ``"keep"``,
+            ``"average"``, or ``"reset"``. Use ``"reset"`` for Nesterov SGD and ``"keep"`` for Adam.
+        quorum: how many workers must have arrived before a round may close. None: all.
+        grace: seconds for which a round then still waits for the other workers.
+        pace: ``"equal"``: every worker takes ``period`` steps between its rounds. ``"own"``: as
+            many as it can while the fastest worker takes ``period``.
+        weigh: ``"alike"``: every step counts the same. ``"steps"``: a contribution counts by its
+            number of steps.
+
+    Examples:
+        >>> sync = laconic.attach(model, optimizer, laconic.slowmo(laconic.local_sgd(3), period=48))
     """
     slow = every(period)
     if base is not None and not is_recipe(base):
@@ -302,10 +420,18 @@ def slowmo(
 def power_sgd(rank: int = 4, *, start: int = 0, codec: CodecOption = None) -> Recipe:
     """`ddp` with gradients sent as matrices of rank ``rank``.
 
-    Vogels et al., NeurIPS 2019, arXiv 1905.13727 (``rank`` 1 to 4, no ``start``; the authors'
-    later code: 100 steps); see `LowRank`. The first ``start`` steps send full gradients. A layer of
-    m by k weights takes ``rank * (m + k)`` numbers. The next step sends what they leave out.
-    ``codec``: how these numbers are coded; ``"int8"`` takes a quarter of the bytes.
+    Vogels et al., NeurIPS 2019, arXiv 1905.13727 (``rank`` 1 to 4, no ``start``; the authors' later
+    code: 100 steps); see `LowRank`. A layer of m by k weights takes ``rank * (m + k)`` numbers. The
+    next step sends what they leave out.
+
+    Args:
+        rank: of the matrices, at least 1.
+        start: steps that send full gradients first, at least 0.
+        codec: how these numbers are coded: a name such as ``"int8"`` or ``"int4"``, or a codec of
+            `laconic.codecs`. None: not coded. ``"int8"`` takes a quarter of the bytes.
+
+    Examples:
+        >>> sync = laconic.attach(model, optimizer, laconic.power_sgd(4, codec="int8"))
     """
     check_int("start", start, 0)
     exchange = LowRank(rank, None if codec is None else codec_of(codec))
@@ -327,6 +453,15 @@ def demo(decay: float = 0.999, k: int = 32, chunk: int = 64) -> Recipe:
     parameter by lr. Do not clip these gradients. Do not use a GradScaler, which would divide them
     by its scale. Accumulate gradients only under ``no_sync()``, because signs must not be added to
     gradients.
+
+    Args:
+        decay: the momentum of e, in [0, 1).
+        k: how many frequencies of a tile are sent, at least 1.
+        chunk: the side of a tile, in elements.
+
+    Examples:
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        >>> sync = laconic.attach(model, optimizer, laconic.demo())
     """
     exchange = FastComponents(check_float("decay", decay, 0.0, 1.0), k, chunk)
     return (GradientRound(every(1), Sign(), exchange, over="world"),)
@@ -337,9 +472,17 @@ def noloco(period: int = 50, lr: float = 0.7, momentum: float = 0.5, gamma: floa
     """`diloco` without any all-reduce: every ``period`` steps, an outer step with one other worker.
 
     The pairs are drawn at random for each round. Kolehmainen et al. 2025, arXiv 2506.10911; see
-    `NoLoCo`. ``gamma``, at least 0, is how strongly the two anchors attract each other. Each round
-    sends twice the model, whatever the number of workers. If that number is odd, one worker steps
-    alone. Workers never agree exactly: the consensus is their mean.
+    `NoLoCo`. Each round sends twice the model, whatever the number of workers. If that number is
+    odd, one worker steps alone. Workers never agree exactly: the consensus is their mean.
+
+    Args:
+        period: steps between two rounds, at least 1.
+        lr: the outer learning rate, above 0.
+        momentum: of the outer steps, in [0, 1).
+        gamma: how strongly the two anchors attract each other, at least 0.
+
+    Examples:
+        >>> sync = laconic.attach(model, optimizer, laconic.noloco(50))
     """
     check_float("lr", lr, 0.0, strict=True)
     check_float("momentum", momentum, 0.0, 1.0)

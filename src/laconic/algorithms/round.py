@@ -26,8 +26,21 @@ SETS = ("world", "workers", "group", "replica")
 class Round:
     """One kind of communication about parameters, as data.
 
-    ``part``: which tensors. ``over``: which set of ranks. ``delay``: steps between sending and
-    folding. ``optimizer_state``: what happens to the local optimizer's state at the round.
+    Args:
+        when: after which steps it is due: a schedule, such as ``laconic.every(8)``.
+        update: what is sent, and how what arrives is folded in.
+        exchange: with whom messages are exchanged, and how they are encoded.
+        part: which tensors: a selector, or a `Fragment`. By default all parameters.
+        over: over which set of ranks: ``"world"``, ``"workers"``, ``"group"``, or ``"replica"``
+            (the ranks of one worker).
+        delay: steps between sending and folding, at least 0.
+        optimizer_state: what happens to the local optimizer's state at the round: ``"keep"``,
+            ``"average"``, or ``"reset"``.
+
+    Examples:
+        >>> update, mean = laconic.updates.Average(), laconic.exchanges.Mean()
+        >>> average = laconic.Round(laconic.every(8), update, mean)
+        >>> sync = laconic.attach(model, optimizer, (average,))
     """
 
     when: Schedule
@@ -88,7 +101,17 @@ class Round:
 class GradientRound:
     """An average of gradients during backward passes, as data.
 
-    ``update``: `Average`, or another one that only has a `combine` and keeps no state.
+    Args:
+        when: in which steps it is due: a schedule, such as ``laconic.every(1)``.
+        update: `Average`, or another one that only has a `combine` and keeps no state.
+        exchange: with whom messages are exchanged, and how they are encoded.
+        over: over which set of ranks: ``"world"``, ``"workers"``, ``"group"``, or ``"replica"``
+            (the ranks of one worker).
+
+    Examples:
+        >>> update, mean = laconic.updates.Average(), laconic.exchanges.Mean()
+        >>> average = laconic.GradientRound(laconic.every(1), update, mean)
+        >>> sync = laconic.attach(model, optimizer, (average,))
     """
 
     when: Schedule

@@ -116,25 +116,61 @@ def own_pace(
 
 
 def every(period: int, *, offset: int = 0, unless: Schedule | None = None) -> Schedule:
-    """Return a schedule of steps ``period, 2*period, ...`` without those of ``unless``.
+    """Return a schedule of steps ``period, 2*period, ...``
 
-    With an ``offset``, the steps are ``offset, offset + period, ...``. Raises ``ValueError`` unless
-    ``period`` is an integer of at least 1 and ``offset`` is an integer of at least 0.
+    Args:
+        period: steps from one to the next, an integer of at least 1.
+        offset: the first step, an integer of at least 0: the steps are ``offset, offset + period,
+            ...``. 0: the first one is ``period``.
+        unless: a schedule of steps to leave out. None: none.
+
+    Raises ``ValueError`` for other values.
+
+    Examples:
+        >>> [step for step in range(1, 21) if laconic.every(6)(step)]
+        [6, 12, 18]
     """
     schedule = Every(check_int("period", period, 1), check_int("offset", offset, 0) % period)
     return schedule if unless is None else Unless(schedule, unless)
 
 
 def after(start: int, schedule: Schedule) -> Schedule:
-    """Return ``schedule`` at the steps greater than ``start`` (an integer of at least 0)."""
+    """Return ``schedule`` at the steps greater than ``start``.
+
+    Args:
+        start: an integer of at least 0.
+        schedule: what to limit.
+
+    Examples:
+        >>> [step for step in range(1, 21) if laconic.after(10, laconic.every(6))(step)]
+        [12, 18]
+    """
     return After(check_int("start", start, 0), schedule)
 
 
 def until(end: int, schedule: Schedule) -> Schedule:
-    """Return ``schedule`` at the steps up to and including ``end`` (an integer of at least 0)."""
+    """Return ``schedule`` at the steps up to and including ``end``.
+
+    Args:
+        end: an integer of at least 0.
+        schedule: what to limit.
+
+    Examples:
+        >>> [step for step in range(1, 21) if laconic.until(12, laconic.every(6))(step)]
+        [6, 12]
+    """
     return Until(check_int("end", end, 0), schedule)
 
 
 def any_of(*schedules: Schedule) -> Schedule:
-    """Return a schedule of the steps at which at least one of ``schedules`` is due."""
+    """Return a schedule of the steps at which at least one of ``schedules`` is due.
+
+    Args:
+        schedules: what to join.
+
+    Examples:
+        >>> both = laconic.any_of(laconic.every(6), laconic.every(8))
+        >>> [step for step in range(1, 21) if both(step)]
+        [6, 8, 12, 16, 18]
+    """
     return schedules[0] if len(set(schedules)) == 1 else AnyOf(tuple(dict.fromkeys(schedules)))

@@ -41,14 +41,28 @@ counts; when the number of workers changes, that mean stays the same."""
 class Clock:
     """What updates and exchanges know besides tensors.
 
-    ``step``: optimizer steps, from 1. ``lr``: the group's current learning rate; NaN unless the
-    update uses it and the optimizer has one. ``executed``: rounds of this kind before this one.
-    ``delay``: the round's, in steps. ``workers``: how many take part; ``worker``: which this is.
-    ``weight``: of the message sent, None if the update gives it none; in `Update.fold`, of what
-    arrived. ``out_degree``: how many peers the message goes to. ``score``: this worker's, if the
-    exchange asks for one. ``seed``: the run's. ``bucket``: the bucket's number. ``shapes``: if the
-    update is `Update.whole`, those of the tensors in x, one after the other, before padding.
-    ``arrived``: in a round with a quorum, how many of the workers contribute; elsewhere 0.
+    Args:
+        step: optimizer steps, from 1.
+        lr: the group's current learning rate; NaN unless the update uses it and the optimizer has
+            one.
+        executed: rounds of this kind before this one.
+        delay: the round's, in steps.
+        workers: how many take part.
+        worker: which of them this is.
+        weight: of the message sent, None if the update gives it none; in `Update.fold`, of what
+            arrived.
+        out_degree: how many peers the message goes to.
+        score: this worker's, if the exchange asks for one.
+        seed: the run's.
+        bucket: the bucket's number.
+        shapes: if the update is `Update.whole`, those of the tensors in x, one after the other,
+            before padding.
+        arrived: in a round with a quorum, how many of the workers contribute; elsewhere 0.
+
+    Examples:
+        >>> clock = laconic.Clock(step=8, lr=0.1, executed=0, delay=0, workers=4)
+        >>> laconic.updates.Average().combine(torch.ones(2), {}, clock)
+        tensor([1., 1.])
     """
 
     step: int
@@ -73,6 +87,13 @@ class Update:
     on a bucket, on the slice that a worker owns, or on one parameter. An update may also have the
     methods of `BeforeStep`, `AfterStep`, `AfterSend` and `Quiesce`; the engine calls those that are
     there.
+
+    Examples:
+        >>> class HalfWay(laconic.Update):  # x <- (x + mean(x)) / 2
+        ...     def fold(self, x, received, sent, state, clock):
+        ...         return x.add_(received).mul_(0.5)
+        >>> half = laconic.Round(laconic.every(8), HalfWay(), laconic.exchanges.Mean())
+        >>> sync = laconic.attach(model, optimizer, (half,))
     """
 
     slots: ClassVar[Mapping[str, Slot]] = {}

@@ -24,10 +24,6 @@ KEY = "communication"
 class CommOptimizer(Optimizer):
     """Wrap ``optimizer``, and run a `DistOptimizer` after each of its steps.
 
-    ``dist_optim_name``: ``"EASGD"``, ``"LSGD"``, ``"DDP"`` (gradients are averaged during backward,
-    and the numbers below have no effect), None (no communication), or your own `DistOptimizer`
-    class. The other arguments are those of `DistOptimizer`, `EASGD`, and `LSGD`.
-
     This is a torch optimizer in all respects. ``param_groups``, ``state``, and ``defaults`` are
     those of ``optimizer``, so you can schedule or add groups to either of the two. Step, unscale,
     and load this one. Steps that a GradScaler skips are counted. A copy (deepcopy, pickle) joins
@@ -36,6 +32,28 @@ class CommOptimizer(Optimizer):
 
     Create it after loading the model's weights, and call `finish` at the end of training. ``sync``
     is the `Synchronizer`, which has further methods, such as ``sync.no_sync()`` for ``"DDP"``.
+
+    Args:
+        optimizer: the torch optimizer of this worker.
+        dist_optim_name: ``"EASGD"``, ``"LSGD"``, ``"DDP"`` (gradients are averaged during backward,
+            and the three numbers have no effect), None (no communication), or your own
+            `DistOptimizer` class.
+        world_size: the number of ranks, each of which is a worker.
+        comm_period: local steps between rounds, at least 1. ``"EASGD"`` and ``"LSGD"`` need it.
+        dist_pulling_strength: of the pull in a round: see `EASGD` and `LSGD`, which need it.
+        local_pulling_strength: of the pull toward the center over one period, in [0, 1).
+        model: the module, to average its floating-point buffers with the rounds. None: they stay
+            each worker's own.
+        link: a `Link` to use in place of torch's process group. None: that group.
+        timeout: seconds after which a rank that does not answer is an error on all others.
+
+    Examples:
+        >>> optimizer = laconic.CommOptimizer(
+        ...     optimizer, "EASGD", world_size=1, comm_period=4, dist_pulling_strength=0.9
+        ... )
+        >>> model(torch.randn(8, 4)).square().mean().backward()
+        >>> optimizer.step()
+        >>> optimizer.finish()
     """
 
     _step_supports_amp_scaling = True  # makes torch.amp.GradScaler leave skipping to `step`

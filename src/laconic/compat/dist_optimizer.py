@@ -46,15 +46,30 @@ class DistOptimizer:
       pulls x toward a center and computes the next center, in the order of the algorithm. Only this
       method communicates.
 
-    ``world_size``: the number of ranks, each of which is a worker. ``local_pulling_strength``: p,
-    in [0, 1). ``dist_pulling_strength``: the strength of the pull in a round. ``comm_period``: the
-    number of local steps between rounds: with 4, rounds follow steps 4, 8, 12. ``model``: the
-    module, to average its floating-point buffers with the rounds. ``link``, ``timeout``: see
-    `laconic.attach`.
-
     For your own algorithm, return its rounds from `recipe`, or override any of the three methods.
+
+    Args:
+        local_optimizer: the torch optimizer of this worker.
+        world_size: the number of ranks, each of which is a worker.
+        local_pulling_strength: p, in [0, 1).
+        dist_pulling_strength: the strength of the pull in a round.
+        comm_period: local steps between rounds, at least 1: with 4, rounds follow steps 4, 8, 12.
+        model: the module, to average its floating-point buffers with the rounds. None: they stay
+            each worker's own.
+        link: a `Link` to use in place of torch's process group. None: that group.
+        timeout: seconds after which a rank that does not answer is an error on all others.
+
     Raises ``ValueError`` on every rank for invalid arguments, and `laconic.LinkError` if a rank is
     lost.
+
+    Examples:
+        >>> class Average(laconic.DistOptimizer):
+        ...     def recipe(self):
+        ...         return laconic.local_sgd(self.comm_period)
+        >>> shared = Average(optimizer, 1, 0.0, 0.0, comm_period=4)
+        >>> model(torch.randn(8, 4)).square().mean().backward()
+        >>> optimizer.step()
+        >>> shared.step()
     """
 
     def __init__(
@@ -311,8 +326,13 @@ class EASGD(DistOptimizer):
     """``x <- x - (c/n)*(x - center) ; center <- (1 - c)*center + c*mean(x before the pull)``
 
     Zhang, Choromanska, LeCun, NeurIPS 2015, arXiv 1412.6651, equations 5 and 6; see
-    `laconic.easgd`. c is ``dist_pulling_strength``, in (0, 1], the paper's beta (0.9). n is
-    ``world_size``.
+    `laconic.easgd`. The arguments are those of `DistOptimizer`. c is ``dist_pulling_strength``, in
+    (0, 1], the paper's beta (0.9). n is ``world_size``.
+
+    Examples:
+        >>> shared = laconic.EASGD(optimizer, 1, 0.0, dist_pulling_strength=0.9, comm_period=4)
+        >>> shared.recipe()
+        easgd(4)
     """
 
     def recipe(self) -> Recipe:
@@ -325,9 +345,14 @@ class LSGD(DistOptimizer):
     """``center <- x of the worker with the lowest loss ; x <- (1 - c)*x + c*center``
 
     Teng et al., NeurIPS 2019, arXiv 1905.10395, Algorithm 1 with one global leader; see
-    `laconic.lsgd`. c is ``dist_pulling_strength``, in [0, 1), the paper's c2 (0.1). p is its p2.
-    The loss is the mean of the last 10 passed to `report_loss`. If none is reported, the score is
-    computed from gradients (`laconic.algorithms.scores`).
+    `laconic.lsgd`. The arguments are those of `DistOptimizer`. c is ``dist_pulling_strength``, in
+    [0, 1), the paper's c2 (0.1). p is its p2. The loss is the mean of the last 10 passed to
+    `report_loss`. If none is reported, the score is computed from gradients
+    (`laconic.algorithms.scores`).
+
+    Examples:
+        >>> shared = laconic.LSGD(optimizer, 1, 0.1, dist_pulling_strength=0.1, comm_period=4)
+        >>> shared.report_loss(0.5)
     """
 
     def recipe(self) -> Recipe:

@@ -65,27 +65,41 @@ class SlowMoDistributedDataParallel(nn.Module):
     rank 0's parameters, which the constructor broadcasts. If both rounds are due, only the slow
     step runs, because it averages exactly. ``slowmo_momentum=0, slowmo_lr=1`` disable it.
 
-    ``module``: the module to train. ``nprocs_per_node``: ranks per node, the same on every node.
-    ``broadcast_buffers``: average the module's floating-point buffers with the rounds (fairscale
-    broadcasts them in every forward pass). ``slowmo_base_algorithm``: a `SlowMoBaseAlgorithm`.
-    ``slowmo_memory_efficient``: shard the slow step's state, two float32 numbers per parameter,
-    over ``slowmo_num_shards`` ranks (all, if there are fewer; rounded up to a multiple of
-    nprocs_per_node). ``localsgd_frequency``: calls between averages of local SGD.
-
-    For SGP: ``graph``, ``mixing``: see `GraphManager`, `UniformMixing`. ``push_sum=False``: gossip
-    without push weights, on regular graphs. ``overlap``: send messages while training continues,
-    and fold them in max(1, ``synch_freq``) calls later; this is then also the number of calls
-    between messages. ``slowmo_sgp_average_params``: average exactly in the slow step even without
-    slowmo_memory_efficient. Otherwise each node takes the slow step from its own x
-    (SGP-SlowMo-noaverage).
-
-    ``verbose``: write a line of JSON for every call to the logger ``laconic.slowmo``.
-    ``profile_mode``: after every slowmo_frequency calls, rank 0 prints where the time went, and
-    every rank writes a torch profiler trace of the calls up to the second slow step to the current
-    directory. ``process_rank``, ``process_world_size``, and the sizes of the groups are checked
-    against the values that laconic finds; laconic creates its own process groups. ``comm_device``
-    must be the parameters' device. ``use_streams`` has no effect. ``timeout``, laconic's own:
-    seconds after which a rank that does not answer is an error on all others.
+    Args:
+        module: the module to train.
+        nprocs_per_node: ranks per node, the same on every node.
+        broadcast_buffers: average the module's floating-point buffers with the rounds (fairscale
+            broadcasts them in every forward pass).
+        slowmo_base_algorithm: a `SlowMoBaseAlgorithm`, ``"localsgd"``, or ``"sgp"``.
+        slowmo_momentum: of the slow steps, in [0, 1).
+        slowmo_memory_efficient: shard the slow step's state, two float32 numbers per parameter.
+        slowmo_frequency: calls between slow steps, at least 1.
+        slowmo_lr: the slow learning rate, above 0.
+        slowmo_num_shards: over how many ranks that state is sharded (all, if there are fewer;
+            rounded up to a multiple of nprocs_per_node).
+        localsgd_frequency: calls between averages of local SGD, at least 1.
+        graph: for SGP: a `GraphManager`. None: `NPeerDynamicDirectedExponentialGraph`.
+        mixing: for SGP: a `UniformMixing`. None: the graph's own.
+        push_sum: for SGP: gossip with push weights. False: without, on regular graphs.
+        overlap: for SGP: send messages while training continues, and fold them in max(1,
+            ``synch_freq``) calls later; this is then also the number of calls between messages.
+        synch_freq: see ``overlap``.
+        use_streams: has no effect.
+        slowmo_sgp_average_params: for SGP: average exactly in the slow step even without
+            slowmo_memory_efficient. False: each node takes the slow step from its own x
+            (SGP-SlowMo-noaverage).
+        verbose: write a line of JSON for every call to the logger ``laconic.slowmo``.
+        profile_mode: after every slowmo_frequency calls, rank 0 prints where the time went, and
+            every rank writes a torch profiler trace of the calls up to the second slow step to the
+            current directory.
+        process_rank: checked against the rank that laconic finds, unless None.
+        process_world_size: checked against the number of ranks that laconic finds, unless None.
+        global_group: its size is checked, unless None. laconic creates its own process groups.
+        master_group: the same.
+        local_node_group: the same.
+        comm_device: must be the parameters' device, unless None.
+        timeout: laconic's own: seconds after which a rank that does not answer is an error on all
+            others.
 
     When to use it, and how to set it (fairscale's guide; ``docs/slowmo.md`` has the reasons): use
     it on more than two nodes with a slow network, where ``t_allreduce * (1 - 1/localsgd_frequency)
@@ -97,6 +111,14 @@ class SlowMoDistributedDataParallel(nn.Module):
 
     Raises ``ValueError`` on every rank for invalid arguments, and `laconic.LinkError` if a rank is
     lost.
+
+    Examples:
+        >>> net = laconic.SlowMoDistributedDataParallel(model, nprocs_per_node=1)
+        >>> net(torch.randn(8, 4)).square().mean().backward()
+        >>> optimizer.step()
+        >>> net.perform_slowmo(optimizer)
+        >>> net.num_updates
+        1
     """
 
     def __init__(

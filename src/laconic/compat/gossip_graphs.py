@@ -15,11 +15,18 @@ from laconic.errors import check_int
 
 
 class GraphManager:
-    """A gossip graph, as seen by node ``rank`` of ``world_size`` nodes.
+    """A gossip graph, as seen by node ``rank`` of ``world_size`` nodes. Use one of its subclasses.
 
-    ``peers_per_itr``: the number of nodes to which each node sends in one gossip.
-    ``nprocs_per_node`` and ``local_rank`` exist for compatibility with fairscale: here every rank
-    of a node sends its part.
+    Args:
+        rank: this node, from 0.
+        world_size: how many nodes there are.
+        nprocs_per_node: for compatibility with fairscale: here every rank of a node sends its part.
+        local_rank: the same.
+        peers_per_itr: to how many nodes each node sends in one gossip, at least 1.
+
+    Examples:
+        >>> laconic.RingGraph(rank=0, world_size=4).is_regular_graph()
+        True
     """
 
     name: ClassVar[str] = ""
@@ -81,37 +88,97 @@ class GraphManager:
 
 
 class NPeerDynamicDirectedExponentialGraph(GraphManager):
-    """Hops ``j*(p+1)^i``: with one peer 1, 2, 4, ... This is the default graph."""
+    """Hops ``j*(p+1)^i``: with one peer 1, 2, 4, ... This is the default graph.
+
+    The arguments are those of `GraphManager`.
+
+    Examples:
+        >>> graph = laconic.NPeerDynamicDirectedExponentialGraph(rank=0, world_size=8)
+        >>> graph.get_peers()  # sends to, receives from
+        ([1], [7])
+        >>> graph.get_peers(rotate=True)  # in the next gossip
+        ([2], [6])
+    """
 
     name = "exponential"
 
 
 class DynamicDirectedExponentialGraph(GraphManager):
-    """Hops 1, -1, 2, -2, 4, -4, ..."""
+    """Hops 1, -1, 2, -2, 4, -4, ...
+
+    The arguments are those of `GraphManager`.
+
+    Examples:
+        >>> graph = laconic.DynamicDirectedExponentialGraph(rank=0, world_size=8)
+        >>> graph.get_peers()  # sends to, receives from
+        ([1], [7])
+        >>> graph.get_peers(rotate=True)  # in the next gossip
+        ([7], [1])
+    """
 
     name = "directed_exponential"
 
 
 class DynamicBipartiteExponentialGraph(GraphManager):
-    """Hops 1, -1, 3, -3, 5, -5, 9, -9, ...; odd and even nodes send only to each other."""
+    """Hops 1, -1, 3, -3, 5, -5, 9, -9, ...; odd and even nodes send only to each other.
+
+    The arguments are those of `GraphManager`.
+
+    Examples:
+        >>> graph = laconic.DynamicBipartiteExponentialGraph(rank=0, world_size=8)
+        >>> graph.get_peers()  # sends to, receives from
+        ([1], [7])
+        >>> graph.get_peers(rotate=True)  # in the next gossip
+        ([7], [1])
+    """
 
     name = "bipartite_exponential"
 
 
 class DynamicDirectedLinearGraph(GraphManager):
-    """Hops 1, -1, 3, -3, 5, -5, ...: all odd distances."""
+    """Hops 1, -1, 3, -3, 5, -5, ...: all odd distances.
+
+    The arguments are those of `GraphManager`.
+
+    Examples:
+        >>> graph = laconic.DynamicDirectedLinearGraph(rank=0, world_size=8)
+        >>> graph.get_peers()  # sends to, receives from
+        ([1], [7])
+        >>> graph.get_peers(rotate=True)  # in the next gossip
+        ([7], [1])
+    """
 
     name = "directed_linear"
 
 
 class DynamicBipartiteLinearGraph(GraphManager):
-    """All distances in both directions; odd and even nodes send only to each other."""
+    """All distances in both directions; odd and even nodes send only to each other.
+
+    The arguments are those of `GraphManager`.
+
+    Examples:
+        >>> graph = laconic.DynamicBipartiteLinearGraph(rank=0, world_size=8)
+        >>> graph.get_peers()  # sends to, receives from
+        ([1], [7])
+        >>> graph.get_peers(rotate=True)  # in the next gossip
+        ([7], [1])
+    """
 
     name = "bipartite_linear"
 
 
 class RingGraph(GraphManager):
-    """The next node, and with two peers also the previous one."""
+    """The next node, and with two peers also the previous one.
+
+    The arguments are those of `GraphManager`.
+
+    Examples:
+        >>> graph = laconic.RingGraph(rank=0, world_size=8)
+        >>> graph.get_peers()  # sends to, receives from
+        ([1], [7])
+        >>> graph.get_peers(rotate=True)  # in the next gossip
+        ([1], [7])
+    """
 
     name = "ring"
     dynamic = False
@@ -120,7 +187,16 @@ class RingGraph(GraphManager):
 class UniformMixing:
     """The same share for each out-peer and for the node itself: ``1/(peers + 1)``.
 
-    Assran et al. 2019. ``device`` exists for compatibility with fairscale.
+    Assran et al. 2019.
+
+    Args:
+        graph: the graph.
+        device: of the weights, for compatibility with fairscale. None: torch's default.
+
+    Examples:
+        >>> graph = laconic.RingGraph(rank=0, world_size=4)
+        >>> laconic.UniformMixing(graph).get_mixing_weights()["lo"]
+        tensor([0.5000])
     """
 
     def __init__(self, graph: GraphManager, device: torch.device | str | None = None) -> None:

@@ -37,7 +37,14 @@ SizedGroup = tuple[dist.ProcessGroup | None, int]
 
 
 class SlowMoBaseAlgorithm(str, Enum):
-    """The algorithm that averages approximately between slow steps."""
+    """The algorithm that averages approximately between slow steps.
+
+    ``LOCALSGD`` is local SGD, and ``SGP`` stochastic gradient push.
+
+    Examples:
+        >>> laconic.SlowMoBaseAlgorithm("sgp")
+        <SlowMoBaseAlgorithm.SGP: 'sgp'>
+    """
 
     LOCALSGD = "localsgd"
     SGP = "sgp"

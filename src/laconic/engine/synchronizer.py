@@ -37,16 +37,30 @@ LOAD = "laconic.load"
 
 @dataclass(frozen=True)
 class Stats:
-    """What a synchronizer has done so far on this rank: payload bytes, seconds of waiting.
+    """What a synchronizer has done so far on this rank.
 
-    ``bytes_by_set``: sent to the other ``"workers"``, to those of the own ``"group"``, inside a
-    worker (``"replica"``; ``"shards"`` where its model is sharded), and to all ranks (``"world"``).
-    ``seconds_waiting``: host time in which training waited for a round. With NCCL a round without
-    a delay is waited for on the GPU, which this does not measure. ``workers_lost``: in an elastic
-    run, the workers that were lost or have left since its start. ``steps_lost``: how many of their
-    steps no other worker has received, as far as the others had heard of them.
-    ``steps_drifted``: after how many steps workers were found to differ in what they should hold
-    alike: all parameters where only gradients are averaged, elsewhere what rounds make equal.
+    Attributes:
+        steps: optimizer steps since `laconic.attach`.
+        rounds: rounds completed.
+        bytes_sent: payload bytes sent.
+        bytes_received: payload bytes received.
+        bytes_by_collective: payload bytes sent, by the name of the collective.
+        bytes_by_set: payload bytes sent to the other ``"workers"``, to those of the own
+            ``"group"``, inside a worker (``"replica"``; ``"shards"`` where its model is sharded),
+            and to all ranks (``"world"``).
+        seconds_waiting: host time in which training waited for a round. With NCCL a round without a
+            delay is waited for on the GPU, which this does not measure.
+        workers_lost: in an elastic run, the workers that were lost or have left since its start.
+        steps_lost: how many of their steps no other worker has received, as far as the others had
+            heard of them.
+        steps_drifted: after how many steps workers were found to differ in what they should hold
+            alike: all parameters where only gradients are averaged, elsewhere what rounds make
+            equal.
+
+    Examples:
+        >>> sync = laconic.attach(model, optimizer, laconic.local_sgd(8))
+        >>> sync.stats().bytes_sent  # one worker has nobody to send to
+        0
     """
 
     steps: int
@@ -63,8 +77,17 @@ class Stats:
 
 @dataclass(frozen=True)
 class WorkersView:
-    """Who takes part. ``epoch`` counts the changes of an elastic run; it is 0 where workers do not
-    come and go. ``workers``: their permanent ids, by rank. ``place``: this worker's rank."""
+    """Who takes part.
+
+    Attributes:
+        epoch: counts the changes of an elastic run; it is 0 where workers do not come and go.
+        workers: the workers' permanent ids, by rank.
+        place: this worker's rank.
+
+    Examples:
+        >>> laconic.attach(model, optimizer, laconic.ddp()).view
+        WorkersView(epoch=0, workers=('0',), place=0)
+    """
 
     epoch: int
     workers: tuple[str, ...]
@@ -72,8 +95,20 @@ class WorkersView:
 
 
 class Synchronizer:
-    """Keeps a model in step with the other ranks' by the rounds of a recipe; made by
-    `laconic.attach`, which says what happens in each step. ``driver``: for front ends."""
+    """Keeps a model in step with the other ranks' by the rounds of a recipe.
+
+    `laconic.attach` makes it, and says what happens in each step. ``driver`` is for front ends.
+
+    Examples:
+        >>> with laconic.attach(model, optimizer, laconic.local_sgd(8)) as sync:
+        ...     for _ in range(20):
+        ...         model(torch.randn(8, 4)).square().mean().backward()
+        ...         optimizer.step()
+        ...     with sync.consensus():
+        ...         validated = model(torch.randn(8, 4))
+        >>> sync.step
+        20
+    """
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
@@ -84,16 +119,17 @@ class Synchronizer:
 
     @contextmanager
     def consensus(self, *, mean: bool = True) -> Iterator[nn.Module]:
-        """A context in which the model holds the consensus weights, for validation; every rank
-        must enter it. The model holds what `finish` would leave now: the mean of the workers'
-        models. Afterwards the worker's own weights are back, bit for bit. Steps of the optimizer
-        are refused inside.
+        """A context in which the model holds the consensus weights, for validation.
 
-        ``mean=False``: what the last outer step or elastic round left (the anchor, the center)
-        where the recipe keeps such a model; it lacks the steps taken since.
+        Every rank must enter it. The model holds what `finish` would leave now: the mean of the
+        workers' models. Afterwards the worker's own weights are back, bit for bit. Steps of the
+        optimizer are refused inside. Inside another `consensus` of the same kind it does nothing.
+        Needs memory for one copy of the model.
 
-        Inside another `consensus` of the same kind it does nothing. Needs memory for one copy of
-        the model."""
+        Args:
+            mean: False: what the last outer step or elastic round left (the anchor, the center)
+                where the recipe keeps such a model; it lacks the steps taken since.
+        """
         with consensus.consensus(self._run, self.driver.had_buffers, mean=mean) as model:
             yield model
 
@@ -105,10 +141,13 @@ class Synchronizer:
 
     def finish(self, *, mean: bool = True) -> None:
         """Leave every worker with the consensus model: the mean of the workers' models, which
-        contains every step taken. Nothing is in flight afterward.
+        contains every step taken.
 
-        Every rank must call it, after the same number of steps. Training may go on afterward.
-        ``mean=False``: see `consensus`; it discards the steps since the last outer step.
+        Nothing is in flight afterward. Every rank must call it, after the same number of steps.
+        Training may go on afterward.
+
+        Args:
+            mean: False: see `consensus`; it discards the steps since the last outer step.
         """
         self.driver.finish(mean=mean)
 

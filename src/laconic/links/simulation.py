@@ -28,27 +28,44 @@ def simulate(
     message_seconds: Sequence[float] | None = None,
     closings: Sequence[Closing] | None = None,
 ) -> list[T]:
-    """Run ``worker_fn(rank)`` for every rank below ``workers`` (None: 8), as threads that take
-    turns.
+    """Run ``worker_fn(rank)`` for every rank, as threads that take turns.
 
-    `laconic.attach` inside ``worker_fn`` finds its link by itself. ``link`` wraps each worker's,
-    for instance ``lambda link: Throttled(link, "100mbit")``. Every worker starts from the
+    `laconic.attach` inside ``worker_fn`` finds its link by itself. Every worker starts from the
     caller's random state. Returns what the workers return, by rank.
 
-    ``faults``: workers come and go, as in an elastic run: a `Trace` of one, or a plan in steps
-    (`Faults`). These say how many workers there are. ``rank`` then numbers them, and a worker that
-    the plan has end returns None.
-
-    ``step_seconds``: how long each worker takes for a step of its optimizer, in virtual seconds
-    (None: one second each). They decide who arrives when, where rounds close with a quorum
-    (``diloco(..., quorum=)``); nobody sleeps, and the result is the same from run to run.
-    ``message_seconds``: how long each worker's message of such a round takes to rank 0 (None: no
-    time). The worker does not compute meanwhile. Results take no time to come back.
-    ``closings``: repeat the rounds that another run has closed (`Synchronizer.closings` of its rank
-    0), whatever the times: with the same program, this gives the same bits.
+    Args:
+        worker_fn: the program of one worker.
+        workers: how many. None: 8, or as many as ``faults`` has.
+        link: wraps each worker's link, for instance ``lambda link: Throttled(link, "100mbit")``.
+            None: not wrapped.
+        faults: workers come and go, as in an elastic run: a `Trace` of one, or a plan in steps
+            (`Faults`). ``rank`` then numbers them, and a worker that the plan has end returns None.
+            None: no worker comes or goes.
+        step_seconds: how long each worker takes for a step of its optimizer, in virtual seconds.
+            They decide who arrives when, where rounds close with a quorum (``diloco(...,
+            quorum=)``); nobody sleeps, and the result is the same from run to run. None: one second
+            each.
+        message_seconds: how many virtual seconds each worker's message of such a round takes to
+            rank 0. The worker does not compute meanwhile. Results take no time to come back. None:
+            no time.
+        closings: repeat the rounds that another run has closed (`Synchronizer.closings` of its rank
+            0), whatever the times: with the same program, this gives the same bits. None: rounds
+            close by the times.
 
     Raises ``ValueError`` for fewer than one worker, and the first worker's own exception if one
     fails; the others then get a `LinkError` at their next round and end too.
+
+    Examples:
+        >>> def worker(rank):
+        ...     model = torch.nn.Linear(4, 1)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     with laconic.attach(model, optimizer, laconic.local_sgd(2)) as sync:
+        ...         for _ in range(4):
+        ...             model(torch.randn(8, 4) + rank).square().mean().backward()
+        ...             optimizer.step()
+        ...     return sync.stats().rounds
+        >>> laconic.simulate(worker, workers=4)
+        [2, 2, 2, 2]
     """
     if faults is None:
         count = check_int("workers", 8 if workers is None else workers, 1)

@@ -114,11 +114,11 @@ def table(plan: Plan) -> Table:
     from rich.table import Table
 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    made.add_column("recipe", no_wrap=True, overflow="ellipsis", min_width=31)
+    made.add_column("recipe", overflow="fold", min_width=20)
     priced = any(row.range(lambda r: r.money).high for row in plan.rows)
     heads = ["time", "s/step", "steps", "goodput", "GB", *(["price"] * priced)]
     for head in heads:
-        made.add_column(head, justify="right", no_wrap=True)
+        made.add_column(head, justify="right", no_wrap=True, min_width=5)
     for row in plan.rows:
         style = "bold green" if row is plan.best else ""
         made.add_row(row.text, *_cells(row, plan.steps, priced), style=style)

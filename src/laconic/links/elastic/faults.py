@@ -65,12 +65,20 @@ class Recording:
 
 class Trace:
     """What the workers of an elastic run have recorded in a directory (``Elastic(trace=)``): who
-    took part in what. ``laconic.simulate(..., faults=Trace(directory))`` repeats the run: with the
-    same program, it gives the same bits.
+    took part in what.
 
-    ``ids``: the workers, in the order in which they came; the simulator numbers them by it.
+    ``laconic.simulate(..., faults=Trace(directory))`` repeats the run: with the same program, it
+    gives the same bits. ``ids`` are the workers, in the order in which they came; the simulator
+    numbers them by it.
+
+    Args:
+        directory: with the files of all workers.
 
     Raises ``ValueError`` if the directory has no such records, or if they contradict each other.
+
+    Examples:
+        >>> trace = laconic.Trace("trace")  # after a run with Elastic(trace="trace")
+        >>> results = laconic.simulate(train, faults=trace)  # train(number): a worker's program
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -163,10 +171,17 @@ class Trace:
 class Faults:
     """A plan for `laconic.simulate`, in steps.
 
-    ``start``: the workers at the start. ``kill``: (worker, step) pairs: the worker ends after that
-    step, before the rounds that follow it. ``join``: steps; after each, a new worker gets the state
-    of the running worker that is killed latest. It takes part from the next step on in which
-    workers exchange something. New workers are numbered in that order after those of the start.
+    Args:
+        start: how many workers there are at the start, at least 1.
+        kill: (worker, step) pairs: the worker ends after that step, before the rounds that follow
+            it.
+        join: steps, ascending. After each, a new worker gets the state of the running worker that
+            is killed latest. It takes part from the next step on in which workers exchange
+            something. New workers are numbered in that order after those of the start.
+
+    Examples:
+        >>> laconic.Faults(start=4, kill=((2, 90),), join=(120,)).workers
+        5
     """
 
     start: int
@@ -200,8 +215,16 @@ class Faults:
     def random(
         cls, start: int, steps: int, mtbf: float, *, seed: int = 0, restart: int = 1
     ) -> Faults:
-        """Kills at random over so many ``steps``, on average one every ``mtbf`` steps (the times in
-        between are exponential). ``restart`` steps later a new worker joins."""
+        """Kills at random over so many ``steps``.
+
+        Args:
+            start: how many workers there are at the start, at least 1.
+            steps: of the whole run.
+            mtbf: steps between two kills on average (the times in between are exponential), above
+                0.
+            seed: equal seeds give equal kills.
+            restart: steps after which a new worker joins.
+        """
         check_float("mtbf", mtbf, 0.0, strict=True)
         chance, alive, time = random.Random(seed), dict.fromkeys(range(start), 0), 0.0
         kill, join = list[tuple[int, int]](), list[int]()

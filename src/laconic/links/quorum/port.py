@@ -88,11 +88,19 @@ def tensors_of(results: Sequence[Result]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Closing:
-    """A round with a quorum that has closed. ``kind``: 0, or the index of the fragment in its order
-    of rounds. ``number``: how many of the kind have closed, this one included. ``roster``: the
-    ranks of the workers that contributed, ascending. ``paces``: for each of them, the number of
-    steps until it arrives again; 0: as the schedule says. `as_json` and `of` convert it to and from
-    JSON data."""
+    """A round with a quorum that has closed. `as_json` and `of` convert it to and from JSON data.
+
+    Args:
+        kind: 0, or the index of the fragment in its order of rounds.
+        number: how many of the kind have closed, this one included.
+        roster: the ranks of the workers that contributed, ascending.
+        paces: for each of them, the number of steps until it arrives again; 0: as the schedule
+            says.
+
+    Examples:
+        >>> laconic.Closing(kind=0, number=1, roster=(0, 2), paces=(12, 4)).pace(2)
+        4
+    """
 
     kind: int
     number: int

@@ -1,0 +1,470 @@
+"""Every block of Python on the pages runs, and every command on them exists with its options.
+
+A page's blocks run in order, with stand-ins for what a reader brings: a model, data, a schedule.
+What other tests run is left to them: the tutorial, migration.md, own_algorithm.md, the plan of
+elastic.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import itertools
+import json
+import os
+import pkgutil
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
+
+import laconic
+from laconic import cli
+from laconic.algorithms.recipes import RECIPES
+from laconic.attach import attach, synchronizer_of
+from laconic.buckets import parameters
+from laconic.lab.emulation.cluster import Cluster
+
+import gloo
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ELSEWHERE = ("tutorial", "migration", "own_algorithm", "glossary")
+"""Pages that have tests of their own."""
+BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"(?:^\n|\A)((?:^ {4,}.*\n|^\n(?= {4}))+)", re.MULTILINE)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    text = page.read_text()
+    return [textwrap.dedent(code) for _, name, code in BLOCK.findall(text) if name == language]
+
+
+def own(page: Path) -> bool:
+    return not any(name in page.parts or name == page.stem for name in ELSEWHERE)
+
+
+def signatures() -> list[str]:
+    """The recipes' signatures, as pages write them; another test compares them."""
+    found = []
+    for function in (*RECIPES.values(), laconic.auto, laconic.muon):
+        plain = [
+            p.replace(annotation=p.empty) for p in inspect.signature(function).parameters.values()
+        ]
+        found.append(f"{function.__name__}{inspect.Signature(plain)}".replace("'", '"'))
+    return found
+
+
+def is_signature(code: str) -> bool:
+    rest = " ".join(code.split())
+    for each in sorted(signatures(), key=len, reverse=True):
+        rest = rest.replace(each, "").strip()
+    return not rest
+
+
+CODE = {page.relative_to(ROOT).as_posix(): blocks(page, "python") for page in PAGES if own(page)}
+CODE = {page: found for page, found in CODE.items() if found}
+
+
+# -- what the reader brings ----
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+class Batch(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
+def batch() -> Batch:
+    x = torch.randn(8, 4)
+    return Batch(x, x.sum(1, keepdim=True))
+
+
+def brought(rank: int) -> dict[str, Any]:
+    """By the names under which the pages use it."""
+    torch.manual_seed(rank)
+    names: dict[str, Any] = {"__name__": "page", "laconic": laconic, "torch": torch, "nn": nn}
+    names |= {name: getattr(laconic, name) for name in laconic.__all__}
+    names |= {name: getattr(laconic.updates, name) for name in laconic.updates.__all__}
+    names |= {name: getattr(laconic.exchanges, name) for name in laconic.exchanges.__all__}
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    data = [(each.x[0], each.y[0]) for each in (batch() for _ in range(64))]
+
+    def forward() -> None:
+        for one in names.get("optimizers", [names["optimizer"]]):
+            one.zero_grad()
+        names["model"](torch.randn(8, 4)).square().mean().backward()
+
+    def step() -> None:
+        forward()
+        for one in names.get("optimizers", [names["optimizer"]]):
+            one.step()
+
+    names |= {
+        "model": model,
+        "optimizer": optimizer,
+        "criterion": nn.MSELoss(),
+        "loader": [batch() for _ in range(8)],
+        "batches": [batch() for _ in range(4)],
+        "dataset": data,
+        "data": data,
+        "validate": lambda model: model(torch.randn(2, 4)),
+        "recipe": laconic.local_sgd(2),
+        "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
+        "sampler": laconic.ElasticSampler(data, seed=1),
+        "elastic": laconic.Elastic(others={}),
+        "steps": 8,
+        "rank": rank,
+        "time": SimpleNamespace(monotonic=itertools.count().__next__),  # the same on each worker
+        "end": 8,
+        "step_fn": step,
+        "path": "checkpoint",
+        "parameters": parameters,
+        "forward": forward,
+        "take_step": step,
+        "DataLoader": DataLoader,
+        "dataclass": dataclass,
+        "AveragedModel": AveragedModel,
+        "get_ema_multi_avg_fn": get_ema_multi_avg_fn,
+    }
+    return names
+
+
+REPLACED = {
+    '"cuda"': '"cpu"',
+    "(4, 8)": "(2, 2)",
+    "10_000": "8",
+    "% 1000": "% 4",
+    "% 100": "% 4",
+    "batch_size=32": "batch_size=4",
+    "nprocs_per_node=8": "nprocs_per_node=2",
+}
+"""What is too large for a test, or needs a GPU."""
+
+
+def runnable(code: str) -> str:
+    for text, smaller in REPLACED.items():
+        code = code.replace(text, smaller)
+    does = "forward()" if "optimizer.step()" in code else "take_step()"
+    return re.sub(r"^( *)\.\.\.( +#.*)?$", rf"\1{does}", code, flags=re.MULTILINE)
+
+
+def attach_again(model: nn.Module, optimizer: Any, recipe: Any, **options: Any) -> Any:
+    """`attach`, after the block before has attached the same optimizer."""
+    for one in optimizer if isinstance(optimizer, list) else [optimizer]:
+        before = synchronizer_of(one)
+        if before is not None:
+            before.detach()
+    return attach(model, optimizer, recipe, **options)
+
+
+TOP = ("laconic.simulate(", "laconic.Trace(")
+"""Blocks with these run by themselves, and not as the program of a worker."""
+SHARDED = ("fully_shard", "full_state_dict", "dcp.save")
+
+
+def plain(page: str, code: str) -> bool:
+    """Whether the block is for the program of a worker."""
+    special = any(name in code for name in (*TOP, *SHARDED)) or page == "docs/trainers.md"
+    return not special and not is_signature(code)
+
+
+def execute(page: str, code: str, names: dict[str, Any]) -> None:
+    exec(compile(runnable(code), page, "exec", dont_inherit=True), names)
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(laconic, "attach", attach_again)
+    monkeypatch.setattr(laconic, "init", lambda: None)  # workers are simulated
+    monkeypatch.setattr(Cluster, "__enter__", lambda self: self)
+    monkeypatch.setattr(Cluster, "__exit__", lambda *_: None)
+    record = {"event": "end", "step": 8, "bytes_sent": 0}
+    (tmp_path / "run.jsonl").write_text(json.dumps(record) + "\n")
+    (tmp_path / "trace").mkdir()
+    for worker in ("a", "b"):
+        line = json.dumps({"unit": 0, "workers": ["a", "b"]})
+        (tmp_path / "trace" / f"{worker}.jsonl").write_text(line + "\n")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.usefixtures("prepared")
+@pytest.mark.filterwarnings("ignore:delay=", "ignore:.*group", "ignore:.*fewer than 4 workers")
+@pytest.mark.parametrize("page", CODE)
+def test_the_blocks_of_a_page_run(page: str) -> None:
+    mine = [code for code in CODE[page] if plain(page, code)]
+    code = "\n".join(mine)
+    changing = "elastic=" in code
+    attached = "sync." in code and "sync = " not in code  # by the reader, before
+
+    def worker(rank: int) -> dict[str, Any]:
+        names = brought(rank)
+        if attached:
+            names["sync"] = laconic.attach(names["model"], names["optimizer"], names["recipe"])
+        for code in mine:
+            execute(page, code, names)
+        return names
+
+    many: dict[str, Any] = {"faults": laconic.Faults(start=4)} if changing else {"workers": 4}
+    laconic.simulate(worker, **many)
+
+
+def train_with_a_quorum(rank: int) -> laconic.Synchronizer:
+    names = brought(rank)
+    recipe = laconic.diloco(2, quorum=3)
+    with laconic.attach(names["model"], names["optimizer"], recipe) as sync:
+        for _ in range(8):
+            names["take_step"]()
+    return sync
+
+
+ALONE = [
+    (page, code)
+    for page, found in CODE.items()
+    for code in found
+    if any(name in code for name in TOP) and "def train(number" not in code
+]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.usefixtures("prepared")
+@pytest.mark.parametrize(("page", "code"), ALONE, ids=[page for page, _ in ALONE])
+def test_a_block_that_starts_workers_runs(page: str, code: str) -> None:
+    names = {
+        "laconic": laconic,
+        "sync": laconic.simulate(train_with_a_quorum, workers=4)[0],
+        "worker_fn": train_with_a_quorum,
+        "options": None,
+        "train": lambda _: None,
+    }
+    execute(page, code, names)
+
+
+# -- blocks for more than simulated workers ----
+
+FSDP = [(page, code) for page, found in CODE.items() for code in found if "fully_shard" in code]
+
+
+def shard(rank: int, page: str, code: str, more: list[str], where: str) -> list[str]:
+    """Run on a rank of two workers of two ranks: the names in the model's exported state."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    os.chdir(where)
+    names = brought(rank)
+    names |= {
+        "dcp": dcp,
+        "fully_shard": fully_shard,
+        "init_device_mesh": init_device_mesh,
+        "rank": rank,
+    }
+    execute(page, code, names)
+    names["take_step"]()
+    exported: list[str] = []
+    for block in more:
+        execute(page, block, names)
+        exported += names["state"]
+    return exported
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("page", "code"), FSDP, ids=[page for page, _ in FSDP])
+def test_a_block_for_sharded_models_runs(
+    page: str, code: str, pool: gloo.Pool, tmp_path: Path
+) -> None:
+    more = [c for c in CODE[page] if "fully_shard" not in c and any(n in c for n in SHARDED)]
+    first, *_ = pool.run(shard, page, code, more, str(tmp_path), ranks=4)
+    if more:
+        assert [*small().state_dict()] == first[:-1] and first[-1] == "model"
+        assert (tmp_path / "model.pt").is_file() or (tmp_path / "model").is_dir()
+
+
+TRAINERS = {
+    "LaconicTrainer(": """
+from transformers import TrainingArguments
+class Model(torch.nn.Linear):
+    def forward(self, x, labels):
+        return {"loss": (super().forward(x) - labels).square().mean()}
+model = Model(4, 1)
+data = [{"x": torch.randn(4), "labels": torch.zeros(1)} for _ in range(16)]
+arguments = TrainingArguments(
+    "out", max_steps=2, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True
+)
+""",
+    "LaconicMixin": """
+from transformers import Trainer as SFTTrainer
+from laconic.integrations.transformers import LaconicMixin
+""",
+    "accelerator.prepare": """
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+loader = torch.utils.data.DataLoader([torch.randn(4) for _ in range(8)], batch_size=4)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+def take_step():
+    optimizer.zero_grad()
+    accelerator.backward(model(torch.randn(4, 4)).square().mean())
+    optimizer.step()
+""",
+    "LaconicStrategy(": """
+from lightning import LightningModule, Trainer
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+    def training_step(self, batch, index):
+        return self.layer(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+model = Model()
+data = torch.utils.data.DataLoader([torch.randn(4) for _ in range(8)], batch_size=4)
+""",
+    "prepare_model": """
+laconic.init()
+prepare_model = lambda model, parallel_strategy: model  # Ray's own is for its workers
+""",
+}
+"""What a block of trainers.md is told from, and what stands before it in its program."""
+BEFORE = """
+import torch
+import laconic
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+LARGE = (
+    'accelerator="gpu", devices=8, num_nodes=4',
+    'accelerator="cpu", devices=1, max_steps=2, logger=False, enable_checkpointing=False',
+)
+FOR_TRAINERS = [
+    (before, code)
+    for mark, before in TRAINERS.items()
+    for code in CODE["docs/trainers.md"]
+    if mark in code
+]
+
+
+@pytest.mark.timeout(110)
+def test_every_block_for_trainers_has_a_program() -> None:
+    assert [code for _, code in FOR_TRAINERS] == CODE["docs/trainers.md"]
+
+
+@pytest.mark.timeout(110)
+@pytest.mark.parametrize(("before", "code"), FOR_TRAINERS, ids=TRAINERS)
+def test_a_block_for_trainers_runs(before: str, code: str, tmp_path: Path) -> None:
+    program = tmp_path / "page.py"
+    program.write_text(BEFORE + before + runnable(code).replace(*LARGE))
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", str(program)],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+# -- what blocks must be ----
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("page", [page for page in PAGES if own(page)], ids=lambda page: page.stem)
+def test_python_stands_in_fences(page: Path) -> None:
+    """So that the tests above find it."""
+    text = BLOCK.sub("", page.read_text())
+    for block in INDENTED.findall(text):
+        assert not re.search(r"^ +(import|from) \w+|^ +[\w, ]*= ?laconic\.", block, re.MULTILINE), (
+            block
+        )
+
+
+@pytest.mark.timeout(10)
+def test_the_examples_of_compare_are_in_their_files() -> None:
+    files = "".join(
+        (ROOT / "examples" / f"my_{name}.py").read_text() for name in ("workload", "rules")
+    )
+    for code in CODE["docs/compare.md"]:
+        for part in code.split("\n\n\n"):
+            assert part.strip() in files
+
+
+# -- commands ----
+
+
+def commands(page: Path) -> Iterator[str]:
+    """The lines of shell on a page, those that go on in the next line as one."""
+    text = page.read_text()
+    shell = [textwrap.dedent(c) for _, name, c in BLOCK.findall(text) if name in ("bash", "sh")]
+    shell += map(textwrap.dedent, INDENTED.findall(BLOCK.sub("", text)))
+    for line in "\n".join(shell).replace("\\\n", " ").splitlines():
+        yield line.partition(" #")[0].strip().removeprefix("$ ").removeprefix("nice -n 19 ")
+
+
+COMMANDS = sorted(
+    {(page.stem, line) for page in PAGES if "tutorial" not in page.parts for line in commands(page)}
+)
+LACONIC = [(page, line) for page, line in COMMANDS if re.match(r"laconic \w", line)]
+OTHER = [(page, line) for page, line in COMMANDS if re.match(r"make \w|(torchrun|python) ", line)]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's, without running anything."""
+    top = argparse.ArgumentParser(prog="laconic")
+    added = top.add_subparsers(dest="command_name")
+    for name in NAMES:
+        importlib.import_module(f"{cli.__name__}.{name}").add(added)
+    return top
+
+
+NAMES = sorted(
+    module.name
+    for module in pkgutil.iter_modules(cli.__path__)
+    if "add_parser" in inspect.getsource(importlib.import_module(f"{cli.__name__}.{module.name}"))
+)
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(("page", "line"), LACONIC, ids=lambda text: text)
+def test_a_command_of_a_page_is_one(page: str, line: str) -> None:
+    words = shlex.split(line.removesuffix(" &").partition(" -- ")[0])[1:]
+    words = ["0" if word in ("R", "PID") else word for word in words]
+    parser().parse_args(words)  # a SystemExit fails
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize(("page", "line"), OTHER, ids=lambda text: text)
+def test_a_program_of_a_page_exists(page: str, line: str) -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    if line.startswith("make "):
+        for target in re.findall(r"(?<= )[a-z][\w-]*(?= |$)", line.partition('"')[0]):
+            assert target in targets, line
+    for module in re.findall(r"-m ((?:benchmarks|tutorial|laconic)[\w.]*)", line):
+        assert find_spec(module) is not None, line
+    for file in re.findall(r"\bexamples/[\w/.-]+\w", line):
+        assert (ROOT / file).is_file(), line
+
+
+@pytest.mark.timeout(10)
+def test_every_command_is_in_the_reference() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text()
+    assert sorted(re.findall(r"^<!-- help: (\w+) -->$", page, re.MULTILINE)) == NAMES
