@@ -1,4 +1,5 @@
-"""Look at a report in headless Chromium: pictures of it for both themes, on a desk and on a phone.
+"""Look at a report in headless Chromium: pictures of it for both themes, on a desk and on a phone,
+folded and with all details open, and how it prints.
 
     python tests/look.py [DIR/report.html [WHERE]]
 
@@ -21,7 +22,12 @@ QUIET = (
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
     "--hide-scrollbars", "--virtual-time-budget=2000", "--enable-logging=stderr", "--v=0",
 )  # fmt: skip
-SIZES = {"desk": (1280, 3000), "phone": (500, 4600)}  # a window cannot be narrower than 500
+SIZES = {  # a window cannot be narrower than 500
+    "desk": ("", 1280, 1500),
+    "desk-open": ("#all", 1280, 3600),
+    "phone": ("", 500, 1900),
+    "phone-open": ("#all", 500, 5600),
+}
 THEMES = {"dark": 0, "light": 1}
 
 
@@ -48,10 +54,13 @@ def main() -> None:
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None or not page.exists():
         sys.exit(f"no {page}" if browser else f"none of {', '.join(BROWSERS)} is installed")
-    drawn = chromium(browser, "--dump-dom", page.as_uri())
+    drawn = chromium(browser, "--dump-dom", f"{page.as_uri()}#all")
     for chart in re.findall(r'<svg class="chart".*?</svg>', drawn, re.DOTALL):
         assert "<path" in chart, f"an empty chart: {chart[:300]}"
-    for size, (width, height) in SIZES.items():
+    printed = where / "report.pdf"
+    chromium(browser, "--no-pdf-header-footer", f"--print-to-pdf={printed}", page.as_uri())
+    print(printed)
+    for size, (anchor, width, height) in SIZES.items():
         for theme, number in THEMES.items():
             picture = where / f"report-{size}-{theme}.png"
             chromium(
@@ -59,7 +68,7 @@ def main() -> None:
                 f"--window-size={width},{height}",
                 f"--blink-settings=preferredColorScheme={number}",
                 f"--screenshot={picture}",
-                page.as_uri(),
+                page.as_uri() + anchor,
             )
             print(picture)
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 
 __all__ = [
+    "finite",
     "format_bytes",
     "format_rate",
     "format_seconds",
@@ -123,6 +124,17 @@ def format_rate(rate: float) -> str:
             prefix, scale = name, size
     number = rounded / scale
     return f"{number:.0f} {prefix}bit/s" if number >= 1e4 else f"{number:.4g} {prefix}bit/s"
+
+
+def finite(value: object) -> object:
+    """Return `value` with None in place of numbers that are not finite, for JSON."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(v) for v in value]
+    return value
 
 
 def _parse(text: str, units: Mapping[str, float], suffix: str) -> float | None:

@@ -10,8 +10,9 @@ from html.parser import HTMLParser
 import pytest
 from test_report import DDP, FAILED, FULL, LOCAL, SILENT, result, row
 
+from laconic.algorithms.recipes import RECIPES
 from laconic.lab.race import report
-from laconic.lab.race.page import page
+from laconic.lab.race.page import explained, page
 from laconic.lab.race.result import Result, Rounds
 from laconic.lab.race.table import cells
 from laconic.lab.race.verdict import question, sentences
@@ -97,6 +98,38 @@ def test_the_page_says_what_the_terminal_says() -> None:
     assert "4 hosts × 1 process, 100 Mbit/s, emulated with network namespaces" in seen.texts["p"]
     assert "sgp(): failed: worker 2 did not answer within 20 s in round 3" in seen.texts["p"]
     assert {"two cores", "2"} <= set(seen.texts["dd"])
+
+
+def test_the_page_begins_with_the_answer_and_folds_the_details() -> None:
+    html = page(RECORDED)
+    order = ["<h1>", 'class="answer"', 'id="by-seconds"', "<table>", 'class="notes"', "<details"]
+    places = [html.index(text) for text in order]
+    assert places == sorted(places)
+    details = html[places[-1] : html.index("<footer>")]
+    for name in ("by-megabytes", "by-steps", "timeline", "rounds", "distance", "command"):
+        assert f'id="{name}"' in details
+    assert "<details open" not in html
+    opened = re.findall(r'<details[^>]*class="printed"[^>]*>\n<summary>(.*)</summary>', details)
+    assert opened == [
+        "What the recipes do",
+        "Loss by traffic and by steps",
+        "What was run, on which machine",
+        "Repeat this race",
+    ]
+
+
+def test_every_recipe_is_explained_to_those_who_do_not_know_it() -> None:
+    base = "slowmo(local_sgd(12), period=24)"
+    own, peer = row("mine(3)"), replace(row("torch-ddp"), peer=True)
+    found = explained(result(SILENT, DDP, row(base), own, peer))
+    assert list(found) == [SILENT.recipe, "ddp()", base, "mine(3)", "torch-ddp"]
+    assert found["ddp()"] == "Average gradients over all ranks during every backward pass."
+    assert found[base].startswith("slowmo: Take a slow momentum step")
+    assert "local_sgd: Average the parameters" in found[base] and "`" not in found[base]
+    assert found["mine(3)"] == "A recipe of the user's own."
+    assert found["torch-ddp"] == "Another library, in the same training loop."
+    for name in RECIPES:
+        assert explained(result(row(f"{name}(4)")))[f"{name}(4)"].endswith(".")
 
 
 def test_the_page_needs_nothing_from_elsewhere() -> None:

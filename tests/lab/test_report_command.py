@@ -10,6 +10,7 @@ import webbrowser
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_page import RECORDED, Parsed
@@ -180,3 +181,45 @@ def test_csv_has_the_numbers_of_the_json(tmp_path: Path) -> None:
     assert float(local["loss_at_equal_steps"]) == pytest.approx(2.6)
     assert failed["error"] == FAILED.error and failed["loss_at_equal_time"] == ""
     assert not {"curve", "timeline", "rounds", "notes"} & silent.keys()
+
+
+ROW = [
+    "recipe", "source", "peer", "status", "runs", "seconds_per_step", "times_no_communication",
+    "steps", "loss_at_equal_time", "loss_at_equal_steps", "megabytes_per_step", "waiting", "spread",
+]  # fmt: skip
+
+
+def told(directory: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert main(["report", str(directory), "--json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    found = json.loads(captured.out, parse_constant=pytest.fail)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_the_report_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown: Result = result(SILENT, DDP, LOCAL, FAILED)
+    report.save(shown, tmp_path)
+    found = told(tmp_path, capsys)
+    assert list(found) == [
+        "question", "answer", "equal_time", "equal_steps", "rows", "notes", "runs_left", "files",
+    ]  # fmt: skip
+    assert " ".join(found["answer"]) == report.verdict(shown)
+    assert (found["equal_time"], found["equal_steps"], found["runs_left"]) == (30.0, 75, 0)
+    assert [list(row) for row in found["rows"]] == [ROW] * 4
+    assert [row["recipe"] for row in found["rows"]] == [row.recipe for row in shown.rows]
+    ddp, local, failed = found["rows"][1:]
+    assert ddp["steps"] == DDP.steps and ddp["seconds_per_step"] == DDP.seconds_per_step
+    assert local["loss_at_equal_time"] == report.equal_time(shown)["local_sgd(12)"]
+    assert failed["status"] == "failed" and failed["loss_at_equal_time"] is None
+    assert all(Path(path).exists() for path in found["files"])
+
+
+def test_several_seeds_have_a_spread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = replace(DDP, seed=1, seconds_per_step=DDP.seconds_per_step + 0.2)
+    report.save(result(SILENT, DDP, other), tmp_path)
+    ddp = told(tmp_path, capsys)["rows"][1]
+    assert ddp["runs"] == 2
+    assert ddp["seconds_per_step"] == pytest.approx(DDP.seconds_per_step + 0.1)
+    assert ddp["spread"]["seconds_per_step"] == pytest.approx(0.2 / 2**0.5)

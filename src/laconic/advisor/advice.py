@@ -1,8 +1,7 @@
 """Predict the cost of each recipe and recommend one.
 
-The rule is that of `laconic.auto`: the most progress per second, which is the least ``seconds *
-steps``, where ``steps`` is the number of steps a recipe needs per step of DDP. Among recipes within
-`WORTH` of the best, it takes the one that gives up least, so DDP stays if little is gained.
+The recommendation is the recipe that `laconic.auto` would choose from the same facts: both call
+`laconic.auto.choose`. The other recipes are for comparison.
 """
 
 from __future__ import annotations
@@ -15,24 +14,25 @@ from typing import Any, Literal
 
 import torch
 
-from laconic.advisor.choices import KNOWN, Choice, choices, steps_of
+from laconic.advisor.choices import KNOWN, OWN, OWN_PACE, Choice, choices, steps_of
 from laconic.algorithms.compile import with_replicas
 from laconic.algorithms.exchange import Exchange
-from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.parse import qualified
 from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round, fragments_of
+from laconic.auto import TIE, Auto, choose
 from laconic.buckets import BUCKET_BYTES
 from laconic.links import cost
 from laconic.predict import Facts, often, predict
 from laconic.probe import unequal_hosts, unequal_workers
-from laconic.units import three_digits
+from laconic.units import finite, three_digits
 
-WORTH = 0.05
-"""How much slower than the best a recipe that gives up less may be, as a fraction."""
-BY_TIME = (
-    "Workers then take different numbers of steps: end the loop by time or by data, not by a "
-    "number of steps (docs/quorum.md)."
-)
+MOST_ALTERNATIVES = 5
+"""The number of other recipes shown beside the recommended one."""
+LEAST_SHARE = 1 / 3
+"""The least progress of an alternative, as a share of that of the recommended recipe."""
+FLATTERED = ("sparse_loco",)
+"""Recipes that are not offered as alternatives, because they need more steps than assumed: the one
+setting that was measured needs more than twice those of DDP."""
 GUIDE_PERIODS = (3, 12, 48)
 """H for which the inequality is evaluated: the guide's own value and the SlowMo paper's two."""
 
@@ -59,6 +59,11 @@ class Row:
     steps: float
     steps_from: str
     quality: str
+
+    @property
+    def progress(self) -> float:
+        """Progress per second relative to DDP: its seconds, over ``seconds * steps``."""
+        return self.speedup / self.steps
 
 
 @dataclass(frozen=True)
@@ -137,8 +142,9 @@ class Advice:
     ``computes``: seconds of a step on each rank. ``held``: bytes of parameters, gradients and
     optimizer state. ``peak``: bytes of memory in use. These are None without a measurement.
     ``slow``: the ranks that the others wait for.
-    ``recommendation`` is the text of a recipe, ``code`` the line for a training loop, and
-    ``reason`` the explanation, including recipes that no measurement distinguishes from it.
+    ``recommendation`` is the text of the recipe that `laconic.auto` would choose from ``facts``,
+    ``code`` the line that attaches it, and ``reason`` the explanation. ``alternatives`` are other
+    recipes to consider, at most 5. As text, an advice is what ``laconic advise`` prints.
     """
 
     facts: Facts
@@ -151,6 +157,13 @@ class Advice:
     held: int | None = None
     peak: int | None = None
     slow: tuple[Slow, ...] = ()
+    alternatives: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return the answer, the lines to paste, and the alternatives."""
+        from laconic.advisor.show import answer  # imports this module
+
+        return "\n".join(answer(self))
 
     @property
     def row(self) -> Row:
@@ -168,10 +181,12 @@ class Advice:
         facts: dict[str, Any] = plain["facts"]
         del facts["shapes"], facts["work"]
         facts["parameters"] = self.facts.elements
+        for row, made in zip(plain["rows"], self.rows, strict=True):
+            row["progress"] = made.progress
         for guide, source in zip(plain["guide"], self.guide, strict=True):
             for name in ("saved", "pays_there", "pays_here"):
                 guide[name] = getattr(source, name)
-        return json.dumps(_finite(plain), indent=2)
+        return json.dumps(finite(plain), indent=2)
 
 
 def advice_on(
@@ -185,15 +200,23 @@ def advice_on(
     """Predict all `choices` and the user's own ``recipes`` from ``facts``, and recommend one."""
     compared = choices(facts, recipes)
     rows = rows_of(compared, facts)
-    best, reason = recommend(rows)
+    text, _ = choose(Auto(), facts, None, {})
+    best = next(row for row in rows if row.recipe == text)
     slow = slow_ranks(facts, computes or facts.computes, compared[0].recipe)
-    reason = " ".join([reason, *map(str, slow)])
-    if any(may_be_late(c.recipe, facts.workers) for c in compared if c.text == best.recipe):
-        reason += f" {BY_TIME}"
     node = f", nprocs_per_node={facts.ranks}" if facts.ranks > 1 else ""
-    code = f"sync = laconic.attach(model, optimizer, {qualified(best.recipe)}{node})"
-    guide = tuple(guides(facts))
-    return Advice(facts, tuple(rows), guide, best.recipe, code, reason, computes, held, peak, slow)
+    return Advice(
+        facts=facts,
+        rows=tuple(rows),
+        guide=tuple(guides(facts)),
+        recommendation=text,
+        code=f"sync = laconic.attach(model, optimizer, {qualified(text)}{node})",
+        reason=" ".join([*reason(rows[0], best), *map(str, slow)]),
+        computes=computes,
+        held=held,
+        peak=peak,
+        slow=slow,
+        alternatives=tuple(row.recipe for row in alternatives(rows, best)),
+    )
 
 
 def slow_ranks(facts: Facts, computes: Sequence[float], ddp: Recipe) -> tuple[Slow, ...]:
@@ -214,15 +237,6 @@ def slow_ranks(facts: Facts, computes: Sequence[float], ddp: Recipe) -> tuple[Sl
         without = predict(ddp, faster).seconds
         found.append(Slow(int(rates.argmin()), "network", factor, now, without, None))
     return tuple(found)
-
-
-def may_be_late(recipe: Recipe, workers: int) -> bool:
-    """Return whether workers take different numbers of steps under ``recipe``."""
-    return any(
-        r.exchange.pace == "own" or (r.exchange.workers or workers) < workers
-        for r in recipe
-        if isinstance(r.exchange, QuorumMean)
-    )
 
 
 def rows_of(candidates: Sequence[Choice], facts: Facts) -> list[Row]:
@@ -248,51 +262,63 @@ def _row(choice: Choice, facts: Facts, ddp: float) -> Row:
     )
 
 
-def recommend(rows: Sequence[Row]) -> tuple[Row, str]:
-    """Return the recommended row and the reason."""
-    ddp, best = rows[0], min(rows, key=_score)
-    chosen = next(r for r in rows if _score(r) <= (1 + WORTH) * _score(best))
-    if chosen is ddp and best is ddp:
-        return ddp, "Keep DDP: nothing makes more progress per second."
-    if chosen is ddp:
-        gain = _score(ddp) / _score(best) - 1
-        return ddp, f"Keep DDP: {best.recipe} would make only {gain:.1%} more progress per second."
-    text = (
-        f"{chosen.recipe} takes {three_digits(chosen.seconds)} s per step, ddp() "
-        f"{three_digits(ddp.seconds)} s ({three_digits(chosen.speedup)} times as fast, "
-        f"{chosen.share:.0%} of the speed without communication), and needs {chosen.steps:.3g} "
-        "steps per step of ddp()"
+def reason(ddp: Row, best: Row) -> list[str]:
+    """Return two sentences: what the recommended recipe gains, and what it costs in steps."""
+    pace = (
+        f"{best.recipe}: {three_digits(best.seconds)} s per step, {best.share:.0%} of the speed "
+        "without communication"
     )
-    if chosen.steps_from not in KNOWN:
-        text += f" ({chosen.steps_from})"
-    if chosen is best:
-        return chosen, f"{text}: the most progress per second.{_ties(rows, chosen)}"
-    more = _score(chosen) / _score(best) - 1
-    text += f"; {best.recipe} makes {more:.1%} more progress but gives up more."
-    return chosen, text + _ties(rows, chosen)
-
-
-def _ties(rows: Sequence[Row], chosen: Row) -> str:
-    """Return a note on rows that differ from ``chosen`` only in seconds or order.
-
-    Those are rows with equal ``steps``, of which at least one was not measured, and that are slower
-    by at most `WORTH`.
-    """
-    tied = [
-        row.recipe
-        for row in rows
-        if row is not chosen
-        and row.steps == chosen.steps
-        and not {row.steps_from, chosen.steps_from} <= set(KNOWN)
-        and row.seconds <= (1 + WORTH) * chosen.seconds
+    if best is ddp:
+        return [
+            f"Keep {pace}.",
+            f"No other recipe that auto() chooses from makes over {TIE:.0%} more progress per "
+            "second.",
+        ]
+    source = "" if best.steps_from in KNOWN else f" ({best.steps_from})"
+    steps = f"{best.steps:.3g} steps for one of ddp()" if best.steps != 1 else "no more steps"
+    return [
+        f"Use {pace} (ddp(): {three_digits(ddp.seconds)} s).",
+        f"It needs {steps}{source}, and makes "
+        f"{three_digits(best.progress)} times as much progress per second.",
     ]
-    if not tied:
-        return ""
-    return f" Its steps were not measured against {', '.join(tied)}: assumed equal."
 
 
-def _score(row: Row) -> float:
-    return row.seconds * row.steps
+def alternatives(rows: Sequence[Row], best: Row) -> list[Row]:
+    """Return at most `MOST_ALTERNATIVES` rows to consider beside the ``best`` one.
+
+    They are the user's own recipes; DDP; and of each other kind of recipe the one with the most
+    progress per second, unless it makes much less than the ``best`` one: first recipes at each
+    worker's own pace, which there are only if workers are unequal, then those whose steps were
+    measured, and then those whose steps are assumed.
+    """
+    kinds: dict[str, Row] = {}
+    for row in rows[1:]:
+        kind = _kind(row)
+        if row.quality == OWN or kind in (_kind(best), *FLATTERED):
+            continue
+        if row.progress < LEAST_SHARE * best.progress:
+            continue
+        if kind not in kinds or row.progress > kinds[kind].progress:
+            kinds[kind] = row
+    others = sorted(
+        kinds.values(),
+        key=lambda row: (
+            row.quality != OWN_PACE,
+            row.steps_from.startswith("assumed"),
+            -row.progress,
+        ),
+    )
+    own = [row for row in rows if row.quality == OWN]
+    found = [*own, *([] if best is rows[0] else [rows[0]]), *others]
+    return found[:MOST_ALTERNATIVES]
+
+
+def _kind(row: Row) -> str:
+    """Return the name of the recipe, and how it differs from others of this name."""
+    name = row.recipe.partition("(")[0]
+    if row.quality == OWN_PACE:
+        return f"{name} at own pace"
+    return f"{name} with codec" if "codec=" in row.recipe else name
 
 
 def guides(facts: Facts) -> list[Guide]:
@@ -353,14 +379,3 @@ def _exchange_elements(exchange: Exchange, length: int, n: int) -> int:
     owned = slice(0, length // (exchange.owners(n) or n))
     state = exchange.init(torch.empty(length, device="meta"), owned)
     return sum(tensor.numel() for tensor in state.values())
-
-
-def _finite(value: object) -> object:
-    """Replace nonfinite numbers, which JSON does not support, by None."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(v) for key, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
-    return value

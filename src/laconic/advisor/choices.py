@@ -55,7 +55,10 @@ SPARSE = {
     64: "ahead of DiLoCo in long runs (Sarfi et al. 2025)",
     256: "rarer than the default of 30, after Sarfi et al. 2025: expect to lose quality",
 }
-OWN_PACE = "as equal workers of the same speed together, on digits (docs/quorum.md)"
+OWN_PACE = (
+    "as equal workers of the same speed together, on digits (docs/quorum.md); workers take "
+    "different numbers of steps: end the loop by time or by data"
+)
 MEASURED, EXACT = "measured (benchmarks.factors)", "the same mathematics"
 KNOWN = (MEASURED, EXACT)
 """Sources of steps that were determined for the recipe itself."""

@@ -2,50 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laconic.advisor.advice import Advice, Guide, Row
 from laconic.advisor.choices import KNOWN
 from laconic.errors import install
-from laconic.lab.race.plots import COLORS
 from laconic.units import format_bytes, format_rate, format_seconds, format_share, three_digits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from rich.console import Console
-    from rich.table import Table
 
+COLUMNS = ("s/step", "speed", "steps", "progress")
+MORE_COLUMNS = ("hidden", "MB", "memory")
 LEGEND = (
-    "hidden: share of communication that overlaps with training; MB: sent by a rank to other",
-    "workers per step; memory: bytes that rounds keep on a rank; x ddp: speed relative to ddp();",
-    "alone: share of the speed without communication; steps: needed per step of ddp(), measured",
-    "with one task; ~: not measured",
+    "speed: share of the speed without communication; steps: needed for one of ddp(), measured "
+    "with one task, ~: not measured; progress: per second, relative to ddp()"
 )
+MORE_LEGEND = (
+    "hidden: share of communication that overlaps with training; MB: sent by a rank to other "
+    "workers per step; memory: bytes that rounds keep on a rank"
+)
+LEAST_WIDTH = 80
+"""Columns below which text is not folded: the terminal folds it."""
 
 
-def show(advice: Advice, console: Console) -> None:
-    """Print all of the advice, with the recommendation at the end."""
+def answer(advice: Advice, width: int | None = None) -> Iterator[str]:
+    """Yield lines: the answer, the code to paste, the alternatives, and what they are based on.
 
-    def write(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=not console.is_terminal)
-
+    ``width``: the columns of the terminal; None: lines are not folded.
+    """
+    yield from _folded(advice.reason, width)
+    yield ""
+    yield "    import laconic"
+    yield f"    {advice.code}  # before the loop"
+    yield "    sync.finish()  # after the loop"
+    yield ""
+    by_text = {row.recipe: row for row in advice.rows}
+    shown = [advice.row, *(by_text[text] for text in advice.alternatives)]
+    yield from _table("beside alternatives", shown, COLUMNS, width, quality=True)
+    yield ""
+    yield from _folded(LEGEND, width)
     for text in facts_text(advice):
-        write(text)
-    console.print(table(advice))
-    for text in LEGEND:
-        write(text)
-    write("")
-    write("Quality, as far as it is known:")
-    for text in quality(advice):
-        write(f"  {text}")
-    write("")
+        yield from _folded(text, width)
+
+
+def everything(advice: Advice, width: int | None = None) -> Iterator[str]:
+    """Yield the lines of the `answer`, then every recipe, and the rule of fairscale's guide."""
+    yield from answer(advice, width)
+    yield ""
+    yield from _table("all recipes", advice.rows, COLUMNS + MORE_COLUMNS, width)
+    yield ""
+    yield from _folded(MORE_LEGEND, width)
+    yield ""
+    yield "Quality, as far as it is known:"
+    for row in advice.rows:
+        yield from _folded(f"{row.recipe}: {known(row)}", width, indent="  ")
+    yield ""
     for text in guide_text(advice):
-        write(text)
-    write("")
-    write(advice.reason)
-    write(f"    {advice.code}")
+        yield from _folded(text, width)
 
 
 def facts_text(advice: Advice) -> Iterator[str]:
@@ -68,43 +85,64 @@ def facts_text(advice: Advice) -> Iterator[str]:
             f"memory in use: {format_bytes(advice.peak)}"
         )
     else:
-        yield "from numbers: encoding, copying and waiting for slower workers count as free"
+        adam = "an optimizer of Adam's kind; " if f.muon else ""
+        yield f"assumed: {adam}encoding, copying and waiting for slower workers are free"
 
 
-def table(advice: Advice) -> Table:
-    """Return a table with a row per recipe."""
-    from rich import box
-    from rich.table import Table
-
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    made.add_column("recipe", overflow="fold", min_width=24)
-    columns = ("s/step", "hidden", "MB", "memory", "x ddp", "alone", "steps")
-    for header in columns:
-        made.add_column(header, justify="right", no_wrap=True)
-    for row in advice.rows:
-        style = "bold green" if row.recipe == advice.recommendation else ""
-        made.add_row(row.recipe, *cells(row), style=style)
-    return made
+def known(row: Row) -> str:
+    """Return what is known about the recipe's quality, and where its steps are from."""
+    return f"{row.quality}; steps: {row.steps_from}"
 
 
-def cells(row: Row) -> tuple[str, ...]:
-    """Return the formatted figures of a row."""
+def _table(
+    title: str,
+    rows: Sequence[Row],
+    columns: Sequence[str],
+    width: int | None,
+    quality: bool = False,
+) -> Iterator[str]:
+    """Yield a line per row, or more where a recipe is folded, with its ``quality`` below."""
+    figures = [dict(zip(COLUMNS + MORE_COLUMNS, _figures(row), strict=True)) for row in rows]
+    widths = [max(len(c), *(len(line[c]) for line in figures)) + 2 for c in columns]
+    room = max(len(title), *(len(row.recipe) for row in rows))
+    if width is not None and width >= LEAST_WIDTH:
+        room = min(room, max(20, width - 1 - sum(widths)))
+
+    def line(cells: Sequence[str]) -> str:
+        return "".join(cell.rjust(wide) for cell, wide in zip(cells, widths, strict=True))
+
+    yield title.ljust(room) + line(columns)
+    for row, cells in zip(rows, figures, strict=True):
+        first, *rest = textwrap.wrap(row.recipe, room, subsequent_indent="  ")
+        yield first.ljust(room) + line([cells[c] for c in columns])
+        yield from rest
+        if quality:
+            yield from _folded(row.quality, width, indent="    ")
+
+
+def _figures(row: Row) -> tuple[str, ...]:
     return (
         three_digits(row.seconds),
+        f"{row.share:.0%}",
+        f"{'' if row.steps_from in KNOWN else '~'}{row.steps:.2f}",
+        three_digits(row.progress),
         f"{row.hidden:.0%}",
         three_digits(row.megabytes),
         format_bytes(row.memory),
-        three_digits(row.speedup),
-        f"{row.share:.0%}",
-        f"{'' if row.steps_from in KNOWN else '~'}{row.steps:.2f}",
     )
 
 
-def quality(advice: Advice) -> Iterator[str]:
-    """Yield what is known about the quality of the recipes that are at least as fast as DDP."""
-    for row in advice.rows:
-        if row.speedup >= 1 or row.recipe == advice.recommendation:
-            yield f"{row.recipe}: {row.quality}; steps: {row.steps_from}"
+def _folded(text: str, width: int | None, indent: str = "") -> list[str]:
+    if width is None or width < LEAST_WIDTH:
+        return [indent + text]
+    return textwrap.wrap(
+        text,
+        width - 1,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def guide_text(advice: Advice) -> Iterator[str]:
@@ -164,6 +202,8 @@ def plot(advice: Advice, path: Path) -> None:
 
 
 def _lines(axes: Axes, advice: Advice) -> None:
+    from laconic.lab.race.plots import COLORS
+
     families: dict[str, list[Row]] = {}
     for row in advice.rows:
         if row.period is not None:

@@ -4,49 +4,104 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from typing import Any, NamedTuple, NoReturn
 
 from laconic import __version__
-from laconic.cli import advise, compare, coordinator, doctor, keys, lab, report, tune, watch
 from laconic.errors import did_you_mean
+
+
+class Command(NamedTuple):
+    """What `overview` says about a command. The module of its name in this package has ``add``,
+    which adds its parser."""
+
+    group: str
+    help: str
+
+
+COMMANDS = {
+    "compare": Command("learn", "race recipes on an emulated slow network"),
+    "lab": Command("learn", "run any program on an emulated slow network"),
+    "advise": Command("decide", "which recipe pays off, from a few numbers or a measurement"),
+    "tune": Command("decide", "find good settings of a recipe on your workload"),
+    "doctor": Command("run", "check this host and the network to others"),
+    "keys": Command("run", "make the keys and certificates of a job"),
+    "coordinator": Command("run", "run the coordinator of elastic runs"),
+    "watch": Command("look", "show a run that writes metrics"),
+    "report": Command("look", "rebuild the report of a race, or combine several"),
+    "completion": Command("", "let bash, zsh or fish complete commands and options"),
+}
+"""All commands, those of one group together."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line with the next step."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code. A user error prints one line and returns 2."""
-    parser = argparse.ArgumentParser(
-        prog="laconic",
-        description="Train PyTorch models data-parallel over slow networks with little "
-        "communication.",
-    )
-    parser.add_argument("--version", action="version", version=f"laconic {__version__}")
-    commands = parser.add_subparsers(
-        title="commands", required=True, metavar="COMMAND", dest="command_name"
-    )
-    compare.add(commands)
-    advise.add(commands)
-    report.add(commands)
-    lab.add(commands)
-    doctor.add(commands)
-    watch.add(commands)
-    tune.add(commands)
-    coordinator.add(commands)
-    keys.add(commands)
+    from laconic.cli.streams import guarded
+
     words = list(sys.argv[1:] if argv is None else argv)
-    if words and not words[0].startswith("-") and words[0] not in commands.choices:
-        names = ", ".join(commands.choices)
-        hint = did_you_mean(words[0], commands.choices)
-        parser.error(f"no command {words[0]!r}{hint}: choose from {names}")
+    return guarded(lambda: run(words))
+
+
+def run(words: list[str]) -> int:
+    """Run the command in ``words``."""
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
+    name = words[0] if words else "--help"
+    if name in ("-h", "--help"):
+        print(overview())
+        return 0
+    if name == "--version":
+        print(f"laconic {__version__}")
+        return 0
+    if name == "__complete":
+        from laconic.cli.completion import complete
+
+        return complete(words[1:])
+    if name not in COMMANDS:
+        what = "option" if name.startswith("-") else "command"
+        hint = did_you_mean(name, COMMANDS)
+        choices = ", ".join(COMMANDS)
+        raise ValueError(f"no {what} {name!r}{hint}: choose from the commands {choices}")
+    parser, commands = parsers([name])
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
-        command = commands.choices[arguments.command_name]
+        command = commands[name]
         options = [option for action in command._actions for option in action.option_strings]
         hint = did_you_mean(unknown[0].partition("=")[0], options)
         command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-    try:
-        return int(arguments.run(arguments))
-    except (ValueError, ImportError, OSError) as error:
-        print(f"laconic: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("laconic: interrupted", file=sys.stderr)
-        return 130
+    return int(arguments.run(arguments))
+
+
+def overview() -> str:
+    """Return what laconic can do, grouped by need."""
+    lines = ["Train PyTorch models data-parallel over slow networks with little communication.", ""]
+    before = None
+    for name, (group, text) in COMMANDS.items():
+        if group:
+            lines.append(f"{group if group != before else '':8}{name:13}{text}")
+        before = group
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "laconic COMMAND --help explains a command; laconic --version prints the version.",
+            "laconic completion SHELL lets bash, zsh or fish complete commands and options.",
+        ]
+    )
+
+
+def parsers(names: Iterable[str]) -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
+    """Return a parser for the commands ``names``, and the parser of each."""
+    parser = Parser(prog="laconic")
+    commands: Any = parser.add_subparsers(required=True, metavar="COMMAND", dest="command_name")
+    for name in names:
+        import_module(f"laconic.cli.{name}").add(commands)
+    return parser, commands.choices

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
-from laconic.cli.compare import needs, parse_factor, values_by_host
-from laconic.errors import check_int
+from laconic.cli.hosts import parse_factor, values_by_host
+from laconic.errors import check_int, install
 from laconic.units import parse_count, parse_duration, parse_rate, parse_share
 
 if TYPE_CHECKING:
@@ -25,11 +26,10 @@ def add(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "advise",
-        help="predict the cost of each recipe and recommend one",
-        description="Predict the seconds, bytes and memory of a step under each recipe: from "
-        "numbers (--params, --step-time, --bandwidth, --latency, --nodes), or from a measurement "
-        "of a workload on emulated hosts (--workload). On your own machines, call "
-        "laconic.advise().",
+        description="Say which recipe laconic.auto() would choose, how fast it is, what it costs, "
+        "and which others to consider: from numbers (--params, --step-time, --bandwidth, "
+        "--latency, --nodes), or from a measurement of a workload on emulated hosts (--workload). "
+        "On your own machines, call laconic.advise().",
     )
     parser.add_argument("--bandwidth", metavar="RATE", help="bandwidth of each node, such as 1gbit")
     parser.add_argument(
@@ -91,6 +91,9 @@ def add(commands: Any) -> None:
         metavar="RECIPE",
         help="another recipe to predict, such as 'power_sgd(2)'; repeatable",
     )
+    parser.add_argument(
+        "--all", action="store_true", help="also print a table of all recipes, and how they compare"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="write a plot to FILE, such as advice.png"
@@ -100,7 +103,6 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the advice and return 0."""
-    needs("advise")
     if arguments.plot is not None:
         _check_plot_path(arguments.plot)
     advice, reason = _measured(arguments) if arguments.workload else (_numbers(arguments), None)
@@ -112,9 +114,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(advice.to_json())
     else:
-        from rich.console import Console
-
-        show.show(advice, Console())
+        lines = show.everything if arguments.all else show.answer
+        width = get_terminal_size().columns if sys.stdout.isatty() else None
+        print("\n".join(lines(advice, width)))
+        if not arguments.all:
+            print("\n--all adds a table of all recipes.")
     if arguments.plot is not None:
         show.plot(advice, arguments.plot)
     return 0
@@ -122,7 +126,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_plot_path(path: Path) -> None:
     """Check the path before a measurement that takes minutes."""
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError(f"--plot needs matplotlib: {install('lab')}") from None
 
     suffixes = Figure().canvas.get_supported_filetypes()
     if path.suffix.lstrip(".").lower() not in suffixes:

@@ -6,12 +6,13 @@ import argparse
 import math
 import shlex
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laconic import NAMES_BY_MODULE
 from laconic.cli import impairments
+from laconic.cli.hosts import parse_factor, values_by_host
+from laconic.cli.streams import print_json
 from laconic.errors import check_int, install
 from laconic.units import parse_rate
 
@@ -28,12 +29,15 @@ DEFAULT = (
 """The recipes to compare by default."""
 
 
+TABLE_WIDTH = 80
+"""The least columns of the table. In narrower terminals its lines break, but nothing is lost."""
+
+
 def add(commands: Any) -> None:
     """Add the command to the parser."""
     recipes = ", ".join(NAMES_BY_MODULE["laconic.algorithms.recipes"])
     parser = commands.add_parser(
         "compare",
-        help="race recipes on an emulated slow network",
         description="Train the same model under each recipe on hosts connected by a slow network, "
         "emulated on this machine, and show what each recipe costs and gains.",
         epilog=f"Recipes: {recipes}. Write them as in Python, such as "
@@ -104,6 +108,7 @@ def add(commands: Any) -> None:
         metavar="SEEDS",
         help="number of runs per recipe, or a list of seeds such as 3,7,11 (default: 1)",
     )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--open", action="store_true", help="show the report in a browser")
     parser.add_argument(
         "--out",
@@ -154,7 +159,7 @@ def run(arguments: argparse.Namespace) -> int:
             entrants = 1 + len(settings.recipes) + len(settings.rivals)
             available = sum(row.status != "absent" for row in result.rows[:entrants])
             left = entrants + available * (len(settings.seeds) - 1) - len(result.rows)
-            show(result, arguments.out, left)
+            show(result, arguments.out, left, as_json=arguments.json)
     assert result is not None, "a race has at least the row without communication"
     if arguments.open:
         report.show(arguments.out)
@@ -168,36 +173,6 @@ def needs(command: str) -> None:
         import rich  # noqa: F401
     except ImportError as error:
         raise ImportError(f"laconic {command} needs {error.name}: {install('lab')}") from None
-
-
-def values_by_host(
-    option: str, texts: Sequence[str], parse: Callable[[str], float]
-) -> dict[int, float]:
-    """Parse values by host, such as ``2=10mbit``."""
-    values: dict[int, float] = {}
-    for text in texts:
-        host, equals, value = text.partition("=")
-        if not equals or not host.strip().isdecimal():
-            raise ValueError(
-                f"--{option} must be HOST=VALUE, such as 2={EXAMPLES[option]}, not {text!r}"
-            )
-        if int(host) in values:
-            raise ValueError(f"--{option} has two values for host {int(host)}")
-        values[int(host)] = parse(value)
-    return values
-
-
-EXAMPLES = {"bandwidth-host": "10mbit", "slow-host": "1.5"}
-
-
-def parse_factor(text: str) -> float:
-    """Return the factor by which a host is slower."""
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(
-            f"not a factor: {text!r}; give a number of at least 1, such as 1.5"
-        ) from None
 
 
 def _seeds(first: int | None, repeat: str | None) -> tuple[int, ...]:
@@ -220,19 +195,23 @@ def _seeds(first: int | None, repeat: str | None) -> tuple[int, ...]:
     return numbers
 
 
-def show(result: Result, directory: Path, left: int = 0) -> None:
-    """Print the table, the verdict and the paths. ``left`` is how many runs did not start."""
+def show(result: Result, directory: Path, left: int = 0, *, as_json: bool = False) -> None:
+    """Write the report in ``directory``, and print the table, the verdict and the paths, or all of
+    it as JSON. ``left`` is how many runs did not start."""
     from rich.console import Console
 
     from laconic.lab.race import report
 
+    paths = [str(path) for path in report.write(result, directory)]
+    if as_json:
+        print_json({**report.summary(result), "runs_left": left, "files": paths})
+        return
     console = Console()
-    console.print(report.table(result))
+    Console(width=max(console.width, TABLE_WIDTH)).print(report.table(result))
     if left:
         console.print(f"Interrupted: {left} run{'s' * (left != 1)} did not start.", highlight=False)
     console.print(report.verdict(result), highlight=False, markup=False)
-    paths = report.write(result, directory)
-    console.print("Written: " + ", ".join(str(path) for path in paths), highlight=False)
+    console.print("Written: " + ", ".join(paths), highlight=False, markup=False)
 
 
 class Display:

@@ -14,7 +14,6 @@ def add(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "coordinator",
-        help="run the coordinator of elastic runs",
         description="Keeps who takes part in the runs whose workers come and go: "
         'laconic.attach(..., elastic=laconic.Elastic("host:29400")). It carries no training data. '
         "While it is down, training goes on with the same workers; it can be started again at the "
@@ -36,7 +35,13 @@ def run(arguments: argparse.Namespace) -> int:
     check_int("--port", arguments.port, 1)
     if arguments.port >= 2**16:
         raise ValueError(f"--port must be below {2**16}, not {arguments.port}")
-    store = serve(arguments.host, arguments.port)
+    try:
+        store = serve(arguments.host, arguments.port)
+    except OSError as error:
+        raise ValueError(
+            f"cannot listen at {arguments.host}:{arguments.port}: {error.strerror}; give an "
+            "address of this host as --host, and a free --port"
+        ) from error
     how = "" if tls.contexts() is None else ", with TLS"
     at = f"{arguments.host}:{arguments.port}"
     ended = threading.Event()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import textwrap
@@ -11,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from laconic.cli.streams import print_json
 from laconic.units import parse_count, parse_duration
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ def add(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "doctor",
-        help="check this host and the network to others",
         description="Check torch, the network, the machine and the kernel, and say what to do "
         "about each problem. Run it on every host at about the same time, under torchrun or with "
         "--master, --rank and --world, to also check connections, clocks, versions and speed "
@@ -80,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         findings += network.findings
         numbers = network.numbers()
     if arguments.json:
-        print(json.dumps({"findings": [asdict(f) for f in findings], **numbers}, indent=2))
+        print_json({"findings": [asdict(f) for f in findings], **numbers})
     else:
         for line in report(findings, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ):
             print(line)

@@ -27,7 +27,6 @@ def add(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "keys",
-        help="make the keys and certificates of a job",
         description="Make the files with which the workers and the coordinator of one job encrypt "
         "their connections and refuse strangers: a certificate authority (CA) for this job, a "
         "certificate with its key, and a secret. Print the environment variables to set. Copy the "

@@ -33,7 +33,6 @@ def add(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "lab",
-        help="run any program on an emulated slow network",
         description="Run any program on hosts connected by a slow network, emulated on this "
         "machine. The program is started as by torchrun; if it is torchrun, it runs on every host.",
         epilog="laconic lab clean ends processes left behind by labs that were killed.",

@@ -12,7 +12,6 @@ def add(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "report",
-        help="rebuild the report of a race, or combine several",
         description="Rebuild the page, plots and tables from the results.json of a race, or "
         "combine those of several races in one report.",
     )
@@ -25,6 +24,7 @@ def add(commands: Any) -> None:
         metavar="DIR",
         help="default: the directory itself, or laconic-report for several",
     )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--open", action="store_true", help="show the report in a browser")
     parser.set_defaults(run=run)
 
@@ -32,9 +32,10 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the report and return 0."""
     from laconic.cli.compare import needs, show
-    from laconic.lab.race import report
 
     needs("report")
+    from laconic.lab.race import report
+
     directories: Sequence[Path] = arguments.directories
     resolved = [directory.resolve() for directory in directories]
     twice = [
@@ -48,7 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     if several and out.resolve() in resolved:
         raise ValueError(f"{out} contains one of the results to combine: choose another --out")
     report.prepare(out)
-    show(report.join(list(zip(labels(directories), results, strict=True))), out)
+    joined = report.join(list(zip(labels(directories), results, strict=True)))
+    show(joined, out, as_json=arguments.json)
     if arguments.open:
         report.show(out)
     return 0

@@ -27,7 +27,6 @@ def add(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "tune",
-        help="find good settings of a recipe on your workload",
         description="Train a workload under one setting of a recipe after another, with simulated "
         "workers on this machine. Stop settings that fall behind early, and show quality against "
         "speed. To resume an interrupted run, repeat the same command.",

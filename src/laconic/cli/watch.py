@@ -38,7 +38,6 @@ def add(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "watch",
-        help="show a run that writes metrics",
         description="Show what laconic.attach(..., metrics=) writes: progress, speed, bytes sent "
         "and waiting time of a run. Follows the files until Ctrl-C.",
     )
@@ -53,8 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Watch until interrupted and return 0."""
     try:
         from rich.console import Console
-    except ImportError as error:
-        raise ImportError(f"laconic watch needs {error.name}: {install('lab')}") from None
+    except ImportError:
+        raise ImportError(f"laconic watch needs rich: {install('lab')}") from None
     console = Console()
     watched = Watcher(arguments.paths)
     try:

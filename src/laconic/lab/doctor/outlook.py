@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from laconic.advisor import advice_on
 from laconic.advisor.numbers import facts_from
 from laconic.auto import Auto, choose
 from laconic.candidates import candidates
@@ -36,7 +35,6 @@ class Outlook:
 
     ``rate`` is in bit/s of each host. ``latency`` is in seconds per message one way, half a round
     trip. ``seconds`` are predicted per step of ``recipe``, ``ddp`` per step of ``ddp()``.
-    ``advised`` is what ``laconic advise`` recommends, which compares more recipes.
     """
 
     params: int
@@ -47,7 +45,6 @@ class Outlook:
     recipe: str
     seconds: float
     ddp: float
-    advised: str
 
 
 def outlook(workers: int, rate: float, round_trip: float, task: Task) -> Outlook:
@@ -71,7 +68,6 @@ def outlook(workers: int, rate: float, round_trip: float, task: Task) -> Outlook
         recipe=chosen,
         seconds=seconds[chosen],
         ddp=seconds["ddp()"],
-        advised=advice_on(facts).recommendation,
     )
 
 
@@ -86,8 +82,6 @@ def outlook_findings(found: Outlook, stated: bool) -> list[Finding]:
     )
     if found.recipe != "ddp()":
         text += f"; ddp() would take {format_seconds(found.ddp)}"
-    if found.advised != found.recipe:
-        text += f". laconic advise, which compares more recipes, recommends {found.advised}"
     more = f"to compare all recipes: {command(found)}"
     if not stated:
         more = f"for your own model, give --params and --step-time; {more}"
@@ -99,5 +93,5 @@ def command(found: Outlook) -> str:
     return (
         f"laconic advise --params {found.params} --step-time {found.step_time:g}s "
         f"--bandwidth {three_digits(found.rate / 1e6).replace(',', '')}mbit "
-        f"--latency {three_digits(1e3 * found.latency)}ms --nodes {found.workers}"
+        f"--latency {three_digits(1e3 * found.latency)}ms --nodes {found.workers} --all"
     )

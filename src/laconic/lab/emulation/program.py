@@ -101,7 +101,7 @@ class Settings:
         if self.per_host is not None:
             check_int("per-host", self.per_host, 1)
         if shutil.which(self.argv[0]) is None:
-            raise ValueError(f"program not found: {self.argv[0]!r}")
+            raise ValueError(f"program not found: {self.argv[0]!r}; check its name and PATH")
         torchrun.find(self.argv, self.network.hosts, self.per_host)
 
 

@@ -1,7 +1,8 @@
 """Write the report as a single self-contained web page from the template `page.html`.
 
-This module fills in the text and the table. The page's script draws the curves, timelines and
-rounds from the embedded data: `results.json` and values derived from it.
+This module fills in the question, the answer, the table, and the text of the details. The page's
+script draws the curves, timelines and rounds from the embedded data: `results.json` and values
+derived from it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import json
 import re
 from html import escape
 from importlib.resources import files
+from inspect import getdoc
 
 from laconic import __version__
+from laconic.algorithms.recipes import RECIPES
 from laconic.lab.emulation.seeds import Group
 from laconic.lab.race.comparison import common
 from laconic.lab.race.plots import label, loss_limits, numbered
@@ -23,13 +26,15 @@ from laconic.lab.race.wording import differences, network, task
 
 def page(result: Result) -> str:
     """Return the page as HTML."""
-    about = [network(result), task(result), *differences(result)]
+    about = [text for text in (network(result), task(result), *differences(result)) if text]
     parts = {
         "title": escape(question(result)),
         "answer": _paragraphs(sentences(result)),
-        "about": _paragraphs(about),
+        "conditions": escape("; ".join(about[:2])),
         "table": _table(result),
-        "notes": _paragraphs(caption(result)[len([text for text in about if text]) :]),
+        "notes": _paragraphs(caption(result)[len(about) :]),
+        "recipes": _definitions(explained(result)),
+        "about": _paragraphs(about),
         "machine": _definitions({**result.machine, **result.versions}),
         "command": escape(result.command),
         "version": escape(__version__),
@@ -48,6 +53,28 @@ def _definitions(values: dict[str, str]) -> str:
         f"<div><dt>{escape(key)}</dt><dd>{escape(value)}</dd></div>"
         for key, value in values.items()
     )
+
+
+def explained(result: Result) -> dict[str, str]:
+    """Return what each recipe of the race does, by its name."""
+    found = {}
+    for row in result.rows:
+        names = list(dict.fromkeys(re.findall(r"\w+(?=\()", row.recipe)))
+        if row.recipe == NO_COMMUNICATION:
+            text = "Each worker trains its own model. It shows what the network costs the others."
+        elif row.peer:
+            text = "Another library, in the same training loop."
+        else:
+            known = [name for name in names if name in RECIPES]
+            text = " ".join(_first_sentence(name, len(known) > 1) for name in known)
+        found[row.recipe] = text or "A recipe of the user's own."
+    return found
+
+
+def _first_sentence(name: str, named: bool) -> str:
+    """Return the first sentence of the recipe's documentation, after its name if asked."""
+    text = " ".join((getdoc(RECIPES[name]) or "").split("\n\n")[0].split()).replace("`", "")
+    return f"{name}: {text}" if named else text
 
 
 def _table(result: Result) -> str:

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
-from laconic.lab.race.comparison import compared, equal_steps, equal_time
+from laconic.lab.race.comparison import common, compared, equal_steps, equal_time
 from laconic.lab.race.page import page
 from laconic.lab.race.plots import plots
 from laconic.lab.race.result import NO_COMMUNICATION, SECONDS, STEPS, Point, Result, Row, read
-from laconic.lab.race.table import table
-from laconic.lab.race.verdict import verdict
+from laconic.lab.race.table import caption, figures, table
+from laconic.lab.race.verdict import question, sentences, verdict
 
 __all__ = [
     "NO_COMMUNICATION",
@@ -31,6 +31,7 @@ __all__ = [
     "read",
     "save",
     "show",
+    "summary",
     "table",
     "verdict",
     "write",
@@ -46,6 +47,19 @@ def write(result: Result, directory: Path) -> list[Path]:
     html = directory / "report.html"
     html.write_text(page(result), encoding="utf-8")
     return [html, saved, *_csv(result, directory), *plots(result, directory)]
+
+
+def summary(result: Result) -> dict[str, object]:
+    """Return what the page and the terminal say, for ``--json``: the question, the answer, the
+    figures of each recipe, and the notes."""
+    return {
+        "question": question(result),
+        "answer": sentences(result),
+        "equal_time": common(result, SECONDS),
+        "equal_steps": common(result, STEPS),
+        "rows": figures(result),
+        "notes": caption(result),
+    }
 
 
 def show(directory: Path) -> None:

@@ -203,9 +203,13 @@ def read(path: Path) -> Result:
     path = path / "results.json" if path.is_dir() else path
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read a result from {path}: {error}") from error
-    return Result.from_json(text)
+        return Result.from_json(text)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(
+            f"cannot read a result from {path}: {reason}; give a directory that laconic compare "
+            "has written"
+        ) from error
 
 
 Axis = Callable[[Point], float]

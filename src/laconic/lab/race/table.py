@@ -40,9 +40,10 @@ class Column:
     """One column: the ``figure`` of a run, its format, and which value is ``best`` (`min` or
     `max`).
 
-    ``show_spread`` adds the spread over seeds.
+    ``key`` is its name in JSON. ``show_spread`` adds the spread over seeds.
     """
 
+    key: str
     header: str
     figure: Callable[[Row], float | None]
     format: Callable[[float | None], str]
@@ -80,6 +81,29 @@ def cells(result: Result) -> tuple[list[str], list[tuple[Row, list[Cell]]]]:
             line[3] = Cell(share or lost[0].status, "red", lost[0].status if share else "")
         lines.append((runs[0], line))
     return [column.header for column in columns], lines
+
+
+def figures(result: Result) -> list[dict[str, object]]:
+    """Return the table's figures, unrounded: a dict per recipe, with None for what is unknown.
+
+    ``spread`` has the standard deviations between several runs.
+    """
+    columns, found = _columns(result), list[dict[str, object]]()
+    for runs in grouped(result.rows):
+        means = {c.key: summary(map(c.figure, runs)) for c in columns}
+        lost = [run.status for run in runs if run.status != "ok"]
+        found.append(
+            {
+                "recipe": runs[0].recipe,
+                "source": runs[0].source,
+                "peer": runs[0].peer,
+                "status": lost[0] if lost else "ok",
+                "runs": len(runs),
+                **{key: mean.mean if mean is not None else None for key, mean in means.items()},
+                "spread": {key: mean.spread for key, mean in means.items() if mean and mean.n > 1},
+            }
+        )
+    return found
 
 
 def table(result: Result) -> Table:
@@ -161,18 +185,28 @@ def _columns(result: Result) -> list[Column]:
         return lambda row: compared(result, row, axis) if row.status == "ok" else None
 
     return [
-        Column("s/step", pace, three_digits, min, True),
-        Column("× no\ncomm.", times_compute, three_digits, min),
-        Column("steps\ndone", lambda row: row.steps, lambda n: f"{n:,.0f}", max),
-        Column(f"loss at\n{brief(seconds or 0)} s", loss(SECONDS), show, min, True),
-        Column(f"loss at\nstep {steps or 0:,.0f}", loss(STEPS), show, min, True),
+        Column("seconds_per_step", "s/step", pace, three_digits, min, True),
+        Column("times_no_communication", "× no\ncomm.", times_compute, three_digits, min),
+        Column("steps", "steps\ndone", lambda row: row.steps, lambda n: f"{n:,.0f}", max),
         Column(
+            "loss_at_equal_time",
+            f"loss at\n{brief(seconds or 0)} s",
+            loss(SECONDS),
+            show,
+            min,
+            True,
+        ),
+        Column(
+            "loss_at_equal_steps", f"loss at\nstep {steps or 0:,.0f}", loss(STEPS), show, min, True
+        ),
+        Column(
+            "megabytes_per_step",
             "MB per\nstep",
             lambda row: megabytes_per_step(row) if row.steps else None,
             three_digits,
             min,
         ),
-        Column("waiting", lambda row: row.waiting if row.steps else None, _percent, min),
+        Column("waiting", "waiting", lambda row: row.waiting if row.steps else None, _percent, min),
     ]
 
 

@@ -63,7 +63,7 @@ def load(path: Path, *, importable: bool = True) -> ModuleType:
     """
     absolute = path.resolve()
     if not absolute.is_file():
-        raise ValueError(f"no file {path}")
+        raise ValueError(f"no file {path}: check the path")
     name = f"laconic_user_{absolute.stem}_{len(_loaded)}"
     spec = importlib.util.spec_from_file_location(name, absolute)
     if spec is None or spec.loader is None:

@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from laconic.errors import install
+
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets; the first dimension counts samples."""
 
@@ -142,7 +144,7 @@ def _digits_table() -> Tensor:
     """
     package = importlib.util.find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
-        raise ImportError("the digits workload needs the package scikit-learn")
+        raise ImportError(f"the digits workload needs the package scikit-learn: {install('lab')}")
     path = Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
     numpy = importlib.import_module("numpy")
     return torch.from_numpy(numpy.loadtxt(path, delimiter=","))
