@@ -41,7 +41,7 @@ def raced(monkeypatch: pytest.MonkeyPatch) -> list[runner.Settings]:
                 watch(name, event)
             watch(name, {"event": "step", "step": 1, "steps": 9, "loss": 5.0})
             rows.append(row(name, number))
-            if name == "local_sgd(12)" and settings.seconds == 1:
+            if name == "local_sgd(48)" and settings.seconds == 1:
                 rows[-1] = replace(rows[-1], status="failed", error="worker 2 did not answer")
             watch(name, {"event": "done", "row": rows[-1]})
             yield race(*rows)
@@ -56,7 +56,7 @@ def test_all_recipes_get_the_same_and_little_time() -> None:
     settings = demo.settings_of(arguments.seconds)
     settings.check()
     assert settings == runner.Settings(
-        recipes=tuple(RECIPES), hosts=4, bandwidth=100e6, workload=workloads.SMALL, seconds=20.0
+        recipes=tuple(RECIPES), hosts=4, bandwidth=100e6, workload=workloads.SMALL, seconds=15.0
     )
     assert len(EXPLAINED) * (settings.seconds or 0) <= 180
 
@@ -67,7 +67,7 @@ def test_it_says_what_it_measures_and_ends_with_a_picture_and_three_sentences(
     assert main(["demo", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr()
     progress, end = " ".join(said.err.split()), " ".join(said.out.split())
-    assert "send 100 Mbit/s each" in progress and "6 ways, for 20 s each" in progress
+    assert "send 100 Mbit/s each" in progress and "6 ways, for 15 s each" in progress
     for number, (name, text) in enumerate(EXPLAINED.items(), start=1):
         assert f"{number}/6 {name}: {text}" in progress
     assert "100 steps in 20 s, of which 25% waiting for the network: loss 2.10" in progress
@@ -86,7 +86,7 @@ def test_a_failed_row_is_told_by_the_exit_code_too(
     assert main(["demo", "--seconds", "1", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr()
     assert "failed: worker 2 did not answer" in said.err
-    assert "not counted: local_sgd(12) failed." in " ".join(said.out.split())
+    assert "not counted: local_sgd(48) failed." in " ".join(said.out.split())
 
 
 def test_kill_runs_the_other_demo(monkeypatch: pytest.MonkeyPatch) -> None:

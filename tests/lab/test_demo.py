@@ -29,7 +29,7 @@ CHOSE = (
 
 def rows(**finals: float) -> Result:
     """A race in which each row falls from 5.5 to 3 in 10 s, and to its final loss in 30 s."""
-    names = {"alone": NO_COMMUNICATION, "ddp": DDP, "auto": AUTO, "local": "local_sgd(12)"}
+    names = {"alone": NO_COMMUNICATION, "ddp": DDP, "auto": AUTO, "local": "local_sgd(48)"}
     steps = {"alone": 400, "ddp": 40, "auto": 380, "local": 300}
     made = [
         row(names[key], (0, 0, 5.5), (steps[key] // 3, 10, 3.0), (steps[key], 30, final))
@@ -50,13 +50,12 @@ def test_the_recipes_are_read_and_all_are_explained() -> None:
 def test_a_race_as_hoped_for() -> None:
     ddp, auto, alone = sentences(rows(alone=2.5, ddp=2.9, local=2.4, auto=2.2))
     assert ddp == (
-        "With ddp() at 100 Mbit/s per host, 25% of the time is spent waiting for the network: "
-        "30 s are enough for 40 steps against 400 of hosts that never communicate, and for a loss "
-        "of 2.90."
+        "ddp() waits for the network (100 Mbit/s per host) during 25% of its 30 s: it takes 40 "
+        "steps, where hosts that never communicate take 400, and ends at a loss of 2.90."
     )
     assert auto == (
-        "auto() chose streaming_diloco(8, delay=1, outer='muon'), reached that loss after 12.5 s, "
-        "2.4 times as fast, and ended at 2.20, the lowest of all recipes."
+        "auto() chose streaming_diloco(8, delay=1, outer='muon'), had that loss after 12.5 s (2.4 "
+        "times as soon), and ended at 2.20, the lowest of all recipes."
     )
     assert alone == (
         "Hosts that never communicate end at 2.50, the mean of their own models: all recipes but "
@@ -67,19 +66,19 @@ def test_a_race_as_hoped_for() -> None:
 def test_auto_behind_others_and_behind_ddp() -> None:
     _, auto, alone = sentences(rows(alone=2.1, ddp=2.3, local=2.2, auto=2.4))
     assert "did not reach the loss of ddp(), and ended at 2.40, behind" in auto
-    assert auto.endswith("behind ddp() (2.30) and local_sgd(12) (2.20).")
+    assert auto.endswith("behind ddp() (2.30) and local_sgd(48) (2.20).")
     assert alone.endswith("no recipe is ahead of them: communication has not paid here.")
 
 
 def test_equal_as_displayed_is_not_ahead() -> None:
     _, auto, alone = sentences(rows(alone=2.201, ddp=2.9, local=2.204, auto=2.199))
-    assert auto.endswith("ended at 2.20, level with local_sgd(12).")
+    assert auto.endswith("ended at 2.20, level with local_sgd(48).")
     assert "no recipe is ahead" in alone
 
 
 def test_auto_that_is_as_slow_as_ddp_is_not_called_faster() -> None:
     _, auto, _ = sentences(rows(alone=2.5, ddp=2.2, auto=2.19))
-    assert "times as fast" not in auto and "reached that loss after 29.8 s, and" in auto
+    assert "times as soon" not in auto and "had that loss after 29.8 s, and" in auto
 
 
 def test_rows_that_did_not_finish() -> None:
@@ -101,7 +100,7 @@ def test_rows_that_did_not_finish() -> None:
         "Hosts that never communicate did not finish; not counted: no communication failed and "
         "auto() failed."
     )
-    assert "no recipe finished; not counted" in without(DDP, AUTO, "local_sgd(12)")[2]
+    assert "no recipe finished; not counted" in without(DDP, AUTO, "local_sgd(48)")[2]
     assert len(without(*[r.recipe for r in race.rows])) == 3
 
 

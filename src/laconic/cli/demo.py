@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from laconic.lab.race.result import Result, Row
     from laconic.lab.race.runner import Event, Settings
 
-SECONDS = 20.0
+SECONDS = 15.0
 WIDTH = 80
 """Columns of the text, or fewer in a narrower terminal."""
 
@@ -103,8 +103,8 @@ def show(result: Result, directory: Path) -> None:
     console.print(f"\n{network(result)}\n")
     for number, sentence in enumerate(sentences(result), start=1):
         console.print(f"{number}. {sentence}")
-    picture = draw(result, directory / "demo.png")
     page = report.write(result, directory)[0]
+    picture = draw(result, directory / "demo.png")
     console.print(f"\nPicture: {picture}\nReport:  {page}", soft_wrap=True)
 
 
@@ -164,7 +164,7 @@ class Display:
         self._progress.update(self._task, description=text, visible=True, **fields)
 
 
-OVERHEAD_SECONDS = 12.0
+OVERHEAD_SECONDS = 15.0
 """What each row takes besides training, on two cores."""
 
 

@@ -20,8 +20,8 @@ DDP, AUTO = "ddp()", "auto()"
 
 RECIPES = {
     DDP: "the hosts average their gradients in every step, as with torch's DDP",
-    "local_sgd(12)": "each host trains alone for 12 steps; then they average their models",
-    "slowmo(local_sgd(12), period=48)": "the same, and every 48 steps a step with momentum",
+    "local_sgd(48)": "each host trains alone for 48 steps; then they average their models",
+    "slowmo(local_sgd(48), period=48)": "the same, and a step with momentum each time",
     'streaming_diloco(16, outer="muon")': "a quarter of the model travels at a time, in 4 bits, "
     "while the hosts train on",
     AUTO: "measures the network and a step, and then chooses a recipe itself",
@@ -67,14 +67,14 @@ def _about_ddp(result: Result) -> str:
     losses, show = finals(result), loss_format(result)
     if DDP not in losses:
         return f"{DDP} did not finish, so there is no loss to compare with."
-    row = _row(result, DDP)
-    alone = ""
+    row, alone = _row(result, DDP), ""
     if NO_COMMUNICATION in losses:
-        alone = f" against {_row(result, NO_COMMUNICATION).steps:,} of hosts that never communicate"
+        steps = _row(result, NO_COMMUNICATION).steps
+        alone = f" where hosts that never communicate take {steps:,},"
     return (
-        f"With {DDP} at {bandwidth(result)} per host, {row.waiting:.0%} of the time is spent "
-        f"waiting for the network: {brief(number(result, 'seconds') or row.seconds)} s are enough "
-        f"for {row.steps:,} steps{alone}, and for a loss of {show(losses[DDP])}."
+        f"{DDP} waits for the network ({bandwidth(result)} per host) during {row.waiting:.0%} of "
+        f"its {brief(number(result, 'seconds') or row.seconds)} s: it takes {row.steps:,} steps,"
+        f"{alone} and ends at a loss of {show(losses[DDP])}."
     )
 
 
@@ -98,8 +98,8 @@ def _about_auto(result: Result) -> str:
         if seconds is None:
             text += f"did not reach the loss of {DDP}, "
         else:
-            faster = f", {whole / seconds:.1f} times as fast" if whole > 1.05 * seconds else ""
-            text += f"reached that loss after {brief(seconds)} s{faster}, "
+            times = f" ({whole / seconds:.1f} times as soon)" if whole > 1.05 * seconds else ""
+            text += f"had that loss after {seconds:.1f} s{times}, "
     return f"{text}and ended at {show(losses[AUTO])}, {place}."
 
 
@@ -147,7 +147,13 @@ def table(result: Result) -> Table:
     for row in result.rows:
         final = losses.get(row.recipe)
         best = final is not None and show(final) == show(min(losses.values()))
-        time = whole if row.recipe == DDP else brief(seconds.get(row.recipe, float("nan")))
+        time = (
+            whole
+            if row.recipe == DDP
+            else f"{seconds[row.recipe]:.1f}"
+            if row.recipe in seconds
+            else "–"
+        )
         figures = (show(final), time, f"{row.steps:,}", f"{row.waiting:.0%}")
         if row.status != "ok":
             figures = (row.status, "–", "–", "–")
