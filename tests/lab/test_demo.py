@@ -195,7 +195,7 @@ def test_the_watch_records_what_happens(capsys: pytest.CaptureFixture[str]) -> N
         watch.printed(*say(host, event="end", time=120.0, step=500, digest="0123456789abcdef"))
     assert watch.record == replace(RECORD, noticed=100.1, goodput=None)
     said = capsys.readouterr().out
-    assert "3 workers take part after step 99" in said and "0.4 s after the kill" in said
+    assert "3 workers take part from step 100 on" in said and "0.4 s after the kill" in said
 
 
 def test_other_output_of_the_programs_is_not_an_event(capsys: pytest.CaptureFixture[str]) -> None:

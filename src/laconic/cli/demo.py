@@ -33,12 +33,13 @@ def add(commands: Any) -> None:
         "and show in a picture and three sentences what each way costs and gains.",
         epilog="laconic compare does the same with recipes, networks and models of your choice.",
     )
-    parser.add_argument(
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
         "--kill",
         action="store_true",
         help="instead, kill one of four workers during a training, and replace it",
     )
-    parser.add_argument(
+    which.add_argument(
         "--seconds",
         type=float,
         default=SECONDS,

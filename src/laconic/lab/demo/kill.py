@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,14 +101,11 @@ class Watch:
     def __init__(self, console: Console) -> None:
         self.record, self._console = Record(), console
         self._start = 0.0
-        self._joins = 0
 
-    def _log(self, time: float, text: str) -> None:
-        self._console.print(f"{time - self._start:6.1f} s  {text}")
+    def _log(self, at: float, text: str) -> None:
+        self._console.print(f"{at - self._start:6.1f} s  {text}")
 
     def started(self, reason: str | None) -> None:
-        import time
-
         self._start = time.time()
         if reason is not None:
             self._console.print(f"{reason}: laconic slows its own messages down instead.\n")
@@ -120,34 +118,37 @@ class Watch:
             self._event(process.host, json.loads(line))
 
     def _event(self, host: int, event: dict[str, Any]) -> None:
-        record, time, kind = self.record, event["time"], event["event"]
-        lost = record.killed is not None
-        if kind == "attach" and lost and host == VICTIM:
-            record.asked = time
-            self._log(time, f"host{host} has started again and asks to take part")
-        elif kind == "begin" and lost and host == VICTIM:
-            record.joined, record.step, record.bytes = time, event["step"], event["bytes"]
-            took = time - (record.asked or time)
-            self._log(
-                time, f"host{host} has received {event['bytes'] / 1e6:.1f} MB in {took:.1f} s"
-            )
-        elif host == 0 and kind == "begin":
-            self._log(time, f"the training begins with {event['workers']} workers")
-        elif host == 0 and kind == "view":
-            self._log(time, f"{event['workers']} workers take part after step {event['step']}")
-            if lost and record.noticed is None:
-                record.noticed = time
-        elif host == 0 and kind == "step":
-            if record.noticed is not None and record.round is None and event["round"]:
-                record.round = time
-                since = time - (record.killed or time)
-                self._log(time, f"the next round is complete, {since:.1f} s after the kill")
-            if event["step"] % SHOWN_STEPS == 0:
-                text = f"step {event['step']}: loss {event['loss']:.2f}"
-                self._log(time, f"{text}, {event['workers']} workers")
-        elif kind == "end":
+        record, at, kind = self.record, event["time"], event["event"]
+        replaces = record.killed is not None and host == VICTIM
+        if kind == "end":
             record.digests[host] = event["digest"]
-            self._log(time, f"host{host} has finished: its model's digest is {event['digest']}")
+            self._log(at, f"host{host} has finished: its model's digest is {event['digest']}")
+        elif kind == "attach" and replaces:
+            record.asked = at
+            self._log(at, f"host{host}'s new program asks to take part")
+        elif kind == "begin" and replaces:
+            record.joined, record.step, record.bytes = at, event["step"], event["bytes"]
+            took = at - (record.asked or at)
+            self._log(at, f"host{host} has received {event['bytes'] / 1e6:.1f} MB in {took:.1f} s")
+        elif host == 0:  # the others see the same
+            self._event_of_all(at, kind, event)
+
+    def _event_of_all(self, at: float, kind: str, event: dict[str, Any]) -> None:
+        record = self.record
+        if kind == "begin":
+            self._log(at, f"the training begins with {event['workers']} workers")
+        elif kind == "view":
+            self._log(at, f"{event['workers']} workers take part from step {event['step'] + 1} on")
+            if record.killed is not None and record.noticed is None:
+                record.noticed = at
+        elif kind == "step":
+            if record.noticed is not None and record.round is None and event["round"]:
+                record.round = at
+                since = at - (record.killed or at)
+                self._log(at, f"the next round is complete, {since:.1f} s after the kill")
+            if event["step"] % SHOWN_STEPS == 0:
+                text = f"step {event['step']}: training loss {event['loss']:.2f}"
+                self._log(at, f"{text}, {event['workers']} workers")
 
     def rates(self, seconds: float, rates: Sequence[float] | None) -> None:
         """Do nothing: the events tell enough."""
