@@ -138,7 +138,7 @@ class Watch:
         if kind == "begin":
             self._log(at, f"the training begins with {event['workers']} workers")
         elif kind == "view":
-            self._log(at, f"{event['workers']} workers take part from step {event['step'] + 1} on")
+            self._log(at, f"step {event['step']}: now {event['workers']} workers take part")
             if record.killed is not None and record.noticed is None:
                 record.noticed = at
         elif kind == "step":

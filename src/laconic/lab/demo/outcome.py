@@ -47,11 +47,11 @@ def finals(result: Result) -> dict[str, float]:
 
 
 def seconds_to_ddp(result: Result) -> dict[str, float]:
-    """Return after how many seconds each other recipe first had DDP's final loss, if it did."""
+    """Return after how many seconds each recipe first had DDP's final loss, if it did."""
     target = finals(result).get(DDP)
     if target is None:
         return {}
-    found = {r.recipe: reached(r, SECONDS, target) for r in _finished(result) if r.recipe != DDP}
+    found = {row.recipe: reached(row, SECONDS, target) for row in _finished(result)}
     return {name: seconds for name, seconds in found.items() if seconds is not None}
 
 
@@ -93,13 +93,13 @@ def _about_auto(result: Result) -> str:
     chose = chosen(_row(result, AUTO))
     text = f"{AUTO} chose {chose}, " if chose else f"{AUTO} "
     if DDP in losses:
-        seconds = seconds_to_ddp(result).get(AUTO)
-        whole = number(result, "seconds") or _row(result, DDP).seconds
-        if seconds is None:
+        seconds = seconds_to_ddp(result)
+        if AUTO not in seconds:
             text += f"did not reach the loss of {DDP}, "
         else:
-            times = f" ({whole / seconds:.1f} times as soon)" if whole > 1.05 * seconds else ""
-            text += f"had that loss after {seconds:.1f} s{times}, "
+            times = seconds[DDP] / seconds[AUTO]
+            faster = f" ({times:.1f} times as fast)" if times > 1.05 else ""
+            text += f"had that loss after {seconds[AUTO]:.1f} s{faster}, "
     return f"{text}and ended at {show(losses[AUTO])}, {place}."
 
 
@@ -147,13 +147,7 @@ def table(result: Result) -> Table:
     for row in result.rows:
         final = losses.get(row.recipe)
         best = final is not None and show(final) == show(min(losses.values()))
-        time = (
-            whole
-            if row.recipe == DDP
-            else f"{seconds[row.recipe]:.1f}"
-            if row.recipe in seconds
-            else "–"
-        )
+        time = f"{seconds[row.recipe]:.1f}" if row.recipe in seconds else "–"
         figures = (show(final), time, f"{row.steps:,}", f"{row.waiting:.0%}")
         if row.status != "ok":
             figures = (row.status, "–", "–", "–")

@@ -72,7 +72,7 @@ def main() -> None:
             group["lr"] = peak * min((sync.step + 1) / WARMUP, 1.0)
         loss = workload.loss(model, next(batches))
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         rounds, workers = sync.step % ROUND_STEPS == 0, len(sync.view.workers)
         say("step", step=sync.step, workers=workers, loss=loss.item(), round=rounds)

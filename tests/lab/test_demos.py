@@ -55,7 +55,7 @@ def test_a_race_as_hoped_for() -> None:
     )
     assert auto == (
         "auto() chose streaming_diloco(8, delay=1, outer='muon'), had that loss after 12.5 s (2.4 "
-        "times as soon), and ended at 2.20, the lowest of all recipes."
+        "times as fast), and ended at 2.20, the lowest of all recipes."
     )
     assert alone == (
         "Hosts that never communicate end at 2.50, the mean of their own models: all recipes but "
@@ -78,7 +78,7 @@ def test_equal_as_displayed_is_not_ahead() -> None:
 
 def test_auto_that_is_as_slow_as_ddp_is_not_called_faster() -> None:
     _, auto, _ = sentences(rows(alone=2.5, ddp=2.2, auto=2.19))
-    assert "times as soon" not in auto and "had that loss after 29.8 s, and" in auto
+    assert "times as fast" not in auto and "had that loss after 29.8 s, and" in auto
 
 
 def test_rows_that_did_not_finish() -> None:
@@ -118,7 +118,7 @@ def test_the_table_agrees_with_the_sentences_in_80_columns() -> None:
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     cells = {line[:34].strip(): line[34:].split() for line in lines[3:]}
-    assert cells[DDP] == ["2.90", "30", "40", "25%"]
+    assert cells[DDP] == ["2.90", "30.0", "40", "25%"]
     assert cells[AUTO] == ["2.20", "12.5", "380", "25%"]
     assert cells[broken.recipe][0] == "failed"
 
@@ -195,7 +195,7 @@ def test_the_watch_records_what_happens(capsys: pytest.CaptureFixture[str]) -> N
         watch.printed(*say(host, event="end", time=120.0, step=500, digest="0123456789abcdef"))
     assert watch.record == replace(RECORD, noticed=100.1, goodput=None)
     said = capsys.readouterr().out
-    assert "3 workers take part from step 100 on" in said and "0.4 s after the kill" in said
+    assert "step 99: now 3 workers take part" in said and "0.4 s after the kill" in said
 
 
 def test_other_output_of_the_programs_is_not_an_event(capsys: pytest.CaptureFixture[str]) -> None:
