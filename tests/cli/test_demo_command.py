@@ -41,7 +41,7 @@ def raced(monkeypatch: pytest.MonkeyPatch) -> list[runner.Settings]:
                 watch(name, event)
             watch(name, {"event": "step", "step": 1, "steps": 9, "loss": 5.0})
             rows.append(row(name, number))
-            if name == "local_sgd(48)" and settings.seconds == 1:
+            if name == "local_sgd(24)" and settings.seconds == 1:
                 rows[-1] = replace(rows[-1], status="failed", error="worker 2 did not answer")
             watch(name, {"event": "done", "row": rows[-1]})
             yield race(*rows)
@@ -86,7 +86,7 @@ def test_a_failed_row_is_told_by_the_exit_code_too(
     assert main(["demo", "--seconds", "1", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr()
     assert "failed: worker 2 did not answer" in said.err
-    assert "not counted: local_sgd(48) failed." in " ".join(said.out.split())
+    assert "not counted: local_sgd(24) failed." in " ".join(said.out.split())
 
 
 def test_kill_runs_the_other_demo(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ CHOSE = (
 
 def rows(**finals: float) -> Result:
     """A race in which each row falls from 5.5 to 3 in 10 s, and to its final loss in 30 s."""
-    names = {"alone": NO_COMMUNICATION, "ddp": DDP, "auto": AUTO, "local": "local_sgd(48)"}
+    names = {"alone": NO_COMMUNICATION, "ddp": DDP, "auto": AUTO, "local": "local_sgd(24)"}
     steps = {"alone": 400, "ddp": 40, "auto": 380, "local": 300}
     made = [
         row(names[key], (0, 0, 5.5), (steps[key] // 3, 10, 3.0), (steps[key], 30, final))
@@ -66,13 +66,13 @@ def test_a_race_as_hoped_for() -> None:
 def test_auto_behind_others_and_behind_ddp() -> None:
     _, auto, alone = sentences(rows(alone=2.1, ddp=2.3, local=2.2, auto=2.4))
     assert "did not reach the loss of ddp(), and ended at 2.40, behind" in auto
-    assert auto.endswith("behind ddp() (2.30) and local_sgd(48) (2.20).")
+    assert auto.endswith("behind ddp() (2.30) and local_sgd(24) (2.20).")
     assert alone.endswith("no recipe is ahead of them: communication has not paid here.")
 
 
 def test_equal_as_displayed_is_not_ahead() -> None:
     _, auto, alone = sentences(rows(alone=2.201, ddp=2.9, local=2.204, auto=2.199))
-    assert auto.endswith("ended at 2.20, level with local_sgd(48).")
+    assert auto.endswith("ended at 2.20, level with local_sgd(24).")
     assert "no recipe is ahead" in alone
 
 
@@ -100,7 +100,7 @@ def test_rows_that_did_not_finish() -> None:
         "Hosts that never communicate did not finish; not counted: no communication failed and "
         "auto() failed."
     )
-    assert "no recipe finished; not counted" in without(DDP, AUTO, "local_sgd(48)")[2]
+    assert "no recipe finished; not counted" in without(DDP, AUTO, "local_sgd(24)")[2]
     assert len(without(*[r.recipe for r in race.rows])) == 3
 
 

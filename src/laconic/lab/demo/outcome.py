@@ -20,8 +20,8 @@ DDP, AUTO = "ddp()", "auto()"
 
 RECIPES = {
     DDP: "the hosts average their gradients in every step, as with torch's DDP",
-    "local_sgd(48)": "each host trains alone for 48 steps; then they average their models",
-    "slowmo(local_sgd(48), period=48)": "the same, and a step with momentum each time",
+    "local_sgd(24)": "each host trains alone for 24 steps; then they average their models",
+    "slowmo(local_sgd(24), period=24)": "the same, and a step with momentum each time",
     'streaming_diloco(16, outer="muon")': "a quarter of the model travels at a time, in 4 bits, "
     "while the hosts train on",
     AUTO: "measures the network and a step, and then chooses a recipe itself",
