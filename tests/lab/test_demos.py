@@ -134,6 +134,7 @@ def test_the_picture_shows_every_row(tmp_path: Path, status: str) -> None:
 # --- a worker is killed --------------------------------------------------------------------------
 
 RECORD = kill.Record(
+    began=11.0,
     killed=100.0,
     round=100.4,
     asked=106.0,
@@ -141,7 +142,7 @@ RECORD = kill.Record(
     step=260,
     bytes=20_800_000,
     digests=dict.fromkeys(range(4), "0123456789abcdef"),
-    goodput=(1960, 1964),
+    steps=500,
 )
 
 
@@ -150,20 +151,25 @@ def test_what_a_kill_shows() -> None:
         "host2 was killed, and 0.4 s later the others had completed their next round without it.",
         "Its replacement received 20.8 MB of state from another worker and what had changed "
         "meanwhile, took part 2.0 s after it had asked to, and went on with all from step 261.",
-        "At the end all 4 models are equal in every bit; 1,960 of the 1,964 steps that were "
-        "computed count.",
+        "After 500 steps, the models of all 4 workers are equal in every bit.",
     ]
 
 
 def test_a_kill_that_went_wrong_is_told() -> None:
     other = {**RECORD.digests, 3: "fedcba9876543210"}
-    assert "the 4 models differ" in kill.sentences(replace(RECORD, digests=other))[2]
+    differs = replace(RECORD, digests=other)
+    assert RECORD.equal and not differs.equal
+    assert kill.sentences(differs)[2].endswith("all 4 workers are NOT equal.")
     some = {host: RECORD.digests[host] for host in (0, 1)}
-    gone = replace(RECORD, round=None, joined=None, digests=some, goodput=None)
+    gone = replace(RECORD, round=None, joined=None, digests=some)
     assert kill.sentences(gone) == [
         "host2 was killed, and the others did not go on.",
         "No replacement has taken part.",
         "Only host0 and host1 finished.",
+    ]
+    assert kill.sentences(replace(RECORD, began=101.0))[:2] == [
+        "host2 was killed before the training had begun, so nothing was lost.",
+        "Its replacement began with the others.",
     ]
     assert kill.sentences(kill.Record())[0].startswith("host2 was not killed")
     assert kill.sentences(kill.Record())[2] == "No worker finished."
@@ -181,7 +187,7 @@ def test_the_watch_records_what_happens(capsys: pytest.CaptureFixture[str]) -> N
         watch.printed(*say(host, event="attach", time=10.0))
         watch.printed(*say(host, event="begin", time=11.0, step=0, workers=4, bytes=10**7))
     watch.printed(*say(0, event="step", time=12.0, step=50, workers=4, loss=3.0, round=True))
-    assert watch.record == kill.Record()
+    assert watch.record == kill.Record(began=11.0)
     watch.happened(Happened(25.0, "host2", KILLED, 100.0))
     watch.printed(*say(0, event="step", time=100.05, step=98, workers=4, loss=3.0, round=True))
     watch.printed(*say(0, event="view", time=100.1, step=99, workers=3))
@@ -193,7 +199,7 @@ def test_the_watch_records_what_happens(capsys: pytest.CaptureFixture[str]) -> N
     watch.printed(*say(0, event="view", time=108.1, step=261, workers=4))
     for host in range(4):
         watch.printed(*say(host, event="end", time=120.0, step=500, digest="0123456789abcdef"))
-    assert watch.record == replace(RECORD, noticed=100.1, goodput=None)
+    assert watch.record == replace(RECORD, noticed=100.1)
     said = capsys.readouterr().out
     assert "step 99: now 3 workers take part" in said and "0.4 s after the kill" in said
 

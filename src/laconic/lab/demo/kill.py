@@ -34,12 +34,13 @@ later its program is started again. Nobody reads a checkpoint. Seconds count fro
 class Record:
     """What is known of the run. Times are in seconds since 1970; None: it has not happened.
 
-    ``noticed``: the others go on without the killed worker. ``round``: their first step after that,
+    ``began``: the training. ``noticed``: the others go on without the killed worker. ``round``: their first step after that,
     whose messages have all arrived. ``asked``, ``joined``: the replacement asks to take part, and
     takes part, after ``step`` steps of the run and with ``bytes`` of state. ``digests``: of the
-    final models, by host. ``goodput``: steps that count, and steps computed.
+    final models, by host. ``steps``: of the whole run.
     """
 
+    began: float | None = None
     killed: float | None = None
     noticed: float | None = None
     round: float | None = None
@@ -48,7 +49,17 @@ class Record:
     step: int = 0
     bytes: int = 0
     digests: dict[int, str] = field(default_factory=dict)
-    goodput: tuple[int, int] | None = None
+    steps: int = 0
+
+    @property
+    def early(self) -> bool:
+        """Whether the worker was killed before the training began, as on a very slow machine."""
+        return self.killed is not None and (self.began is None or self.killed < self.began)
+
+    @property
+    def equal(self) -> bool:
+        """Whether all workers have finished with one model."""
+        return len(self.digests) == HOSTS and len(set(self.digests.values())) == 1
 
 
 def sentences(record: Record) -> list[str]:
@@ -59,7 +70,9 @@ def sentences(record: Record) -> list[str]:
 
 def _about_loss(record: Record) -> str:
     if record.killed is None:
-        return f"host{VICTIM} was not killed: the training was over before."
+        return f"host{VICTIM} was not killed: its program had ended before."
+    if record.early:
+        return f"host{VICTIM} was killed before the training had begun, so nothing was lost."
     if record.round is None:
         return f"host{VICTIM} was killed, and the others did not go on."
     return (
@@ -73,6 +86,8 @@ def _about_replacement(record: Record) -> str:
         return "So there was nothing to replace."
     if record.asked is None or record.joined is None:
         return "No replacement has taken part."
+    if record.early:
+        return "Its replacement began with the others."
     return (
         f"Its replacement received {record.bytes / 1e6:.1f} MB of state from another worker and "
         f"what had changed meanwhile, took part {record.joined - record.asked:.1f} s after it had "
@@ -81,18 +96,11 @@ def _about_replacement(record: Record) -> str:
 
 
 def _about_models(record: Record) -> str:
-    equal = len(set(record.digests.values())) == 1
     if len(record.digests) < HOSTS:
         hosts = [f"host{host}" for host in sorted(record.digests)]
-        text = f"Only {listed(hosts)} finished" if hosts else "No worker finished"
-    elif equal:
-        text = f"At the end all {HOSTS} models are equal in every bit"
-    else:
-        text = f"At the end the {HOSTS} models differ"
-    if record.goodput is None:
-        return f"{text}."
-    counted, computed = record.goodput
-    return f"{text}; {counted:,} of the {computed:,} steps that were computed count."
+        return f"Only {listed(hosts)} finished." if hosts else "No worker finished."
+    models = f"After {record.steps} steps, the models of all {HOSTS} workers"
+    return f"{models} are equal in every bit." if record.equal else f"{models} are NOT equal."
 
 
 class Watch:
@@ -121,7 +129,7 @@ class Watch:
         record, at, kind = self.record, event["time"], event["event"]
         replaces = record.killed is not None and host == VICTIM
         if kind == "end":
-            record.digests[host] = event["digest"]
+            record.digests[host], record.steps = event["digest"], event["step"]
             self._log(at, f"host{host} has finished: its model's digest is {event['digest']}")
         elif kind == "attach" and replaces:
             record.asked = at
@@ -136,6 +144,7 @@ class Watch:
     def _event_of_all(self, at: float, kind: str, event: dict[str, Any]) -> None:
         record = self.record
         if kind == "begin":
+            record.began = at
             self._log(at, f"the training begins with {event['workers']} workers")
         elif kind == "view":
             self._log(at, f"step {event['step']}: now {event['workers']} workers take part")
@@ -163,8 +172,7 @@ class Watch:
         self._console.print(f"{first.process.name} failed ({first.how}): {last}")
 
     def ended(self, ended: Ended) -> None:
-        if ended.goodput is not None:
-            self.record.goodput = ended.goodput.counted, ended.goodput.computed
+        """Do nothing: the sentences follow."""
 
 
 def run() -> int:
@@ -183,5 +191,4 @@ def run() -> int:
     console.print()
     for number, sentence in enumerate(sentences(watch.record), start=1):
         console.print(f"{number}. {sentence}")
-    equal = len(set(watch.record.digests.values())) == 1
-    return 0 if ended.first is None and equal and len(watch.record.digests) == HOSTS else 1
+    return 0 if ended.first is None and watch.record.equal else 1
