@@ -34,10 +34,10 @@ later its program is started again. Nobody reads a checkpoint. Seconds count fro
 class Record:
     """What is known of the run. Times are in seconds since 1970; None: it has not happened.
 
-    ``began``: the training. ``noticed``: the others go on without the killed worker. ``round``: their first step after that,
-    whose messages have all arrived. ``asked``, ``joined``: the replacement asks to take part, and
-    takes part, after ``step`` steps of the run and with ``bytes`` of state. ``digests``: of the
-    final models, by host. ``steps``: of the whole run.
+    ``began``: the training. ``noticed``: the others go on without the killed worker. ``round``:
+    their first step after that, whose messages have all arrived. ``asked``, ``joined``: the
+    replacement asks to take part, and takes part, after ``step`` steps of the run and with
+    ``bytes`` of state. ``digests``: of the final models, by host. ``steps``: of the whole run.
     """
 
     began: float | None = None
