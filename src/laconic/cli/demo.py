@@ -100,6 +100,7 @@ def show(result: Result, directory: Path) -> None:
 
     console = Console(highlight=False, markup=False)
     console.width = min(console.width, WIDTH)
+    console.print()
     console.print(table(result))
     console.print(f"\n{network(result)}\n")
     for number, sentence in enumerate(sentences(result), start=1):
