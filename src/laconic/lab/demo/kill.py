@@ -36,8 +36,8 @@ class Record:
 
     ``began``: the training. ``noticed``: the others go on without the killed worker. ``round``:
     their first step after that, whose messages have all arrived. ``asked``, ``joined``: the
-    replacement asks to take part, and takes part, after ``step`` steps of the run and with
-    ``bytes`` of state. ``digests``: of the final models, by host. ``steps``: of the whole run.
+    replacement asks to take part, and takes part, with ``bytes`` of state. ``digests``: of the
+    final models, by host. ``steps``: of the whole run.
     """
 
     began: float | None = None
@@ -46,7 +46,6 @@ class Record:
     round: float | None = None
     asked: float | None = None
     joined: float | None = None
-    step: int = 0
     bytes: int = 0
     digests: dict[int, str] = field(default_factory=dict)
     steps: int = 0
@@ -90,8 +89,8 @@ def _about_replacement(record: Record) -> str:
         return "Its replacement began with the others."
     return (
         f"Its replacement received {record.bytes / 1e6:.1f} MB of state from another worker and "
-        f"what had changed meanwhile, took part {record.joined - record.asked:.1f} s after it had "
-        f"asked to, and went on with all from step {record.step + 1}."
+        f"what had changed meanwhile, and took part {record.joined - record.asked:.1f} s after it "
+        "had asked to."
     )
 
 
@@ -135,7 +134,7 @@ class Watch:
             record.asked = at
             self._log(at, f"host{host}'s new program asks to take part")
         elif kind == "begin" and replaces:
-            record.joined, record.step, record.bytes = at, event["step"], event["bytes"]
+            record.joined, record.bytes = at, event["bytes"]
             took = at - (record.asked or at)
             self._log(at, f"host{host} has received {event['bytes'] / 1e6:.1f} MB in {took:.1f} s")
         elif host == 0:  # the others see the same

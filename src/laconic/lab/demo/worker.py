@@ -4,9 +4,9 @@ It trains until the run has taken ``STEPS`` steps, and prints a line of JSON per
 time in seconds since 1970:
 
     attach  it asks to take part
-    begin   it takes part; step: after which step of the run. bytes: of the state that a newcomer
-            has received
-    view    who takes part has changed; workers: how many there are now
+    begin   it takes part; workers: how many there are; bytes: of the state that a newcomer has
+            received
+    view    who takes part has changed; step, workers
     step    step, workers, loss; round: whether a fragment has been exchanged in it
     end     step, digest: of the final model's parameters
 """
@@ -65,7 +65,7 @@ def main() -> None:
     sync = laconic.attach(model, optimizer, recipe, elastic=elastic)
     sync.on_change(lambda view: say("view", step=sync.step, workers=len(view.workers)))
     states = model.state_dict(), optimizer.state_dict(), sync.state_dict()
-    say("begin", step=sync.step, workers=len(sync.view.workers), bytes=bytes_of(states))
+    say("begin", workers=len(sync.view.workers), bytes=bytes_of(states))
     while sync.step < steps:
         begin = time.monotonic()
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
