@@ -8,8 +8,10 @@ COURSE := $(VENV)/.course
 
 .PHONY: demo test check wheels try-wheels matrix torchtitan cuda traps bench science race survive validate-model peers mutations stress look look-docs docs pictures tutorial course clean
 
-demo: $(READY)            ## compare DDP, local SGD, SlowMo and DiLoCo on a 100 Mbit/s network
-	$(BIN)/laconic compare
+DEMO ?=
+
+demo: $(READY)            ## what a slow network costs, and what laconic gains; DEMO=--kill: lose a worker
+	$(BIN)/laconic demo $(DEMO)
 
 # Two processes for each processor: many tests wait for a timeout or another process.
 WORKERS := $(shell echo $$((2 * $$(nproc))))
@@ -122,4 +124,4 @@ $(DOCS): $(READY)
 	touch $@
 
 clean:
-	rm -rf $(VENV) laconic-compare laconic-science build *.egg-info
+	rm -rf $(VENV) laconic-compare laconic-demo laconic-science build *.egg-info

@@ -48,7 +48,7 @@ def chromium(browser: str, *options: str) -> str:
 
 def main() -> None:
     arguments = sys.argv[1:]
-    page = Path(arguments[0] if arguments else "laconic-compare/report.html").resolve()
+    page = Path(arguments[0] if arguments else "laconic-demo/report.html").resolve()
     where = Path(arguments[1]).resolve() if len(arguments) > 1 else page.parent
     where.mkdir(parents=True, exist_ok=True)
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)

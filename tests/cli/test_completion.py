@@ -49,11 +49,14 @@ def test_every_option_of_every_command_is_offered_once(command: str) -> None:
     ("words", "found"),
     [
         ("compare --wor", ["--workload"]),
-        ("compare --workload ", ["digits", "text", ":files"]),
-        ("compare --workload t", ["text", ":files"]),
-        ("compare --workload=t", ["--workload=text", ":files"]),
-        ("compare --workload = t", ["text", ":files"]),  # bash makes three words of it
-        ("compare --workload =", ["digits", "text", ":files"]),
+        ("compare --workload ", ["digits", "text", "text-small", ":files"]),
+        ("compare --workload t", ["text", "text-small", ":files"]),
+        ("compare --workload=t", ["--workload=text", "--workload=text-small", ":files"]),
+        (
+            "compare --workload = t",
+            ["text", "text-small", ":files"],
+        ),  # bash makes three words of it
+        ("compare --workload =", ["digits", "text", "text-small", ":files"]),
         ("compare --hosts ", []),
         ("compare --hosts 3 loc", ["local_sgd"]),
         ("compare ddp() stream", ["streaming_diloco"]),

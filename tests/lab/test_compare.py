@@ -581,9 +581,8 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
 @pytest.mark.usefixtures("_nothing_starts")
 def test_an_unknown_workload_is_told_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     said = mistake(["ddp", "--workload", "imagenet"], capsys)
-    assert (
-        "no workload 'imagenet': choose from digits, text, or your own, such as my.py:make" in said
-    )
+    choices = "digits, text, text-small, or your own, such as my.py:make"
+    assert f"no workload 'imagenet': choose from {choices}" in said
 
 
 @pytest.mark.timeout(20)

@@ -215,8 +215,20 @@ def test_lr_factor_refuses_what_is_no_step(step: int, steps: int) -> None:
 
 
 def test_load_names_the_choices() -> None:
-    with pytest.raises(ValueError, match="no workload 'words': choose from digits, text"):
+    with pytest.raises(
+        ValueError, match="no workload 'words': choose from digits, text, text-small"
+    ):
         load("words")
+
+
+def test_text_small_is_text_with_fewer_crops(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes(TEXT)
+    small, large = load(workloads.SMALL, data=path), load("text", data=path)
+    ((inputs, _),) = first(small.batches(0, 4, 0), 1)
+    assert inputs.shape == (workloads.SMALL_BATCH, workloads.CONTEXT)
+    assert (small.name, small.model, small.loss) == (workloads.SMALL, large.model, large.loss)
+    assert 0 < sum(len(x) for x, _ in small.validation) <= sum(len(x) for x, _ in large.validation)
 
 
 def test_load_refuses_files_it_cannot_use(tmp_path: Path) -> None:

@@ -64,7 +64,9 @@ def add(commands: Any) -> None:
         help="bandwidth between the ranks of a node (default: unlimited)",
     )
     measured = parser.add_argument_group("measured on emulated hosts")
-    measured.add_argument("--workload", help="digits, text, or your own, such as my.py:make")
+    measured.add_argument(
+        "--workload", help="digits, text, text-small, or your own, such as my.py:make"
+    )
     measured.add_argument("--data", metavar="FILE", help="training data of the workload")
     measured.add_argument("--hosts", type=int, help="number of hosts (default: 4)")
     measured.add_argument(

@@ -80,7 +80,7 @@ VALUES = {
     "DTYPE": ["float32", "bfloat16", "float16", "float64"],
     "FILE": [FILES],
     "PATH": [FILES],
-    "WORKLOAD": ["digits", "text", FILES],
+    "WORKLOAD": ["digits", "text", "text-small", FILES],
     "COMMAND": ["clean", FILES],
 }
 """What may stand for a value with this name in the help. ``RECIPE`` is in `_values`."""

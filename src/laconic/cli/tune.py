@@ -52,7 +52,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--workload",
         default="digits",
-        help="digits, text, or your own, such as my.py:make (default: %(default)s)",
+        help="digits, text, text-small, or your own, such as my.py:make (default: %(default)s)",
     )
     parser.add_argument(
         "--data", metavar="FILE", help="training data of the text workload or your own"

@@ -78,10 +78,10 @@ def lr_factor(step: float, steps: float, workload: Workload) -> float:
 
 
 def load(name: str, *, data: Path | None = None) -> Workload:
-    """Return the workload called `name`: "digits" or "text".
+    """Return the workload called `name`: "digits", "text" or "text-small".
 
     Args:
-        data: for "text", the file with the training data; by default, Python's standard library.
+        data: for the texts, the file with the training data; by default, Python's standard library.
 
     Raises:
         ValueError: the name is unknown, or the data file is missing, unreadable, too small, or
@@ -189,13 +189,21 @@ def _digits_batches(
 VOCABULARY, WIDTH, LAYERS, HEADS, CONTEXT = 256, 128, 4, 4, 64
 TEXT_BATCH = 16
 """Crops per worker and step: 1024 bytes, about 70 ms on one core."""
-_VALIDATION_CROPS = 640
+SMALL, SMALL_BATCH = "text-small", 4
+"""The text workload with fewer crops per worker and step, about 20 ms on one core: seconds of
+training are hundreds of steps."""
+_VALIDATION_CROPS, _SMALL_VALIDATION_CROPS = 640, 320
 _CORPUS_BYTES = 4_000_000
 _NOT_PROSE = {"encodings", "pydoc_data"}  # tables and one giant string, nothing to learn from
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
-def _text(data: Path | None) -> Workload:
+def _text(
+    data: Path | None,
+    name: str = "text",
+    batch: int = TEXT_BATCH,
+    validation: int = _VALIDATION_CROPS,
+) -> Workload:
     source = standard_library() if data is None else _read(data)
     if len(source) < 10 * (CONTEXT + 1):
         raise ValueError(
@@ -205,12 +213,12 @@ def _text(data: Path | None) -> Workload:
     corpus = torch.frombuffer(bytearray(source), dtype=torch.uint8)
     split = len(corpus) * 9 // 10
     return Workload(
-        name="text",
+        name=name,
         model=ByteTransformer,
         optimizer=_adamw,
-        batches=partial(_text_batches, corpus[:split]),
+        batches=partial(_text_batches, corpus[:split], batch),
         loss=_next_byte_loss,
-        validation=_validation_crops(corpus[split:]),
+        validation=_validation_crops(corpus[split:], validation),
     )
 
 
@@ -249,14 +257,16 @@ def standard_library() -> bytes:
     return bytes(source[:_CORPUS_BYTES])
 
 
-def _text_batches(corpus: Tensor, worker: int, workers: int, seed: int) -> Iterator[Batch]:
+def _text_batches(
+    corpus: Tensor, batch: int, worker: int, workers: int, seed: int
+) -> Iterator[Batch]:
     """Stream random crops of the corpus, with a generator per worker."""
     _check_worker(worker, workers)
 
     def stream() -> Iterator[Batch]:
         generator = _generator(seed, worker)
         while True:
-            starts = torch.randint(len(corpus) - CONTEXT, (TEXT_BATCH,), generator=generator)
+            starts = torch.randint(len(corpus) - CONTEXT, (batch,), generator=generator)
             yield _crops(corpus, starts)
 
     return stream()
@@ -268,9 +278,9 @@ def _crops(corpus: Tensor, starts: Tensor) -> Batch:
     return crops[:, :-1], crops[:, 1:]
 
 
-def _validation_crops(corpus: Tensor) -> tuple[Batch, ...]:
-    """Return evenly spaced crops without overlap, in batches of equal size."""
-    crops = min(_VALIDATION_CROPS, len(corpus) // (CONTEXT + 1))
+def _validation_crops(corpus: Tensor, most: int) -> tuple[Batch, ...]:
+    """Return at most so many evenly spaced crops without overlap, in batches of equal size."""
+    crops = min(most, len(corpus) // (CONTEXT + 1))
     size = min(TEXT_BATCH, crops)
     crops -= crops % size
     starts = torch.arange(crops) * (len(corpus) // crops)
@@ -332,4 +342,8 @@ def _next_byte_loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
-_LOADERS: dict[str, Callable[[Path | None], Workload]] = {"digits": _digits, "text": _text}
+_LOADERS: dict[str, Callable[[Path | None], Workload]] = {
+    "digits": _digits,
+    "text": _text,
+    SMALL: partial(_text, name=SMALL, batch=SMALL_BATCH, validation=_SMALL_VALIDATION_CROPS),
+}
