@@ -121,7 +121,7 @@ def test_help_loads_no_other_command_and_no_torch() -> None:
     ("words", "said"),
     [
         (["advice"], "no command 'advice' (did you mean 'advise'?): choose from the commands "),
-        (["--verbose"], "no option '--verbose': choose from the commands compare, "),
+        (["--verbose"], "no option '--verbose': choose from the commands demo, "),
         (["help", "me"], "no command 'me': choose from the commands "),
         ([*ADVISE, "--recipe", "locl_sgd(3)"], "no recipe 'locl_sgd' in 'locl_sgd(3)' (did you"),
         ([*ADVISE, "--recipe", "ddp("], "cannot read the recipe 'ddp(': write it as in Python"),

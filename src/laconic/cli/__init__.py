@@ -21,7 +21,7 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "demo": Command("learn", "see in minutes what a slow network costs, and what laconic gains"),
+    "demo": Command("learn", "see what a slow network costs, and what laconic gains"),
     "compare": Command("learn", "race recipes on an emulated slow network"),
     "lab": Command("learn", "run any program on an emulated slow network"),
     "advise": Command("decide", "which recipe pays off, from a few numbers or a measurement"),
