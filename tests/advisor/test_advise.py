@@ -635,7 +635,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         ([*NUMBERS, "--params", "many"], "not a count: 'many'"),
         ([*NUMBERS, "--params", "1.5"], "not a count"),
         ([*NUMBERS, "--params", "1300000000B"], "params must be at most 1e+13, not 1.3e+18"),
-        ([*NUMBERS, "--step-time", "0.9d"], "not a duration"),
+        ([*NUMBERS, "--step-time", "0.9x"], "not a duration"),
         ([*NUMBERS, "--bandwidth", "fast"], "not a rate"),
         ([*NUMBERS, "--latency", "1mbit"], "not a duration"),
         ([*NUMBERS, "--nodes", "1"], "nodes"),

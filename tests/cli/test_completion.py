@@ -42,7 +42,7 @@ def test_every_option_of_every_command_is_offered_once(command: str) -> None:
     parser = parsers([command])[1][command]
     options = [name for action in parser._actions for name in action.option_strings]
     assert names(command, "-") == options
-    assert all("%" not in line.replace("0.1%", "") for line in candidates([command, "-"]))
+    assert all("%(" not in line and "%%" not in line for line in candidates([command, "-"]))
 
 
 @pytest.mark.parametrize(
