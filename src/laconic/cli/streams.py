@@ -14,7 +14,7 @@ import json
 import os
 import select
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from laconic.errors import LinkError, install
@@ -43,7 +43,11 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 def guarded(run: Callable[[], int]) -> int:
     """Return what ``run`` returns, or after an error the exit code: 2 for what the user can mend,
     1 if the reader of the output has ended or for a bug, 130 after Ctrl-C."""
-    _prepare()
+    with _any_text():
+        return _guarded(run)
+
+
+def _guarded(run: Callable[[], int]) -> int:
     try:
         try:
             code = run()
@@ -95,15 +99,24 @@ def _failed(line: str, code: int) -> int:
     return code
 
 
-def _prepare() -> None:
-    """Make the streams accept any text, also where they are closed or not in UTF-8."""
+@contextlib.contextmanager
+def _any_text() -> Iterator[None]:
+    """Let the streams accept any text, also where they are closed or not in UTF-8."""
     codecs.register_error("laconic", _replace)
+    before = []
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # it was closed when Python started
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif isinstance(stream, io.TextIOWrapper):
+            before.append((stream, stream.errors))
             stream.reconfigure(errors="laconic")
+    try:
+        yield
+    finally:
+        for stream, errors in before:
+            with contextlib.suppress(OSError, ValueError):  # it cannot be written, or is closed
+                stream.reconfigure(errors=errors)
 
 
 def _replace(error: UnicodeError) -> tuple[str, int]:
