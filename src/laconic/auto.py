@@ -26,7 +26,15 @@ from torch import Tensor
 from laconic.algorithms.compile import workers_differ
 from laconic.algorithms.named import checked
 from laconic.algorithms.round import Recipe
-from laconic.candidates import Candidate, candidates, made, start, takes_muon
+from laconic.candidates import (
+    Candidate,
+    candidates,
+    largest_fragment,
+    made,
+    start,
+    takes_muon,
+    turning,
+)
 from laconic.engine.session import Session
 from laconic.errors import check_float
 from laconic.links.calls import Call
@@ -221,7 +229,7 @@ class Chooser:
         after the same steps."""
         if self._alone:
             return False
-        now = time.perf_counter(), self._comm.seconds_waiting
+        now = self._now()
         self._step = step
         self._steps += 1
         if self._steps > (WARMUP if self.choices else self._first[0]):
@@ -232,8 +240,13 @@ class Chooser:
             self._before = self._session.usage()
         before = self.now
         self._review(step)
-        self._last = time.perf_counter(), self._comm.seconds_waiting
+        self._last = self._now()
         return self.now.text != before.text
+
+    def _now(self) -> tuple[float, float]:
+        """The time, and the seconds so far in which training waited, sent, or folded."""
+        waiting = self._comm.seconds_waiting + self._session.round_seconds
+        return time.perf_counter(), waiting
 
     def _review(self, step: int) -> None:
         first = WARMUP + WINDOW
@@ -250,7 +263,7 @@ class Chooser:
         elif self._paces is not None and self._steps == self._due:
             paces, self._paces = self._paces.wait(), None
             wall, each, compute = paces[:, :3].amax(0).tolist()
-            carry, contention = paces[:, 3:].mean(0).tolist()
+            carry, contention = _busiest(paces[:, 3:])
             if paces.shape[0] // self._ranks != self._workers:
                 self._choose_anew(step)  # workers have come or gone
             elif self._workers > 1:
@@ -345,22 +358,31 @@ class Chooser:
         found = self._probed or self._comm.call(self._probe, MEASURE)
         shapes, itemsize = self._session.shapes()
         elements = sum(map(math.prod, shapes))
-        muon = not self._session.sharded and takes_muon(self._session.optimizer, shapes)
+        optimizer = self._session.optimizer
+        muon = not self._session.sharded and takes_muon(optimizer, shapes)
+        turns = largest = 0.0
+        if muon and optimizer is not None:
+            turns = turning(shapes, self._device)
+            largest = largest_fragment(self._session.model, optimizer)
         slowest = [compute, -found.rate, found.latency, wall, elements, -elements, -float(muon)]
+        slowest += [turns, largest]
         rest = [found.packets, found.again, *used, *found.speeds]
         own = torch.tensor([*slowest, *rest], dtype=torch.float64, device=self._device)
         everyone = self._comm.call(partial(self._world.gather, own), MEASURE)
-        compute, rate, latency, wall, most, least, muon = everyone[:, :7].amax(0).tolist()
-        packets, again = everyone[:, 7:9].sum(0).tolist()
-        carry, contention = everyone[:, 9:11].mean(0).tolist()
+        compute, rate, latency, wall, most, least, muon, turns, largest = (
+            everyone[:, :9].amax(0).tolist()
+        )
+        packets, again = everyone[:, 9:11].sum(0).tolist()
+        carry, contention = _busiest(everyone[:, 11:13])
         self._workers = everyone.shape[0] // self._ranks  # those of now may be others
         self._traffic = self._sent()  # without the probes, which wait for nothing else
+        self._before = self._session.usage()
         if most != -least:  # shards of different sizes: all ranks use the largest
             shapes = ((int(most),),)
         loss = again / packets if packets else 0.0
         self._uneven = slow_worker(everyone[:, 0])
         if self._ranks == 1:  # a rank's row is that of a worker
-            self._uneven += slow_host(everyone[:, 11:])
+            self._uneven += slow_host(everyone[:, 13:])
         overlapping = self._link.overlapping is not None
         known = self._workers, shapes, itemsize, compute, -rate, latency, loss
         facts = Facts(
@@ -369,6 +391,8 @@ class Chooser:
             carry=carry,
             overlapping=overlapping,
             muon=bool(muon),  # -1 where all ranks take it
+            turning=turns,
+            largest=largest,
         )
         return undisturbed(self.now.recipe, facts), wall
 
@@ -400,7 +424,7 @@ class Chooser:
         self.choices, self._steps, self._baseline, self._extra = choices, 0, [], {}
         self._paces, self._spans, self._facts_loaded = None, [], True
         self._probed = None if choices else self._probed
-        self._last = time.perf_counter(), self._comm.seconds_waiting
+        self._last = self._now()
 
     def handover(self) -> dict[str, Any]:
         """See `Policy.handover`."""
@@ -434,6 +458,13 @@ def _respelled(text: str, recipe: Recipe) -> str:
     change."""
     same = made(recipe)
     return text if same is None else same.text
+
+
+def _busiest(rows: Tensor) -> tuple[float, float]:
+    """The carry and contention of the rank on which messages slow down training most. Those of a
+    newcomer are 0."""
+    carry, contention = rows[int(rows.prod(1).argmax())].tolist()
+    return carry, contention
 
 
 def _medians(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from laconic.algorithms.recipes import ddp, local_sgd, streaming_diloco
 from laconic.algorithms.round import GradientRound, Recipe, Round, fragments_of
+from laconic.algorithms.updates.muon_step import operations, orthogonal
+from laconic.buckets import Fragment
+from laconic.device import synchronize
 from laconic.predict import Facts, often, travel
 
 
@@ -66,6 +72,8 @@ SLOW = 0.1
 """The least seconds that coded gradients take per step for a run to start without them."""
 START_DELAY = 2
 """The delay of a run that starts with a period of `SHORTEST`."""
+SMALL, FRAGMENTS = 192, 4
+"""The side of the matrix by which `turning` is measured; the fragments of `streaming_diloco`."""
 HALF = 0.5
 """Steps from when a message is due until the last rank sends it."""
 
@@ -96,13 +104,9 @@ def delay_for(period: int, facts: Facts, make: Maker | None = None) -> tuple[int
     late, at most the period. The margin is needed: with a message that took 0.6 of its delay of one
     step all ranks waited 13% of the time, at 10 Mbit/s on 4 emulated hosts."""
     r = (make or streaming)(period, 1, 1.0).recipe[0]
-    seconds = travel(r, facts) * max(1.0, _largest(facts) * fragments_of(r))
+    uneven = facts.largest * fragments_of(r) if make is muon else 0.0
+    seconds = travel(r, facts) * max(1.0, uneven)
     return min(math.ceil(1.25 * seconds / facts.compute + HALF), period), seconds
-
-
-def _largest(facts: Facts) -> float:
-    """The share of the largest tensor: a fragment has no less where tensors stay whole."""
-    return max(map(math.prod, facts.shapes)) / facts.elements if facts.muon else 0.0
 
 
 def local(period: int, delay: int, steps: float) -> Candidate:
@@ -146,6 +150,29 @@ def takes_muon(optimizer: Optimizer | None, shapes: Sequence[Sequence[int]]) -> 
     elements = sum(map(math.prod, shapes))
     matrices = sum(math.prod(s) for s in shapes if len(s) == 2 and min(s) > 1)
     return matrices > elements / 2
+
+
+def turning(shapes: Sequence[Sequence[int]], device: torch.device) -> float:
+    """Estimate the seconds that it takes to turn all steps of these ``shapes`` into Muon's
+    direction, from the time of a small matrix."""
+    small = torch.ones(SMALL, SMALL, device=device).tril_()
+    seconds = []
+    for _ in range(3):
+        synchronize(device)
+        start = time.perf_counter()
+        orthogonal(small)
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds) * sum(map(operations, shapes)) / operations(small.shape)
+
+
+def largest_fragment(model: nn.Module, optimizer: Optimizer) -> float:
+    """The share of the parameters in the largest fragment of `muon`."""
+    sizes = [
+        sum(s.stop - s.start for group in fragment.segments(model, optimizer) for s in group)
+        for fragment in (Fragment(k, FRAGMENTS, "layers") for k in range(FRAGMENTS))
+    ]
+    return max(sizes) / max(sum(sizes), 1)
 
 
 def made(recipe: Recipe) -> Candidate | None:

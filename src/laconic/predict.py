@@ -147,7 +147,9 @@ class Facts:
     one's network, by rank; empty if they are alike. ``compute`` and ``rate`` are then those of the
     slowest, for which the others wait. ``overlapping`` is whether buckets of gradients overlap
     (`Link.overlapping`); None: where the latency says so. ``muon``: whether outer steps in Muon's
-    direction are to be chosen (`laconic.candidates.takes_muon`).
+    direction are to be chosen (`laconic.candidates.takes_muon`); ``turning``: the seconds for which
+    training stops to turn the steps of all matrices once; ``largest``: the share of the model in
+    the largest fragment by layers, 0 if unknown.
     """
 
     workers: int
@@ -168,6 +170,8 @@ class Facts:
     rates: tuple[float, ...] = ()
     overlapping: bool | None = None
     muon: bool = False
+    turning: float = 0.0
+    largest: float = 0.0
     shared: tuple[Shared, ...] = ()
 
     @property
@@ -389,12 +393,14 @@ def _parameters(r: AnyRound, facts: Facts) -> Load:
     if share > 1:
         seconds += facts.net("replica").seconds(cost.all_gather(size, share), buckets)
     work = facts.work.get(work_key(r), 0.0)
+    turning = facts.turning / fragments_of(r) if r.update.whole else 0.0
     sending = min(seconds, amount.seconds(facts.net(*names).rate, 0.0))
     if not r.delay:
-        return Load(seconds, sending, seconds + work, 0.0, amount.bytes)
+        return Load(seconds, sending, seconds + work + turning, 0.0, amount.bytes)
     stretch = facts.contention * (work + facts.carry * amount.bytes)
     overlap = r.delay * (facts.compute + often(r) * stretch)
-    return Load(seconds, sending, max(seconds + work - overlap, 0.0), stretch, amount.bytes)
+    exposed = max(seconds + work - overlap, 0.0) + turning
+    return Load(seconds, sending, exposed, stretch, amount.bytes)
 
 
 def _gradients(r: AnyRound, facts: Facts) -> Load:

@@ -15,7 +15,9 @@ from torch import nn
 import laconic as la
 from laconic import processor
 from laconic.algorithms.parse import parse_recipe
-from laconic.candidates import takes_muon
+from laconic.algorithms.updates.muon_step import operations
+from laconic.auto import _busiest
+from laconic.candidates import candidates, largest_fragment, takes_muon, turning
 from laconic.engine.joint_optimizer import JointOptimizer
 from laconic.predict import Facts, predict, undisturbed
 from laconic.processor import Usage
@@ -104,6 +106,57 @@ def test_rounds_and_jobs_are_counted() -> None:
 
 
 # -- when outer steps have Muon's direction ----
+
+
+def test_turning_steps_into_muons_direction_stops_training() -> None:
+    """By as much as the period is short, whatever the network."""
+    slow = replace(FACTS, turning=0.08)
+    for period in (8, 16):
+        muon = la.streaming_diloco(period, outer="muon")
+        more = predict(muon, slow).seconds - predict(muon, FACTS).seconds
+        assert more == pytest.approx(0.08 / period)
+        nesterov = la.streaming_diloco(period)
+        assert predict(nesterov, slow) == predict(nesterov, FACTS)
+    once = predict(la.diloco(4, outer="muon"), slow).seconds
+    assert once - predict(la.diloco(4, outer="muon"), FACTS).seconds == pytest.approx(0.02)
+
+
+def test_turning_takes_time_by_the_operations_of_matrices() -> None:
+    device = torch.device("cpu")
+    assert turning([(64,), (64, 3, 3, 3), (1, 9)], device) == 0
+    assert 0 < turning([(192, 192)], device) < turning([(768, 768)] * 8, device)
+    assert operations((4, 6)) == operations((6, 4)) == 5 * (4 * 16 * 6 + 2 * 64)
+
+
+def test_the_largest_fragment_by_layers() -> None:
+    even = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    uneven = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 24, bias=False))
+    one = nn.ModuleDict({"all": nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.Linear(8, 8)})})
+    for model, share in ((even, 0.25), (uneven, 0.75), (one, 1.0)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        assert largest_fragment(model, optimizer) == pytest.approx(share)
+
+
+def test_a_delay_hides_the_largest_fragment() -> None:
+    facts = replace(FACTS, rate=2e7, muon=True)
+    delays = [
+        next(c for c in candidates(f) if c.text.startswith("streaming")).recipe[0].delay
+        for f in (facts, replace(facts, largest=0.25), replace(facts, largest=0.75))
+    ]
+    assert delays[0] == delays[1] < delays[2]
+
+
+def test_a_mix_that_is_given_is_used() -> None:
+    assert la.streaming_diloco(outer="muon")[0].update.merge == "loscar"  # type: ignore[union-attr]
+    mixed = la.streaming_diloco(outer="muon", mix=0.3)[0].update
+    assert (mixed.merge, mixed.mix) == ("mix", 0.3)  # type: ignore[union-attr]
+    assert la.streaming_diloco() == la.streaming_diloco(mix=0.5, merge="mix", lr=0.7, by="bytes")
+
+
+def test_what_slows_down_training_is_that_of_the_rank_that_suffers_most() -> None:
+    """Not the mean with newcomers, which have sent nothing yet."""
+    rows = torch.tensor([[0.0, 0.0], [2e-9, 1.0], [1e-9, 1.5]], dtype=torch.float64)
+    assert _busiest(rows) == (2e-9, 1.0)
 
 
 def test_muon_is_for_adam_and_sgd_and_matrices() -> None:

@@ -14,6 +14,7 @@ from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.recipes import local_sgd, power_sgd
 from laconic.algorithms.round import GradientRound, Recipe, Round
 from laconic.algorithms.updates import momentum_for
+from laconic.algorithms.updates.muon_step import MuonStep
 from laconic.auto import Auto
 from laconic.candidates import DELAYED, GRADIENTS, candidates, local, muon, streaming
 from laconic.candidates import PERIODS as STEPS
@@ -215,10 +216,15 @@ def steps_of(recipe: Recipe) -> Steps:
             continue
         if period > LONGEST:
             return Steps(factor, f"extrapolated from streaming_diloco({LONGEST})")
+        if make is muon and math.log2(period) % 1:
+            return Steps(factor, "interpolated between measured periods")
         measured = MEASURED if recipe[0].delay == delay else f"measured with a delay of {delay}"
         return Steps(factor, measured)
-    nearest = min(STEPS, key=lambda p: abs(math.log2(p / period)))
-    return Steps(STEPS[nearest], f"assumed equal to streaming_diloco({nearest})")
+    turned = any(isinstance(r, Round) and isinstance(r.update, MuonStep) for r in recipe)
+    steps = DELAYED[muon] if turned else STEPS
+    nearest = min(steps, key=lambda p: abs(math.log2(p / period)))
+    same = f"{nearest}, outer='muon'" if turned else str(nearest)
+    return Steps(steps[nearest], f"assumed equal to streaming_diloco({same})")
 
 
 def _steps_of_gradients(recipe: Recipe) -> Steps:

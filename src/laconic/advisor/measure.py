@@ -105,7 +105,7 @@ def measure(
         carry=network.carry,
         skew=pace.skew,
         overlapping=bench.world.overlapping is not None,
-        muon=takes_muon(optimizer, [p.shape for p in params]),
+        muon=bool(bench.gather(float(takes_muon(optimizer, [p.shape for p in params]))).min()),
     )
     quorums = bench.replica.size == 1 and bench.device.type == "cpu"  # see `check_quorum`
     if quorums:

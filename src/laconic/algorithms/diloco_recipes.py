@@ -109,7 +109,7 @@ def streaming_diloco(
     period: int = 16,
     fragments: int = 4,
     delay: int = 2,
-    mix: float = 0.5,
+    mix: float | None = None,
     codec: CodecOption = "int4",
     *,
     lr: float | None = None,
@@ -139,7 +139,7 @@ def streaming_diloco(
         fragments: how many fragments, at most ``period``.
         delay: steps between sending a fragment and folding in the result. Training continues
             meanwhile.
-        mix: the fraction of x that remains with ``merge="mix"``, in [0, 1].
+        mix: the fraction of x that remains with ``merge="mix"``, in [0, 1]. None: 0.5.
         codec: how pseudo-gradients and outer steps are coded: a name such as ``"int8"`` or
             ``"int4"``, or a codec of `laconic.codecs`. None: not coded.
         lr: the outer learning rate, above 0. None: 0.7, with ``outer="muon"`` 1.0.
@@ -152,8 +152,8 @@ def streaming_diloco(
             averaged separately, so that workers that move in different directions do not shorten
             the step; see `RadialMean`. ``"rda"`` needs ``by="layers"``.
         merge: how x and the delayed new anchor are combined: ``"mix"``, ``"average"``, or
-            ``"loscar"``; see `OuterStep`. None: ``"mix"``, with ``outer="muon"`` ``"loscar"``
-            (``docs/evidence.md``).
+            ``"loscar"``; see `OuterStep`. None: ``"mix"``, with ``outer="muon"`` and without a
+            ``mix`` ``"loscar"`` (``docs/evidence.md``).
         by: ``"bytes"``: fragments of about equal bytes. ``"layers"``: of whole layers. See
             `Fragment`. None: ``"layers"`` where whole tensors are needed, else ``"bytes"``.
         quorum: how many workers must have arrived before a round may close. None: all. It needs
@@ -169,7 +169,8 @@ def streaming_diloco(
     """
     muon = outer == "muon"
     lr = (1.0 if muon else 0.7) if lr is None else lr
-    merge = ("loscar" if muon else "mix") if merge is None else merge
+    merge = ("loscar" if muon and mix is None else "mix") if merge is None else merge
+    mix = 0.5 if mix is None else mix
     by = ("layers" if muon or average == "rda" else "bytes") if by is None else by
     update: OuterStep | DelayedNesterov = outer_step(lr, momentum, outer, merge, mix)
     check_int("period", period, 1)

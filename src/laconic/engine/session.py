@@ -274,8 +274,8 @@ class Session:
         return float(sum(c.bytes for c in calls)), sum(c.seconds for c in calls)
 
     def usage(self) -> Usage:
-        """What messages have used of the processors so far, and this thread."""
-        return Usage.now(self.traffic()[0], self.comm.processor_seconds + self.round_seconds)
+        """What messages have used of the processors so far beside this thread, and this thread."""
+        return Usage.now(self.traffic()[0], self.comm.processor_seconds)
 
 
 def _broadcast(link: Link, flat: Tensor, root: Callable[[], int]) -> None:

@@ -6,6 +6,7 @@ DiLoCo: Douillard et al. 2023, arXiv 2311.08105, Algorithm 1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -61,13 +62,21 @@ class MuonStep(OuterStep):
                 s = step[start : start + shape.numel()].view(shape)
                 o = orthogonal(s)
                 length = torch.linalg.vector_norm(o)
-                if length > 0:
-                    s.copy_(o.mul_(torch.linalg.vector_norm(s) / length))
+                s.copy_(o.mul_(torch.linalg.vector_norm(s) / torch.where(length > 0, length, 1)))
             start += shape.numel()
         a.sub_(step, alpha=self.lr)
         if not clock.delay:
             return x.copy_(a)
         return super().fold(x, a.to(x.dtype), sent, state, clock)
+
+
+def operations(shape: Sequence[int]) -> int:
+    """The floating-point operations of `orthogonal` for a matrix of this ``shape``; 0 for others,
+    which it does not turn."""
+    if len(shape) != 2 or min(shape) < 2:
+        return 0
+    a, b = min(shape), max(shape)
+    return ITERATIONS * (4 * a * a * b + 2 * a**3)
 
 
 def orthogonal(s: Tensor) -> Tensor:
