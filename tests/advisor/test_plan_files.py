@@ -130,7 +130,7 @@ def test_the_recipes_are_those_of_advise_and_the_best_is_recommended() -> None:
     made = plan(cluster, steps=2000, seeds=1)
     assert made.rows[0].text == "ddp()" and len(made.rows) == 6 and made.compared > 20
     assert made.best.seconds.median < made.rows[0].seconds.median / 10
-    assert made.reason.startswith(made.best.text)
+    assert made.reason.startswith(f"Use {made.best.text}: ")
 
 
 def test_a_change_that_helps_helps() -> None:
