@@ -212,6 +212,7 @@ def test_the_network_is_measured_before_the_first_step(
 
     monkeypatch.setattr(auto_module.Chooser, "_probe", found)
     monkeypatch.setattr(auto_module.Chooser, "_used", lambda self: (0.0, 0.0))
+    monkeypatch.setattr(auto_module, "turning", lambda shapes, device: 0.0)
     monkeypatch.setattr(
         auto_module, "_medians", lambda spans: (0.15, 0.15) if spans else (0.0, 0.0)
     )
@@ -251,6 +252,7 @@ def test_a_resumed_run_measures_the_network_again(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(auto_module.Chooser, "_probe", found)
     monkeypatch.setattr(auto_module.Chooser, "_used", lambda self: (0.0, 0.0))
+    monkeypatch.setattr(auto_module, "turning", lambda shapes, device: 0.0)
     monkeypatch.setattr(
         auto_module, "_medians", lambda spans: (0.15, 0.15) if spans else (0.0, 0.0)
     )
