@@ -95,7 +95,8 @@ def auto(target: float | None = None) -> Auto:
     Choose again when they change. Every rank makes the same choice. The logger ``laconic`` and
     `Synchronizer.choices` give the reasons. The candidates are `ddp` with and without codecs, and,
     with Int4 and a delay that hides their messages, `local_sgd` every two steps and
-    `streaming_diloco` for several periods.
+    `streaming_diloco` for several periods: with ``outer="muon"`` for optimizers of Adam's kind and
+    SGD, where most elements are in matrices that FSDP has not sharded.
 
     Args:
         target: the least speed, as a share in (0, 1] of the speed without communication. Only
