@@ -1,6 +1,7 @@
 """A worker of `benchmarks.plan.emulated`: a small model, and steps that last as long as described.
 
-A step computes, and then sleeps until its time is over: the emulated hosts share few processors.
+The emulated hosts share few processors, so a step mostly sleeps: after the forward pass, and before
+each layer's gradient, until the time at which a step of the described length would be there.
 """
 
 from __future__ import annotations
@@ -12,15 +13,57 @@ import random
 import sys
 import time
 from contextlib import suppress
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 import laconic
 from laconic.algorithms.parse import parse_recipe
 from laconic.elastic import COORDINATOR_VARIABLE
+from laconic.predict import BACKWARD
 
-SIDES = (256, 1024, 256)
-PARAMETERS = 256 * 1024 + 1024 + 1024 * 256 + 256
+WIDTH, LAYERS = 256, 8
+PARAMETERS = LAYERS * (WIDTH * WIDTH + WIDTH)
+
+
+class Clock:
+    """A step from ``begin`` that lasts ``seconds``."""
+
+    begin = 0.0
+    seconds = 0.0
+
+    def sleep_until(self, share: float) -> None:
+        """Sleep until this share of the step is over."""
+        time.sleep(max(self.begin + share * self.seconds - time.perf_counter(), 0.0))
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, clock: Clock, share: float) -> Tensor:
+        ctx.clock, ctx.share = clock, share
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.clock.sleep_until(ctx.share)
+        return grads[0], None, None
+
+
+class Layers(nn.Module):
+    """Layers whose gradients become available evenly over the last `BACKWARD` of a step."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self._clock = clock
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            left = i / LAYERS  # of the backward pass, once this layer has its gradient
+            x = _Wait.apply(layer(x), self._clock, 1 - BACKWARD * left)  # type: ignore[no-untyped-call]
+        self._clock.sleep_until(1 - BACKWARD)
+        return x
 
 
 def main() -> None:
@@ -30,8 +73,8 @@ def main() -> None:
     recipe = parse_recipe(spec["recipe"])
     assert isinstance(recipe, tuple), "one of the settings"
     torch.manual_seed(0)
-    a, b, c = SIDES
-    model = torch.nn.Sequential(torch.nn.Linear(a, b), torch.nn.ReLU(), torch.nn.Linear(b, c))
+    clock = Clock()
+    model = Layers(clock)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     elastic = None
     if os.environ.get(COORDINATOR_VARIABLE):
@@ -46,12 +89,11 @@ def main() -> None:
     end, begin, own = spec["warmup"] + spec["steps"], 0.0, 0
     limit = spec["seconds"]
     while sync.step < end:
-        start = time.perf_counter()
-        x = torch.randn(2, a, generator=data)
+        clock.begin = time.perf_counter()
+        clock.seconds = mean * draw.lognormvariate(-(sigma**2) / 2, sigma)
+        x = torch.randn(2, WIDTH, generator=data)
         optimizer.zero_grad()
         model(x).square().mean().backward()
-        rest = mean * draw.lognormvariate(-(sigma**2) / 2, sigma) - (time.perf_counter() - start)
-        time.sleep(max(rest, 0.0))
         optimizer.step()
         if sync.step == spec["warmup"]:
             begin, own = time.time(), 0

@@ -24,6 +24,7 @@ from laconic.advisor import advice_on, measure, show
 from laconic.advisor.advice import LEAST_SHARE, MOST_ALTERNATIVES, Row, alternatives
 from laconic.advisor.choices import choices, rehearsed, steps_of
 from laconic.advisor.fit import Sample, fit
+from laconic.advisor.measure import compute_and_skew
 from laconic.advisor.numbers import facts_from
 from laconic.advisor.rehearse import rehearsals, rehearse
 from laconic.algorithms.parse import parse_recipe, qualified
@@ -347,39 +348,38 @@ def test_over_processes(pool: gloo.Pool) -> None:
     assert told["recommendation"] in {row["recipe"] for row in told["rows"]}
 
 
-SLEEPS = {
-    "alike": lambda rank, step: 0.03,
-    "one is slower": lambda rank, step: 0.05 if rank == 1 else 0.03,
-    "in turn": lambda rank, step: 0.05 if step % 2 == rank else 0.03,
-}
-"""Seconds of a rank's step. In the last they take 0.04 on average, 0.05 if all meet after each."""
+@pytest.mark.parametrize(
+    ("computes", "m_1", "m_4", "found"),
+    [
+        ((0.03, 0.03), 0.03, 0.03, (0.03, 0.0)),  # alike
+        ((0.05, 0.03), 0.05, 0.05, (0.05, 0.0)),  # one is slower
+        ((0.04, 0.04), 0.05, 0.045, (0.04, 0.01)),  # slow in turn: 0.04 + 0.01 / sqrt(4)
+        ((0.05, 0.05), 0.05, 0.045, (0.05, 0.0)),  # not faster together than alone
+        ((0.03, 0.06), 0.03, 0.03, (0.04, 0.0)),  # the processors' time is shared
+    ],
+)
+def test_waiting_for_the_slowest_is_told_from_computing(
+    computes: tuple[float, ...], m_1: float, m_4: float, found: tuple[float, float]
+) -> None:
+    assert compute_and_skew(computes, m_1, m_4, 4) == pytest.approx(found)
 
 
-def slept(rank: int, which: str) -> tuple[float, float]:
+def slept(rank: int) -> tuple[float, float]:
     model, optimizer, step = training(rank)
-    steps = 0
 
     def sleeps() -> None:
-        nonlocal steps
-        steps += 1
         step()
-        time.sleep(SLEEPS[which](rank, steps))
+        time.sleep(0.05 if rank == 1 else 0.03)
 
     link = gloo.link_of(2)
-    facts = la.advise(model, sleeps, optimizer=optimizer, steps=32, link=link).facts
+    facts = la.advise(model, sleeps, optimizer=optimizer, steps=16, link=link).facts
     return facts.compute, facts.skew
 
 
-@pytest.mark.parametrize(
-    ("which", "compute", "skew"),
-    [("alike", 0.03, 0.0), ("one is slower", 0.05, 0.0), ("in turn", 0.04, 0.01)],
-)
-def test_waiting_for_the_slowest_is_told_from_computing(
-    pool: gloo.Pool, which: str, compute: float, skew: float
-) -> None:
-    found = pool.run(slept, which, ranks=2)
-    assert found[0] == found[1]
-    assert found[0] == (pytest.approx(compute, abs=0.008), pytest.approx(skew, abs=0.005))
+def test_a_slower_rank_decides(pool: gloo.Pool) -> None:
+    first, second = pool.run(slept, ranks=2)
+    assert first == second
+    assert first[0] > 0.045 and first[1] >= 0  # a busy machine only makes them longer
 
 
 def groups() -> int:

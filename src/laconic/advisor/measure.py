@@ -232,11 +232,6 @@ def _pace(bench: Bench, timed: _Steps, steps: int) -> _Pace:
     """Time steps alone, steps followed by a barrier, and steps next to a background load.
 
     The kinds alternate, so that a machine that slows down affects all of them.
-
-    Let M_H be the seconds of a step with a barrier every H steps, without the time of the barrier
-    itself. By the model of `predict`, c + s = M_1 and c + s/sqrt(H) = M_H. c is at least the
-    average over ranks of their steps alone. If ranks share processors, the steps of a single rank
-    may be too fast or too slow, depending on the share of the processor it got.
     """
     each = max(-(-steps // TURNS), 2)
     free, loaded, windows, per_run, per_step = [], [], [], [], []
@@ -263,9 +258,24 @@ def _pace(bench: Bench, timed: _Steps, steps: int) -> _Pace:
     backward = float(gathered[:, 1].median())
     if not bench.world.threaded:  # simulated workers take turns, so a barrier waits for all steps
         return _Pace(computes, max(computes), backward, 0.0, contention)
-    alone = m_h - max(m_1 - m_h, 0.0) / (each**0.5 - 1)
+    compute, skew = compute_and_skew(computes, m_1, m_h, each)
+    return _Pace(computes, compute, backward, skew, contention)
+
+
+def compute_and_skew(
+    computes: Sequence[float], m_1: float, m_h: float, period: int
+) -> tuple[float, float]:
+    """Return c and s of `predict`.
+
+    ``computes``: seconds of a step on each rank alone. ``m_1``, ``m_h``: M_H, the seconds of a step
+    with a barrier after each step, and after each ``period`` H, without the time of the barrier
+    itself. By the model, c + s = M_1 and c + s/sqrt(H) = M_H. c is at least the average over ranks
+    of their steps alone. If ranks share processors, the steps of a single rank may be too fast or
+    too slow, depending on the share of the processor it got.
+    """
+    alone = m_h - max(m_1 - m_h, 0.0) / (math.sqrt(period) - 1)
     compute = max(alone, statistics.harmonic_mean(computes))
-    return _Pace(computes, compute, backward, max(m_1 - compute, 0.0), contention)
+    return compute, max(m_1 - compute, 0.0)
 
 
 def _barrier_seconds(bench: Bench) -> float:
