@@ -26,8 +26,10 @@ from laconic.predict import often
 
 HOSTS = 4
 STEP = 0.06
-PAYLOAD = 1448 / 1514
-"""The share of what is sent that is no protocol header."""
+PAYLOAD = 8948 / 9014
+"""The share of what is sent that is no protocol header: the lab's packets have 9,000 bytes."""
+DOWNLOAD = 10e9
+"""The lab shapes what a host sends, not what it receives."""
 SECONDS = 12.0
 """What a run is planned to take, at most `MOST` steps."""
 LONG = 22.0
@@ -63,6 +65,11 @@ class Setting:
         recipe = parse_recipe(self.recipe)
         assert isinstance(recipe, tuple), "one of the settings"
         return max(round(1 / often(r)) for r in recipe)
+
+    @property
+    def warmup(self) -> int:
+        """Steps before those that are measured."""
+        return 2 * self.period
 
     @property
     def own_pace(self) -> bool:
@@ -102,6 +109,7 @@ def cluster(setting: Setting, at: Sequence[tuple[int, float]] = ()) -> Cluster:
             1,
             setting.rates.get(host, setting.rate) * PAYLOAD,
             step=STEP * setting.slow.get(host, 1.0),
+            download=DOWNLOAD,
         )
         for host in range(HOSTS)
     )
@@ -118,11 +126,23 @@ def cluster(setting: Setting, at: Sequence[tuple[int, float]] = ()) -> Cluster:
 
 def length(setting: Setting) -> int:
     """Return how many steps to take: whole periods, for `SECONDS`."""
-    known = cluster(setting)
-    each = simulate_plan(recipe_of(setting.recipe, known), known, 96).seconds / 96
+    each = planned(setting, 96)
     goal = LONG if setting.kill else SECONDS
     periods = max(round(min(goal / each, MOST) / setting.period), 2)
     return periods * setting.period
+
+
+def planned(
+    setting: Setting, steps: int, at: Sequence[tuple[int, float]] = (), seed: int = 0
+) -> float:
+    """Return the seconds per step of a plan of as many ``steps``, after the warmup. ``at``: hosts
+    that fail, and how many seconds after the warmup."""
+    known = cluster(setting)
+    recipe = recipe_of(setting.recipe, known)
+    warm = simulate_plan(recipe, known, setting.warmup, seed).seconds
+    failing = cluster(setting, [(host, warm + seconds) for host, seconds in at])
+    whole = simulate_plan(recipe, failing, setting.warmup + steps, seed).seconds
+    return (whole - warm) / steps
 
 
 def command(setting: Setting, steps: int, directory: Path) -> list[str]:
@@ -134,7 +154,7 @@ def command(setting: Setting, steps: int, directory: Path) -> list[str]:
         "slow": {str(host): factor for host, factor in setting.slow.items()},
         "spread": setting.spread,
         "seed": 1,
-        "warmup": 2 * setting.period,
+        "warmup": setting.warmup,
         "steps": 10**6 if setting.own_pace else steps,
         "seconds": SECONDS if setting.own_pace else 0.0,
     }
@@ -181,12 +201,8 @@ def run(number: int, setting: Setting) -> dict[str, Any]:
     seconds = max(result["end"] for result in results) - begin
     taken = sum(result["steps"] for result in results) / len(results)
     measured = seconds / (taken if setting.own_pace else steps)
-    known = cluster(setting, at)
-    recipe = recipe_of(setting.recipe, known)
     count = round(taken) if setting.own_pace else steps
-    planned = statistics.median(
-        simulate_plan(recipe, known, count, seed).seconds / count for seed in range(5)
-    )
+    plans = [planned(setting, count, at, seed) for seed in range(5)]
     return {
         "number": number,
         "name": setting.name,
@@ -194,7 +210,7 @@ def run(number: int, setting: Setting) -> dict[str, Any]:
         "steps": count,
         "killed": at,
         "measured": measured,
-        "planned": planned,
+        "planned": statistics.median(plans),
         "machine": {key: machine()[key] for key in ("processor", "cores")},
     }
 

@@ -479,5 +479,7 @@ def _medians(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 def _facts(saved: Mapping[str, Any]) -> Facts:
     shapes = tuple(tuple(shape) for shape in saved["shapes"])
-    alike = {name: tuple(saved.get(name, ())) for name in ("computes", "rates", "shared")}
+    alike = {
+        name: tuple(saved.get(name, ())) for name in ("computes", "rates", "receives", "shared")
+    }
     return Facts(**{**saved, **alike, "shapes": shapes})

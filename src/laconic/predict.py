@@ -49,8 +49,9 @@ seconds; k_i = H, or at own pace the steps that it takes while the fastest takes
     closed  = min(largest t, q-th smallest t + grace)
     seconds = n / sum_i k_i / max(t_i, closed)                              per step of a worker
 
-T_ri is the time of what rank 0 receives and sends for all (`Exchange.busiest`), or longer if worker
-i's own network needs more for its message and the result.
+T_ri is the time of what rank 0 receives from all and then sends to all (`Exchange.busiest`), or
+longer if worker i's own network needs more for its message or for the result. Rank 0's own message
+does not travel, so T_r0 = 0.
 
 The second term of the maximum is the network's capacity. A collective starts only when its last
 rank has reached it, so collectives with a delay can keep the network busy for at most the share U
@@ -143,13 +144,14 @@ class Facts:
     ``work``, w by `work_key`; ``contention``, k; ``carry``, processor seconds per byte sent;
     ``skew``, s. ``nets`` gives the network by rank set, as one rank sees it when all ranks use it
     at once: ``"workers"``, ``"world"``, ``"replica"``, and ``"peers"`` for a message to one other
-    worker. ``computes`` are the seconds of a step on each worker, and ``rates`` the bit/s of each
-    one's network, by rank; empty if they are alike. ``compute`` and ``rate`` are then those of the
-    slowest, for which the others wait. ``overlapping`` is whether buckets of gradients overlap
-    (`Link.overlapping`); None: where the latency says so. ``muon``: whether outer steps in Muon's
-    direction are to be chosen (`laconic.candidates.takes_muon`); ``turning``: the seconds for which
-    training stops to turn the steps of all matrices once; ``largest``: the share of the model in
-    the largest fragment by layers, 0 if unknown.
+    worker. ``computes`` are the seconds of a step on each worker, and ``rates`` the bit/s at which
+    each one sends, by rank; empty if they are alike. ``compute`` and ``rate`` are then those of the
+    slowest, for which the others wait. ``receives`` are the bit/s at which each one receives; empty
+    if as it sends. ``overlapping`` is whether buckets of gradients overlap (`Link.overlapping`);
+    None: where the latency says so. ``muon``: whether outer steps in Muon's direction are to be
+    chosen (`laconic.candidates.takes_muon`); ``turning``: the seconds for which training stops to
+    turn the steps of all matrices once; ``largest``: the share of the model in the largest fragment
+    by layers, 0 if unknown.
     """
 
     workers: int
@@ -168,6 +170,7 @@ class Facts:
     skew: float = 0.0
     computes: tuple[float, ...] = ()
     rates: tuple[float, ...] = ()
+    receives: tuple[float, ...] = ()
     overlapping: bool | None = None
     muon: bool = False
     turning: float = 0.0
@@ -297,18 +300,21 @@ def _predict_quorum(recipe: Recipe, facts: Facts) -> Prediction:
     fastest = 1 / min(computes) if min(computes) else 0.0
     network, sent = [0.0] * n, 0.0
     other = facts.skew * math.sqrt(period)
+    sendings = [0.0] * n
     for r in recipe:
-        network = [a + b for a, b in zip(network, quorum_travel(r, facts), strict=True)]
+        there, back = quorum_travel(r, facts)
+        sendings = [a + b for a, b in zip(sendings, there, strict=True)]
+        network = [a + b + c for a, b, c in zip(network, there, back, strict=True)]
         sent += r.exchange.cost(elements(r, facts, n), facts.itemsize, n).bytes
         other += facts.work.get(work_key(r), 0.0)
     steps = [period] * n
     if exchange.pace == "own":
         skip = (exchange.workers or n) < n
-        usual = statistics.median_low(network)
+        usual = statistics.median_low(sendings)
         pace = partial(own_pace, period, fastest=fastest, grace=exchange.grace, skip=skip)
-        steps = [  # half of a round's seconds are those of the message to rank 0
-            pace(1 / c if c else fastest, sending=(t - usual) / 2)[0]
-            for c, t in zip(computes, network, strict=True)
+        steps = [
+            pace(1 / c if c else fastest, sending=t - usual)[0]
+            for c, t in zip(computes, sendings, strict=True)
         ]
     ends = [k * c + t + other for k, c, t in zip(steps, computes, network, strict=True)]
     reached = sorted(ends)[min(exchange.workers or n, n) - 1]
@@ -316,7 +322,7 @@ def _predict_quorum(recipe: Recipe, facts: Facts) -> Prediction:
     spans = [max(end, closed) for end in ends]
     rounds = sum(1 / span for span in spans) / n  # of a mean worker, per second
     seconds = n / sum(k / span for k, span in zip(steps, spans, strict=True))
-    busy = min(min(network) * rounds, 1.0)
+    busy = min(min(network[1:], default=0.0) * rounds, 1.0)
     return Prediction(seconds, seconds - facts.alone, sent * rounds * seconds, busy)
 
 
@@ -330,19 +336,27 @@ def undisturbed(recipe: Recipe, facts: Facts) -> Facts:
     return replace(facts, compute=max(facts.compute - stretch, facts.compute / 2))
 
 
-def quorum_travel(r: AnyRound, facts: Facts, present: int | None = None) -> list[float]:
-    """Return, by worker, the seconds of its message to rank 0 and of the result, half each, in a
-    round of which ``present`` workers are part (None: all)."""
+def quorum_travel(
+    r: AnyRound, facts: Facts, present: int | None = None
+) -> tuple[list[float], list[float]]:
+    """Return, by worker, the seconds of its message to rank 0, and those of the result, in a round
+    of which ``present`` workers are part (None: all)."""
     n = facts.workers
     present = n if present is None else present
     amount = r.exchange.busiest(elements(r, facts, n), facts.itemsize, present)
+    way = Cost(amount.bytes // 2, amount.messages // 2)
     rates = facts.rates or (facts.net("workers").rate,) * n
+    receives = facts.receives or rates
     others = max(present - 1, 1)
-    seconds = {  # a worker sends a share of what rank 0 does
-        rate: facts.travel((r.over, "workers"), amount, n, 1, min(rates[0], others * rate))
-        for rate in {*rates}
-    }
-    return [seconds[rate] for rate in rates]
+
+    @lru_cache
+    def seconds(home: float, away: float) -> float:  # a worker carries a share of what rank 0 does
+        return facts.travel((r.over, "workers"), way, n, 1, min(home, others * away))
+
+    there = [seconds(receives[0], rate) for rate in rates]
+    back = [seconds(rates[0], receive) for receive in receives]
+    there[0] = back[0] = 0.0
+    return there, back
 
 
 def load_of(r: AnyRound, facts: Facts) -> Load:

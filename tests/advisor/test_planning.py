@@ -119,6 +119,69 @@ def test_messages_on_a_shared_link_wait_for_each_other() -> None:
     assert found == pytest.approx(min(seconds / 0.7, 0.01 + seconds), rel=1e-3)
 
 
+def unlike(parameters: int, step: float, **first: float) -> Cluster:
+    """Four workers, the first of which is on a slower network."""
+    sites = (Site("slow", 1, **{"rate": 80e6, **first}), Site("fast", 3, 80e6))
+    return Cluster(parameters, sites, step=step, spread=0.0)
+
+
+def test_a_slow_worker_computes_while_its_last_messages_leave() -> None:
+    """A mean of 320 kB has two stages. Worker 0 sends for 0.192 s, the others for 0.048 s. It has
+    received everything after 0.12 s, computes, and is back before its network is free: so only its
+    own sending counts."""
+    cluster = unlike(80_000, 0.05, rate=20e6, download=80e6)
+    whole = 8 * 1.5 * 320_000 / 20e6
+    done = simulate_plan(la.local_sgd(1), cluster, 10)
+    assert done.seconds == pytest.approx(0.05 + 10 * whole)
+    sums = sum(done.shares.values())
+    assert sums == pytest.approx(1.0)
+    slower = replace(cluster, step=whole)  # by then its network is free
+    fast = whole / 4
+    # a stage of the slow worker, then one that it begins when the others have sent theirs
+    each = whole + max(whole / 2, fast / 2) + whole / 2
+    found = per_step(la.local_sgd(1), slower, 10, 0)
+    assert each - whole * 3 / 8 <= found <= each
+
+
+def test_the_kernel_holds_some_megabytes_of_what_is_sent() -> None:
+    """A mean of 32 MB: worker 0 sends 48 MB for 19.2 s, and goes on when 4 MiB are left."""
+    cluster = unlike(8_000_000, 10.0, rate=20e6, download=80e6)
+    found = per_step(la.local_sgd(1), cluster, 10, 0)
+    held = 8 * 4 * 2**20 / 20e6
+    assert found == pytest.approx(10.0 + 19.2 - held)
+
+
+def test_a_slow_download_is_waited_for() -> None:
+    """Worker 0 receives for 0.192 s what the others send in 0.048 s; they then wait for what it
+    sends in its second stage, which it begins when it has received the first one."""
+    cluster = unlike(80_000, 1.0, download=20e6)
+    whole = 8 * 1.5 * 320_000 / 80e6
+    found = simulate_plan(la.local_sgd(1), cluster, 1).seconds
+    assert found == pytest.approx(1.0 + 4 * whole)
+    alike = unlike(80_000, 1.0, download=80e6)
+    assert simulate_plan(la.local_sgd(1), alike, 1).seconds == pytest.approx(1.0 + whole)
+
+
+def test_a_message_of_gossip_leaves_before_those_of_others_come() -> None:
+    """Worker 1 takes two seconds a step. What worker 0 sends is there before it is needed."""
+    sites = (Site("a", 1, 80e6), Site("b", 1, 80e6, step=2.0))
+    cluster = Cluster(1_000_000, sites, step=1.0, spread=0.0)
+    network = 8 * 4e6 / 80e6
+    found = simulate_plan(la.sgp(), cluster, 20).seconds
+    assert found == pytest.approx(20 * 2.0 + network)  # and the last message of worker 1
+
+
+def test_results_of_a_quorum_leave_one_after_the_other() -> None:
+    """Rank 0's own message does not travel. It receives at once what the others send in 0.4 s, and
+    sends two results in 0.8 s."""
+    sites = (Site("a", 3, 80e6, download=1e15),)
+    cluster = Cluster(1_000_000, sites, step=1.0, spread=0.0)
+    found = per_step(la.diloco(10, quorum=3), cluster, 100, 0)
+    assert found == pytest.approx((10 * 1.0 + 0.4 + 0.8) / 10)
+    expected = predict(la.diloco(10, quorum=3), cluster.facts()).seconds
+    assert found == pytest.approx(expected)
+
+
 def test_bytes_between_sites_are_those_of_pairs_that_cross() -> None:
     one = simulate_plan(la.local_sgd(1), replace(CALM, sites=uniform(4, 1, rate=1e9, latency=0)), 4)
     two = simulate_plan(la.local_sgd(1), replace(CALM, sites=uniform(4, 2, rate=1e9, latency=0)), 4)

@@ -96,7 +96,9 @@ def facts_of(plain: dict[str, Any]) -> Facts:
     """Rebuild facts from the result of `asdict`."""
     nets = {name: Net(**net) for name, net in plain["nets"].items()}
     shapes = tuple(tuple(shape) for shape in plain["shapes"])
-    alike = {name: tuple(plain.get(name, ())) for name in ("computes", "rates", "shared")}
+    alike = {
+        name: tuple(plain.get(name, ())) for name in ("computes", "rates", "receives", "shared")
+    }
     return Facts(**{**plain, **alike, "nets": nets, "shapes": shapes})
 
 

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from laconic.advisor.plan.cluster import Cluster
     from laconic.advisor.plan.measured import Measured
 
-DESCRIBES = ("workers", "sites", "rate", "uplink", "latency", "jitter", "loss", "parameters",
-             "dtype", "step", "spread", "tokens", "price", "egress", "mtbf", "repair",
-             "checkpoint")  # fmt: skip
+DESCRIBES = ("workers", "sites", "rate", "download", "uplink", "latency", "jitter", "loss",
+             "parameters", "dtype", "step", "spread", "tokens", "price", "egress", "mtbf",
+             "repair", "checkpoint")  # fmt: skip
 """Options that describe a cluster, which a file does otherwise."""
 
 
@@ -62,7 +62,8 @@ docs/planning.md explains every number.""",
         "--workers", type=int, metavar="N", help="number of workers, such as machines"
     )
     what.add_argument("--sites", type=int, metavar="N", help="sites with equal shares of them (1)")
-    what.add_argument("--rate", metavar="RATE", help="of each worker's network, such as 100mbit")
+    what.add_argument("--rate", metavar="RATE", help="at which each worker sends, such as 100mbit")
+    what.add_argument("--download", metavar="RATE", help="at which it receives (as it sends)")
     what.add_argument(
         "--uplink", metavar="RATE", help="that a site's workers share toward others (no limit)"
     )
@@ -215,13 +216,17 @@ def _described(arguments: argparse.Namespace) -> Cluster:
             f"plan also needs {', '.join(missing)}, or --cluster FILE; for example: laconic plan "
             "--workers 8 --sites 3 --rate 100mbit --latency 40ms --parameters 1b --step 1s"
         )
-    uplink = None if arguments.uplink is None else parse_rate(arguments.uplink)
+    uplink, download = (
+        None if given is None else parse_rate(given)
+        for given in (arguments.uplink, arguments.download)
+    )
     sites = uniform(
         arguments.workers,
         1 if arguments.sites is None else arguments.sites,
         rate=parse_rate(arguments.rate),
         latency=parse_duration(arguments.latency or "0"),
         uplink=uplink,
+        download=download,
         price=arguments.price or 0.0,
     )
     failures = Failures()

@@ -28,9 +28,10 @@ assumption: measure yours with ``--from-metrics``."""
 class Site:
     """A place with ``workers`` that see the same network.
 
-    ``rate``: bit/s of each worker's network interface. ``uplink``: bit/s that all its workers share
-    toward other sites; None: no limit. ``latency``: of messages between its workers. ``step``:
-    seconds of a step of its workers; None: the cluster's. ``price``: of a worker per hour.
+    ``rate``: bit/s at which each worker sends. ``download``: bit/s at which it receives; None: as
+    it sends. ``uplink``: bit/s that all its workers share toward other sites; None: no limit.
+    ``latency``: of messages between its workers. ``step``: seconds of a step of its workers; None:
+    the cluster's. ``price``: of a worker per hour.
     """
 
     name: str
@@ -40,16 +41,23 @@ class Site:
     latency: float = 0.0
     step: float | None = None
     price: float = 0.0
+    download: float | None = None
 
     def __post_init__(self) -> None:
         check_int("workers", self.workers, 1)
         check_float("rate", self.rate, 0.0, strict=True)
-        if self.uplink is not None:
-            check_float("uplink", self.uplink, 0.0, strict=True)
+        for name in ("uplink", "download"):
+            if getattr(self, name) is not None:
+                check_float(name, getattr(self, name), 0.0, strict=True)
         check_float("latency", self.latency, 0.0)
         if self.step is not None:
             check_float("step", self.step, 0.0, strict=True)
         check_float("price", self.price, 0.0)
+
+    @property
+    def receives(self) -> float:
+        """The bit/s at which each worker receives."""
+        return self.rate if self.download is None else self.download
 
 
 @dataclass(frozen=True)
@@ -234,11 +242,10 @@ def _facts(cluster: Cluster, present: tuple[int, ...]) -> Facts:
             latencies.append(cluster.latency if link.latency is None else link.latency)
             if link.rate is not None:
                 shared.append(Shared(present[a], present[b], link.rate))
-    rate = min(sites[s].rate for s in here)
+    rate = min(min(sites[s].rate, sites[s].receives) for s in here)
     latency = max(latencies, default=0.0)
     steps = {s: cluster.step if (own := sites[s].step) is None else own for s in here}
     compute = max(steps.values())
-    rates, computes = {s: sites[s].rate for s in here}, steps
     if cluster.measured is None:
         base = facts_from(
             params=cluster.parameters,
@@ -252,6 +259,9 @@ def _facts(cluster: Cluster, present: tuple[int, ...]) -> Facts:
         )
     else:
         base = replace(cluster.measured, compute=compute, skew=0.0)
+    rates = {s: sites[s].rate for s in here}
+    receives = {s: sites[s].receives for s in here}
+    unlike = len({*rates.values(), *receives.values()}) > 1
     known = {k: replace(net, rate=min(net.rate, rate)) for k, net in base.nets.items()}
     return replace(
         base,
@@ -260,16 +270,15 @@ def _facts(cluster: Cluster, present: tuple[int, ...]) -> Facts:
         rate=rate,
         latency=latency,
         nets=known,
-        rates=_by_worker(rates, present),
-        computes=_by_worker(computes, present),
+        rates=_by_worker(rates, present) if unlike else (),
+        receives=_by_worker(receives, present) if unlike else (),
+        computes=_by_worker(steps, present) if len({*steps.values()}) > 1 else (),
         shared=tuple(shared),
     )
 
 
 def _by_worker(of: dict[int, float], present: Sequence[int]) -> tuple[float, ...]:
-    """Return what each worker has, by site; empty if all have the same."""
-    if len({*of.values()}) == 1:
-        return ()
+    """Return what each worker has, by site."""
     return tuple(value for s, value in of.items() for _ in range(present[s]))
 
 
@@ -280,6 +289,7 @@ def uniform(
     rate: float,
     latency: float,
     uplink: float | None = None,
+    download: float | None = None,
     price: float = 0.0,
 ) -> tuple[Site, ...]:
     """Return ``sites`` with about equally many of the ``workers``. ``latency``: of messages inside
@@ -291,6 +301,6 @@ def uniform(
     counts = [workers // sites + (k < workers % sites) for k in range(sites)]
     names = [f"site{k + 1}" for k in range(sites)]
     return tuple(
-        Site(name, count, rate, uplink, inside, price=price)
+        Site(name, count, rate, uplink, inside, price=price, download=download)
         for name, count in zip(names, counts, strict=True)
     )

@@ -26,8 +26,9 @@ tokens: 64k           # of one worker in one step, for the expected loss
 sites:
   - name: paris
     workers: 3
-    rate: 1gbit       # of each worker's network interface
+    rate: 1gbit       # at which each worker sends
     uplink: 500mbit   # shared by its workers, toward other sites; leave out if it is not limited
+    download: 1gbit   # at which each worker receives; leave out if it is as it sends
     price: 2.0        # of a worker per hour
   - {name: oslo, workers: 3, rate: 1gbit, uplink: 500mbit, price: 1.8}
   - {name: ohio, workers: 2, rate: 1gbit, uplink: 500mbit, price: 2.5, step: 1.2s}
@@ -101,7 +102,12 @@ def _site(fields: _Fields, hour: float) -> Site:
         workers=fields.need("workers", parse_count),
         rate=fields.need("rate", parse_rate),
         price=fields.take("price", _number, hour),
-        **fields.given(uplink=parse_rate, latency=parse_duration, step=parse_duration),
+        **fields.given(
+            uplink=parse_rate,
+            download=parse_rate,
+            latency=parse_duration,
+            step=parse_duration,
+        ),
     )
     fields.end()
     return site

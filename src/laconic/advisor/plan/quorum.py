@@ -150,8 +150,8 @@ class Quorum:
                 self.kinds.append(kind)
             kind.rounds.append(r)
         for kind in self.kinds:
-            whole = [quorum_travel(r, self._facts) for r in kind.rounds]
-            kind.send = [sum(each) / 2 for each in zip(*whole, strict=True)]
+            there = [quorum_travel(r, self._facts)[0] for r in kind.rounds]
+            kind.send = [sum(each) for each in zip(*there, strict=True)]
             if send is not None:
                 kind.send = list(send)
             kind.work = sum(self._facts.work.get(work_key(r), 0.0) for r in kind.rounds)
@@ -164,6 +164,7 @@ class Quorum:
         self._step = [0] * n
         self._began: list[list[float]] = [[0.0] * n for _ in self.kinds]
         self._worked = [0.0] * n
+        self._sent_until = 0.0
         self._tries = 0
         fails = cluster.failures
         slices = fails.happen and cluster.slices > 1
@@ -308,10 +309,12 @@ class Quorum:
             taken = tuple(steps for steps, _ in paces)
             self.closings.append(Closed(index, kind.number, tuple(roster), taken, until))
         receive = self._result_seconds(index, len(roster))
+        behind = max(self._sent_until - until, 0.0)  # other results that rank 0 still sends
+        self._sent_until = until + behind + min((receive[w] for w in roster if w), default=0.0)
         for worker, (steps, _) in zip(roster, paces, strict=True):
             arrived = self._there.pop(worker)
             self.log.spent["stragglers"] += until - arrived
-            self._spend(receive[worker], 0.0)
+            self._spend(receive[worker] + (behind if worker else 0.0), 0.0)
             count = self._step[worker] - kind.since[worker]
             share = 1 / len(self.kinds)
             self.log.counted += share * count
@@ -320,7 +323,7 @@ class Quorum:
             kind.pace[worker] = steps
             self._began[index][worker] = self._worked[worker]
         for worker in roster:
-            self._go_on(worker, until + receive[worker], index)
+            self._go_on(worker, until + receive[worker] + (behind if worker else 0.0), index)
         self._account(kind, len(roster))
         self._mark(until)
 
@@ -347,8 +350,9 @@ class Quorum:
         if self._given is not None:
             return [0.0] * self._n
         if (index, present) not in self._results:
-            whole = [quorum_travel(r, self._facts, present) for r in self.kinds[index].rounds]
-            self._results[index, present] = [sum(each) / 2 for each in zip(*whole, strict=True)]
+            rounds = self.kinds[index].rounds
+            back = [quorum_travel(r, self._facts, present)[1] for r in rounds]
+            self._results[index, present] = [sum(each) for each in zip(*back, strict=True)]
         return self._results[index, present]
 
     def _account(self, kind: _Kind, present: int) -> None:

@@ -290,10 +290,11 @@ def limit(planned: Planned, cluster: Cluster) -> str:
 def bottleneck(cluster: Cluster) -> str:
     """Return the name of the resource that is busy for longest in a collective."""
     facts, n = cluster.facts(), cluster.workers
-    slowest = min(cluster.sites, key=lambda site: site.rate)
-    same = len({site.rate for site in cluster.sites}) == 1
+    rates = [min(site.rate, site.receives) for site in cluster.sites]
+    slowest = cluster.sites[rates.index(min(rates))]
+    same = len({*rates}) == 1
     where = "each worker's interface" if same else f"the workers' interfaces in {slowest.name}"
-    found = [(slowest.rate, f"{where}, {format_rate(slowest.rate)}")]
+    found = [(min(rates), f"{where}, {format_rate(min(rates))}")]
     for site in cluster.sites:
         if site.uplink is not None and site.workers < n:
             share = site.uplink * (n - 1) / (site.workers * (n - site.workers))
@@ -370,7 +371,7 @@ def _variants(
     if any(site.uplink is not None for site in sites) and len(sites) > 1:
         wide = tuple(replace(s, uplink=s.uplink and 2 * s.uplink) for s in sites)
         yield "uplinks twice as fast", recipe, replace(cluster, sites=wide), False
-    fast = tuple(replace(s, rate=2 * s.rate) for s in sites)
+    fast = tuple(replace(s, rate=2 * s.rate, download=s.download and 2 * s.download) for s in sites)
     yield "network interfaces twice as fast", recipe, replace(cluster, sites=fast), False
     if len(sites) > 1 and cluster.workers > 2:
         for k, site in enumerate(sites):

@@ -16,11 +16,30 @@ from torch import Tensor
 
 from laconic.advisor.plan.cluster import Cluster
 from laconic.algorithms.compile import replicated
-from laconic.algorithms.exchange import Gossip
+from laconic.algorithms.exchange import Gossip, Scored
 from laconic.algorithms.exchanges.push import Push
 from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round
 from laconic.buckets import BUCKET_BYTES
 from laconic.predict import Facts, Load, elements, idle, load_of, often, work_key
+
+BUFFER = 4 * 2**20
+"""Bytes that the kernel holds for a worker: those that it still sends, and those that have come
+before the worker is there. By default, Linux holds about that many (tcp_wmem, tcp_rmem)."""
+MOST_STAGES = 16
+"""Stages of a round that are told apart. Those of a large model, in many buckets, are merged."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """Seconds of one round, by worker, where their networks differ: to ``send`` and to ``receive``
+    all of it. It has ``stages``: a worker begins the next one when it has received what the others
+    have sent it in this one. It goes on when it has received everything, and the kernel sends the
+    last share ``held`` of it meanwhile. As much is received before it is there."""
+
+    send: Tensor
+    receive: Tensor
+    held: float
+    stages: int
 
 
 @dataclass(frozen=True)
@@ -28,7 +47,7 @@ class Price:
     """Seconds of one round: ``exposed``, of a round on gradients after the backward pass; the
     ``network``'s, of which it takes ``sending`` to send and the rest is latency; ``work`` of the
     processors; ``stretch``, by which training beside it becomes slower; and ``idle``, until the
-    last rank has joined. ``sent``: bytes of each worker."""
+    last rank has joined. ``sent``: bytes of each worker. ``own``: where workers differ."""
 
     exposed: float
     network: float
@@ -39,6 +58,7 @@ class Price:
     sent: float
     messages: int = 0
     units: int = 1
+    own: Own | None = None
 
 
 FREE = Price(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -85,19 +105,35 @@ class Rounds:
         net = facts.net("peers" if isinstance(r.exchange, Gossip) else r.over, "workers")
         work = facts.work.get(work_key(r), 0.0)
         gradients = isinstance(r, GradientRound)
+        sending = min(8 * load.sent / net.rate, load.network)
+        size = elements(r, facts, facts.workers) * facts.itemsize
+        units = max(math.ceil(size / BUCKET_BYTES), 1)
         return Price(
             exposed=load.exposed,
             network=load.network,
-            sending=min(8 * load.sent / net.rate, load.network),
+            sending=sending,
             work=work if not gradients else 0.0,
             stretch=load.stretch,
             idle=idle(r, load),
             sent=load.sent,
             messages=self._messages(r, facts, load) if self.cluster.jitter else 0,
-            units=max(
-                math.ceil(elements(r, facts, facts.workers) * facts.itemsize / BUCKET_BYTES), 1
-            ),
+            units=units,
+            own=self._own(r, facts, net.rate, sending, load),
         )
+
+    def _own(
+        self, r: AnyRound, facts: Facts, rate: float, sending: float, load: Load
+    ) -> Own | None:
+        alike = isinstance(r, Round) and not isinstance(r.exchange, Scored)  # all send as much
+        if not facts.rates or not load.sent or not alike:
+            return None
+        rates = torch.tensor(facts.rates, dtype=torch.float64)
+        receives = torch.tensor(facts.receives or facts.rates, dtype=torch.float64)
+        if rate < (1 - 1e-9) * float(torch.minimum(rates, receives).min()):
+            return None  # a connection that they share takes longer than each one's own
+        stages = min(max(self._messages(r, facts, load), 1), MOST_STAGES)
+        whole, held = sending * rate, min(BUFFER / load.sent, 1.0)
+        return Own(whole / rates, whole / receives, held, stages)
 
     def _messages(self, r: AnyRound, facts: Facts, load: Load) -> int:
         """Return how many messages of a round follow one another."""

@@ -167,6 +167,7 @@ def assumptions(plan: Plan) -> Iterator[str]:
     c = plan.cluster
     sites = ", ".join(
         f"{s.name} {s.workers} x {format_rate(s.rate)}"
+        + (f" (download {format_rate(s.download)})" if s.download is not None else "")
         + (f" (uplink {format_rate(s.uplink)})" if s.uplink is not None else "")
         for s in c.sites
     )

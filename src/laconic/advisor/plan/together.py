@@ -9,6 +9,7 @@ network is free, and waited for when it is folded in.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -85,8 +86,9 @@ class Together:
         n = cluster.workers
         self.now = torch.zeros(n, dtype=torch.float64)
         self._busy = torch.zeros(n, dtype=torch.float64)
+        """Until when each worker's network sends."""
+        self._received_until = torch.zeros(n, dtype=torch.float64)
         self._alive = torch.arange(n)
-        self._site = torch.tensor(cluster.site_of)
         self._flights: dict[tuple[int, int], _Flight] = {}
         """By round, and the step after which the message was sent."""
         self._executed = [0] * len(rounds.all)
@@ -196,6 +198,11 @@ class Together:
     def _together(self, k: int, *, gradients: bool) -> None:
         """A round that all workers wait for."""
         done_part, repeated = 0.0, 0.0
+        if not gradients and self._price(k).own is not None:
+            part = self._unlike(k)
+            if part is None:
+                return
+            done_part, repeated = part
         while True:
             price = self._price(k)
             whole = price.exposed if gradients else price.network + price.work
@@ -217,19 +224,53 @@ class Together:
         self._account(price)
         self._rhythm(start + seconds)
 
+    def _unlike(self, k: int) -> tuple[float, float] | None:
+        """A round that all wait for, on networks that differ. If a worker fails meanwhile, return
+        the share of the round that was over, and the seconds of what runs again."""
+        price, ids = self._price(k), self._alive
+        assert price.own is not None, "asked for by `_together`"
+        own, stages = price.own, price.own.stages
+        before, start = self.now[ids], self._last()
+        latency = (price.network - price.sending + self._late(price)) / stages
+        ready, busy = before, self._busy[ids]
+        came = torch.maximum(self._received_until[ids], before - own.held * own.receive)
+        for _ in range(stages):
+            begin = torch.maximum(ready, busy)
+            busy = begin + own.send / stages
+            came = torch.maximum(came, -_of_others(-begin)) + own.receive / stages
+            ready = torch.maximum(ready, torch.maximum(came, _of_others(busy)) + latency)
+        done = torch.maximum(ready, busy - own.held * own.send) + price.work
+        end = float(done.max())
+        lost = self._lost_before(end)
+        if lost is not None:
+            whole = price.network + price.work
+            part = min(max(lost - start, 0.0) / (end - start), 1.0) if end > start else 0.0
+            return part, whole / price.units if part else 0.0
+        waited = torch.clamp_max(done, start) - before
+        self.log.spent["stragglers"] += float(waited.sum())
+        self._share_network(price, float((done - before - waited).sum()) - price.work * len(ids))
+        self.log.spent["processors"] += (price.work + price.stretch) * len(ids)
+        self.now[ids] = done + price.stretch
+        self._busy[ids], self._received_until[ids] = busy, came
+        self._account(price)
+        self._rhythm(end)
+        return None
+
     def _send(self, k: int, step: int) -> None:
         """A message that is folded in later."""
         gossip = isinstance(self.rounds.all[k].exchange, Gossip)
         price = self._price(k)
         ids = self._alive
-        seconds = price.network + price.work + self._late(price)
-        joined = self._arrivals(k) if gossip else self.now[ids].max().expand(len(ids))
-        start = torch.maximum(joined, self._busy[ids])
-        sent, done = self.now.clone(), self.now.clone()
-        done[ids] = start + seconds
-        latest = self.now.clone()
-        latest[ids] = joined
-        self._busy[ids] = start + seconds - price.work + price.idle
+        sent, done, latest = self.now.clone(), self.now.clone(), self.now.clone()
+        if gossip:
+            latest[ids] = self._arrivals(k)
+            done[ids], busy = self._received(k)
+            self._busy[ids] = torch.maximum(done[ids] - price.work, busy)
+        else:
+            latest[ids] = joined = self.now[ids].max().expand(len(ids))
+            seconds = price.network + price.work + self._late(price)
+            done[ids] = torch.maximum(joined, self._busy[ids]) + seconds
+            self._busy[ids] = done[ids] - price.work + price.idle
         self._flights[k, step] = _Flight(sent, latest, done, price)
         self.now[ids] += price.stretch
         self.log.spent["processors"] += price.stretch * len(ids)
@@ -268,23 +309,45 @@ class Together:
         while self._lost_before(self._last()) is not None:
             pass
         price, ids = self._price(k), self._alive
-        seconds = price.network + price.work + self._late(price)
-        start = torch.maximum(self._arrivals(k), self._busy[ids])
-        self.log.spent["stragglers"] += float((start - self.now[ids]).sum())
-        self._spend_network(price, seconds - price.work, price.work)
-        self.now[ids] = start + seconds + price.stretch
-        self._busy[ids] = start + seconds
-        self.log.spent["processors"] += price.stretch * len(ids)
+        before = self.now[ids]
+        late = torch.clamp_min(self._arrivals(k) - before, 0.0)
+        done, self._busy[ids] = self._received(k)
+        self.log.spent["stragglers"] += float(late.minimum(done - before - price.work).sum())
+        network = done - before - price.work - late
+        self._share_network(price, float(torch.clamp_min(network, 0.0).sum()))
+        self.log.spent["processors"] += (price.work + price.stretch) * len(ids)
+        self.now[ids] = done + price.stretch
         self._account(price)
         self._rhythm(self._last())
+
+    def _received(self, k: int) -> tuple[Tensor, Tensor]:
+        """Return when each worker has received and folded what a gossip sends it, and until when
+        its own network is busy with what it sends itself."""
+        price, ids = self._price(k), self._alive
+        begin = torch.maximum(self.now[ids], self._busy[ids])
+        seconds = price.network + price.work + self._late(price)
+        if price.own is None:
+            end = done = begin + price.sending
+            if len(ids) > 1:
+                done = self._from(k, begin).amax(1) + seconds
+        else:
+            own = price.own
+            end = begin + own.send
+            first = self._from(k, begin).amin(1) + own.receive
+            last = torch.maximum(self._from(k, end).amax(1), first)
+            done = torch.maximum(
+                last + (seconds - price.sending), end - own.held * own.send + price.work
+            )
+        return torch.maximum(done, self.now[ids] + price.work), end
 
     def _arrivals(self, k: int) -> Tensor:
         """When each worker has reached a gossip, and all that send to it."""
         own = self.now[self._alive]
-        if len(own) == 1:
-            return own
-        sources = self.rounds.sources(k, self._executed[k], len(own))
-        return torch.maximum(own, own[sources].amax(1))
+        return own if len(own) == 1 else torch.maximum(own, self._from(k, own).amax(1))
+
+    def _from(self, k: int, values: Tensor) -> Tensor:
+        """Return the ``values`` of those that send to each worker in a gossip."""
+        return values[self.rounds.sources(k, self._executed[k], len(values))]
 
     def _late(self, price: Price) -> float:
         """Return by how much jitter delays the last of a round's messages: of m messages that come
@@ -304,10 +367,14 @@ class Together:
 
     def _spend_network(self, price: Price, seconds: float, work: float) -> None:
         n = len(self._alive)
-        share = price.sending / price.network if price.network else 0.0
-        self.log.spent["bandwidth"] += n * share * seconds
-        self.log.spent["latency"] += n * (1 - share) * seconds
+        self._share_network(price, n * seconds)
         self.log.spent["processors"] += n * work
+
+    def _share_network(self, price: Price, seconds: float) -> None:
+        """The workers have spent so many seconds, all together, on the network."""
+        share = price.sending / price.network if price.network else 0.0
+        self.log.spent["bandwidth"] += share * seconds
+        self.log.spent["latency"] += (1 - share) * seconds
 
     def _account(self, price: Price) -> None:
         n = len(self._alive)
@@ -350,16 +417,18 @@ class Together:
         assert self._lives is not None, "somebody has failed"
         fails = self.cluster.failures
         self._alive = self._alive[self._alive != worker]
-        self._count()
+        self._count([worker], -1)
         back = at + float(self._lives.repairs(1)[0]) + fails.restart
         self._joins[worker] = back + self._transfer()
         self._lives.fails[worker] = math.inf
         self.log.failures += 1
         self.log.events.append((at, worker, "lost"))
 
-    def _count(self) -> None:
-        counts = torch.bincount(self._site[self._alive], minlength=len(self.cluster.sites))
-        self._present = tuple(counts.tolist())
+    def _count(self, workers: Sequence[int], change: int) -> None:
+        counts = list(self._present)
+        for worker in workers:
+            counts[self.cluster.site_of[worker]] += change
+        self._present = tuple(counts)
 
     def _transfer(self) -> float:
         """Return the seconds until a newcomer has a donor's state, which the donor sends while no
@@ -390,8 +459,10 @@ class Together:
             return
         assert self._lives is not None, "somebody had failed"
         self._joins[back] = math.inf
-        self._alive = torch.cat([self._alive, back]).sort().values
-        self._count()
+        here = torch.zeros(self.cluster.workers, dtype=torch.bool)
+        here[self._alive] = here[back] = True
+        self._alive = torch.nonzero(here).flatten()
+        self._count(back.tolist(), 1)
         self.now[back] = now
         self._busy[back] = self._busy[self._alive].max()
         for flight in self._flights.values():
@@ -453,7 +524,7 @@ class Together:
         self._present = self.cluster.everybody
         self._joins[:] = math.inf
         self.now[:] = resumed
-        self._busy[:] = resumed
+        self._busy[:] = self._received_until[:] = resumed
         self._flights.clear()
         self._lives.renew(everyone, torch.tensor(resumed, dtype=torch.float64))
         undone = torch.clamp_min(self._base - step, 0.0)
@@ -466,6 +537,12 @@ class Together:
         self.log.events.append((lost.at, lost.worker, "lost"))
         self.log.events.append((resumed, lost.worker, f"started again from step {step}"))
         return step, position
+
+
+def _of_others(values: Tensor) -> Tensor:
+    """Return the largest of the ``values`` of the others, for each of them."""
+    two = values.topk(2).values
+    return torch.where(values == two[0], two[1], two[0])
 
 
 def check_tries(tries: int, step: float) -> None:
