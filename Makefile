@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
 COURSE := $(VENV)/.course
+LAB := $(VENV)/.lab
 
 .PHONY: demo test check wheels try-wheels matrix torchtitan cuda traps bench science race survive validate-model peers mutations stress look look-docs docs pictures tutorial course clean
 
 DEMO ?=
 
-demo: $(READY)            ## what a slow network costs, and what laconic gains; DEMO=--kill: lose a worker
+demo: $(if $(wildcard $(READY)),$(READY),$(LAB))  ## what a slow network costs, and what laconic gains; DEMO=--kill: lose a worker
 	$(BIN)/laconic demo $(DEMO)
 
 # Two processes for each processor: many tests wait for a timeout or another process.
@@ -81,11 +82,23 @@ VALIDATE ?=
 validate-model: $(READY)  ## the cost model against emulated networks; 40 minutes; VALIDATE=--quick
 	$(BIN)/python -m benchmarks.validate $(VALIDATE)
 
-$(READY): pyproject.toml setup.py constraints.txt src/laconic/codecs/kernels.c src/laconic/links/wire.c src/laconic/lab/emulation/forward.c
+SOURCES := pyproject.toml setup.py constraints.txt $(wildcard src/laconic/*/*.c src/laconic/*/*/*.c)
+
+define environment
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[$(1)]'
 	touch $@
+endef
+
+$(READY): $(SOURCES)
+	$(call environment,dev)
+
+$(LAB): $(SOURCES)
+	$(call environment,lab)
+
+$(COURSE): $(SOURCES)
+	$(call environment,course)
 
 mutations: $(READY)       ## change a sign in each formula and see a test fail
 	$(BIN)/python tests/mutate.py
@@ -112,12 +125,6 @@ tutorial: $(DOCS)         ## execute the tutorial's chapters and write their pag
 
 course: $(COURSE)         ## the course's light environment, and its chapters as notebooks for Jupyter
 	$(BIN)/python -m tutorial.notebooks
-
-$(COURSE): pyproject.toml setup.py constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[course]'
-	touch $@
 
 $(DOCS): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[docs]'

@@ -23,7 +23,7 @@ from laconic.algorithms.compile import (
     warn_of_groups,
     with_replicas,
 )
-from laconic.algorithms.round import Recipe, describe, is_recipe, recipe_text, renamed
+from laconic.algorithms.round import AnyRound, Recipe, describe, is_recipe, recipe_text, renamed
 from laconic.auto import Auto, Chooser
 from laconic.buckets import is_sharded, reshard
 from laconic.candidates import start
@@ -310,9 +310,10 @@ def _params(optimizer: Optimizer) -> list[Tensor]:
 
 def _check(model: nn.Module, optimizer: Optimizer, recipe: Recipe) -> None:
     if not is_recipe(recipe):
+        hint = ": put the round in a tuple, (round,)" if isinstance(recipe, AnyRound) else ""
         raise ValueError(
             "recipe must be what a recipe function returns, such as laconic.local_sgd(12), not "
-            f"{recipe!r}"
+            f"{recipe!r}{hint}"
         )
     check_unwrapped(model)
     known = {id(p) for p in model.parameters()}

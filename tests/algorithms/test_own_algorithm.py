@@ -372,6 +372,61 @@ def test_a_fragment_that_is_none_is_refused(given: tuple[Any, ...], words: str) 
         Fragment(*given)
 
 
+class Faulty(Average):
+    """``what`` says which mistake it makes."""
+
+    what = ""
+    slots: ClassVar[dict[str, Any]] = {"a": "everywhere"}
+
+    def init(self, x: Tensor) -> State:
+        return {"a": x}
+
+    def send(self, x: Tensor, state: State, clock: la.Clock) -> Tensor:
+        return state["a"] if self.what == "state" else x
+
+    def combine(self, mean: Tensor, state: State, clock: la.Clock) -> Tensor:
+        return None if self.what == "combine" else mean  # type: ignore[return-value]
+
+    def fold(self, x: Any, received: Any, sent: Any, state: State, clock: la.Clock) -> Tensor:
+        return None if self.what == "fold" else received  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("state", r"Wrong.send must not return state\['a'\] itself.*return state\['a'\].clone"),
+        ("combine", "Wrong.combine must return a tensor, not NoneType"),
+        ("fold", "Wrong.fold must return a tensor, not NoneType"),
+        ("slots", r"Wrong.slots\['a'\] must be one of 'owner', 'everywhere'.*did you mean"),
+    ],
+)
+def test_mistakes_in_an_update_are_named(what: str, words: str, delay: int) -> None:
+    slots = {"a": "everywere"} if what == "slots" else Faulty.slots
+    kind = type("Wrong", (Faulty,), {"what": what, "slots": slots, "replaces": False})
+    recipe = (la.Round(la.every(1), kind(), Mean(), delay=delay),)
+
+    def run(rank: int) -> None:
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = la.attach(model, optimizer, recipe)
+        for _ in range(3):
+            model(torch.ones(1, 1) + rank).sum().backward()
+            optimizer.step()
+        sync.finish()
+
+    with pytest.raises(ValueError, match=words):
+        la.simulate(run, workers=2)
+
+
+def test_a_round_that_is_no_recipe_says_what_to_write() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    alone: Any = la.Round(la.every(2), Average(), Mean())
+    with pytest.raises(ValueError, match=r"put the round in a tuple, \(round,\)"):
+        la.attach(model, optimizer, alone)
+
+
 def test_an_attach_that_failed_leaves_no_hooks() -> None:
     class NoSlots(Average):
         def init(self, x: Tensor) -> State:

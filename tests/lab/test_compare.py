@@ -354,7 +354,7 @@ def test_workers_of_different_speeds_in_a_race(tmp_path: Path) -> None:
     sent = 2 * (sum(parts) - parts[0]) * DIGITS * 4 / 4  # there and back, the mean over 4 hosts
     assert row.ledger_bytes_per_step * row.steps == pytest.approx(sent, rel=0.02)
     assert sum(r.bytes * len(r.steps()) for r in row.rounds) == pytest.approx(sent, rel=0.05)
-    few = "outer rounds; below about 100 an outer momentum of 0.9 overshoots" in race.text
+    few = "outer rounds; below about 100 an outer momentum of 0.9 may overshoot" in race.text
     assert few == (sum(parts) // 4 < 100), "those that a worker took part in, on average"
 
     # the timelines: what each worker did for all of the time

@@ -88,6 +88,19 @@ class Update:
     methods of `BeforeStep`, `AfterStep`, `AfterSend` and `Quiesce`; the engine calls those that are
     there.
 
+    Class attributes say what the formula needs. ``slots``: where each state tensor of `init` lives:
+
+        "owner"       the same on all workers, and used in `combine`: each stores a slice of it
+        "everywhere"  the same on all workers, and used in `send` or `fold`
+        "private"     of each worker
+        "pooled"      of each worker; their mean stays the same when workers come or go
+
+    ``anchor``: the state tensor with the last common model. ``uses_lr``: the formula contains
+    ``clock.lr``. ``replaces``: without a delay, what arrives is the new x, and `fold` is called for
+    delayed rounds only. ``sends_changes``: messages are changes, such as a - x. ``weight``: a state
+    tensor, a number, that travels with each message. ``models``: how many times as long as x the
+    message is. ``whole``: x consists of whole tensors.
+
     Examples:
         >>> class HalfWay(laconic.Update):  # x <- (x + mean(x)) / 2
         ...     def fold(self, x, received, sent, state, clock):
@@ -190,6 +203,20 @@ class Quiesce(Protocol):
     def quiesce(self, x: Tensor, state: State, averaged: bool) -> None:
         """Reset push weights to 1, or the like; what was in flight has been folded. ``x`` is a
         whole bucket, changed in place. ``averaged``: the mean of x over workers counts next."""
+
+
+def returned(update: Update, method: str, value: object, state: State) -> Tensor:
+    """Return ``value``, which a method has returned. Raises ``ValueError`` if it must not be."""
+    if not isinstance(value, Tensor):
+        raise ValueError(
+            f"{type(update).__name__}.{method} must return a tensor, not {type(value).__name__}"
+        )
+    if method == "send" and (name := next((k for k, t in state.items() if t is value), None)):
+        raise ValueError(
+            f"{type(update).__name__}.send must not return state[{name!r}] itself, because the "
+            f"exchange overwrites the message: return state[{name!r}].clone()"
+        )
+    return value
 
 
 def abilities(update: Update) -> bool:

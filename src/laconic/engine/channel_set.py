@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 from torch import Tensor
 
 from laconic.algorithms.round import Round
-from laconic.algorithms.update import AfterStep, BeforeStep, State
+from laconic.algorithms.update import AfterStep, BeforeStep, Slot, State
 from laconic.buckets import Fragment, Segment, parameters, state_dtype
 from laconic.engine.channel import Channel, is_owned, open_channels
 from laconic.engine.in_flight import RoundContext
 from laconic.engine.offload import HostState
+from laconic.errors import check_choice
 from laconic.links.link import Link
 
 Tensors = Sequence[Sequence[Tensor | Segment]]
@@ -138,6 +140,8 @@ class ChannelSet:
                 f"{type(update).__name__}.init makes state {missing} that its slots do not list: "
                 'say where each lives, "owner", "everywhere", "private" or "pooled"'
             )
+        for name, slot in update.slots.items():
+            check_choice(f"{type(update).__name__}.slots[{name!r}]", slot, get_args(Slot))
         if all(t.dim() == 0 or is_owned(update, name, t) for name, t in owned.items()):
             return owned
         whole = update.init(x.to(dtype, copy=True))

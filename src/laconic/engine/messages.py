@@ -11,7 +11,7 @@ from torch import Tensor
 from laconic.algorithms.exchange import Arrival, Gossip, Scored
 from laconic.algorithms.round import Round
 from laconic.algorithms.scores import of_worker
-from laconic.algorithms.update import Clock, State
+from laconic.algorithms.update import Clock, State, returned
 from laconic.buckets import Bucket, state_dtype
 from laconic.engine.channel import Channel, is_owned
 from laconic.engine.in_flight import RoundContext
@@ -64,7 +64,7 @@ class Messenger:
         update = self._round.update
         y = channel.bucket.pack(channel.bucket.empty())
         with channel.states() as (state, _):
-            message = update.send(y, state, clock)
+            message = returned(update, "send", update.send(y, state, clock), state)
         if update.keeps_sent and message is y:
             message = y.clone()
         return message, y if update.keeps_sent else None
@@ -84,6 +84,7 @@ class Messenger:
         def combine(mean: Tensor) -> Tensor:
             owned = {name: state[name] for name in names}
             result = update.combine(mean.to(state_dtype(mean.dtype)), owned, slice_clock)
+            result = returned(update, "combine", result, owned)
             state.update(owned)  # an outer optimizer makes its state in its first step
             return result
 

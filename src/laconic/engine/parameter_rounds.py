@@ -17,6 +17,7 @@ from laconic.algorithms.update import (
     Clock,
     Quiesce,
     State,
+    returned,
 )
 from laconic.buckets import Bucket, Fragment
 from laconic.engine.channel import Channel, is_owned
@@ -139,6 +140,7 @@ class ParameterRunner:
         clock = self._clock(bucket, step)
         with channel.states() as (state, _):
             message = update.send(bucket.pack(self._context.memory(bucket)), state, clock)
+            message = returned(update, "send", message, state)
             clock = self._messenger.stamped(clock, state)
         job = partial(self._messenger.carry, channel, message, clock)
         arrival = self._context.comm.call(job, self.label(step))
@@ -150,6 +152,7 @@ class ParameterRunner:
             clock = replace(clock, weight=arrival.weight, workers=workers, worker=worker)
             with channel.states() as (state, _):
                 received = update.fold(x, received, None, state, clock)
+                received = returned(update, "fold", received, state)
         bucket.unpack(received)
 
     def _launch(self, step: int) -> InFlightRound:
@@ -226,6 +229,7 @@ class ParameterRunner:
             with channel.states() as (own, _):
                 state = own if copies is None else copies[id(channel)]
                 x = self.round.update.fold(x, received, sent, state, clock)
+                x = returned(self.round.update, "fold", x, state)
             if write:
                 bucket.unpack(x)
         for tensor, copy in copied:

@@ -44,7 +44,7 @@ Watch = Callable[[str, Event], None]
 ``{"event": "done", "row": Row}``."""
 
 FEW_ROUNDS = 100
-"""With fewer outer rounds, DiLoCo's usual momentum of 0.9 overshoots."""
+"""With fewer outer rounds, DiLoCo's usual momentum of 0.9 may overshoot."""
 DIVERGED = 3.0
 """A loss this many times the initial loss counts as diverged."""
 RANK_TIMEOUT = 60.0
@@ -420,8 +420,8 @@ def _overshoot(momentum: float, rounds: int) -> tuple[str, ...]:
     if momentum <= 0.6 or rounds >= FEW_ROUNDS:
         return ()
     return (
-        f"{rounds} outer rounds; below about {FEW_ROUNDS} an outer momentum of {momentum:g} "
-        "overshoots, try 0.3 to 0.6",
+        f"{rounds} outer rounds; below about {FEW_ROUNDS} an outer momentum of {momentum:g} may "
+        "overshoot: also try 0.3 to 0.6",
     )
 
 
