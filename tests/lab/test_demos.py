@@ -104,6 +104,16 @@ def test_rows_that_did_not_finish() -> None:
     assert len(without(*[r.recipe for r in race.rows])) == 3
 
 
+def test_more_steps_than_without_communication_are_a_disturbed_run() -> None:
+    race = rows(alone=2.5, auto=2.2, ddp=2.9)
+    assert outcome.disturbed(race) is None
+    alone = next(row for row in race.rows if row.recipe == NO_COMMUNICATION)
+    busy = [replace(row, steps=row.steps // 2) if row is alone else row for row in race.rows]
+    warning = outcome.disturbed(replace(race, rows=tuple(busy)))
+    assert warning is not None and "took more steps than hosts that never" in warning
+    assert outcome.disturbed(replace(race, rows=tuple(r for r in busy if r.steps > 1)[1:])) is None
+
+
 def test_without_a_choice_none_is_named() -> None:
     assert outcome.chosen(row(AUTO)) == ""
     assert outcome.chosen(row(AUTO, notes=CHOSE[:1])) == "ddp(codec='int4')"

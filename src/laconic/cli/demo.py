@@ -93,7 +93,7 @@ def show(result: Result, directory: Path) -> None:
     """Write the picture and the report, and print the table and the sentences."""
     from rich.console import Console
 
-    from laconic.lab.demo.outcome import sentences, table
+    from laconic.lab.demo.outcome import disturbed, sentences, table
     from laconic.lab.demo.picture import draw
     from laconic.lab.race import report
     from laconic.lab.race.wording import network
@@ -105,6 +105,8 @@ def show(result: Result, directory: Path) -> None:
     console.print(f"\n{network(result)}\n")
     for number, sentence in enumerate(sentences(result), start=1):
         console.print(f"{number}. {sentence}")
+    if warning := disturbed(result):
+        console.print(f"\nWarning: {warning}")
     page = report.write(result, directory)[0]
     picture = draw(result, directory / "demo.png")
     console.print(f"\nPicture: {picture}\nReport:  {page}", soft_wrap=True)

@@ -30,6 +30,10 @@ RECIPES = {
 EXPLAINED = {NO_COMMUNICATION: "each host trains alone, all the time", **RECIPES}
 
 
+MORE = 1.03
+"""A larger ratio of steps to those without communication is not possible on a quiet machine."""
+
+
 def sentences(result: Result) -> list[str]:
     """Return what the race shows: about DDP, about `auto`, and about hosts that never communicate.
 
@@ -38,6 +42,21 @@ def sentences(result: Result) -> list[str]:
     lost = [f"{row.recipe} {row.status}" for row in result.rows if row.status != "ok"]
     end = f"; not counted: {listed(lost)}." if lost else "."
     return [_about_ddp(result), _about_auto(result), _about_alone(result) + end]
+
+
+def disturbed(result: Result) -> str | None:
+    """Return a warning if hosts took more steps with a network than without one."""
+    rows = {row.recipe: row for row in _finished(result)}
+    alone = rows.pop(NO_COMMUNICATION, None)
+    if alone is None:
+        return None
+    faster = [name for name, row in rows.items() if row.steps > MORE * alone.steps]
+    if not faster:
+        return None
+    return (
+        f"{listed(faster)} took more steps than hosts that never communicate: other programs have "
+        "kept this machine busy for part of the time. Run the demo again without them."
+    )
 
 
 def finals(result: Result) -> dict[str, float]:
