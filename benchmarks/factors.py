@@ -1,6 +1,6 @@
 """Measure how many steps a recipe needs per step of ddp().
 
-    python -m benchmarks.factors [SEED ...]
+    python -m benchmarks.factors [SEED ...] [--rows RECIPE ...]
 
 Every recipe trains the text model for `STEPS` steps with 4 simulated workers. `ddp` also trains for
 fewer steps. Each run has its own learning-rate schedule over its steps. Let L be the final loss of
@@ -14,9 +14,9 @@ Then
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-import sys
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
@@ -90,9 +90,13 @@ def factor(loss: float, ddp: dict[int, float]) -> float:
 
 
 def main() -> None:
-    seeds = [int(word) for word in sys.argv[1:]] or [0]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.factors")
+    parser.add_argument("seeds", nargs="*", type=int, metavar="SEED", help="default: 0")
+    parser.add_argument("--rows", nargs="+", metavar="RECIPE", default=list(ROWS))
+    options = parser.parse_args()
+    seeds = options.seeds or [0]
     jobs = [("ddp()", steps, seed) for seed in seeds for steps in reversed(DDP_STEPS)]
-    jobs += [(row, STEPS, seed) for seed in seeds for row in ROWS]
+    jobs += [(row, STEPS, seed) for seed in seeds for row in options.rows]
     ends: dict[tuple[str, int, int], float] = {}
     with ProcessPoolExecutor() as pool:
         for job, loss in zip(jobs, pool.map(train, *zip(*jobs, strict=True)), strict=True):

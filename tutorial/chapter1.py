@@ -25,8 +25,8 @@
 # - measure what training costs, and estimate it for more data and a larger network.
 #
 # **Before you start.** You know Python, and have seen a training loop in PyTorch. The chapter needs
-# PyTorch and runs for about one minute. The first page of this course says how to
-# [set up the environment](index.md) and how to run a chapter.
+# PyTorch. `python -m tutorial 1` runs for about one minute. The first page of this course says how
+# to [set up the environment](index.md).
 #
 # The code above each number printed it; run it on your machine to get your own. `scaled(n)` is n,
 # or the fraction of it that `TUTORIAL_SCALE` sets (0.1: a tenth of the work), and the chapter then

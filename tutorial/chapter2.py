@@ -27,7 +27,7 @@
 # - say why PyTorch uses processes and not threads.
 #
 # **Before you start.** Read [chapter 1](chapter1.md). The chapter needs PyTorch, matplotlib, and
-# two cores for its last measurement. It runs for about one minute.
+# two cores for its last measurement. `python -m tutorial 2` runs for about one minute.
 
 # %%
 import math

@@ -33,7 +33,7 @@
 # - say why more processes can be slower.
 #
 # **Before you start.** Read chapters [1](chapter1.md) and [2](chapter2.md). The chapter needs only
-# PyTorch, and runs for about one minute.
+# PyTorch. `python -m tutorial 3` runs for about one minute.
 #
 # The code is in the module `tutorial/naive_ddp.py` instead of the notebook, because the processes
 # that it starts must be able to import it.

@@ -28,8 +28,8 @@
 #   help;
 # - say why all ranks must send in the same order.
 #
-# **Before you start.** Read [chapter 3](chapter3.md). The chapter needs only PyTorch, and runs for
-# about one minute.
+# **Before you start.** Read [chapter 3](chapter3.md). The chapter needs only PyTorch.
+# `python -m tutorial 4` runs for about one minute.
 
 # %%
 import torch

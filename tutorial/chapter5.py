@@ -29,7 +29,7 @@
 #
 # **Before you start.** Read chapters [3](chapter3.md) and [4](chapter4.md). The chapter needs
 # PyTorch and laconic. Its two emulated hosts need Linux (`laconic doctor` says what is missing).
-# It runs for about one minute.
+# `python -m tutorial 5` runs for about one minute.
 
 # %%
 import os

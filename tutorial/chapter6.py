@@ -31,7 +31,7 @@
 # - judge what a longer period costs when workers have different samples.
 #
 # **Before you start.** Read chapters [3](chapter3.md) to [5](chapter5.md). The chapter needs
-# PyTorch and laconic, and runs for about three minutes.
+# PyTorch and laconic. `python -m tutorial 6` runs for about three minutes.
 #
 # This chapter measures only bytes and losses, not times. The workers can therefore live in one
 # process: by hand as rows of a matrix, and with laconic through `laconic.simulate`.

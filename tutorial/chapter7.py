@@ -27,8 +27,9 @@
 #   by its seconds per step.
 #
 # **Before you start.** Read chapters [4](chapter4.md) and [6](chapter6.md). The chapter needs
-# PyTorch, laconic, matplotlib, and Linux for hosts with real network interfaces. It runs for about
-# five minutes. Run nothing else in the meantime: the hosts share your processor.
+# PyTorch, laconic, matplotlib, and Linux for hosts with real network interfaces.
+# `python -m tutorial 7` runs for about five minutes. Run nothing else in the meantime: the hosts
+# share your processor.
 
 # %%
 from statistics import mean
@@ -254,10 +255,10 @@ if FULL:
 # Twelve seconds are the very beginning of a training. At that point a step is worth about the same
 # with every recipe, and the recipe with the most steps is ahead. Later, agreement matters: with
 # infrequent averaging it takes *more steps* to reach the same loss. laconic has measured how many,
-# on this task in runs of 480 steps: 2% more with gradients in 4 bits, and 50% more with streaming
-# DiLoCo at this period. Local SGD is treated like streaming DiLoCo at the nearest measured period.
-# Seconds per step are then multiplied by steps needed. `laconic advise` and `laconic.auto` choose
-# by this rule:
+# on this task in runs of 480 steps (`python -m benchmarks.factors`): 2% more with gradients in 4
+# bits, and 50% more with streaming DiLoCo at this period. Local SGD is treated like streaming
+# DiLoCo at the nearest measured period. Seconds per step are then multiplied by steps needed.
+# `laconic advise` and `laconic.auto` choose by this rule:
 
 # %%
 needed = {name: steps_of(parse_recipe(recipe)).factor for name, recipe in recipes.items()}

@@ -48,7 +48,11 @@ def slow_momentum_of_few_workers() -> str:
     base = laconic.local_sgd(3)
     loss = _loss(laconic.slowmo(base, period=48), 4, 96)
     plain = _loss(laconic.slowmo(base, period=48, momentum=0.0), 4, 96)
-    text = f"a loss of {loss:.3f} after 96 steps of 4 workers, and {plain:.3f} without momentum"
+    half = _loss(laconic.slowmo(base, period=48, momentum=0.5), 4, 96)
+    text = (
+        f"a loss of {loss:.3f} after 96 steps of 4 workers, {plain:.3f} without momentum, and "
+        f"{half:.3f} with 0.5"
+    )
     if loss > 2 * plain:
         raise Trapped(text)
     return text

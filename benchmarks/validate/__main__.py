@@ -5,8 +5,9 @@
 
 The first form runs one launch per network and appends it to the journal when it has finished.
 Launches in the journal are not repeated, so an interrupted validation resumes with the same
-command. Afterward, or immediately with --table, it writes the tables and the plot. The exit code is
-1 if a bound is missed.
+command. Afterward, or immediately with --table, it writes the tables and the plot. With --table,
+they are of the launches with the settings of the journal's last one, from whatever machine. The
+exit code is 1 if a bound is missed.
 """
 
 from __future__ import annotations
@@ -131,6 +132,8 @@ def run(options: Any) -> int:
                     f"{time.monotonic() - start:.0f} s",
                     flush=True,
                 )
+    elif known := journal.load(options.journal):
+        common = dict(known[-1].shared)
     launches = matching(options.journal, common)
     if not launches:
         raise ValueError(f"no launches with these settings in {options.journal}")

@@ -67,7 +67,7 @@ SHORTEST = 8
 """The least period to choose. Period 4 takes 4% fewer steps, but loses more than that by a message
 in every step, which `predict` does not include if processors are few: at 10 Mbit/s with 4 emulated
 hosts on 2 cores a step took 0.200 s with period 4, 0.181 s with 8 and 0.170 s with 16
-(``docs/race.md``)."""
+(``docs/coded.md``)."""
 SLOW = 0.1
 """The least seconds that coded gradients take per step for a run to start without them."""
 START_DELAY = 2

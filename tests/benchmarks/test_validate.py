@@ -78,3 +78,14 @@ def test_mistakes_are_one_line(
     assert main([*at, *options]) == 2
     said = capsys.readouterr().err
     assert said.startswith("benchmarks.validate: ") and said.count("\n") == 1
+
+
+def test_the_page_is_what_its_command_writes(tmp_path: Path) -> None:
+    """On any machine: a round that prints differently would lose the time that was measured for
+    it."""
+    docs = Path(__file__).parents[2] / "docs"
+    path = tmp_path / "validation.md"
+    path.write_text((docs / "validation.md").read_text())
+    table = ["--table", "--journal", str(docs / "validation.jsonl"), "--page", str(path)]
+    assert main(table) == 1, "one prediction misses its bound"
+    assert path.read_text() == (docs / "validation.md").read_text()
