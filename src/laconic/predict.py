@@ -66,7 +66,7 @@ import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import cast
 
 import torch
@@ -337,26 +337,54 @@ def undisturbed(recipe: Recipe, facts: Facts) -> Facts:
 
 
 def quorum_travel(
-    r: AnyRound, facts: Facts, present: int | None = None
+    r: AnyRound, facts: Facts, remote: int | None = None
 ) -> tuple[list[float], list[float]]:
     """Return, by worker, the seconds of its message to rank 0, and those of the result, in a round
-    of which ``present`` workers are part (None: all)."""
+    of which so many ``remote`` workers are part, that is, all but rank 0 (None: all of them). The
+    messages of a round are under way together."""
     n = facts.workers
-    present = n if present is None else present
-    amount = r.exchange.busiest(elements(r, facts, n), facts.itemsize, present)
+    remote = n - 1 if remote is None else remote
+    amount = r.exchange.busiest(elements(r, facts, n), facts.itemsize, remote + 1)
     way = Cost(amount.bytes // 2, amount.messages // 2)
-    rates = facts.rates or (facts.net("workers").rate,) * n
+    known = facts.nets.get("workers")
+    rates = facts.rates or (facts.rate if known is None else known.rate,) * n
     receives = facts.receives or rates
-    others = max(present - 1, 1)
 
     @lru_cache
-    def seconds(home: float, away: float) -> float:  # a worker carries a share of what rank 0 does
-        return facts.travel((r.over, "workers"), way, n, 1, min(home, others * away))
+    def seconds(home: float, away: float, shared: float) -> float:
+        return facts.travel((r.over, "workers"), way, n, 1, min(home, remote * away, shared))
 
-    there = [seconds(receives[0], rate) for rate in rates]
-    back = [seconds(rates[0], receive) for receive in receives]
-    there[0] = back[0] = 0.0
+    there, back = [0.0] * n, [0.0] * n
+    for first, last in pairwise(_alike(facts)):
+        up = _through(facts, first, to_first=True)
+        down = _through(facts, first, to_first=False)
+        for worker in range(max(first, 1), last):
+            there[worker] = seconds(receives[0], rates[worker], up)
+            back[worker] = seconds(rates[0], receives[worker], down)
     return there, back
+
+
+def _alike(facts: Facts) -> list[int]:
+    """Return the ranks, and n, between which all workers share the same connections."""
+    ends = {0, facts.workers}
+    for each in facts.shared:
+        ends |= {each.begin, each.begin + each.ranks}
+        ends |= {each.end, each.end + each.others} if each.end is not None else set()
+    return sorted(ends)
+
+
+def _through(facts: Facts, worker: int, *, to_first: bool) -> float:
+    """Return the bit/s of all messages to rank 0 together, or from it, that the connections which
+    this ``worker`` shares with others allow. As many of each round's workers are behind each
+    connection as there are of all."""
+    least = math.inf
+    for each in facts.shared:
+        if to_first and each.sends(worker) and each.receives(0):
+            least = min(least, each.rate * (facts.workers - 1) / each.ranks)
+        elif not to_first and each.sends(0) and each.receives(worker):
+            ways = each.others if each.end is not None else facts.workers - each.ranks
+            least = min(least, each.rate * (facts.workers - 1) / ways)
+    return least
 
 
 def load_of(r: AnyRound, facts: Facts) -> Load:

@@ -48,11 +48,24 @@ class Cost:
 
 @dataclass(frozen=True)
 class Shared:
-    """A connection of ``rate`` bit/s that carries all that ``ranks`` ranks send to ``others``."""
+    """A connection of ``rate`` bit/s that carries all that ``ranks`` ranks send to ``others``: from
+    rank ``begin`` on, and from ``end`` on (None: all that are not among the ``ranks``)."""
 
     ranks: int
     others: int
     rate: float
+    begin: int = 0
+    end: int | None = None
+
+    def sends(self, rank: int) -> bool:
+        """Whether it carries what this ``rank`` sends."""
+        return self.begin <= rank < self.begin + self.ranks
+
+    def receives(self, rank: int) -> bool:
+        """Whether it carries what this ``rank`` receives."""
+        if self.end is None:
+            return not self.sends(rank)
+        return self.end <= rank < self.end + self.others
 
     def per_rank(self, n: int) -> float:
         """The bit/s that it leaves for each of ``n`` ranks if all send equally much to each other:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal, get_args
 
 from laconic.advisor.numbers import facts_from
@@ -229,19 +230,20 @@ class Cluster:
 def _facts(cluster: Cluster, present: tuple[int, ...]) -> Facts:
     n, here = sum(present), [s for s, count in enumerate(present) if count]
     sites = cluster.sites
+    begins = dict(zip(here, accumulate((present[s] for s in here), initial=0), strict=False))
     latencies = [sites[s].latency for s in here if present[s] > 1]
     shared = []
     for a in here:
         uplink = sites[a].uplink
         if uplink is not None and n > present[a]:
-            shared.append(Shared(present[a], n - present[a], uplink))
+            shared.append(Shared(present[a], n - present[a], uplink, begins[a]))
         for b in here:
             if a == b:
                 continue
             link = cluster.link(a, b)
             latencies.append(cluster.latency if link.latency is None else link.latency)
             if link.rate is not None:
-                shared.append(Shared(present[a], present[b], link.rate))
+                shared.append(Shared(present[a], present[b], link.rate, begins[a], begins[b]))
     rate = min(min(sites[s].rate, sites[s].receives) for s in here)
     latency = max(latencies, default=0.0)
     steps = {s: cluster.step if (own := sites[s].step) is None else own for s in here}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import random
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Sequence
@@ -95,6 +96,23 @@ class Closed:
     time: float
 
 
+@dataclass
+class _UnderWay:
+    """What a worker does from one of its rounds to the next: seconds of ``receiving``, of
+    ``computing`` until ``end``, of ``work`` and of ``sending``, one after the other."""
+
+    end: float = 0.0
+    receiving: float = 0.0
+    computing: float = 0.0
+    work: float = 0.0
+    sending: float = 0.0
+
+    def after(self, at: float, seconds: float, later: float) -> float:
+        """Return how many of the ``seconds`` that last until ``later`` than ``end`` come after the
+        time ``at``."""
+        return min(max(self.end + later - at, 0.0), seconds)
+
+
 class _Ordered:
     """Numbers by worker, in order."""
 
@@ -165,6 +183,10 @@ class Quorum:
         self._began: list[list[float]] = [[0.0] * n for _ in self.kinds]
         self._worked = [0.0] * n
         self._sent_until = 0.0
+        self._under_way = [_UnderWay() for _ in range(n)]
+        self._saved = 0.0, 0.0, 0.0
+        """Steps that count, their seconds, and those of computing, at the last checkpoint."""
+        self._jitter = random.Random(int(torch.randint(2**31, (), generator=generator)))
         self._tries = 0
         fails = cluster.failures
         slices = fails.happen and cluster.slices > 1
@@ -176,7 +198,7 @@ class Quorum:
 
     def run(self, steps: int) -> Log:
         """Simulate until the workers have contributed ``steps`` each, on average."""
-        goal, saved, time = self._n * steps, 0.0, 0.0
+        goal, time = self._n * steps, 0.0
         every = self.cluster.failures.checkpoint if self._lives is not None else None
         for worker in range(self._n):
             self._go_on(worker, 0.0, -1)
@@ -186,20 +208,39 @@ class Quorum:
             soonest = min(closing[0] if closing else math.inf, arrival)
             failure = self._failure(soonest)
             if failure is not None:
-                time = self._restart(*failure, saved)
+                time = self._restart(*failure)
                 continue
             if closing is not None and closing[0] < arrival:
                 time = closing[0]
                 self._close(closing[1], time)
-                if every is not None and self.log.counted >= saved + every * self._n:
-                    saved, self._tries = self.log.counted, 0
-                    self.log.spent["failures"] += self.cluster.failures.save * self._n
+                if every is not None and self.log.counted >= self._saved[0] + every * self._n:
+                    self._save()
             else:
                 assert self._arrivals, "somebody can always arrive"
                 now, worker, kind = heapq.heappop(self._arrivals)
                 self._arrive(now, worker, kind)
+        self._undo(time)
         self.now[:] = time
         return self.log
+
+    def _save(self) -> None:
+        """All workers write a checkpoint."""
+        self._saved = self.log.counted, self.log.useful, self.log.spent["compute"]
+        self._tries = 0
+        seconds = self.cluster.failures.save
+        self._arrivals = [(at + seconds, worker, kind) for at, worker, kind in self._arrivals]
+        for _, worker, _ in self._arrivals:
+            self._under_way[worker].end += seconds
+
+    def _undo(self, at: float) -> None:
+        """What the workers would have done after the time ``at`` has not happened."""
+        for each in self._under_way:
+            self.log.spent["compute"] -= each.after(at, each.computing, 0.0)
+            self.log.spent["processors"] -= each.after(at, each.work, each.work)
+            network = each.after(at, each.sending, each.work + each.sending)
+            network += each.after(at, each.receiving, -each.computing)
+            self.log.spent["bandwidth"] -= network
+        self._under_way = [_UnderWay() for _ in range(self._n)]
 
     def _seconds(self, worker: int, steps: int) -> float:
         """Return the seconds of this worker's next ``steps`` steps."""
@@ -231,20 +272,25 @@ class Quorum:
         self._worked[worker] += seconds
         self._step[worker] = due
         self.log.spent["compute"] += seconds
-        self.log.computed += steps
         if self._slices is None:
             end = now + seconds
         else:
             at = torch.tensor([now], dtype=torch.float64)
             work = torch.tensor([seconds], dtype=torch.float64)
             end = float(self._slices.finish(at, work, torch.tensor([worker]))[0])
-            self.log.spent["failures"] += end - now - seconds
+        under_way = self._under_way[worker]
+        under_way.end, under_way.computing = end, seconds
         self._deliver(worker, index, end)
 
     def _deliver(self, worker: int, index: int, now: float) -> None:
         kind = self.kinds[index]
         sending = kind.send[worker]
+        if self.cluster.jitter and sending:
+            jitter = self.cluster.jitter
+            sending = max(sending + self._jitter.uniform(-jitter, jitter), 0.0)
         self._spend(sending, kind.work)
+        under_way = self._under_way[worker]
+        under_way.end, under_way.work, under_way.sending = now, kind.work, sending
         heapq.heappush(self._arrivals, (now + kind.work + sending, worker, index))
 
     def _spend(self, network: float, work: float) -> None:
@@ -308,13 +354,16 @@ class Quorum:
         if self._record:
             taken = tuple(steps for steps, _ in paces)
             self.closings.append(Closed(index, kind.number, tuple(roster), taken, until))
-        receive = self._result_seconds(index, len(roster))
+        remote = len(roster) - (roster[0] == 0)
+        receive = self._result_seconds(index, remote)
         behind = max(self._sent_until - until, 0.0)  # other results that rank 0 still sends
         self._sent_until = until + behind + min((receive[w] for w in roster if w), default=0.0)
         for worker, (steps, _) in zip(roster, paces, strict=True):
             arrived = self._there.pop(worker)
             self.log.spent["stragglers"] += until - arrived
-            self._spend(receive[worker] + (behind if worker else 0.0), 0.0)
+            receiving = receive[worker] + (behind if worker else 0.0)
+            self._spend(receiving, 0.0)
+            self._under_way[worker] = _UnderWay(until + receiving, receiving)
             count = self._step[worker] - kind.since[worker]
             share = 1 / len(self.kinds)
             self.log.counted += share * count
@@ -323,8 +372,8 @@ class Quorum:
             kind.pace[worker] = steps
             self._began[index][worker] = self._worked[worker]
         for worker in roster:
-            self._go_on(worker, until + receive[worker] + (behind if worker else 0.0), index)
-        self._account(kind, len(roster))
+            self._go_on(worker, until + self._under_way[worker].receiving, index)
+        self._account(kind, roster)
         self._mark(until)
 
     def _paces(self, kind: _Kind, roster: Sequence[int]) -> list[tuple[int, int]]:
@@ -345,22 +394,23 @@ class Quorum:
             for worker in roster
         ]
 
-    def _result_seconds(self, index: int, present: int) -> list[float]:
-        """Return the seconds of a result, by worker, if ``present`` workers get one."""
-        if self._given is not None:
+    def _result_seconds(self, index: int, remote: int) -> list[float]:
+        """Return the seconds of a result, by worker, if ``remote`` workers other than rank 0 get
+        one."""
+        if self._given is not None or not remote:
             return [0.0] * self._n
-        if (index, present) not in self._results:
+        if (index, remote) not in self._results:
             rounds = self.kinds[index].rounds
-            back = [quorum_travel(r, self._facts, present)[1] for r in rounds]
-            self._results[index, present] = [sum(each) for each in zip(*back, strict=True)]
-        return self._results[index, present]
+            back = [quorum_travel(r, self._facts, remote)[1] for r in rounds]
+            self._results[index, remote] = [sum(each) for each in zip(*back, strict=True)]
+        return self._results[index, remote]
 
-    def _account(self, kind: _Kind, present: int) -> None:
+    def _account(self, kind: _Kind, roster: Sequence[int]) -> None:
         size = sum(message_bytes(r, self._facts) for r in kind.rounds)
-        self.log.sent += 2 * (present - 1) * size
-        home = self.cluster.site_of[0]
-        away = 1 - self.cluster.sites[home].workers / self._n
-        self.log.crossed += 2 * present * away * size
+        remote = len(roster) - (roster[0] == 0)
+        self.log.sent += 2 * remote * size
+        sites = self.cluster.site_of
+        self.log.crossed += 2 * size * sum(sites[worker] != sites[0] for worker in roster)
 
     def _mark(self, now: float) -> None:
         step = self.log.counted / self._n
@@ -378,19 +428,21 @@ class Quorum:
         at, worker = self._lives.fails.min(0)
         return (int(worker), float(at)) if float(at) < before else None
 
-    def _restart(self, worker: int, at: float, saved: float) -> float:
+    def _restart(self, worker: int, at: float) -> float:
         """A lost worker is an error on all others: they start again from the checkpoint."""
         assert self._lives is not None, "somebody has failed"
         self._tries += 1
-        check_tries(self._tries, saved / self._n)
+        self._undo(at)
+        counted, useful, computed = self._saved
+        check_tries(self._tries, counted / self._n)
         fails = self.cluster.failures
         detection = LEAST if fails.detection is None else fails.detection
         back = float(self._lives.repairs(1)[0])
         resumed = at + max(detection, back) + fails.restart
         self._lives.renew(torch.arange(self._n), torch.tensor(resumed, dtype=torch.float64))
-        if self.log.counted:
-            self.log.useful *= saved / self.log.counted
-        self.log.counted = saved
+        self.log.redone += self.log.spent["compute"] - computed
+        self._saved = counted, useful, self.log.spent["compute"]
+        self.log.counted, self.log.useful = counted, useful
         for index, kind in enumerate(self.kinds):
             for each in self._there:
                 kind.leaves(each)

@@ -17,10 +17,11 @@ from laconic.advisor.plan.cluster import Cluster
 from laconic.advisor.plan.law import Expected, continued, expected
 from laconic.advisor.plan.simulate import Result, check_plannable, recipe_of, simulate_plan
 from laconic.algorithms.round import Recipe
+from laconic.algorithms.schedules import Every
 from laconic.auto import TIE
 from laconic.candidates import candidates
 from laconic.errors import check_int
-from laconic.predict import Facts, often
+from laconic.predict import Facts
 from laconic.units import finite, format_rate, format_seconds
 
 SEEDS = 5
@@ -29,9 +30,11 @@ SIMULATED = 6
 """Of the recipes that are compared by default, how many are simulated: those that the cost model
 predicts to make the most progress, and ddp()."""
 HORIZON = 2000
-"""Without failures a run is alike from beginning to end. Then so many steps are simulated, or
-`PERIODS` periods if these are longer, and scaled to the length of the run."""
+"""Without failures, and if its rounds are periodic, a run is alike from beginning to end. Then so
+many steps are simulated, or `PERIODS` periods if these are longer, and continued."""
 PERIODS = 20
+TRIED = 10**7
+"""With a change, at most so many steps of all workers together are simulated."""
 HELPS = 0.05
 """A change helps if the run takes less time by this share."""
 MATTERS = 0.05
@@ -91,7 +94,7 @@ class Change:
 @dataclass(frozen=True)
 class Plan:
     """A plan: the ``rows`` that were simulated, the one that is recommended, and why; what limits
-    it; and ``changes`` that help, the cheapest first."""
+    it; and ``changes`` that help: those that are free first, and then the cheapest."""
 
     cluster: Cluster
     steps: int
@@ -218,25 +221,53 @@ def _steps(recipe: Recipe) -> tuple[float, str]:
 
 def runs(recipe: Recipe, cluster: Cluster, steps: int, seeds: int) -> tuple[Result, ...]:
     """Return runs with the seeds from 0, of which only as much is simulated as is needed."""
-    longest = max((1 / share for r in recipe if (share := often(r))), default=1.0)
-    horizon = max(HORIZON, PERIODS * math.ceil(longest))
-    if cluster.failures.happen or horizon >= steps:
+    period = _period(recipe)
+    if cluster.failures.happen or period is None:
+        half = steps
+    else:
+        half = max(HORIZON, PERIODS * period) // 2 // period * period
+    if steps <= 3 * half:
         return tuple(simulate_plan(recipe, cluster, steps, seed) for seed in range(seeds))
-    found = (simulate_plan(recipe, cluster, horizon, seed) for seed in range(seeds))
-    return tuple(_longer(result, steps / horizon) for result in found)
+    assert period is not None, "the others are simulated from beginning to end"
+    begin = half + (steps - half) % period  # what is left are whole periods
+    short = [simulate_plan(recipe, cluster, begin, seed) for seed in range(seeds)]
+    long = [simulate_plan(recipe, cluster, begin + half, seed) for seed in range(seeds)]
+    return tuple(_longer(short, long, half, steps - begin - half))
 
 
-def _longer(result: Result, times: float) -> Result:
-    return replace(
-        result,
-        seconds=result.seconds * times,
-        steps=round(result.steps * times),
-        bytes=result.bytes * times,
-        crossed=result.crossed * times,
-        money=result.money * times,
-        rounds=round(result.rounds * times),
-        marks=tuple((at * times, step * times, n) for at, step, n in result.marks),
-    )
+def _period(recipe: Recipe) -> int | None:
+    """Return after how many steps the rounds repeat. None: they do not."""
+    periods = []
+    for r in recipe:
+        if not isinstance(r.when, Every):
+            return None
+        periods.append(r.when.period)
+    return math.lcm(*periods)
+
+
+def _longer(
+    short: Sequence[Result], long: Sequence[Result], half: int, more: int
+) -> Iterator[Result]:
+    """Yield the ``long`` runs with so many ``more`` steps, which go on as the last ``half`` steps,
+    by which they are longer than the ``short`` ones. By chance, runs differ: over k steps as
+    sqrt(k)."""
+
+    def longer(of: Callable[[Result], float]) -> list[float]:
+        slopes = [(of(b) - of(a)) / half for a, b in zip(short, long, strict=True)]
+        mean = statistics.fmean(slopes)
+        return [
+            of(b) + more * mean + math.sqrt(more * half) * (slope - mean)
+            for b, slope in zip(long, slopes, strict=True)
+        ]
+
+    names = ("seconds", "bytes", "crossed", "money", "rounds")
+    columns = {name: longer(partial(_figure, name)) for name in names}
+    for k, result in enumerate(long):
+        figures: dict[str, Any] = {name: column[k] for name, column in columns.items()}
+        figures["rounds"] = round(figures["rounds"])
+        steps = result.steps + more
+        end = (figures["seconds"], float(steps), result.workers)
+        yield replace(result, steps=steps, marks=(*result.marks, end), **figures)
 
 
 def _recommended(
@@ -330,7 +361,8 @@ def _farthest(cluster: Cluster) -> str:
 def _changes(
     best: Planned, cluster: Cluster, compared: Sequence[Choice], steps: int
 ) -> Iterator[Change]:
-    """Yield the changes that help, the cheapest first."""
+    """Yield the changes that help: those that are free first, and then the cheapest."""
+    steps = min(steps, max(HORIZON, TRIED // cluster.workers))
     base = _cost(best.recipe, cluster, steps)
     if base is None:
         return
@@ -344,7 +376,7 @@ def _changes(
         seconds = after[0] * same * _steps(recipe)[0]
         if seconds <= (1 - HELPS) * now:
             found.append(Change(what, 1 - seconds / now, after[1] * same, free))
-    yield from sorted(found, key=lambda c: (round(c.money, 6), not c.free, -c.gain))
+    yield from sorted(found, key=lambda c: (not c.free, round(c.money, 6), -c.gain))
 
 
 def _cost(recipe: Recipe, cluster: Cluster, steps: int) -> tuple[float, float] | None:
@@ -374,7 +406,13 @@ def _variants(
     fast = tuple(replace(s, rate=2 * s.rate, download=s.download and 2 * s.download) for s in sites)
     yield "network interfaces twice as fast", recipe, replace(cluster, sites=fast), False
     if len(sites) > 1 and cluster.workers > 2:
+        seen = []  # sites that differ in nothing but their names
+        linked = {name for link in cluster.links for name in link.between}
         for k, site in enumerate(sites):
+            kind = site if site.name in linked else replace(site, name="")
+            if kind in seen:
+                continue
+            seen.append(kind)
             rest = sites[:k] + sites[k + 1 :]
             names = {s.name for s in rest}
             links = tuple(link for link in cluster.links if {*link.between} <= names)

@@ -106,7 +106,7 @@ def simulate_plan(
         seconds=seconds,
         steps=steps,
         workers=n,
-        shares=shares_of(log.spent, total),
+        shares=shares_of(log, total),
         goodput=log.useful / total,
         utilization=log.spent["compute"] / total,
         bytes=log.sent / n,

@@ -22,8 +22,8 @@ from laconic.algorithms.exchange import Gossip
 from laconic.algorithms.round import Round
 from laconic.predict import often
 
-CAUSES = ("compute", "stragglers", "bandwidth", "latency", "processors", "failures")
-"""What a worker's time is spent on."""
+CAUSES = ("compute", "stragglers", "bandwidth", "latency", "processors")
+"""What a worker's time is spent on, apart from failures."""
 LEAST, MOST = 5.0, 30.0
 """Seconds of silence, at least and at most, after which the others go on without a worker. Between
 these, it is twice the time between rounds (docs/elastic.md)."""
@@ -39,13 +39,14 @@ ADAM = 2
 
 @dataclass
 class Log:
-    """What happened in a run: see `Result`. ``spent``: seconds of all workers by cause."""
+    """What happened in a run: see `Result`. ``spent``: seconds of all workers by cause. ``redone``:
+    those of computing that a failure has undone."""
 
     spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
+    redone: float = 0.0
     sent: float = 0.0
     crossed: float = 0.0
     counted: float = 0.0
-    computed: float = 0.0
     useful: float = 0.0
     rounds: int = 0
     failures: int = 0
@@ -92,6 +93,8 @@ class Together:
         self._flights: dict[tuple[int, int], _Flight] = {}
         """By round, and the step after which the message was sent."""
         self._executed = [0] * len(rounds.all)
+        self._worked = torch.zeros(n, dtype=torch.float64)
+        """Seconds that each worker has computed since its last round."""
         self._base = torch.zeros(n, dtype=torch.float64)
         self.log = Log()
         self._present = cluster.everybody
@@ -101,6 +104,8 @@ class Together:
         self._slices = Slices(cluster, generator) if fails.happen and cluster.slices > 1 else None
         self._lives = Lives(cluster, generator) if fails.happen and cluster.slices == 1 else None
         self._tries = 0
+        self._saved = 0.0, 0.0, 0.0
+        """Steps that count, their seconds, and those of computing, at the last checkpoint."""
         self._joins = torch.full((n,), math.inf, dtype=torch.float64)
 
     # -- the run ----
@@ -127,6 +132,7 @@ class Together:
                 if step in saves:
                     self._save(step)
                     saved, self._tries = (step, position), 0
+                    self._saved = self.log.counted, self.log.useful, self.log.spent["compute"]
             except LostError as lost:
                 at, position = self._restart(lost, *saved, at)
         for flight in [*self._flights]:
@@ -161,11 +167,8 @@ class Together:
             self.now[ids] = before + work[ids]
         else:
             self.now[ids] = self._slices.finish(before, work[ids], ids)
-        mine = float(work[ids].sum())
-        self.log.spent["compute"] += mine
-        self.log.computed += steps * len(ids)
-        if self._slices is not None:
-            self.log.spent["failures"] += float((self.now[ids] - before).sum()) - mine
+        self.log.spent["compute"] += float(work[ids].sum())
+        self._worked[ids] += work[ids]
 
     # -- one round ----
 
@@ -190,6 +193,7 @@ class Together:
             else:
                 self._together(k, gradients=False)
         self._executed[k] += 1
+        self._worked.zero_()
         self._contribute(step)
 
     def _price(self, k: int) -> Price:
@@ -399,15 +403,21 @@ class Together:
         if at >= done:
             return None
         worker = int(ids[index])
+        self._undo(ids[index : index + 1], at)
         if self.cluster.failures.policy == "static" or len(ids) == 1:
             raise LostError(worker, at)
         self._lose(worker, at)
         until = at + self._detection()
         left = self._alive
-        self.log.spent["failures"] += float(torch.clamp_min(until - self.now[left], 0.0).sum())
         self.now[left] = torch.clamp_min(self.now[left], until)
         self._wait_for_enough()
         return at
+
+    def _undo(self, ids: Tensor, at: float) -> None:
+        """These workers have not computed what comes after the time ``at``."""
+        over = torch.clamp_min(self.now[ids] - at, 0.0).minimum(self._worked[ids])
+        self.log.spent["compute"] -= float(over.sum())
+        self._worked[ids] -= over
 
     def _detection(self) -> float:
         given = self.cluster.failures.detection
@@ -420,6 +430,8 @@ class Together:
         self._count([worker], -1)
         back = at + float(self._lives.repairs(1)[0]) + fails.restart
         self._joins[worker] = back + self._transfer()
+        self.log.redone += float(self._worked[worker])
+        self._worked[worker] = 0.0
         self._lives.fails[worker] = math.inf
         self.log.failures += 1
         self.log.events.append((at, worker, "lost"))
@@ -446,9 +458,6 @@ class Together:
     def _wait_for_enough(self) -> None:
         while len(self._alive) < self.cluster.failures.min_workers:
             soonest = float(self._joins.min())
-            self.log.spent["failures"] += float(
-                torch.clamp_min(soonest - self.now[self._alive], 0.0).sum()
-            )
             self.now[self._alive] = torch.clamp_min(self.now[self._alive], soonest)
             self._welcome(soonest)
 
@@ -508,7 +517,6 @@ class Together:
         last = self._last()
         self._wait("stragglers", last)
         self.now[self._alive] = last + seconds
-        self.log.spent["failures"] += seconds * len(self._alive)
 
     def _restart(self, lost: LostError, step: int, position: int, at: int) -> tuple[int, int]:
         """All workers start again from the checkpoint of ``step``."""
@@ -519,6 +527,10 @@ class Together:
         detection = LEAST if fails.detection is None else fails.detection
         back = float(self._lives.repairs(1)[0])
         resumed = lost.at + max(detection, back) + fails.restart
+        self._undo(self._alive[self._alive != lost.worker], lost.at)
+        counted, useful, computed = self._saved
+        self.log.redone += self.log.spent["compute"] - computed
+        self._saved = counted, useful, self.log.spent["compute"]
         everyone = torch.arange(self.cluster.workers)
         self._alive = everyone
         self._present = self.cluster.everybody
@@ -527,9 +539,8 @@ class Together:
         self._busy[:] = self._received_until[:] = resumed
         self._flights.clear()
         self._lives.renew(everyone, torch.tensor(resumed, dtype=torch.float64))
-        undone = torch.clamp_min(self._base - step, 0.0)
-        self.log.counted -= float(torch.nan_to_num(undone).sum())
-        self.log.useful -= float((torch.nan_to_num(undone) * self._means).sum())
+        self.log.counted, self.log.useful = counted, useful
+        self._worked.zero_()
         self._base[:] = step
         self.log.marks = [mark for mark in self.log.marks if mark[1] <= step]
         self.log.failures += 1
@@ -554,11 +565,9 @@ def check_tries(tries: int, step: float) -> None:
         )
 
 
-def shares_of(spent: dict[str, float], total: float) -> dict[str, float]:
-    """Return ``spent`` as shares of ``total`` seconds of all workers; what no cause explains is due
-    to failures."""
-    known = sum(spent[cause] for cause in CAUSES if cause != "failures")
-    total = max(total, known)  # with a quorum, some have begun steps that do not count any more
-    shares = {cause: spent[cause] / total for cause in CAUSES}
-    shares["failures"] = 1 - known / total
-    return shares
+def shares_of(log: Log, total: float) -> dict[str, float]:
+    """Return what was spent as shares of ``total`` seconds of all workers; what no cause explains,
+    and computing that was undone, is due to failures."""
+    shares = {cause: log.spent[cause] / total for cause in CAUSES}
+    shares["compute"] -= log.redone / total
+    return {**shares, "failures": 1 - sum(shares.values())}
