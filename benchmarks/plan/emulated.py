@@ -41,6 +41,9 @@ STARTS = 4.0
 """Seconds that a program takes to import torch and to find the others, on a host that starts."""
 GONE = 0.1
 """Seconds until the others notice a process that was killed (docs/elastic.md)."""
+LONG_RUN = 1000
+"""Steps of a plan for a run that ends by time: its seconds per step do not depend on them."""
+SEEDS = 5
 MEDIAN, WORST = 0.05, 0.2
 
 
@@ -201,18 +204,22 @@ def run(number: int, setting: Setting) -> dict[str, Any]:
     seconds = max(result["end"] for result in results) - begin
     taken = sum(result["steps"] for result in results) / len(results)
     measured = seconds / (taken if setting.own_pace else steps)
-    count = round(taken) if setting.own_pace else steps
-    plans = [planned(setting, count, at, seed) for seed in range(5)]
     return {
         "number": number,
         "name": setting.name,
         "recipe": setting.recipe,
-        "steps": count,
+        "steps": steps,
         "killed": at,
         "measured": measured,
-        "planned": statistics.median(plans),
         "machine": {key: machine()[key] for key in ("processor", "cores")},
     }
+
+
+def planned_for(line: dict[str, Any]) -> float:
+    """Return the seconds per step that are planned for a line of the journal."""
+    setting = settings()[line["number"]]
+    steps, at = (LONG_RUN, []) if setting.own_pace else (line["steps"], line["killed"])
+    return statistics.fmean(planned(setting, steps, at, seed) for seed in range(SEEDS))
 
 
 def rows(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -222,11 +229,12 @@ def rows(lines: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     errors = []
     for _, line in sorted(newest.items()):
-        error = line["planned"] / line["measured"] - 1
+        plan = planned_for(line)
+        error = plan / line["measured"] - 1
         errors.append(abs(error))
         yield (
             f"| {line['name']} | `{line['recipe']}` | {line['measured']:.4f} | "
-            f"{line['planned']:.4f} | {error:+.1%} |"
+            f"{plan:.4f} | {error:+.1%} |"
         )
     if errors:
         yield ""
@@ -251,7 +259,7 @@ def main(journal: Path, only: Sequence[int] | None, *, table: bool) -> int:
         with journal.open("a") as file:
             file.write(json.dumps(line) + "\n")
         known.append(line)
-        print(f"{line['measured']:.4f} s per step, planned {line['planned']:.4f}", flush=True)
+        print(f"{line['measured']:.4f} s, planned {planned_for(line):.4f} per step", flush=True)
     for text in rows(known):
         print(text)
     return 0

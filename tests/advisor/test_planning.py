@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import laconic as la
 from laconic.advisor.plan.cluster import Cluster, Failures, Path, Site, uniform
+from laconic.advisor.plan.report import runs
 from laconic.advisor.plan.rounds import Rounds
 from laconic.advisor.plan.simulate import Result, simulate_plan
 from laconic.advisor.plan.times import Slices, StepTimes
@@ -143,6 +144,20 @@ def test_a_slow_worker_computes_while_its_last_messages_leave() -> None:
     assert each - whole * 3 / 8 <= found <= each
 
 
+def test_a_late_worker_finds_what_the_others_have_sent() -> None:
+    """Three workers have sent their slices when the fourth comes. It receives their means part by
+    part while it sends its own slices, and computes on while the mean of its slice leaves."""
+    sites = (Site("late", 1, 80e6, step=1.0), Site("others", 3, 80e6))
+    cluster = Cluster(80_000, sites, step=0.5, spread=0.0)
+    whole = 8 * 1.5 * 320_000 / 80e6
+    found = simulate_plan(la.local_sgd(1), cluster, 10)
+    # ten steps and halves of what it sends, of which the last ends when all have its mean
+    assert found.seconds == pytest.approx(10 * (1.0 + whole / 2) + whole / 2)
+    # an outer step needs all of the mean, so the second half begins when the first is over
+    apart = simulate_plan(la.diloco(1), cluster, 10)
+    assert apart.seconds == pytest.approx(10 * (1.0 + whole))
+
+
 def test_the_kernel_holds_some_megabytes_of_what_is_sent() -> None:
     """A mean of 32 MB: worker 0 sends 48 MB for 19.2 s, and goes on when 4 MiB are left."""
     cluster = unlike(8_000_000, 10.0, rate=20e6, download=80e6)
@@ -180,6 +195,45 @@ def test_results_of_a_quorum_leave_one_after_the_other() -> None:
     assert found == pytest.approx((10 * 1.0 + 0.4 + 0.8) / 10)
     expected = predict(la.diloco(10, quorum=3), cluster.facts()).seconds
     assert found == pytest.approx(expected)
+
+
+UPLINKS = tuple(Site(name, 4, 1e9, uplink=8e6) for name in "ab")
+
+
+@pytest.mark.parametrize("download", [None, 2e9])
+def test_messages_of_a_quorum_pass_the_uplinks_of_its_sites(download: float | None) -> None:
+    """Four messages of 4 MB leave site b, and four results leave site a."""
+    sites = tuple(replace(site, download=download) for site in UPLINKS)
+    cluster = Cluster(1_000_000, sites, step=1.0, spread=0.0)
+    recipe = la.diloco(10, quorum=8)
+    found = per_step(recipe, cluster, 100, 0) * 10
+    assert found == pytest.approx(10 + 2 * 4 * 32e6 / 8e6)
+    assert predict(recipe, cluster.facts()).seconds * 10 == pytest.approx(found)
+    sent = simulate_plan(recipe, cluster, 100)
+    assert sent.bytes * 8 == pytest.approx(10 * 2 * 7 * 4e6)
+    assert sent.crossed == pytest.approx(10 * 2 * 4 * 4e6)
+
+
+def test_rank_0_sends_each_result_although_it_is_in_no_round_with_others() -> None:
+    """With a quorum of one, every round is that of one worker. Rank 0 sends 4 MB to each of the
+    others, one after the other, at 1 Mbit/s."""
+    sites = (Site("home", 1, 1e6, download=1e9), Site("away", 7, 1e9))
+    cluster = Cluster(1_000_000, sites, step=1.0, spread=0.0)
+    found = simulate_plan(la.diloco(10, quorum=1), cluster, 200)
+    results = found.bytes * 8 / 4e6 / 2
+    assert found.seconds >= (results - 7) * 32.0
+    assert found.crossed == pytest.approx(found.bytes * 8)
+
+
+def test_checkpoints_and_jitter_cost_a_run_with_a_quorum_time() -> None:
+    fails = Failures(mtbf=1e15, policy="static", checkpoint=10)
+    cluster = replace(CALM, failures=fails)
+    recipe = la.diloco(10, quorum=4)
+    base = simulate_plan(recipe, cluster, 200).seconds
+    slow = replace(cluster, failures=replace(fails, save=100.0))
+    assert simulate_plan(recipe, slow, 200).seconds - base == pytest.approx(2000, abs=101)
+    varying = replace(CALM, jitter=5.0)
+    assert simulate_plan(recipe, varying, 200).seconds > base + 20 * 1.0
 
 
 def test_bytes_between_sites_are_those_of_pairs_that_cross() -> None:
@@ -384,3 +438,70 @@ def test_jitter_delays_the_last_message() -> None:
     base = per_step(la.local_sgd(1), calm, 400)
     expected = 0.05 * (2 * 12 / 13 - 1)  # of the largest of 12 messages, four times
     assert late - base == pytest.approx(4 * expected, rel=0.02)
+
+
+# -- what the time goes to ----
+
+
+@pytest.mark.parametrize("policy", ["static", "elastic"])
+@pytest.mark.parametrize("recipe", [la.local_sgd(400), la.ddp(), la.diloco(20, quorum=3)])
+def test_nobody_computes_for_longer_than_the_run_lasts(policy: Any, recipe: Recipe) -> None:
+    if policy == "elastic" and "quorum" in str(recipe).lower():
+        policy = "static"
+    fails = Failures(
+        mtbf=1200.0, repair=60.0, restart=30.0, policy=policy, checkpoint=400, detection=5.0
+    )
+    for failures in (fails, Failures()):
+        cluster = Cluster(
+            1_000_000,
+            uniform(4, 1, rate=1e9, latency=0.0),
+            step=1.0,
+            spread=0.0,
+            failures=failures,
+        )
+        done = simulate_plan(recipe, cluster, 4000, seed=3)
+        assert 0 <= done.goodput <= done.utilization * (1 + 1e-9) <= 1 + 1e-9
+        assert sum(done.shares.values()) == pytest.approx(1.0)
+        assert all(share >= -1e-9 for share in done.shares.values())
+        if failures.happen and policy == "static":
+            repairs = done.restarts * 90.0 / done.seconds
+            assert done.failures and done.shares["failures"] >= repairs
+            # the run has 4,000 steps in the end; the others were lost
+            assert done.goodput == pytest.approx(4000 / done.seconds, rel=0.02)
+
+
+def test_steps_count_although_the_last_worker_is_lost_later() -> None:
+    """Two workers that are in repair half of the time: a run begins anew when both are."""
+    fails = Failures(mtbf=1800.0, repair=1800.0, restart=0.0, detection=1.0, checkpoint=200)
+    cluster = Cluster(
+        1000, uniform(2, 1, rate=1e15, latency=0.0), step=1.0, spread=0.0, failures=fails
+    )
+    done = [simulate_plan(la.local_sgd(10), cluster, 6000, seed) for seed in range(4)]
+    assert any(each.restarts for each in done)
+    for each in done:  # every step was that of one worker at least
+        assert each.goodput * 2 * each.seconds >= 6000 * (1 - 0.02)
+
+
+# -- long runs ----
+
+
+@pytest.mark.parametrize(
+    "recipe", [la.post_local_sgd(5000, 10), la.power_sgd(2, start=3000), la.diloco(97)]
+)
+def test_a_long_run_is_that_of_all_its_steps(recipe: Recipe) -> None:
+    cluster = Cluster(10_000_000, uniform(4, 1, rate=1e8, latency=0.0), step=1.0, spread=0.0)
+    steps = 9700
+    (short,) = runs(recipe, cluster, steps, 1)
+    whole = simulate_plan(recipe, cluster, steps)
+    assert short.steps == steps
+    for figure in ("seconds", "bytes", "crossed", "rounds"):
+        assert getattr(short, figure) == pytest.approx(getattr(whole, figure), rel=1e-6), figure
+
+
+def test_chance_averages_out_over_a_long_run() -> None:
+    cluster = replace(CALM, spread=0.5)
+    seeds, steps = 12, 20_000
+    short = [each.seconds for each in runs(la.local_sgd(20), cluster, steps, seeds)]
+    whole = [simulate_plan(la.local_sgd(20), cluster, steps, seed).seconds for seed in range(seeds)]
+    assert statistics.fmean(short) == pytest.approx(statistics.fmean(whole), rel=0.01)
+    assert 0.4 <= statistics.stdev(short) / statistics.stdev(whole) <= 2.5

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from laconic.advisor.plan.cluster import Cluster
 from laconic.algorithms.compile import replicated
-from laconic.algorithms.exchange import Gossip, Scored
+from laconic.algorithms.exchange import Gossip, Scored, in_stages
 from laconic.algorithms.exchanges.push import Push
 from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round
 from laconic.buckets import BUCKET_BYTES
@@ -30,16 +30,19 @@ MOST_STAGES = 16
 
 
 @dataclass(frozen=True)
-class Own:
-    """Seconds of one round, by worker, where their networks differ: to ``send`` and to ``receive``
-    all of it. It has ``stages``: a worker begins the next one when it has received what the others
-    have sent it in this one. It goes on when it has received everything, and the kernel sends the
-    last share ``held`` of it meanwhile. As much is received before it is there."""
+class Transfers:
+    """Seconds that each worker needs in one round: to ``send`` and to ``receive`` all of it.
+
+    A round has ``stages``. A worker begins to send in the next stage when it has received all that
+    the others send it in this one; if it ``forwards``, when the first part has come. It goes on to
+    compute when it has received everything. The kernel then still sends up to the last share
+    ``buffered`` of it, and receives as much before the worker is there."""
 
     send: Tensor
     receive: Tensor
-    held: float
+    buffered: float
     stages: int
+    forwards: bool
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ class Price:
     """Seconds of one round: ``exposed``, of a round on gradients after the backward pass; the
     ``network``'s, of which it takes ``sending`` to send and the rest is latency; ``work`` of the
     processors; ``stretch``, by which training beside it becomes slower; and ``idle``, until the
-    last rank has joined. ``sent``: bytes of each worker. ``own``: where workers differ."""
+    last rank has joined. ``sent``: bytes of each worker. ``transfers``: None if
+    all wait for a connection that they share, or for one worker."""
 
     exposed: float
     network: float
@@ -58,7 +62,7 @@ class Price:
     sent: float
     messages: int = 0
     units: int = 1
-    own: Own | None = None
+    transfers: Transfers | None = None
 
 
 FREE = Price(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -118,22 +122,22 @@ class Rounds:
             sent=load.sent,
             messages=self._messages(r, facts, load) if self.cluster.jitter else 0,
             units=units,
-            own=self._own(r, facts, net.rate, sending, load),
+            transfers=self._transfers(r, facts, net.rate, sending, load),
         )
 
-    def _own(
+    def _transfers(
         self, r: AnyRound, facts: Facts, rate: float, sending: float, load: Load
-    ) -> Own | None:
+    ) -> Transfers | None:
         alike = isinstance(r, Round) and not isinstance(r.exchange, Scored)  # all send as much
-        if not facts.rates or not load.sent or not alike:
+        if not load.sent or not alike:
             return None
-        rates = torch.tensor(facts.rates, dtype=torch.float64)
-        receives = torch.tensor(facts.receives or facts.rates, dtype=torch.float64)
+        rates = torch.tensor(facts.rates or (rate,) * facts.workers, dtype=torch.float64)
+        receives = torch.tensor(facts.receives, dtype=torch.float64) if facts.receives else rates
         if rate < (1 - 1e-9) * float(torch.minimum(rates, receives).min()):
             return None  # a connection that they share takes longer than each one's own
+        whole, buffered = sending * rate, min(BUFFER / load.sent, 1.0)
         stages = min(max(self._messages(r, facts, load), 1), MOST_STAGES)
-        whole, held = sending * rate, min(BUFFER / load.sent, 1.0)
-        return Own(whole / rates, whole / receives, held, stages)
+        return Transfers(whole / rates, whole / receives, buffered, stages, in_stages(r.exchange))
 
     def _messages(self, r: AnyRound, facts: Facts, load: Load) -> int:
         """Return how many messages of a round follow one another."""

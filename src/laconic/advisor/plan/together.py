@@ -202,8 +202,8 @@ class Together:
     def _together(self, k: int, *, gradients: bool) -> None:
         """A round that all workers wait for."""
         done_part, repeated = 0.0, 0.0
-        if not gradients and self._price(k).own is not None:
-            part = self._unlike(k)
+        if not gradients and self._differ(k):
+            part = self._in_stages(k)
             if part is None:
                 return
             done_part, repeated = part
@@ -228,22 +228,35 @@ class Together:
         self._account(price)
         self._rhythm(start + seconds)
 
-    def _unlike(self, k: int) -> tuple[float, float] | None:
-        """A round that all wait for, on networks that differ. If a worker fails meanwhile, return
-        the share of the round that was over, and the seconds of what runs again."""
+    def _differ(self, k: int) -> bool:
+        """Whether workers come to a round at different times, or send at different rates."""
+        t = self._price(k).transfers
+        if t is None:
+            return False
+        times, busy = self.now[self._alive], self._busy[self._alive]
+        return any(bool(each.max() > each.min()) for each in (times, busy, t.send, t.receive))
+
+    def _in_stages(self, k: int) -> tuple[float, float] | None:
+        """A round that all wait for, in which each worker sends when it can. If one fails
+        meanwhile, return the share of the round that was over, and the seconds of what runs
+        again."""
         price, ids = self._price(k), self._alive
-        assert price.own is not None, "asked for by `_together`"
-        own, stages = price.own, price.own.stages
+        assert price.transfers is not None, "asked for by `_together`"
+        t = price.transfers
         before, start = self.now[ids], self._last()
-        latency = (price.network - price.sending + self._late(price)) / stages
-        ready, busy = before, self._busy[ids]
-        came = torch.maximum(self._received_until[ids], before - own.held * own.receive)
-        for _ in range(stages):
-            begin = torch.maximum(ready, busy)
-            busy = begin + own.send / stages
-            came = torch.maximum(came, -_of_others(-begin)) + own.receive / stages
-            ready = torch.maximum(ready, torch.maximum(came, _of_others(busy)) + latency)
-        done = torch.maximum(ready, busy - own.held * own.send) + price.work
+        latency = (price.network - price.sending + self._late(price)) / t.stages
+        ready = first = before
+        busy = self._busy[ids]
+        received = torch.maximum(self._received_until[ids], before - t.buffered * t.receive)
+        for stage in range(t.stages):
+            forwards = t.forwards and stage % 2 == 1  # the second stage of a bucket
+            begin = torch.maximum(first if forwards else ready, busy)
+            busy = torch.maximum(begin + t.send / t.stages, ready)
+            since = -_of_others(-begin)
+            received = torch.maximum(received, since) + t.receive / t.stages
+            first = torch.maximum(before, since + latency)
+            ready = torch.maximum(ready, torch.maximum(received, _of_others(busy)) + latency)
+        done = torch.maximum(ready, busy - t.buffered * t.send) + price.work
         end = float(done.max())
         lost = self._lost_before(end)
         if lost is not None:
@@ -255,7 +268,7 @@ class Together:
         self._share_network(price, float((done - before - waited).sum()) - price.work * len(ids))
         self.log.spent["processors"] += (price.work + price.stretch) * len(ids)
         self.now[ids] = done + price.stretch
-        self._busy[ids], self._received_until[ids] = busy, came
+        self._busy[ids], self._received_until[ids] = busy, received
         self._account(price)
         self._rhythm(end)
         return None
@@ -330,18 +343,17 @@ class Together:
         price, ids = self._price(k), self._alive
         begin = torch.maximum(self.now[ids], self._busy[ids])
         seconds = price.network + price.work + self._late(price)
-        if price.own is None:
+        t = price.transfers
+        if t is None:
             end = done = begin + price.sending
             if len(ids) > 1:
                 done = self._from(k, begin).amax(1) + seconds
         else:
-            own = price.own
-            end = begin + own.send
-            first = self._from(k, begin).amin(1) + own.receive
+            end = begin + t.send
+            first = self._from(k, begin).amin(1) + t.receive
             last = torch.maximum(self._from(k, end).amax(1), first)
-            done = torch.maximum(
-                last + (seconds - price.sending), end - own.held * own.send + price.work
-            )
+            done = last + (seconds - price.sending)
+            done = torch.maximum(done, end - t.buffered * t.send + price.work)
         return torch.maximum(done, self.now[ids] + price.work), end
 
     def _arrivals(self, k: int) -> Tensor:
