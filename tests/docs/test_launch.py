@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 import yaml
 
 import gloo
@@ -36,8 +35,6 @@ task=$!
 trap 'kill -HUP -- -$task; exit 255' TERM HUP
 wait $task
 """
-
-pytestmark = pytest.mark.timeout(110)
 
 
 def stand_in(folder: Path, name: str, text: str) -> None:

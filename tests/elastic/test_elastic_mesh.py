@@ -20,7 +20,6 @@ from laconic.links.collectives import Collectives
 from laconic.links.elastic.mesh import Guard, Interrupted, Mesh
 from laconic.links.elastic.view import Member, View
 
-pytestmark = pytest.mark.timeout(20)
 SECRET = bytes(range(32))
 NO_KEY = "00" * 8
 SOON = 10.0

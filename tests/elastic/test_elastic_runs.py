@@ -27,8 +27,6 @@ RECIPES = [
 """One for each mechanism. The others run in the simulator (test_traces), and all of them over
 processes in ``python -m benchmarks.chaos``."""
 
-pytestmark = pytest.mark.timeout(150)
-
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_killed_worker_and_its_replacement(recipe: str) -> None:

@@ -18,8 +18,6 @@ import job_keys
 import strangers as s
 from strangers import RAW, Attack, Stranger, Usage
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def members_of(run: Run) -> View:
     registry = Registry(run.address, "default")

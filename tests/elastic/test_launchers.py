@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 import yaml
 
 import gloo
@@ -23,8 +22,6 @@ TRAIN = str(EXAMPLES / "train.py")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--max-restarts=3"]
 RUN = ["--steps", "800", "--pause", "0.02"]
 SECONDS = 200.0
-
-pytestmark = pytest.mark.timeout(240)
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -24,7 +24,6 @@ from laconic.links.handshake import SECRET_BYTES
 
 import gloo
 
-pytestmark = pytest.mark.timeout(20)
 KEY = "00" * 8
 JOBS = itertools.count()
 

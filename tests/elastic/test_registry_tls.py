@@ -28,7 +28,6 @@ from laconic.links.elastic.view import Member, View
 import gloo
 import job_keys
 
-pytestmark = pytest.mark.timeout(60)
 KEY = "00" * 8
 A, B = (Member(f"{n:012x}", *(f"10.0.0.{n}|{port}|{KEY}" for port in (1, 2, 3))) for n in (1, 2))
 Made = Callable[[], Registry]

@@ -43,7 +43,6 @@ from laconic.links.elastic.relay import (
 from laconic.links.elastic.units import Units
 from laconic.links.elastic.view import Member, View
 
-pytestmark = pytest.mark.timeout(20)
 SECRET = bytes(range(32))
 NO_KEY = "00" * 8
 SOON = 10.0

@@ -19,8 +19,6 @@ from laconic.links.elastic.registry import Registry, serve
 import gloo
 import job_keys
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(autouse=True)
 def _all_on(monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs) -> None:

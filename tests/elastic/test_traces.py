@@ -14,8 +14,6 @@ import laconic
 from elastic_runs import Run
 from elastic_worker import train
 
-pytestmark = pytest.mark.timeout(150)
-
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
 RECORDED = [
     ("laconic.ddp()", KILL),

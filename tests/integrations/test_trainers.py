@@ -11,8 +11,6 @@ import torch
 
 from by_hand import EVALUATED, RUNS, STEPS
 
-pytestmark = pytest.mark.timeout(240)  # the first test of a library waits for all of its runs
-
 PROGRAMS = ["transformers", "accelerate", "lightning"]
 REFUSED = {
     "transformers": {

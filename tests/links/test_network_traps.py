@@ -8,7 +8,6 @@ import pytest
 from benchmarks.traps import network, strangers
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "trap",
     [

@@ -92,7 +92,6 @@ def test_mistakes_name_the_variable(change: dict[str, str | None], said: str) ->
         torchrun_variables(environ)
 
 
-@pytest.mark.timeout(110)
 def test_a_training_by_srun_without_torchrun(tmp_path: Path) -> None:
     port = gloo.free_port()
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
