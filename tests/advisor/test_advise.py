@@ -435,7 +435,7 @@ def failing(rank: int, where: str) -> tuple[str, int]:
             }
             patched.setattr(*at[where], exhausted)
         with pytest.raises((ValueError, la.LinkError)) as raised:
-            la.advise(model, step, steps=2, nprocs_per_node=2, timeout=20.0)
+            la.advise(model, step, steps=2, nprocs_per_node=2, timeout=60.0)
     return f"{raised.typename}: {raised.value}", groups() - before
 
 

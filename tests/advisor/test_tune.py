@@ -469,7 +469,7 @@ def test_interrupted_it_shows_what_it_has(tmp_path: Path) -> None:
     assert process.stderr is not None
     assert process.stderr.readline().startswith("1/? ")
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=250)
     assert process.returncode == 130
     assert err.endswith("laconic: interrupted\n")
     assert "settings tried" in out and (tmp_path / "trials.csv").exists()

@@ -58,7 +58,7 @@ def run(words: list[str], shell: str = "", **environment: str) -> subprocess.Com
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
 
 
@@ -318,7 +318,7 @@ def test_ctrl_c_is_one_line() -> None:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("coordinator at ")
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=250)
     assert process.returncode == 130 and said == "laconic: interrupted\n"
 
 

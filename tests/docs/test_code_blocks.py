@@ -374,7 +374,7 @@ def test_a_block_for_trainers_runs(before: str, code: str, tmp_path: Path) -> No
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
     assert ended.returncode == 0, ended.stderr
 

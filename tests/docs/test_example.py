@@ -29,7 +29,7 @@ def run(command: Sequence[str], directory: Path) -> str:
         capture_output=True,
         text=True,
         cwd=directory,
-        timeout=80,
+        timeout=250,
     )
     assert ended.returncode == 0, ended.stderr
     assert "Traceback" not in ended.stderr

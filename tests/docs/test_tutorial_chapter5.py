@@ -134,7 +134,7 @@ def test_the_slurm_script_starts_two_nodes_that_train_together(tmp_path: Path) -
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        timeout=90,
+        timeout=250,
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     *epochs, last = ended.stdout.splitlines()

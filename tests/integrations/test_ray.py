@@ -50,7 +50,7 @@ def test_a_worker_that_is_killed_goes_on_to_the_bit(tmp_path: Path) -> None:
         start_new_session=True,
     )
     try:
-        out, said = program.communicate(timeout=160)
+        out, said = program.communicate(timeout=250)
     finally:
         if program.poll() is None:
             os.killpg(program.pid, signal.SIGKILL)

@@ -126,7 +126,7 @@ def running(recipes: Sequence[str], options: Sequence[str], directory: Path) -> 
     finally:
         if started.process.poll() is None:
             started.process.kill()
-            started.process.communicate(timeout=100)
+            started.process.communicate(timeout=250)
 
 
 def check(row: Row, result: Result) -> None:

@@ -228,7 +228,7 @@ def test_a_process_may_init_again(tmp_path: Path, launched: bool) -> None:
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **own},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
     )
     assert ended.stdout == "1 gloo\nagain\n", ended.stderr
 

@@ -287,7 +287,7 @@ def test_of_several_verdicts_the_one_of_the_lowest_finder_holds(beacon: health.B
 @contextmanager
 def strangers(address: str, count: int) -> Iterator[list[socket.socket]]:
     host, port, _ = Address.parse(address)
-    idle = [socket.create_connection((host, port), timeout=5) for _ in range(count)]
+    idle = [socket.create_connection((host, port), timeout=60) for _ in range(count)]
     try:
         yield idle
     finally:

@@ -236,7 +236,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
     def make(file: Path | None) -> Registry:
         monkeypatch.setenv(job_secret.VARIABLE, "" if file is None else str(file))
         registries.append(Registry(f"127.0.0.1:{port}", "job"))
-        registries[-1].connect(time.monotonic() + 15)
+        registries[-1].connect(time.monotonic() + 60)
         return registries[-1]
 
     yield make

@@ -254,5 +254,5 @@ lane.submit(job, "a job")
 def test_a_process_that_ends_waits_for_the_job_under_way() -> None:
     """Python would stop its thread within torch, which is a SIGABRT."""
     command = [*programs.NEW, "-c", ENDS_WITH_A_JOB_UNDER_WAY]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr

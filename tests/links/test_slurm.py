@@ -113,7 +113,7 @@ def test_a_training_by_srun_without_torchrun(tmp_path: Path) -> None:
         for rank, (node, local) in enumerate(places)
     ]
     try:
-        said = [task.communicate(timeout=90) for task in tasks]
+        said = [task.communicate(timeout=250) for task in tasks]
     finally:
         for task in tasks:
             task.kill()

@@ -18,7 +18,7 @@ from laconic.links.elastic.registry import serve
 import gloo
 import programs
 
-SECONDS = 60.0
+SECONDS = 200.0
 
 
 class Worker:
