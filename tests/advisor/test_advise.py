@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -170,15 +171,18 @@ def test_ddp_is_kept_where_another_gains_little() -> None:
 
 
 def grid() -> Iterator[Facts]:
-    """Facts of many models and networks."""
-    for workers in (2, 4, 16):
-        for elements in (10**5, 10**7, 10**9):
-            for compute in (0.05, 1.0):
-                for rate in (1e6, 3e7, 1e9, 1e11):
-                    for latency in (1e-5, 5e-2):
-                        for loss in (0.0, 1e-3):
-                            shapes = ((elements // 1000, 1000),)
-                            yield Facts(workers, shapes, 4, compute, rate, latency, loss)
+    """Facts of many models and networks: of all that can be combined, one in five, in which each
+    two values come together."""
+    known = product(
+        (2, 4, 16),
+        (10**5, 10**7, 10**9),
+        (0.05, 1.0),
+        (1e6, 3e7, 1e9, 1e11),
+        (1e-5, 5e-2),
+        (0, 1e-3),
+    )
+    for workers, elements, compute, rate, latency, loss in islice(known, 0, None, 5):
+        yield Facts(workers, ((elements // 1000, 1000),), 4, compute, rate, latency, loss)
     numbers = {"params": 10**8, "step_time": 0.5, "latency": 0.01, "nodes": 4}
     for rate in (1e7, 1e9, 1e11):
         yield facts_from(**numbers, bandwidth=rate, nprocs_per_node=8)  # type: ignore[arg-type]

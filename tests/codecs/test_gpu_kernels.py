@@ -12,7 +12,7 @@ import torch
 from laconic.codecs import Cast, Int4, Int8, compiled, kernels
 
 FOLDER = Path(__file__).parent
-SHAPES, PARTS = 1000, 4
+SHAPES, PARTS = 500, 2
 
 
 def program(name: str, *arguments: object) -> str:

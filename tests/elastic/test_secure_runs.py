@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_runs import Run
+from elastic_runs import MANY, Run
 from laconic.cli import main
 from laconic.links import addresses
 from laconic.links.addresses import Address
@@ -31,7 +31,7 @@ def _all_on(monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs) -> None:
 def test_a_worker_and_the_coordinator_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     ports = gloo.free_ports(12)
     monkeypatch.setenv(addresses.PORTS, f"{ports[0]}-{ports[-1]}")
-    with Run("laconic.local_sgd(2)", count=3, steps=1200) as run:
+    with Run("laconic.local_sgd(2)", count=3, steps=MANY) as run:
         for worker in run.workers:
             worker.wait_for("ready")
         run.store = None
@@ -58,7 +58,7 @@ def test_a_worker_of_another_job(
     monkeypatch: pytest.MonkeyPatch, jobs: job_keys.Jobs, wrong: str
 ) -> None:
     """It ends with one line, long before ``wait=`` is over, and the run goes on."""
-    with Run("laconic.local_sgd(2)", count=2, steps=400, wait=600.0) as run:
+    with Run("laconic.local_sgd(2)", count=2, steps=MANY, wait=600.0) as run:
         for worker in run.workers:
             worker.wait_for("ready")
         if wrong == "certificate":
