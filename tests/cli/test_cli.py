@@ -277,8 +277,7 @@ def test_a_full_disk_is_one_line() -> None:
 
 def test_closed_streams_are_no_error(tmp_path: Path) -> None:
     report.save(RACE, tmp_path)
-    for shell in (">&- 2>&-", "<&-"):
-        assert run(["report", str(tmp_path)], shell).returncode == 0
+    assert run(["report", str(tmp_path)], "<&- >&- 2>&-").returncode == 0
     assert run(["nonsense"], "2>&-").returncode == 2
     assert run(["nonsense"], "2>/dev/full").returncode == 2
 

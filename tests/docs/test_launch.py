@@ -14,6 +14,7 @@ from pathlib import Path
 import yaml
 
 import gloo
+import programs
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "examples" / "launch"
@@ -43,10 +44,15 @@ def stand_in(folder: Path, name: str, text: str) -> None:
 
 
 def environment(folder: Path, **more: str) -> dict[str, str]:
-    """With stand-ins in ``folder``."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("LACONIC_", "SLURM"))}
+    """With stand-ins in ``folder``. Its Python programs are preloaded, if this one's are."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name == programs.ADDRESS or not name.startswith(("LACONIC_", "SLURM"))
+    }
     path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
-    return {**kept, "PATH": path, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", **more}
+    python = os.pathsep.join([str(programs.FOLDER), str(ROOT / "src")])
+    return {**kept, "PATH": path, "PYTHONPATH": python, "OMP_NUM_THREADS": "1", **more}
 
 
 @contextmanager

@@ -124,7 +124,11 @@ def test_too_few_workers_wait_for_others() -> None:
 
 
 def test_too_few_workers_end_with_one_line() -> None:
-    with Run("laconic.local_sgd(2)", count=2, steps=MANY, min_workers=2, wait=3.0) as run:
+    with Run("laconic.local_sgd(2)", 0, MANY, workers=2, min_workers=2, wait=3.0) as run:
+        for worker in [run.add(hold=True) for _ in range(2)]:
+            worker.wait_for("held")
+        for worker in run.workers:  # both within the time that they wait for each other
+            worker.go()
         for worker in run.workers:
             worker.wait_for("ready")
         run.workers[0].send(signal.SIGKILL)

@@ -123,6 +123,7 @@ def main(name: str, recipe: str, steps: int, coordinator: str, options: dict[str
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
     if options.pop("hold", False):
+        say("held")
         sys.stdin.readline()
     own = {name: options.pop(name) for name in OWN if name in options}
     pace = options.pop("pace", 0.003)
