@@ -12,6 +12,7 @@ import pytest
 from laconic.links.slurm import first_host, torchrun_variables
 
 import gloo
+import programs
 
 ROOT = Path(__file__).parents[2]
 STEP = {
@@ -102,7 +103,12 @@ def test_a_training_by_srun_without_torchrun(tmp_path: Path) -> None:
         subprocess.Popen(
             [sys.executable, str(ROOT / "examples" / "minimal.py")],
             env={
-                **{**kept, **step, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")},
+                **{
+                    **kept,
+                    **step,
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": f"{programs.FOLDER}:{ROOT}/src",
+                },
                 **{"SLURM_PROCID": str(rank), "SLURM_NODEID": node, "SLURM_LOCALID": local},
             },
             stdout=subprocess.PIPE,
