@@ -337,15 +337,17 @@ def test_who_waits_until_its_messages_are_sent_takes_in_what_comes(
     connections.keep(5, pair[0].dup())
     sent = Transfer(connections, {5: message}, {5: room}, HERE, 5, range(9))
 
+    expected = said(HERE, bytes(message.numpy()))
+
     def receive() -> None:
-        while len(got) < len(said(HERE, bytes(MORE_THAN_BUFFERS))):
+        while len(got) < len(expected):
             got.extend(pair[1].recv(2**20))
 
     thread = threading.Thread(target=receive)
     thread.start()
     sent.wait_sent()
     thread.join()
-    assert bytes(got) == said(HERE, bytes(message.numpy()))
+    assert bytes(got) == expected
     pair[1].sendall(said(HERE, b"ab"))
     sent.wait()
     assert bytes(room.tolist()) == b"ab"
