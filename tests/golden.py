@@ -649,7 +649,7 @@ def in_processes(name: str, pools: Mapping[int, gloo.Pool] | Pools) -> tuple[Tra
     case = CASES[name]
     with tempfile.TemporaryDirectory() as folder:
         given = (over_processes, name, Path(folder))
-        runs = pools[case.ranks].run(*given, ranks=case.ranks, timeout=100)
+        runs = pools[case.ranks].run(*given, ranks=case.ranks)
     trace = combined([trace for trace, _ in runs])
     if case.delayed:
         del trace["ledger"]

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from laconic.sampler import ElasticSampler, Progress
 
-TIMEOUT = 20.0
+TIMEOUT = 100.0
 COMMON = ("num_samples", "shuffle", "seed", "gaps", "frontier", "workers", "samples_lost")
 
 

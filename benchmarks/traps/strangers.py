@@ -200,6 +200,10 @@ report_error(lambda: laconic.attach(model, optimizer, laconic.local_sgd(5), time
 )
 
 
+ATTACH = 8.0
+"""Seconds that `laconic.attach` may take beside idle strangers."""
+
+
 @trap("300 idle strangers at every rank do not delay the ranks' own connections", 320.0)
 def idle_strangers() -> str:
     outcomes = run_ranks(_IDLE, 3, 150.0)
@@ -209,6 +213,6 @@ def idle_strangers() -> str:
         if result.get("error") != "none":
             raise Trapped(f"rank {rank} ended with {result.get('text', outcome.last_line)!r}")
         took = max(took, result["at"] - result["began"])
-    if took > 8.0:
+    if took > ATTACH:
         raise Trapped(f"laconic.attach took {took:.1f} s")
     return f"laconic.attach took {took:.1f} s"

@@ -39,7 +39,7 @@ def train(options: argparse.Namespace) -> str:
     elastic = laconic.Elastic(
         options.coordinator,  # None: LACONIC_COORDINATOR, or a simulated run
         workers=options.workers,
-        min_workers=1,
+        min_workers=options.min_workers,
         others={"lr": scheduler, "data": sampler},
         trace=options.trace,
     )
@@ -78,6 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--coordinator", help="default: what LACONIC_COORDINATOR says")
     parser.add_argument("--workers", type=int, default=2, help="how many the start waits for")
+    parser.add_argument("--min-workers", type=int, default=1, help="with fewer, the others wait")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--pause", type=float, default=0.01, help="seconds after each step")
     parser.add_argument("--model", type=Path, help="store the model here at the end")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 
 import pytest
@@ -24,6 +23,8 @@ from laconic.links.link import Sent
 from laconic.links.null import NullLink
 from laconic.predict import Facts, Net, predict, work_key
 from laconic.probe import own_rates, unequal_hosts, unequal_workers
+
+from clock import Clock, controlled
 
 BITS = 32 * 1200
 SLOW_WORKER = Facts(3, ((1200,),), 4, 2.0, BITS, 0.5, computes=(1.0, 1.0, 2.0))
@@ -202,21 +203,27 @@ def test_loss_is_what_was_sent_again_of_this_measurement() -> None:
     assert measure._loss(bench, {}, {}) == 0.0, "the system does not report it"
 
 
-def slower(rank: int) -> la.Advice:
+def slower(rank: int, clock: Clock) -> la.Advice:
     torch.manual_seed(rank)
     model = nn.Linear(40, 30)
 
     def step() -> None:
         nn.functional.mse_loss(model(torch.randn(8, 40)), torch.ones(8, 30)).backward()
-        time.sleep(0.03 if rank == 1 else 0.01)
+        clock.sleep(0.03 if rank == 1 else 0.01)
 
     return la.advise(model, step, steps=4)
 
 
-def test_a_slow_worker_is_measured() -> None:
-    found, *_ = la.simulate(slower, workers=3, link=lambda link: Throttled(link, "20mbit", 0.0))
+def test_a_slow_worker_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = controlled(monkeypatch)
+    found, *_ = la.simulate(
+        lambda rank: slower(rank, clock),
+        workers=3,
+        link=lambda link: Throttled(link, "20mbit", 0.0),
+    )
     assert found.computes is not None and found.facts.computes == found.computes
-    assert found.slow[0].rank == 1 and 2 < found.slow[0].factor < 4
+    assert found.slow[0].rank == 1
+    assert found.slow[0].factor == pytest.approx(3, rel=0.01)
     (own, *_) = (c for c in choices(found.facts) if "pace='own'" in c.text)
     assert all(work_key(r) in found.facts.work for r in own.recipe)
 

@@ -77,20 +77,17 @@ def refusal(text: str) -> str:
     return said
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize("text", SPELLINGS)
 def test_a_spelling_means_what_python_means_by_it(text: str) -> None:
     assert parse_recipe(text) == SPELLINGS[text]()
 
 
-@pytest.mark.timeout(10)
 def test_every_recipe_has_a_spelling_here() -> None:
     assert {name for name in RECIPES if any(text.startswith(name) for text in SPELLINGS)} == {
         *RECIPES
     }
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize(
     "text",
     ["sgd", "sgd(3)", "Local_SGD(3)", "no communication", "slowmo(sgd(3))", "print", "None", "12"],
@@ -101,13 +98,11 @@ def test_an_unknown_recipe_is_told_the_known_ones(text: str) -> None:
     assert text in said
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize("text", ["sgd", "Local_SGD(3)", "slowmo(sgd(3))", "print(1)", "12"])
 def test_a_name_that_is_no_recipe_gets_all_of_them(text: str) -> None:
     assert f"choose from {NAMES}" in refusal(text)
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -139,13 +134,11 @@ def test_a_call_that_does_not_fit_is_told_the_options(text: str, said: str) -> N
     assert said in refusal(text)
 
 
-@pytest.mark.timeout(10)
 def test_an_option_given_twice_is_refused() -> None:
     """As in Python, rather than that the last one wins in silence."""
     assert "period" in refusal("local_sgd(period=12, period=24)")
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -191,7 +184,6 @@ def test_a_bad_value_is_told_what_is_a_good_one(text: str, said: str) -> None:
     assert said in refusal(text)
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize(
     "code",
     [
@@ -225,7 +217,6 @@ def test_code_in_place_of_a_value_is_refused(code: str) -> None:
         assert text in said
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize(
     "text",
     [
@@ -247,26 +238,22 @@ def test_code_in_place_of_a_recipe_is_refused(text: str) -> None:
     assert f"choose from {NAMES}" in refusal(text)
 
 
-@pytest.mark.timeout(10)
 def test_nothing_is_run(capsys: pytest.CaptureFixture[str]) -> None:
     for text in ("print('ran')", "local_sgd(print('ran'))", "local_sgd(12 or print('ran'))"):
         assert "print" in refusal(text)
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize("text", ["local_sgd(*(12,))", "ddp(*())", "slowmo(ddp, *[48])"])
 def test_starred_arguments_are_refused(text: str) -> None:
     assert "cannot read '*" in refusal(text)
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize("text", ["local_sgd(**{'period': 12})", "ddp(**{})"])
 def test_a_starred_dictionary_is_refused(text: str) -> None:
     assert "no options after **: its options are " in refusal(text)
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize(
     "text",
     [
@@ -300,7 +287,6 @@ def test_what_is_no_expression_gets_an_example(text: str) -> None:
 DEEP = 10_000
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     "text",
     [
@@ -324,7 +310,6 @@ def test_text_without_end_is_refused_like_any_other(text: str) -> None:
     assert refusal(text)
 
 
-@pytest.mark.timeout(10)
 def test_nesting_that_python_reads_is_read() -> None:
     depth = 40
     expected = la.ddp()

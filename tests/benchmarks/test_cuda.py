@@ -64,7 +64,6 @@ def test_the_table(tmp_path: Path) -> None:
     assert text.count("| never run |") == len(PARTS) - 2
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", ["codecs", "recipes", "offload", "collectives"])
 def test_checks_pass_between_cpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "SHAPES", 4)

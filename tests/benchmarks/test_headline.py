@@ -14,7 +14,6 @@ from benchmarks.race.rows import NONE
 ENTRIES = journal.load(headline.DOCS / "race.jsonl")
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize("rate", headline.RATES)
 def test_ours_is_shown_beside_the_best_of_the_others(rate: float) -> None:
     lines = networks(ENTRIES)[Network(rate)]
@@ -28,7 +27,6 @@ def test_ours_is_shown_beside_the_best_of_the_others(rate: float) -> None:
     assert (headline.DDP in between) == (headline.DDP in peers)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("theme", headline.THEMES)
 def test_the_picture_is_the_one_that_the_script_draws(theme: str) -> None:
     drawn = io.BytesIO()

@@ -30,7 +30,6 @@ def test_the_slow_link_is_that_of_one_worker() -> None:
     assert quorum.METHODS["equal workers, DiLoCo"].messages(1.5) == [0.0, 0.15, 0.15, 0.15]
 
 
-@pytest.mark.timeout(100)
 def test_the_lab_trains_for_equal_times(tmp_path: Path) -> None:
     """Workers at their own pace take steps for all of the time; the slow one takes a third."""
     pytest.importorskip("sklearn")

@@ -65,7 +65,6 @@ def test_the_claims_hold_over_five_seeds(tmp_path: Path) -> None:
     assert all(held.values()), (held, {row.name: value for row, value in loss.items()})
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize(
     ("row", "loss", "claim"),
     [
@@ -87,7 +86,6 @@ def test_a_claim_fails_where_one_row_comes_out_differently(
     assert [c for c, holds in claims(losses | {row: loss}).items() if not holds] == [claim]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("forked")
 def test_runs_are_kept_and_an_interrupted_one_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "kept" / "runs.jsonl"
@@ -105,7 +103,6 @@ def test_runs_are_kept_and_an_interrupted_one_goes_on(tmp_path: Path) -> None:
     assert set(load(path)) == set(jobs)
 
 
-@pytest.mark.timeout(30)
 def test_every_picture_is_trained_on_or_held_out() -> None:
     inputs, targets = training_set()
     others, _ = held_out()
@@ -118,7 +115,6 @@ def test_every_picture_is_trained_on_or_held_out() -> None:
     assert torch.equal(mine, theirs)
 
 
-@pytest.mark.timeout(10)
 def test_the_settings_nearby_are_the_best_and_its_neighbours() -> None:
     slow = replace(SLOW, best=Setting(0.16, 0.8))
     assert len(slow.settings(near=False)) == 24
@@ -133,7 +129,6 @@ def finding(row: Row, losses: list[float], lr: float = 0.1) -> Finding:
     return Finding(row, Setting(lr), [Outcome(loss, 0.9, 0.5) for loss in losses])
 
 
-@pytest.mark.timeout(10)
 def test_a_run_that_diverged_counts_as_the_worst() -> None:
     assert finding(GOSSIP, [math.nan, 0.2, 0.1]).losses == [0.1, 0.2, math.inf]
     findings = [
@@ -144,7 +139,6 @@ def test_a_run_that_diverged_counts_as_the_worst() -> None:
     assert best(findings) == [(GOSSIP, Setting(0.32)), (SLOW, Setting(0.02))]
 
 
-@pytest.mark.timeout(60)
 def test_the_page_gets_its_table_and_picture(tmp_path: Path) -> None:
     findings = [finding(GOSSIP, [0.02, 0.5, 0.01]), finding(ALONE, [0.001])]
     path = tmp_path / "science.md"

@@ -58,7 +58,7 @@ def run(words: list[str], shell: str = "", **environment: str) -> subprocess.Com
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
     )
 
 
@@ -240,12 +240,15 @@ def test_exit_codes(
             main(["report", "x"])
 
 
-def test_what_may_not_be_written_is_one_line(tmp_path: Path) -> None:
+def test_what_may_not_be_written_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Root may write everywhere but into /proc."""
     report.save(RACE, tmp_path)
-    ended = run(["report", str(tmp_path), "--out", "/proc/report"])
-    assert ended.returncode == 2 and ended.stdout == ""
-    assert ended.stderr == "laconic: /proc/report: No such file or directory: check the path\n"
+    assert main(["report", str(tmp_path), "--out", "/proc/report"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == "laconic: /proc/report: No such file or directory: check the path\n"
 
 
 # -- streams ----
@@ -274,8 +277,7 @@ def test_a_full_disk_is_one_line() -> None:
 
 def test_closed_streams_are_no_error(tmp_path: Path) -> None:
     report.save(RACE, tmp_path)
-    for shell in (">&- 2>&-", "<&-"):
-        assert run(["report", str(tmp_path)], shell).returncode == 0
+    assert run(["report", str(tmp_path)], "<&- >&- 2>&-").returncode == 0
     assert run(["nonsense"], "2>&-").returncode == 2
     assert run(["nonsense"], "2>/dev/full").returncode == 2
 
@@ -294,12 +296,19 @@ def test_any_encoding_will_do(encoding: str, tmp_path: Path) -> None:
     assert "?" not in said
 
 
-def test_a_narrow_terminal_loses_nothing(tmp_path: Path) -> None:
+def test_a_narrow_terminal_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     report.save(RACE, tmp_path)
-    said = run(["report", str(tmp_path)], COLUMNS="20").stdout
+    monkeypatch.setenv("COLUMNS", "20")
+    assert main(["report", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
     assert "…" not in said and "local_sgd(12)" in said and "waiting" in said
+    monkeypatch.setenv("COLUMNS", "1")
     for name in COMMANDS:
-        assert run([name, "--help"], COLUMNS="1").returncode == 0
+        with pytest.raises(SystemExit) as ended:
+            main([name, "--help"])
+        assert ended.value.code == 0
 
 
 def test_names_that_are_not_text_are_shown_as_far_as_possible() -> None:
@@ -318,16 +327,17 @@ def test_ctrl_c_is_one_line() -> None:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("coordinator at ")
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=250)
     assert process.returncode == 130 and said == "laconic: interrupted\n"
 
 
 # -- JSON ----
 
 
-def test_json_has_keys_in_one_order_and_nothing_else(tmp_path: Path) -> None:
-    once, again = (run([*ADVISE, "--json"]) for _ in range(2))
-    assert once.stdout == again.stdout and once.stderr == ""
+def test_json_has_keys_in_one_order_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    once = run([*ADVISE, "--json"])
+    assert main([*ADVISE, "--json"]) == 0  # by a process of other hashes
+    assert once.stdout == capsys.readouterr().out and once.stderr == ""
     assert once.stdout.isascii()
     found = json.loads(once.stdout)
     assert list(found)[:5] == ["facts", "rows", "guide", "recommendation", "code"]

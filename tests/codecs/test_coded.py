@@ -1211,7 +1211,6 @@ class Spoils(la.Update):
         return x
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("codec", ["int4", TopK(k=16)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_fold_may_overwrite_what_arrived(codec: Codec | str, dtype: torch.dtype) -> None:
@@ -1230,7 +1229,6 @@ def test_a_fold_may_overwrite_what_arrived(codec: Codec | str, dtype: torch.dtyp
 IN_PARTS = ("ddp, small blocks", "local", "local, late", "slowmo", "easgd", "diloco", "streaming")
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("row", IN_PARTS)
 def test_coding_part_by_part_changes_nothing(
@@ -1242,7 +1240,6 @@ def test_coding_part_by_part_changes_nothing(
     assert same(la.simulate(run, workers=3), whole)
 
 
-@pytest.mark.timeout(60)
 def test_ranks_may_cut_differently(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those with a card and those without do."""
     monkeypatch.setattr(MODULE, "MIN_ROW_BYTES", 0)
@@ -1335,7 +1332,6 @@ def check_told(found: Sequence[Told], places: Sequence[int]) -> None:
     assert late > len(places) // 2
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("feedback", [1.0, 0.8, 0.0])
 @pytest.mark.parametrize("relative", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -1515,7 +1511,6 @@ class Bursts(la.Update):
         return mean * math.inf if clock.worker == clock.workers - 1 else mean
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("codec", [SMALL, TopK(k=4, chunk=32)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_nobody_goes_on_from_an_outer_step_that_is_not_finite(
@@ -1547,7 +1542,6 @@ def test_nobody_goes_on_from_an_outer_step_that_is_not_finite(
         assert useless and np.array_equal(before, after)
 
 
-@pytest.mark.timeout(60)
 def test_nobody_goes_on_from_a_gathering_that_ended_half_way() -> None:
     class Ends(Wrapped):
         """Rank 1 loses the others after its first part."""

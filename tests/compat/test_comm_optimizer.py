@@ -719,7 +719,7 @@ def test_resume_at_random_steps_in_other_processes(
     whole = la.simulate(partial(straight, row, job, tmp_path, saves), workers=2)
     undisturbed = la.simulate(partial(train, row, job), workers=2)
     assert same_bits(whole, undisturbed), "saving disturbed the run"
-    found = pool.run(resumed, row, job, tmp_path, saves, ranks=2, timeout=110)
+    found = pool.run(resumed, row, job, tmp_path, saves, ranks=2)
     for i, t in enumerate(saves):
         expected = [run[t - 1 : t + NEXT] for run in whole]
         assert same_bits(expected, [tails[i] for tails in found]), f"saved after step {t}"

@@ -18,7 +18,6 @@ import gloo
 import slowmo_training as loop
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:slowmo_memory_efficient=True sends"),
 ]
 STEPS, SAVES = 24, 3

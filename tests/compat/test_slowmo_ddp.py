@@ -24,7 +24,6 @@ import training
 from slowmo_training import Settings, Wide
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:slowmo_memory_efficient=True sends"),
     pytest.mark.filterwarnings("ignore:there is one node only"),
     pytest.mark.filterwarnings("ignore:the optimizer updates float16 parameters"),

@@ -23,7 +23,6 @@ import training
 from slowmo_training import Settings
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:slowmo_memory_efficient=True sends"),
 ]
 SGP = SlowMoBaseAlgorithm.SGP

@@ -26,7 +26,6 @@ import gloo
 import slowmo_training as loop
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:slowmo_memory_efficient=True sends"),
     pytest.mark.filterwarnings("ignore:there is one node only"),
     pytest.mark.filterwarnings("ignore:the optimizer updates float16 parameters"),

@@ -66,7 +66,6 @@ def parameters(value: Any) -> list[str]:
     return [name for name in inspect.signature(value).parameters if name not in ("self", "cls")]
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize("name", [*PUBLIC, *METHODS])
 def test_every_argument_is_described(name: str) -> None:
     value = {**PUBLIC, **METHODS}[name]
@@ -84,7 +83,6 @@ def literals(hint: object) -> Iterator[str]:
         yield from literals(part)
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize("name", [*PUBLIC, *METHODS])
 def test_every_choice_is_named(name: str) -> None:
     value = {**PUBLIC, **METHODS}[name]
@@ -97,7 +95,6 @@ def test_every_choice_is_named(name: str) -> None:
             assert f'``"{choice}"``' in text, f"{name}({argument}=): {choice}"
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_name_has_an_example(name: str) -> None:
     assert ">>> " in (inspect.getdoc(PUBLIC[name]) or "")
@@ -123,7 +120,6 @@ def names() -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("ignore:there is one node only")
 @pytest.mark.parametrize("name", PUBLIC)
 def test_the_example_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 NUMBERS = pages.chapters()
 PIXEL = b64decode("iVBORw0KGgo=")
-pytestmark = pytest.mark.timeout(20)
 
 
 def page(number: str) -> str:
@@ -174,7 +173,6 @@ def test_an_unknown_chapter_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     assert "no chapter '8': choose from 1, 2, 3, 4, 5, 6, 7" in capsys.readouterr().err
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("number", ["1"])
 def test_a_notebook_runs_from_top_to_bottom(
     number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -31,7 +31,6 @@ def pages_of(nav: object) -> list[str]:
     return [page for part in parts for page in pages_of(part)]
 
 
-@pytest.mark.timeout(10)
 def test_every_page_is_in_the_navigation_once() -> None:
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     assert sorted(pages_of(nav)) == [page.relative_to(DOCS).as_posix() for page in PAGES]
@@ -44,7 +43,6 @@ def anchors(page: Path) -> set[str]:
     }
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: page.stem)
 def test_links_lead_somewhere_in_the_repository_too(page: Path) -> None:
     text = page.read_text()
@@ -58,14 +56,12 @@ def test_links_lead_somewhere_in_the_repository_too(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-@pytest.mark.timeout(10)
 def test_the_readme_is_one_page() -> None:
     text = README.read_bytes()
     assert len(text.splitlines()) <= 120
     assert len(text) <= 8000
 
 
-@pytest.mark.timeout(10)
 def test_a_page_begins_with_what_the_reader_gets() -> None:
     """A heading, and then a paragraph: no table, code or list before it."""
     for page in [README, *PAGES]:
@@ -76,14 +72,12 @@ def test_a_page_begins_with_what_the_reader_gets() -> None:
         assert re.match(r"[\w*`\[<]", first), f"{page}: {first}"
 
 
-@pytest.mark.timeout(10)
 def test_every_recipe_is_in_the_index_of_algorithms() -> None:
     index = (DOCS / "algorithms" / "index.md").read_text()
     for name in (*RECIPES, "auto"):
         assert re.search(rf"\b{name}\b", index), name
 
 
-@pytest.mark.timeout(10)
 def test_every_public_name_is_in_the_reference() -> None:
     """Functions and classes by name; recipes, codecs, graphs and links by their module."""
     text = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
@@ -91,7 +85,6 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert set(laconic.__all__) - set(RECIPES) <= named
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize(
     ("page", "found"),
     [
@@ -113,21 +106,18 @@ def signature(recipe: Callable[..., object]) -> str:
     return f"{recipe.__name__}{inspect.Signature(plain)}".replace("'", '"')
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize("recipe", [*RECIPES.values(), laconic.auto], ids=lambda r: r.__name__)
 def test_every_recipe_has_a_page_with_its_defaults(recipe: Callable[..., object]) -> None:
     pages = [" ".join(page.read_text().split()) for page in ALGORITHMS]
     assert sum(signature(recipe) in page for page in pages) == 1, signature(recipe)
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize("picture", pictures.PICTURES, ids=lambda p: p.__name__)
 def test_the_pictures_are_those_that_the_script_draws(picture: Callable[[], str]) -> None:
     committed = (DOCS / "algorithms" / f"{picture.__name__}.svg").read_text(encoding="utf-8")
     assert committed == picture(), "python docs/pictures.py"
 
 
-@pytest.mark.timeout(10)
 def test_every_picture_is_on_a_page_and_says_what_is_to_be_seen() -> None:
     shown: list[str] = []
     for page in ALGORITHMS:
@@ -141,7 +131,6 @@ def test_every_picture_is_on_a_page_and_says_what_is_to_be_seen() -> None:
 SHAPES = ((1024, 1024),) * 4
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize("n", [4, 8])
 @pytest.mark.parametrize(
     ("recipe", "page", "formula", "share"),

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -92,7 +91,6 @@ class Placeholders(dict[str, Any]):
         return loss
 
 
-@pytest.mark.timeout(120)
 def test_the_slowmo_tutorial_runs_and_learns() -> None:
     def run(rank: int) -> tuple[list[float], Tensor]:
         torch.manual_seed(rank)
@@ -108,7 +106,6 @@ def test_the_slowmo_tutorial_runs_and_learns() -> None:
         assert torch.equal(weights, runs[0][1]), "96 calls end with a slow step"
 
 
-@pytest.mark.timeout(60)
 def test_the_slowmo_docstrings_example_runs() -> None:
     def run(rank: int) -> int:
         torch.manual_seed(rank)

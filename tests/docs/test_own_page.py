@@ -27,7 +27,6 @@ def run(*blocks: str) -> dict[str, Any]:
     return names
 
 
-@pytest.mark.timeout(60)
 def test_the_page_runs_and_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
     run(UPDATE, CHECK, RACE, MATRICES)
     printed, shown = LINE.findall(capsys.readouterr().out), LINE.findall(PAGE)
@@ -55,7 +54,6 @@ def test_the_matrix_step_is_orthogonal() -> None:
         assert torch.allclose(step @ step.T, torch.eye(2), atol=1e-5)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("line", "wrong"),
     [

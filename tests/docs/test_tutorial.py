@@ -33,7 +33,6 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.timeout(240)
 def test_the_chapters_run_and_say_that_they_are_scaled() -> None:
     chapters = [number for number in there() if number not in EMULATED]
     ended = python("-m", "tutorial", *chapters)
@@ -41,7 +40,6 @@ def test_the_chapters_run_and_say_that_they_are_scaled() -> None:
     assert ended.stdout.count("scaled to 0.01 of the work") >= len(chapters)
 
 
-@pytest.mark.timeout(30)
 def test_an_unknown_chapter_is_refused() -> None:
     ended = python("-m", "tutorial", "nine")
     assert ended.returncode == 1
@@ -54,7 +52,6 @@ def there() -> list[str]:
     return [path.stem.removeprefix("chapter") for path in CHAPTERS]
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
 def test_a_page_has_the_chapters_prose_and_code(chapter: Path) -> None:
     """Else make tutorial has to be run again."""
@@ -66,7 +63,6 @@ def test_a_page_has_the_chapters_prose_and_code(chapter: Path) -> None:
         assert text.strip() in page
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize(
     ("num_hl", "hl_size", "parameters"), [(0, 10, 1_021), (3, 100, 40_501), (0, 100, 10_201)]
 )
@@ -74,7 +70,6 @@ def test_parameters_of_the_network(num_hl: int, hl_size: int, parameters: int) -
     assert count_parameters(FFNet(input_size=100, num_hl=num_hl, hl_size=hl_size)) == parameters
 
 
-@pytest.mark.timeout(20)
 def test_a_benchmark_returns_nanoseconds_and_trains(capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     model = FFNet(10, 0, 4)
@@ -86,7 +81,6 @@ def test_a_benchmark_returns_nanoseconds_and_trains(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 @pytest.mark.parametrize("samples", [1, 20, 21, 64])
 def test_parts_lose_no_sample_and_batches_are_alike_in_number(
@@ -109,7 +103,6 @@ def test_parts_lose_no_sample_and_batches_are_alike_in_number(
             assert own == sorted(float(data.y[i]) for i in together)
 
 
-@pytest.mark.timeout(10)
 def test_a_partition_refuses_what_cannot_be() -> None:
     data = ToyDataset(4, 10)
     with pytest.raises(ValueError, match="rank 2 is not one of 2 ranks"):
@@ -118,7 +111,6 @@ def test_a_partition_refuses_what_cannot_be() -> None:
         next(partition_dataset(data, 2, 0, 9))
 
 
-@pytest.mark.timeout(60)
 def test_processes_compute_what_one_computes_even_when_one_has_nothing_left() -> None:
     options = {"num_samples": 25, "hl_size": 8, "epochs": 2, "dtype": torch.float64}
     alone = torch.tensor(train_alone(**options)["parameters"], dtype=torch.float64)
@@ -127,13 +119,11 @@ def test_processes_compute_what_one_computes_even_when_one_has_nothing_left() ->
         torch.testing.assert_close(got, alone, rtol=0, atol=1e-14)
 
 
-@pytest.mark.timeout(60)
 def test_a_process_that_dies_is_named_and_the_others_end() -> None:
     with pytest.raises(RuntimeError, match=r"rank 0: exit code 3"):
         spawn_and_join(2, naive_ddp.die, victim=0)
 
 
-@pytest.mark.timeout(120)
 def test_the_command_line() -> None:
     options = ["-s", "2", "-i", "10", "-n", "64", "-d", "1", "-z", "4", "-e", "2", "-v", "1"]
     ended = python("-m", "tutorial.naive_ddp", *options)
@@ -143,7 +133,6 @@ def test_the_command_line() -> None:
     assert ended.stderr == ""
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -15,7 +15,6 @@ import laconic
 from tutorial import averaging
 from tutorial.averaging import ADAM, MOMENTUM, SAMPLES, SGD, Task, Team, by_laconic
 
-pytestmark = pytest.mark.timeout(30)
 STEPS = 21  # five rounds of 4, and one step
 
 Loop = Callable[[Team], Tensor]

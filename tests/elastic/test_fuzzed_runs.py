@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from elastic_runs import Run
+from elastic_runs import MANY, Run
 from laconic.links import connect, health
 from laconic.links.addresses import Address
 from laconic.links.elastic import relay
@@ -17,8 +17,6 @@ from laconic.links.elastic.view import View
 import job_keys
 import strangers as s
 from strangers import RAW, Attack, Stranger, Usage
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def members_of(run: Run) -> View:
@@ -40,7 +38,7 @@ def test_a_run_goes_on(
         job_keys.turn_on(monkeypatch, jobs.one)
     contexts = s.contexts_of(jobs) if encrypted else {}
     who = (RAW, RAW, "one", "none", "expired") if encrypted else (RAW,)
-    with Run("laconic.local_sgd(2)", count=2, steps=1200) as run:
+    with Run("laconic.local_sgd(2)", count=2, steps=MANY) as run:
         ids = [worker.wait_for("ready")["id"] for worker in run.workers]
         pids = [worker.process.pid for worker in run.workers]
         members = {m.id: m for m in members_of(run).members}

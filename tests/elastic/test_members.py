@@ -21,7 +21,6 @@ from laconic.links.elastic.members import Members, Rules
 from laconic.links.elastic.registry import CoordinatorError, Registry
 from laconic.links.elastic.view import Member, View
 
-pytestmark = pytest.mark.timeout(20)
 SECRET = bytes(range(32))
 KEY = "00" * 8
 

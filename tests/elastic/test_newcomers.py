@@ -20,7 +20,6 @@ from laconic.links.elastic.link import ElasticLink
 from laconic.links.elastic.mesh import Interrupted
 from laconic.links.elastic.simulated import SimulatedElasticLink
 
-pytestmark = pytest.mark.timeout(60)
 Step = Callable[[nn.Module, Any, torch.Tensor, Any], object]
 
 

@@ -28,7 +28,6 @@ from laconic.links.elastic.view import Member, View
 import gloo
 import job_keys
 
-pytestmark = pytest.mark.timeout(60)
 KEY = "00" * 8
 A, B = (Member(f"{n:012x}", *(f"10.0.0.{n}|{port}|{KEY}" for port in (1, 2, 3))) for n in (1, 2))
 Made = Callable[[], Registry]
@@ -57,19 +56,18 @@ def make(port: int) -> Iterator[Made]:
         def make() -> Registry:
             registry = Registry(f"127.0.0.1:{port}", "job")
             ending.callback(lambda: registry.close(time.monotonic() + 5))
-            registry.connect(time.monotonic() + 15)
+            registry.connect(time.monotonic() + 60)
             return registry
 
         yield make
 
 
-def refusal(port: int, monkeypatch: pytest.MonkeyPatch, seconds: float = 5.0) -> str:
-    """What a worker hears at its start that would wait for a minute."""
+def refusal(port: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a worker hears at its start. One that is not refused would wait for ten minutes."""
     monkeypatch.setattr(module, "CALL_SECONDS", 2.0)
-    registry, begin = Registry(f"127.0.0.1:{port}", "job"), time.monotonic()
+    registry = Registry(f"127.0.0.1:{port}", "job")
     with pytest.raises(UntrustedError) as error:
-        registry.connect(begin + 60)
-    assert time.monotonic() - begin < seconds
+        registry.connect(time.monotonic() + 600)
     text = str(error.value)
     assert text.startswith(f"the coordinator at 127.0.0.1:{port} ") and "\n" not in text
     assert isinstance(error.value, CoordinatorError), "a run that is under way goes on"
@@ -147,7 +145,7 @@ def test_it_is_started_again_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     port = gloo.free_port()
     server = serve("127.0.0.1", port)
     registry = Registry(f"127.0.0.1:{port}", "job")
-    registry.connect(time.monotonic() + 15)
+    registry.connect(time.monotonic() + 60)
     secret, about, view = registry.secret(), registry.about("mine"), View(4, (A, B), "why")
     registry.propose(view)
     del server
@@ -157,7 +155,7 @@ def test_it_is_started_again_empty(monkeypatch: pytest.MonkeyPatch) -> None:
             registry.view(4)
         assert not isinstance(error.value, UntrustedError)
     server = serve("127.0.0.1", port)
-    registry.connect(time.monotonic() + 15)
+    registry.connect(time.monotonic() + 60)
     assert registry.latest() is None
     assert registry.restore(secret, about, view) == view == registry.latest()
     assert registry.secret() == secret
@@ -224,7 +222,7 @@ def test_a_worker_without_tls(
     """At once, and without the stack that torch's client writes. The coordinator says it, too."""
     monkeypatch.setattr(talks, "_reasons", set())
     job_keys.turn_off(monkeypatch)
-    said = refusal(port, monkeypatch, 1.0)
+    said = refusal(port, monkeypatch)
     assert said.startswith("uses TLS, and this worker does not: set the variables that `laconic k")
     assert capfd.readouterr().err == ""
     lines = [record.getMessage() for record in caplog.records]
@@ -253,7 +251,7 @@ def test_what_answers_otherwise_is_left_to_torchs_client(monkeypatch: pytest.Mon
     server = serve("127.0.0.1", port)
     assert tls_store.probe("127.0.0.1", port, 5.0) == tls_store.Probed.UNKNOWN
     registry = Registry(f"127.0.0.1:{port}", "job")
-    registry.connect(time.monotonic() + 5)
+    registry.connect(time.monotonic() + 60)
     registry.close(time.monotonic() + 5)
     del server
 
@@ -294,10 +292,9 @@ def test_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CALL_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        begin = time.monotonic()
         with pytest.raises(CoordinatorError, match=f"127.0.0.1:{port}") as error:
-            Registry(f"127.0.0.1:{port}", "job").connect(begin + 1)
-        assert time.monotonic() - begin < 10 and "\n" not in str(error.value)
+            Registry(f"127.0.0.1:{port}", "job").connect(time.monotonic() + 1)
+        assert "\n" not in str(error.value)
 
 
 # -- strangers ----
@@ -313,16 +310,14 @@ def test_strangers_delay_nobody(port: int, monkeypatch: pytest.MonkeyPatch) -> N
         for number, stranger in enumerate(strangers):
             with suppress(OSError):
                 stranger.sendall([b"", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01"][number % 3])
-        begin = time.monotonic()
         registry = Registry(f"127.0.0.1:{port}", "job")
-        registry.connect(begin + 10)
-        assert registry.latest() is None and time.monotonic() - begin < 1.0
+        registry.connect(time.monotonic() + 15)  # one after the other they would take 30 s
+        assert registry.latest() is None
         for stranger in strangers:
-            stranger.settimeout(5)
+            stranger.settimeout(60)
             with suppress(ConnectionError):
                 while stranger.recv(1000):
                     continue
-        assert time.monotonic() - begin < 5
         time.sleep(1.2)
         assert registry.latest() is None, "the worker's connection stays, idle as it was"
         registry.close(time.monotonic() + 5)
@@ -331,15 +326,16 @@ def test_strangers_delay_nobody(port: int, monkeypatch: pytest.MonkeyPatch) -> N
 def test_no_more_than_so_many_strangers(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest makes room, long before its time is over."""
     monkeypatch.setattr(tls_store, "MOST_STRANGERS", 4)
+    monkeypatch.setattr(tls_store, "HELLO_SECONDS", 1000.0)
     with ExitStack() as ending:
         first, *_ = (
             ending.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(5)
         )
-        first.settimeout(2)
+        first.settimeout(60)
         with suppress(ConnectionError):
             assert first.recv(1) == b""
         registry = Registry(f"127.0.0.1:{port}", "job")
-        registry.connect(time.monotonic() + 2)
+        registry.connect(time.monotonic() + 60)
         registry.close(time.monotonic() + 5)
 
 

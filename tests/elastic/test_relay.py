@@ -43,11 +43,16 @@ from laconic.links.elastic.relay import (
 from laconic.links.elastic.units import Units
 from laconic.links.elastic.view import Member, View
 
-pytestmark = pytest.mark.timeout(20)
 SECRET = bytes(range(32))
 NO_KEY = "00" * 8
-SOON = 10.0
+SOON = 60.0
 ME = Member("0" * 12, *(f"127.0.0.1|{port}|{NO_KEY}" for port in (1, 2, 3)))
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Donors give strangers longer than anyone here waits: nobody waits for a stranger."""
+    monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 10 * SOON)
 
 
 @pytest.fixture
@@ -380,19 +385,17 @@ def test_a_newcomer_that_ends(donor: Donor) -> None:
 
 def serves(donor: Donor, number: int = 9) -> None:
     """A real newcomer is served."""
-    begin = time.monotonic()
     stream = call_donor(donor.member, SECRET, newcomer(number))
     relay = donor.accepted()
     assert relay.newcomer == newcomer(number) and donor.service.waiting.empty()
     relay.begin(FRAMES[0])  # type: ignore[arg-type]
     assert bits(vars(stream.receive())) == bits(vars(FRAMES[0]))
-    assert time.monotonic() - begin < module.HANDSHAKE_SECONDS / 2, "it waits for no stranger"
     stream.close()
 
 
 def closes(connection: socket.socket) -> bool:
     """Whether the other side closes the connection before the time of a handshake is over."""
-    connection.settimeout(module.HANDSHAKE_SECONDS / 2)
+    connection.settimeout(SOON)
     try:
         while connection.recv(1000):
             pass
@@ -439,13 +442,14 @@ def test_a_stranger_is_given_up_after_some_time(hasty: None, donor: Donor) -> No
 
 def test_a_stranger_that_sends_a_byte_now_and_then(hasty: None, donor: Donor) -> None:
     """The time is that of the whole handshake."""
-    hello, begin = handshake.Hello(PURPOSE, KEY, 0, bytes(16)).pack(), time.monotonic()
-    with socket.create_connection(("127.0.0.1", donor.port), SOON) as stranger:
-        with suppress(ConnectionError):
-            for byte in hello:
-                stranger.sendall(bytes([byte]))
-                time.sleep(0.1)
-        assert time.monotonic() - begin < 1.5
+    hello = handshake.Hello(PURPOSE, KEY, 0, bytes(16)).pack()
+    with (
+        socket.create_connection(("127.0.0.1", donor.port), SOON) as stranger,
+        pytest.raises(ConnectionError),
+    ):
+        for byte in hello:
+            stranger.sendall(bytes([byte]))
+            time.sleep(0.1)
 
 
 def test_too_many_files_are_open() -> None:

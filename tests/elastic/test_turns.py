@@ -17,8 +17,7 @@ from laconic.links.elastic.turns import Turns
 from laconic.links.elastic.units import Units
 from laconic.links.elastic.view import Member
 
-pytestmark = pytest.mark.timeout(20)
-SOON = 10.0
+SOON = 60.0
 ME = Member("0" * 12, *(f"127.0.0.1|{port}|{'00' * 8}" for port in (1, 2, 3)))
 LARGE = Snapshot(3, {"x": torch.zeros(2**18, dtype=torch.uint8)})
 PIECES = 5

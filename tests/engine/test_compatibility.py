@@ -275,7 +275,7 @@ def test_torch_compile_changes_no_bit(pool: gloo.Pool, recipe: la.Recipe, inner:
 
 def test_torch_compile_with_its_own_kernels(pool: gloo.Pool) -> None:
     plain = pool.run(compiled, la.ddp(), None, True, ranks=2)
-    runs = pool.run(compiled, la.ddp(), "inductor", False, ranks=2, timeout=110)
+    runs = pool.run(compiled, la.ddp(), "inductor", False, ranks=2)
     assert torch.equal(runs[0][0], runs[1][0])
     assert largest(runs[0][0], plain[0][0]) < 1e-10
 
@@ -300,7 +300,7 @@ def clipped(rank: int) -> Tensor:
 
 
 def test_clipping_of_dtensors(pool: gloo.Pool) -> None:
-    runs = pool.run(clipped, ranks=4, timeout=100)
+    runs = pool.run(clipped, ranks=4)
     model = language()
     train(model, adamw(model), [*range(4)], clip=0.5)
     assert all(torch.equal(runs[0], other) for other in runs)
@@ -339,7 +339,7 @@ def exported(rank: int, folder: str) -> tuple[dict[str, Tensor], Tensor]:
 def test_a_sharded_model_is_exported_whole_and_through_torchs_checkpoints(
     pool: gloo.Pool, tmp_path: Path
 ) -> None:
-    runs = pool.run(exported, str(tmp_path / "saved"), ranks=4, timeout=100)
+    runs = pool.run(exported, str(tmp_path / "saved"), ranks=4)
     model = language()
     model.load_state_dict(runs[0][0])
     assert all(torch.equal(flat(model), loaded) for _, loaded in runs)

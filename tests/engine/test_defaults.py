@@ -63,7 +63,6 @@ def test_slow_momentum_by_workers() -> None:
     assert {n: momentum_for(n) for n in BY_WORKERS} == BY_WORKERS
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 7, 8, 16])
 @pytest.mark.parametrize("sharded", [True, False])
 def test_slow_momentum_is_that_of_the_workers_of_the_run(workers: int, sharded: bool) -> None:
@@ -391,7 +390,6 @@ for step in range(6):
 """
 
 
-@pytest.mark.timeout(100)
 def test_a_save_on_one_rank_alone_is_one_traceback_on_each(tmp_path: Path) -> None:
     first, other = run_ranks(SAVING.format(path=str(tmp_path / "checkpoint")), 2)
     for ended in (first, other):
@@ -407,7 +405,6 @@ def test_a_save_on_one_rank_alone_is_one_traceback_on_each(tmp_path: Path) -> No
 # -- the tutorial at a part of its work ----
 
 
-@pytest.mark.timeout(240)
 def test_the_third_chapter_holds_at_another_scale() -> None:
     """Its batches are uneven at every scale, which a claim about weights rests on."""
     scale = "0.1"

@@ -72,7 +72,6 @@ def test_one_worker_that_drifts_gets_the_others_state(recipe: str) -> None:
     check_repaired(results)
 
 
-@pytest.mark.timeout(60)
 def test_over_processes_as_simulated(pool: gloo.Pool) -> None:
     results = pool.run(train_and_warn, 8, {3: 2}, "ddp()", 1, ranks=3)
     check_repaired(results)

@@ -308,7 +308,6 @@ OVER_PROCESSES = (
 )
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", OVER_PROCESSES)
 def test_over_processes_as_simulated(name: str, pool: gloo.Pool) -> None:
     """Also the digests are the same."""

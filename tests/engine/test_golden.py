@@ -34,7 +34,7 @@ SIMULATED = [
 ]
 """A sample, since the script takes minutes for all, of those that this machine can compare. Norms
 and products of matrices were recorded on one processor only."""
-PARTS = 4
+PARTS = 2
 PROCESSES = [
     "ddp, codec int8",
     "local_sgd, late, int4",

@@ -837,7 +837,7 @@ def waiting_run(rank: int, recipe: la.Recipe, first: int, sign: Path | None) -> 
     with la.attach(model, optimizer, recipe):
         for step, x in enumerate(data(4)[rank], 1):
             if sign is not None and rank == 1 and step == first:
-                end = time.monotonic() + 10
+                end = time.monotonic() + 60
                 while not sign.exists() and time.monotonic() < end:
                     time.sleep(0.01)
                 assert sign.exists(), "rank 0 waits for this one"

@@ -77,7 +77,7 @@ def sharded(rank: int, job: Job) -> list[Any]:
 def test_workers_sharded_by_fsdp(pool: gloo.Pool, row: str) -> None:
     recipe, expected = ROWS[row]
     job = Job(recipe, 4, steps=12, optimizer="adamw")
-    runs = pool.run(sharded, job, ranks=4, timeout=100)  # torch's FSDP is slow to import
+    runs = pool.run(sharded, job, ranks=4)
     rules, init = OPTIMIZERS[job.optimizer][1], reference.initial(2, job.seed)
     trace = decade.run(expected, 2, job.steps, rules, job.lr, joined(job), init)
     end = reference.Trace(trace.workers[-1:], trace.consensus[-1:])
@@ -120,9 +120,9 @@ def narrow(rank: int, recipe: la.Recipe) -> list[list[float]]:
 
 @pytest.mark.parametrize("recipe", [la.ddp(), la.ddp(codec="int8"), la.local_sgd(2)])
 def test_a_rank_without_a_part_of_some_parameter(pool: gloo.Pool, recipe: la.Recipe) -> None:
-    runs = pool.run(narrow, recipe, ranks=4, timeout=100)
+    runs = pool.run(narrow, recipe, ranks=4)
     assert runs == [runs[0]] * 4
-    assert runs != pool.run(narrow, la.local_sgd(9), ranks=4, timeout=100)
+    assert runs != pool.run(narrow, la.local_sgd(9), ranks=4)
 
 
 def moved(rank: int) -> list[float]:
@@ -144,7 +144,7 @@ def moved(rank: int) -> list[float]:
 
 
 def test_shards_that_move_are_still_averaged(pool: gloo.Pool) -> None:
-    runs = pool.run(moved, ranks=4, timeout=100)
+    runs = pool.run(moved, ranks=4)
     assert runs == [runs[0]] * 4
 
 
@@ -268,7 +268,7 @@ def test_a_model_is_sharded_over_the_ranks_of_its_worker(
 ) -> None:
     """Where FSDP has ranks of other workers, too, it averages gradients over them at every step,
     and what laconic takes for one shard is another's."""
-    said = pool.run(missharded, (2, 2), shards, given, ranks=4, timeout=100)
+    said = pool.run(missharded, (2, 2), shards, given, ranks=4)
     assert len(set(said)) == 1 and words in said[0], said
     assert words == "attached" or ("fully_shard(model, mesh=mesh['shards'])" in said[0])
 
@@ -332,8 +332,8 @@ def validating(rank: int, validate: bool) -> tuple[list[float], list[float], lis
 
 def test_a_validation_is_of_the_consensus_and_changes_nothing(pool: gloo.Pool) -> None:
     """FSDP holds the outermost module's parameters whole from a forward pass on."""
-    plain = pool.run(validating, False, ranks=4, timeout=100)
-    runs = pool.run(validating, True, ranks=4, timeout=100)
+    plain = pool.run(validating, False, ranks=4)
+    runs = pool.run(validating, True, ranks=4)
     ends, within, after = zip(*runs, strict=True)
     assert list(ends) == [end for end, _, _ in plain] == [ends[0]] * 4
     assert list(within) == [within[0]] * 4
@@ -357,7 +357,7 @@ def lags(rank: int) -> list[float]:
 
 def test_buckets_stay_as_they_are_in_a_backward_pass_of_nested_shards(pool: gloo.Pool) -> None:
     """Or what owners have left over would be given back, and bases of low rank begin anew."""
-    runs = pool.run(lags, ranks=4, timeout=100)
+    runs = pool.run(lags, ranks=4)
     assert all(lag > 0 for lag in runs[0] + runs[1])  # what worker 1 owns is padding
 
 
@@ -400,7 +400,7 @@ def poisoned(rank: int, recipe: la.Recipe, closure: bool) -> str:
 def test_what_one_shard_refuses_is_refused_on_all_ranks(
     pool: gloo.Pool, recipe: la.Recipe, closure: bool
 ) -> None:
-    said = pool.run(poisoned, recipe, closure, ranks=4, timeout=100)
+    said = pool.run(poisoned, recipe, closure, ranks=4)
     last = 2 if any(r.delay for r in recipe) else 1
     assert {s.split(":")[0] for s in said} == {f"step {last}"}, said
     assert "ranks [0] of its link" in said[0] and "ranks [0] of its link" in said[2]
@@ -422,4 +422,4 @@ def evaluated(rank: int) -> str:
 
 
 def test_a_sharded_model_may_be_evaluated_before_it_is_attached(pool: gloo.Pool) -> None:
-    assert pool.run(evaluated, ranks=4, timeout=100) == ["attached"] * 4
+    assert pool.run(evaluated, ranks=4) == ["attached"] * 4

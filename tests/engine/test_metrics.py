@@ -395,7 +395,7 @@ optimizer.step()
 {ending}
 """
     ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=250
     )
     records = read(tmp_path / "run.jsonl")
     if ending == "pass":

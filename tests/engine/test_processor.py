@@ -22,6 +22,8 @@ from laconic.engine.joint_optimizer import JointOptimizer
 from laconic.predict import Facts, predict, undisturbed
 from laconic.processor import Usage
 
+from clock import controlled
+
 FACTS = Facts(4, ((256, 256),) * 16, 4, 0.1, 1e8, 1e-4)
 
 
@@ -39,7 +41,7 @@ def test_usage_counts_the_running_of_the_calling_thread_alone() -> None:
     other.join()
     used = Usage.now(30.0, 1.5).since(before)
     assert used.bytes == 20 and used.work == 0.5
-    assert 0.05 <= used.running < 0.1, "not what the other thread has used"
+    assert 0.05 <= used.running < 0.15, "not what the other thread has used"
     assert used.ready >= 0
 
 
@@ -87,7 +89,9 @@ def test_nothing_is_taken_off_where_processors_are_idle() -> None:
     assert undisturbed(recipe, zero).compute == 0
 
 
-def test_rounds_and_jobs_are_counted() -> None:
+def test_rounds_and_jobs_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    controlled(monkeypatch)
+
     def run(rank: int) -> tuple[float, float]:
         torch.manual_seed(0)
         model = nn.Linear(64, 64)

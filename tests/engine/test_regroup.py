@@ -475,9 +475,9 @@ def sharded_momenta(rank: int, path: Path, load: bool) -> list[list[float]]:
 
 
 def test_a_lost_shard_is_replaced_by_the_same_shard(pool: gloo.Pool, tmp_path: Path) -> None:
-    saved = pool.run(sharded_momenta, tmp_path, False, ranks=4, timeout=100)
+    saved = pool.run(sharded_momenta, tmp_path, False, ranks=4)
     next(tmp_path.glob("rank-3-*.pt")).unlink()
-    loaded = pool.run(sharded_momenta, tmp_path, True, ranks=4, timeout=100)
+    loaded = pool.run(sharded_momenta, tmp_path, True, ranks=4)
     assert loaded == [*saved[:3], saved[1]]
 
 
@@ -515,8 +515,8 @@ def whole(model: nn.Module) -> list[float]:
 
 
 def test_a_sharded_model_goes_on_in_fewer_workers(pool: gloo.Pool, tmp_path: Path) -> None:
-    saved = pool.run(sharded, tmp_path, 4, False, ranks=4, timeout=100)
-    loaded = pool.run(sharded, tmp_path, 2, True, ranks=4, timeout=100)
+    saved = pool.run(sharded, tmp_path, 4, False, ranks=4)
+    loaded = pool.run(sharded, tmp_path, 2, True, ranks=4)
     for before, _ in loaded[:2]:
         assert before == pytest.approx(saved[0][1], abs=1e-6)
 

@@ -82,7 +82,7 @@ def attached(rank: int, kind: str, only: int | None) -> str:
     ],
 )
 def test_a_wrapped_model_is_refused(pool: gloo.Pool, kind: str, words: str) -> None:
-    said = pool.run(attached, kind, None, ranks=RANKS, timeout=100)
+    said = pool.run(attached, kind, None, ranks=RANKS)
     assert len(set(said)) == 1 and words in said[0], said
     assert "fully_shard" in said[0] if kind == "fsdp1" else "model.module" in said[0]
     assert "\n" not in said[0]

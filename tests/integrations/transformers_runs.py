@@ -87,7 +87,7 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
         "eval_steps": EVALUATED,
         "save_strategy": "steps",
         "save_steps": SAVED,
-        "logging_steps": 10,
+        "logging_steps": 5,
         "use_cpu": True,
         "report_to": [],
         "disable_tqdm": True,

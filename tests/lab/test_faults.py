@@ -13,17 +13,19 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_cluster import until
 
 from laconic.cli import main
 from laconic.lab.emulation import faults, program
 from laconic.lab.emulation.cluster import Cluster, Loopback, NamespacesUnavailable, launch
 from laconic.lab.emulation.faults import COORDINATOR, Cut, Hang, Kill, Plan
 from laconic.lab.emulation.injection import Injection
+from laconic.lab.emulation.jobs import Job
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 # Host 1 answers each byte that host 0 sends every 10 ms. Host 0 prints when the answers came.
 ECHO = """
-import os, socket, time
+import os, socket, sys, time
 if os.environ["GROUP_RANK"] == "1":
     with socket.create_server(("", 5000)) as server:
         connection, _ = server.accept()
@@ -31,8 +33,7 @@ if os.environ["GROUP_RANK"] == "1":
 while os.environ["GROUP_RANK"] == "0":
     try: connection = socket.create_connection(("host1", 5000)); break
     except ConnectionRefusedError: time.sleep(0.02)
-end = time.monotonic() + 3.0
-while os.environ["GROUP_RANK"] == "0" and time.monotonic() < end:
+while os.environ["GROUP_RANK"] == "0" and not os.path.exists(sys.argv[1]):
     connection.sendall(b"x"); connection.recv(1)
     print(time.monotonic(), flush=True)
     time.sleep(0.01)
@@ -132,30 +133,41 @@ def test_random_kills_have_the_mean_time_and_take_all_workers_alike() -> None:
         assert sum(kill.worker == worker for kill in kills) == pytest.approx(2500, rel=0.1)
 
 
-@pytest.mark.timeout(30)
-def test_a_cut_connection_carries_nothing_and_goes_on_after_it() -> None:
+def test_a_cut_connection_carries_nothing_and_goes_on_after_it(tmp_path: Path) -> None:
     if not emulated():
         with Loopback(2) as loopback, pytest.raises(NamespacesUnavailable, match="cannot be cut"):
             loopback.cut([(0, 1)])
         return
     with Cluster(3) as cluster:
-        job = launch(cluster, [*PYTHON, ECHO])
-        while not job.stdout(0):
-            time.sleep(0.01)
-        time.sleep(0.3)
+        job = launch(cluster, [*PYTHON, ECHO, str(tmp_path / "end")])
+        until(lambda: job.stdout(0) != "")
         cluster.cut([(0, 1)])
         begin = time.monotonic()
-        time.sleep(0.6)
-        end = time.monotonic()
+        time.sleep(1.0)
+        end, before = time.monotonic(), job.stdout(0)
         cluster.cut(())
-        assert all(outcome.exit_code == 0 for outcome in job.wait(20))
+        until(lambda: job.stdout(0) != before)
+        (tmp_path / "end").touch()
+        assert all(outcome.exit_code == 0 for outcome in job.wait(100))
         answers = [float(line) for line in job.stdout(0).splitlines()]
-    assert not [at for at in answers if begin + 0.05 < at < end]
-    assert [at for at in answers if at < begin]
-    assert [at for at in answers if at > end]
+    # what has come before may still be printed
+    assert not [at for at in answers if begin + 0.5 < at < end]
 
 
-@pytest.mark.timeout(30)
+def said_last(job: Job) -> str:
+    """Wait until host 1 prints nothing more while host 0 goes on; all that it has printed."""
+    before, other, silent = job.stdout(1), job.stdout(0), 0
+    end = time.monotonic() + 60
+    while silent < 10:  # lines of the other host in a row, which come as often
+        assert time.monotonic() < end
+        time.sleep(0.01)
+        if job.stdout(1) != before:
+            before, silent = job.stdout(1), 0
+        if job.stdout(0) != other:
+            other, silent = job.stdout(0), silent + 1
+    return before
+
+
 @pytest.mark.parametrize("kind", [Cluster, Loopback])
 def test_a_signal_reaches_all_processes_of_a_host(kind: type[Cluster] | type[Loopback]) -> None:
     if kind is Cluster and not emulated():
@@ -163,19 +175,13 @@ def test_a_signal_reaches_all_processes_of_a_host(kind: type[Cluster] | type[Loo
     with kind(2) as cluster:
         script = "setsid sh -c 'while :; do echo x; sleep 0.05; done' & wait"
         job = launch(cluster, ["sh", "-c", script])
-        while not (job.stdout(0) and job.stdout(1)):
-            time.sleep(0.01)
+        until(lambda: job.stdout(0) != "" != job.stdout(1))
         cluster.signal(1, signal.SIGSTOP)
-        before, other = job.stdout(1), job.stdout(0)
-        time.sleep(0.3)
-        assert job.stdout(1) == before and job.stdout(0) != other
+        before = said_last(job)
         cluster.signal(1, signal.SIGCONT)
-        while job.stdout(1) == before:
-            time.sleep(0.01)
+        until(lambda: job.stdout(1) != before)
         cluster.signal(1, signal.SIGKILL)
-        before = job.stdout(1)
-        time.sleep(0.3)
-        assert job.stdout(1) == before
+        said_last(job)
         assert [outcome.signal for outcome in job.poll() or ()] == [None, "SIGKILL"]
 
 
@@ -199,7 +205,6 @@ def hold_faults(monkeypatch: pytest.MonkeyPatch, until: Path) -> None:
     )
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("namespaces", [True, False])
 def test_a_killed_program_is_started_again(
     namespaces: bool,
@@ -238,24 +243,21 @@ def test_a_killed_program_is_started_again(
     assert (out / "rank1.out").read_text().count("\n") == 2, "the log goes on"
 
 
-@pytest.mark.timeout(60)
 def test_a_program_that_is_killed_for_good_does_not_end_the_lab(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    assert lab("--kill", "1@0.2s", "--kill", "1@0.4s", script="sleep $((1 + 999 * RANK))") == 0
+    assert lab("--kill", "1@0.2s", "--kill", "1@1s", script="sleep $((2 + 998 * RANK))") == 0
     said = capfd.readouterr()
     assert happened(said.err) == ["host1 killed", "host1 not killed: it does not run"]
     assert "failed" not in said.err
 
 
-@pytest.mark.timeout(60)
 def test_the_coordinator_is_killed_and_started_again(capfd: pytest.CaptureFixture[str]) -> None:
     options = ["--kill", "coordinator@0.3s", "--restart", "0.3s"]
-    assert lab(*options, script="sleep 1") == 0
+    assert lab(*options, script="sleep 2") == 0
     assert happened(capfd.readouterr().err) == ["coordinator killed", "coordinator started again"]
 
 
-@pytest.mark.timeout(60)
 def test_a_host_hangs_and_fails_after_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,7 +278,6 @@ def test_a_host_hangs_and_fails_after_it(
     ]
 
 
-@pytest.mark.timeout(60)
 def test_a_host_that_hangs_for_good_does_not_keep_the_lab(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -284,7 +285,6 @@ def test_a_host_that_hangs_for_good_does_not_keep_the_lab(
     assert happened(capfd.readouterr().err) == ["host1 stopped"]
 
 
-@pytest.mark.timeout(60)
 def test_a_failure_that_no_fault_explains_ends_the_lab(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,14 +294,13 @@ def test_a_failure_that_no_fault_explains_ends_the_lab(
     assert "laconic: host0/rank0 failed: exit code 3" in capfd.readouterr().err
 
 
-@pytest.mark.timeout(60)
 def test_cuts_from_the_command_line(capfd: pytest.CaptureFixture[str]) -> None:
     if not emulated():
         assert lab("--cut", "0-1@0.1s..0.3s", script="true") == 2
         assert "connections cannot be cut here: " in capfd.readouterr().err
         return
     options = ["--cut", "0-1@0.1s..0.4s", "--cut", "1@0.2s..0.3s"]
-    assert lab(*options, script="sleep 0.7") == 0
+    assert lab(*options, script="sleep 1.5") == 0
     assert happened(capfd.readouterr().err) == [
         "host0 cut from host1",
         "host1 cut",

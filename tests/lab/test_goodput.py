@@ -348,7 +348,6 @@ def emulated() -> bool:
         return False
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("namespaces", [True, False])
 def test_a_killed_worker_and_its_replacement_in_the_lab(
     namespaces: bool,
@@ -412,7 +411,6 @@ def test_a_killed_worker_and_its_replacement_in_the_lab(
     assert laconic.Trace(out / "trace").workers == 3, "the trace is that of Elastic(trace=)"
 
 
-@pytest.mark.timeout(60)
 def test_programs_that_are_not_elastic_have_no_goodput(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

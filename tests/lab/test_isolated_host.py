@@ -6,6 +6,8 @@ import pytest
 from benchmarks.traps import network
 
 
-@pytest.mark.timeout(200)
-def test_an_isolated_host_is_named_long_before_the_time_out() -> None:
+def test_an_isolated_host_is_named_long_before_the_time_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(network, "ISOLATED", 50.0)  # of 60, and usually 10
     assert network.isolated_host().startswith("after ")

@@ -43,7 +43,6 @@ def compare(arguments: Sequence[str], directory: Path) -> tuple[int, Result]:
 # -- races ----
 
 
-@pytest.mark.timeout(240)
 def test_own_workload_and_rules_with_unlike_hosts_run_once_for_each_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,7 +98,6 @@ def printing(batches):
     assert Result.from_json((tmp_path / "out" / "results.json").read_text()) == ended
 
 
-@pytest.mark.timeout(300)
 def test_other_libraries_beside_the_recipes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,7 +237,6 @@ def test_an_option_that_a_peer_cannot_have_is_refused(text: str, words: str) -> 
         rivals.find(text)
 
 
-@pytest.mark.timeout(30)
 def test_without_namespaces_a_peer_has_no_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -261,7 +258,6 @@ def test_without_namespaces_a_peer_has_no_row(
     assert "slows only laconic's own messages" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.timeout(240)
 def test_recipes_with_groups_and_a_leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What needs more than a mean over all: each trains, and has its record."""
     monkeypatch.setattr(runner, "Settings", partial(runner.Settings, baseline=False))
@@ -386,7 +382,6 @@ MISTAKES = {
 }
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize("case", MISTAKES)
 def test_a_mistake_is_one_line_and_starts_nothing(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -20,8 +20,6 @@ from laconic.lab.race.plan import (
     steps_within,
 )
 
-pytestmark = pytest.mark.timeout(30)
-
 # recipe: (its rounds' steps by hand, in recipe order; the steps after which it is at rest)
 Due = Callable[[int], tuple[bool, ...]]
 RECIPES: dict[str, tuple[la.Recipe, Due, Callable[[int], bool]]] = {

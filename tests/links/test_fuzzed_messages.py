@@ -38,7 +38,6 @@ from laconic.links.wire import ChangedError, Connections, Transfer
 
 import job_keys
 
-pytestmark = pytest.mark.timeout(60)
 HERE, THERE = (3, 7), (4, 7)
 GUARD = 64
 SIZES = (0, 1, 5, FRAME - 1, FRAME, FRAME + 1, 17 * FRAME + 3)
@@ -237,7 +236,7 @@ def test_a_transfer_that_has_failed_fails_again(
             with pytest.raises(ChangedError, match="from rank 1 was changed in transit"):
                 transfer.wait()
         del transfer, connections
-        theirs.settimeout(5)
+        theirs.settimeout(60)
         assert theirs.recv(1) == b"", "closed"
 
 
@@ -361,7 +360,7 @@ def test_a_thread_of_rank_0_that_fails_ends_the_rounds() -> None:
     host = Host(core, {1: ours}, [[torch.zeros(3)]], 5.0, conclude)
     theirs.send_text(ARRIVES)
     theirs.send(torch.ones(3))
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while host._failure is None and time.monotonic() < end:
         time.sleep(0.01)
     with pytest.raises(LinkError, match="set is not JSON serializable"):

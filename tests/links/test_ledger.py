@@ -21,6 +21,7 @@ from laconic.engine import gradient_rounds
 from laconic.links import Ledger, Metered, Throttled, cost
 
 import gloo
+from clock import controlled
 
 PERIOD, STEPS = 4, 14
 SHAPES = [(7, 5), (7,), (11, 7), (11,)]
@@ -374,7 +375,9 @@ def test_four_megabytes_at_100_mbit(n: int, seconds: float) -> None:
 # -- the throttled link ----
 
 
-def timed(elements: int, workers: int, bandwidth: str | None, latency: str) -> list[float]:
+def timed(
+    elements: int, workers: int, bandwidth: str | None, latency: str, clock: Any = time
+) -> list[float]:
     """Seconds of one mean, from the moment at which all workers stand before it."""
 
     links: dict[int, la.links.Link] = {}
@@ -386,9 +389,9 @@ def timed(elements: int, workers: int, bandwidth: str | None, latency: str) -> l
     def run(rank: int) -> tuple[float, float]:
         link = Throttled(links[rank], bandwidth, latency)
         links[rank].gather(torch.zeros(1))
-        start = time.perf_counter()
+        start = clock.perf_counter()
         link.mean(torch.zeros(elements))
-        return start, time.perf_counter()
+        return start, clock.perf_counter()
 
     times = la.simulate(run, workers=workers, link=keep)
     last = max(start for start, _ in times)
@@ -398,14 +401,16 @@ def timed(elements: int, workers: int, bandwidth: str | None, latency: str) -> l
 @pytest.mark.parametrize(
     ("bandwidth", "latency"), [("20mbit", "0"), (None, "100ms"), ("20mbit", "100ms")]
 )
-def test_a_throttled_mean_takes_the_cost_models_time(bandwidth: str | None, latency: str) -> None:
+def test_a_throttled_mean_takes_the_cost_models_time(
+    bandwidth: str | None, latency: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     elements = 50_000
     amount = cost.mean(4 * elements, 2)
     rate = math.inf if bandwidth is None else 20e6
     law = amount.seconds(rate, 0.0 if latency == "0" else 0.1)
     assert law > 0.05
-    best = min(max(timed(elements, 2, bandwidth, latency)) for _ in range(3))
-    assert law <= best <= 1.3 * law + 0.05
+    clock = controlled(monkeypatch)
+    assert max(timed(elements, 2, bandwidth, latency, clock)) == pytest.approx(law, rel=1e-3)
 
 
 def test_a_throttled_link_is_never_too_fast() -> None:

@@ -66,7 +66,7 @@ def chosen(rank: int, choice: Choice, seconds: tuple[float, float], far: bool = 
             return seconds[isinstance(link, Own)] if rank == 1 else 0.01
 
         patched.setattr(torch_link, "_seconds", taken)
-        patched.setattr(torch_link, "DEADLINE", 0.5 if seconds[1] < 0 else 20.0)
+        patched.setattr(torch_link, "DEADLINE", 0.5 if seconds[1] < 0 else 100.0)
         patched.setattr(tcp, "FAR_SECONDS", 0.0 if far else 1.0)
         made.clear()
         link = world_link(device, SECONDS, choice)

@@ -12,6 +12,7 @@ import pytest
 from laconic.links.slurm import first_host, torchrun_variables
 
 import gloo
+import programs
 
 ROOT = Path(__file__).parents[2]
 STEP = {
@@ -92,7 +93,6 @@ def test_mistakes_name_the_variable(change: dict[str, str | None], said: str) ->
         torchrun_variables(environ)
 
 
-@pytest.mark.timeout(110)
 def test_a_training_by_srun_without_torchrun(tmp_path: Path) -> None:
     port = gloo.free_port()
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
@@ -103,7 +103,12 @@ def test_a_training_by_srun_without_torchrun(tmp_path: Path) -> None:
         subprocess.Popen(
             [sys.executable, str(ROOT / "examples" / "minimal.py")],
             env={
-                **{**kept, **step, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")},
+                **{
+                    **kept,
+                    **step,
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": f"{programs.FOLDER}:{ROOT}/src",
+                },
                 **{"SLURM_PROCID": str(rank), "SLURM_NODEID": node, "SLURM_LOCALID": local},
             },
             stdout=subprocess.PIPE,
@@ -114,7 +119,7 @@ def test_a_training_by_srun_without_torchrun(tmp_path: Path) -> None:
         for rank, (node, local) in enumerate(places)
     ]
     try:
-        said = [task.communicate(timeout=90) for task in tasks]
+        said = [task.communicate(timeout=250) for task in tasks]
     finally:
         for task in tasks:
             task.kill()

@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -101,7 +100,6 @@ def test_the_compiled_checksum_is_crc_32() -> None:
         assert found == zlib.crc32(data[first : first + length], start), (first, length)
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.usefixtures("moves")
 @pytest.mark.parametrize("numel", [0, 1, 4097, MORE_THAN_BUFFERS])
 def test_both_send_at_once(pair: tuple[socket.socket, socket.socket], numel: int) -> None:
@@ -117,7 +115,6 @@ def test_both_send_at_once(pair: tuple[socket.socket, socket.socket], numel: int
     assert torch.equal(rooms[0], messages[1]) and torch.equal(rooms[1], messages[0])
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.usefixtures("moves")
 def test_what_comes_early_waits_its_turn(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
@@ -129,7 +126,6 @@ def test_what_comes_early_waits_its_turn(pair: tuple[socket.socket, socket.socke
     assert torch.equal(room, torch.cat((first, second)))
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.usefixtures("moves")
 def test_nobody_waits_for_more_than_was_asked_for() -> None:
     """Of two others one has sent its message, and the other is silent."""
@@ -146,7 +142,6 @@ def test_nobody_waits_for_more_than_was_asked_for() -> None:
             waits.wait()
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.usefixtures("moves")
 def test_what_is_not_ready_is_sent_when_it_is() -> None:
     """While nothing holds up what comes, nor what is ready before it."""
@@ -177,7 +172,6 @@ def test_what_is_not_ready_is_sent_when_it_is() -> None:
         assert other.recv(99) == said(HERE, b"\7\7\x08")[36 + 2 :]
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.usefixtures("moves")
 def test_the_first_bytes_are_there_before_the_last(
     pair: tuple[socket.socket, socket.socket],
@@ -195,7 +189,6 @@ def test_the_first_bytes_are_there_before_the_last(
         waits.wait(5, 2 * 16384 + 1)
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.usefixtures("moves")
 def test_bytes_that_come_one_by_one(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
@@ -213,7 +206,6 @@ def test_bytes_that_come_one_by_one(pair: tuple[socket.socket, socket.socket]) -
     assert torch.equal(room, x)
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.usefixtures("moves")
 @pytest.mark.parametrize(("place", "numel"), [(THERE, 8), (HERE, 9)])
 def test_a_message_of_another_call(
@@ -226,7 +218,6 @@ def test_a_message_of_another_call(
     assert (raised.value.rank, raised.value.header) == (5, place)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.usefixtures("moves")
 def test_a_flipped_bit_is_noticed() -> None:
     """Wherever it is in the header, the payload or a checksum. What is used is what was sent."""
@@ -242,7 +233,7 @@ def test_a_flipped_bit_is_noticed() -> None:
         left, right = socket.socketpair()
         with left, right:
             room = torch.zeros_like(x)
-            waits = transfer(right, room=room, timeout=5)
+            waits = transfer(right, room=room, timeout=60)
             thread = threading.Thread(target=send_until_closed, args=(left, changed))
             thread.start()
             with pytest.raises(ChangedError, match="from rank 5 was changed in transit"):
@@ -255,7 +246,6 @@ def test_a_flipped_bit_is_noticed() -> None:
             thread.join()
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.usefixtures("moves")
 def test_a_digest_travels_in_the_header(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
@@ -265,7 +255,6 @@ def test_a_digest_travels_in_the_header(pair: tuple[socket.socket, socket.socket
     assert waits.digests() == {5: 2**64 - 5}
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.usefixtures("moves")
 def test_a_connection_that_closes_halfway(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
@@ -277,32 +266,29 @@ def test_a_connection_that_closes_halfway(pair: tuple[socket.socket, socket.sock
         transfer(ours, random(8)).wait()
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.usefixtures("moves")
 def test_silence_is_an_error_but_slowness_is_not(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     ours, theirs = pair
     room = torch.zeros(4, dtype=torch.uint8)
-    waits = transfer(ours, room=room, timeout=0.4)
+    waits = transfer(ours, room=room, timeout=1.0)
 
     def slowly() -> None:
-        message = said(HERE, b"abcd")
-        for start, end in pairwise((0, 36, 37, 38, 39)):  # and a fourth byte is missing
-            theirs.send(message[start:end])
-            time.sleep(0.2)
+        for byte in said(HERE, b"abcd")[:39]:  # and a fourth byte is missing
+            theirs.send(bytes([byte]))
+            time.sleep(0.03)
 
     thread = threading.Thread(target=slowly)
     thread.start()
     start = time.monotonic()
-    with pytest.raises(LostError, match=r"nothing was sent or received for 0\.4 s"):
+    with pytest.raises(LostError, match=r"nothing was sent or received for 1 s"):
         waits.wait()
     thread.join()
     assert bytes(room[:3].tolist()) == b"abc"
-    assert time.monotonic() - start > 0.9  # 0.6 s in which something came, and 0.4
+    assert time.monotonic() - start > 38 * 0.03 + 0.9  # while something came, and the time-out
 
 
-@pytest.mark.timeout(30)
 def test_nothing_comes_after_a_message_that_was_left_half_way(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
@@ -315,7 +301,6 @@ def test_nothing_comes_after_a_message_that_was_left_half_way(
         Transfer(connections, {}, {5: room}, THERE, 0.05, range(9))
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.usefixtures("moves")
 def test_messages_that_join_follow_those_under_way(
     pair: tuple[socket.socket, socket.socket],
@@ -342,7 +327,6 @@ def test_messages_that_join_follow_those_under_way(
     assert pair[1].recv(999) == said(THERE, bytes(x.tolist()))
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.usefixtures("moves")
 def test_who_waits_until_its_messages_are_sent_takes_in_what_comes(
     pair: tuple[socket.socket, socket.socket],
@@ -353,21 +337,22 @@ def test_who_waits_until_its_messages_are_sent_takes_in_what_comes(
     connections.keep(5, pair[0].dup())
     sent = Transfer(connections, {5: message}, {5: room}, HERE, 5, range(9))
 
+    expected = said(HERE, bytes(message.numpy()))
+
     def receive() -> None:
-        while len(got) < len(said(HERE, bytes(MORE_THAN_BUFFERS))):
+        while len(got) < len(expected):
             got.extend(pair[1].recv(2**20))
 
     thread = threading.Thread(target=receive)
     thread.start()
     sent.wait_sent()
     thread.join()
-    assert bytes(got) == said(HERE, bytes(message.numpy()))
+    assert bytes(got) == expected
     pair[1].sendall(said(HERE, b"ab"))
     sent.wait()
     assert bytes(room.tolist()) == b"ab"
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.usefixtures("moves")
 def test_after_a_failure_none_of_the_messages_under_way_goes_on(
     pair: tuple[socket.socket, socket.socket],
@@ -385,7 +370,6 @@ def test_after_a_failure_none_of_the_messages_under_way_goes_on(
     assert not room[1], "what follows stays where it is"
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize("x", [torch.zeros(8)[::2], torch.zeros(1).expand(4)])
 def test_what_is_not_contiguous_is_refused(
     pair: tuple[socket.socket, socket.socket], x: Tensor
@@ -394,7 +378,6 @@ def test_what_is_not_contiguous_is_refused(
         transfer(pair[0], x)
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.usefixtures("moves")
 def test_a_signal_is_handled_while_nothing_comes(
     pair: tuple[socket.socket, socket.socket],
@@ -415,17 +398,18 @@ def test_a_signal_is_handled_while_nothing_comes(
         signal.signal(signal.SIGUSR1, before)
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.usefixtures("moves")
 def test_signals_do_not_put_off_the_end_of_waiting(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     """As those of a profiler's timer, that come faster than the time-out runs."""
     done = threading.Event()
+    sent: list[int] = []
 
     def interrupt() -> None:
-        while not done.wait(0.1):
+        while not done.wait(0.1) and len(sent) < 50:
             os.kill(os.getpid(), signal.SIGUSR1)
+            sent.append(1)
 
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     thread = threading.Thread(target=interrupt)
@@ -434,14 +418,13 @@ def test_signals_do_not_put_off_the_end_of_waiting(
         start = time.monotonic()
         with pytest.raises(LostError, match=r"for 0\.5 s"):
             transfer(pair[0], room=torch.zeros(1), timeout=0.5).wait()
-        assert 0.4 < time.monotonic() - start < 5
+        assert time.monotonic() - start > 0.4 and len(sent) < 50, "it ended while they came"
     finally:
         done.set()
         thread.join()
         signal.signal(signal.SIGUSR1, before)
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.usefixtures("moves")
 def test_signals_do_not_bring_the_end_of_waiting_forward(
     pair: tuple[socket.socket, socket.socket],
@@ -449,15 +432,14 @@ def test_signals_do_not_bring_the_end_of_waiting_forward(
     """Where bytes come, though slowly, the time-out begins anew with each."""
     ours, theirs = pair
     room = torch.zeros(5, dtype=torch.uint8)
-    waits = transfer(ours, room=room, timeout=0.6)
+    waits = transfer(ours, room=room, timeout=1.0)
 
     def slowly() -> None:
-        message = said(HERE, b"abcde")
-        for start, end in pairwise((0, 36, 37, 38, 39, 40, len(message))):
-            theirs.send(message[start:end])
-            time.sleep(0.15)
+        for byte in said(HERE, b"abcde"):
+            theirs.send(bytes([byte]))
+            time.sleep(0.02)
             os.kill(os.getpid(), signal.SIGUSR1)
-            time.sleep(0.1)
+            time.sleep(0.01)
 
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     thread = threading.Thread(target=slowly)
@@ -475,14 +457,13 @@ def fine() -> None:
 
 
 def connected(size: int) -> list[Wire]:
-    wires = [Wire(rank, "127.0.0.1", 10, range(4)) for rank in range(size)]
+    wires = [Wire(rank, "127.0.0.1", 60, range(4)) for rank in range(size)]
     addresses = [w.address for w in wires]
     with ThreadPoolExecutor(size) as pool:
         list(pool.map(lambda w: w.connect(addresses, SECRET, fine), wires))
     return wires
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.usefixtures("moves")
 def test_ranks_call_each_other() -> None:
     wires = connected(4)
@@ -500,7 +481,6 @@ def test_ranks_call_each_other() -> None:
             assert rooms[rank, r].tolist() == [r, rank, 0.5]
 
 
-@pytest.mark.timeout(30)
 def test_a_stranger_is_turned_away_and_nobody_waits_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -522,7 +502,6 @@ def test_a_stranger_is_turned_away_and_nobody_waits_for_it(
     assert room.tolist() == [1, 1]
 
 
-@pytest.mark.timeout(30)
 def test_a_rank_that_has_no_business_here_is_refused() -> None:
     """Though it knows the secret: rank 0 calls nobody."""
     called = Wire(1, "127.0.0.1", 0.5, range(4))
@@ -539,7 +518,7 @@ def check_refused(called: Wire, nobody: str, at: tuple[str, int, str]) -> None:
     exchange = handshake.call(SECRET, connect.PURPOSE, bytes.fromhex(key), 0, b"", most=0)
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(called.connect, [nobody, called.address, nobody], SECRET, fine)
-        talks.call(host, port, exchange, time.monotonic() + 5, lambda _, e: refused.append(e))
+        talks.call(host, port, exchange, time.monotonic() + 60, lambda _, e: refused.append(e))
         while not refused:
             talks.turn(5)
         with pytest.raises(LinkError, match=r"ranks \[0, 2\] have not connected"):
@@ -547,9 +526,8 @@ def check_refused(called: Wire, nobody: str, at: tuple[str, int, str]) -> None:
     assert isinstance(refused[0], ConnectionError)
 
 
-@pytest.mark.timeout(30)
 def test_who_does_not_call_or_cannot_be_reached_is_named() -> None:
-    first, second = (Wire(rank, "127.0.0.1", 0.2, [5, 7]) for rank in (0, 1))
+    first, second = (Wire(r, "127.0.0.1", (0.2, 60)[r], [5, 7]) for r in (0, 1))
     addresses = [first.address, second.address]
     with pytest.raises(LinkError, match=r"ranks \[7\] have not connected within 0\.2 s"):
         first.connect(addresses, SECRET, fine)  # which no longer listens then
@@ -557,7 +535,6 @@ def test_who_does_not_call_or_cannot_be_reached_is_named() -> None:
         second.connect(addresses, SECRET, fine)
 
 
-@pytest.mark.timeout(30)
 def test_who_waits_to_be_called_heeds_what_others_found() -> None:
     def told() -> None:
         raise LinkError("rank 7 is elsewhere")

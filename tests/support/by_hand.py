@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import laconic as la
 
-STEPS, ACCUMULATE, SAVED, EVALUATED = 50, 2, 23, 10
+STEPS, ACCUMULATE, SAVED, EVALUATED = 25, 2, 11, 5
 """Steps; batches that each accumulates; the one after which a checkpoint is saved; and between two
 evaluations."""
 CLIP = 0.5

@@ -8,6 +8,7 @@ import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -18,7 +19,9 @@ from laconic.links.elastic.registry import serve
 import gloo
 import programs
 
-SECONDS = 60.0
+SECONDS = 200.0
+MANY = 100_000
+"""Steps that a run never takes: its test ends it before, however fast or slow the machine is."""
 
 
 class Worker:
@@ -100,6 +103,7 @@ class Run:
         self.port = gloo.free_port()
         self.address = f"127.0.0.1:{self.port}"
         self.recipe, self.steps = recipe, steps
+        self._folder = tempfile.TemporaryDirectory()
         self.options = {"workers": count, "min_workers": 1, "wait": 30.0, **options}
         self.store: Any = serve("127.0.0.1", self.port)
         self.workers: list[Worker] = []
@@ -109,12 +113,23 @@ class Run:
     def add(self, **more: Any) -> Worker:
         """Start another worker; with ``hold``, it attaches when `Worker.go` is called."""
         name = len(self.workers) + 1
-        worker = Worker(name, self.recipe, self.steps, self.address, **self.options | more)
+        given = {"signs": self._folder.name, **self.options, **more}
+        worker = Worker(name, self.recipe, self.steps, self.address, **given)
         self.workers.append(worker)
         return worker
 
+    def end_soon(self, *left_out: Worker) -> None:
+        """Have the workers agree on a step, soon, after which they end."""
+        number = next(n for n, w in enumerate(self.workers, 1) if w not in left_out)
+        (Path(self._folder.name) / f"ask{number}").touch()
+
+    def spoil(self, worker: Worker) -> None:
+        """Have what all workers should have in common change on this one."""
+        (Path(self._folder.name) / f"spoil{self.workers.index(worker) + 1}").touch()
+
     def digests(self, *left_out: Worker) -> list[str]:
-        """The digests of all workers' models at the end."""
+        """The digests of all workers' models at the end, which comes soon."""
+        self.end_soon(*left_out)
         done = [w.wait_for("done") for w in self.workers if w not in left_out]
         return [event["digest"] for event in done]
 
@@ -126,3 +141,4 @@ class Run:
             worker.process.kill()
             worker.end()
         self.store = None
+        self._folder.cleanup()

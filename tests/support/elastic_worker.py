@@ -12,14 +12,29 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import laconic
 
-OWN = ("samples", "clip", "fails_after", "linger", "fault")
+OWN = ("samples", "clip", "fails_after", "linger", "signs")
 """The options that are not those of `laconic.Elastic`."""
+
+
+FEW = 60
+"""More steps than a worker can be ahead of another one, or than pass while one reads a file."""
+
+
+def last_step(signs: Path, number: int, step: int) -> int | None:
+    """The step at which all workers end, once a test has asked worker ``number`` for it: see
+    `elastic_runs.Run.end_soon`."""
+    agreed = signs / "last"
+    if not agreed.exists() and (signs / f"ask{number}").exists():
+        (signs / "new").write_text(str(step + FEW))
+        (signs / "new").rename(agreed)
+    return int(agreed.read_text()) if agreed.exists() else None
 
 
 class Clock:
@@ -50,8 +65,8 @@ def train(
 ) -> None:
     """Train a small model. ``options``: ``samples`` of a dataset, else each worker draws its own by
     its ``number``; ``clip``: clip the gradients; ``fails_after``: see `Clock`; ``linger``: seconds
-    to live on after the end; ``fault``: the number of a worker, and the step after which what all
-    should have changes there."""
+    to live on after the end; ``signs``: the folder in which a test asks for something, see
+    `last_step` and `elastic_runs.Run.spoil`."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(20, 100),
@@ -72,7 +87,8 @@ def train(
     sync.on_change(lambda view: say("view", workers=len(view.workers), step=sync.step))
     data = torch.randn(options.get("samples", 1), 20, generator=torch.Generator().manual_seed(5))
     samples = iter(sampler)
-    while sync.step < steps:
+    signs = Path(options.get("signs", "/nowhere"))
+    while sync.step < min(steps, last_step(signs, number, sync.step) or steps):
         if "samples" in options:
             x = data[[next(samples) for _ in range(4)]]
         else:
@@ -84,7 +100,8 @@ def train(
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         scheduler.step()
-        if options.get("fault") == [number, sync.step]:
+        if (signs / f"spoil{number}").exists():
+            (signs / f"spoil{number}").unlink()
             rounds = sync.driver.run.rounds
             state = rounds[0].channels[0].exchange_state if rounds else {}
             state.get("reference", model[0].weight.detach()).view(-1)[3] += 1e-3
@@ -95,7 +112,7 @@ def train(
         if tensor.is_floating_point():
             digest.update(tensor.detach().numpy().tobytes())
     stats = {"workers": len(sync.view.workers), "drifted": sync.stats().steps_drifted}
-    say("done", digest=digest.hexdigest(), loss=loss.item(), **stats)
+    say("done", digest=digest.hexdigest(), loss=loss.item(), step=sync.step, **stats)
     time.sleep(options.get("linger", 0.0))
 
 
@@ -106,6 +123,7 @@ def main(name: str, recipe: str, steps: int, coordinator: str, options: dict[str
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
     if options.pop("hold", False):
+        say("held")
         sys.stdin.readline()
     own = {name: options.pop(name) for name in OWN if name in options}
     pace = options.pop("pace", 0.003)

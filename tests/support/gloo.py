@@ -25,7 +25,7 @@ from laconic.links.nccl import NcclLink
 
 import synchronizers
 
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=60)
 Task = Callable[..., Any]
 
 
@@ -114,7 +114,7 @@ class Pool:
             self.connections.append(ours)
             theirs.close()
 
-    def run(self, task: Task, *arguments: Any, ranks: int, timeout: float = 60) -> list[Any]:
+    def run(self, task: Task, *arguments: Any, ranks: int, timeout: float = 200) -> list[Any]:
         """``task(rank, *arguments)`` on the first ``ranks`` processes; what each returns."""
         connections = self.connections[:ranks]
         self.number += 1

@@ -23,7 +23,7 @@ from laconic.links import handshake, talks, tls
 
 import job_keys
 
-SOON = 5.0
+SOON = 60.0
 RESET = struct.pack("ii", 1, 0)
 MOST_OPEN = 60
 """How many callers stay connected at a time."""
