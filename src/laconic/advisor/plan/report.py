@@ -24,11 +24,13 @@ from laconic.errors import check_int
 from laconic.predict import Facts
 from laconic.units import finite, format_rate, format_seconds
 
-SEEDS = 5
-"""Runs of each recipe, by default."""
-SIMULATED = 6
+SEEDS, FEW_SEEDS = 5, 2
+"""Runs of each recipe, by default, and of `LARGE` plans."""
+SIMULATED, FEW_SIMULATED = 6, 4
 """Of the recipes that are compared by default, how many are simulated: those that the cost model
-predicts to make the most progress, and ddp()."""
+predicts to make the most progress, and ddp(). The second number is for `LARGE` plans."""
+LARGE = 10**7
+"""Steps of all workers together above which a plan is large: chance matters less, and time more."""
 HORIZON = 2000
 """Without failures, and if its rounds are periodic, a run is alike from beginning to end. Then so
 many steps are simulated, or `PERIODS` periods if these are longer, and continued."""
@@ -150,19 +152,20 @@ def plan(
     recipes: Sequence[str] = (),
     *,
     steps: int = 10_000,
-    seeds: int = SEEDS,
+    seeds: int | None = None,
     changes: bool = True,
     curve: Sequence[tuple[float, float]] = (),
 ) -> Plan:
     """Plan a run of ``steps`` steps on ``cluster``.
 
     ``recipes``: those to simulate; none: the ones that ``laconic advise`` compares. ``seeds``: how
-    many runs of each. ``changes``: whether to look for what would help. ``curve``: points
+    many runs of each; None: `SEEDS`, or fewer of large plans. ``changes``: whether to look for what would help. ``curve``: points
     ``(step, loss)`` of a pilot of the one recipe, from which its loss is continued. Raises
     ``ValueError`` for a recipe that cannot run on the cluster.
     """
     check_int("steps", steps, 1)
-    check_int("seeds", seeds, 1)
+    large = steps * cluster.workers > LARGE
+    seeds = (FEW_SEEDS if large else SEEDS) if seeds is None else check_int("seeds", seeds, 1)
     if cluster.workers < 2:
         raise ValueError("a plan needs at least 2 workers")
     if curve and len(recipes) != 1:
@@ -172,7 +175,7 @@ def plan(
     if recipes:
         wanted = [Choice(text, recipe_of(text, cluster), None, "") for text in recipes]
     else:
-        wanted = _promising(compared, facts)
+        wanted = _promising(compared, facts, FEW_SIMULATED if large else SIMULATED)
     rows = tuple(_planned(choice, cluster, steps, seeds) for choice in wanted)
     if curve:
         rows = (replace(rows[0], loss=continued(curve, steps)),)
@@ -196,12 +199,12 @@ def _plannable(found: Sequence[Choice], cluster: Cluster) -> Iterator[Choice]:
         yield choice
 
 
-def _promising(compared: Sequence[Choice], facts: Facts) -> list[Choice]:
-    """Return the choices to simulate, in their order. The first is DDP."""
+def _promising(compared: Sequence[Choice], facts: Facts, count: int) -> list[Choice]:
+    """Return ``count`` choices to simulate, in their order. The first is DDP."""
     rows = rows_of(compared, facts)
     scores = [row.seconds * row.steps for row in rows]
     ranked = sorted(range(1, len(rows)), key=lambda k: scores[k])
-    return [compared[k] for k in sorted([0, *ranked[: SIMULATED - 1]])]
+    return [compared[k] for k in sorted([0, *ranked[: count - 1]])]
 
 
 def _planned(choice: Choice, cluster: Cluster, steps: int, seeds: int) -> Planned:
