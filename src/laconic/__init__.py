@@ -93,7 +93,7 @@ if TYPE_CHECKING:  # an alias makes a name public
     from laconic.sampler import ElasticSampler as ElasticSampler
     # isort: on
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 NAMES_BY_MODULE = {
     "laconic.advisor.advice": ["Advice"],

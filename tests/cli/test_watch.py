@@ -34,7 +34,7 @@ START = {
     "schedule": ["Average round, Every(period=4)"],
     "host": "alpha",
     "pid": 1,
-    "laconic": "0.1.0",
+    "laconic": la.__version__,
     "torch": "2.13.0",
     "python": "3.11.7",
     "every": 1.0,
@@ -103,7 +103,7 @@ def test_the_page_tells_where_a_run_is(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     path.write_text(start() + steps(10) + steps(20, waiting=0.75, steps=30, sent=4_000_000))
     text = page(path)
-    assert "2 ranks, 2 workers; laconic 0.1.0, torch 2.13.0" in text
+    assert f"2 ranks, 2 workers; laconic {la.__version__}, torch 2.13.0" in text
     assert "Average round, Every(period=4)" in text
     # 40 steps and 6 MB in 2 s, half of it waiting
     assert row(text)[1:8] == ["20", "20", "3", "50%", "5", "4", "alpha"]
