@@ -159,9 +159,9 @@ def plan(
     """Plan a run of ``steps`` steps on ``cluster``.
 
     ``recipes``: those to simulate; none: the ones that ``laconic advise`` compares. ``seeds``: how
-    many runs of each; None: `SEEDS`, or fewer of large plans. ``changes``: whether to look for what would help. ``curve``: points
-    ``(step, loss)`` of a pilot of the one recipe, from which its loss is continued. Raises
-    ``ValueError`` for a recipe that cannot run on the cluster.
+    many runs of each; None: `SEEDS`, or fewer of large plans. ``changes``: whether to look for what
+    would help. ``curve``: points ``(step, loss)`` of a pilot of the one recipe, from which its loss
+    is continued. Raises ``ValueError`` for a recipe that cannot run on the cluster.
     """
     check_int("steps", steps, 1)
     large = steps * cluster.workers > LARGE
