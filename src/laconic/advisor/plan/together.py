@@ -180,18 +180,17 @@ class Together:
                 self._fold(k, sent)
             return
         self.log.rounds += 1
+        if r.update.quiesces_others:
+            for other in [flight for flight in self._flights if flight[0] != k]:
+                self._fold(*other)
         if what == "backward":
             self._together(k, gradients=True)
-        elif isinstance(r, Round) and r.delay:
+        elif r.delay:
             self._send(k, step)
+        elif isinstance(r.exchange, Gossip):
+            self._gossip(k)
         else:
-            if isinstance(r, Round) and r.update.quiesces_others:
-                for other in [*self._flights]:
-                    self._fold(*other)
-            if isinstance(r.exchange, Gossip):
-                self._gossip(k)
-            else:
-                self._together(k, gradients=False)
+            self._together(k, gradients=False)
         self._executed[k] += 1
         self._worked.zero_()
         self._contribute(step)
