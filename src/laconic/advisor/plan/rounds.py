@@ -22,9 +22,10 @@ from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round
 from laconic.buckets import BUCKET_BYTES
 from laconic.predict import Facts, Load, elements, idle, load_of, often, work_key
 
-BUFFER = 4 * 2**20
-"""Bytes that the kernel holds for a worker: those that it still sends, and those that have come
-before the worker is there. By default, Linux holds about that many (tcp_wmem, tcp_rmem)."""
+BUFFER = 2**19
+"""Bytes that the kernel holds for a worker on each connection: those that it still sends, and those
+that have come before the worker is there. Linux lets them grow to 4 MiB (tcp_wmem), as far as its
+congestion window has; half a MiB fits the emulated networks of `benchmarks.plan`."""
 MOST_STAGES = 16
 """Stages of a round that are told apart. Those of a large model, in many buckets, are merged."""
 
@@ -135,7 +136,10 @@ class Rounds:
         receives = torch.tensor(facts.receives, dtype=torch.float64) if facts.receives else rates
         if rate < (1 - 1e-9) * float(torch.minimum(rates, receives).min()):
             return None  # a connection that they share takes longer than each one's own
-        whole, buffered = sending * rate, min(BUFFER / load.sent, 1.0)
+        size = elements(r, facts, facts.workers) * facts.itemsize
+        gossip = isinstance(r.exchange, Gossip)
+        connections = max(round(load.sent / size), 1) if gossip else facts.workers - 1
+        whole, buffered = sending * rate, min(BUFFER * connections / load.sent, 1.0)
         stages = min(max(self._messages(r, facts, load), 1), MOST_STAGES)
         return Transfers(whole / rates, whole / receives, buffered, stages, in_stages(r.exchange))
 

@@ -19,7 +19,6 @@ from laconic.advisor.advice import memory
 from laconic.advisor.plan.rounds import Price, Rounds
 from laconic.advisor.plan.times import Lives, Slices, StepTimes
 from laconic.algorithms.exchange import Gossip
-from laconic.algorithms.round import Round
 from laconic.predict import often
 
 CAUSES = ("compute", "stragglers", "bandwidth", "latency", "processors")
