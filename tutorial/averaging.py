@@ -278,7 +278,7 @@ def by_laconic(task: Task, recipe: laconic.Recipe, steps: int, **options: Any) -
 
     def train(rank: int) -> tuple[Worker, Tensor, float, float]:
         worker = Worker(task, rank)
-        sync = laconic.attach(worker.model, worker.optimizer, recipe, **options)  # the one line
+        sync = laconic.attach(worker.model, worker.optimizer, recipe, **options)
         begun = sync.stats().bytes_sent
         for _ in range(steps):
             sync.report_loss(worker.backward())  # leaders are chosen by it

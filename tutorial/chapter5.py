@@ -276,13 +276,15 @@ assert told == "python -m tutorial.full_ddp: training.pt is of a run with hl_siz
 # %% [markdown]
 # ## Mixed precision
 #
-# GPUs multiply matrices several times as fast in 16 bits as in 32. With `torch.autocast`, the
-# parameters, the optimizer, and sums stay in float32, and matrix products are computed in 16 bits:
-# here in *bfloat16* on a CPU, which is a float32 with 16 bits cut off, or in *float16* on a GPU.
-# float16 has more digits but a small range, in which small gradients become zero. `GradScaler`
-# multiplies the loss by a large number before the backward pass, divides gradients by it
-# afterward, and skips a step in which a value became infinite. DDP has averaged the gradients by
-# then, so all ranks skip the same steps.
+# GPUs multiply matrices several times as fast in 16 bits as in 32.
+# [`torch.autocast`](../glossary.md#autocast) is a context manager: inside it, PyTorch chooses the
+# precision of each operation. The parameters, the optimizer, and sums stay in float32, and matrix
+# products are computed in 16 bits: here in *bfloat16* on a CPU, which is a float32 with 16 bits cut
+# off, or in *float16* on a GPU. float16 has more digits but a small range, in which small gradients
+# become zero. [`GradScaler`](../glossary.md#gradscaler) is PyTorch's class against that. It
+# multiplies the loss by a large number before the backward pass, divides gradients by it afterward,
+# and skips a step in which a value became infinite. DDP has averaged the gradients by then, so all
+# ranks skip the same steps.
 
 # %%
 print(f"{epochs} epochs in 2 processes, on {machine()}\n")
@@ -429,8 +431,10 @@ for way, results in zip(ways, runs(2, mistakes.own_and_mean, *ways), strict=True
 # %% [markdown]
 # ## Where laconic takes over
 #
-# This program sends every gradient at every step. Here is its loop with laconic, where **one
-# line** replaces the wrapper, so there is no wrapper to bypass:
+# This program sends every gradient at every step. With laconic, **three lines** are added to a
+# program: `laconic.init()`, `laconic.attach(...)`, and `sync.finish()`. Here the processes have
+# already formed a group, so `init` is not needed, and the `with` block calls `finish` at its end.
+# What remains is `attach`. It replaces the wrapper, so there is no wrapper to bypass:
 
 # %% tags=["source"]
 show(mistakes.with_laconic)
@@ -463,7 +467,7 @@ folder.cleanup()
 #
 # ## Exercises
 #
-# Change the code and run it, in Jupyter or with `python -m tutorial check 5`.
+# Change the code and check it, in Jupyter, or with `python -m tutorial start 5` and `check 5`.
 
 # %% tags=["exercise"]
 from tutorial.checks import check

@@ -21,7 +21,7 @@
 # again](averaging.svg)
 #
 # This chapter shows what that breaks and what it gains. It writes six such algorithms from their
-# papers' formulas, in about ten lines each, and compares each with its one line of laconic.
+# papers' formulas, in about ten lines each, and compares each with its recipe in laconic.
 #
 # **After this chapter you can**
 #
@@ -236,9 +236,10 @@ the_same(lambda team: averaging.local_sgd(team, STEPS, 8), laconic.local_sgd(8),
 # %% [markdown]
 # ### SlowMo: momentum for the average
 #
-# SlowMo treats the average's change since the last slow step, `a - mean(x)`, as a gradient, and
-# moves the [anchor](../glossary.md#anchor) a along it by a step with momentum. Between slow steps
-# any other algorithm may run, here local SGD.
+# SlowMo treats the average's change since the last *slow step*, `a - mean(x)`, as a gradient, and
+# moves the [anchor](../glossary.md#anchor) a along it by a step with momentum. A slow step is what
+# other papers and laconic call an [outer step](../glossary.md#outer-step): a step of the anchor,
+# not of a worker. Between slow steps any other algorithm may run, here local SGD.
 
 # %% tags=["source"]
 show(averaging.slowmo)
@@ -266,9 +267,12 @@ the_same(lambda team: averaging.easgd(team, STEPS, period=8), laconic.easgd(8), 
 # ### LSGD: follow the leader
 #
 # The mean of workers near different minima can have a higher loss than each of them. LSGD moves
-# toward the *best* worker instead: often toward the best of its own group, rarely toward the best
-# of all, and slightly toward both at every step. The best has the lowest mean of its last ten
-# losses.
+# workers toward a *leader* instead, the one with the lowest mean of its last ten losses. Each
+# worker has two leaders. One is the best of its own group, such as the workers on one host, where
+# messages cost little. It is chosen often, here every 2 steps. The other is the best of all
+# workers. It is chosen rarely, here every 8 steps. Whenever a leader is chosen, workers move a
+# tenth of the way toward it. At every step they also move slightly toward both, as these were when
+# they were chosen.
 
 # %% tags=["source"]
 show(averaging.lsgd)
@@ -285,11 +289,16 @@ the_same(
 # ### SGP: gossip
 #
 # All algorithms so far wait for the slowest worker. In [gossip](../glossary.md#gossip) each worker
-# sends to one other and waits for one. Suppose that x_i becomes a mixture of what worker i kept and
-# what it received. If every worker sends as much as it receives, all converge to the mean of all.
-# If some receive more, they converge to something else. [Push-sum](../glossary.md#push-sum)
-# corrects this: a weight w is sent with x and mixed in the same way, and x/w converges to the mean.
-# Here are three workers in a row, with the numbers 0, 3, and 9:
+# sends to one other and waits for one. Each worker keeps a half of its x and sends the other half.
+# What it then has is the sum of what it kept and what it received. If every worker receives as much
+# as it sends, all converge to the mean of all. A worker that receives more ends with too large an
+# x, one that receives less with too small an x.
+#
+# [Push-sum](../glossary.md#push-sum) corrects this. Each worker also has a number w, which is 1 at
+# first. It is halved, sent, and added up exactly as x is. A worker that ends with 1.5 times as much
+# x as the mean therefore ends with a w of 1.5, and x/w is the mean. Here are three workers in a
+# row, with the numbers 0, 3, and 9, whose mean is 4. The one in the middle receives from both
+# sides:
 
 # %% tags=["source"]
 show(averaging.exponential, averaging.row_of_three)
@@ -307,8 +316,9 @@ assert float((x - 4).abs().max()) > 1  # not the mean of 0, 3 and 9
 assert float((x / w - 4).abs().max()) < 1e-6  # the mean
 
 # %% [markdown]
-# In SGP, x also moves by a step of the optimizer. The network holds z = x/w, and gradients are
-# computed there:
+# SGP trains with push-sum. The x of a worker may be too large or too small, so it is not a useful
+# network. The network's parameters are therefore z = x/w. The gradient is computed at z, and the
+# step that the optimizer makes from it is added to x:
 
 # %% tags=["source"]
 show(averaging.sgp)
@@ -432,16 +442,19 @@ if FULL:  # losses are meaningful only after all steps
 #   64 more than thirty times: in 64 steps each worker moves far toward its own network, and their
 #   mean is not a good network.
 # - **Slow momentum** sends what local SGD sends. On ordered shards it recovers most of what the
-#   period of 16 cost. A momentum of 0.5 goes twice as far, 1/(1 - 0.5), in a constant direction, so
-#   compare it with local SGD at twice the learning rate. On shuffled shards both are about equally
-#   good. On ordered shards slow momentum is clearly better: a larger learning rate also drives
-#   workers further apart within a period, while slow momentum only lengthens the common step.
-# - **Too much momentum** hurts: 0.9 goes ten times as far, and on shuffled shards it ends behind no
-#   slow momentum at all. There are only 30 slow steps here, and it remembers the last ten of them.
-# - **DiLoCo**'s usual settings, 0.7 and 0.9, go up to seven times as far. DiLoCo is ahead of
-#   `ddp()` on shuffled shards, but this does not show that less communication is better: `ddp()`
-#   with twice the learning rate is ahead of `ddp()`, too. Nothing was tuned here; compare settings
-#   that go equally far.
+#   period of 16 cost. With a momentum of 0.5, a slow step repeats half of the previous one, and so
+#   a quarter of the one before it, and so on. In a constant direction it goes 1 + 1/2 + 1/4 and so
+#   on, in all 1/(1 - 0.5) = 2 times as far. So compare it with local SGD at twice the learning
+#   rate. On shuffled shards both are about equally good. On ordered shards slow momentum is clearly
+#   better: a larger learning rate also drives workers further apart within a period, while slow
+#   momentum only lengthens the common step.
+# - **Too much momentum** hurts: 0.9 goes 1/(1 - 0.9) = 10 times as far, and on shuffled shards it
+#   ends behind no slow momentum at all. There are only 30 slow steps here, and it remembers the
+#   last ten of them.
+# - **DiLoCo**'s usual settings, 0.7 and 0.9, go up to seven times as far, 0.7/(1 - 0.9). DiLoCo is
+#   ahead of `ddp()` on shuffled shards, but this does not show that less communication is better:
+#   `ddp()` with twice the learning rate is ahead of `ddp()`, too. Nothing was tuned here; compare
+#   settings that go equally far.
 # - **Gossip** does what gradient averaging does, for two thirds of the bytes among 4 workers. With
 #   more workers it still sends one model per step.
 # - **EASGD and LSGD** are behind local SGD with the same period on both kinds of shards. They
@@ -476,7 +489,7 @@ if FULL:
 #
 # ## Exercises
 #
-# Change the code and run it, in Jupyter or with `python -m tutorial check 6`.
+# Change the code and check it, in Jupyter, or with `python -m tutorial start 6` and `check 6`.
 
 # %% tags=["exercise"]
 from tutorial.checks import check

@@ -1,8 +1,10 @@
 """Checks of the exercises: each says whether an answer is right, and why.
 
-Change an exercise in a chapter's file or notebook, then run its cell, or from the shell::
+Change an exercise in a notebook and run its cell, or from the shell::
 
-    python -m tutorial check 3        every exercise of chapter 3
+    python -m tutorial start 3        write the exercises of chapter 3 into my_chapter3.py
+    python -m tutorial check 3        check all of them as they are in this file
+    python -m tutorial check 3.2      check one
 
 A check tries the answer on cases, and compares it with what this repository computes or measures.
 """
@@ -26,6 +28,9 @@ from tutorial.naive_ddp import partition_dataset
 from tutorial.slow_network import on_paper
 from tutorial.toy import SEED, FFNet, ToyDataset, count_parameters, train_epoch
 
+CHOSEN: set[str] | None = None
+"""The exercises that `check` checks. None: all."""
+
 
 class NotYetError(ValueError):
     """What is wrong with an answer."""
@@ -33,6 +38,8 @@ class NotYetError(ValueError):
 
 def check(number: str, answer: Any) -> None:
     """Print whether ``answer`` is right for exercise ``number``, and why."""
+    if CHOSEN is not None and number not in CHOSEN:
+        return
     right, why = verdict(number, answer)
     print(f"Exercise {number}: {'right' if right else 'not yet'}. {why}")
 
@@ -77,9 +84,11 @@ def parameters(answer: Callable[[int, int, int], int]) -> str:
 
 
 def steps(answer: Callable[[int, int], int]) -> str:
-    why = "If samples are left after the last full batch, they make one more step."
+    left = "If samples are left after the last full batch, they make one more step."
+    none = "The last full batch is the last step, because no samples are left after it."
     for samples, batch in ((1024, 8), (1024, 64), (1003, 24), (5, 8)):
         expected = len(DataLoader(ToyDataset(4, samples), batch))
+        why = left if samples % batch else none
         same("steps", (samples, batch), answer(samples, batch), expected, why)
     return "It agrees with PyTorch's DataLoader, which does not drop the last batch."
 

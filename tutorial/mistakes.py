@@ -102,7 +102,7 @@ def with_laconic(
         loader = DataLoader(data, 24 // world_size)  # the same batches on every rank
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        with laconic.attach(model, optimizer, recipe) as sync:  # the one line
+        with laconic.attach(model, optimizer, recipe) as sync:  # in place of the wrapper
             for epoch in range(epochs):
                 sampler.set_epoch(epoch)
                 for x, y in loader:

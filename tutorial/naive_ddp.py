@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import wait
-from statistics import median
 from typing import Any
 
 import torch
@@ -83,7 +82,7 @@ def spawn_and_join(
 
     ``train_fn``, its arguments and its result are pickled, so it must be a function of a module and
     not of a notebook. If a process fails, the others would wait for it. They are therefore ended,
-    and a `RuntimeError` names the one that failed.
+    and a `RuntimeError` names those that failed, the first one first.
     """
     check_backend(backend)
     # Each process is a copy of one that has already imported torch, which takes seconds, and what
@@ -100,8 +99,9 @@ def spawn_and_join(
         theirs.close()  # now only the child has it: if the child ends, so does the pipe
         processes.append(process)
         answers.append(ours)
+    returned: dict[int, Any] = {}
     try:
-        returned = dict(_collect(answers))
+        first = _collect(answers, returned)
         for process in processes:
             process.join(LEAVING)
     finally:
@@ -109,23 +109,29 @@ def spawn_and_join(
             if process.is_alive():
                 process.kill()
             process.join()
-    failed = [rank for rank, process in enumerate(processes) if rank not in returned]
-    if failed:
-        codes = ", ".join(f"rank {rank}: exit code {processes[rank].exitcode}" for rank in failed)
-        raise RuntimeError(f"not all processes ended well: {codes} (-9: ended by us)")
+    if first is not None:
+        later = [rank for rank in range(world_size) if rank not in returned and rank != first]
+        codes = [f"rank {rank}: exit code {processes[rank].exitcode}" for rank in (first, *later)]
+        after = f"; then {', '.join(codes[1:])} (-9: ended from here)" if later else ""
+        raise RuntimeError(f"a process failed: {codes[0]}{after}")
     return [returned[rank] for rank in range(world_size)]
 
 
-def _collect(answers: list[Any]) -> Iterator[tuple[int, Any]]:
-    """Yield (rank, its result) as results arrive. Stops at a process that ends without one."""
+def _collect(answers: list[Any], returned: dict[int, Any]) -> int | None:
+    """Put results into ``returned`` as they arrive, by rank.
+
+    Stops at the first process that ends without a result, and returns its rank. None: all have one.
+    """
     waiting = list(answers)
     while waiting:
         for ready in wait(waiting):
+            rank = answers.index(ready)
             waiting.remove(ready)
             try:
-                yield answers.index(ready), ready.recv()
+                returned[rank] = ready.recv()
             except EOFError:
-                return
+                return rank
+    return None
 
 
 def free_port() -> int:
@@ -312,8 +318,8 @@ def die(rank: int, world_size: int, victim: int) -> None:
 
 
 def time_all_reduce(rank: int, world_size: int, numbers: list[int], repeats: int) -> list[float]:
-    """Median seconds of an all-reduce, for each of these sizes in ``numbers``."""
-    medians = []
+    """Seconds of the fastest of several all-reduces, for each of these sizes in ``numbers``."""
+    fastest = []
     for number in numbers:
         tensor, seconds = torch.zeros(number), []
         for _ in range(repeats):
@@ -321,8 +327,8 @@ def time_all_reduce(rank: int, world_size: int, numbers: list[int], repeats: int
             begin = time.perf_counter()
             dist.all_reduce(tensor)
             seconds.append(time.perf_counter() - begin)
-        medians.append(median(seconds))
-    return medians
+        fastest.append(min(seconds))
+    return fastest
 
 
 def main() -> None:

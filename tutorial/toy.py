@@ -135,6 +135,15 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
+def expect(usual: bool, claim: str) -> None:
+    """Print a remark if a claim about measured times does not hold in this run, and go on.
+
+    A chapter asserts what its code computes. Times depend on what else the machine does.
+    """
+    if FULL and not usual:
+        print(f"\nNot in this run: {claim}. Was your machine busy? Run it again to see.")
+
+
 def show(*pieces: object) -> None:
     """Print the source of functions and classes, so that a chapter shows what it runs."""
     print("\n\n\n".join(inspect.getsource(piece).rstrip() for piece in pieces))

@@ -8,11 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 from torch import nn
 
-from tutorial import naive_ddp
+from tutorial import cells, naive_ddp
 from tutorial.naive_ddp import DataPartitioner, partition_dataset, spawn_and_join, train_alone
 from tutorial.toy import FFNet, ToyDataset, benchmark_training, count_parameters
 
@@ -38,6 +39,101 @@ def test_the_chapters_run_and_say_that_they_are_scaled() -> None:
     ended = python("-m", "tutorial", *chapters)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("scaled to 0.01 of the work") >= len(chapters)
+
+
+def test_without_a_chapter_all_are_listed_with_their_minutes() -> None:
+    ended = python("-m", "tutorial")
+    assert ended.returncode == 0, ended.stderr
+    assert "python -m tutorial all " in ended.stdout
+    rows = re.findall(r"^  (\d)\. .*?  (\w+) minutes?$", ended.stdout, re.M)
+    assert [number for number, _ in rows] == there()
+    assert ("1", "one") in rows
+
+
+CHAPTER = """\
+# ---
+# ---
+
+# %% [markdown]
+# # 9. Title
+#
+# It runs for about one minute.
+
+# %%
+import matplotlib.pyplot as plt
+from tutorial.toy import ToyDataset, expect, show
+
+# %% tags=["source"]
+show(ToyDataset)
+
+# %% [markdown]
+# text
+# ## A [part](page.md)
+
+# %%
+plt.plot([1, 2])
+plt.show()
+expect(False, "a claim")
+
+# %% [markdown]
+# **What to notice.** One [word](glossary.md#word).
+#
+# ## Exercises
+
+# %% tags=["exercise"]
+from tutorial.checks import check
+
+# %% [markdown]
+# **1.2** How many?
+
+# %% tags=["exercise"]
+print("an answer")
+
+# %% tags=["solution"]
+print("the solution")
+"""
+
+
+def test_a_run_prints_titles_notices_and_plots_and_skips_exercises(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cells, "PLOTS", tmp_path / "plots")
+    monkeypatch.setattr(plt, "show", plt.show)  # restored afterward
+    path = tmp_path / "chapter9.py"
+    path.write_text(CHAPTER)
+    cells.run(path)
+    plt.close("all")
+    out = capsys.readouterr().out
+    parts = (
+        "9. Title\n========",
+        "source: ToyDataset in tutorial/toy.py",
+        "A part\n======",
+        f"plot: {tmp_path}/plots/chapter9-1.png",
+        "Not in this run: a claim.",
+        "What to notice. One word.\n",
+        "Exercises: python -m tutorial start 9",
+    )
+    places = [out.index(part) for part in parts]
+    assert places == sorted(places)
+    assert (tmp_path / "plots" / "chapter9-1.png").is_file()
+    assert "answer" not in out and "solution" not in out
+
+
+def test_an_error_in_a_chapter_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "chapter8.py"
+    path.write_text("# ---\n\n# %% [markdown]\n# # 8. Text\n\n# %%\nx = 1\nx / 0\n")
+    with pytest.raises(ZeroDivisionError) as raised:
+        cells.run(path)
+    assert raised.traceback[-1].lineno + 1 == 8
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.stem)
+def test_no_assertion_is_about_measured_time(chapter: Path) -> None:
+    """A busy machine must not stop a chapter: claims about times are for `expect`."""
+    asserted = re.findall(r"^ *(assert .*)", chapter.read_text(), re.MULTILINE)
+    assert asserted
+    for line in asserted:
+        assert not re.search(r"seconds|taken|rates|waiting|computing|days|speed", line), line
 
 
 def test_an_unknown_chapter_is_refused() -> None:
@@ -120,7 +216,7 @@ def test_processes_compute_what_one_computes_even_when_one_has_nothing_left() ->
 
 
 def test_a_process_that_dies_is_named_and_the_others_end() -> None:
-    with pytest.raises(RuntimeError, match=r"rank 0: exit code 3"):
+    with pytest.raises(RuntimeError, match=r"rank 0: exit code 3.*rank 1: exit code"):
         spawn_and_join(2, naive_ddp.die, victim=0)
 
 
