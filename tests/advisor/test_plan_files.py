@@ -69,7 +69,7 @@ MISTAKES = {
     "a field": ("    rate: 1gbit", "    rat: 1gbit", r"line 11: sites\[0\]: rate is missing"),
     "unknown": ("latency: 40ms", "latencies: 40ms", "line 6: latencies: unknown field .did you me"),
     "a choice": ("policy: elastic", "policy: elastik", "line 27: failures.policy: .*'static'"),
-    "a number": ("price: 2.0", "price: two", r"line 16: sites\[0\].price: not a number: 'two'"),
+    "a number": ("price: 2.0", "price: two", r"line 16: sites\[0\].price: not a price: 'two'"),
     "a name": (
         "[paris, oslo]",
         "[paris, rome]",
@@ -193,6 +193,14 @@ OUTSIDE: dict[str, tuple[Any, float, int, float | None]] = {
     "a quorum": (la.diloco(30, quorum=3), 1e9, 4, 20.0),
     "coded gradients": (la.ddp(codec="int4"), 1e9, 4, 20.0),
     "other momentum": (la.diloco(30, momentum=0.5), 1e9, 4, 20.0),
+    "a small outer learning rate": (la.diloco(30, lr=0.01), 1e9, 4, 20.0),
+    "a large outer learning rate": (la.diloco(30, lr=100.0), 1e9, 4, 20.0),
+    "another outer optimizer": (la.diloco(30, outer="muon"), 1e9, 4, 20.0),
+    "another average": (la.diloco(30, average="rda"), 1e9, 4, 20.0),
+    "another merge": (la.diloco(30, merge="average"), 1e9, 4, 20.0),
+    "an eager step": (la.diloco(30, delay=4, merge="eager"), 1e9, 4, 20.0),
+    "a delay": (la.diloco(30, delay=4), 1e9, 4, 20.0),
+    "low-rank gradients": (la.power_sgd(2), 1e9, 4, 20.0),
 }
 
 
@@ -203,6 +211,18 @@ def test_outside_of_its_domain_the_law_has_no_number(name: str) -> None:
     found = law.expected(recipe, int(parameters), workers, tokens)
     assert found.loss is found.low is found.high is None
     assert found.why.startswith("no law for this run: ")
+
+
+def test_the_law_says_what_is_outside() -> None:
+    def why(recipe: Any) -> str:
+        return law.expected(recipe, 10**9, 4, 2e10).why
+
+    assert "outer learning rates of 0.4 to 1, and this run has 0.01" in why(la.diloco(50, 0.01))
+    assert "an outer momentum of 0.9, and this run has 0.5" in why(la.diloco(50, momentum=0.5))
+    assert "periods of 30 to 100, and this run has 500" in why(la.diloco(500))
+    assert "momentum=0.9), with no other options" in why(la.diloco(50, outer="muon"))
+    inside = law.expected(la.diloco(50, lr=0.4, sharded=False), 10**9, 4, 2e10)
+    assert inside.loss == law.expected(la.diloco(50), 10**9, 4, 2e10).loss is not None
 
 
 def test_a_pilot_is_continued_with_a_range(
@@ -232,6 +252,12 @@ def test_a_pilot_is_continued_with_a_range(
         ("1,2\n2,1.5", "at least 10 different steps"),
         ("step,loss\n1,2\n2,nan,3", "line 3: not step,loss"),
         ("1,2\n2,-1", "line 2: step and loss must be positive"),
+        ("1,2\nnan,1", "line 2: step and loss must be positive and finite"),
+        ("1,2\ninf,1", "line 2: step and loss must be positive and finite"),
+        (
+            "\n".join(f"{step},2" for step in [*range(1, 20), 10_000]),
+            "pilot.csv must have at least 3 points from step 5000 on",
+        ),
     ],
 )
 def test_other_files_are_no_curves(text: str, message: str, tmp_path: Path) -> None:
@@ -283,7 +309,7 @@ def test_the_planned_timeline_is_beside_the_measured_one(
     assert main(arguments) == 0
     out = capsys.readouterr().out
     assert out.startswith("local_sgd(8): 200 steps")
-    assert "measured: local_sgd(8) on 4 workers" in out
+    assert "measured: local_sgd(8) on 4 workers" in out and "no timelines" not in out
     lines = out.splitlines()
     at = next(k for k, line in enumerate(lines) if line.split() == ["step", "measured", "planned",
                                                                     "difference"])  # fmt: skip
@@ -296,7 +322,7 @@ def test_other_files_are_no_records(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"line 1: not a record"):
         measured.read_records(written(tmp_path, "hello\n"))
     with pytest.raises(ValueError, match="no start of a run"):
-        measured.read_records(written(tmp_path, '{"event": "end"}\n'))
+        measured.read_records(written(tmp_path, '{"event": "end", "time": 0}\n'))
     with pytest.raises(ValueError, match="no records of steps"):
         measured.read_records(written(tmp_path, '{"event": "start", "time": 0}\n'))
 

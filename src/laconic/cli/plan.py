@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from laconic.cli.compare import needs
+from laconic.errors import check_int
 from laconic.units import parse_count, parse_duration, parse_rate, parse_share
 
 if TYPE_CHECKING:
@@ -19,10 +21,14 @@ DESCRIBES = ("workers", "sites", "rate", "download", "uplink", "latency", "jitte
              "parameters", "dtype", "step", "spread", "tokens", "price", "egress", "mtbf",
              "repair", "checkpoint")  # fmt: skip
 """Options that describe a cluster, which a file does otherwise."""
+FIELDS = {"gigabyte": "egress"}
+"""Fields of a cluster whose option has another name."""
+NOT_TRAINED = (*DESCRIBES, "cluster", "from_metrics", "curve", "runs", "json", "plot")
+"""Options that have no effect with ``--train``."""
+STEPS, TRAINED, RUNS = 10_000, 100, 5
+"""Default lengths: of a plan, and of a training with ``--train``; and the simulated runs."""
 
-
-STEPS, TRAINED = 10_000, 100
-"""Default lengths: of a plan, and of a training with ``--train``."""
+T = TypeVar("T")
 
 
 def add(commands: Any) -> None:
@@ -112,11 +118,12 @@ docs/planning.md explains every number.""",
     )
     parser.add_argument(
         "--steps",
-        type=parse_count,
+        type=_count,
+        metavar="COUNT",
         help=f"length of the run (default: {STEPS:,}; with --train {TRAINED})",
     )
     parser.add_argument(
-        "--runs", type=int, default=5, metavar="N", help="simulated runs of a recipe (default: 5)"
+        "--runs", type=int, metavar="N", help=f"simulated runs of a recipe (default: {RUNS})"
     )
     parser.add_argument(
         "--train",
@@ -142,11 +149,18 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.train is not None:
         return _train(arguments)
+    if arguments.plot is not None:
+        from laconic.advisor.plan.show import check_plot
+
+        check_plot(arguments.plot)
+    runs = RUNS if arguments.runs is None else check_int("--runs", arguments.runs, 1)
     cluster, measured = _cluster(arguments)
-    recipes = arguments.recipes or ([] if measured is None else [measured.recipe])
+    recipes = arguments.recipes
+    if measured is not None and not recipes:
+        recipes = [_recipe_of(measured, arguments.from_metrics)]
     curve = () if arguments.curve is None else read_curve(arguments.curve)
     steps = STEPS if arguments.steps is None else arguments.steps
-    made = plan(cluster, recipes, steps=steps, seeds=arguments.runs, curve=curve)
+    made = plan(cluster, recipes, steps=steps, seeds=runs, curve=curve)
     if arguments.json:
         print(made.to_json())
     else:
@@ -165,17 +179,29 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     """Train a tiny model, and print what it has learned."""
-    from laconic.advisor.plan.at_scale import learn
+    given = [name for name in NOT_TRAINED if getattr(arguments, name) not in (None, False)]
+    if given:
+        raise ValueError(
+            f"--train cannot be combined with {_option(given[0])}, only with recipes and --steps"
+        )
+    from laconic.advisor.plan.at_scale import LEAST_STEPS, MOST_WORKERS, check_learnable, learn
     from laconic.algorithms.parse import parse_recipe
     from laconic.units import format_bytes, format_seconds
 
     texts = arguments.recipes or ["ddp()", "diloco(20)"]
     steps = TRAINED if arguments.steps is None else arguments.steps
-    print(f"{steps} steps of {arguments.train} workers; loss on held-out samples, at ten points")
+    check_int("--steps", steps, LEAST_STEPS)
+    if check_int("--train", arguments.train, 1) > MOST_WORKERS:
+        raise ValueError(f"--train must be at most {MOST_WORKERS}, not {arguments.train}")
+    recipes = {}
     for text in texts:
         recipe = parse_recipe(text)
         if not isinstance(recipe, tuple):
             raise ValueError(f"{text} measures a network, and there is none: give its choice")
+        check_learnable(recipe, text, arguments.train, steps)
+        recipes[text] = recipe
+    print(f"{steps} steps of {arguments.train} workers; loss on held-out samples, at ten points")
+    for text, recipe in recipes.items():
         learned = learn(recipe, arguments.train, steps)
         losses = " ".join(f"{loss:.3f}" for loss in learned.losses)
         print(
@@ -184,6 +210,31 @@ def _train(arguments: argparse.Namespace) -> int:
             flush=True,
         )
     return 0
+
+
+def _count(text: str) -> int:
+    """Return a count, or raise argparse's error, which has the accepted forms."""
+    try:
+        return parse_count(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _recipe_of(measured: Measured, path: Path) -> str:
+    """Return the recipe of a measured run, to plan it."""
+    from laconic.algorithms.parse import parse_recipe
+
+    if not measured.recipe:
+        raise ValueError(f"{path} does not name the run's recipe: give one, such as 'diloco(100)'")
+    try:
+        parse_recipe(measured.recipe)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; or give a recipe to plan") from None
+    return measured.recipe
 
 
 def _cluster(arguments: argparse.Namespace) -> tuple[Cluster, Measured | None]:
@@ -207,8 +258,6 @@ def _cluster(arguments: argparse.Namespace) -> tuple[Cluster, Measured | None]:
 
 
 def _described(arguments: argparse.Namespace) -> Cluster:
-    from laconic.advisor.plan.cluster import Cluster, Failures, uniform
-
     missing = [f"--{name}" for name in ("workers", "rate", "parameters")
                if getattr(arguments, name) is None]  # fmt: skip
     if missing:
@@ -216,24 +265,55 @@ def _described(arguments: argparse.Namespace) -> Cluster:
             f"plan also needs {', '.join(missing)}, or --cluster FILE; for example: laconic plan "
             "--workers 8 --sites 3 --rate 100mbit --latency 40ms --parameters 1b --step 1s"
         )
-    uplink, download = (
-        None if given is None else parse_rate(given)
-        for given in (arguments.uplink, arguments.download)
-    )
+    if arguments.mtbf is None:
+        for name in ("repair", "checkpoint"):
+            if getattr(arguments, name) is not None:
+                raise ValueError(f"--{name} has no effect without --mtbf, such as --mtbf 30d")
+    with _named_as_options():
+        return _of_options(arguments)
+
+
+@contextmanager
+def _named_as_options() -> Iterator[None]:
+    """Let an error that begins with the name of a field begin with its option."""
+    try:
+        yield
+    except ValueError as error:
+        name, _, rest = str(error).partition(" ")
+        option = FIELDS.get(name, name)
+        if option not in DESCRIBES:
+            raise
+        raise ValueError(f"--{option} {rest}") from None
+
+
+def _parsed(arguments: argparse.Namespace, name: str, parse: Callable[[str], T], default: T) -> T:
+    """Return an option's value, or the ``default`` if it is not given."""
+    text = getattr(arguments, name)
+    if text is None:
+        return default
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"--{name}: {error}") from None
+
+
+def _of_options(arguments: argparse.Namespace) -> Cluster:
+    from laconic.advisor.plan.cluster import Cluster, Failures, uniform
+
+    latency = _parsed(arguments, "latency", parse_duration, 0.0)
     sites = uniform(
         arguments.workers,
         1 if arguments.sites is None else arguments.sites,
-        rate=parse_rate(arguments.rate),
-        latency=parse_duration(arguments.latency or "0"),
-        uplink=uplink,
-        download=download,
+        rate=_parsed(arguments, "rate", parse_rate, 0.0),
+        latency=latency,
+        uplink=_parsed(arguments, "uplink", parse_rate, None),
+        download=_parsed(arguments, "download", parse_rate, None),
         price=arguments.price or 0.0,
     )
     failures = Failures()
-    if arguments.mtbf is not None:
-        failures = replace(failures, mtbf=parse_duration(arguments.mtbf))
-    if arguments.repair is not None:
-        failures = replace(failures, repair=parse_duration(arguments.repair))
+    for name in ("mtbf", "repair"):
+        value = _parsed(arguments, name, parse_duration, getattr(failures, name))
+        failures = replace(failures, **{name: value})
     if arguments.checkpoint is not None:
         failures = replace(failures, policy="static", checkpoint=arguments.checkpoint)
     parsers: dict[str, Callable[[str], Any]] = {
@@ -245,14 +325,14 @@ def _described(arguments: argparse.Namespace) -> Cluster:
         "dtype": str,
     }
     optional: dict[str, Any] = {
-        name: parse(getattr(arguments, name))
+        name: _parsed(arguments, name, parse, None)
         for name, parse in parsers.items()
         if getattr(arguments, name) is not None
     }
     return Cluster(
-        parse_count(arguments.parameters),
+        _parsed(arguments, "parameters", parse_count, 0),
         sites,
-        latency=parse_duration(arguments.latency or "0"),
+        latency=latency,
         gigabyte=arguments.egress or 0.0,
         failures=failures,
         **optional,

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from laconic.algorithms.compile import check_quorum, in_groups
 from laconic.algorithms.round import Recipe
 from laconic.errors import check_int
 
-MOST_WORKERS = 256
+MOST_WORKERS, LEAST_STEPS = 256, 10
 INPUTS, HIDDEN = 16, 32
 BATCH = 16
 NOISE = 0.1
@@ -45,13 +46,11 @@ def learn(recipe: Recipe, workers: int, steps: int = 200, seed: int = 0) -> Lear
     """Train a tiny model under ``recipe`` with up to 256 simulated ``workers``.
 
     The task is to imitate a random network of the same form, from samples with noise that differ
-    between workers. Raises ``ValueError`` for more workers.
+    between workers. Raises the errors of `check_learnable`.
     """
     import laconic
 
-    check_int("steps", steps, 10)
-    if check_int("workers", workers, 1) > MOST_WORKERS:
-        raise ValueError(f"workers must be at most {MOST_WORKERS} in one process, not {workers}")
+    check_learnable(recipe, str(recipe), workers, steps)
     torch.manual_seed(seed)
     teacher = _network()
     held_out = torch.randn(512, INPUTS)
@@ -95,6 +94,17 @@ def learn(recipe: Recipe, workers: int, steps: int = 200, seed: int = 0) -> Lear
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     memory = peak if sys.platform == "darwin" else peak * 1024
     return Learned(workers, steps, tuple(results[0][0]), distance, seconds, memory)
+
+
+def check_learnable(recipe: Recipe, text: str, workers: int, steps: int) -> None:
+    """Raise ``ValueError`` for fewer than 10 steps, more than 256 workers, or a recipe that they
+    cannot run. ``text``: what the recipe is called."""
+    check_int("steps", steps, LEAST_STEPS)
+    if check_int("workers", workers, 1) > MOST_WORKERS:
+        raise ValueError(f"workers must be at most {MOST_WORKERS} in one process, not {workers}")
+    if in_groups(recipe):
+        raise ValueError(f"{text} has rounds inside groups of workers, and here are no groups")
+    check_quorum(recipe, workers, plain=True)
 
 
 def _network() -> nn.Module:

@@ -16,6 +16,7 @@ from laconic.advisor.numbers import facts_from
 from laconic.errors import check_choice, check_float, check_int
 from laconic.links.cost import Shared
 from laconic.predict import BACKWARD, Facts
+from laconic.units import format_share
 
 Distribution = Literal["lognormal", "normal", "exponential", "constant"]
 Policy = Literal["elastic", "static"]
@@ -23,6 +24,8 @@ Policy = Literal["elastic", "static"]
 SPREAD = 0.05
 """Default standard deviation of a worker's step times, as a share of their mean. It is an
 assumption: measure yours with ``--from-metrics``."""
+MOST_LOSS = 0.1
+"""Share of lost packets above which the model does not hold: TCP comes nearly to a halt."""
 
 
 @dataclass(frozen=True)
@@ -138,10 +141,10 @@ class Cluster:
     the standard deviation of a worker's step times, as a share of that, with this
     ``distribution``. ``backward``: the share of a step in which gradients become available.
     ``latency``: between workers of different sites. ``jitter``: each message takes up to so many
-    seconds more or less, uniformly. ``loss``: share of the packets that are lost. ``tokens``: in a
-    step of one worker, for the loss. ``chips`` and ``slices`` of a worker: see `Failures`.
-    ``gigabyte``: price of 10**9 bytes that leave a site. ``measured``: costs to use in place of
-    those that follow from the numbers.
+    seconds more or less, uniformly. ``loss``: share of the packets that are lost, at most 10%.
+    ``tokens``: in a step of one worker, for the loss. ``chips`` and ``slices`` of a worker: see
+    `Failures`. ``gigabyte``: price of 10**9 bytes that leave a site. ``measured``: costs to use in
+    place of those that follow from the numbers.
     """
 
     parameters: int
@@ -175,16 +178,31 @@ class Cluster:
         check_float("backward", self.backward, 0.0, most=1.0)
         for name in ("latency", "jitter", "gigabyte"):
             check_float(name, getattr(self, name), 0.0)
-        check_float("loss", self.loss, 0.0, 1.0)
+        if check_float("loss", self.loss, 0.0) > MOST_LOSS:
+            raise ValueError(
+                f"loss must be at most {MOST_LOSS:.0%}, not {format_share(self.loss)}: with more, "
+                "TCP comes nearly to a halt, and the model of lost packets does not hold"
+            )
         for name in ("chips", "slices"):
             check_int(name, getattr(self, name), 1)
         if self.slices > self.chips:
             raise ValueError(f"slices must be at most chips, {self.chips}, not {self.slices}")
-        for end in (end for link in self.links for end in link.between):
-            check_choice("between", end, names)
+        seen: dict[frozenset[str], int] = {}
+        for k, link in enumerate(self.links):
+            for end in link.between:
+                check_choice(f"links[{k}].between", end, names)
+            a, b = link.between
+            if a == b:
+                raise ValueError(f"links[{k}].between must be two different sites, not {a} twice")
+            before = seen.setdefault(frozenset(link.between), k)
+            if before != k:
+                raise ValueError(
+                    f"links[{k}].between must be a pair without another link, and links[{before}] "
+                    f"is between {a} and {b} too"
+                )
         if self.failures.min_workers > self.workers:
             raise ValueError(
-                f"min_workers must be at most the number of workers, {self.workers}, not "
+                f"failures.min_workers must be at most the number of workers, {self.workers}, not "
                 f"{self.failures.min_workers}"
             )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, TypeVar
@@ -50,14 +52,41 @@ prices:
 
 def read(path: FilePath) -> Cluster:
     """Return the cluster that the file describes. Raises ``ValueError`` for one that is none."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix.lower() == ".json":
-        try:
-            return of(json.loads(text), str(path))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {error.lineno}: {error.msg}") from None
-    values, lines = _yaml(text, path)
-    return of(values, str(path), lines)
+    text = text_of(path)
+    try:
+        if path.suffix.lower() != ".json":
+            values, lines = _yaml(text, path)
+            return of(values, str(path), lines)
+        return of(json.loads(text, object_pairs_hook=_different), str(path))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {error.lineno}: {error.msg}") from None
+    except _TwiceError as error:
+        raise ValueError(f"{path}: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path} has too many lists or fields inside each other") from None
+
+
+def text_of(path: FilePath) -> str:
+    """Return the text of a file. Raises ``ValueError`` if it is not in UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not a text file in UTF-8: byte {error.start + 1} cannot be read"
+        ) from None
+
+
+class _TwiceError(ValueError):
+    """A field is given twice."""
+
+
+def _different(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _TwiceError(f"{key} is given twice")
+        found[key] = value
+    return found
 
 
 def of(values: Any, name: str = "cluster", lines: Mapping[str, int] | None = None) -> Cluster:
@@ -65,7 +94,7 @@ def of(values: Any, name: str = "cluster", lines: Mapping[str, int] | None = Non
     errors: of what, and where each field is."""
     top = _Fields(values, "", name, lines or {})
     prices = top.section("prices")
-    hour = prices.take("worker_hour", _number, 0.0)
+    hour = prices.take("worker_hour", _price, 0.0)
     fails = top.section("failures")
     sites = tuple(_site(each, hour) for each in top.sections("sites"))
     names = [site.name for site in sites]
@@ -75,13 +104,13 @@ def of(values: Any, name: str = "cluster", lines: Mapping[str, int] | None = Non
         sites=sites,
         links=tuple(_link(each, names) for each in top.sections("links", needed=False)),
         failures=_failures(fails),
-        gigabyte=prices.take("gigabyte", _number, 0.0),
+        gigabyte=prices.take("gigabyte", _price, 0.0),
         **top.given(
             step=parse_duration,
             dtype=str,
-            spread=_share,
+            spread=parse_share,
             distribution=str,
-            backward=_share,
+            backward=parse_share,
             latency=parse_duration,
             jitter=parse_duration,
             loss=parse_share,
@@ -90,7 +119,7 @@ def of(values: Any, name: str = "cluster", lines: Mapping[str, int] | None = Non
             slices=parse_count,
         ),
     )
-    for each in (prices, fails, top):
+    for each in (prices, top):
         each.end()
     return cluster
 
@@ -101,7 +130,7 @@ def _site(fields: _Fields, hour: float) -> Site:
         name=fields.need("name", str),
         workers=fields.need("workers", parse_count),
         rate=fields.need("rate", parse_rate),
-        price=fields.take("price", _number, hour),
+        price=fields.take("price", _price, hour),
         **fields.given(
             uplink=parse_rate,
             download=parse_rate,
@@ -124,7 +153,7 @@ def _link(fields: _Fields, names: Sequence[str]) -> Path:
 
 
 def _failures(fields: _Fields) -> Failures:
-    return fields.make(
+    found = fields.make(
         Failures,
         **fields.given(
             mtbf=parse_duration,
@@ -139,17 +168,19 @@ def _failures(fields: _Fields) -> Failures:
             reconfigure=parse_duration,
         ),
     )
+    fields.end()
+    fields.check_with("mtbf", "the mean time between two failures of one chip, such as 30d")
+    return found
 
 
-def _number(text: str) -> float:
+def _price(text: str) -> float:
     try:
-        return float(text)
+        price = float(text)
     except ValueError:
-        raise ValueError(f"not a number: {text!r}; give one such as 2.5") from None
-
-
-def _share(text: str) -> float:
-    return parse_share(text)
+        price = math.nan
+    if not 0 <= price < math.inf:
+        raise ValueError(f"not a price: {text!r}; give a number from 0 up, such as 2.5")
+    return price
 
 
 class _Pair:
@@ -214,7 +245,15 @@ class _Fields:
             return kind(**fields)
         except ValueError as error:
             key, _, rest = str(error).partition(" ")
-            raise self._error(key if key in self._values else "", rest or key) from None
+            if re.split(r"[.[]", key)[0] not in self._values:
+                key, rest = "", str(error)
+            raise self._error(key, rest) from None
+
+    def check_with(self, key: str, what: str) -> None:
+        """Raise ``ValueError`` if there are fields, and ``key``, which says ``what``, is not."""
+        if self._values and key not in self._values:
+            other = next(iter(self._values))
+            raise self._error(other, f"has no effect without {self._path}.{key}, {what}")
 
     def section(self, key: str) -> _Fields:
         """Return a part with fields of its own; without any if it is not there."""
@@ -257,21 +296,51 @@ def _yaml(text: str, path: FilePath) -> tuple[Any, dict[str, int]]:
         mark = error.problem_mark
         at = "" if mark is None else f", line {mark.line + 1}"
         raise ValueError(f"{path}{at}: {error.problem}") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        character = f"U+{ord(text[error.position]):04X}"
+        raise ValueError(
+            f"{path}, line {line}: the character {character} is not allowed in YAML: remove it"
+        ) from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: {error}") from None
     if node is None:
         raise ValueError(f"{path} is empty: see laconic plan --example")
     lines: dict[str, int] = {}
 
-    def plain(node: Any, at: str) -> Any:
+    def plain(node: Any, at: str, above: tuple[Any, ...]) -> Any:
         lines.setdefault(at, node.start_mark.line + 1)
+        if node in above:
+            raise ValueError(f"{path}, line {lines[at]}: {at}: an alias (*) to a part it is in")
+        above = (*above, node)
         if isinstance(node, yaml.MappingNode):
             found = {}
             for key, value in node.value:
-                where = f"{at}.{key.value}" if at else str(key.value)
-                lines[where] = key.start_mark.line + 1
-                found[str(key.value)] = plain(value, where)
+                line = key.start_mark.line + 1
+                name = name_of(key, line)
+                where = f"{at}.{name}" if at else name
+                if name in found:
+                    raise ValueError(
+                        f"{path}, line {line}: {where}: is given twice, first in line "
+                        f"{lines[where]}"
+                    )
+                lines[where] = line
+                found[name] = plain(value, where, above)
             return found
         if isinstance(node, yaml.SequenceNode):
-            return [plain(each, f"{at}[{k}]") for k, each in enumerate(node.value)]
+            return [plain(each, f"{at}[{k}]", above) for k, each in enumerate(node.value)]
         return None if node.tag.endswith(":null") else node.value
 
-    return plain(node, ""), lines
+    def name_of(key: Any, line: int) -> str:
+        if not isinstance(key, yaml.ScalarNode):
+            raise ValueError(
+                f"{path}, line {line}: the name of a field must be text, not a list or fields"
+            )
+        if key.tag.endswith(":merge"):
+            raise ValueError(
+                f"{path}, line {line}: merge keys (<<) are not supported: write the fields here, "
+                "or use an alias (*) to a whole part"
+            )
+        return str(key.value)
+
+    return plain(node, "", ()), lines

@@ -21,12 +21,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from laconic.advisor.plan.fields import text_of
 from laconic.algorithms.compile import workers_differ
-from laconic.algorithms.exchanges import CodedMean, QuorumMean
-from laconic.algorithms.round import Recipe, Round
+from laconic.algorithms.diloco_recipes import diloco
+from laconic.algorithms.recipes import ddp
+from laconic.algorithms.round import Recipe
+from laconic.algorithms.schedules import Every, every
 from laconic.algorithms.updates import OuterStep
 from laconic.predict import often
 
@@ -38,6 +41,7 @@ PARAMETERS = 35e6, 4e9
 WORKERS = 1, 8
 TUNED, FEWER = 2.4e9, 4
 """Above so many parameters, the paper has no more than so many workers."""
+DILOCO = "diloco(period, lr=..., momentum=0.9)"
 TOKENS = 20.0
 """Tokens per parameter."""
 MOMENTUM = 0.9
@@ -49,6 +53,9 @@ ERROR, LONGER = 0.02, 0.01
 OUTER_LR = {1: 0.4, 2: 0.6, 4: 0.6, 8: 0.8}
 """The best outer learning rate by number of workers, for 335 million parameters or more (Figure
 7)."""
+OUTER_LRS = 0.4, 1.0
+"""The outer learning rates for which there is a number. The fits are to the best one, and the paper
+does not give the loss at others far from it."""
 
 
 @dataclass(frozen=True)
@@ -96,31 +103,38 @@ def _outside(recipe: Recipe, parameters: int, workers: int, tokens: float | None
             f"it is for {TOKENS:g} tokens per parameter, and this run has {tokens / parameters:.3g}"
         )
     if not workers_differ(recipe):
-        if any(r.exchange.slots for r in recipe):
-            found.append("it is for gradients without a codec")
+        if recipe != ddp():
+            found.append("it is for ddp() without a codec")
         return found
     if not WORKERS[0] <= workers <= WORKERS[1]:
         found.append(f"it is for {WORKERS[0]} to {WORKERS[1]} workers")
     elif parameters > TUNED and workers > FEWER:
         found.append(f"above {TUNED:.3g} parameters, it is for at most {FEWER} workers")
-    if not _is_diloco(recipe):
-        found.append("it is for diloco(period) without a codec, a delay, or a quorum")
-    elif not PERIODS[0] <= 1 / often(recipe[0]) <= PERIODS[1]:
-        found.append(f"it is for periods of {PERIODS[0]} to {PERIODS[1]}")
+    return found + _unlike_diloco(recipe)
+
+
+def _unlike_diloco(recipe: Recipe) -> list[str]:
+    """Return how a recipe differs from `DILOCO`. Rounds are data, so they are compared as such."""
+    first = recipe[0]
+    if not isinstance(first.when, Every) or not isinstance(first.update, OuterStep):
+        return [f"it is for {DILOCO}"]
+    period, lr, momentum = first.when.period, first.update.lr, first.update.momentum
+    usual = replace(first, when=every(500), update=replace(first.update, lr=0.7, momentum=0.9))
+    if (usual, *recipe[1:]) not in (diloco(), diloco(sharded=False)):
+        return [f"it is for {DILOCO}, with no other options"]
+    found = []
+    if momentum != MOMENTUM:
+        found.append(f"it is for an outer momentum of {MOMENTUM:g}, and this run has {momentum:g}")
+    if not OUTER_LRS[0] <= lr <= OUTER_LRS[1]:
+        found.append(
+            f"it is for outer learning rates of {OUTER_LRS[0]:g} to {OUTER_LRS[1]:g}, and this run "
+            f"has {lr:g}"
+        )
+    if not PERIODS[0] <= period <= PERIODS[1]:
+        found.append(
+            f"it is for periods of {PERIODS[0]} to {PERIODS[1]}, and this run has {period}"
+        )
     return found
-
-
-def _is_diloco(recipe: Recipe) -> bool:
-    (r, *more) = recipe
-    return (
-        not more
-        and isinstance(r, Round)
-        and isinstance(r.update, OuterStep)
-        and not isinstance(r.exchange, (CodedMean, QuorumMean))
-        and not r.delay
-        and r.update.outer is None
-        and r.update.momentum == MOMENTUM
-    )
 
 
 # -- a run's own curve ----
@@ -129,27 +143,42 @@ LEAST_POINTS, MOST_TIMES = 10, 10.0
 """The points that a curve must have, and how many times its length it is continued at most."""
 WINDOWS = 0.1, 0.25, 0.5
 """The curve is fitted from these parts of its length on."""
+LEAST_IN_WINDOW = 3
+"""The points that the last of them must have."""
 
 
 def read_curve(path: Path) -> list[tuple[float, float]]:
     """Return the points ``(step, loss)`` of a file with lines ``step,loss``. A line of names may
     come first. Raises ``ValueError`` for other files."""
     points = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(text_of(path).splitlines(), 1):
         try:
             step, loss = (float(part) for part in line.split(","))
         except ValueError:
             if number == 1 or not line.strip():
                 continue
             raise ValueError(f"{path}, line {number}: not step,loss: {line!r}") from None
-        if step <= 0 or not 0 < loss < math.inf:
-            raise ValueError(f"{path}, line {number}: step and loss must be positive, not {line!r}")
+        if not 0 < step < math.inf or not 0 < loss < math.inf:
+            raise ValueError(
+                f"{path}, line {number}: step and loss must be positive and finite, not {line!r}"
+            )
         points.append((step, loss))
     if len(points) < LEAST_POINTS or len({step for step, _ in points}) < len(points):
         raise ValueError(
             f"{path} must have at least {LEAST_POINTS} different steps, not {len(points)} points"
         )
-    return sorted(points)
+    points.sort()
+    if not _fits(points):
+        raise ValueError(
+            f"{path} must have at least {LEAST_IN_WINDOW} points from step {points[-1][0] / 2:g} "
+            "on, half of its last step: the curve is continued from these"
+        )
+    return points
+
+
+def _fits(points: Sequence[tuple[float, float]]) -> bool:
+    """Return whether the last of the `WINDOWS` has enough of the sorted ``points``."""
+    return points[-LEAST_IN_WINDOW][0] >= WINDOWS[-1] * points[-1][0]
 
 
 def continued(points: Sequence[tuple[float, float]], steps: int) -> Expected:

@@ -13,6 +13,7 @@ from typing import Any
 
 from laconic.advisor.plan.cluster import Cluster
 from laconic.advisor.plan.report import Planned
+from laconic.algorithms.parse import parse_recipe
 from laconic.units import format_rate, format_seconds, three_digits
 
 ENOUGH_BYTES = 1e5
@@ -28,7 +29,7 @@ class Measured:
     a step, and ``spread``: see `Cluster`; ``rate``: bit/s of the messages of rank 0, None if it has
     sent too little; ``lost``: workers; ``mtbf``: of a worker, None if none was lost; ``away``:
     seconds until another one took its place, None if that never happened. ``marks``: points
-    ``(seconds, step, workers)``."""
+    ``(seconds, step, workers)``. ``notes``: what a plan assumes because of it, in lines."""
 
     recipe: str
     workers: int
@@ -39,6 +40,7 @@ class Measured:
     mtbf: float | None
     away: float | None
     marks: tuple[tuple[float, float, int], ...]
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rate = "" if self.rate is None else f"; messages at {format_rate(self.rate)}"
@@ -48,9 +50,19 @@ class Measured:
             f"{format_seconds(self.step)}, spread {self.spread:.0%}{rate}{lost}"
         )
 
-    def comparison(self, planned: Planned) -> Iterator[str]:
-        """Yield lines with the planned and the measured timeline, side by side."""
+    def comparison(self, rows: Sequence[Planned]) -> Iterator[str]:
+        """Yield lines with the measured timeline beside the planned one of the same recipe, or why
+        there is none."""
         yield str(self)
+        workers = rows[0].results[0].workers
+        planned = next((row for row in rows if self._is_of(row)), None)
+        if workers != self.workers:
+            yield f"no timelines: {self.workers} workers were measured, and {workers} are planned"
+            return
+        if planned is None:
+            texts = ", ".join(row.text for row in rows)
+            yield f"no timelines: {self.recipe or 'no recipe'} was measured, and not {texts}"
+            return
         last = self.marks[-1][1] - self.marks[0][1]
         known = [(0.0, 0.0), *((at, step) for at, step, _ in planned.results[0].marks)]
         yield f"{'step':>10}  {'measured':>10}  {'planned':>10}  difference"
@@ -65,6 +77,12 @@ class Measured:
                 f"{would / took - 1:+.1%}"
             )
 
+    def _is_of(self, row: Planned) -> bool:
+        try:
+            return row.recipe == parse_recipe(self.recipe)
+        except ValueError:  # a recipe of the user's own
+            return row.text == self.recipe
+
 
 def _time_of(step: float, points: Sequence[tuple[float, float]]) -> float | None:
     """Return when ``step`` was reached, linear between ``points`` of time and step."""
@@ -76,18 +94,34 @@ def _time_of(step: float, points: Sequence[tuple[float, float]]) -> float | None
 
 def calibrated(cluster: Cluster, path: Path) -> tuple[Cluster, Measured]:
     """Return ``cluster`` with what the records in ``path`` say about step times, their spread,
-    failures and the network, and the measured run. Raises ``ValueError`` if they say too little."""
+    failures and the network, and the measured run. A measured rate is one that all limits on the
+    way allow, so limits that workers share do not count beside it. Raises ``ValueError`` if the
+    records say too little."""
     measured = read_records(path)
     sites = tuple(replace(site, step=None) for site in cluster.sites)
+    links = cluster.links
     if measured.rate is not None:
-        sites = tuple(replace(site, rate=measured.rate) for site in sites)
+        shared = any(s.uplink is not None for s in sites) or any(k.rate is not None for k in links)
+        sites = tuple(replace(site, rate=measured.rate, uplink=None) for site in sites)
+        links = tuple(replace(link, rate=None) for link in links)
+        if shared:
+            note = (
+                f"the measured rate, {format_rate(measured.rate)} per worker, includes what "
+                "workers share: the uplinks of sites and the rates of links are left out"
+            )
+            measured = replace(measured, notes=(note,))
     failures = cluster.failures
     if measured.mtbf is not None:
         failures = replace(failures, mtbf=measured.mtbf * cluster.chips)
         if measured.away is not None:
             failures = replace(failures, repair=measured.away, restart=0.0)
     changed = replace(
-        cluster, sites=sites, step=measured.step, spread=measured.spread, failures=failures
+        cluster,
+        sites=sites,
+        links=links,
+        step=measured.step,
+        spread=measured.spread,
+        failures=failures,
     )
     return changed, measured
 
@@ -100,8 +134,13 @@ def read_records(path: Path) -> Measured:
     if not steps:
         raise ValueError(f"{path} has no records of steps: let the run take some first")
     count = sum(r["steps"] for r in steps)
-    own = [r["seconds"] * (1 - (r.get("waiting") or 0.0)) for r in steps]
+    own = [max(r["seconds"] * (1 - (r.get("waiting") or 0.0)), 0.0) for r in steps]
     step = sum(own) / count
+    if not step:
+        raise ValueError(
+            f"{path} has no time of computing: waiting is 1 in all records of steps, so nothing is "
+            "left of their seconds"
+        )
     # the mean of k independent steps varies by the k-th root of one step's
     each = [
         (t / r["steps"] / step - 1) * math.sqrt(r["steps"]) for t, r in zip(own, steps, strict=True)
@@ -112,13 +151,13 @@ def read_records(path: Path) -> Measured:
     begin = start["time"]
     alive = _alive_seconds(views, begin, records[-1]["time"])
     return Measured(
-        recipe=str(start.get("recipe", "")),
+        recipe=start.get("recipe") or "",
         workers=workers,
         step=step,
         spread=spread,
         rate=_rate(steps),
         lost=lost,
-        mtbf=alive / lost if lost else None,
+        mtbf=alive / lost if lost and alive > 0 else None,
         away=_away(views),
         marks=tuple(_marks(records, views, begin)),
     )
@@ -126,20 +165,54 @@ def read_records(path: Path) -> Measured:
 
 def _last_run(path: Path) -> list[Mapping[str, Any]]:
     found: list[Mapping[str, Any]] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    *lines, rest = path.read_bytes().split(b"\n")
+    for number, line in enumerate([*lines, rest], 1):
+        if not line.strip():
+            continue
         try:
             record = json.loads(line)
-            event = record["event"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, RecursionError):
+            if number > len(lines):  # the run was killed while it wrote this line, or still writes
+                break
+            record = None
+        if not isinstance(record, dict) or not isinstance(record.get("event"), str):
             raise ValueError(
                 f"{path}, line {number}: not a record of laconic.attach(..., metrics=)"
-            ) from None
-        if event == "start":
+            )
+        _check(record, f"{path}, line {number}")
+        if record["event"] == "start":
             found = []
         found.append(record)
     if not found or found[0]["event"] != "start":
         raise ValueError(f"{path} has no start of a run")
     return found
+
+
+def _check(record: Mapping[str, Any], where: str) -> None:
+    """Raise ``ValueError`` for a field that is missing or is not what it must be. Other fields may
+    be null, or not there."""
+    needed = {"time"} | ({"workers"} if record["event"] == "view" else set())
+    for name in ("time", "step", "steps", "seconds", "waiting", "workers", "workers_lost"):
+        _check_number(record, name, where, needed=name in needed)
+    if not isinstance(record.get("recipe") or "", str):
+        raise ValueError(f"{where}: recipe must be text, not {record['recipe']!r}")
+    calls = record.get("calls") or []
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ValueError(f"{where}: calls must be a list with the fields of each, not {calls!r}")
+    for k, call in enumerate(calls):
+        for name in ("bytes", "seconds"):
+            _check_number(call, name, f"{where}: calls[{k}]", needed=True)
+
+
+def _check_number(of: Mapping[str, Any], name: str, where: str, *, needed: bool) -> None:
+    value = of.get(name)
+    if value is None:
+        if needed:
+            raise ValueError(f"{where}: {name} is missing")
+        return
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 <= value < math.inf:
+        raise ValueError(f"{where}: {name} must be a number from 0 up, not {value!r}")
 
 
 def _workers(records: Sequence[Mapping[str, Any]]) -> tuple[int, list[tuple[float, int]]]:
@@ -173,7 +246,7 @@ def _rate(steps: Sequence[Mapping[str, Any]]) -> float | None:
     rates = sorted(
         8 * call["bytes"] / call["seconds"]
         for record in steps
-        for call in record.get("calls", ())
+        for call in record.get("calls") or ()
         if call["bytes"] >= ENOUGH_BYTES and call["seconds"] > 0
     )
     return rates[3 * (len(rates) - 1) // 4] if rates else None
@@ -183,7 +256,7 @@ def _marks(
     records: Sequence[Mapping[str, Any]], views: Sequence[tuple[float, int]], begin: float
 ) -> Iterator[tuple[float, float, int]]:
     for record in records:
-        if "step" in record:
+        if record.get("step") is not None:
             at = record["time"]
-            n = [count for since, count in views if since <= at][-1]
+            n = [views[0][1], *(count for since, count in views if since <= at)][-1]
             yield at - begin, float(record["step"]), n

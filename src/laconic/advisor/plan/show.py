@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ LEGEND = (
     "measured); goodput: share of the workers' time in steps that count; GB: sent by a worker.",
     "All are medians.",
 )
+UPGRADE = ", without the price of the upgrade"
+"""Faster networks and repairs have a price that is not in the description."""
 LONG = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
 
 
@@ -46,8 +49,10 @@ def show(plan: Plan, console: Console, measured: Measured | None = None) -> None
     for text in assumptions(plan):
         write(text)
     if measured is not None:
+        for text in measured.notes:
+            write(text)
         write("")
-        for text in measured.comparison(plan.best):
+        for text in measured.comparison(plan.rows):
             write(text)
 
 
@@ -97,11 +102,14 @@ def _elastic(plan: Plan) -> str:
 def _help(plan: Plan) -> str:
     if not plan.changes:
         return "No change that was tried would shorten the run by 5% or more."
-    first, *rest = plan.changes
-    more = [f"{c.what} ({c.gain:.0%})" for c in rest[:2]]
-    price = "" if not first.money else f", for {three_digits(first.money)} in all"
-    text = f"Cheapest change that helps: {first.what}, {first.gain:.0%} shorter{price}."
-    return text + (f" Also: {', '.join(more)}." if more else "")
+    first = next((c for c in plan.changes if c.free), plan.changes[0])
+    rest = [c for c in plan.changes if c is not first]
+    more = [f"{c.what} ({c.gain:.0%}{'' if c.free else UPGRADE})" for c in rest[:2]]
+    price = f", for {three_digits(first.money)} in all" if first.money else ""
+    head = "Cheapest change that helps" if first.free else "Change that helps"
+    price += "" if first.free else UPGRADE
+    text = f"{head}: {first.what}, {first.gain:.0%} shorter{price}."
+    return text + (f" Also: {'; '.join(more)}." if more else "")
 
 
 def _sites(count: int) -> str:
@@ -205,15 +213,27 @@ def duration(seconds: float) -> str:
     return format_seconds(seconds)
 
 
-def plot(plan: Plan, path: Path, measured: Measured | None = None) -> None:
-    """Draw the steps over time of each recipe, and of the measured run if there is one.
-
-    Raises ``ImportError`` without matplotlib.
-    """
+def check_plot(path: Path) -> None:
+    """Raise an error if `plot` could not write a picture to ``path``: ``ImportError`` without
+    matplotlib, ``ValueError`` for a path that cannot be written."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(f"--plot needs matplotlib: {install('lab')}") from error
+    suffixes = Figure().canvas.get_supported_filetypes()
+    if path.suffix.lstrip(".").lower() not in suffixes:
+        raise ValueError(f"--plot must end in one of {', '.join(sorted(suffixes))}, not {path}")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"--plot {path}: no such directory")
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ValueError(f"--plot {path}: cannot be written: give the path of a file that can")
+
+
+def plot(plan: Plan, path: Path, measured: Measured | None = None) -> None:
+    """Draw the steps over time of each recipe, and of the measured run if there is one. See
+    `check_plot`."""
+    from matplotlib.figure import Figure
+
     from laconic.lab.race.plots import COLORS
 
     figure = Figure(figsize=(9, 5), dpi=150, layout="constrained", facecolor="white")
@@ -226,7 +246,8 @@ def plot(plan: Plan, path: Path, measured: Measured | None = None) -> None:
             axes.plot(x, y, color=color, alpha=0.5, label=row.text if not k else None)
     if measured is not None:
         x, y = [p[0] for p in measured.marks], [p[1] for p in measured.marks]
-        axes.plot(x, y, "k.", markersize=3, label="measured")
+        label = f"measured: {measured.recipe}, {measured.workers} workers"
+        axes.plot(x, y, "k.", markersize=3, label=label)
     axes.set_xlabel("seconds")
     axes.set_ylabel("steps")
     axes.set_title(f"{plan.cluster.workers} workers, {plan.steps:,} steps", loc="left")
