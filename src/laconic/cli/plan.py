@@ -25,8 +25,8 @@ FIELDS = {"gigabyte": "egress"}
 """Fields of a cluster whose option has another name."""
 NOT_TRAINED = (*DESCRIBES, "cluster", "from_metrics", "curve", "runs", "json", "plot")
 """Options that have no effect with ``--train``."""
-STEPS, TRAINED, RUNS = 10_000, 100, 5
-"""Default lengths: of a plan, and of a training with ``--train``; and the simulated runs."""
+STEPS, TRAINED = 10_000, 100
+"""Default lengths: of a plan, and of a training with ``--train``."""
 
 T = TypeVar("T")
 
@@ -123,7 +123,10 @@ docs/planning.md explains every number.""",
         help=f"length of the run (default: {STEPS:,}; with --train {TRAINED})",
     )
     parser.add_argument(
-        "--runs", type=int, metavar="N", help=f"simulated runs of a recipe (default: {RUNS})"
+        "--runs",
+        type=int,
+        metavar="N",
+        help="simulated runs of a recipe (default: 5, or 2 of large plans)",
     )
     parser.add_argument(
         "--train",
@@ -153,7 +156,7 @@ def run(arguments: argparse.Namespace) -> int:
         from laconic.advisor.plan.show import check_plot
 
         check_plot(arguments.plot)
-    runs = RUNS if arguments.runs is None else check_int("--runs", arguments.runs, 1)
+    runs = None if arguments.runs is None else check_int("--runs", arguments.runs, 1)
     cluster, measured = _cluster(arguments)
     recipes = arguments.recipes
     if measured is not None and not recipes:

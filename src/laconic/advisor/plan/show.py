@@ -192,7 +192,9 @@ def assumptions(plan: Plan) -> Iterator[str]:
             f"{duration(fails.repair + fails.restart)}; {fails.policy}"
         )
     runs = len(plan.best.results)
-    many = "one run, as nothing is random" if runs == 1 else f"{runs} runs of each recipe"
+    many = f"{runs} runs of each recipe"
+    if runs == 1:
+        many = "one run, as nothing is random" if c.deterministic else "one run of each recipe"
     yield (
         f"{many}; encoding and copying on the processors count as free unless they were measured "
         "(--from-metrics); docs/planning.md has what else is left out"
