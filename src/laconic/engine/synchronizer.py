@@ -131,6 +131,7 @@ class Synchronizer:
                 where the recipe keeps such a model; it lacks the steps taken since.
         """
         with consensus.consensus(self._run, self.driver.had_buffers, mean=mean) as model:
+            self.driver.ending.complete = self.driver.ending.step
             yield model
 
     def consensus_state_dict(self) -> dict[str, Any]:
@@ -144,7 +145,8 @@ class Synchronizer:
         contains every step taken.
 
         Nothing is in flight afterward. Every rank must call it, after the same number of steps.
-        Training may go on afterward.
+        Training may go on afterward. A program that ends without it, although its ranks hold
+        different models, logs a warning on every rank.
 
         Args:
             mean: False: see `consensus`; it discards the steps since the last outer step.
