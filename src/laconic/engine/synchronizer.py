@@ -44,7 +44,8 @@ class Stats:
         rounds: rounds completed.
         bytes_sent: payload bytes sent.
         bytes_received: payload bytes received.
-        bytes_by_collective: payload bytes sent, by the name of the collective.
+        bytes_by_collective: payload bytes sent, by the name of the collective. Under
+            ``"measurement"``: what `laconic.auto` has sent to measure the network.
         bytes_by_set: payload bytes sent to the other ``"workers"``, to those of the own
             ``"group"``, inside a worker (``"replica"``; ``"shards"`` where its model is sharded),
             and to all ranks (``"world"``).
