@@ -32,6 +32,7 @@ from laconic.elastic import Elastic
 from laconic.engine import elastic_runs
 from laconic.engine.driver import Driver
 from laconic.engine.elastic_runs import Joined, asked_for
+from laconic.engine.ending import watch
 from laconic.engine.joint_optimizer import as_one, members
 from laconic.engine.model_checks import check_devices, check_unwrapped
 from laconic.engine.session import Settings
@@ -272,6 +273,8 @@ def attach(
             driver.use_scaler(scaler)
             _by_scaler[scaler].append(weakref.ref(sync))
     claim(optimizer, sync)
+    if joined is None and sync.workers > 1:
+        watch(driver.ending)
     if given is not None:
         _on_link[given] = weakref.ref(sync)
     return sync

@@ -398,7 +398,8 @@ class Chooser:
         return undisturbed(self.now.recipe, facts), wall
 
     def _probe(self) -> Probed:
-        return probe(self._link, self._device)
+        with self._session.ledger.measuring():  # in the communication thread
+            return probe(self._link, self._device)
 
     # -- saving ----
 

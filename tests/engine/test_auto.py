@@ -353,6 +353,38 @@ def run(rank: int, steps: int, recipe: Any, rates: dict[int, float]) -> Any:
     return sync.choices, weights(model)
 
 
+def test_measurements_are_booked_apart_and_the_total_is_exact(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two probes of known size: in `attach`, and where the run looks again."""
+
+    def measured(link: Link, device: torch.device) -> probe.Probed:
+        link.all_to_all(torch.zeros(3, 100), torch.zeros(3, 100))
+        link.gather(torch.zeros(1))
+        return probe.Probed(1e9, 1e-4, 0, 0, [0.0] * 3)
+
+    monkeypatch.setattr(auto_module, "probe", measured)
+
+    def train(rank: int) -> tuple[int, la.Stats]:
+        model, optimizer = build(rank)
+        sync = la.attach(model, optimizer, la.auto())
+        attached = sync.stats().bytes_by_collective
+        for t in range(1, 3):
+            step(model, optimizer, rank, t)
+        sync.driver.session.policy._probed = None  # type: ignore[union-attr]
+        for t in range(3, 7):
+            step(model, optimizer, rank, t)
+        sync.finish()
+        return attached["measurement"], sync.stats()
+
+    each = 2 * 100 * 4 + 2 * 4
+    for attached, stats in la.simulate(train, workers=3):
+        sent = dict(stats.bytes_by_collective)
+        assert attached == each and sent["measurement"] % each == 0
+        assert sent["measurement"] >= 2 * each
+        assert sum(sent.values()) == stats.bytes_sent == sum(stats.bytes_by_set.values())
+
+
 def test_the_later_look_counts_what_a_step_computes_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first steps are slow: what was chosen with 0.6 s of computing is not with 0.1."""
     facts = replace(TEXT, rate=3e7, compute=0.6)

@@ -266,8 +266,8 @@ def resumed(saved: la.Recipe, now: la.Recipe, change: Callable[[dict[str, Any]],
 def test_a_run_under_another_recipe_is_told_how_to_change_it() -> None:
     said = resumed(la.local_sgd(12), la.local_sgd(24), lambda state: None)
     assert said == (
-        "the state was saved under local_sgd(12), and this run follows local_sgd(24): attach the "
-        "saved recipe, load, then call sync.switch(...)"
+        "the state was saved under local_sgd(12), and this run follows local_sgd(24) (arguments at "
+        "their defaults are left out): attach the saved recipe, load, then call sync.switch(...)"
     )
 
 

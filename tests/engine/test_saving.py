@@ -936,7 +936,7 @@ REFUSED = {
     ),
     "another optimizer": Refused("AdamW was saved, this is SGD", change=other_class),
     "another order": Refused("the optimizer differs", change=other_order),
-    "another recipe": Refused("this run follows ddp(): attach the saved recipe", recipe="ddp"),
+    "another recipe": Refused("this run follows ddp() (arguments", recipe="ddp"),
     "an object is missing": Refused("others lacks 'own'", others=lambda rank: {}),
     "an object on rank 1": Refused(
         "rank 1: others lacks 'own'", others=lambda r: {} if r else {"own": Own(0)}

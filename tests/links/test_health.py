@@ -16,11 +16,12 @@ from contextlib import contextmanager, suppress
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laconic.errors import LinkError
-from laconic.links import call_guard, forks, handshake, health
+from laconic.links import call_guard, forks, handshake, health, long_wait, rendezvous
 from laconic.links.addresses import Address
 from laconic.links.calls import Call, CallPosition
 from laconic.links.comm_thread import _labeled
@@ -495,6 +496,107 @@ def test_a_host_from_which_nothing_comes_is_lost(pool: gloo.Pool) -> None:
     first, second = pool.run(looks, "unreachable", 99.0, ranks=2)
     assert first.startswith("(1,) rank 1 does not answer (its host is unreachable)"), first
     assert second.startswith("(0,) rank 0 does not answer (its host is unreachable)"), second
+
+
+# -- long waits ----
+
+
+def test_a_long_wait_is_reported_at_each_doubling() -> None:
+    wait = long_wait.LongWait()
+    reported = {second: wait.due("a round", 100.0 + second) for second in range(300)}
+    assert {s: r for s, r in reported.items() if r} == {s: float(s) for s in (30, 60, 120, 240)}
+
+
+def test_a_late_look_reports_a_wait_once() -> None:
+    wait = long_wait.LongWait()
+    times = [0, 9, 18, 27, 36, 45, 54, 63, 72]
+    assert [wait.due("a round", t) for t in times] == [0, 0, 0, 0, 36, 0, 0, 63, 0]
+
+
+def test_another_call_progress_or_a_pause_begins_another_wait() -> None:
+    for what, pause in ((1, 1.0), (0, 2 * long_wait.PAUSE_SECONDS)):
+        wait = long_wait.LongWait()
+        assert not any(wait.due(0, float(second)) for second in range(30))
+        start = 29 + pause
+        assert [s for s in range(50) if wait.due(what, start + s)] == [30]
+
+
+def reports(rank: int, answers: dict[int, health.Answer | int], due: float) -> list[str]:
+    """What a rank logs after ``due`` seconds of a wait in its third call, where other ranks give
+    these ``answers``: a number is that of their call, by default the same one."""
+    link = gloo.link_of(3)
+    assert isinstance(link, TcpLink)
+    call = Call(120, "Average round")
+    found: list[str] = []
+
+    def ask(addresses: list[str], *_: object) -> list[health.Answer]:
+        given = []
+        for r in (r for r in range(3) if r != rank):
+            answer = answers.get(r, 3)
+            if isinstance(answer, int):
+                at = CallPosition(answer, call if answer == 3 else Call(119, "gradients"))
+                answer = health.Answer("computing (119 steps done), for 31 s", at)
+            given.append(answer)
+        return given
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(health, "ask_all", ask)
+        patched.setattr(link.calls, "_sequence", call_guard.CallSequence())
+        for _ in range(3):
+            link.calls._sequence.begin(call)
+        link.calls._sequence.record.secret = SECRET
+        patched.setattr(link.calls._wait, "due", lambda what, now: due)
+        patched.setattr(long_wait.log, "warning", lambda text, *values: found.append(text % values))
+        link.check()
+    return found
+
+
+def test_who_is_waited_for_is_logged_by_one_rank(pool: gloo.Pool) -> None:
+    one = (
+        "rank 0 has waited 30 s for rank 1 in Average round after 120 steps: rank 1 does not "
+        "answer (hung, stopped or very slow). It gives up after 20 s (timeout=)"
+    )
+    assert pool.run(reports, {1: health.SILENT}, 30.0, ranks=3)[::2] == [[one], []]
+    both = (
+        "rank 1 has waited 61 s for ranks 0, 2 in Average round after 120 steps: rank 0 is "
+        "computing (119 steps done), for 31 s; rank 2 does not answer (its host is unreachable). "
+        "It gives up after 20 s (timeout=)"
+    )
+    assert pool.run(reports, {0: 2, 2: health.UNREACHABLE}, 61.0, ranks=3)[1] == [both]
+
+
+@pytest.mark.parametrize(("answers", "due"), [({}, 30.0), ({1: health.SILENT}, 0.0)])
+def test_nothing_is_logged_of_ranks_that_have_come_or_too_early(
+    pool: gloo.Pool, answers: dict[int, health.Answer | int], due: float
+) -> None:
+    assert pool.run(reports, answers, due, ranks=3)[::2] == [[], []]
+
+
+class FakeTime:
+    """A clock that only sleeping moves on."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_rank_that_never_comes_to_attach_is_logged_before_the_timeout(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(rendezvous, "time", FakeTime())
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    with pytest.raises(LinkError, match="rank 1 has not come within 100 s"):
+        rendezvous.Rendezvous(store).wait_for_all(100.0)
+    assert [record.getMessage()[:45] for record in caplog.records] == [
+        "rank 0 has waited 30 s for rank 1 in laconic.",
+        "rank 0 has waited 60 s for rank 1 in laconic.",
+    ]
 
 
 def hears(rank: int) -> tuple[list[float], dict[int, bool], dict[int, bool]]:

@@ -15,6 +15,7 @@ from laconic.algorithms.round import Recipe
 from laconic.buckets import module_buffers
 from laconic.device import refuse_capture
 from laconic.engine import consensus, loading
+from laconic.engine.ending import Ending
 from laconic.engine.joint_optimizer import JointOptimizer
 from laconic.engine.loading import Loading, LoadModel
 from laconic.engine.recipe_run import RecipeRun
@@ -77,6 +78,7 @@ class Driver:
             if session.policy.recipe != recipe:
                 self.run = RecipeRun(session, settings.arrange(session.policy.recipe))
                 self.run.check_alike(chosen=True)
+        self.ending = Ending(self.run.recipe, session.comm)
         session.broadcast([*model.parameters(), *model.buffers(), *session.params()])
         session.note_order()
         try:
@@ -216,6 +218,7 @@ class Driver:
             run.check_gradients()
             run.refresh()
         session.step += 1
+        self.ending.step = session.step
         self._in_step = False
         session.status("computing")
         session.world.check_peers()
@@ -261,6 +264,7 @@ class Driver:
             run.rebase()
         for each in self.after_finish:
             each(mean)
+        self.ending.complete = session.step
         session.recorder.event("finish")
         session.status("finished")
 
@@ -280,6 +284,7 @@ class Driver:
     def _switch(self, recipe: Recipe) -> None:
         before, self.run = self.run, self._switcher.switch(self.run, recipe, self.had_buffers)
         before.close()
+        self.ending.follow(self.run.recipe)
         session = self.session
         session.recorder.event("switch", recipe=self.run.text(chosen=True))
         session.status("computing")
@@ -311,6 +316,7 @@ class Driver:
 
     def detach(self) -> None:
         """See `Synchronizer.detach`."""
+        self.ending.complete = self.ending.step  # the user keeps this worker's own model
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -339,7 +345,9 @@ class Driver:
 
     def state_dict(self) -> Saved:
         """See `Synchronizer.state_dict`."""
-        return loading.state_dict(self.run, self._in_step)
+        saved = loading.state_dict(self.run, self._in_step)
+        self.ending.complete = self.ending.step
+        return saved
 
     @torch.no_grad()
     def load_on_all(
@@ -372,5 +380,7 @@ class Driver:
         self.run.forget_digests()
         loaded.complete()
         self.session.step, self._in_step = loaded.step, loaded.in_step
+        self.ending.follow(self.run.recipe)
+        self.ending.restart(loaded.step)
         if isinstance(self.session.optimizer, JointOptimizer):
             self.session.optimizer.reset()

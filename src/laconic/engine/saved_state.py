@@ -161,10 +161,13 @@ def _another_recipe(saved: Mapping[str, Any], here: Saved) -> str:
             f"the state was saved by another recipe with the same text, {name}: its rounds were "
             f"{rounds}, and in this run they are {rounds_now}"
         )
-    remedy = "attach the saved recipe, load, then call sync.switch(...)"
+    texts = f"the state was saved under {name}, and this run follows {name_now}"
     if name_now.startswith(WRAPPER):
-        remedy = "make the module with the saved settings, and load again"
-    return f"the state was saved under {name}, and this run follows {name_now}: {remedy}"
+        return f"{texts}: make the module with the saved settings, and load again"
+    return (
+        f"{texts} (arguments at their defaults are left out): attach the saved recipe, load, then "
+        "call sync.switch(...)"
+    )
 
 
 def _split(recipe: str) -> tuple[str, str]:

@@ -44,7 +44,8 @@ class Stats:
         rounds: rounds completed.
         bytes_sent: payload bytes sent.
         bytes_received: payload bytes received.
-        bytes_by_collective: payload bytes sent, by the name of the collective.
+        bytes_by_collective: payload bytes sent, by the name of the collective. Under
+            ``"measurement"``: what `laconic.auto` has sent to measure the network.
         bytes_by_set: payload bytes sent to the other ``"workers"``, to those of the own
             ``"group"``, inside a worker (``"replica"``; ``"shards"`` where its model is sharded),
             and to all ranks (``"world"``).
@@ -131,6 +132,7 @@ class Synchronizer:
                 where the recipe keeps such a model; it lacks the steps taken since.
         """
         with consensus.consensus(self._run, self.driver.had_buffers, mean=mean) as model:
+            self.driver.ending.complete = self.driver.ending.step
             yield model
 
     def consensus_state_dict(self) -> dict[str, Any]:
@@ -144,7 +146,8 @@ class Synchronizer:
         contains every step taken.
 
         Nothing is in flight afterward. Every rank must call it, after the same number of steps.
-        Training may go on afterward.
+        Training may go on afterward. A program that ends without it, although its ranks hold
+        different models, logs a warning on every rank.
 
         Args:
             mean: False: see `consensus`; it discards the steps since the last outer step.

@@ -16,11 +16,12 @@ from typing import NoReturn, Protocol
 
 import torch
 
-from laconic.errors import LinkError
-from laconic.links import health, job_secret
+from laconic.errors import TIMEOUT, LinkError
+from laconic.links import health, job_secret, long_wait
 from laconic.links.calls import FINISH, Call, CallPosition
 from laconic.links.handshake import SECRET_BYTES
 from laconic.links.health import NOTHING, Answer, Request, Verdict
+from laconic.links.long_wait import LongWait
 from laconic.links.rendezvous import ADVICE, UNREACHABLE_SECONDS
 from laconic.links.texts import Gather, exchange_texts
 from laconic.links.wire import ChangedError, LostError, OtherCallError
@@ -93,8 +94,9 @@ class CallGuard:
     """Guards the calls of one link. Links that were split from one share a `CallSequence`.
 
     ``rank``: this rank's place in the link; ``ranks``: the world ranks of the link's members, for
-    messages. ``transport``: the link's connections, None where they cannot be seen (NCCL). A guard
-    can say who is lost once `meet` has returned.
+    messages. ``transport``: the link's connections, None where they cannot be seen (NCCL).
+    ``timeout``: how many seconds the link waits for a message, for the log. A guard can say who is
+    lost once `meet` has returned.
     """
 
     def __init__(
@@ -103,9 +105,11 @@ class CallGuard:
         ranks: Sequence[int],
         transport: Transport | None,
         sequence: CallSequence | None = None,
+        *,
+        timeout: float = TIMEOUT,
     ) -> None:
         self.rank, self.ranks, self.size = rank, list(ranks), len(ranks)
-        self._transport = transport
+        self._transport, self._timeout = transport, timeout
         self._sequence = CallSequence() if sequence is None else sequence
         self._beacon = health.beacon()
         self._process = os.getpid()
@@ -118,6 +122,7 @@ class CallGuard:
         """Since when (`time.monotonic`) a rank's beacon cannot be reached."""
         self._asked_in, self._ask_at, self._patience = -1, 0.0, FIRST_ASK_SECONDS
         self._peers_checked = 0.0
+        self._wait = LongWait()
 
     # -- setting up ----
 
@@ -158,7 +163,8 @@ class CallGuard:
     def split(self, members: Sequence[int], transport: Transport | None) -> CallGuard:
         """The guard of a link of some ``members`` of this one, this rank included."""
         ranks = [self.ranks[r] for r in members]
-        guard = CallGuard(members.index(self.rank), ranks, transport, self._sequence)
+        at = members.index(self.rank), ranks, transport, self._sequence
+        guard = CallGuard(*at, timeout=self._timeout)
         guard._addresses = [self._addresses[r] for r in members]
         return guard
 
@@ -202,15 +208,19 @@ class CallGuard:
 
     # -- looking after the other ranks ----
 
-    def check(self) -> None:
-        """Raise if another rank is known not to come to the current call. Called by a thread that
-        waits, from time to time."""
+    def check(self, progress: float = 0.0) -> None:
+        """Raise if another rank is known not to come to the current call, and log which ranks this
+        one has waited for long. Called by a thread that waits, about once a second. ``progress``:
+        changes whenever something has come over the link."""
         if os.getpid() != self._process:
             raise LinkError("a forked process cannot use its parent's link: start it with spawn")
         try:
             self._raise_verdict()
-            if self._should_ask():
-                self._ask_where()
+            long = self._wait.due((self._sequence.serial, progress), time.monotonic())
+            if self._should_ask() or long:
+                answers = self._ask_where()
+                if long:
+                    self._report(long, answers)
         except LinkError:
             self._shutdown()  # for the thread that waits for messages
             raise
@@ -242,14 +252,30 @@ class CallGuard:
             self._patience = min(2 * self._patience, LAST_ASK_SECONDS)
         return True
 
-    def _ask_where(self) -> None:
-        """Ask the other ranks where they are; raise if one will not come."""
+    def _report(self, seconds: float, answers: Answers) -> None:
+        """Log that ranks have not come to this call: those that do not answer, or are in an earlier
+        one. The lowest rank of those that have come does so for all."""
+        mine = self._sequence.position
+        late = [
+            r
+            for r, a in sorted(answers.items())
+            if a.lost or (a.position is not None and a.position.serial < mine.serial)
+        ]
+        if late and self.rank == min(r for r in range(self.size) if r not in late):
+            why = "; ".join(self._describe(r, answers[r]) for r in late)
+            names = [self.ranks[r] for r in late]
+            at = self.ranks[self.rank], names, seconds, str(mine), why, self._timeout
+            long_wait.report(*at)
+
+    def _ask_where(self) -> Answers:
+        """Ask the other ranks where they are, and return their answers; raise if one will not
+        come."""
         answers = self._ask()
         self._raise_verdict()
         positions = {r: a.position for r, a in answers.items() if a.position is not None}
         self._check_positions({**positions, self.rank: self._sequence.position})
         if self._transport is None:
-            return  # NCCL finds lost ranks by itself, and its connections cannot be seen
+            return answers  # NCCL finds lost ranks by itself, and its connections cannot be seen
         serial, closed = self._sequence.serial, self._transport.closed()
         for r, answer in answers.items():
             ended = r in self._answered or r in closed  # and not kept away by a firewall
@@ -265,6 +291,7 @@ class CallGuard:
                 lost[r] = answer
         if lost:
             self._blame(answers, f"nothing came from it for {UNREACHABLE_SECONDS:g} s", only=lost)
+        return answers
 
     def _check_connections(self, transport: Transport) -> None:
         """Raise if a connection is closed that should be open."""

@@ -328,6 +328,11 @@ class CommThread:
         """Whether all jobs have ended."""
         return self._latest is None or self._latest.event.is_set()
 
+    @property
+    def failed(self) -> bool:
+        """Whether a job has failed, so that no other runs."""
+        return self._error is not None
+
     def abandon(self) -> bool:
         """Begin no more jobs. Returns whether other ranks may be waiting for one: some were not
         begun, or one failed on this rank alone."""

@@ -13,6 +13,9 @@ from laconic.links.cost import Cost
 from laconic.links.link import Link
 from laconic.links.wrapped import Wrapped
 
+MEASUREMENT = "measurement"
+"""Under what `Ledger.by_collective` has the bytes of measurements."""
+
 
 @dataclass
 class CallTotals:
@@ -32,7 +35,8 @@ class Ledger:
     ranks, and by name of the call.
 
     Not counted: packet headers and acknowledgements of the network (below 5% for large messages).
-    ``failed`` is called with a link's error, in the thread that raises it.
+    ``failed`` is called with a link's error, in the thread that raises it. ``measures``: see
+    `measuring`.
     """
 
     bytes_sent: int = 0
@@ -42,6 +46,7 @@ class Ledger:
     by_call: dict[str, CallTotals] = field(default_factory=dict)
     failed: Callable[[LinkError], None] | None = None
     call: str = "setting up"
+    measures: bool = False
 
     def begin(self, call: Call) -> None:
         """Book what comes under the name of ``call`` until the next call begins."""
@@ -49,6 +54,16 @@ class Ledger:
         totals = self.by_call.setdefault(call.name, CallTotals())
         totals.count += 1
         totals.step = call.step
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """A context for collectives that only measure the network: all of them are booked as
+        `MEASUREMENT`."""
+        self.measures = True
+        try:
+            yield
+        finally:
+            self.measures = False
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -76,6 +91,7 @@ class Ledger:
         totals.bytes += amount.bytes
         self.bytes_sent += amount.bytes
         self.bytes_received += received
+        collective = MEASUREMENT if self.measures else collective
         for total, key in ((self.by_collective, collective), (self.by_set, ranks)):
             total[key] = total.get(key, 0) + amount.bytes
 

@@ -59,7 +59,8 @@ class NcclLink:
         owned: bool = False,
     ) -> NcclLink:
         """A link over the ranks of ``group``. Every rank must call it."""
-        guard = CallGuard(group.rank(), range(group.size()), None)
+        seconds = timeout.total_seconds()
+        guard = CallGuard(group.rank(), range(group.size()), None, timeout=seconds)
         guard.meet(partial(gather_over, group, device), "")
         return cls(guard, group, device, timeout, owned)
 
@@ -88,7 +89,7 @@ class NcclLink:
         return {}  # NCCL does not report them
 
     def check(self) -> None:
-        self._guard.check()
+        self._guard.check(self.joined)
 
     def check_peers(self) -> None:
         self._guard.check_peers(self.joined)

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, NoReturn
 import torch.distributed as dist
 
 from laconic.errors import LinkError
-from laconic.links import health, job_secret, tls
+from laconic.links import health, job_secret, long_wait, tls
 from laconic.links.handshake import SECRET_BYTES
 from laconic.links.health import Verdict
+from laconic.links.long_wait import LongWait
 from laconic.links.texts import clean
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ class Rendezvous:
         start = time.monotonic()
         deadline, ask_at, pause = start + timeout, start + ASK_SECONDS, FIRST_POLL
         since: dict[int, float] = {}
+        wait = LongWait()
         while True:
             with self._failing():
                 complete = here.add("count", 0) >= self._size
@@ -150,6 +152,10 @@ class Rendezvous:
                 ask_at = now + ASK_SECONDS
                 said = self._lost(missing, since)
                 lost, why = list(said), "; ".join(f"rank {r} {text}" for r, text in said.items())
+                long = wait.due(number, now)
+                if long and missing and self._rank == min({*range(self._size)} - {*missing}):
+                    at = "laconic.attach", self._late(missing, round(long)), timeout
+                    long_wait.report(self._rank, missing, long, *at)
                 if not lost and missing and now >= deadline:
                     lost, why = missing, self._late(missing, timeout)
                 if lost:

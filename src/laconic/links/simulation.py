@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,9 @@ from laconic.links.quorum.port import Closing
 from laconic.links.simulated import RandomState, SimulatedLink, Stage, current_link
 
 T = TypeVar("T")
+
+at_end: ContextVar[list[Callable[[], None]] | None] = ContextVar("laconic at_end", default=None)
+"""In a simulated worker: what `simulate` calls once all workers have returned."""
 
 
 def simulate(
@@ -84,6 +88,7 @@ def simulate(
     cast = None if faults is None else Cast(faults, stage)
     results: dict[int, Any] = {}
     errors: list[BaseException] = []
+    calls: list[Callable[[], None]] = []
 
     def run(rank: int) -> None:
         error: BaseException | None = None
@@ -93,6 +98,7 @@ def simulate(
                 current_part.set((cast, rank))
             own: Link = SimulatedLink(stage, rank, range(count))
             current_link.set(own if link is None else link(own))
+            at_end.set(calls)
             # or one thread of autograd's would run the backward passes of all workers on a GPU, and
             # wait for the second while it runs the first
             with torch.autograd.set_multithreading_enabled(False):
@@ -116,6 +122,8 @@ def simulate(
     before.restore()
     if errors:
         raise errors[0]
+    for call in calls:
+        call()
     return [results.get(rank) for rank in range(count)]  # type: ignore[misc]
 
 

@@ -80,7 +80,7 @@ class TcpLink(Collectives):
         ranks = range(group.size())
         wire = Wire(group.rank(), None, timeout.total_seconds(), ranks)
         try:
-            guard = CallGuard(group.rank(), ranks, wire)
+            guard = CallGuard(group.rank(), ranks, wire, timeout=wire.timeout)
             own = f"{_PLAIN if tls.contexts() is None else _TLS}/{wire.address}"
             texts = guard.meet(partial(gather_over, group, device), own)
             _check_alike(texts)
@@ -140,7 +140,7 @@ class TcpLink(Collectives):
         return wait
 
     def check(self) -> None:
-        self.calls.check()
+        self.calls.check(self.joined)
 
     def check_peers(self) -> None:
         self.calls.check_peers(self.joined)
