@@ -503,7 +503,7 @@ def test_a_long_run_is_that_of_all_its_steps(recipe: Recipe) -> None:
 
 def test_chance_averages_out_over_a_long_run() -> None:
     cluster = replace(CALM, spread=0.5)
-    seeds, steps = 12, 20_000
+    seeds, steps = 10, 8_000
     short = [each.seconds for each in runs(la.local_sgd(20), cluster, steps, seeds)]
     whole = [simulate_plan(la.local_sgd(20), cluster, steps, seed).seconds for seed in range(seeds)]
     assert statistics.fmean(short) == pytest.approx(statistics.fmean(whole), rel=0.01)

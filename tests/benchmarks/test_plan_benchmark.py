@@ -45,7 +45,17 @@ def test_there_are_24_settings_that_can_be_planned() -> None:
 
 
 def test_the_table_has_the_newest_run_of_each_setting() -> None:
-    line = {"number": 0, "name": "far apart", "recipe": "ddp()", "measured": 2.0, "planned": 3.0}
-    text = "\n".join(emulated.rows([line, {**line, "planned": 2.1}]))
-    assert "| far apart | `ddp()` | 2.0000 | 2.1000 | +5.0% |" in text
+    line = {"number": 0, "name": "far apart", "recipe": "ddp()", "steps": 20, "killed": []}
+    plan = emulated.planned_for(line)
+    first, newest = {**line, "measured": 9.0}, {**line, "measured": plan / 1.05}
+    text = "\n".join(emulated.rows([first, newest]))
+    assert f"| far apart | `ddp()` | {plan / 1.05:.4f} | {plan:.4f} | +5.0% |" in text
     assert "1 of 24 settings: the median error is 5.0% (bound 5%), the largest 5.0%" in text
+
+
+def test_a_plan_has_the_pace_after_the_warmup_and_the_kill_at_its_time() -> None:
+    """A kill costs the others their wait, and nothing else while three are left."""
+    setting = next(s for s in emulated.settings() if s.kill and s.recipe == "local_sgd(8)")
+    calm = emulated.planned(setting, 96)
+    killed = emulated.planned(setting, 96, [(1, 5.0)])
+    assert calm * 0.8 < killed < calm * 1.1
