@@ -80,6 +80,8 @@ REGROUP_REPLICAS = ["tests/engine/test_regroup.py", "-k", "two_ranks"]
 CODED_LINKS = ["tests/codecs/test_coded.py", "-k", "parts"]
 KERNELS = ["tests/codecs/test_kernels.py"]
 HEALTH = ["tests/links/test_health.py"]
+ENDING = ["tests/engine/test_ending.py"]
+MEASURED = ["tests/engine/test_auto.py", "-k", "booked"]
 WIRE = ["tests/links/test_wire.py"]
 DRIFT = ["tests/engine/test_drift.py", "tests/engine/test_drift_rounds.py"]
 SECURED = ["tests/links/test_secured.py"]
@@ -516,6 +518,13 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("links/congestion.py", "return LONG if round_trip >= LONG_SECONDS and", "return LONG if", CONGESTION),
     ("links/quorum/port.py", "if len(roster) != len(paces):", "if False:", FUZZED_MESSAGES),
     ("links/forks.py", "        thing.close()  #", "        pass  #", HEALTH),
+    ("links/long_wait.py", "or now - self._last > PAUSE_SECONDS", "", HEALTH),
+    ("links/long_wait.py", "what != self._what or", "", HEALTH),
+    ("links/call_guard.py", "self.rank == min(r for r in range(self.size) if r not in late)", "True", HEALTH),
+    ("engine/ending.py", "self.step == self.complete or", "", ENDING),
+    ("engine/ending.py", "return self._late or not due or not due[-1]", "return True", ENDING),
+    ("engine/ending.py", 'getattr(sys, "last_value", None) is None', "True", ENDING),
+    ("links/metered.py", "MEASUREMENT if self.measures else collective", "collective", MEASURED),
     ("links/call_guard.py", "min(silence, self._transport.heard(r))", "silence", HEALTH),
     ("links/call_guard.py", "self._transport.heard(r)) >= UNREACHABLE", "0.0) >= UNREACHABLE", HEALTH),
     ("links/addresses.py", "found = named or", "found =", WIRE),
