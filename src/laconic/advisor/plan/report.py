@@ -181,7 +181,8 @@ def plan(
         rows = (replace(rows[0], loss=continued(curve, steps)),)
     if recipes:
         best = min(rows, key=_progress)
-        reason = "the most progress per second of the given recipes" if len(rows) > 1 else ""
+        reason = "It makes the most progress per second of the given recipes."
+        reason = reason if len(rows) > 1 else ""
     else:
         best, reason = _recommended(wanted, rows, facts)
     found: tuple[Change, ...] = ()

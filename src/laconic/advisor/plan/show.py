@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laconic.advisor.plan.report import Plan, Planned, Range
-from laconic.advisor.plan.together import CAUSES
 from laconic.algorithms.parse import qualified
 from laconic.errors import install
 from laconic.units import format_bytes, format_rate, format_seconds, three_digits
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from laconic.advisor.plan.cluster import Cluster
     from laconic.advisor.plan.measured import Measured
 
 LEGEND = (
@@ -66,13 +66,16 @@ def answer(plan: Plan) -> Iterator[str]:
         f"{three_digits(best.seconds.median / plan.steps)} s per step"
     )
     shares = best.shares
-    parts = [f"{k} {shares[k]:.0%}" for k in CAUSES if shares[k] >= 0.005]
+    parts = [f"{k} {share:.0%}" for k, share in shares.items() if share >= 0.005]
     yield f"The workers' time goes to: {', '.join(parts)}. Limited by {plan.limit}."
     goodput = spread(best.range(lambda r: 100 * r.goodput), _percent)
     lost = ""
     if cluster.failures.happen:
         failures = statistics.fmean(r.failures for r in best.results)
         lost = f" with {three_digits(failures)} failures on average"
+        if not failures:  # the runs had none, but more of them would
+            each = best.seconds.median * cluster.workers * cluster.chips / cluster.failures.mtbf
+            lost = f"; {three_digits(each)} failures are expected, and no run had one"
     crossed = best.range(lambda r: r.crossed)
     money = best.range(lambda r: r.money)
     yield (
@@ -88,6 +91,14 @@ def answer(plan: Plan) -> Iterator[str]:
     else:
         yield f"Loss: {best.loss.why}."
     yield _help(plan)
+    if best.steps_factor > 1.005:
+        more = best.steps_factor
+        whole = duration(best.seconds.median * more)
+        paid = f", price {three_digits(money.median * more)}" if money.high else ""
+        yield (
+            f"For what {plan.steps:,} steps of ddp() reach, it needs about "
+            f"{plan.steps * more:,.0f} steps: {whole}{paid}."
+        )
     if plan.reason:
         yield plan.reason
     yield f"    sync = laconic.attach(model, optimizer, {qualified(best.text)}{_elastic(plan)})"
@@ -182,7 +193,7 @@ def assumptions(plan: Plan) -> Iterator[str]:
     yield (
         f"{c.parameters:,} parameters in {c.dtype}; a step computes for {format_seconds(c.step)}, "
         f"spread {c.spread:.0%} ({c.distribution}); {sites}; {format_seconds(c.latency)} between "
-        "sites"
+        f"sites{''.join(_links(c))}"
     )
     fails = c.failures
     if fails.happen:
@@ -199,6 +210,13 @@ def assumptions(plan: Plan) -> Iterator[str]:
         f"{many}; encoding and copying on the processors count as free unless they were measured "
         "(--from-metrics); docs/planning.md has what else is left out"
     )
+
+
+def _links(cluster: Cluster) -> Iterator[str]:
+    for link in cluster.links:
+        parts = [] if link.latency is None else [format_seconds(link.latency)]
+        parts += [] if link.rate is None else [format_rate(link.rate)]
+        yield f", {link.between[0]} to {link.between[1]} {' and '.join(parts)}"
 
 
 def spread(figure: Range, text: Callable[[float], str]) -> str:

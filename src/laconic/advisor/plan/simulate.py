@@ -23,12 +23,12 @@ class Result:
     """What a simulated run took.
 
     ``seconds``: until every step was taken. ``shares``: of all workers' time, by what it was spent
-    on (`laconic.advisor.plan.together.CAUSES`). ``goodput``: the share of it in steps that count in
-    the model; ``utilization``: the share in any steps. ``bytes``: sent by a worker on average;
-    ``crossed``: by all workers to other sites. ``memory``: bytes that rounds keep on a worker.
-    ``money``: of all workers' hours and of what left the sites. ``rounds``; ``failures``, ``joins``
-    and ``restarts``: how many. ``marks``: points ``(seconds, step, workers)`` of its timeline.
-    ``events``: ``(seconds, worker, what)`` of failures.
+    on (`laconic.advisor.plan.together.CAUSES`, and failures). ``goodput``: the share of it in steps
+    that count in the model; ``utilization``: the share in any steps. ``bytes``: sent by a worker on
+    average; ``crossed``: by all workers to other sites. ``memory``: bytes that rounds keep on
+    a worker. ``money``: of all workers' hours and of what left the sites. ``rounds``; ``failures``,
+    ``joins`` and ``restarts``: how many. ``marks``: points ``(seconds, step, workers)`` of its
+    timeline. ``events``: ``(seconds, worker, what)`` of failures.
     """
 
     seconds: float
