@@ -1,6 +1,10 @@
 """Parse and format rates, durations, shares, counts and sizes.
 
 Rates are bits per second in powers of ten, as network equipment is sold: "100 mbit" is 1e8 bit/s.
+
+Command lines parse rates and latencies with `parse_bandwidth` and `parse_latency`, which require a
+unit: a bare "100" is rarely meant as 100 bit/s, nor a bare "5" as 5 s. `parse_rate` and
+`parse_duration` take bare numbers, which programs pass.
 """
 
 from __future__ import annotations
@@ -15,8 +19,10 @@ __all__ = [
     "format_rate",
     "format_seconds",
     "format_share",
+    "parse_bandwidth",
     "parse_count",
     "parse_duration",
+    "parse_latency",
     "parse_rate",
     "parse_share",
     "three_digits",
@@ -29,6 +35,8 @@ _COUNTS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _SHARES = {"%": 0.01}
 _COUNT_FORMS = "a positive whole number, or one with K, M, B or T (1.3B, 125M, 865280)"
 _RATE_FORMS = "a positive number of bit/s, or one with bit, kbit, mbit or gbit (100mbit, 10 Gbit/s)"
+_BANDWIDTH_FORMS = "a positive number with bit, kbit, mbit or gbit (100mbit, 10 Gbit/s)"
+_LATENCY_FORMS = "0, or a positive number with us, ms, s, min, h or d (20ms, 1.5 s)"
 _SHARE_FORMS = "a number from 0 to 1, or one with % (0.1%, 0.001)"
 _DURATION_FORMS = "a number of seconds from 0 up, or one with us, ms, s, min, h or d (20ms, 1.5 s)"
 
@@ -53,6 +61,28 @@ def parse_duration(text: str) -> float:
     seconds = _parse(text, _DURATIONS, suffix="")
     if seconds is None or not 0.0 <= seconds < math.inf:
         raise ValueError(f"not a duration: {text!r}; give {_DURATION_FORMS}")
+    return seconds
+
+
+def parse_bandwidth(text: str) -> float:
+    """Return the rate `text` of a command line ("100mbit", "10 Gbit/s") in bit/s.
+
+    As `parse_rate`, but raises ValueError for a number without a unit, too.
+    """
+    rate = _parse(text, _RATES, suffix="/s", bare=False)
+    if rate is None or not 0.0 < rate < math.inf:
+        raise ValueError(f"not a rate: {text!r}; give {_BANDWIDTH_FORMS}")
+    return rate
+
+
+def parse_latency(text: str) -> float:
+    """Return the latency `text` of a command line ("20ms", "100 us", "0") in seconds.
+
+    As `parse_duration`, but raises ValueError for a number without a unit, too, unless it is 0.
+    """
+    seconds = _parse(text, _DURATIONS, suffix="", bare=False)
+    if seconds is None or not 0.0 <= seconds < math.inf:
+        raise ValueError(f"not a latency: {text!r}; give {_LATENCY_FORMS}")
     return seconds
 
 
@@ -137,13 +167,16 @@ def finite(value: object) -> object:
     return value
 
 
-def _parse(text: str, units: Mapping[str, float], suffix: str) -> float | None:
-    """Return `text` in the base unit, or None if it has no number or an unknown unit."""
+def _parse(text: str, units: Mapping[str, float], suffix: str, bare: bool = True) -> float | None:
+    """Return `text` in the base unit, or None if it has no number or an unknown unit.
+
+    ``bare``: whether a number other than 0 may have no unit.
+    """
     match = _NUMBER.fullmatch(text.lower())
     if match is None:
         return None
     number, unit = match.groups()
     scale = units.get(unit.replace("µ", "u").replace("μ", "u").removesuffix(suffix), None)
-    if unit == "":
+    if unit == "" and (bare or float(number) == 0):
         scale = 1.0
     return None if scale is None else float(number) * scale

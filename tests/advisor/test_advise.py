@@ -27,7 +27,17 @@ import laconic as la
 from laconic.advisor import advice_on, measure, show
 from laconic.advisor import rehearse as rehearse_module
 from laconic.advisor.advice import LEAST_SHARE, MOST_ALTERNATIVES, Row, alternatives
-from laconic.advisor.choices import choices, rehearsed, steps_of
+from laconic.advisor.choices import (
+    KNOWN,
+    MEASURED_ELEMENTS,
+    MEASURED_STEPS,
+    MEASURED_WORKERS,
+    OWN,
+    UNKNOWN,
+    choices,
+    rehearsed,
+    steps_of,
+)
 from laconic.advisor.fit import Sample, fit
 from laconic.advisor.measure import compute_and_skew
 from laconic.advisor.numbers import facts_from
@@ -293,7 +303,7 @@ def test_steps_grow_with_the_period() -> None:
         ("power_sgd(2)", "assumed equal to power_sgd(4, codec='int8')"),
         ("power_sgd(4, codec='int8')", "measured (benchmarks.factors)"),
         (f"streaming_diloco(16, {LIKE})", "measured (benchmarks.factors)"),
-        (f"streaming_diloco(16, {LIKE.replace('1', '2', 1)})", "measured with a delay of 1"),
+        (f"streaming_diloco(16, {LIKE.replace('1', '2', 1)})", "taken from delay=1"),
         (f"streaming_diloco(256, {LIKE})", "extrapolated from streaming_diloco(64)"),
         ("streaming_diloco(16, lr=0.4, momentum=0.9)", "assumed equal to streaming_diloco(16)"),
         ("local_sgd(16)", "assumed equal to streaming_diloco(16)"),
@@ -577,8 +587,8 @@ def test_the_answer_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     match = re.fullmatch(
         r"Use (.+): ([\d.]+) s per step, (\d+)% of the speed without communication "
-        r"\(ddp\(\): ([\d.]+) s\)\. It needs ([\d.]+) steps for one of ddp\(\).*, and makes "
-        r"([\d,.]+) times as much progress per second\.",
+        r"\(ddp\(\): ([\d.]+) s\)\. It is expected to need (\d+)% more steps than ddp\(\) \(.*\), "
+        r"and makes up to ([\d,.]+) times as much progress per second\.",
         lines[0],
     )
     assert match, lines[0]
@@ -589,14 +599,147 @@ def test_the_answer_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert seconds == pytest.approx(advice.row.seconds, rel=5e-3)
     assert share == round(100 * advice.row.share)
     assert ddp == pytest.approx(advice.rows[0].seconds, rel=5e-3)
-    assert steps == advice.row.steps and progress == pytest.approx(advice.row.progress, rel=5e-3)
-    code = [line.strip() for line in lines[2:5]]
+    assert 1 + steps / 100 == pytest.approx(advice.row.steps)
+    assert progress == pytest.approx(advice.row.progress, rel=5e-3)
+    code = [line.strip() for line in lines[3:6]]
     assert code[0] == "import laconic"
     assert code[1].startswith(f"{advice.code}  #") and code[2].startswith("sync.finish()  #")
-    table = [line.split("  ")[0] for line in lines[7:] if line and not line.startswith(" ")]
+    table = [line.split("  ")[0] for line in lines[8:] if line and not line.startswith(" ")]
     assert table[: 1 + len(advice.alternatives)] == [advice.recommendation, *advice.alternatives]
     assert "sparse_loco" not in "".join(lines) and len(lines) < 30
     assert str(advice).splitlines() == lines[: len(str(advice).splitlines())]
+
+
+def shown(facts: Facts, *recipes: str) -> str:
+    return "\n".join(show.answer(advice_on(facts, recipes)))
+
+
+MODEL = facts_from(params=125 * 10**6, step_time=0.9, bandwidth=1e8, latency=5e-3, nodes=8)
+
+
+def test_it_says_what_the_steps_were_measured_with() -> None:
+    from benchmarks import factors
+
+    from laconic.lab.race import workloads
+
+    workers, elements, steps = MEASURED_WORKERS, MEASURED_ELEMENTS, MEASURED_STEPS
+    assert (workers, steps) == (factors.WORKERS, factors.STEPS)
+    assert sum(p.numel() for p in workloads.load("text").model().parameters()) == elements
+    said = shown(MODEL).splitlines()[1]
+    assert "4 workers that train a transformer of 865,280 parameters on text" in said
+    assert "Your model is 144 times as large" in said
+    same = replace(TEXT, shapes=((845, 1024),))
+    assert "Your model is equally large" in shown(same).splitlines()[1]
+    assert "Your model is 0.5 times as large" in shown(replace(TEXT, shapes=((845, 512),)))
+
+
+def test_steps_that_were_not_measured_are_not_called_measured() -> None:
+    said = shown(MODEL)
+    assert re.search(r"\nstreaming_diloco\(16, delay=4, outer='muon'\) +0\.9 +100% +~1\.06 ", said)
+    assert "It is expected to need 6% more steps than ddp() (taken from delay=2)" in said
+    assert "makes up to 74 times as much progress per second" in said
+    assert "\n    steps: taken from delay=2; 6% more steps for the same loss, on text" in said
+    assert "measured with a delay" not in said
+    faster = facts_from(params=125 * 10**6, step_time=0.9, bandwidth=5e8, latency=5e-3, nodes=8)
+    measured = advice_on(faster)
+    assert measured.recommendation == "streaming_diloco(8, delay=2, outer='muon')"
+    assert measured.row.steps_from in KNOWN
+    assert " It needs no more steps than ddp(), and makes up to " in measured.reason
+
+
+@pytest.mark.parametrize("muon", [True, False])
+@pytest.mark.parametrize("elements", [10**6, 125 * 10**6, 10**9])
+def test_the_rule_of_the_page_on_choosing_is_what_it_recommends(elements: int, muon: bool) -> None:
+    """``docs/choose.md``: the shortest period in which the model can be sent in four bits, and a
+    delay that covers one of four fragments."""
+    step, nodes = 0.9, 8
+    periods = (8, 12, 16, 24, 32, 48, 64) if muon else (8, 16, 32, 64)
+    for ratio in (25, 40, 50, 90, 100, 140, 220, 300, 420):  # of sending to backward
+        sending = ratio * BACKWARD * step
+        rate = 2 * (nodes - 1) / nodes * 32 * elements / sending
+        facts = Facts(nodes, ((elements // 1000, 1000),), 4, step, rate, 1e-5, muon=muon)
+        period = next(p for p in periods if p * step >= 1.4 * sending / 8)
+        delay = math.ceil((1.25 * sending / 32 + step / 2) / step)
+        recipe = advice_on(facts).recommendation
+        assert recipe.startswith(f"streaming_diloco({period}, delay={delay}"), (ratio, recipe)
+
+
+def test_the_example_of_the_page_on_choosing() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "choose.md").read_text()
+    advice = advice_on(MODEL, ["streaming_diloco(8, delay=4, outer='muon')"])
+    assert f"`{advice.recommendation}`, at 0.9 s a step" in " ".join(page.split())
+    assert advice.row.seconds == pytest.approx(0.9)
+    (short,) = (row for row in advice.rows if row.own)
+    assert "With a period of 8, a step would take 1.6 s" in page
+    assert short.seconds == pytest.approx(1.6, abs=0.05)
+
+
+def test_an_outer_step_that_is_free_is_among_the_assumptions() -> None:
+    said = "encoding, copying, the outer step in Muon's direction, and waiting for"
+    assert said in shown(MODEL)
+    assert said not in shown(replace(MODEL, turning=0.1)) + shown(replace(MODEL, muon=False))
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "diloco", "sparse_loco"])
+def test_steps_that_are_assumed_are_shown_as_assumed(name: str) -> None:
+    for period in (4, 16, 64, 100, 256):
+        own = f"{name}({period})"
+        lines = shown(MODEL, own).splitlines()
+        at = next(i for i, line in enumerate(lines) if line.startswith(f"{own} "))
+        assert "  ~1." in lines[at]
+        assert lines[at + 1].startswith("    steps: assumed equal to streaming_diloco(")
+        assert ("needed more than 2 steps" in lines[at + 1]) == (name == "sparse_loco")
+        assert not lines[at + 1].endswith(OWN)
+
+
+def test_long_runs_of_papers_do_not_contradict_the_steps() -> None:
+    quality = next(row.quality for row in advice_on(MODEL).rows if row.recipe == "diloco(256)")
+    assert quality.startswith("in long runs as good as synchronous training")
+    assert quality.endswith("the steps here are those of short runs")
+
+
+@pytest.mark.parametrize(
+    ("own", "steps", "quality"),
+    [
+        ("streaming_diloco(8, outer='muon')", "1.00", "no more steps for the same loss, on text"),
+        ("streaming_diloco(16, outer='muon')", "1.06", "6% more steps for the same loss, on text"),
+        ("streaming_diloco(16)", "~1.50", "steps: taken from delay=1; 50% more steps for"),
+        ("streaming_diloco(16, momentum=0.3)", "~1.50", "steps: assumed equal to streaming_diloco"),
+        ("streaming_diloco(12, outer='muon')", "~1.03", "steps: interpolated between measured"),
+        ("streaming_diloco(256)", "~1.82", "steps: extrapolated from streaming_diloco(64); like "),
+        ("local_sgd(2, delay=2, codec='int4')", "1.30", "30% more steps for the same loss, on te"),
+        (
+            "diloco(100)",
+            "~1.74",
+            "steps: assumed equal to streaming_diloco(128); as for diloco(64)",
+        ),
+        ("diloco(16, pace='own')", "~1.50", "steps: assumed equal to streaming_diloco(16); as eq"),
+        ("power_sgd(4, codec='int8')", "1.47", "47% more steps for the same loss, on text"),
+        ("power_sgd(2)", "~1.47", "steps: assumed equal to power_sgd(4, codec='int8'); a recipe "),
+        ("ddp(codec='int4')", "1.02", "2% more steps for the same loss on text"),
+        ("slowmo(sgp(), 48)", "~1.37", "steps: assumed equal to streaming_diloco(4); a recipe wi"),
+        ("easgd(16)", "?", OWN),
+        ("demo()", "?", OWN),
+        ("noloco(50)", "?", OWN),
+    ],
+)
+def test_what_is_known_of_own_recipes(own: str, steps: str, quality: str) -> None:
+    lines = shown(MODEL, own).splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith(f"{own} "))
+    assert lines[at].split()[-2] == steps and (lines[at].split()[-1] == "?") == (steps == "?")
+    assert lines[at + 1].startswith(f"    {quality}")
+    (row,) = (row for row in advice_on(MODEL, [own]).rows if row.own)
+    assert row.recipe == own and (row.steps_from == UNKNOWN) == (steps == "?")
+    assert row.steps == 1 or steps != "?"
+
+
+def test_an_own_recipe_that_is_compared_anyway_is_shown_once() -> None:
+    for own in ("ddp()", advice_on(MODEL).recommendation, "local_sgd(16)"):
+        advice = advice_on(MODEL, [own])
+        table = [row.recipe for row in advice.rows]
+        assert table == [row.recipe for row in advice_on(MODEL).rows]
+        beside = [advice.recommendation, *advice.alternatives]
+        assert beside.count(own) == 1 and beside.count("ddp()") == 1
 
 
 def test_all_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -650,7 +793,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     row = next(row for row in told["rows"] if row["recipe"] == "local_sgd(16)")
     assert set(row) == {
         "recipe", "period", "seconds", "hidden", "megabytes", "memory", "speedup", "share",
-        "steps", "steps_from", "quality", "progress",
+        "steps", "steps_from", "quality", "own", "progress",
     }  # fmt: skip
     facts = facts_from(
         params=1_300_000_000, step_time=0.9, bandwidth=1e9, latency=0.03, nodes=8, nprocs_per_node=8
@@ -670,7 +813,11 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         ([*NUMBERS, "--params", "1300000000B"], "params must be at most 1e+13, not 1.3e+18"),
         ([*NUMBERS, "--step-time", "0.9x"], "not a duration"),
         ([*NUMBERS, "--bandwidth", "fast"], "not a rate"),
-        ([*NUMBERS, "--latency", "1mbit"], "not a duration"),
+        ([*NUMBERS, "--latency", "1mbit"], "not a latency"),
+        ([*NUMBERS, "--latency", "5"], "give 0, or a positive number with us, ms, s, min, h or d"),
+        ([*NUMBERS, "--bandwidth", "100"], "give a positive number with bit, kbit, mbit or gbit"),
+        (["--workload", "digits", "--bandwidth", "100"], "not a rate: '100'"),
+        (["--workload", "digits", "--bandwidth-host", "1=10"], "not a rate: '10'"),
         ([*NUMBERS, "--nodes", "1"], "nodes"),
         ([*NUMBERS, "--dtype", "int3"], "'float32'"),
         ([*NUMBERS, "--backward-share", "2"], "backward-share"),

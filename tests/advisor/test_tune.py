@@ -378,6 +378,8 @@ REFUSED: dict[str, tuple[str, str]] = {
     "workload": ("ddp --workload imagenet", "no workload 'imagenet'"),
     "own workload": ("ddp --workload mine.py:make", "no file mine.py"),
     "bandwidth": ("ddp --bandwidth fast", "not a rate: 'fast'"),
+    "bandwidth without a unit": ("ddp --bandwidth 100", "not a rate: '100'"),
+    "latency without a unit": ("ddp --latency 5", "not a latency: '5'"),
     "compute": ("ddp --compute soon", "not a duration: 'soon'"),
     "budget": ("ddp --budget 10days", "not a duration: '10days'"),
     "no budget": ("ddp --budget 0", "budget must be"),

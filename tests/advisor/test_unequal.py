@@ -126,7 +126,7 @@ def test_a_slow_worker_is_named_and_recipes_at_own_pace_are_compared() -> None:
     assert own[3] == "diloco(16, quorum=3, grace=0.9, pace='own', codec='int4')"
     assert found.alternatives[0] == "ddp()" and found.alternatives[1] in own
     assert "Rank 3 computes 3 times as long as the median rank" in found.reason
-    assert "2.5 times as many steps" in found.reason
+    assert "all together would take 2.5 times as many steps per second" in found.reason
     quality = next(r.quality for r in found.rows if r.recipe == found.alternatives[1])
     assert quality.endswith("end the loop by time or by data")
     assert json.loads(found.to_json())["slow"][0]["rank"] == 3
@@ -153,6 +153,8 @@ def test_two_workers_have_no_quorum_of_one() -> None:
     facts = replace(TEXT, workers=2, computes=(0.15, 0.45))
     own = [c.text for c in choices(facts) if "pace='own'" in c.text]
     assert own[0] == "diloco(4, pace='own')"
+    reason = advice_on(facts).reason
+    assert "Rank 1 computes 3 times as long as rank 0: " in reason and "median" not in reason
 
 
 def test_nothing_is_said_of_equal_workers() -> None:

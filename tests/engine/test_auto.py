@@ -933,10 +933,57 @@ def test_the_delay_in_force_stays_while_it_hides() -> None:
 def test_it_names_the_worker_that_the_others_wait_for() -> None:
     """Steps of 1, 1, 1 and 3 s: at their own pace, 3 + 1/3 steps are taken per second in place of
     4/3."""
-    told = probe.slow_worker(torch.tensor([1.0, 1.0, 3.0, 1.0]))
-    assert "rank 2 computes 3 times as long" in told and "take 2.5 times as many" in told
-    assert probe.slow_worker(torch.tensor([1.0, 1.1, 1.2, 1.0])) == ""
-    assert probe.slow_worker(torch.zeros(4)) == "", "nobody has measured a step"
+    told = auto_module.slow_worker(torch.tensor([1.0, 1.0, 3.0, 1.0]))
+    assert told == (
+        "; rank 2 computes 3 times as long as the median rank, and the others wait for it. If no "
+        "rank waited (docs/quorum.md), all together would take 2.5 times as many steps per second"
+    )
+    assert auto_module.slow_worker(torch.tensor([1.0, 1.1, 1.2, 1.0])) == ""
+    assert auto_module.slow_worker(torch.zeros(4)) == "", "nobody has measured a step"
+    newcomer = auto_module.slow_worker(torch.tensor([0.0, 1.0, 1.0, 3.0]))
+    assert "all together would take 2.3 times" in newcomer, "it has measured none"
+
+
+def test_of_two_workers_the_other_one_is_named() -> None:
+    for slow in (0, 1):
+        seconds = [0.1, 0.1]
+        seconds[slow] = 0.3
+        assert auto_module.slow_worker(torch.tensor(seconds)) == (
+            f"; rank {slow} computes 3 times as long as rank {1 - slow}, which waits for it. If no "
+            "rank waited (docs/quorum.md), both together would take 2 times as many steps per "
+            "second"
+        )
+
+
+def test_steps_of_a_few_milliseconds_are_not_compared() -> None:
+    assert auto_module.slow_worker(torch.tensor([0.002, 0.0099])) == ""
+    assert "rank 1 computes 5 times as long" in auto_module.slow_worker(
+        torch.tensor([0.0022, 0.011])
+    )
+
+
+@pytest.mark.parametrize(
+    ("packets", "again", "latency", "ranks", "share"),
+    [
+        (1600, 4, 2e-4, 2, 0.0),  # two equal ranks, over the loopback interface
+        (4900, 11, 1e-3, 4, 0.0),
+        (4900, 12, 1e-3, 4, 12 / 4900),
+        (1600, 10, 2e-4, 2, 10 / 1600),
+        (1600, 4, 0.04, 2, 4 / 1600),  # over a long round trip each lost packet delays messages
+        (0, 0, 0.04, 2, 0.0),  # the system does not report it
+    ],
+)
+def test_few_packets_that_were_sent_again_do_not_count_as_lost(
+    packets: int, again: int, latency: float, ranks: int, share: float
+) -> None:
+    assert auto_module.lost_share(packets, again, latency, ranks) == share
+
+
+def test_the_reason_has_lost_packets_in_percent() -> None:
+    facts = Facts(4, ((1000, 1000),), 4, 0.1, 1e8, 0.04, 0.0025)
+    assert "and 0.25% of its packets are lost" in auto_module.choose(la.auto(), facts, None, {})[1]
+    lossless = replace(facts, loss=0.0)
+    assert "lost" not in auto_module.choose(la.auto(), lossless, None, {})[1]
 
 
 @pytest.mark.parametrize("slower", ["to it", "from it", "both"])

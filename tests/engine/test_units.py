@@ -11,8 +11,10 @@ from laconic.units import (
     format_rate,
     format_seconds,
     format_share,
+    parse_bandwidth,
     parse_count,
     parse_duration,
+    parse_latency,
     parse_rate,
     parse_share,
     three_digits,
@@ -53,6 +55,24 @@ def test_rates(text: str, rate: float) -> None:
 )
 def test_durations(text: str, seconds: float) -> None:
     assert parse_duration(text) == pytest.approx(seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize("text", ["100", "1e6", "9600 ", "+5", "0", "fast", "5ms"])
+def test_the_rate_of_a_command_line_has_a_unit(text: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"give a positive number with bit, .* \(100mbit"
+    ) as raised:
+        parse_bandwidth(text)
+    assert f"not a rate: {text!r}" in str(raised.value) and "\n" not in str(raised.value)
+    assert parse_bandwidth("100mbit") == parse_rate("100 Mbit/s") == 1e8
+
+
+@pytest.mark.parametrize("text", ["5", "0.02", "-1ms", "soon", "5mbit"])
+def test_the_latency_of_a_command_line_has_a_unit(text: str) -> None:
+    with pytest.raises(ValueError, match=r"give 0, or a positive number with us, ms, s") as raised:
+        parse_latency(text)
+    assert f"not a latency: {text!r}" in str(raised.value) and "\n" not in str(raised.value)
+    assert parse_latency("20ms") == 0.02 and parse_latency("0") == parse_latency("0ms") == 0
 
 
 @pytest.mark.parametrize(

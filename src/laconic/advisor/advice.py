@@ -14,7 +14,17 @@ from typing import Any, Literal
 
 import torch
 
-from laconic.advisor.choices import KNOWN, OWN, OWN_PACE, Choice, choices, steps_of
+from laconic.advisor.choices import (
+    KNOWN,
+    OWN,
+    OWN_PACE,
+    UNKNOWN,
+    Choice,
+    Steps,
+    choices,
+    more_steps,
+    steps_of,
+)
 from laconic.algorithms.compile import with_replicas
 from laconic.algorithms.exchange import Exchange
 from laconic.algorithms.parse import qualified
@@ -44,8 +54,9 @@ class Row:
     ``seconds``: per step. ``hidden``: share of communication that overlaps with training.
     ``megabytes``: sent per step to other workers by a rank. ``memory``: bytes that rounds keep on a
     rank. ``speedup``: relative to DDP. ``share``: of the speed without communication. ``steps``:
-    needed per step of DDP. ``steps_from``: the source of ``steps``, from `steps_of`. ``quality``:
-    what the literature or this repository says.
+    needed per step of DDP. ``steps_from``: the source of ``steps``, from `steps_of`; or that they
+    are unknown and count as 1. ``quality``: what the literature or this repository says. ``own``:
+    whether the user asked for the recipe.
     """
 
     recipe: str
@@ -59,6 +70,7 @@ class Row:
     steps: float
     steps_from: str
     quality: str
+    own: bool = False
 
     @property
     def progress(self) -> float:
@@ -107,7 +119,8 @@ class Slow:
     ``what``: "steps" if its steps take ``factor`` times as long as the median rank's, "network" if
     its network is so many times slower. ``ddp``: seconds per step of ddp(), and ``ddp_without`` if
     the rank were as fast as the median rank. ``gain``: how many times as many steps all ranks
-    together would take if none waited for slower ones; None for a network.
+    together would take if none waited for slower ones; None for a network. ``ranks``: how many
+    ranks were compared.
     """
 
     rank: int
@@ -116,6 +129,7 @@ class Slow:
     ddp: float
     ddp_without: float
     gain: float | None
+    ranks: int
 
     def __str__(self) -> str:
         """Return a sentence."""
@@ -129,9 +143,10 @@ class Slow:
                 f"The network of rank {self.rank} is {factor} slower than the median rank's: "
                 f"{waiting}."
             )
+        other = "the median rank" if self.ranks > 2 else f"rank {1 - self.rank}"
         return (
-            f"Rank {self.rank} computes {factor} as long as the median rank: {waiting}. If none "
-            f"waited, all together would take {self.gain:.2g} times as many steps."
+            f"Rank {self.rank} computes {factor} as long as {other}: {waiting}. If none waited, "
+            f"all together would take {self.gain:.2g} times as many steps per second."
         )
 
 
@@ -244,14 +259,14 @@ def slow_ranks(facts: Facts, computes: Sequence[float], ddp: Recipe) -> tuple[Sl
         factor = float(each.max() / each.median())
         without = predict(ddp, replace(facts, compute=facts.compute / factor)).seconds
         gain = float((each.max() / each).mean())
-        found.append(Slow(int(each.argmax()), "steps", factor, now, without, gain))
+        found.append(Slow(int(each.argmax()), "steps", factor, now, without, gain, len(each)))
     rates = torch.tensor(facts.rates, dtype=torch.float64)
     if len(rates) and unequal_hosts(rates):
         factor = float(rates.median() / rates.min())
         nets = {k: replace(net, rate=net.rate * factor) for k, net in facts.nets.items()}
         faster = replace(facts, rate=facts.rate * factor, nets=nets)
         without = predict(ddp, faster).seconds
-        found.append(Slow(int(rates.argmin()), "network", factor, now, without, None))
+        found.append(Slow(int(rates.argmin()), "network", factor, now, without, None, len(rates)))
     return tuple(found)
 
 
@@ -262,7 +277,8 @@ def rows_of(candidates: Sequence[Choice], facts: Facts) -> list[Row]:
 
 
 def _row(choice: Choice, facts: Facts, ddp: float) -> Row:
-    p, factor = predict(choice.recipe, facts), steps_of(choice.recipe)
+    p = predict(choice.recipe, facts)
+    factor = Steps(1.0, UNKNOWN) if choice.quality == OWN else steps_of(choice.recipe)
     return Row(
         recipe=choice.text,
         period=choice.period,
@@ -275,6 +291,7 @@ def _row(choice: Choice, facts: Facts, ddp: float) -> Row:
         steps=factor.factor,
         steps_from=factor.source,
         quality=choice.quality,
+        own=choice.own,
     )
 
 
@@ -290,12 +307,15 @@ def reason(ddp: Row, best: Row) -> list[str]:
             f"No other recipe that auto() chooses from makes over {TIE:.0%} more progress per "
             "second.",
         ]
-    source = "" if best.steps_from in KNOWN else f" ({best.steps_from})"
-    steps = f"{best.steps:.3g} steps for one of ddp()" if best.steps != 1 else "no more steps"
+    steps = f"{more_steps(best.steps)} than ddp()"
+    if best.steps_from in KNOWN:
+        needs = f"It needs {steps}"
+    else:
+        needs = f"It is expected to need {steps} ({best.steps_from})"
     return [
         f"Use {pace} (ddp(): {three_digits(ddp.seconds)} s).",
-        f"It needs {steps}{source}, and makes "
-        f"{three_digits(best.progress)} times as much progress per second.",
+        f"{needs}, and makes up to {three_digits(best.progress)} times as much progress per "
+        "second.",
     ]
 
 
@@ -310,7 +330,7 @@ def alternatives(rows: Sequence[Row], best: Row) -> list[Row]:
     kinds: dict[str, Row] = {}
     for row in rows[1:]:
         kind = _kind(row)
-        if row.quality == OWN or kind in (_kind(best), *FLATTERED):
+        if row.own or kind in (_kind(best), *FLATTERED):
             continue
         if row.progress < LEAST_SHARE * best.progress:
             continue
@@ -324,8 +344,9 @@ def alternatives(rows: Sequence[Row], best: Row) -> list[Row]:
             -row.progress,
         ),
     )
-    own = [row for row in rows if row.quality == OWN]
-    found = [*own, *([] if best is rows[0] else [rows[0]]), *others]
+    own = [row for row in rows if row.own and row is not best]
+    ddp = [] if best is rows[0] or rows[0].own else [rows[0]]
+    found = [*own, *ddp, *others]
     return found[:MOST_ALTERNATIVES]
 
 

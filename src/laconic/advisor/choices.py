@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from laconic.algorithms.compile import check_quorum, workers_differ
-from laconic.algorithms.exchanges import CodedMean
+from laconic.algorithms.exchanges import CodedMean, QuorumMean
 from laconic.algorithms.exchanges.low_rank import LowRank
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.recipes import local_sgd, power_sgd
@@ -48,13 +48,16 @@ DILOCO = {
     4: "far more often than in any paper",
     16: "more often than in Douillard et al. 2023; wants 100 and more rounds",
     64: "more often than in Douillard et al. 2023; wants 100 and more rounds",
-    256: "as synchronous training with 500 steps, in long runs (Douillard et al. 2023)",
+    256: "in long runs as good as synchronous training, with 500 steps between rounds "
+    "(Douillard et al. 2023); the steps here are those of short runs",
 }
+SPARSE_STEPS = "sparse_loco(16) needed more than 2 steps for one of ddp(), on text (docs/coded.md)"
 SPARSE = {
-    4: "far more often than in any paper",
-    16: "ahead of DiLoCo in long runs (Sarfi et al. 2025)",
-    64: "ahead of DiLoCo in long runs (Sarfi et al. 2025)",
-    256: "rarer than the default of 30, after Sarfi et al. 2025: expect to lose quality",
+    4: f"far more often than in any paper; {SPARSE_STEPS}",
+    16: f"ahead of DiLoCo in long runs (Sarfi et al. 2025); {SPARSE_STEPS}",
+    64: f"ahead of DiLoCo in long runs (Sarfi et al. 2025); {SPARSE_STEPS}",
+    256: "rarer than the default of 30, after Sarfi et al. 2025: expect to lose quality; "
+    f"{SPARSE_STEPS}",
 }
 OWN_PACE = (
     "as equal workers of the same speed together, on digits (docs/quorum.md); workers take "
@@ -72,6 +75,17 @@ LOW_RANK = 1.47
 LENGTH = 2**16
 """Number of elements whose encoded size is used to compare codecs."""
 OWN = "your own: laconic has no information about its quality"
+UNKNOWN = "unknown: counted as 1"
+"""The source of the steps of a recipe about which nothing is known."""
+UNMEASURED = "a recipe with these options was not measured"
+FAMILIES = (
+    *("ddp", "power_sgd", "sgp", "local_sgd", "slowmo", "diloco", "sparse_loco"),
+    "streaming_diloco",
+)
+"""The recipes whose steps are assumed from others. Nothing is assumed of the rest."""
+MEASURED_ELEMENTS, MEASURED_WORKERS, MEASURED_STEPS = 865_280, 4, 480
+"""What all steps were measured with, by ``python -m benchmarks.factors``: the text model's
+parameters, the workers, and the length of a run."""
 
 
 @dataclass(frozen=True)
@@ -79,32 +93,32 @@ class Choice:
     """A recipe with its text.
 
     ``period``: steps between two of its rounds, None if every step has one. ``quality``: what is
-    known about it, with the source.
+    known about it, with the source. ``own``: whether the user asked for it.
     """
 
     text: str
     recipe: Recipe
     period: int | None
     quality: str
+    own: bool = False
 
 
 def choices(facts: Facts, recipes: Sequence[str] = ()) -> list[Choice]:
     """Return the recipes to compare, those that give up least first.
 
-    They are those of `laconic.auto`, some others, and at the end the user's own ``recipes``. Raises
-    ``ValueError`` for text that is not a recipe.
+    They are those of `laconic.auto`, some others, and at the end those of the user's own
+    ``recipes`` that are not among them. Raises ``ValueError`` for text that is not a recipe.
     """
     gradients, streams = [], {}
     for candidate in candidates(facts):
         if isinstance(candidate.recipe[0], GradientRound):
             gradients.append(_choice(candidate.text, None, GRADIENT_QUALITY[candidate.text]))
         elif candidate.text.startswith("local_sgd"):
-            more = f"{candidate.steps - 1:.0%} more steps for the same loss, on text"
             period = round(1 / often(candidate.recipe[0]))
-            gradients.append(_choice(candidate.text, period, f"{more} (benchmarks.factors)"))
+            gradients.append(_choice(candidate.text, period, _measured_quality(candidate.steps)))
         else:
             period = round(1 / often(candidate.recipe[0]))
-            quality = _streaming_quality(period, candidate.steps, facts)
+            quality = _streaming_quality(period, candidate.steps, facts.muon)
             streams[period] = _choice(candidate.text, period, quality)
     if facts.workers > 2:  # with two workers, gossip sends what an all-reduce does
         gradients += [_choice("sgp()", None, SGP), _choice("sgp(delay=1)", None, OSGP)]
@@ -116,7 +130,12 @@ def choices(facts: Facts, recipes: Sequence[str] = ()) -> list[Choice]:
         found += [*others[:between], *stream, *others[between:]]
         if facts.computes or facts.rates:
             found += _at_own_pace(period, facts) if period in PERIODS else []
-    return gradients + found + [_user_choice(text, facts) for text in recipes]
+    table = {choice.text: choice for choice in gradients + found}
+    for text in recipes:
+        known = table.get(text.strip())
+        own = _user_choice(text, facts, table) if known is None else replace(known, own=True)
+        table[own.text] = own
+    return list(table.values())
 
 
 def _with_period(period: int, facts: Facts) -> list[Choice]:
@@ -145,11 +164,22 @@ def _at_own_pace(period: int, facts: Facts) -> list[Choice]:
     return [_choice(text, period, OWN_PACE) for text in texts]
 
 
-def _streaming_quality(period: int, steps: float, facts: Facts) -> str:
+def more_steps(steps: float) -> str:
+    """Return how many more steps a recipe needs than `laconic.ddp`, which needs one."""
+    return "no more steps" if steps == 1 else f"{steps - 1:.0%} more steps"
+
+
+def _measured_quality(steps: float) -> str:
+    return f"{more_steps(steps)} for the same loss, on text with AdamW (benchmarks.factors)"
+
+
+def _streaming_quality(period: int, steps: float, turned: bool) -> str:
+    """``turned``: whether outer steps are in Muon's direction."""
     if period > LONGEST:
         return "like DiLoCo in long runs (Douillard et al. 2025); not measured on text"
-    adam = " and Adam" if facts.muon else ""
-    more = f"{steps - 1:.0%} more steps for the same loss, on text{adam} (benchmarks.factors)"
+    if turned and math.log2(period) % 1:
+        return "between periods that were measured on text with AdamW (benchmarks.factors)"
+    more = _measured_quality(steps)
     return f"{more}; long runs: Douillard et al. 2025" if period == LONGEST else more
 
 
@@ -159,7 +189,7 @@ def _choice(text: str, period: int | None, quality: str) -> Choice:
     return Choice(text, recipe, period, quality)
 
 
-def _user_choice(text: str, facts: Facts) -> Choice:
+def _user_choice(text: str, facts: Facts, table: Mapping[str, Choice]) -> Choice:
     recipe = parse_recipe(text)
     if isinstance(recipe, Auto):
         raise ValueError(f"{text} chooses its recipe during training: there is nothing to predict")
@@ -168,7 +198,39 @@ def _user_choice(text: str, facts: Facts) -> Choice:
             f"{text} has rounds inside groups of workers, which advise does not support"
         )
     check_quorum(recipe, facts.workers, plain=facts.ranks == 1)
-    return Choice(text, recipe, None, OWN)
+    return Choice(text, recipe, None, _user_quality(text, recipe, table), own=True)
+
+
+def _user_quality(text: str, recipe: Recipe, table: Mapping[str, Choice]) -> str:
+    """Return what is known about a recipe that is not written as one of the ``table``."""
+    for other in table.values():
+        if other.recipe == recipe and not other.own:
+            return other.quality
+    name = text.strip().removeprefix("laconic.").partition("(")[0].strip()
+    if name not in FAMILIES:
+        return OWN
+    if any(isinstance(r.exchange, QuorumMean) and r.exchange.pace == "own" for r in recipe):
+        return OWN_PACE
+    if not workers_differ(recipe):
+        factor, source = steps_of(recipe)
+        return _measured_quality(factor) if source == MEASURED else UNMEASURED
+    period = round(1 / max((often(r) for r in recipe if isinstance(r, Round)), default=1.0))
+    for make in TIMED:
+        factor = DELAYED[make].get(period, 0.0)
+        if factor and recipe == make(period, recipe[0].delay, 1.0).recipe:
+            if make is local:
+                return _measured_quality(factor)
+            return _streaming_quality(period, factor, make is muon)
+    nearest = min(PERIODS, key=lambda p: abs(math.log2(p / period)))
+    plain = {
+        f"local_sgd({period})": LOCAL,
+        f"diloco({period})": DILOCO,
+        f"sparse_loco({period})": SPARSE,
+    }
+    for like, qualities in plain.items():
+        if recipe == parse_recipe(like):
+            return f"as for {like.replace(str(period), str(nearest))}: {qualities[nearest]}"
+    return UNMEASURED
 
 
 def rehearsed(workers: int, recipes: Sequence[str] = ()) -> list[Recipe]:
@@ -185,7 +247,7 @@ def rehearsed(workers: int, recipes: Sequence[str] = ()) -> list[Recipe]:
 class Steps(NamedTuple):
     """The steps a recipe needs per step of `laconic.ddp`, and where that is from.
 
-    ``source`` is one of `KNOWN` or names another recipe.
+    ``source`` is one of `KNOWN`, or says what the steps are taken from.
     """
 
     factor: float
@@ -218,8 +280,7 @@ def steps_of(recipe: Recipe) -> Steps:
             return Steps(factor, f"extrapolated from streaming_diloco({LONGEST})")
         if make is muon and math.log2(period) % 1:
             return Steps(factor, "interpolated between measured periods")
-        measured = MEASURED if recipe[0].delay == delay else f"measured with a delay of {delay}"
-        return Steps(factor, measured)
+        return Steps(factor, MEASURED if recipe[0].delay == delay else f"taken from delay={delay}")
     turned = any(isinstance(r, Round) and isinstance(r.update, MuonStep) for r in recipe)
     steps = DELAYED[muon] if turned else STEPS
     nearest = min(steps, key=lambda p: abs(math.log2(p / period)))

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from laconic.advisor.advice import Advice, Guide, Row
-from laconic.advisor.choices import KNOWN
+from laconic.advisor.choices import (
+    KNOWN,
+    MEASURED_ELEMENTS,
+    MEASURED_STEPS,
+    MEASURED_WORKERS,
+    UNKNOWN,
+)
 from laconic.errors import install
 from laconic.units import format_bytes, format_rate, format_seconds, format_share, three_digits
 
@@ -18,8 +24,8 @@ if TYPE_CHECKING:
 COLUMNS = ("s/step", "speed", "steps", "progress")
 MORE_COLUMNS = ("hidden", "MB", "memory")
 LEGEND = (
-    "speed: share of the speed without communication; steps: needed for one of ddp(), measured "
-    "with one task, ~: not measured; progress: per second, relative to ddp()"
+    "speed: share of the speed without communication; steps: needed for one of ddp(), ~: not "
+    "measured for this recipe, ?: unknown; progress: at most, per second, relative to ddp()"
 )
 MORE_LEGEND = (
     "hidden: share of communication that overlaps with training; MB: sent by a rank to other "
@@ -35,6 +41,7 @@ def answer(advice: Advice, width: int | None = None) -> Iterator[str]:
     ``width``: the columns of the terminal; None: lines are not folded.
     """
     yield from _folded(advice.reason, width)
+    yield from _folded(measured_with(advice), width)
     yield ""
     yield "    import laconic"
     yield f"    {advice.code}  # before the loop"
@@ -65,6 +72,18 @@ def everything(advice: Advice, width: int | None = None) -> Iterator[str]:
         yield from _folded(text, width)
 
 
+def measured_with(advice: Advice) -> str:
+    """Return a line on what all numbers of steps were measured with, and how far that is from the
+    user's model."""
+    ratio = advice.facts.elements / MEASURED_ELEMENTS
+    size = "equally" if ratio == 1 else f"{three_digits(ratio)} times as"
+    return (
+        f"All numbers of steps come from one task: {MEASURED_WORKERS} workers that train a "
+        f"transformer of {MEASURED_ELEMENTS:,} parameters on text with AdamW, for {MEASURED_STEPS} "
+        f"steps. Your model is {size} large: on your task, measure with laconic compare."
+    )
+
+
 def facts_text(advice: Advice) -> Iterator[str]:
     """Yield lines about what the predictions are based on."""
     f, net = advice.facts, advice.facts.net("workers")
@@ -86,12 +105,15 @@ def facts_text(advice: Advice) -> Iterator[str]:
         )
     else:
         adam = "an optimizer of Adam's kind; " if f.muon else ""
-        yield f"assumed: {adam}encoding, copying and waiting for slower workers are free"
+        muon = " the outer step in Muon's direction," if f.muon and not f.turning else ""
+        yield f"assumed: {adam}encoding, copying,{muon} and waiting for slower workers are free"
 
 
 def known(row: Row) -> str:
-    """Return what is known about the recipe's quality, and where its steps are from."""
-    return f"{row.quality}; steps: {row.steps_from}"
+    """Return where the recipe's steps are from, unless they were determined for it, and what is
+    known about its quality."""
+    sure = row.steps_from in (*KNOWN, UNKNOWN)
+    return row.quality if sure else f"steps: {row.steps_from}; {row.quality}"
 
 
 def _table(
@@ -117,15 +139,17 @@ def _table(
         yield first.ljust(room) + line([cells[c] for c in columns])
         yield from rest
         if quality:
-            yield from _folded(row.quality, width, indent="    ")
+            yield from _folded(known(row), width, indent="    ")
 
 
 def _figures(row: Row) -> tuple[str, ...]:
+    known = row.steps_from != UNKNOWN
+    steps = f"{'' if row.steps_from in KNOWN else '~'}{row.steps:.2f}"
     return (
         three_digits(row.seconds),
         f"{row.share:.0%}",
-        f"{'' if row.steps_from in KNOWN else '~'}{row.steps:.2f}",
-        three_digits(row.progress),
+        steps if known else "?",
+        three_digits(row.progress) if known else "?",
         f"{row.hidden:.0%}",
         three_digits(row.megabytes),
         format_bytes(row.memory),

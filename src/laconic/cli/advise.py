@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from laconic.cli.hosts import parse_factor, values_by_host
 from laconic.errors import check_int, install
-from laconic.units import parse_count, parse_duration, parse_rate, parse_share
+from laconic.units import (
+    parse_bandwidth,
+    parse_count,
+    parse_duration,
+    parse_latency,
+    parse_share,
+)
 
 if TYPE_CHECKING:
     from laconic.advisor import Advice
@@ -160,14 +166,14 @@ def _numbers(arguments: argparse.Namespace) -> Advice:
         if getattr(arguments, name) is not None
     }
     if arguments.local_bandwidth is not None:
-        optional["local_bandwidth"] = parse_rate(arguments.local_bandwidth)
+        optional["local_bandwidth"] = parse_bandwidth(arguments.local_bandwidth)
     if arguments.loss is not None:
         optional["loss"] = parse_share(arguments.loss)
     facts = facts_from(
         params=parse_count(arguments.params),
         step_time=parse_duration(arguments.step_time),
-        bandwidth=parse_rate(arguments.bandwidth),
-        latency=parse_duration(arguments.latency),
+        bandwidth=parse_bandwidth(arguments.bandwidth),
+        latency=parse_latency(arguments.latency),
         nodes=arguments.nodes,
         **optional,
     )
@@ -190,10 +196,12 @@ def _measured(arguments: argparse.Namespace) -> tuple[Advice, str | None]:
         recipes=(),
         hosts=hosts,
         per_host=per_host,
-        bandwidth=parse_rate(arguments.bandwidth or "100mbit"),
-        host_bandwidth=values_by_host("bandwidth-host", arguments.bandwidth_host or (), parse_rate),
+        bandwidth=parse_bandwidth(arguments.bandwidth or "100mbit"),
+        host_bandwidth=values_by_host(
+            "bandwidth-host", arguments.bandwidth_host or (), parse_bandwidth
+        ),
         impairments=Impairments(
-            latency=2 * parse_duration(arguments.latency or "0"),  # of a round trip
+            latency=2 * parse_latency(arguments.latency or "0"),  # of a round trip
             loss=parse_share(arguments.loss or "0"),
         ),
         slow_hosts=values_by_host("slow-host", arguments.slow_host or (), parse_factor),

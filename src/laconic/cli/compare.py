@@ -14,7 +14,7 @@ from laconic.cli import impairments
 from laconic.cli.hosts import parse_factor, values_by_host
 from laconic.cli.streams import print_json
 from laconic.errors import check_int, install
-from laconic.units import parse_rate
+from laconic.units import parse_bandwidth
 
 if TYPE_CHECKING:
     from laconic.lab.race.result import Result
@@ -136,8 +136,8 @@ def run(arguments: argparse.Namespace) -> int:
         hosts=arguments.hosts,
         per_host=arguments.per_host,
         group_size=arguments.group_size,
-        bandwidth=parse_rate(arguments.bandwidth),
-        host_bandwidth=values_by_host("bandwidth-host", arguments.bandwidth_host, parse_rate),
+        bandwidth=parse_bandwidth(arguments.bandwidth),
+        host_bandwidth=values_by_host("bandwidth-host", arguments.bandwidth_host, parse_bandwidth),
         impairments=impairments.impairments_of(arguments),
         slow_hosts=values_by_host("slow-host", arguments.slow_host, parse_factor),
         workload=arguments.workload,

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from laconic.units import parse_duration, parse_share
+from laconic.units import parse_latency, parse_share
 
 if TYPE_CHECKING:
     from laconic.lab.emulation.impairments import Impairments
@@ -66,7 +66,7 @@ def _value(arguments: argparse.Namespace, name: str) -> float:
 
 
 def _parser(name: str) -> Callable[[str], float]:
-    return parse_share if name.startswith("loss") else parse_duration
+    return parse_share if name.startswith("loss") else parse_latency
 
 
 def _by_host(option: str, texts: Sequence[str] | None) -> dict[int, float]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from laconic.cli import impairments
 from laconic.errors import install
-from laconic.units import format_rate, parse_duration, parse_rate
+from laconic.units import format_rate, parse_bandwidth, parse_duration
 
 if TYPE_CHECKING:
     from laconic.lab.emulation.faults import Plan
@@ -147,10 +147,10 @@ def network_of(arguments: argparse.Namespace) -> Network:
         host, equals, rate = text.partition("=")
         if not equals:
             raise ValueError(f"not a host's bandwidth: {text!r}; give HOST=RATE, such as 2=10mbit")
-        single[impairments.parse_host(host)] = parse_bandwidth(rate)
+        single[impairments.parse_host(host)] = bandwidth_of(rate)
     network = Network(
         hosts=4 if arguments.hosts is None else arguments.hosts,
-        bandwidth=parse_bandwidth(arguments.bandwidth or "100mbit"),
+        bandwidth=bandwidth_of(arguments.bandwidth or "100mbit"),
         host_bandwidth=single,
         impairments=impairments.impairments_of(arguments),
     )
@@ -201,9 +201,9 @@ def list_faults(plan: Plan | None, until: float) -> int:
     return 0
 
 
-def parse_bandwidth(text: str) -> float | None:
+def bandwidth_of(text: str) -> float | None:
     """Return a rate in bit/s, or None for ``unlimited``."""
-    return None if text.strip().lower() == "unlimited" else parse_rate(text)
+    return None if text.strip().lower() == "unlimited" else parse_bandwidth(text)
 
 
 def shell(arguments: argparse.Namespace, network: Network) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laconic.errors import check_float, check_int, install
-from laconic.units import parse_duration, parse_rate
+from laconic.units import parse_bandwidth, parse_duration, parse_latency
 
 if TYPE_CHECKING:
     import optuna
@@ -200,8 +200,8 @@ def _space_and_task(arguments: argparse.Namespace) -> tuple[Space, Task]:
         hosts=workers if arguments.emulated else 1,
         per_host=1 if arguments.emulated else workers,
         group_size=arguments.group_size,
-        bandwidth=parse_rate(arguments.bandwidth),
-        impairments=Impairments(latency=2 * parse_duration(arguments.latency)),
+        bandwidth=parse_bandwidth(arguments.bandwidth),
+        impairments=Impairments(latency=2 * parse_latency(arguments.latency)),
         workload=arguments.workload,
         data=arguments.data and str(Path(arguments.data).resolve()),
         seconds=length.amount if arguments.emulated and length.unit == "seconds" else None,
