@@ -162,9 +162,9 @@ def command(setting: Setting, steps: int, directory: Path) -> list[str]:
         "seconds": SECONDS if setting.own_pace else 0.0,
     }
     lab = [sys.executable, "-m", "laconic", "lab", "--hosts", str(HOSTS)]
-    lab += ["--bandwidth", f"{setting.rate:.0f}", "--out", str(directory)]
+    lab += ["--bandwidth", f"{setting.rate:.0f}bit", "--out", str(directory)]
     for host, rate in setting.rates.items():
-        lab += ["--bandwidth-host", f"{host}={rate:.0f}"]
+        lab += ["--bandwidth-host", f"{host}={rate:.0f}bit"]
     if setting.latency:
         lab += ["--latency", f"{2000 * setting.latency:g}ms"]
     for host in setting.kill:

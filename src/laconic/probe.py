@@ -152,20 +152,6 @@ def unequal_hosts(rates: Tensor) -> bool:
     return len(rates) > 2 and slowest > 0 and float(rates.median()) >= UNEQUAL_HOSTS * slowest
 
 
-def slow_worker(computes: Tensor) -> str:
-    """A clause about the rank whose steps take longest, from each rank's seconds; empty if they
-    take about as long as the median rank's."""
-    slowest, usual = float(computes.max()), float(computes.median())
-    if not unequal_workers(computes):
-        return ""
-    gain = float((slowest / computes).mean())
-    return (
-        f"; rank {int(computes.argmax())} computes {slowest / usual:.2g} times as long as the "
-        f"median rank, and the others wait: at their own pace (docs/quorum.md), all together "
-        f"would take {gain:.2g} times as many steps"
-    )
-
-
 def slow_host(speeds: Tensor) -> str:
     """A clause on the rank whose network is slowest, from the `speeds` of all ranks; empty if it is
     about as fast as the median rank's."""

@@ -109,7 +109,8 @@ def test_the_answer_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0].startswith("diloco(16): 64 steps of 4 workers on 2 sites take ")
     assert "Limited by " in lines[1] and lines[2].startswith("Goodput ")
     assert lines[3].startswith("Loss: no law for this run") and "change" in lines[4]
-    assert "laconic.diloco(16), elastic=laconic.Elastic" in lines[5]
+    assert lines[5].startswith("For what 64 steps of ddp() reach, it needs about 9")
+    assert "laconic.diloco(16), elastic=laconic.Elastic" in lines[6]
 
 
 def test_json_has_ranges_and_the_timeline(capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,7 +102,7 @@ OPTIONS = {
     "--rate 100mbut": "--rate: not a rate",
     "--spread 500%": "--spread: not a share",
     "--parameters x": "--parameters: not a count",
-    "--latency x": "--latency: not a duration",
+    "--latency x": "--latency: not a latency",
     "--workers 0": "--workers must be an integer of at least 1",
     "--loss 20%": "--loss must be at most 10%",
     "--repair 1h": "--repair has no effect without --mtbf",

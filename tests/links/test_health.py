@@ -554,13 +554,13 @@ def reports(rank: int, answers: dict[int, health.Answer | int], due: float) -> l
 def test_who_is_waited_for_is_logged_by_one_rank(pool: gloo.Pool) -> None:
     one = (
         "rank 0 has waited 30 s for rank 1 in Average round after 120 steps: rank 1 does not "
-        "answer (hung, stopped or very slow). It gives up after 20 s (timeout=)"
+        "answer (hung, stopped or very slow). It gives up after 60 s (timeout=)"
     )
     assert pool.run(reports, {1: health.SILENT}, 30.0, ranks=3)[::2] == [[one], []]
     both = (
         "rank 1 has waited 61 s for ranks 0, 2 in Average round after 120 steps: rank 0 is "
         "computing (119 steps done), for 31 s; rank 2 does not answer (its host is unreachable). "
-        "It gives up after 20 s (timeout=)"
+        "It gives up after 60 s (timeout=)"
     )
     assert pool.run(reports, {0: 2, 2: health.UNREACHABLE}, 61.0, ranks=3)[1] == [both]
 

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from laconic.cli.compare import needs
 from laconic.errors import check_int
-from laconic.units import parse_count, parse_duration, parse_rate, parse_share
+from laconic.units import (
+    parse_bandwidth,
+    parse_count,
+    parse_duration,
+    parse_latency,
+    parse_share,
+)
 
 if TYPE_CHECKING:
     from laconic.advisor.plan.cluster import Cluster
@@ -303,14 +309,14 @@ def _parsed(arguments: argparse.Namespace, name: str, parse: Callable[[str], T],
 def _of_options(arguments: argparse.Namespace) -> Cluster:
     from laconic.advisor.plan.cluster import Cluster, Failures, uniform
 
-    latency = _parsed(arguments, "latency", parse_duration, 0.0)
+    latency = _parsed(arguments, "latency", parse_latency, 0.0)
     sites = uniform(
         arguments.workers,
         1 if arguments.sites is None else arguments.sites,
-        rate=_parsed(arguments, "rate", parse_rate, 0.0),
+        rate=_parsed(arguments, "rate", parse_bandwidth, 0.0),
         latency=latency,
-        uplink=_parsed(arguments, "uplink", parse_rate, None),
-        download=_parsed(arguments, "download", parse_rate, None),
+        uplink=_parsed(arguments, "uplink", parse_bandwidth, None),
+        download=_parsed(arguments, "download", parse_bandwidth, None),
         price=arguments.price or 0.0,
     )
     failures = Failures()
@@ -323,7 +329,7 @@ def _of_options(arguments: argparse.Namespace) -> Cluster:
         "step": parse_duration,
         "spread": parse_share,
         "tokens": parse_count,
-        "jitter": parse_duration,
+        "jitter": parse_latency,
         "loss": parse_share,
         "dtype": str,
     }
