@@ -473,6 +473,16 @@ def test_nobody_computes_for_longer_than_the_run_lasts(policy: Any, recipe: Reci
             assert done.goodput == pytest.approx(4000 / done.seconds, rel=0.02)
 
 
+def test_waiting_until_silence_counts_is_no_computing() -> None:
+    """Workers 1 and 2 have computed for 9 s and 9.5 s when they are lost, the others for 10 s."""
+    lost = ((1, 9.0), (2, 9.5))
+    cluster = failing(workers=4, repair=1e6, detection=5.0, at=lost)
+    done = simulate_plan(la.local_sgd(10), cluster, 10)
+    assert done.seconds == pytest.approx(9.5 + 5.0)
+    assert done.utilization == pytest.approx((9.0 + 9.5 + 2 * 10.0) / (4 * 14.5))
+    assert done.goodput == pytest.approx(2 * 10.0 / (4 * 14.5))
+
+
 def test_steps_count_although_the_last_worker_is_lost_later() -> None:
     """Two workers that are in repair half of the time: a run begins anew when both are."""
     fails = Failures(mtbf=1800.0, repair=1800.0, restart=0.0, detection=1.0, checkpoint=200)

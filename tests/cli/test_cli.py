@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -315,6 +316,19 @@ def test_names_that_are_not_text_are_shown_as_far_as_possible() -> None:
     ended = subprocess.run([*LACONIC, "report", b"a\xffb"], capture_output=True)
     assert ended.returncode == 2
     assert ended.stderr.startswith(b"laconic: cannot read a result from a?b: ")
+
+
+def test_without_numpy_an_error_is_one_line() -> None:
+    code = "import sys; sys.modules['numpy'] = None; from laconic.cli import main; "
+    command = [
+        sys.executable,
+        "-W",
+        "default",
+        "-c",
+        code + "sys.exit(main(['plan', '--rate', '1gbit']))",
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1, ended.stderr
 
 
 def test_ctrl_c_is_one_line() -> None:

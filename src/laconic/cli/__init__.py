@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple, NoReturn
@@ -72,6 +73,8 @@ def run(words: list[str]) -> int:
         hint = did_you_mean(name, COMMANDS)
         choices = ", ".join(COMMANDS)
         raise ValueError(f"no {what} {name!r}{hint}: choose from the commands {choices}")
+    # torch says so where it is imported without NumPy, which no command with torch alone needs
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     parser, commands = parsers([name])
     arguments, unknown = parser.parse_known_args(words)
     if unknown:

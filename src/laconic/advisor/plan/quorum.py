@@ -114,7 +114,7 @@ class _UnderWay:
 
 
 class _Ordered:
-    """Numbers by worker, in order."""
+    """Numbers by worker that rarely change, in order."""
 
     def __init__(self) -> None:
         self._of: dict[int, float] = {}
@@ -122,6 +122,8 @@ class _Ordered:
 
     def set(self, worker: int, value: float) -> None:
         old = self._of.get(worker)
+        if old == value:
+            return
         if old is not None:
             del self._sorted[bisect_left(self._sorted, old)]
         self._of[worker] = value
@@ -130,11 +132,28 @@ class _Ordered:
     def get(self, worker: int, otherwise: float) -> float:
         return self._of.get(worker, otherwise)
 
-    def largest(self) -> float:
-        return self._sorted[-1] if self._sorted else 0.0
-
     def median_low(self) -> float:
         return self._sorted[(len(self._sorted) - 1) // 2] if self._sorted else 0.0
+
+
+class _Largest:
+    """The largest of numbers by worker, which change."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, float] = {}
+        self._heap: list[tuple[float, int]] = []
+
+    def set(self, worker: int, value: float) -> None:
+        self._of[worker] = value
+        heapq.heappush(self._heap, (-value, worker))
+
+    def get(self, worker: int, otherwise: float) -> float:
+        return self._of.get(worker, otherwise)
+
+    def largest(self) -> float:
+        while self._heap and self._of[self._heap[0][1]] != -self._heap[0][0]:
+            heapq.heappop(self._heap)  # that worker has another number now
+        return -self._heap[0][0] if self._heap else 0.0
 
 
 class Quorum:
@@ -176,7 +195,7 @@ class Quorum:
         self.log = Log()
         self.closings: list[Closed] = []
         self._record = record
-        self._speeds, self._sendings = _Ordered(), _Ordered()
+        self._speeds, self._sendings = _Largest(), _Ordered()
         self._there: dict[int, float] = {}
         self._arrivals: list[tuple[float, int, int]] = []
         self._step = [0] * n
@@ -305,7 +324,7 @@ class Quorum:
         kind = self.kinds[index]
         steps = self._step[worker] - kind.since[worker]
         seconds = self._worked[worker] - self._began[index][worker]
-        if seconds > 0 and steps > 0:
+        if kind.exchange.pace == "own" and seconds > 0 and steps > 0:
             self._speeds.set(worker, steps / seconds)
             self._sendings.set(worker, kind.send[worker])
         self._there[worker] = now
@@ -454,6 +473,7 @@ class Quorum:
         self.log.failures += 1
         self.log.restarts += 1
         self.log.events.append((at, worker, "lost"))
+        self._sent_until = resumed
         for each in range(self._n):
             self._go_on(each, resumed, -1)
         return resumed

@@ -112,7 +112,7 @@ class Rounds:
         gradients = isinstance(r, GradientRound)
         sending = min(8 * load.sent / net.rate, load.network)
         size = elements(r, facts, facts.workers) * facts.itemsize
-        units = max(math.ceil(size / BUCKET_BYTES), 1)
+        messages = self._messages(r, facts, load)
         return Price(
             exposed=load.exposed,
             network=load.network,
@@ -121,26 +121,26 @@ class Rounds:
             stretch=load.stretch,
             idle=idle(r, load),
             sent=load.sent,
-            messages=self._messages(r, facts, load) if self.cluster.jitter else 0,
-            units=units,
-            transfers=self._transfers(r, facts, net.rate, sending, load),
+            messages=messages,
+            units=max(math.ceil(size / BUCKET_BYTES), 1),
+            transfers=self._transfers(r, facts, net.rate, sending, size, messages),
         )
 
     def _transfers(
-        self, r: AnyRound, facts: Facts, rate: float, sending: float, load: Load
+        self, r: AnyRound, facts: Facts, rate: float, sending: float, size: int, messages: int
     ) -> Transfers | None:
+        sent = sending * rate / 8
         alike = isinstance(r, Round) and not isinstance(r.exchange, Scored)  # all send as much
-        if not load.sent or not alike:
+        if not sent or not alike:
             return None
         rates = torch.tensor(facts.rates or (rate,) * facts.workers, dtype=torch.float64)
         receives = torch.tensor(facts.receives, dtype=torch.float64) if facts.receives else rates
         if rate < (1 - 1e-9) * float(torch.minimum(rates, receives).min()):
             return None  # a connection that they share takes longer than each one's own
-        size = elements(r, facts, facts.workers) * facts.itemsize
         gossip = isinstance(r.exchange, Gossip)
-        connections = max(round(load.sent / size), 1) if gossip else facts.workers - 1
-        whole, buffered = sending * rate, min(BUFFER * connections / load.sent, 1.0)
-        stages = min(max(self._messages(r, facts, load), 1), MOST_STAGES)
+        connections = max(round(sent / size), 1) if gossip else facts.workers - 1
+        whole, buffered = sending * rate, min(BUFFER * connections / sent, 1.0)
+        stages = min(max(messages, 1), MOST_STAGES)
         return Transfers(whole / rates, whole / receives, buffered, stages, in_stages(r.exchange))
 
     def _messages(self, r: AnyRound, facts: Facts, load: Load) -> int:

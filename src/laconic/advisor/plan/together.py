@@ -93,7 +93,8 @@ class Together:
         """By round, and the step after which the message was sent."""
         self._executed = [0] * len(rounds.all)
         self._worked = torch.zeros(n, dtype=torch.float64)
-        """Seconds that each worker has computed since its last round."""
+        """Seconds that each worker has computed since its last round, and until when."""
+        self._worked_until = torch.zeros(n, dtype=torch.float64)
         self._base = torch.zeros(n, dtype=torch.float64)
         self.log = Log()
         self._present = cluster.everybody
@@ -168,6 +169,7 @@ class Together:
             self.now[ids] = self._slices.finish(before, work[ids], ids)
         self.log.spent["compute"] += float(work[ids].sum())
         self._worked[ids] += work[ids]
+        self._worked_until[ids] = self.now[ids]
 
     # -- one round ----
 
@@ -425,7 +427,7 @@ class Together:
 
     def _undo(self, ids: Tensor, at: float) -> None:
         """These workers have not computed what comes after the time ``at``."""
-        over = torch.clamp_min(self.now[ids] - at, 0.0).minimum(self._worked[ids])
+        over = torch.clamp_min(self._worked_until[ids] - at, 0.0).minimum(self._worked[ids])
         self.log.spent["compute"] -= float(over.sum())
         self._worked[ids] -= over
 
