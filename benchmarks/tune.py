@@ -139,8 +139,8 @@ def main() -> None:
     torch.set_num_threads(1)
     console = Console(width=100)
     space = space_of(RECIPE, {}, WORKERS)
-    table = Table("seeds", "lowest loss", "ratio: median", "worst", "within 5 %", "cost", "trials",
-                  "stopped", "random: median", "within 5 %", box=None)  # fmt: skip
+    table = Table("seeds", "lowest loss", "ratio: median", "worst", "within 5%", "cost", "trials",
+                  "stopped", "random: median", "within 5%", box=None)  # fmt: skip
     grids = []
     seeds = range(options.first, options.first + options.seeds)
     for seed in seeds:

@@ -676,6 +676,16 @@ class Homemade(la.Update):
     def combine(self, mean: Tensor, state: dict[str, Tensor], clock: la.Clock) -> Tensor:
         return mean * (1.0 - 0.0625 * clock.executed)
 
+    def fold(
+        self,
+        x: Tensor,
+        received: Tensor,
+        sent: Tensor | None,
+        state: dict[str, Tensor],
+        clock: la.Clock,
+    ) -> Tensor:
+        return received
+
 
 def own(period: int, **changes: Any) -> la.Recipe:
     return (replace(la.local_sgd(period)[0], update=Homemade(), **changes),)

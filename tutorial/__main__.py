@@ -55,7 +55,15 @@ def start(number: str) -> None:
             file.write(text)
     except FileExistsError:
         sys.exit(f"{path} exists. Delete it, or rename it, to start again")
-    print(f"{path}: change it, then run python -m tutorial check {number}")
+    print(f"{path}: change it, then run {python()} -m tutorial check {number}")
+
+
+def python() -> str:
+    """How a shell in this folder starts this interpreter."""
+    try:
+        return str(Path(sys.prefix).relative_to(Path.cwd()) / "bin" / "python")
+    except ValueError:
+        return "python"
 
 
 def answers(number: str) -> Path:

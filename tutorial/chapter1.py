@@ -21,18 +21,18 @@
 #
 # - say what a [step](../glossary.md#step), a [batch](../glossary.md#batch) and an
 #   [epoch](../glossary.md#epoch) are, and what a step computes;
-# - repeat a training bit for bit;
+# - repeat a training run bit for bit;
 # - measure what training costs, and estimate it for more data and a larger network.
 #
 # **Before you start.** You know Python, and have seen a training loop in PyTorch. The chapter needs
 # PyTorch. `python -m tutorial 1` runs for about one minute. The first page of this course says how
 # to [set up the environment](index.md).
 #
-# The code above each number printed it; run it on your machine to get your own. `scaled(n)` is n,
-# or the fraction of it that `TUTORIAL_SCALE` sets (0.1: a tenth of the work), and the chapter then
-# says so. An `assert` stops the chapter if the code does not compute what the text says. Times
-# depend on what else your machine does, so a claim about times only prints a remark if it does not
-# hold in your run: `expect(claim, text)`.
+# Each number was printed by the code above it; run the code to get the numbers of your machine.
+# `scaled(n)` is n, or the fraction of it that `TUTORIAL_SCALE` sets (0.1: a tenth of the work), and
+# the chapter then says so. An `assert` stops the chapter if the code does not compute what the text
+# says. Times depend on what else your machine does, so a claim about times only prints a remark if
+# it does not hold in your run: `expect(claim, text)`.
 
 # %%
 import torch
@@ -120,11 +120,11 @@ assert losses != train(SEED + 1, verbose=False)
 # the second epoch the network has learned the mean of all targets. A network that always answers
 # this mean has a loss equal to the variance of the targets, which is 0.42 here. The steps after
 # that gain little, until the network begins to tell samples apart. A loss that hardly falls for
-# some epochs therefore does not say that training is over.
+# some epochs therefore does not mean that training is over.
 #
-# Each line is the mean over the epoch of losses that were computed before the parameters had seen
-# that sample in that epoch. A run can be repeated bit for bit. Chapter 3 uses this to show that two
-# processes compute the same as one.
+# Each line is the mean of the epoch's losses, each computed before the step on its own batch. A run
+# can be repeated bit for bit. Chapter 3 uses this to show that two processes compute the same as
+# one.
 #
 # ## What it costs
 #

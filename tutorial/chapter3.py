@@ -96,8 +96,8 @@ show(init_process)
 # %% [markdown]
 # One process must start the others and see how they end. If a process crashes, the others wait for
 # its message. The starting process therefore notices which one ended first without a result, ends
-# the processes that remain, and reports the exit codes, the first failure first. It is the one to
-# look at: the others usually fail because of it.
+# the processes that remain, and reports the exit codes, the first failure first. Look at the first
+# failure: the others usually follow from it.
 
 # %% tags=["source"]
 show(spawn_and_join)
@@ -111,6 +111,7 @@ numbers = spawn_and_join(2, naive_ddp.who)
 print(numbers, "started by", os.getpid())
 assert len({*numbers, os.getpid()}) == 3
 
+print("now rank 1 dies; an error of rank 0, which waited for it, may follow", flush=True)
 try:
     spawn_and_join(2, naive_ddp.die, victim=1)
 except RuntimeError as error:
@@ -193,10 +194,10 @@ for start in ("seed", "broadcast", "different"):
     assert (differ == 0) == (start != "different")
 
 # %% [markdown]
-# **What to notice.** With different starts nothing fails. Every replica takes the same steps from
-# a different start, trained on gradients that were computed elsewhere, and there is no error. The
-# seed works only while no rank draws an additional random number before the network is created. A
-# broadcast always works. That is why PyTorch's `DistributedDataParallel` broadcasts.
+# **What to notice.** Different starts raise no error. Every replica takes the same steps from its
+# own start, along gradients that were computed partly at other points. The seed works only while no
+# rank draws an additional random number before the network is created. A broadcast always works.
+# That is why PyTorch's `DistributedDataParallel` broadcasts.
 #
 # ## The same as one process
 #
@@ -283,7 +284,7 @@ expect(4 * seconds[0] > computing / 2, "four messages cost more than half of the
 # messages. While those take longer than what is saved, the second process slows training down.
 #
 # There are three solutions, and they are the rest of this course: fewer and larger messages, sent
-# while the backward pass still computes (chapter 4); a network that computes long enough to be
+# while the backward pass still computes (chapter 4); a model whose steps compute long enough to be
 # worth the messages; and sending less, or less often, which is what laconic is for.
 #
 # ## Exercises

@@ -68,8 +68,8 @@ expect(seconds[-1] > 2 * seconds[-2], "four times the bytes of 4 MB take more th
 
 # %% [markdown]
 # **What to notice.** A thousand times the bytes of the first row do not take a thousand times as
-# long, because most of the time is latency. Bytes matter from the size on that takes as long to
-# send as the latency. A message should therefore be large.
+# long, because most of the time is latency. Bytes begin to matter once sending them takes as long
+# as the latency. A message should therefore be large.
 #
 # The line has its limits. One all-reduce is several messages, as the next section shows: a tensor
 # is cut into chunks, and each is sent twice. A single number is only one chunk, so the first row is

@@ -23,7 +23,7 @@
 #
 # - start a data-parallel program on one machine, on several, with
 #   [torchrun](../glossary.md#torchrun), and on a cluster with Slurm;
-# - write a [checkpoint](../glossary.md#checkpoint) from which a training continues bit for bit;
+# - write a [checkpoint](../glossary.md#checkpoint) from which a run continues bit for bit;
 # - train in [mixed precision](../glossary.md#mixed-precision);
 # - recognize common mistakes, most of which raise no error.
 #
@@ -308,7 +308,7 @@ print(f"\nthe loss in mixed precision is off by {off:+.3%}")
 assert abs(off) < 0.02
 
 # %% [markdown]
-# **What to notice.** Parameters differ by thousands of times more than float32's do, but the loss
+# **What to notice.** Parameters differ thousands of times as much as in float32, but the loss
 # hardly differs: training reached a different point that is as good. Look at the times, too. 16
 # bits pay off if a processor has units for them and matrices are large; these are small.
 #

@@ -199,8 +199,8 @@ for name, period, recipe in [
     assert abs(sent * period / law - 1) < 0.02  # padded to a multiple of n, and some bytes once
 
 # %% [markdown]
-# You choose this factor. The rest of this chapter is about what a long period costs, and first
-# about what can be done to reduce that cost.
+# You choose the period, and with it this factor. The rest of this chapter is about what a long
+# period costs, and first about what can be done to reduce that cost.
 #
 # ## Six algorithms
 #
@@ -449,8 +449,8 @@ if FULL:  # losses are meaningful only after all steps
 #   better: a larger learning rate also drives workers further apart within a period, while slow
 #   momentum only lengthens the common step.
 # - **Too much momentum** hurts: 0.9 goes 1/(1 - 0.9) = 10 times as far, and on shuffled shards it
-#   ends behind no slow momentum at all. There are only 30 slow steps here, and it remembers the
-#   last ten of them.
+#   ends at a higher loss than local SGD without slow momentum. There are only 30 slow steps here,
+#   and it remembers the last ten of them.
 # - **DiLoCo**'s usual settings, 0.7 and 0.9, go up to seven times as far, 0.7/(1 - 0.9). DiLoCo is
 #   ahead of `ddp()` on shuffled shards, but this does not show that less communication is better:
 #   `ddp()` with twice the learning rate is ahead of `ddp()`, too. Nothing was tuned here; compare

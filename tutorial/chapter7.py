@@ -270,8 +270,8 @@ if FULL:
 #
 # ## Which one wins
 #
-# Twelve seconds are the very beginning of a training. At that point a step is worth about the same
-# with every recipe, and the recipe with the most steps is ahead. Later, agreement matters: with
+# Twelve seconds are the very beginning of a run. At that point a step is worth about the same with
+# every recipe, and the recipe with the most steps is ahead. Later, agreement matters: with
 # infrequent averaging it takes *more steps* to reach the same loss. laconic has measured how many,
 # on this task in runs of 480 steps, for gradients in 4 bits and for streaming DiLoCo with several
 # periods. Local SGD was not measured. It is assumed to need as many steps as streaming DiLoCo with
@@ -337,10 +337,11 @@ assert winner[1e8][0] == "ddp int4" and winner[1e7][0] == "streaming DiLoCo"
 # processor time of copying and coding. Compare the seconds in brackets behind each winner, too: two
 # recipes within ten percent of each other are a tie.
 #
-# Bandwidth alone therefore decides nothing. With a GPU that computes a step ten times as fast,
-# each line moves to a network ten times as fast. With a larger batch, it moves to a slower one.
-# [The race](../race.md) has the loss itself, after 280 s with four hosts: at 100 Mbit/s, gradients
-# in 4 bits are ahead of averaging; at 1 Gbit/s, all recipes that share gradients are level.
+# Bandwidth alone therefore decides nothing. With a GPU that computes a step ten times as fast, each
+# of these ranges moves to networks ten times as fast. With a larger batch, they move to slower
+# ones. [The race](../race.md) has the loss itself, after 280 s with four hosts: at 100 Mbit/s,
+# `auto()`, which chose streaming DiLoCo, has the lowest loss; at 1 Gbit/s, gradients in 8 bits and
+# in 16 bits are level.
 #
 # ## Let it choose
 #

@@ -24,13 +24,18 @@ import torch
 from torch import Tensor
 
 from laconic.algorithms.compile import workers_differ
+from laconic.algorithms.exchanges import Mean
 from laconic.algorithms.named import checked
-from laconic.algorithms.round import Recipe
+from laconic.algorithms.round import Recipe, Round
+from laconic.algorithms.schedules import every
+from laconic.algorithms.updates import Average
 from laconic.candidates import (
     Candidate,
     candidates,
     largest_fragment,
+    lateness,
     made,
+    same_but_delay,
     start,
     takes_muon,
     turning,
@@ -39,7 +44,7 @@ from laconic.engine.session import Session
 from laconic.errors import check_float
 from laconic.links.calls import Call
 from laconic.links.comm_thread import Pending
-from laconic.predict import Facts, predict, travel, undisturbed
+from laconic.predict import Facts, Net, often, predict, travel, undisturbed
 from laconic.probe import Probed, probe, slow_host, unequal_workers
 from laconic.processor import Usage
 from laconic.units import format_rate, format_share
@@ -66,6 +71,12 @@ grown or shrunk by this factor."""
 GAIN = 0.05
 """The least relative gain for which the recipe is changed, because a change sends a few models over
 the network."""
+CHANGED_MODELS = 3
+"""The models that such a change averages: the parameters and, with AdamW, two tensors of optimizer
+state. It must pay off if training goes on for as many steps as it has taken: for at most the time
+of a change, a recipe is then worse than the one that somebody who knows the end would choose. At 1
+Mbit/s it takes two minutes, and a run of the race changed twice in 19 steps, for gains of 10%, when
+other programs used the processors."""
 TIE = 0.02
 """Among candidates within this relative distance of the best, the first one is chosen, which
 differs least from dense gradient averaging."""
@@ -133,16 +144,25 @@ class Choice:
 
 
 def choose(
-    auto: Auto, facts: Facts, now: Candidate | None, extra: Mapping[str, float]
+    auto: Auto,
+    facts: Facts,
+    now: Candidate | None,
+    extra: Mapping[str, float],
+    stay: float = 0.0,
 ) -> tuple[str, str]:
     """The text of the best candidate, and the reason. ``now``: the current candidate, which is kept
-    unless another one is better by `GAIN`. ``extra``: measured seconds per step beyond the
-    prediction, by `Candidate.kind`."""
+    unless another one is better by `GAIN`, and by ``stay`` seconds per step. ``extra``: measured
+    seconds per step beyond the prediction, by `Candidate.kind`."""
     choices = list(candidates(facts, now))
+    if now is not None and all(c.text != now.text for c in choices):  # its delay does not suit
+        alike = (c for c in choices if same_but_delay(c.recipe, now.recipe))
+        choices += [replace(now, steps=c.steps) for c in alike]
     seconds = {
         c.text: max(predict(c.recipe, facts).seconds + extra.get(c.kind, 0.0), facts.compute)
         for c in choices
     }
+    if now is not None and now.text in seconds:
+        seconds[now.text] += lateness(now.recipe, facts)
     steps = {c.text: c.steps for c in choices}
     allowed = list(seconds)
     if auto.target is not None:
@@ -151,9 +171,13 @@ def choose(
     least = min(seconds[text] * steps[text] for text in allowed)
     best = next(text for text in allowed if seconds[text] * steps[text] <= (1 + TIE) * least)
     if now is not None and now.text in allowed:
-        best = now.text if seconds[now.text] * steps[now.text] <= (1 + GAIN) * least else best
+        enough = (1 + GAIN) * least + stay
+        best = now.text if seconds[now.text] * steps[now.text] <= enough else best
     lost = f", and {format_share(facts.loss)} of its packets are lost" if facts.loss else ""
-    network = f"{format_rate(facts.rate)} and takes {facts.latency * 1e3:.2g} ms per message{lost}"
+    each = " per rank" if facts.ranks > 1 else ""
+    network = (
+        f"{format_rate(facts.rate)}{each} and takes {facts.latency * 1e3:.2g} ms per message{lost}"
+    )
     work = facts.contention * facts.carry
     slowed = f"; messages slow training by {work * 1e9:.2g} ns per byte" if work else ""
     reason = (
@@ -165,11 +189,29 @@ def choose(
     return best, reason
 
 
+def change_seconds(facts: Facts) -> float:
+    """The seconds of a change from a recipe under which workers differ."""
+    average = Round(every(1), Average(), Mean())
+    return CHANGED_MODELS * travel(average, facts)
+
+
 def lost_share(packets: float, again: float, latency: float, ranks: int) -> float:
     """The share of the ``packets`` of all ``ranks`` that were lost, of which ``again`` were sent
     again; 0 for fewer than TCP sends again on networks that lose none."""
     few = latency < SHORT and again < max(FEWEST, FEW * ranks)
     return 0.0 if few or not packets else again / packets
+
+
+def nets_of(workers: int, ranks: int, rate: float, latency: float) -> dict[str, Net]:
+    """The networks of ``workers`` of several ``ranks`` each, all of which send at ``rate`` to the
+    same rank of the other workers at once. What stays inside a worker is free. Empty for one rank.
+    """
+    if ranks == 1:
+        return {}
+    outside = (workers - 1) * ranks / (workers * ranks - 1)
+    everyone = Net(rate / outside, latency)
+    inside = Net(math.inf, 0.0)
+    return {"workers": Net(rate, latency), "world": everyone, "direct": everyone, "replica": inside}
 
 
 def slow_worker(computes: Tensor) -> str:
@@ -188,7 +230,7 @@ def slow_worker(computes: Tensor) -> str:
     )
 
 
-_PLACE = ("steps", "due", "baseline", "extra", "workers", "facts_loaded")
+_PLACE = ("steps", "due", "baseline", "extra", "workers", "facts_loaded", "told")
 """The attributes of a `Chooser` between two reviews that are equal on all workers."""
 
 
@@ -218,8 +260,12 @@ class Chooser:
         self._last = self._traffic = (0.0, 0.0)
         self._before = Usage(0.0, 0.0, 0.0, 0.0)
         """Up to where measured steps begin."""
-        self._uneven = ""
-        """What the latest measurement says about unequal workers and networks."""
+        self._work = (0.0, 0.0)
+        """What messages took of the processors when it was last measured: see `_used`."""
+        self._slow_worker = self._slow_host = ""
+        """What the latest measurements say about unequal workers and networks."""
+        self._told = False
+        """Whether the latest choice has told of unequal workers or networks."""
         self._first = FIRST_WARMUP, FIRST_WINDOW
         """Steps before the first choice, if they send gradients."""
         self._probed: Probed | None = None
@@ -288,13 +334,14 @@ class Chooser:
             if self._steps >= (sum(self._first) if hurry else first):
                 self._choose_anew(step)
         elif self._paces is None and (self._steps == first or self._steps % REVIEW == 0):
-            own = [*self._pace(), *self._used()]
+            own = [*self._pace(), *self._used(again=True)]
             row = torch.tensor(own, dtype=torch.float64, device=self._device)
             self._announce(PACE)
             self._paces = self._comm.submit(partial(self._world.gather, row), PACE)
             self._due = self._steps + max(LATER, self.now.recipe[0].delay)  # behind other messages
         elif self._paces is not None and self._steps == self._due:
             paces, self._paces = self._paces.wait(), None
+            self._slow_worker = slow_worker(paces[:, 2])
             wall, each, compute = paces[:, :3].amax(0).tolist()
             carry, contention = _busiest(paces[:, 3:])
             if paces.shape[0] // self._ranks != self._workers:
@@ -309,21 +356,31 @@ class Chooser:
         self._comm.before_next(begin)
 
     def _pace(self) -> list[float]:
-        """The median seconds of a step, the seconds per byte on the link (0 if too few were sent),
-        and the median seconds of a step without its waiting."""
-        spans, self._spans = self._spans[-WINDOW:], []
+        """The usual seconds of a step, the seconds per byte on the link (0 if too few were sent),
+        and the usual seconds of a step without its waiting: see `usual`."""
+        spans, self._spans = self._spans, []
         traffic, each = self._sent(), 0.0
         sent, seconds = (now - then for now, then in zip(traffic, self._traffic, strict=True))
         if sent >= LEAST_TRAFFIC:
             self._traffic, each = traffic, seconds / sent
-        wall, compute = _medians(spans)
+        wall, compute = usual(spans, self._cycle)
         return [wall, each, compute]
 
-    def _used(self) -> tuple[float, float]:
-        """What messages take of the processors: `Usage.carry` and `Usage.contention`; 0 if too few
-        were sent."""
-        used = self._session.usage().since(self._before)
-        return (used.carry, used.contention) if used.bytes >= LEAST_TRAFFIC else (0.0, 0.0)
+    @property
+    def _cycle(self) -> int:
+        """Steps between two rounds of the current recipe, of whatever fragment."""
+        rounds = sum(often(r) for r in self.now.recipe if isinstance(r, Round))
+        return round(1 / rounds) if rounds else 1
+
+    def _used(self, *, again: bool = False) -> tuple[float, float]:
+        """What messages take of the processors: `Usage.carry` and `Usage.contention`, or those
+        before if too few were sent. ``again``: the next ones are measured from now on."""
+        now = self._session.usage()
+        used = now.since(self._before)
+        if used.bytes >= LEAST_TRAFFIC:
+            self._work = used.carry, used.contention
+            self._before = now if again else self._before
+        return self._work
 
     def _compare(self, step: int, pace: list[float], measured: tuple[float, float, float]) -> None:
         """Choose again if a step's time is not as predicted, or not as before."""
@@ -359,13 +416,17 @@ class Chooser:
         differ = workers_differ(self.now.recipe)  # else a change from the first one is cheap
         before = self.now if self.choices or differ else None
         by_text = {c.text: c for c in candidates(facts, before)}
-        text, reason = choose(self.auto, facts, before, self._extra)
-        reason += self._uneven
+        stay = change_seconds(facts) / step if self.choices and differ else 0.0
+        text, reason = choose(self.auto, facts, before, self._extra, stay)
+        uneven = self._slow_worker + self._slow_host
         self._facts, self._facts_loaded = facts, False
-        if not self.choices or text != self.now.text:
-            self.choices.append(Choice(step, text, facts, reason))
+        changed = not self.choices or text != self.now.text
+        if changed or (uneven and not self._told):
+            self.choices.append(Choice(step, text, facts, reason + uneven))
             if self._world.rank == 0:
-                log.info("after step %d: %s. %s", step, text, reason)
+                log.info("after step %d: %s. %s", step, text, reason + uneven)
+        self._told = bool(uneven)
+        if changed:
             self._steps, self._baseline, self._spans = 0, [], []
         self.now = by_text.get(text, self.now)
 
@@ -382,10 +443,10 @@ class Chooser:
     def _measure(self) -> tuple[Facts, float]:
         """The facts and the seconds of a step, each from the slowest rank. The network is measured,
         too, unless `start` has just done so."""
-        spans = self._spans[-WINDOW:]
+        spans = self._spans
         if len(spans) <= FIRST_WINDOW:  # a single slow one would be half of the median
             spans = sorted(spans)[:1]
-        wall, compute = _medians(spans)
+        wall, compute = usual(spans, self._cycle)
         used = self._used()  # without the probes
         self._announce(MEASURE)
         found = self._probed or self._comm.call(self._probe, MEASURE)
@@ -413,16 +474,18 @@ class Chooser:
         if most != -least:  # shards of different sizes: all ranks use the largest
             shapes = ((int(most),),)
         loss = lost_share(packets, again, latency, everyone.shape[0])
-        self._uneven = slow_worker(everyone[:, 0])
+        self._slow_worker, self._slow_host = slow_worker(everyone[:, 0]), ""
         if self._ranks == 1:  # a rank's row is that of a worker
-            self._uneven += slow_host(everyone[:, 13:])
-        overlapping = self._link.overlapping is not None
+            self._slow_host = slow_host(everyone[:, 13:])
         known = self._workers, shapes, itemsize, compute, -rate, latency, loss
+        ranks = 1 if self._session.sharded else self._ranks  # else each sends a part of a message
         facts = Facts(
             *known,
+            ranks=ranks,
+            nets=nets_of(self._workers, ranks, -rate, latency),
             contention=contention,
             carry=carry,
-            overlapping=overlapping,
+            overlapping=self._world.overlapping is not None,
             muon=bool(muon),  # -1 where all ranks take it
             turning=turns,
             largest=largest,
@@ -437,11 +500,11 @@ class Chooser:
 
     def state_dict(self) -> dict[str, Any]:
         """The choices so far and the facts behind them, as plain data."""
-        choices = [{**asdict(c), "facts": asdict(c.facts)} for c in self.choices]
+        choices = [{**asdict(c), "facts": _saved(c.facts)} for c in self.choices]
         return {
             "choices": choices,
             "text": self.now.text,
-            "facts": None if self._facts is None else asdict(self._facts),
+            "facts": None if self._facts is None else _saved(self._facts),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -501,13 +564,25 @@ def _busiest(rows: Tensor) -> tuple[float, float]:
     return carry, contention
 
 
-def _medians(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The median seconds of steps, and of steps without their waiting. A worker that has just
-    joined has no ``spans`` and returns 0, because only the slowest worker's values are used."""
+def usual(spans: Sequence[tuple[float, float]], cycle: int) -> tuple[float, float]:
+    """The usual seconds of steps, and of steps without their waiting, from the ``spans``: the
+    seconds of each step, and those in which it waited. ``cycle``: steps between two rounds.
+
+    Computing is the median of the last steps. Waiting is the mean over whole cycles, because only
+    the steps that end a round wait, and a median would miss them. A worker that has just joined has
+    no ``spans`` and returns 0, because only the slowest worker's values are used.
+    """
     if not spans:
         return 0.0, 0.0
-    walls = statistics.median(wall for wall, _ in spans)
-    return walls, statistics.median(wall - waiting for wall, waiting in spans)
+    compute = statistics.median(wall - waiting for wall, waiting in spans[-WINDOW:])
+    whole = spans[-(len(spans) // cycle) * cycle :] if len(spans) >= cycle else spans
+    waited = sum(waiting for _, waiting in whole) / max(len(whole), cycle)
+    return compute + waited, compute
+
+
+def _saved(facts: Facts) -> dict[str, Any]:
+    """``facts`` as plain data, without the networks, which `_facts` computes again."""
+    return {name: value for name, value in asdict(facts).items() if name != "nets"}
 
 
 def _facts(saved: Mapping[str, Any]) -> Facts:
@@ -515,4 +590,6 @@ def _facts(saved: Mapping[str, Any]) -> Facts:
     alike = {
         name: tuple(saved.get(name, ())) for name in ("computes", "rates", "receives", "shared")
     }
-    return Facts(**{**saved, **alike, "shapes": shapes})
+    facts = Facts(**{**saved, **alike, "shapes": shapes, "nets": {}})
+    nets = nets_of(facts.workers, facts.ranks, facts.rate, facts.latency)
+    return replace(facts, nets=nets)

@@ -201,6 +201,12 @@ def local(tensor: Tensor) -> Tensor:
     return detached.to_local() if is_sharded(tensor) else detached  # type: ignore[attr-defined]
 
 
+def itemsize_of(tensors: Sequence[Tensor]) -> int:
+    """Return the bytes of an element, averaged over the elements of all ``tensors``."""
+    sizes = [t.numel() * t.element_size() for t in tensors]
+    return round(sum(sizes) / max(sum(t.numel() for t in tensors), 1)) or 1
+
+
 def _data_ptr(tensor: Tensor) -> int:
     """Where this rank's elements of ``tensor`` are. A DTensor's own is 0 in some versions."""
     return (local(tensor) if is_sharded(tensor) else tensor).data_ptr()

@@ -70,7 +70,6 @@ from itertools import accumulate, pairwise
 from typing import cast
 
 import torch
-from torch import Tensor
 
 from laconic.algorithms.compile import with_replicas
 from laconic.algorithms.exchange import Exchange, Gossip, in_stages
@@ -233,12 +232,6 @@ class Prediction:
     bytes: float
     busy: float
     hidden: float = 0.0
-
-
-def itemsize_of(tensors: Sequence[Tensor]) -> int:
-    """Return the bytes of an element, averaged over the elements of all ``tensors``."""
-    sizes = [t.numel() * t.element_size() for t in tensors]
-    return round(sum(sizes) / max(sum(t.numel() for t in tensors), 1)) or 1
 
 
 def work_key(r: AnyRound) -> str:

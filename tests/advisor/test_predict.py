@@ -13,9 +13,10 @@ import laconic as la
 from laconic.advisor.advice import guides, memory
 from laconic.advisor.numbers import facts_from
 from laconic.algorithms.round import GradientRound, Recipe, Round, describe
+from laconic.buckets import itemsize_of
 from laconic.candidates import candidates, delay_for
 from laconic.engine import overlap
-from laconic.predict import Facts, Net, itemsize_of, often, predict, work_key
+from laconic.predict import Facts, Net, often, predict, work_key
 
 FACTS = Facts(4, ((8_000_000,),), 4, 0.5, 80e6, 0.0)
 WHOLE = 4.8

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 import laconic as la
 from laconic import buckets
-from laconic.algorithms.exchanges import Mean, ShardedMean
+from laconic.algorithms.exchanges import CodedMean, Mean, Push, ShardedMean
 from laconic.algorithms.update import Clock, Slot, State, Update
 from laconic.algorithms.updates import Average, OuterStep
 from laconic.buckets import Fragment, parameters
+from laconic.codecs import Int4
 from laconic.engine import channel
 
 import reference as ref
@@ -417,6 +418,87 @@ def test_mistakes_in_an_update_are_named(what: str, words: str, delay: int) -> N
 
     with pytest.raises(ValueError, match=words):
         la.simulate(run, workers=2)
+
+
+def test_a_delay_needs_a_fold() -> None:
+    """Without one, what arrives would replace x, and the steps since it was sent be lost."""
+
+    class Other(Update):
+        """a <- mean(x)"""
+
+        def combine(self, mean: Tensor, state: State, clock: Clock) -> Tensor:
+            return mean
+
+    la.Round(la.every(2), Other(), Mean())
+    with pytest.raises(ValueError, match="lose the steps since: give it a `fold`"):
+        la.Round(la.every(2), Other(), Mean(), delay=1)
+    la.Round(la.every(2), OuterStep(1.0, 0.0), Mean(), delay=1)
+
+
+def test_a_weight_needs_an_exchange_that_carries_it() -> None:
+    """With others, a weighted mean would be a plain one."""
+
+    class Weighted(Average):
+        slots: ClassVar[dict[str, Slot]] = {"w": "private"}
+        weight = "w"
+
+        def init(self, x: Tensor) -> State:
+            return {"w": torch.ones(())}
+
+    graph = la.topology.Graph("exponential")
+    la.Round(la.every(1), Weighted(), Push(graph))
+    with pytest.raises(ValueError, match=r"which Mean would leave out: use exchanges.Push"):
+        la.Round(la.every(1), Weighted(), Mean())
+
+
+def test_an_anchor_is_one_of_the_slots() -> None:
+    class Other(Average):
+        anchor = "q"
+
+    with pytest.raises(ValueError, match=r"the anchor 'q', which is not among its slots \(none\)"):
+        la.Round(la.every(1), Other(), Mean())
+
+
+@pytest.mark.parametrize("delay", [0, 1, 3, 7])
+def test_a_fold_knows_its_own_round(delay: int) -> None:
+    """The rounds before it, also while later ones are in flight, and at the end."""
+
+    @dataclass(frozen=True)
+    class Counting(Update):
+        seen: list[tuple[int, int]] = field(default_factory=list)
+
+        def send(self, x: Tensor, state: State, clock: Clock) -> Tensor:
+            return torch.full_like(x, float(clock.executed))
+
+        def fold(
+            self, x: Tensor, received: Tensor, sent: Tensor | None, state: State, clock: Clock
+        ) -> Tensor:
+            self.seen.append((int(received[0]), clock.executed))
+            return x
+
+    def train(rank: int) -> list[tuple[int, int]]:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        update = Counting()
+        sync = la.attach(model, optimizer, (la.Round(la.every(2), update, Mean(), delay=delay),))
+        for _ in range(9):
+            model(torch.full((1, 2), 1.0 + rank)).sum().backward()
+            optimizer.step()
+        with sync.consensus():
+            pass
+        sync.finish()
+        return update.seen
+
+    for seen in la.simulate(train, workers=2):
+        assert all(sent == executed for sent, executed in seen)
+        assert {sent for sent, _ in seen} == {0, 1, 2, 3}
+
+
+def test_parameters_are_not_coded_as_they_are() -> None:
+    """In every round, a code of four bits would take their low bits."""
+    with pytest.raises(ValueError, match=r"CodedMean.*give the exchange relative=True"):
+        la.Round(la.every(2), Average(), CodedMean(Int4(), relative=False))
+    la.Round(la.every(2), Average(), CodedMean(Int4(), relative=True))
 
 
 def test_a_round_that_is_no_recipe_says_what_to_write() -> None:

@@ -72,7 +72,9 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LATER", 4)
     monkeypatch.setattr(module, "WARMUP", 1)
     monkeypatch.setattr(module, "WINDOW", 3)
-    monkeypatch.setattr(module, "_medians", lambda spans: (0.01, 0.005) if spans else (0.0, 0.0))
+    monkeypatch.setattr(
+        module, "usual", lambda spans, cycle: (0.01, 0.005) if spans else (0.0, 0.0)
+    )
 
 
 @pytest.mark.parametrize("join", [2, 3, 4, 5, 17, 21, 24, 25, 26, 33])

@@ -7,6 +7,7 @@ import copy
 import io
 import logging
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,15 +18,17 @@ from torch import Tensor, nn
 
 import laconic as la
 from laconic import probe
+from laconic.advisor.numbers import facts_from
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Round, recipe_text
-from laconic.candidates import start
+from laconic.candidates import lateness, start
 from laconic.engine.gradient_rounds import bucket_sizes
 from laconic.engine.synchronizer import Synchronizer
 from laconic.links import Link, Throttled
 from laconic.links.cost import Cost
 from laconic.links.null import NullLink
-from laconic.predict import Facts, predict
+from laconic.predict import Facts, predict, travel
+from laconic.processor import Usage
 
 import gloo
 from clock import Clock, controlled
@@ -212,10 +215,10 @@ def test_the_network_is_measured_before_the_first_step(
         return probe.Probed(rate, latency, 0, 0, [0.0] * self._link.size)
 
     monkeypatch.setattr(auto_module.Chooser, "_probe", found)
-    monkeypatch.setattr(auto_module.Chooser, "_used", lambda self: (0.0, 0.0))
+    monkeypatch.setattr(auto_module.Chooser, "_used", lambda self, **_: (0.0, 0.0))
     monkeypatch.setattr(auto_module, "turning", lambda shapes, device: 0.0)
     monkeypatch.setattr(
-        auto_module, "_medians", lambda spans: (0.15, 0.15) if spans else (0.0, 0.0)
+        auto_module, "usual", lambda spans, cycle: (0.15, 0.15) if spans else (0.0, 0.0)
     )
 
     def one(rank: int) -> Any:
@@ -252,10 +255,10 @@ def test_a_resumed_run_measures_the_network_again(monkeypatch: pytest.MonkeyPatc
         return probe.Probed(1e8, 0.0, 0, 0, [0.0] * self._link.size)
 
     monkeypatch.setattr(auto_module.Chooser, "_probe", found)
-    monkeypatch.setattr(auto_module.Chooser, "_used", lambda self: (0.0, 0.0))
+    monkeypatch.setattr(auto_module.Chooser, "_used", lambda self, **_: (0.0, 0.0))
     monkeypatch.setattr(auto_module, "turning", lambda shapes, device: 0.0)
     monkeypatch.setattr(
-        auto_module, "_medians", lambda spans: (0.15, 0.15) if spans else (0.0, 0.0)
+        auto_module, "usual", lambda spans, cycle: (0.15, 0.15) if spans else (0.0, 0.0)
     )
 
     for end in (3, 8):  # before the first choice, and after it
@@ -390,7 +393,7 @@ def test_the_later_look_counts_what_a_step_computes_then(monkeypatch: pytest.Mon
     facts = replace(TEXT, rate=3e7, compute=0.6)
     monkeypatch.setattr(auto_module.Chooser, "_measure", lambda self: (facts, 0.6))
     monkeypatch.setattr(auto_module.Chooser, "_pace", lambda self: [0.3, 0.0, 0.1])
-    monkeypatch.setattr(auto_module.Chooser, "_used", lambda self: (0.0, 0.0))
+    monkeypatch.setattr(auto_module.Chooser, "_used", lambda self, **_: (0.0, 0.0))
     for choices, _ in la.simulate(lambda rank: run(rank, 30, la.auto(), {}), workers=3):
         assert [c.facts.compute for c in choices] == [0.6, 0.1]
         assert choices[0].text.startswith("ddp(") and choices[1].text.startswith("streaming")
@@ -418,7 +421,7 @@ def test_it_looks_again_when_the_network_gets_slow(monkeypatch: pytest.MonkeyPat
     uneven time, the next review is `REVIEW` steps after that, and its outcome known `LATER` later.
     """
     monkeypatch.setattr(auto_module, "LEAST_TRAFFIC", 2**10)
-    monkeypatch.setattr(auto_module.Chooser, "_used", lambda self: (0.0, 0.0))
+    monkeypatch.setattr(auto_module.Chooser, "_used", lambda self, **_: (0.0, 0.0))
     monkeypatch.setattr(probe, "LEAST", 2**10)
     LINKS.clear()
     steps = 50 + auto_module.REVIEW + auto_module.LATER + 1
@@ -925,6 +928,142 @@ def test_the_delay_in_force_stays_while_it_hides() -> None:
     barely = replace(slow, rate=0.6 * slow.rate)  # just before the step in which it is due
     last = next(c for c in auto_module.candidates(barely, first) if "(8, " in c.text)
     assert last.recipe[0].delay > first.recipe[0].delay
+
+
+def test_ranks_of_a_worker_share_its_messages() -> None:
+    """4 nodes of 8 ranks with 100 Mbit/s per node, of which each rank measures an eighth: the
+    choice is that of `advise` from the same numbers."""
+    node, each = 1e8, 1e8 / 8
+    told = facts_from(
+        params=100_000_000,
+        step_time=0.5,
+        bandwidth=node,
+        latency=1e-3,
+        nodes=4,
+        nprocs_per_node=8,
+        local_bandwidth=None,
+    )
+    nets = auto_module.nets_of(4, 8, each, 1e-3)
+    found = replace(told, rate=each, nets=nets)
+    alone = replace(told, rate=each, nets={}, ranks=1)
+    for text in ("streaming_diloco(16, delay=3, outer='muon')", "ddp(codec='int4')"):
+        recipe = parse_recipe(text)
+        expected = predict(recipe, told)
+        assert predict(recipe, found).seconds == pytest.approx(expected.seconds, rel=1e-6), text
+    assert chosen(found) == chosen(told) != chosen(alone)
+    assert auto_module.nets_of(4, 1, each, 1e-3) == {}
+    saved = auto_module._saved(found)
+    assert auto_module._facts(saved) == found and "nets" not in saved
+
+
+def test_steps_between_rounds_do_not_hide_that_others_wait() -> None:
+    """With a period of 16 in four fragments, every fourth step waits: 3 s of 4 s computed."""
+    spans = [(1.0, 0.0), (1.0, 0.0), (1.0, 0.0), (4.0, 3.0)] * 3
+    assert auto_module.usual(spans, 4) == (1.75, 1.0)
+    assert auto_module.usual(spans[1:], 4) == (1.75, 1.0), "whole intervals"
+    assert auto_module.usual(spans[-4:], 8) == (1.0 + 3 / 8, 1.0), "one round of two intervals"
+    assert auto_module.usual(spans[:3], 4) == (1.0, 1.0)
+    assert auto_module.usual([], 4) == (0.0, 0.0)
+    early = [(9.0, 0.0)] * 40 + [(1.0, 0.0)] * 8
+    assert auto_module.usual(early, 1) == (1.0, 1.0), "computing of now"
+
+
+def test_a_recipe_tells_how_often_it_communicates() -> None:
+    chooser = auto_module.Chooser(la.auto(), 4)
+    for text, cycle in (("ddp()", 1), ("local_sgd(2)", 2), ("streaming_diloco(64)", 16)):
+        chooser.now = _candidate(text)
+        assert chooser._cycle == cycle
+
+
+def test_processor_time_is_that_since_the_last_look() -> None:
+    """Messages take 1 ns per byte. Training loses nothing at first, then as much as they take."""
+    chooser = auto_module.Chooser(la.auto(), 2)
+    now = [Usage(1e6, 1e-3, 10.0, 0.0)]
+
+    class Stub:
+        def usage(self) -> Usage:
+            return now[0]
+
+    chooser._session = Stub()
+    assert chooser._used(again=True) == (pytest.approx(1e-9), 0.0)
+    now[0] = Usage(1e6 + 100, 1e-3, 11.0, 0.0)
+    assert chooser._used(again=True) == (pytest.approx(1e-9), 0.0), "too few to tell: as before"
+    now[0] = Usage(2e6, 2e-3, 12.0, 1e-3)
+    assert chooser._used() == (pytest.approx(1e-9), pytest.approx(1.0))
+    assert chooser._used() == (pytest.approx(1e-9), pytest.approx(1.0)), "it is not forgotten"
+
+
+def test_no_recipe_is_made_that_is_not_considered() -> None:
+    """Such as local_sgd with the delay in force, which is longer than its period."""
+    slow = replace(TEXT, rate=1e6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        now = _candidate("streaming_diloco(16, delay=4)")
+        assert list(auto_module.candidates(slow, now))
+
+
+def test_a_worker_that_becomes_slow_is_reported_although_the_recipe_stays() -> None:
+    chooser = auto_module.Chooser(la.auto(), 4)
+    facts = replace(TEXT, rate=1e11)
+    chooser._world = NullLink(4)
+
+    def look(step: int, slow: str) -> list[int]:
+        chooser._slow_worker = slow
+        chooser._choose(step, facts)
+        return [choice.step for choice in chooser.choices]
+
+    assert look(4, "") == [4] and look(80, "") == [4]
+    assert look(144, "; rank 2 computes 3 times as long") == [4, 144]
+    assert chooser.choices[1].text == chooser.choices[0].text == "ddp()"
+    assert "rank 2" in chooser.choices[1].reason
+    assert look(208, "; rank 2 computes 3.1 times as long") == [4, 144], "once"
+    assert look(272, "") == [4, 144]
+    assert look(336, "; rank 1 computes 2 times as long") == [4, 144, 336]
+
+
+def test_a_change_has_to_pay_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 1 Mbit/s a change averages three models in 125 s. Computing of 0.3 s in place of 0.17 s
+    makes a shorter period better by 10%: 0.04 s per step, which is worth it after 3,000 steps."""
+    before = replace(TEXT, rate=1e6, compute=0.17, muon=True)
+    after = replace(before, compute=0.3)
+    seconds = auto_module.change_seconds(before)
+    assert seconds == pytest.approx(3 * 1.5 * 4 * 845 * 1024 * 8 / 1e6, rel=0.01)
+    first, better = chosen(before), chosen(after)
+    assert first != better
+
+    def last(step: int) -> str:
+        chooser = auto_module.Chooser(la.auto(), 4)
+        chooser._world = NullLink(4)
+        chooser._choose(2, before)
+        chooser._choose(step, after)
+        return str(chooser.choices[-1].text)
+
+    assert last(654) == first and last(100_000) == better
+
+    chooser = auto_module.Chooser(la.auto(), 4)  # between gradients a change sends nothing
+    chooser._world = NullLink(4)
+    chooser._choose(4, replace(TEXT, rate=1e11))
+    chooser._choose(23, replace(TEXT, rate=1e8))
+    assert [c.text for c in chooser.choices] == ["ddp()", "ddp(codec='int4')"]
+
+
+def test_another_delay_has_to_pay_for_its_change() -> None:
+    """A message of 0.29 s has 0.3 s, and the last rank sends half a step later: one step of four
+    waits for 0.065 s. At 3 Mbit/s a change takes 42 s."""
+    facts = replace(TEXT, rate=3e6, muon=True)
+    first = next(c for c in auto_module.candidates(facts) if "(16, " in c.text)
+    now = replace(first, text=first.text.replace(f"delay={first.recipe[0].delay}", "delay=2"))
+    now = replace(now, recipe=parse_recipe(now.text))
+    other = next(c.text for c in auto_module.candidates(facts, now) if "(16, " in c.text)
+    assert other != now.text
+    seconds = travel(now.recipe[0], facts)
+    tight = replace(facts, compute=(seconds + 0.01) / 2)
+    waits = lateness(now.recipe, tight)
+    assert waits == pytest.approx((0.25 * (seconds + 0.01) - 0.01) / 4)
+    assert lateness(now.recipe, replace(facts, compute=seconds)) == 0.0
+    stay = auto_module.change_seconds(tight)
+    assert auto_module.choose(la.auto(), tight, now, {}, stay / 20)[0] == now.text
+    assert auto_module.choose(la.auto(), tight, now, {})[0] != now.text
 
 
 # -- what the others wait for ----

@@ -106,12 +106,26 @@ def test_rows_that_did_not_finish() -> None:
 
 def test_more_steps_than_without_communication_are_a_disturbed_run() -> None:
     race = rows(alone=2.5, auto=2.2, ddp=2.9)
+    computing = [replace(r, waiting=1 - r.steps / 400) for r in race.rows]
+    race = replace(race, rows=tuple(computing))
     assert outcome.disturbed(race) is None
     alone = next(row for row in race.rows if row.recipe == NO_COMMUNICATION)
     busy = [replace(row, steps=row.steps // 2) if row is alone else row for row in race.rows]
     warning = outcome.disturbed(replace(race, rows=tuple(busy)))
     assert warning is not None and "took more steps than hosts that never" in warning
     assert outcome.disturbed(replace(race, rows=tuple(r for r in busy if r.steps > 1)[1:])) is None
+
+
+def test_steps_that_compute_far_longer_are_a_disturbed_run() -> None:
+    """Those of DDP, which wait for a quarter of the time."""
+    race = rows(alone=2.5, ddp=2.9)
+    alone, ddp = race.rows[0], next(row for row in race.rows if row.recipe == DDP)
+    each = 0.75 * ddp.seconds / ddp.steps
+    for factor, said in ((1.3, False), (1.6, True)):
+        usual = replace(alone, waiting=0.0, steps=1000, seconds=1000 * each / factor)
+        warning = outcome.disturbed(replace(race, rows=(usual, ddp)))
+        assert (warning is not None) == said
+    assert warning is not None and "computed more than 1.5 times as long" in warning
 
 
 def test_without_a_choice_none_is_named() -> None:

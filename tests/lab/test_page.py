@@ -130,6 +130,7 @@ def test_every_recipe_is_explained_to_those_who_do_not_know_it() -> None:
     assert found["torch-ddp"] == "Another library, in the same training loop."
     for name in RECIPES:
         assert explained(result(row(f"{name}(4)")))[f"{name}(4)"].endswith(".")
+    assert "Measure the first steps" in explained(result(row("auto()")))["auto()"]
 
 
 def test_the_page_needs_nothing_from_elsewhere() -> None:

@@ -27,14 +27,15 @@ from laconic.advisor.fit import Sample, fit
 from laconic.advisor.rehearse import now, rehearsals, rehearse
 from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.round import Recipe
-from laconic.candidates import takes_muon
+from laconic.buckets import itemsize_of
+from laconic.candidates import largest_fragment, takes_muon
 from laconic.device import accelerator, seconds_between, time_mark
 from laconic.errors import LinkError
 from laconic.links import cost
 from laconic.links.congestion import LONG_SECONDS
 from laconic.links.cost import Cost
 from laconic.links.link import Link, Sent
-from laconic.predict import BACKWARD, Facts, Net, itemsize_of
+from laconic.predict import BACKWARD, Facts, Net
 from laconic.probe import own_rates, speeds, unequal_hosts, unequal_workers
 
 WARMUP = 3
@@ -106,6 +107,7 @@ def measure(
         skew=pace.skew,
         overlapping=bench.world.overlapping is not None,
         muon=bool(bench.gather(float(takes_muon(optimizer, [p.shape for p in params]))).min()),
+        largest=0.0 if optimizer is None else largest_fragment(model, optimizer),
     )
     quorums = bench.replica.size == 1 and bench.device.type == "cpu"  # see `check_quorum`
     if quorums:

@@ -61,6 +61,8 @@ class Exchange:
     keeps_message: ClassVar[bool] = False
     """Whether `run` leaves the message as it is. Otherwise a message that may have to be exchanged
     again is copied first."""
+    carries_weight: ClassVar[bool] = False
+    """Whether it sends `Update.weight` with each message, and brings the sum of those received."""
     for_gradients: ClassVar[bool] = False
     """Whether it is for gradients only: its messages do not build on earlier ones."""
 

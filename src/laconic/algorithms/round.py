@@ -76,6 +76,22 @@ class Round:
                 f"{exchange} averages changes of the parameters, and {update} sends parameters: "
                 "give the exchange relative=True"
             )
+        if self.update.weight is not None and not self.exchange.carries_weight:
+            raise ValueError(
+                f"{update} has a weight that travels with its messages, which {exchange} would "
+                "leave out: use exchanges.Push, or another one with carries_weight = True"
+            )
+        if self.update.anchor is not None and self.update.anchor not in self.update.slots:
+            raise ValueError(
+                f"{update} has the anchor {self.update.anchor!r}, which is not among its slots "
+                f"({', '.join(self.update.slots) or 'none'})"
+            )
+        if self.delay and type(self.update).fold is Update.fold:
+            raise ValueError(
+                f"{update} would replace x by what arrives {self.delay} steps late, and lose the "
+                "steps since: give it a `fold` for rounds with a delay, such as "
+                "x.sub_(sent).add_(received) with keeps_sent = True, or use delay=0"
+            )
         whole = [part for part in (self.update, self.exchange) if part.whole]
         if whole and isinstance(self.part, Fragment) and self.part.by == "bytes":
             raise ValueError(

@@ -213,6 +213,8 @@ class ParameterRunner:
         id, those change in place of the states, and the flight can be folded again. Without
         ``write`` x stays."""
         buckets, copied = flight.buckets, self.set.copied(flight.copies) if write else []
+        newer = self.in_flight[1 + self._place(flight) :]
+        executed = self.executed - 1 - len(newer)
         for tensor, copy in copied:
             copy.copy_(tensor)
         for channel, sent, pending in buckets:
@@ -224,7 +226,8 @@ class ParameterRunner:
                 received = received.clone()
             else:
                 self.present = present
-            clock = replace(self._clock(bucket, step), weight=weight, workers=present[0])
+            clock = self._clock(bucket, step)
+            clock = replace(clock, executed=executed, weight=weight, workers=present[0])
             x = bucket.pack(self._context.memory(bucket))
             with channel.states() as (own, _):
                 state = own if copies is None else copies[id(channel)]
@@ -234,6 +237,10 @@ class ParameterRunner:
                 bucket.unpack(x)
         for tensor, copy in copied:
             tensor.copy_(copy)
+
+    def _place(self, flight: InFlightRound) -> int:
+        """Its place among those in flight; -1 if it was the oldest, and is being folded."""
+        return next((i for i, other in enumerate(self.in_flight) if other is flight), -1)
 
     def quiesce(self, step: int, averaged: bool) -> None:
         """Fold everything in flight, and have the update quiesce: an outer step of another round

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laconic.algorithms.round import Recipe
-from laconic.buckets import bucketize, is_sharded, local, reshard
+from laconic.buckets import bucketize, is_sharded, itemsize_of, local, reshard
 from laconic.engine.batch_check import BatchCheck, check_first_gradients
 from laconic.engine.drift import DriftCheck
 from laconic.engine.nonfinite import NonfiniteCheck
@@ -264,9 +264,9 @@ class Session:
     # -- for policies ----
 
     def shapes(self) -> tuple[tuple[tuple[int, ...], ...], int]:
-        """The shapes of x, and the bytes of one element."""
-        params = self.params()
-        return tuple(tuple(local(p).shape) for p in params), params[0].element_size()
+        """The shapes of x, and the bytes of one element, averaged over the elements."""
+        params = [local(p) for p in self.params()]
+        return tuple(tuple(p.shape) for p in params), itemsize_of(params)
 
     def traffic(self) -> tuple[float, float]:
         """Bytes sent so far, and the seconds spent in collectives."""

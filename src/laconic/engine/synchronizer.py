@@ -41,7 +41,7 @@ class Stats:
 
     Attributes:
         steps: optimizer steps since `laconic.attach`.
-        rounds: rounds completed.
+        rounds: rounds on parameters completed; averages of gradients are not counted.
         bytes_sent: payload bytes sent.
         bytes_received: payload bytes received.
         bytes_by_collective: payload bytes sent, by the name of the collective. Under

@@ -70,6 +70,10 @@ class Coded(Exchange):
     def relative_to_last(self) -> bool:
         return self.relative
 
+    @property
+    def needs_changes(self) -> bool:
+        return not self.relative  # whole parameters would lose their low bits in every round
+
     def init(self, x: Tensor, owned: slice) -> State:
         check_codable(self.codec, x)
         state = {"reference": x} if self.relative else {}

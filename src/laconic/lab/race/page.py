@@ -15,6 +15,7 @@ from inspect import getdoc
 
 from laconic import __version__
 from laconic.algorithms.recipes import RECIPES
+from laconic.auto import auto
 from laconic.lab.emulation.seeds import Group
 from laconic.lab.race.comparison import common
 from laconic.lab.race.plots import label, loss_limits, numbered
@@ -22,6 +23,9 @@ from laconic.lab.race.result import NO_COMMUNICATION, SECONDS, STEPS, Result
 from laconic.lab.race.table import Cell, caption, cells, heading
 from laconic.lab.race.verdict import question, sentences
 from laconic.lab.race.wording import differences, network, task
+
+DESCRIBED = {**RECIPES, "auto": auto}
+"""What the report explains, by name."""
 
 
 def page(result: Result) -> str:
@@ -65,7 +69,7 @@ def explained(result: Result) -> dict[str, str]:
         elif row.peer:
             text = "Another library, in the same training loop."
         else:
-            known = [name for name in names if name in RECIPES]
+            known = [name for name in names if name in DESCRIBED]
             text = " ".join(_first_sentence(name, len(known) > 1) for name in known)
         found[row.recipe] = text or "A recipe of the user's own."
     return found
@@ -73,7 +77,7 @@ def explained(result: Result) -> dict[str, str]:
 
 def _first_sentence(name: str, named: bool) -> str:
     """Return the first sentence of the recipe's documentation, after its name if asked."""
-    text = " ".join((getdoc(RECIPES[name]) or "").split("\n\n")[0].split()).replace("`", "")
+    text = " ".join((getdoc(DESCRIBED[name]) or "").split("\n\n")[0].split()).replace("`", "")
     return f"{name}: {text}" if named else text
 
 
