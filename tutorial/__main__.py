@@ -23,8 +23,11 @@ def main() -> None:
     elif command in ("start", "check"):
         if not chosen:
             sys.exit(f"python -m tutorial: {command} needs the number of a chapter\n\n{usage()}")
-        for number in chosen:
-            start(number) if command == "start" else check(number)
+        if command == "start":
+            for number in chosen:
+                start(number)
+        elif not all([check(number) for number in chosen]):
+            sys.exit(1)
     else:
         numbers = [command, *chosen]
         for path in map(chapter, cells.titles() if numbers == ["all"] else numbers):
@@ -70,8 +73,9 @@ def answers(number: str) -> Path:
     return Path(f"my_chapter{number}.py")
 
 
-def check(exercise: str) -> None:
-    """Check the answers of a chapter, such as "1", or one of them, such as "1.2"."""
+def check(exercise: str) -> bool:
+    """Check the answers of a chapter, such as "1", or one of them, such as "1.2". Return whether
+    all are right."""
     number = exercise.partition(".")[0]
     chapter(number)
     path = answers(number)
@@ -84,6 +88,7 @@ def check(exercise: str) -> None:
         sys.exit(f"python -m tutorial: no exercise {exercise!r}: choose from {', '.join(there)}")
     checks.CHOSEN = {exercise} if exercise in there else None
     runpy.run_path(str(path))
+    return not checks.WRONG
 
 
 if __name__ == "__main__":  # the processes that chapters start import this file

@@ -30,6 +30,8 @@ from tutorial.toy import SEED, FFNet, ToyDataset, count_parameters, train_epoch
 
 CHOSEN: set[str] | None = None
 """The exercises that `check` checks. None: all."""
+WRONG: list[str] = []
+"""The exercises whose last check said "not yet"."""
 
 
 class NotYetError(ValueError):
@@ -41,6 +43,7 @@ def check(number: str, answer: Any) -> None:
     if CHOSEN is not None and number not in CHOSEN:
         return
     right, why = verdict(number, answer)
+    WRONG[:] = [each for each in WRONG if each != number] + [number] * (not right)
     print(f"Exercise {number}: {'right' if right else 'not yet'}. {why}")
 
 

@@ -1,6 +1,7 @@
 """Run a study, print its table, and keep its runs; or write docs/evidence.md from the runs.
 
-python -m benchmarks.evidence muloco|outer --task "text, small" [--processes N] [--runs FILE]
+python -m benchmarks.evidence muloco|outer|... --task "text, small" [--processes N] [--runs FILE]
+python -m benchmarks.evidence signals [--processes N]
 python -m benchmarks.evidence page [--runs FILE]
 """
 
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.evidence import signals
 from benchmarks.evidence.runs import DATA, Job, Outcome, journal
 from benchmarks.evidence.studies import STUDIES
 from benchmarks.evidence.tasks import NAMES
@@ -21,7 +23,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.evidence")
-    parser.add_argument("study", choices=(*STUDIES, "page"))
+    parser.add_argument("study", choices=(*STUDIES, "signals", "page"))
     parser.add_argument("--task", choices=NAMES, default=NAMES[0])
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
     parser.add_argument("--runs", type=Path, default=DATA, metavar="FILE")
@@ -31,11 +33,18 @@ def main() -> None:
         from benchmarks.evidence import page  # matplotlib takes a second
 
         page.write(DOCS, journal(options.runs).load())
+        page.write_signals(DOCS, signals.lines(signals.journal().load()))
         return
 
     def progress(done: int, of: int) -> None:
         if sys.stderr.isatty():
             print(f"\r{done} of {of} runs ", end="", file=sys.stderr)
+
+    if options.study == "signals":
+        known = signals.journal().outcomes(signals.jobs(), options.processes, progress)
+        for line in signals.lines(known):
+            print(line)
+        return
 
     def runs(jobs: Sequence[Job]) -> Mapping[Job, Outcome]:
         return journal(options.runs).outcomes(jobs, options.processes, progress)

@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from benchmarks.evidence import signals
 from benchmarks.evidence.runs import Job, Outcome
 from benchmarks.evidence.studies import (
     CELLS,
@@ -19,6 +20,7 @@ from benchmarks.evidence.studies import (
     Row,
 )
 from benchmarks.evidence.tasks import NAMES
+from laconic.candidates import DELAYED, muon
 
 GRAY, COLORS = "#8A8A8A", {"adamw": "#c76a08", "muon": "#3f78d8"}
 NAMED = {"adamw": "AdamW", "muon": "Muon"}
@@ -50,20 +52,27 @@ def rows_of(study: str, known: Mapping[Job, Outcome]) -> dict[str, list[Row]]:
 
 def write(docs: Path, known: Mapping[Job, Outcome]) -> None:
     """Write between the markers of each study in ``docs``/evidence.md, and its picture."""
-    path = docs / "evidence.md"
-    text = path.read_text()
     for study, (markdown, picture) in PAGES.items():
-        begin, end = f"<!-- begin: {study} -->", f"<!-- end: {study} -->"
         rows = rows_of(study, known)
-        if not rows:
-            continue
-        before, found, rest = text.partition(begin)
-        _, also, after = rest.partition(end)
-        if not (found and also):
-            raise ValueError(f"{path} must have a line {begin!r} and after it a line {end!r}")
-        text = f"{before}{begin}\n\n{markdown(rows)}\n\n{end}{after}"
-        picture(rows).savefig(docs / f"evidence_{study}.png")
-    path.write_text(text)
+        if rows:
+            _insert(docs, study, markdown(rows), picture(rows))
+
+
+def write_signals(docs: Path, found: Sequence[signals.Line]) -> None:
+    """The same for what runs show of themselves."""
+    if len(found) > 1:
+        _insert(docs, "signals", signals_table(found), signals_picture(found))
+
+
+def _insert(docs: Path, study: str, markdown: str, picture: Figure) -> None:
+    path = docs / "evidence.md"
+    begin, end = f"<!-- begin: {study} -->", f"<!-- end: {study} -->"
+    before, found, rest = path.read_text().partition(begin)
+    _, also, after = rest.partition(end)
+    if not (found and also):
+        raise ValueError(f"{path} must have a line {begin!r} and after it a line {end!r}")
+    path.write_text(f"{before}{begin}\n\n{markdown}\n\n{end}{after}")
+    picture.savefig(docs / f"evidence_{study}.png")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -238,6 +247,50 @@ def outer_picture(found: Mapping[str, Sequence[Row]]) -> Figure:
     for at in grid[-1]:
         at.set_xlabel("momentum")
     grid[0][0].legend(frameon=False, fontsize=8)
+    return figure
+
+
+# -- signals ----
+
+
+def signals_table(found: Sequence[signals.Line]) -> str:
+    head = ["task", "optimizer, lr", "batch", "agreement", "gradients"]
+    head += [*(f"f({period})" for period in signals.PERIODS), "growth"]
+    lines = [
+        [
+            line.case[0],
+            f"{line.case[1]}, {line.case[2]:g}",
+            str(line.case[3]),
+            f"{line.agreement:.2f}",
+            f"{line.gradients:.2f}",
+            *(f"{line.factors[period]:.2f}" for period in signals.PERIODS),
+            f"{line.growth:.2f}",
+        ]
+        for line in found
+    ]
+    one, other = signals.correlations(found)
+    rows = table(head, lines)
+    return (
+        f"{rows}\n\nThe correlation of log(growth) with the agreement is {one:.2f}, with the "
+        f"gradients' share {other:.2f}."
+    )
+
+
+def signals_picture(found: Sequence[signals.Line]) -> Figure:
+    figure, (at,) = _panels(1)
+    shapes = {"text, small": "o", "images, small": "s", "series": "^"}
+    for line in found:
+        name, inner, *_ = line.case
+        color = COLORS["muon"] if inner == "sgd" else COLORS["adamw"]
+        label = f"{name}, {inner}"
+        named = at.get_legend_handles_labels()[1]
+        look = {"color": color, "marker": shapes[name], "linestyle": ""}
+        at.plot(line.agreement, line.growth, label="" if label in named else label, **look)
+    known = DELAYED[muon]
+    at.axhline(known[64] / known[8], color=GRAY, linewidth=0.8, label="auto()'s table")
+    at.set_xlabel("agreement of the workers over a period of 8")
+    at.set_ylabel("growth of steps: f(64) / f(8)")
+    at.legend(frameon=False, fontsize=8)
     return figure
 
 

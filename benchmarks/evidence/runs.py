@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 import laconic
 from benchmarks.evidence.tasks import task
@@ -57,6 +59,31 @@ def factor(step: int, steps: int) -> float:
     return FINAL + (1 - FINAL) * (1 + math.cos(math.pi * at)) / 2
 
 
+def optimizers_of(job: Job, model: nn.Module) -> Sequence[Optimizer]:
+    """The optimizers of one worker."""
+    if job.inner == "muon":
+        return laconic.muon(model, job.lr)
+    if job.inner == "sgd":
+        return [torch.optim.SGD(model.parameters(), lr=job.lr, momentum=0.9, nesterov=True)]
+    options = {"lr": job.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    return [torch.optim.AdamW(model.parameters(), **options)]
+
+
+def steps_of(
+    job: Job, rank: int, model: nn.Module, optimizers: Sequence[Optimizer]
+) -> Iterator[int]:
+    """The steps of one worker, from 1, each with its learning rate and its gradients."""
+    of = task(job.task)
+    batches = of.batches(rank, job.workers, job.seed, job.batch)
+    for step, batch in enumerate(islice(batches, job.steps), 1):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            for group in optimizer.param_groups:
+                group["lr"] = job.lr * factor(step, job.steps)
+        of.loss(model, batch).backward()
+        yield step
+
+
 def train(job: Job) -> Outcome:
     """Run ``job`` in `laconic.simulate`."""
     recipe, of = parse_recipe(job.recipe), task(job.task)
@@ -64,22 +91,9 @@ def train(job: Job) -> Outcome:
     def worker(rank: int) -> Outcome:
         torch.manual_seed(job.seed)
         model = of.model()
-        if job.inner == "muon":
-            optimizers = laconic.muon(model, job.lr)
-        elif job.inner == "sgd":
-            sgd = partial(torch.optim.SGD, momentum=0.9, nesterov=True)
-            optimizers = [sgd(model.parameters(), lr=job.lr)]
-        else:
-            options = {"lr": job.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
-            optimizers = [torch.optim.AdamW(model.parameters(), **options)]
+        optimizers = optimizers_of(job, model)
         sync = laconic.attach(model, optimizers, recipe)
-        batches = of.batches(rank, job.workers, job.seed, job.batch)
-        for step, batch in enumerate(islice(batches, job.steps), 1):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-                for group in optimizer.param_groups:
-                    group["lr"] = job.lr * factor(step, job.steps)
-            of.loss(model, batch).backward()
+        for _ in steps_of(job, rank, model, optimizers):
             for optimizer in optimizers:
                 optimizer.step()
         parameters = sum(p.numel() for p in model.parameters())

@@ -102,11 +102,7 @@ def muloco(runs: Runs, task: str) -> Iterator[Row]:
 # -- outer learning rate and momentum ----
 
 OUTER_RATES, OUTER_MOMENTA = (0.5, 0.7, 1.0), (0.0, 0.3, 0.6, 0.8, 0.9)
-CELLS = (
-    *((4, period, 512) for period in (4, 16, 64)),
-    *((4, 16, steps) for steps in (128, 2048)),
-    *((n, 16, 512) for n in (2, 8, 16)),
-)
+CELLS = tuple((4, period, 512) for period in (4, 16))
 """Workers, period, and steps."""
 BATCH = 8
 INNER_LR = {"text, small": 8e-3, "text, large": 4e-3, "images, small": 8e-3, "images, large": 4e-3}

@@ -1,4 +1,5 @@
-"""Tasks for simulated runs: text and images, each with a small model and one eight times larger."""
+"""Tasks for simulated runs: text and images, each with a small model and one eight times larger;
+and series, for which nothing was tuned (`benchmarks.untuned`)."""
 
 from __future__ import annotations
 
@@ -10,12 +11,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks import untuned
 from laconic.lab.race import workloads
 from laconic.lab.race.workloads import Batch
 
 CONTEXT, VOCABULARY, HEADS = 32, 128, 2
 HELD_OUT = 360
 """Images that are not trained on: a fifth of scikit-learn's 1,797."""
+
+
+def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    """The mean cross-entropy, in nats."""
+    inputs, targets = batch
+    scores = model(inputs)
+    return F.cross_entropy(scores.flatten(0, -2), targets.flatten())
+
+
+def squared_error(model: nn.Module, batch: Batch) -> Tensor:
+    """The mean squared error."""
+    return F.mse_loss(model(batch[0]), batch[1])
 
 
 @dataclass(frozen=True)
@@ -25,13 +39,7 @@ class Task:
     model: Callable[[], nn.Module]
     batches: Callable[[int, int, int, int], Iterator[Batch]]
     evaluation: Batch
-
-    @staticmethod
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        """The mean cross-entropy, in nats."""
-        inputs, targets = batch
-        scores = model(inputs)
-        return F.cross_entropy(scores.flatten(0, -2), targets.flatten())
+    loss: Callable[[nn.Module, Batch], Tensor] = cross_entropy
 
 
 class Block(nn.Module):
@@ -116,6 +124,12 @@ def _image_batches(worker: int, workers: int, seed: int, size: int) -> Iterator[
         yield inputs[chosen] + noise, targets[chosen]
 
 
+def _series_batches(worker: int, workers: int, seed: int, size: int) -> Iterator[Batch]:
+    generator = torch.Generator().manual_seed(1000 * seed + worker)
+    while True:
+        yield untuned.series(generator, size)
+
+
 def _mlp(width: int) -> nn.Module:
     layers = [nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(width, 10))
@@ -123,13 +137,16 @@ def _mlp(width: int) -> nn.Module:
 
 @cache
 def task(name: str) -> Task:
-    """The task of this name: see `NAMES`."""
+    """The task of this name: see `NAMES`; or ``"series"``."""
+    if name == "series":
+        held_out = untuned.series(torch.Generator().manual_seed(10**6), 512)
+        return Task(untuned.Network, _series_batches, held_out, squared_error)
     kind, size = name.split(", ")
     if kind == "text":
-        held_out = _corpus()[1]
-        starts = torch.arange(512) * (len(held_out) // 512 - 1)
+        rest = _corpus()[1]
+        starts = torch.arange(512) * (len(rest) // 512 - 1)
         width, layers = {"small": (24, 2), "large": (64, 3)}[size]
-        return Task(partial(Transformer, width, layers), _text_batches, _crops(held_out, starts))
+        return Task(partial(Transformer, width, layers), _text_batches, _crops(rest, starts))
     inputs, targets = _digits()
     noise = 0.3 * torch.randn(HELD_OUT, 64, generator=torch.Generator().manual_seed(1))
     evaluation = inputs[:HELD_OUT] + noise, targets[:HELD_OUT]

@@ -158,11 +158,9 @@ def choose(
         alike = (c for c in choices if same_but_delay(c.recipe, now.recipe))
         choices += [replace(now, steps=c.steps) for c in alike]
     seconds = {
-        c.text: max(predict(c.recipe, facts).seconds + extra.get(c.kind, 0.0), facts.compute)
+        c.text: max(expected(c.recipe, facts) + extra.get(c.kind, 0.0), facts.compute)
         for c in choices
     }
-    if now is not None and now.text in seconds:
-        seconds[now.text] += lateness(now.recipe, facts)
     steps = {c.text: c.steps for c in choices}
     allowed = list(seconds)
     if auto.target is not None:
@@ -171,7 +169,7 @@ def choose(
     least = min(seconds[text] * steps[text] for text in allowed)
     best = next(text for text in allowed if seconds[text] * steps[text] <= (1 + TIE) * least)
     if now is not None and now.text in allowed:
-        enough = (1 + GAIN) * least + stay
+        enough = (1 + GAIN) * least + stay * steps[now.text]
         best = now.text if seconds[now.text] * steps[now.text] <= enough else best
     lost = f", and {format_share(facts.loss)} of its packets are lost" if facts.loss else ""
     each = " per rank" if facts.ranks > 1 else ""
@@ -184,15 +182,26 @@ def choose(
         f"a step computes for {facts.compute * 1e3:.3g} ms; the network sends "
         f"{network}: {best} "
         f"takes {seconds[best] * 1e3:.3g} ms per step, {facts.compute / seconds[best]:.0%} of the "
-        f"speed without communication, and {steps[best]:g} steps for one step of ddp(){slowed}"
+        f"speed without communication, and {counted(steps[best])} for the work of one step of "
+        f"ddp(){slowed}"
     )
     return best, reason
+
+
+def expected(recipe: Recipe, facts: Facts) -> float:
+    """The seconds of a step: as predicted, and with messages that arrive late."""
+    return predict(recipe, facts).seconds + lateness(recipe, facts)
 
 
 def change_seconds(facts: Facts) -> float:
     """The seconds of a change from a recipe under which workers differ."""
     average = Round(every(1), Average(), Mean())
     return CHANGED_MODELS * travel(average, facts)
+
+
+def counted(steps: float) -> str:
+    """So many ``steps``, in words."""
+    return "one step" if steps == 1 else f"{steps:g} steps"
 
 
 def lost_share(packets: float, again: float, latency: float, ranks: int) -> float:
@@ -209,9 +218,7 @@ def nets_of(workers: int, ranks: int, rate: float, latency: float) -> dict[str, 
     if ranks == 1:
         return {}
     outside = (workers - 1) * ranks / (workers * ranks - 1)
-    everyone = Net(rate / outside, latency)
-    inside = Net(math.inf, 0.0)
-    return {"workers": Net(rate, latency), "world": everyone, "direct": everyone, "replica": inside}
+    return {"world": Net(rate / outside, latency), "replica": Net(math.inf, 0.0)}
 
 
 def slow_worker(computes: Tensor) -> str:
@@ -230,7 +237,7 @@ def slow_worker(computes: Tensor) -> str:
     )
 
 
-_PLACE = ("steps", "due", "baseline", "extra", "workers", "facts_loaded", "told")
+_PLACE = ("steps", "due", "baseline", "extra", "workers", "facts_loaded", "told", "slow_host")
 """The attributes of a `Chooser` between two reviews that are equal on all workers."""
 
 
@@ -333,7 +340,7 @@ class Chooser:
             hurry = not workers_differ(self.now.recipe)
             if self._steps >= (sum(self._first) if hurry else first):
                 self._choose_anew(step)
-        elif self._paces is None and (self._steps == first or self._steps % REVIEW == 0):
+        elif self._paces is None and self._due_for_review():
             own = [*self._pace(), *self._used(again=True)]
             row = torch.tensor(own, dtype=torch.float64, device=self._device)
             self._announce(PACE)
@@ -348,6 +355,12 @@ class Chooser:
                 self._choose_anew(step)  # workers have come or gone
             elif self._workers > 1:
                 self._compare(step, [wall, each], (compute, carry, contention))
+
+    def _due_for_review(self) -> bool:
+        """Whether steps are to be compared: each time over whole intervals between rounds."""
+        first = WARMUP + max(WINDOW, self._cycle)
+        later = self._steps > first and self._steps % max(REVIEW, self._cycle) == 0
+        return self._steps == first or later
 
     def _announce(self, name: str) -> None:
         """Announce that the next job of the communication thread is a separate call, not part of a
@@ -389,25 +402,26 @@ class Chooser:
             compute, carry, contention = measured
             facts = replace(self._facts, compute=compute, carry=carry, contention=contention)
             self._baseline, facts = pace, undisturbed(self.now.recipe, facts)
-            ratio = pace[0] / predict(self.now.recipe, facts).seconds
+            ratio = pace[0] / expected(self.now.recipe, facts)
             if self._facts_loaded or not 1 / CHANGE < ratio < CHANGE:
                 facts, _ = self._measure()  # the network may have changed since the choice
                 if self._rests(facts):
                     return
-            self._extra[self.now.kind] = pace[0] - predict(self.now.recipe, facts).seconds
+            self._extra[self.now.kind] = pace[0] - expected(self.now.recipe, facts)
             self._choose(step, facts)
             return
         pairs = list(zip(pace, self._baseline, strict=True))
         self._baseline = [before or now for now, before in pairs]
         if any(not 1 / CHANGE < now / before < CHANGE for now, before in pairs if now * before):
             self._baseline = pace
-            self._choose_anew(step)
+            self._choose_anew(step, pace[0])
 
-    def _choose_anew(self, step: int) -> None:
-        facts, wall = self._measure()
+    def _choose_anew(self, step: int, wall: float | None = None) -> None:
+        """Measure and choose. ``wall``: the usual seconds of a step, where they are known."""
+        facts, lately = self._measure()
         if self._rests(facts):
             return
-        beyond = wall - predict(self.now.recipe, facts).seconds
+        beyond = (lately if wall is None else wall) - expected(self.now.recipe, facts)
         self._extra = {self.now.kind: max(beyond, 0.0)}
         self._choose(step, facts)
 
@@ -459,15 +473,15 @@ class Chooser:
             turns = turning(shapes, self._device)
             largest = largest_fragment(self._session.model, optimizer)
         slowest = [compute, -found.rate, found.latency, wall, elements, -elements, -float(muon)]
-        slowest += [turns, largest]
+        slowest += [turns, largest, itemsize]
         rest = [found.packets, found.again, *used, *found.speeds]
         own = torch.tensor([*slowest, *rest], dtype=torch.float64, device=self._device)
         everyone = self._comm.call(partial(self._world.gather, own), MEASURE)
-        compute, rate, latency, wall, most, least, muon, turns, largest = (
-            everyone[:, :9].amax(0).tolist()
+        compute, rate, latency, wall, most, least, muon, turns, largest, itemsize = (
+            everyone[:, :10].amax(0).tolist()
         )
-        packets, again = everyone[:, 9:11].sum(0).tolist()
-        carry, contention = _busiest(everyone[:, 11:13])
+        packets, again = everyone[:, 10:12].sum(0).tolist()
+        carry, contention = _busiest(everyone[:, 12:14])
         self._workers = everyone.shape[0] // self._ranks  # those of now may be others
         self._traffic = self._sent()  # without the probes, which wait for nothing else
         self._before = self._session.usage()
@@ -476,8 +490,8 @@ class Chooser:
         loss = lost_share(packets, again, latency, everyone.shape[0])
         self._slow_worker, self._slow_host = slow_worker(everyone[:, 0]), ""
         if self._ranks == 1:  # a rank's row is that of a worker
-            self._slow_host = slow_host(everyone[:, 13:])
-        known = self._workers, shapes, itemsize, compute, -rate, latency, loss
+            self._slow_host = slow_host(everyone[:, 14:])
+        known = self._workers, shapes, int(itemsize), compute, -rate, latency, loss
         ranks = 1 if self._session.sharded else self._ranks  # else each sends a part of a message
         facts = Facts(
             *known,

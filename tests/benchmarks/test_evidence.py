@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from benchmarks.evidence import page
+import torch
+from benchmarks.evidence import page, signals
 from benchmarks.evidence.runs import Job, Outcome, factor, journal, train
 from benchmarks.evidence.studies import (
     CELLS,
@@ -136,3 +138,55 @@ def test_the_page_is_written_from_the_runs_that_are_there(tmp_path: Path) -> Non
     (tmp_path / "evidence.md").write_text("nothing\n")
     with pytest.raises(ValueError, match="must have a line"):
         page.write(tmp_path, asked)
+
+
+# -- signals ----
+
+
+def test_the_share_that_vectors_have_in_common() -> None:
+    """Four vectors of 10,000 elements: a common part of length 1, and independent parts of 2."""
+    generator = torch.Generator().manual_seed(0)
+    common = torch.randn(10_000, generator=generator) / 100
+    rows = [common + 2 * torch.randn(10_000, generator=generator) / 100 for _ in range(4)]
+    own = sum(map(signals.squared, rows)) / 4
+    found = signals.shared(signals.squared(torch.stack(rows).mean(0)), own, 4)
+    assert found == pytest.approx(1 / 5, abs=0.02)
+    assert signals.shared(1.0, 1.0, 4) == 1 and signals.shared(0.25, 1.0, 4) == 0
+
+
+def test_to_watch_a_run_changes_nothing() -> None:
+    job = Job("images, small", signals.recipe_of(32), "sgd", 0.05, 2, signals.STEPS, 2, 5)
+    seen = signals.train(job)
+    assert seen.loss == train(job).loss
+    assert 0 < seen.agreement < 1.2 and -0.5 < seen.gradients < 0.5
+
+
+def seen(job: Job) -> signals.Seen:
+    """`ddp` loses 0.5 with every doubling of its steps. A period of H needs (H / 8) ** power steps
+    for one of them, of which a half shows in the agreement."""
+    number = signals.CASES.index((job.task, job.inner, job.lr, job.batch))
+    power = number / 20
+    if job.recipe == "ddp()":
+        return signals.Seen(5 - 0.5 * math.log2(job.steps), math.nan, math.nan)
+    period = int(job.recipe.partition("(")[2].partition(",")[0])
+    steps = signals.STEPS / (period / 8) ** power
+    return signals.Seen(5 - 0.5 * math.log2(steps), power / 2, (-1) ** number * 0.1)
+
+
+def test_growth_is_that_of_steps() -> None:
+    known = {job: seen(job) for job in signals.jobs()}
+    found = signals.lines(known)
+    assert [line.case for line in found] == list(signals.CASES)
+    for number, line in enumerate(found):
+        assert line.growth == pytest.approx(8 ** (number / 20))
+        assert line.factors[8] == pytest.approx(1)
+    agreement, gradients = signals.correlations(found)
+    assert agreement == pytest.approx(1) and abs(gradients) < 0.2
+    written = page.signals_table(found)
+    assert (
+        "| text, small | adamw, 0.008 | 2 | 0.00 | 0.10 | 1.00 | 1.00 | 1.00 | 1.00 | 1.00 |"
+        in (written)
+    )
+    assert "with the agreement is 1.00" in written
+    assert len(page.signals_picture(found).axes[0].lines) == len(signals.CASES) + 1
+    assert signals.lines({}) == []

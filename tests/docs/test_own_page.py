@@ -14,7 +14,7 @@ import laconic
 from laconic.algorithms.exchanges import Mean
 
 PAGE = (Path(__file__).parents[2] / "docs" / "own_algorithm.md").read_text()
-UPDATE, CHECK, RACE, OUTER, SCHEDULE, MATRICES = re.findall(
+UPDATE, CHECK, RACE, OUTER, LATE, SCHEDULE, MATRICES = re.findall(
     r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL
 )
 LINE = re.compile(r"^ *loss (\d\.\d+), (\d+\.\d+) MB sent by each worker$", re.MULTILINE)
@@ -28,9 +28,9 @@ def run(*blocks: str) -> dict[str, Any]:
 
 
 def test_the_page_runs_and_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    run(UPDATE, CHECK, RACE, OUTER, SCHEDULE, MATRICES)
+    run(UPDATE, CHECK, RACE, OUTER, LATE, SCHEDULE, MATRICES)
     printed, shown = LINE.findall(capsys.readouterr().out), LINE.findall(PAGE)
-    assert len(printed) == 5
+    assert len(printed) == 6
     assert [sent for _, sent in printed] == [sent for _, sent in shown]
     for (loss, _), (expected, _) in zip(printed, shown, strict=True):
         assert float(loss) == pytest.approx(float(expected), rel=0.1)  # processors differ

@@ -28,7 +28,9 @@ def test_solutions_are_right_and_what_stands_there_first_is_not(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     tutorial(monkeypatch, "start", number)
-    tutorial(monkeypatch, "check", number)
+    with pytest.raises(SystemExit) as ended:
+        tutorial(monkeypatch, "check", number)
+    assert ended.value.code == 1
     begun = re.findall(r"^Exercise (\d\.\d): (.*?)\.", capsys.readouterr().out, re.M)
     there = [exercise for exercise in CHECKS if exercise.startswith(f"{number}.")]
     assert begun == [(exercise, "not yet") for exercise in there]
@@ -43,6 +45,7 @@ def tutorial(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     """Run the command line in this process."""
     monkeypatch.setattr(sys, "argv", ["tutorial", *arguments])
     monkeypatch.setattr(checks, "CHOSEN", None)
+    monkeypatch.setattr(checks, "WRONG", [])
     command.main()
 
 
@@ -55,7 +58,8 @@ def test_one_exercise_is_checked_by_its_number(
     assert "# 1.2 How many steps" in Path("my_chapter1.py").read_text()
     assert "math.ceil" not in Path("my_chapter1.py").read_text()  # the solution
     capsys.readouterr()
-    tutorial(monkeypatch, "check", "1.2")
+    with pytest.raises(SystemExit):
+        tutorial(monkeypatch, "check", "1.2")
     assert re.findall(r"Exercise (\d\.\d)", capsys.readouterr().out) == ["1.2"]
 
 

@@ -169,6 +169,11 @@ def silent(members: Members, seconds: float, *places: int) -> dict[str, str]:
 # -- the majority ----
 
 
+def short(members: Members) -> tuple[int, int] | None:
+    """How many are left of how many, if too few are."""
+    return None if members._short is None else members._short[:2]
+
+
 @pytest.mark.parametrize(
     ("count", "lost", "may"),
     [
@@ -182,7 +187,7 @@ def test_more_than_half_must_be_left(
     for losing in (gone, lambda m, *p: silent(m, 1000.0, *p)):
         members = made(count)
         assert members._may(members.view, losing(members, *range(1, 1 + lost))) is may
-        assert members._short == (None if may else (count - lost, count // 2 + 1))
+        assert short(members) == (None if may else (count - lost, count // 2 + 1))
 
 
 @pytest.mark.parametrize("least", [1, 2, 3, 4, 5])
@@ -191,7 +196,7 @@ def test_min_workers_must_be_left(clock: Clock, dead: set[str], least: int, lost
     members = made(5, least)
     may = members._may(members.view, gone(members, *range(1, 1 + lost)))
     assert may is (5 - lost >= least)
-    assert members._short == (None if may else (5 - lost, least))
+    assert short(members) == (None if may else (5 - lost, least))
 
 
 def test_those_that_wait_to_join_count(clock: Clock, dead: set[str]) -> None:
@@ -201,10 +206,76 @@ def test_those_that_wait_to_join_count(clock: Clock, dead: set[str]) -> None:
     store(members).tickets = {1: ALL[0], 2: ALL[3], 3: ALL[4], 4: None}
     dead |= {ALL[3].id, ALL[4].id}
     assert not members._may(members.view, lost)
-    assert members._short == (3, 4)
+    assert short(members) == (3, 4)
     dead.remove(ALL[4].id)
     assert members._may(members.view, lost)
     assert members._short is None
+
+
+def test_too_few_workers_wait_from_when_they_are_too_few(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However long others take to answer whether they live: each question, 5 s, is longer than what
+    `next` sleeps. Said once, with what would help."""
+    members = made(2, wait=9.0)
+    lost = gone(members, 1)
+    seen = []
+
+    def asked(*_: Any) -> list[Member]:
+        clock.sleep(5.0)
+        seen.append(short(members))
+        return []
+
+    monkeypatch.setattr(module, "alive", asked)
+    monkeypatch.setattr(
+        members._changed, "wait", lambda _: members._may(members.view, lost) and None
+    )
+    start = clock.now
+    with (
+        caplog.at_level(logging.WARNING, "laconic"),
+        pytest.raises(LinkError, match=r"1 of at least 2 workers are left\. Nothing has changed"),
+    ):
+        members.next(1)
+    assert clock.now - start <= 5.0 + 9.0 + 5.0
+    assert seen[0] is None and set(seen[1:]) == {(1, 2)}, "as before while it asks"
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "1 of at least 2 workers are left: training waits up to 9 s for others "
+        "(Elastic(min_workers=1) goes on with so many)"
+    )
+
+
+def test_a_silence_that_has_ended_does_not_shorten_the_next_wait(
+    clock: Clock, dead: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = made(2, wait=9.0)
+    lost = gone(members, 1)
+    monkeypatch.setattr(members, "_lost", lambda view: lost)
+    members._turn()
+    assert short(members) == (1, 2)
+    lost = {}
+    members._turn()
+    assert members._short is None
+    clock.now += 100.0
+    lost = gone(members, 1)
+    members._turn()
+    assert members._short == (1, 2, clock.now)
+
+
+def test_broken_connections_do_not_begin_the_wait_anew(
+    clock: Clock, dead: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of at least three are left, and nobody was lost since: each view proposed to connect
+    again is too small."""
+    members = made(2, 3, wait=9.0)
+    members._broken_since = clock.now
+    clock.now += 5.0
+    members._turn()
+    since = clock.now
+    assert members._short == (2, 3, since)
+    clock.now += 5.0
+    members._turn()
+    assert members._short == (2, 3, since)
 
 
 def test_newcomers_that_are_not_active_do_not_count(clock: Clock, dead: set[str]) -> None:
@@ -218,7 +289,7 @@ def test_all_active_workers_are_lost(clock: Clock, dead: set[str]) -> None:
     members = made(2, 1, newcomers=1)
     members.me = ALL[2]
     assert not members._may(members.view, gone(members, 0, 1))
-    assert members._short == (0, 1)
+    assert short(members) == (0, 1)
 
 
 # -- partitions ----
@@ -641,8 +712,9 @@ def test_too_few_for_too_long(
     said: str,
 ) -> None:
     members = made(2, wait=9.0)
-    members._short, members._coordinator_lost = short, coordinator
     start = clock.now
+    members._short = None if short is None else (*short, start)
+    members._coordinator_lost = coordinator
     monkeypatch.setattr(members._changed, "wait", clock.sleep)
     with pytest.raises(LinkError, match=said):
         members.next(1)

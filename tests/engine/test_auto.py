@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import math
 import time
 import warnings
 from collections.abc import Iterator
@@ -668,19 +669,19 @@ def test_a_run_that_goes_on_elsewhere_measures_the_network_there(
 def test_a_comparison_behind_long_messages_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    slow = replace(TEXT, rate=2e5, latency=0.0)
+    slow = replace(TEXT, rate=1e6, latency=0.0)
     monkeypatch.setattr(auto_module.Chooser, "_measure", lambda self: (slow, slow.compute))
-    asked: list[tuple[int, int]] = []
+    asked: list[tuple[int, int, int]] = []
 
     def compare(self: Any, step: int, *_: Any) -> None:
-        asked.append((step, self.now.recipe[0].delay))
+        asked.append((step, self.now.recipe[0].delay, self._cycle))
 
     monkeypatch.setattr(auto_module.Chooser, "_compare", compare)
     la.simulate(lambda rank: run(rank, 80, la.auto(), {}), workers=2)
-    delay = asked[0][1]
+    _, delay, cycle = asked[0]
     assert delay > auto_module.LATER
-    first = 2 + auto_module.WARMUP + auto_module.WINDOW + delay
-    assert {step for step, _ in asked} == {first}
+    first = 2 + auto_module.WARMUP + max(auto_module.WINDOW, cycle) + delay
+    assert min(step for step, _, _ in asked) == first
 
 
 def test_the_first_choice_takes_the_step_that_was_not_held_up() -> None:
@@ -1066,6 +1067,28 @@ def test_another_delay_has_to_pay_for_its_change() -> None:
     assert auto_module.choose(la.auto(), tight, now, {})[0] != now.text
 
 
+def test_two_recipes_do_not_replace_each_other_in_turn() -> None:
+    """With a delay that cannot be longer than its period, messages arrive late: so they do before
+    the recipe is in force, and while it is."""
+    for rate in (1e7, 2e7, 3e7, 5e7, 8e7):
+        facts = replace(TEXT, rate=rate, latency=0.02)
+        found = [c for c in auto_module.candidates(facts) if isinstance(c.recipe[0], Round)]
+        goes = {c.text: auto_module.choose(la.auto(), facts, c, {})[0] for c in found}
+        for text, other in goes.items():
+            assert goes.get(other, other) == other or other == text, (rate, text, other)
+
+
+def test_steps_are_compared_over_whole_intervals() -> None:
+    chooser = auto_module.Chooser(la.auto(), 4)
+    for text, due in (("ddp()", [11, 64, 128]), ("streaming_diloco(512)", [131, 256, 384])):
+        chooser.now = _candidate(text)
+        found = []
+        for steps in range(1, 400):
+            chooser._steps = steps
+            found += [steps] * chooser._due_for_review()
+        assert found[:3] == due
+
+
 # -- what the others wait for ----
 
 
@@ -1158,13 +1181,38 @@ def test_a_delayed_probe_is_not_taken_for_another_rate(
     monkeypatch: pytest.MonkeyPatch, seconds: list[float], rate: float
 ) -> None:
     """Probes of 64 KiB, 256 KiB, 1 MiB, and 4 MiB twice, of which 3/4 are sent; fewer on slow
-    networks."""
-    times = iter([0.2, 0.1, 0.2, 0.1, 0.2, *seconds])  # the small ones: some were delayed
+    networks. ``seconds`` and ``rate`` are those of a network 8 times slower."""
+    small = [2e-3, 1e-3, 2e-3, 1e-3, 2e-3]  # some were delayed
+    times = iter([*small, *(s / 8 for s in seconds)])
     monkeypatch.setattr(probe, "timed", lambda link, device, size: next(times))
     link = NullLink(4)
     monkeypatch.setattr(link, "gather", lambda x: x)
     probed = probe.probe(link, torch.device("cpu"))
-    assert probed.rate == pytest.approx(rate) and probed.latency == 0.1
+    assert probed.rate == pytest.approx(8 * rate) and probed.latency == 1e-3
+
+
+@pytest.mark.parametrize("burst", [0.0, 1e6])
+def test_over_long_round_trips_a_connection_reaches_its_rate_first(
+    monkeypatch: pytest.MonkeyPatch, burst: float
+) -> None:
+    """100 Mbit/s and 20 ms one way. A probe is delayed by a round trip for each time that the bytes
+    in flight have to double, from 14 kB to the 500 kB that fill the network; they double once per
+    probe. A shaper may let the first large one pass at once."""
+    state = {"window": 14e3, "burst": burst}
+
+    def timed(link: Any, device: Any, size: int) -> float:
+        sent = size / 2
+        trips = max(0, math.ceil(math.log2(min(sent, 500e3) / state["window"])))
+        state["window"] *= 2
+        at_once = state["burst"] if size >= 2**20 else 0.0
+        state["burst"] -= at_once
+        return 0.02 + max(sent - at_once, 0.0) * 8 / 1e8 + 0.04 * trips
+
+    monkeypatch.setattr(probe, "timed", timed)
+    link = NullLink(2)
+    monkeypatch.setattr(link, "gather", lambda x: x)
+    probed = probe.probe(link, torch.device("cpu"))
+    assert probed.rate == pytest.approx(1e8, rel=0.01)
 
 
 def _measured(rank: int) -> tuple[str, float]:

@@ -419,6 +419,38 @@ def test_what_finish_does_not_average_stays_the_ranks_own(buffers: Any, tmp_path
     assert not torch.equal(saved[0]["head.0.running_mean"], saved[1]["head.0.running_mean"])
 
 
+@pytest.mark.parametrize("persistent", [True, False])
+def test_infinities_of_a_buffer_stay_infinite(persistent: bool, tmp_path: Path) -> None:
+    """As in a causal mask, whose differences between workers are not numbers."""
+    mask = nn.Transformer.generate_square_subsequent_mask(3)
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        model.register_buffer("mask", mask.clone(), persistent=persistent)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def save(rank: int) -> None:
+        model, optimizer = made()
+        la.attach(model, optimizer, la.local_sgd(2))
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.full((2, 3), 1.0 + rank)).square().sum().backward()
+            optimizer.step()
+        la.save(tmp_path, model, optimizer)
+
+    def load(rank: int) -> Tensor:
+        model, optimizer = made()
+        la.attach(model, optimizer, la.local_sgd(2))
+        la.load(tmp_path, model, optimizer)
+        return model.get_buffer("mask").clone()
+
+    la.simulate(save, workers=3)
+    for workers in (1, 2):
+        for found in la.simulate(load, workers=workers):
+            assert torch.equal(found, mask)
+
+
 def test_a_first_attempt_finds_no_checkpoint(tmp_path: Path) -> None:
     """Nor does one whose first save was cut short, or on a host that is new."""
     (tmp_path / "host0").mkdir()

@@ -26,6 +26,8 @@ class Worker:
         self.all: list[int] = []
         self.step = 0
         self.iterator = iter(self.sampler)
+        self.rounds: list[list[bool]] = []
+        """Whether each one is complete."""
 
     def draw(self, count: int) -> None:
         for _ in range(count):
@@ -36,7 +38,11 @@ class Worker:
         self.step += 1
 
     def finish_step(self, *, began: bool, idle: bool) -> None:
-        self.reports.after_step(began=began, idle=idle)
+        round = [False]
+        self.rounds += [round] * began
+        for each in self.rounds if idle else ():
+            each[0] = True
+        self.reports.after_step((lambda: round[0]) if began else None)
 
 
 def meet(view: list[tuple[str, Worker]], interrupted: set[str]) -> None:
@@ -119,10 +125,26 @@ def test_what_a_round_sends_counts_once_it_is_complete() -> None:
     assert found == [
         (1, 0, (3, 0)),
         (2, 0, (6, 0)),
-        (3, 1, (9, 3)),
-        (4, 1, (12, 3)),
+        (3, 2, (9, 6)),
+        (4, 2, (12, 6)),
         (5, 5, (15, 15)),
     ]
+
+
+def test_rounds_count_one_by_one_while_others_are_under_way() -> None:
+    """Each takes two steps, and one begins in each step: some round is always under way."""
+    worker = Worker(100, "again")
+    meet([("a", worker)], set())
+    sent = []
+    for step in range(6):
+        worker.draw(1)
+        if step >= 2:
+            worker.rounds[step - 2][0] = True
+        worker.finish_step(began=True, idle=False)
+        heard = Heard.unpack(worker.reports.note(), 1)
+        assert heard is not None
+        sent.append((heard.sent, heard.drawn[0][1]))
+    assert sent == [(0, 0), (0, 0), (1, 1), (2, 2), (3, 3), (4, 4)]
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,8 @@ def test_a_race_as_hoped_for() -> None:
         "times as fast), and ended at 2.20, the lowest of all recipes."
     )
     assert alone == (
-        "Hosts that never communicate end at 2.50, the mean of their own models: all recipes but "
-        "ddp() are ahead of them."
+        "Hosts that never communicate end at 2.50, the mean loss of their own models: all recipes "
+        "but ddp() are ahead of them."
     )
 
 

@@ -154,8 +154,8 @@ class Update:
     def fold(
         self, x: Tensor, received: Tensor, sent: Tensor | None, state: State, clock: Clock
     ) -> Tensor:
-        """Return the new ``x``. May overwrite ``x`` and ``received``. ``sent`` is ``y`` where
-        `keeps_sent` and the round has a delay, else None."""
+        """Return the new ``x``. May overwrite ``x`` and ``received``. ``sent`` is ``y``, the ``x``
+        of when the message was sent, where `keeps_sent` and the round has a delay; else None."""
         return received
 
     @property

@@ -66,6 +66,11 @@ class Messenger:
         with channel.states() as (state, _):
             message = returned(update, "send", update.send(y, state, clock), state)
         if update.keeps_sent and message is y:
+            if update.sends_changes:
+                raise ValueError(
+                    f"{type(update).__name__}.send overwrites x, which its `fold` needs "
+                    "(keeps_sent): return a new tensor"
+                )
             message = y.clone()
         return message, y if update.keeps_sent else None
 

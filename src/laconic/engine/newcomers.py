@@ -160,7 +160,7 @@ class Donor:
         session, rounds = self._driver.session, self._driver.rounds_done
         began = rounds > self._rounds or self._driver.run.averages_gradients(session.step)
         self._rounds = rounds
-        self._reports.after_step(began=began, idle=session.comm.idle)
+        self._reports.after_step(session.comm.latest() if began else None)
         if self._leaving or self._link.reception.leaves(session.step):
             self._leave_run()
         for id, received in self._link.reception.bequests(session.step):

@@ -110,7 +110,8 @@ class _Mean:
         if self.value is None:
             self.value = x
         else:
-            self.value.add_(x.sub_(self.value), alpha=weight / self._total)
+            equal = x == self.value  # also infinities, as masks have, whose difference is NaN
+            self.value.add_(x.sub_(self.value).masked_fill_(equal, 0.0), alpha=weight / self._total)
 
 
 def _at_rest(

@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -47,6 +48,15 @@ class Heard(NamedTuple):
         return None
 
 
+class _Sending(NamedTuple):
+    """What a round under way sends: the ``step`` after which it began, and what was ``drawn`` of
+    each sampler until then. ``complete()``: whether others have received it."""
+
+    step: int
+    drawn: list[int]
+    complete: Callable[[], bool]
+
+
 class Reports:
     """Those of this worker, and what follows from those of all. ``samplers``: the same on all
     workers, by name."""
@@ -57,8 +67,8 @@ class Reports:
         self._lock = threading.Lock()
         self._deal, self._ids = 0, list[str]()
         self._step = self._sent = 0
-        self._sending: tuple[int, list[int]] | None = None
-        """The steps that a round under way sends, and what was drawn for them."""
+        self._sending: deque[_Sending] = deque()
+        """What rounds under way send, oldest first."""
         self.workers_lost = self.steps_lost = 0
         """Over the whole run: workers that are gone, and those of their steps that no other worker
         has received, as far as they were heard of."""
@@ -85,40 +95,45 @@ class Reports:
         host = socket.gethostname() if number is None else f"host{number}"
         self._record("begin", host=host)
 
-    def after_step(self, *, began: bool, idle: bool) -> None:
-        """A step was computed. ``began``: a round was begun after it. ``idle``: all rounds that
-        were begun are complete."""
+    def after_step(self, complete: Callable[[], bool] | None) -> None:
+        """A step was computed. ``complete``: whether the round that was begun after it is complete,
+        now or later; None if none was."""
         with self._lock:
             self._step += 1
-            if began and self._sending is None:
-                self._send()
-            if idle:
+            if complete is not None:
+                self._send(complete)
+            while self._sending and self._sending[0].complete():
                 self._receive()
 
     def leave(self) -> None:
         """This worker leaves by itself. All rounds that were begun are complete."""
         with self._lock:
-            self._receive()
+            self._receive_all()
         self._record("left")
 
     def finish(self, *, mean: bool) -> None:
         """`Synchronizer.finish` is complete. With ``mean``, all steps are in the consensus."""
         with self._lock:
+            self._receive_all()
             if mean:
-                self._send()
-            self._receive()
+                self._send(lambda: True)
+                self._receive()
         self._record("finished")
 
-    def _send(self) -> None:
-        self._sending = self._step, [s.progress().drawn for s in self._samplers]
+    def _send(self, complete: Callable[[], bool]) -> None:
+        drawn = [s.progress().drawn for s in self._samplers]
+        self._sending.append(_Sending(self._step, drawn, complete))
 
     def _receive(self) -> None:
-        """Others have received what was sent."""
-        if self._sending is not None:
-            self._sent, drawn = self._sending
-            self._sending = None
-            for sampler, count in zip(self._samplers, drawn, strict=True):
-                sampler.mark(count)
+        """Others have received what the oldest round sends."""
+        oldest = self._sending.popleft()
+        self._sent = oldest.step
+        for sampler, count in zip(self._samplers, oldest.drawn, strict=True):
+            sampler.mark(count)
+
+    def _receive_all(self) -> None:
+        while self._sending:
+            self._receive()
 
     def _record(self, presence: str, **more: Any) -> None:
         steps = [self._step, self._sent]
@@ -133,7 +148,8 @@ class Reports:
         """The samplers have loaded states of workers that had ``drawn`` so many, by the sampler's
         name. Deal the rest to the workers ``ids``."""
         with self._lock:
-            self._deal, self._ids, self._sending = self._deal + 1, list(ids), None
+            self._deal, self._ids = self._deal + 1, list(ids)
+            self._sending.clear()
             for name, sampler in zip(self._names, self._samplers, strict=True):
                 if name in drawn:
                     sampler.deal(drawn[name], self._ids.index(me), len(self._ids))
@@ -174,7 +190,8 @@ class Reports:
             self.workers_lost, self.steps_lost = base["lost"]
             self.workers_lost += len(gone)
             self.steps_lost += sum(max(h.step - h.sent, 0) for h in last.values())
-            self._deal, self._ids, self._sending = deal + 1, list(reports), None
+            self._deal, self._ids = deal + 1, list(reports)
+            self._sending.clear()
             for index, sampler in enumerate(self._samplers):
                 state, lost = base["deals"][index], 0
                 counts = dict.fromkeys(range(state["workers"]), 0)

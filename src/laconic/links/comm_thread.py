@@ -323,10 +323,9 @@ class CommThread:
         """Run jobs again after one that has failed."""
         self._error = self._latest = None
 
-    @property
-    def idle(self) -> bool:
-        """Whether all jobs have ended."""
-        return self._latest is None or self._latest.event.is_set()
+    def latest(self) -> Callable[[], bool]:
+        """A function that says whether the job submitted last has ended, and so all before it."""
+        return _ended if self._latest is None else self._latest.event.is_set
 
     @property
     def failed(self) -> bool:
@@ -358,6 +357,10 @@ class CommThread:
         threading.Thread(
             target=check.run, args=(self._check,), daemon=True, name="laconic-check"
         ).start()
+
+
+def _ended() -> bool:
+    return True
 
 
 _threads: weakref.WeakSet[CommThread] = weakref.WeakSet()

@@ -153,7 +153,10 @@ class Stage:
         if not able and len(self.left) < size:
             waiting = [c for c in self.collectives.values() if c.result is None]
             stuck = "; ".join(f"ranks {sorted(c.received)} in {c.call}" for c in waiting)
-            ended = f"; ranks {sorted(self.left)} have ended" if self.left else ""
+            ended = ""
+            if self.left:
+                same = "do all workers take the same number of steps?"
+                ended = f"; ranks {sorted(self.left)} have ended: {same}"
             late = "; ".join(why for each in self.syncers.values() if (why := str(each)))
             reasons = "; ".join(part for part in (stuck, late) if part) + ended
             self.fail(f"the workers wait for each other in vain: {reasons}", self.left)

@@ -157,7 +157,7 @@ def _about_alone(result: Result) -> str:
         order = f"only {listed(ahead)} {'is' if len(ahead) == 1 else 'are'} ahead of them"
     else:
         order = f"all recipes but {listed(rest)} are ahead of them"
-    mean = "the mean of their own models"
+    mean = "the mean loss of their own models"
     return f"Hosts that never communicate end at {show(alone)}, {mean}: {order}"
 
 

@@ -109,8 +109,9 @@ class Members:
         self._broken_since: float | None = None
         self.farewell: Callable[[], str] = str
         """This worker's last note, where it leaves by itself."""
-        self._short: tuple[int, int] | None = None
-        """How many workers are left and how many are needed, where too few are left."""
+        self._short: tuple[int, int, float] | None = None
+        """How many workers are left, how many are needed, and since when (`time.monotonic`), where
+        too few are left."""
         self._coordinator_lost = self._damage = ""
         self._reconnects = 0
         """How many of the latest views had no other members than the view before."""
@@ -192,7 +193,7 @@ class Members:
     def next(self, epoch: int) -> View:
         """Wait for a view after ``epoch``, and return the latest. Raises `LinkError` if this worker
         is not in it, or there are too few workers for too long."""
-        short_since: float | None = None
+        stalled_since: float | None = None
         while True:
             with self._changed:
                 if not self._removed and self.view.epoch <= epoch:
@@ -204,19 +205,12 @@ class Members:
                 )
             if self.view.epoch > epoch:
                 return self.view
-            stalled = self._stalled()
-            short_since = (short_since or time.monotonic()) if stalled else None
-            if short_since is not None and time.monotonic() - short_since >= self.rules.wait:
-                raise LinkError(f"{stalled}. Nothing has changed within {self.rules.wait:g} s")
-
-    def _stalled(self) -> str:
-        """Why no view can be decided at present; empty if one can."""
-        if self._short is not None:
-            left, least = self._short
-            return f"{left} of at least {least} workers are left"
-        if self._coordinator_lost or self._damage:
-            return f"a worker was lost, and {self._coordinator_lost or self._damage}"
-        return ""
+            short, other = self._short, self._coordinator_lost or self._damage
+            stalled_since = (stalled_since or time.monotonic()) if short or other else None
+            since = stalled_since if short is None else short[2]
+            if since is not None and time.monotonic() - since >= self.rules.wait:
+                why = f"a worker was lost, and {other}" if short is None else _too_few(*short[:2])
+                raise LinkError(f"{why}. Nothing has changed within {self.rules.wait:g} s")
 
     def add(self, newcomer: Member) -> None:
         """Propose a view with ``newcomer``. Raises `LinkError` if it does not answer: the others
@@ -320,7 +314,9 @@ class Members:
         broken = self._broken_since
         patience = min(RECONNECT * 2**self._reconnects, MOST_PATIENCE)
         again = broken is not None and time.monotonic() - broken >= patience
-        if (lost or new or again) and self._may(view, lost):
+        if not (lost or new or again):
+            self._short = None  # they were silent only for a while
+        elif self._may(view, lost):
             proposed = view.after(lost, new)
             if self._leaving:
                 proposed = replace(proposed, farewell=(self.me.id, self.farewell()))
@@ -360,14 +356,14 @@ class Members:
         if self._leaving and left:
             return True
         active, least = left, self.rules.least(len(before))
-        self._short = None
-        if left < least:
+        if left < least:  # to ask those that have come takes time: `_short` stays meanwhile
             left += len(
                 alive([m for m in self._entered() if view.place(m.id) is None], self.secret)
             )
         if left < least or not active:
-            self._short = left, least
+            self._fall_short(left, least)
             return False
+        self._short = None
         # the others may be a majority on the far side of a partition: let them be first
         there = before - self.signs.gone
         silent = {id: since for id in there if (since := self.signs.silent_since(id)) is not None}
@@ -375,6 +371,19 @@ class Members:
         if lately is not None and 2 * len(before - lost.keys() - silent.keys()) <= len(there):
             return time.monotonic() - lately >= 2 * self.signs.deadline
         return True
+
+    def _fall_short(self, left: int, least: int) -> None:
+        """Too few workers are ``left``: `next` waits for others."""
+        if self._short is None:
+            more = f"Elastic(min_workers={left}) goes on with so many" if left else ""
+            log.warning(
+                "%s: training waits up to %g s for others%s",
+                _too_few(left, least),
+                self.rules.wait,
+                more and f" ({more})",
+            )
+        since = time.monotonic() if self._short is None else self._short[2]
+        self._short = left, least, since
 
     def _entered(self) -> list[Member]:
         return list(self.registry.entered().values())
@@ -385,7 +394,7 @@ class Members:
                 return
             again = self._view is not None and view.members == self._view.members
             self._reconnects = self._reconnects + 1 if again else 0
-            self._view = view
+            self._view, self._short = view, None
             if view.place(self.me.id) is not None:
                 self._entered_view, self.expecting = True, False
             elif self._entered_view:
@@ -399,6 +408,10 @@ class Members:
             self._changed.notify_all()
         log.info("view %d, %d workers: %s", view.epoch, len(view.members), view.why)
         self.on_view(view)
+
+
+def _too_few(left: int, least: int) -> str:
+    return f"{left} of at least {least} workers are left"
 
 
 _open: weakref.WeakSet[Members] = weakref.WeakSet()
