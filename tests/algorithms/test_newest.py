@@ -347,6 +347,27 @@ def test_singular_vectors_remain_and_singular_values_come_near_one() -> None:
         assert values.min() > 0.6 and values.max() < 1.3
         assert torch.allclose(u @ torch.diag(values) @ vt, orthogonal(s), atol=1e-4)
     assert torch.equal(orthogonal(torch.zeros(3, 2)), torch.zeros(3, 2))
+    assert torch.equal(orthogonal(torch.zeros(2, 7)), torch.zeros(2, 7))
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (32, 24), (24, 40), (96, 24)])
+@pytest.mark.parametrize("smallest", [1.0, 1e-3, 1e-6, 0.0])
+def test_muons_iterations_change_singular_values_alone(
+    shape: tuple[int, int], smallest: float
+) -> None:
+    """By the polynomial of Muon, whichever way they are computed."""
+    generator = torch.Generator().manual_seed(1)
+    random = torch.randn(shape, generator=generator, dtype=torch.float64)
+    u, values, vt = torch.linalg.svd(random, full_matrices=False)
+    values[len(values) // 2 :] *= smallest
+    s = u @ values.diag() @ vt
+    found = values / values.norm()
+    for _ in range(5):
+        found = 3.4445 * found - 4.7750 * found**3 + 2.0315 * found**5
+    expected = u @ found.diag() @ vt
+    for dtype, least in ((torch.float64, 1e-12), (torch.float32, 1e-3)):
+        apart = (orthogonal(s.to(dtype)) - expected).norm() / expected.norm()
+        assert apart < least
 
 
 def test_of_vectors_alone_a_muon_step_is_nesterov() -> None:

@@ -76,18 +76,46 @@ def operations(shape: Sequence[int]) -> int:
     if len(shape) != 2 or min(shape) < 2:
         return 0
     a, b = min(shape), max(shape)
+    if is_long(shape):
+        return 4 * a * a * b + (8 * ITERATIONS - 6) * a**3
     return ITERATIONS * (4 * a * a * b + 2 * a**3)
+
+
+def is_long(shape: Sequence[int]) -> bool:
+    """Whether `orthogonal` iterates on the square of a matrix of this ``shape``, and not on the
+    matrix itself, which takes more operations then."""
+    return max(shape) > 1.5 * min(shape)
 
 
 def orthogonal(s: Tensor) -> Tensor:
     """Return U V^T of ``s = U S V^T``, approximately, as a new tensor; zeros for zeros. ``s`` must
-    have two dimensions."""
+    have two dimensions.
+
+    An iteration is X <- P X with P = pI + qG + rG^2 and G = X X^T, all of which commute. If X is
+    long, the iterations are on G <- P G P and on the product of all P, which multiplies X once."""
     x = s.mH if s.shape[0] > s.shape[1] else s
     length = torch.linalg.vector_norm(x)
     x = x / torch.where(length > 0, length, 1)
     p, q, r = COEFFICIENTS
     with torch.autocast(s.device.type, enabled=False):
-        for _ in range(ITERATIONS):
-            square = x @ x.mH
-            x = p * x + (q * square + r * square @ square) @ x
+        if is_long(s.shape):
+            x = _product(x @ x.mH) @ x
+        else:
+            for _ in range(ITERATIONS):
+                square = x @ x.mH
+                x = p * x + (q * square + r * square @ square) @ x
     return (x.mH if s.shape[0] > s.shape[1] else x).clone()
+
+
+def _product(square: Tensor) -> Tensor:
+    """The product of the P of all iterations, from the first G."""
+    p, q, r = COEFFICIENTS
+    product = None
+    for left in reversed(range(ITERATIONS)):
+        factor = torch.addmm(square, square, square, beta=q, alpha=r)
+        factor.diagonal().add_(p)
+        product = factor if product is None else factor @ product
+        if left:
+            square = factor @ square @ factor
+    assert product is not None, "there are iterations"
+    return product

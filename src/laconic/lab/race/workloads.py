@@ -186,7 +186,7 @@ def _digits_batches(
 
 # --- text: the bytes of any file, a decoder-only transformer -------------------------------------
 
-VOCABULARY, WIDTH, LAYERS, HEADS, CONTEXT = 256, 128, 4, 4, 64
+VOCABULARY, WIDTH, LAYERS, HEAD, CONTEXT = 256, 128, 4, 32, 64
 TEXT_BATCH = 16
 """Crops per worker and step: 1024 bytes, about 70 ms on one core."""
 SMALL, SMALL_BATCH = "text-small", 4
@@ -290,35 +290,37 @@ def _validation_crops(corpus: Tensor, most: int) -> tuple[Batch, ...]:
 class Block(nn.Module):
     """Pre-norm transformer block: x + attention(norm(x)), then x + MLP(norm(x))."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.output = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.mlp_norm = nn.LayerNorm(WIDTH)
+        self.heads = width // HEAD
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.output = nn.Linear(width, width, bias=False)
+        self.mlp_norm = nn.LayerNorm(width)
         self.mlp = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (batch, HEADS, length, WIDTH / HEADS)
+        batch, length, width = x.shape
+        qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, HEAD)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, length, HEAD)
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.output(heads.transpose(1, 2).reshape(batch, length, WIDTH))
+        x = x + self.output(heads.transpose(1, 2).reshape(batch, length, width))
         return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
 
 
 class ByteTransformer(nn.Module):
-    """Decoder-only transformer over bytes, 865,280 parameters, learned positions, untied head."""
+    """Decoder-only transformer over bytes, learned positions, untied head. By default, it has
+    865,280 parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.bytes = nn.Embedding(VOCABULARY, WIDTH)
-        self.positions = nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.bytes = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(CONTEXT, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(LAYERS)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY)
         for embedding in (self.bytes, self.positions):
             nn.init.normal_(embedding.weight, std=0.02)
 
