@@ -340,8 +340,8 @@ assert winner[1e8][0] == "ddp int4" and winner[1e7][0] == "streaming DiLoCo"
 # Bandwidth alone therefore decides nothing. With a GPU that computes a step ten times as fast, each
 # of these ranges moves to networks ten times as fast. With a larger batch, they move to slower
 # ones. [The race](../race.md) has the loss itself, after 280 s with four hosts: at 100 Mbit/s,
-# `auto()`, which chose streaming DiLoCo, has the lowest loss; at 1 Gbit/s, gradients in 8 bits and
-# in 16 bits are level.
+# `auto()`, which chose streaming DiLoCo, has the lowest loss; at 1 Gbit/s, it is 1% below gradients
+# in 16 bits.
 #
 # ## Let it choose
 #

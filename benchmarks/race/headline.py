@@ -44,7 +44,10 @@ NAMES = {
     "fairscale(24, 0.2)": "fairscale SlowMo",
     "torchft(24, outer=True, momentum=0.5)": "torchft DiLoCo",
     "torchft(24, outer=True, momentum=0.5, bucketed=True, fragments=2, delay=4, alpha=0.5)": (
-        "torchft streaming DiLoCo"
+        "torchft streaming DiLoCo, period 24"
+    ),
+    "torchft(48, outer=True, momentum=0.5, bucketed=True, fragments=2, delay=18, alpha=0.5)": (
+        "torchft streaming DiLoCo, period 48"
     ),
 }
 """What the picture calls a row."""

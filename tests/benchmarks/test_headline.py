@@ -25,6 +25,7 @@ def test_ours_is_shown_beside_the_best_of_the_others(rate: float) -> None:
     left_out = peers.keys() - {*between}
     assert max(peers[text] for text in others) <= min((peers[t] for t in left_out), default=9.0)
     assert (headline.DDP in between) == (headline.DDP in peers)
+    assert headline.NAMES.keys() >= {first, *between, last}, "a long text leaves no room to draw"
 
 
 @pytest.mark.parametrize("theme", headline.THEMES)
