@@ -18,6 +18,7 @@ import argparse
 import json
 import math
 import warnings
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from itertools import pairwise
 
@@ -76,8 +77,8 @@ def train(text: str, steps: int, seed: int) -> float:
     return sum(losses) / WORKERS
 
 
-def factor(loss: float, ddp: dict[int, float]) -> float:
-    """Return STEPS over the steps with which ``ddp`` (losses by steps) reaches ``loss``.
+def factor(loss: float, ddp: Mapping[int, float], steps: int = STEPS) -> float:
+    """Return ``steps`` over the steps with which ``ddp`` (losses by steps) reaches ``loss``.
 
     Outside the range of ``ddp``'s losses, the nearest number of steps is used.
     """
@@ -85,8 +86,8 @@ def factor(loss: float, ddp: dict[int, float]) -> float:
     for (a, high), (b, low) in pairwise(points):
         if high >= loss >= low:
             share = (high - loss) / (high - low)
-            return STEPS / math.exp(math.log(a) + share * math.log(b / a))
-    return STEPS / (points[-1] if loss < points[-1][1] else points[0])[0]
+            return steps / math.exp(math.log(a) + share * math.log(b / a))
+    return steps / (points[-1] if loss < points[-1][1] else points[0])[0]
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from statistics import fmean, median
 
 import torch
@@ -118,7 +119,7 @@ def seconds_of(text: str, facts: Facts) -> float:
 
 def table(facts: Facts, steps: int, losses: dict[str, float]) -> str:
     """The rows of one model: losses, and seconds per step by network."""
-    nets = {name: facts_at(facts, rate) for name, rate in RATES.items()}
+    nets = {name: replace(facts, rate=rate) for name, rate in RATES.items()}
     choices = {name: chosen(net) for name, net in nets.items()}
     lines = [
         f"{facts.elements:,} parameters, {facts.workers} workers, {steps} steps; a step computes "
@@ -137,10 +138,6 @@ def table(facts: Facts, steps: int, losses: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
-def facts_at(facts: Facts, rate: float) -> Facts:
-    return Facts(**{**vars(facts), "rate": rate})
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.larger")
     parser.add_argument("--widths", nargs="+", type=int, default=[128, 384, 768])
@@ -150,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     for width in options.widths:
         facts = facts_of(width, options.workers)
-        texts = [*ROWS, *(chosen(facts_at(facts, rate)) for rate in RATES.values())]
+        texts = [*ROWS, *(chosen(replace(facts, rate=rate)) for rate in RATES.values())]
         with ProcessPoolExecutor() as pool:
             runs = {
                 text: [

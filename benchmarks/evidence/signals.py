@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import correlation, fmean
 from typing import NamedTuple
@@ -29,6 +28,7 @@ from torch import Tensor
 import laconic
 from benchmarks.evidence.runs import Job, optimizers_of, steps_of
 from benchmarks.evidence.tasks import task
+from benchmarks.factors import factor
 from benchmarks.journal import Journal
 from laconic.algorithms.parse import parse_recipe
 from laconic.algorithms.round import Round
@@ -181,16 +181,6 @@ class Line:
         return self.factors[PERIODS[-1]] / self.factors[PERIODS[0]]
 
 
-def factor(loss: float, ddp: Mapping[int, float]) -> float:
-    """`STEPS` over the steps with which `ddp` (losses by steps) reaches ``loss``, interpolated over
-    log(steps); at the ends of its range, the nearest number of steps."""
-    points = sorted(ddp.items())
-    for (a, high), (b, low) in pairwise(points):
-        if high >= loss >= low:
-            return STEPS / math.exp(math.log(a) + (high - loss) / (high - low) * math.log(b / a))
-    return STEPS / (points[-1] if loss < points[-1][1] else points[0])[0]
-
-
 def lines(known: Mapping[Job, Seen]) -> list[Line]:
     """The cases of which all runs are known."""
     found = []
@@ -203,7 +193,7 @@ def lines(known: Mapping[Job, Seen]) -> list[Line]:
             ddp = {job.steps: known[job].loss for job in each if job.recipe == "ddp()"}
             for period in PERIODS:
                 job = next(j for j in each if j.recipe == recipe_of(period))
-                factors[period].append(factor(known[job].loss, ddp))
+                factors[period].append(factor(known[job].loss, ddp, STEPS))
         short = [known[j] for each in of for j in each if j.recipe == recipe_of(PERIODS[0])]
         signals = fmean(s.agreement for s in short), fmean(s.gradients for s in short)
         found.append(Line(case, *signals, {p: fmean(f) for p, f in factors.items()}))

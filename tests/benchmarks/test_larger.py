@@ -48,7 +48,7 @@ def test_the_table_marks_the_choice_of_auto() -> None:
     model = ByteTransformer(WIDTH)
     shapes = tuple(tuple(p.shape) for p in model.parameters())
     facts = Facts(4, shapes, 4, 0.01, math.inf, 1e-4, muon=True)
-    choices = [larger.chosen(larger.facts_at(facts, rate)) for rate in larger.RATES.values()]
+    choices = [larger.chosen(replace(facts, rate=rate)) for rate in larger.RATES.values()]
     text = larger.table(facts, STEPS, {row: 2.5 for row in [*larger.ROWS, *choices]})
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     assert sum(line.count("**") // 2 for line in rows) == len(larger.RATES)
