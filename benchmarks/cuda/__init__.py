@@ -16,7 +16,11 @@ Run = Callable[[torch.device], Numbers]
 
 
 class FailedError(Exception):
-    """A result is wrong, or misses its limit."""
+    """A result is wrong, or misses its limit. ``numbers``: what was found."""
+
+    def __init__(self, text: str, numbers: Numbers | None = None) -> None:
+        super().__init__(text)
+        self.numbers = numbers or {}
 
 
 @dataclass(frozen=True)

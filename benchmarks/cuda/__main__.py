@@ -33,7 +33,7 @@ def run_all(parts: list[Part], device: torch.device) -> list[dict[str, Any]]:
         try:
             numbers = each.run(device)
         except FailedError as failed:
-            error = str(failed)
+            error, numbers = str(failed), failed.numbers
         except Exception as raised:
             traceback.print_exc()
             error = f"{type(raised).__name__}: {raised}".splitlines()[0]

@@ -34,7 +34,10 @@ def _row(result: dict[str, Any], name: str) -> dict[str, Any] | None:
 def _cell(row: dict[str, Any] | None) -> str:
     if row is None:
         return "never run"
-    numbers = "; ".join(f"{name} {value:.3g}" for name, value in row["numbers"].items())
+    numbers = "; ".join(
+        f"{name} {value:,.0f}" if value >= 1000 else f"{name} {value:.3g}"
+        for name, value in row["numbers"].items()
+    )
     said = "failed: " + row["error"].replace("|", "\\|") if row["error"] else "ok"
     return f"{said}. {numbers}" if numbers else said
 

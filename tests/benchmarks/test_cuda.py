@@ -29,7 +29,7 @@ def test_without_a_gpu_it_lists_what_was_not_run(capsys: pytest.CaptureFixture[s
 
 def test_a_part_that_fails_ends_no_other(capsys: pytest.CaptureFixture[str]) -> None:
     def wrong(_: torch.device) -> dict[str, float]:
-        raise FailedError("2 is not 3")
+        raise FailedError("2 is not 3", {"b": 2.0})
 
     def broken(_: torch.device) -> dict[str, float]:
         raise RuntimeError("CUDA error\nmore")
@@ -41,7 +41,7 @@ def test_a_part_that_fails_ends_no_other(capsys: pytest.CaptureFixture[str]) -> 
     ]
     found = run_all(parts, CPU)
     assert [row["error"] for row in found] == ["2 is not 3", "RuntimeError: CUDA error", ""]
-    assert found[2]["numbers"] == {"a": 1.0}
+    assert [row["numbers"] for row in found] == [{"b": 2.0}, {}, {"a": 1.0}]
     assert "FAILED: 2 is not 3" in capsys.readouterr().out
 
 
@@ -59,7 +59,7 @@ def test_the_table(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(json.dumps(result))
     text = page.table(page.read(tmp_path))
     assert "| part | X, torch 2, 2030-01-01 |" in text
-    assert "(`codecs`) | ok. shapes 3.5e+03 |" in text
+    assert "(`codecs`) | ok. shapes 3,500 |" in text
     assert "(`offload`) | failed: a \\| b |" in text
     assert text.count("| never run |") == len(PARTS) - 2
 
