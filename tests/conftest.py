@@ -6,6 +6,7 @@ top of this file.
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 
 # pytest keeps the test modules that it has rewritten: half of the time of collecting the tests
 sys.dont_write_bytecode = False
+
+# under nohup, all programs that tests start would ignore SIGHUP, which some tests send them: a
+# handler, unlike SIG_IGN, ends with exec, and lets the tests themselves go on
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 HOSTS = {
     "advise_hosts",
