@@ -27,13 +27,16 @@ from reference import (
     run,
 )
 from reference_newest import (
+    FIRST_POLYNOMIAL,
+    SECOND_POLYNOMIAL,
     Outer,
     des_loc,
     diloco_rda,
     length,
     muloco,
     muon_direction,
-    newton_schulz,
+    odd,
+    polar,
     radial_directional,
 )
 
@@ -229,38 +232,51 @@ def test_tensors_are_averaged_on_their_own() -> None:
 
 
 # ---------------------------------------------------------------- Muon's direction
-def scalar(sigma: float) -> float:
-    """What five steps make of a singular value."""
-    for _ in range(5):
-        sigma = 3.4445 * sigma - 4.7750 * sigma**3 + 2.0315 * sigma**5
-    return sigma
+@pytest.mark.parametrize(
+    ("coefficients", "least", "most", "apart"),
+    [(FIRST_POLYNOMIAL, 0.015, 1.0, 0.8004), (SECOND_POLYNOMIAL, 0.1996, 1.8004, 0.2285)],
+)
+def test_each_polynomial_is_the_one_nearest_to_one(
+    coefficients: tuple[float, ...], least: float, most: float, apart: float
+) -> None:
+    """Its distance is largest at 6 points, with alternating signs (Chebyshev's criterion for 5
+    coefficients)."""
+    off = odd(coefficients, np.linspace(least, most, 20001)) - 1.0
+    assert abs(np.abs(off).max() - apart) < 1e-3
+    peaks = off[np.abs(off) > apart - 1e-3]
+    assert np.count_nonzero(np.diff(np.sign(peaks))) == 5
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (4, 6), (5, 5)])
-def test_newton_schulz_keeps_singular_vectors(shape: tuple[int, int]) -> None:
+def test_singular_values_come_near_one(shape: tuple[int, int]) -> None:
     s = np.random.default_rng(4).standard_normal(shape)
-    o = newton_schulz(s)
-    left, sigma, right = np.linalg.svd(s, full_matrices=False)
-    wanted = [scalar(value / length(s)) for value in sigma]
-    near(left.T @ o @ right.T, np.diag(wanted))
-    near(o, left @ np.diag(wanted) @ right)
-    if shape == (6, 4):
-        found = np.linalg.svd(o, compute_uv=False)
-        assert found.min() >= 0.6 and found.max() <= 1.3
-        assert sigma.max() / sigma.min() > 1.3 / 0.6
+    sigma, found = (np.linalg.svd(x, compute_uv=False) for x in (s, polar(s)))
+    assert sigma.max() / sigma.min() > 1.23 / 0.77
+    assert found.min() >= 0.77 and found.max() <= 1.23
 
 
-def test_newton_schulz_by_hand() -> None:
-    # diag(3, 4)/5, element by element, as nothing mixes the two.
-    near(newton_schulz(np.diag([3.0, 4.0])), np.diag([scalar(0.6), scalar(0.8)]))
+def test_polar_by_hand() -> None:
+    # diag(3, 4), element by element, as nothing mixes the two
+    most = (3.0**8 + 4.0**8) ** 0.125
+    expected = [scalar(3.0 / most), scalar(4.0 / most)]
+    near(polar(np.diag([3.0, 4.0])), np.diag(expected))
     s = rng.standard_normal((6, 4))
-    near(newton_schulz(s.T), newton_schulz(s).T)
-    near(newton_schulz(7.0 * s), newton_schulz(s))
-    near(newton_schulz(-s), -newton_schulz(s))
+    near(polar(s.T), polar(s).T)
+    near(polar(7.0 * s), polar(s))
+    near(polar(-s), -polar(s))
+
+
+def scalar(sigma: float) -> float:
+    """What the two polynomials make of a singular value."""
+    for p in (FIRST_POLYNOMIAL, SECOND_POLYNOMIAL):
+        square = sigma * sigma
+        sigma *= p[0] + square * (p[1] + square * (p[2] + square * (p[3] + square * p[4])))
+    return sigma
 
 
 def test_muon_s_direction_by_hand() -> None:
-    p, q = scalar(0.6), scalar(0.8)
+    most = (3.0**8 + 4.0**8) ** 0.125
+    p, q = scalar(3.0 / most), scalar(4.0 / most)
     found = muon_direction(np.diag([3.0, 4.0]))
     near(found, np.diag([5.0 * p / math.hypot(p, q), 5.0 * q / math.hypot(p, q)]))
     near(muon_direction(3.0 * np.eye(4)), 3.0 * np.eye(4))  # already orthogonal

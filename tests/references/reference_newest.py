@@ -142,26 +142,37 @@ class RadialDiLoCo(Outer):
         return radial_directional(d)
 
 
-def newton_schulz(s: Array) -> Array:
-    """X = s/||s|| ;  5 times:  A = X X^T ;  X <- 3.4445*X + (-4.7750*A + 2.0315*A A) X
+FIRST_POLYNOMIAL = 13.3353, -125.259, 411.677, -525.989, 228.036
+SECOND_POLYNOMIAL = 4.20428, -8.82639, 7.98534, -2.97027, 0.383593
 
-    Muon's (Jordan 2024), for a matrix other than 0; of s^T, transposed back, if s has more rows
-    than columns. Singular vectors stay, singular values come near 1."""
-    if s.shape[0] > s.shape[1]:
-        return newton_schulz(s.T).T
-    x = s / length(s)
-    for _ in range(5):
-        a = x @ x.T
-        x = 3.4445 * x + (-4.7750 * a + 2.0315 * (a @ a)) @ x
-    return x
+
+def odd(coefficients: Sequence[float], sigma: Array) -> Array:
+    """p_0*sigma + p_1*sigma^3 + p_2*sigma^5 + ..."""
+    total = np.zeros_like(sigma)
+    for k, p in enumerate(coefficients):
+        total = total + p * sigma ** (2 * k + 1)
+    return total
+
+
+def near_one(sigma: Array) -> Array:
+    """What becomes of singular values: relative to (sum sigma^8)^(1/8), which is at least the
+    largest, by the first polynomial and then by the second."""
+    sigma = sigma / np.sum(sigma**8) ** (1 / 8)
+    return odd(SECOND_POLYNOMIAL, odd(FIRST_POLYNOMIAL, sigma))
+
+
+def polar(s: Array) -> Array:
+    """U near_one(sigma) V^T, for s = U sigma V^T other than 0."""
+    left, sigma, right = np.linalg.svd(s, full_matrices=False)
+    return left @ np.diag(near_one(sigma)) @ right
 
 
 def muon_direction(s: Array) -> Array:
-    """o = NS(s) ;  o*||s||/||o||, a step as long as s; s itself where either length is 0 and
+    """o = polar(s) ;  o*||s||/||o||, a step as long as s; s itself where either length is 0 and
     for what is not a matrix of more than one row and more than one column."""
     if s.ndim != 2 or min(s.shape) < 2 or length(s) == 0.0:
         return s
-    o = newton_schulz(s)
+    o = polar(s)
     return o * length(s) / length(o) if length(o) > 0.0 else s
 
 
