@@ -34,7 +34,7 @@ from laconic.links.tcp import TcpLink
 
 PAIRS = 40
 PARAMETERS = 865_280
-SHARE_STEPS = 48
+SHARE_STEPS = 16
 """Steps in each turn of `share`, a multiple of the period."""
 ELASTIC_STEPS, ELASTIC_PAIRS = 8, 14
 
@@ -173,41 +173,51 @@ def processor() -> None:
         emit(ratio(repr(codec), *times, bound=1.05))
 
 
-def share(text: str, count: str = "6") -> None:
+def share(text: str, count: str = "24") -> None:
     """Measure a step under the recipe relative to one without communication, and processor times.
 
-    The two alternate in turns of some seconds. Without communication, each rank continues for the
-    same time and the rates are averaged. Otherwise a rank that finished its steps early would leave
-    its share of a processor to the others.
+    The two alternate in turns of some seconds, and each turn with communication is compared with
+    the mean of the two beside it, since the machine's speed varies. Without communication, each
+    rank continues for the same time and the rates are averaged. Otherwise a rank that finished its
+    steps early would leave its share of a processor to the others.
     """
     bare, attached = Training(), Training()
     recipe = parse_recipe(text)
     assert isinstance(recipe, tuple), "auto is not supported here"
     laconic.attach(attached.model, attached.optimizer, recipe)
-    times: tuple[list[float], list[float]] = ([], [])
-    work: tuple[list[float], list[float]] = ([], [])
-    for turn in range(int(count) + 1):
+
+    def with_rounds() -> tuple[float, float]:
         dist.barrier()
         start, cpu = time.perf_counter(), time.process_time()
         for _ in range(SHARE_STEPS):
             attached.step()
-        span = mean(time.perf_counter() - start)
-        ours = span / SHARE_STEPS, mean(time.process_time() - cpu) / SHARE_STEPS
+        times = mean(time.perf_counter() - start), mean(time.process_time() - cpu)
+        return times[0] / SHARE_STEPS, times[1] / SHARE_STEPS
+
+    def alone(seconds: float) -> tuple[float, float]:
         dist.barrier()
         start, cpu, steps = time.perf_counter(), time.process_time(), 0
-        while time.perf_counter() - start < span:
+        while time.perf_counter() - start < seconds:
             bare.step()
             steps += 1
-        rate = mean(steps / (time.perf_counter() - start))
-        theirs = 1 / rate, 1 / mean(steps / (time.process_time() - cpu))
-        if turn:  # the first turn is a warmup
-            for which, (seconds, processor) in enumerate((ours, theirs)):
-                times[which].append(seconds)
-                work[which].append(processor)
+        span, used = time.perf_counter() - start, time.process_time() - cpu
+        return 1 / mean(steps / span), 1 / mean(steps / used)
+
+    bare.step()
+    span = SHARE_STEPS * with_rounds()[0]  # a warmup
+    before = alone(span)
+    ours: list[tuple[float, float]] = []
+    theirs: list[tuple[float, float]] = []
+    for _ in range(int(count)):
+        ours.append(with_rounds())
+        after = alone(SHARE_STEPS * ours[-1][0])
+        theirs.append(((before[0] + after[0]) / 2, (before[1] + after[1]) / 2))
+        before = after
     gradients = any(isinstance(r, GradientRound) for r in recipe)
     bound = 1 / (0.85 if gradients else 0.97)
-    emit(ratio(text, *times, bound=bound))
-    emit(ratio(f"{text}, processor time", *work, bound=bound))
+    for which, detail in enumerate((text, f"{text}, processor time")):
+        times = [each[which] for each in ours], [each[which] for each in theirs]
+        emit(ratio(detail, *times, bound=bound))
 
 
 def sent_bytes() -> int:
