@@ -31,8 +31,9 @@ ALL = {
     "ddp": (4, False, ["ddp"], "a step under ddp() / under torch's DistributedDataParallel"),
     "processor": (4, False, ["processor"], "processor time of the same, by codec"),
     "share": (4, True, ["share", STREAMING], "a step at 100 Mbit/s / without communication"),
-    "share_muon": (4, True, ["share", MUON], "the same"),
-    "share_slow": (4, True, ["share", MUON], "a step at 10 Mbit/s / without communication"),
+    "share_slow": (4, True, ["share", STREAMING], "a step at 10 Mbit/s / without communication"),
+    "share_muon": (4, True, ["share", MUON], "a step at 100 Mbit/s / without communication"),
+    "share_muon_slow": (4, True, ["share", MUON], "a step at 10 Mbit/s / without communication"),
     "share_gradients": (
         4,
         True,
@@ -59,7 +60,7 @@ ALL = {
 }
 LONG = {"far": (0.1, 0.001), "buckets": (0.1, 0.0)}
 """Seconds of a round trip, and the share of packets lost, where there is any."""
-RATES = {"share_slow": 10e6}
+RATES = {"share_slow": 10e6, "share_muon_slow": 10e6}
 """Bit/s of networks of another rate than 100 Mbit/s."""
 TIMEOUT = 600.0
 
