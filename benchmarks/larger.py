@@ -1,6 +1,7 @@
 """Compare recipes on larger models for equal numbers of steps.
 
     python -m benchmarks.larger [--widths 128 384 768] [--workers 4] [--steps 160] [--seeds 0]
+                                [--rows RECIPE ...]
 
 Byte transformers of 0.9, 7 and 29 million parameters learn the race's text in `laconic.simulate`,
 so losses do not depend on the machine. Seconds do not come from a race: a step's time is measured
@@ -144,10 +145,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), metavar="RECIPE")
     options = parser.parse_args(arguments)
     for width in options.widths:
         facts = facts_of(width, options.workers)
-        texts = [*ROWS, *(chosen(replace(facts, rate=rate)) for rate in RATES.values())]
+        texts = [*options.rows, *(chosen(replace(facts, rate=rate)) for rate in RATES.values())]
         with ProcessPoolExecutor() as pool:
             runs = {
                 text: [

@@ -35,7 +35,9 @@ from laconic.links.tcp import TcpLink
 PAIRS = 40
 PARAMETERS = 865_280
 SHARE_STEPS = 16
-"""Steps in each turn of `share`, a multiple of the period."""
+"""Timed steps in each turn of `share`, a multiple of the period."""
+SHARE_AROUND = 4
+"""Steps before and after them, at least the delay."""
 ELASTIC_STEPS, ELASTIC_PAIRS = 8, 14
 
 
@@ -173,39 +175,47 @@ def processor() -> None:
         emit(ratio(repr(codec), *times, bound=1.05))
 
 
-def share(text: str, count: str = "24") -> None:
+def share(text: str, count: str = "16") -> None:
     """Measure a step under the recipe relative to one without communication, and processor times.
 
-    The two alternate in turns of some seconds, and each turn with communication is compared with
-    the mean of the two beside it, since the machine's speed varies. Without communication, each
-    rank continues for the same time and the rates are averaged. Otherwise a rank that finished its
-    steps early would leave its share of a processor to the others.
+    The two alternate in turns, and each turn with communication is compared with the mean of the
+    bare turns before and after it, since the machine's speed varies. (So neighboring ratios share a
+    turn.) Without communication, each rank continues for the same time and the rates are averaged.
+    Otherwise a rank that finished its steps early would leave its share of a processor to the
+    others. Around the timed steps of every turn are others that are not timed, so that messages on
+    their way at the end of a turn count neither less nor for the other one.
     """
     bare, attached = Training(), Training()
     recipe = parse_recipe(text)
     assert isinstance(recipe, tuple), "auto is not supported here"
     laconic.attach(attached.model, attached.optimizer, recipe)
 
+    def steps(training: Training, count: int) -> None:
+        for _ in range(count):
+            training.step()
+
     def with_rounds() -> tuple[float, float]:
         dist.barrier()
+        steps(attached, SHARE_AROUND)
         start, cpu = time.perf_counter(), time.process_time()
-        for _ in range(SHARE_STEPS):
-            attached.step()
-        times = mean(time.perf_counter() - start), mean(time.process_time() - cpu)
-        return times[0] / SHARE_STEPS, times[1] / SHARE_STEPS
+        steps(attached, SHARE_STEPS)
+        span, used = time.perf_counter() - start, time.process_time() - cpu
+        steps(attached, SHARE_AROUND)
+        return mean(span) / SHARE_STEPS, mean(used) / SHARE_STEPS
 
     def alone(seconds: float) -> tuple[float, float]:
         dist.barrier()
-        start, cpu, steps = time.perf_counter(), time.process_time(), 0
+        steps(bare, SHARE_AROUND)
+        start, cpu, done = time.perf_counter(), time.process_time(), 0
         while time.perf_counter() - start < seconds:
             bare.step()
-            steps += 1
+            done += 1
         span, used = time.perf_counter() - start, time.process_time() - cpu
-        return 1 / mean(steps / span), 1 / mean(steps / used)
+        steps(bare, SHARE_AROUND)
+        return 1 / mean(done / span), mean(used) / mean(done)
 
     bare.step()
-    span = SHARE_STEPS * with_rounds()[0]  # a warmup
-    before = alone(span)
+    before = alone(SHARE_STEPS * with_rounds()[0])
     ours: list[tuple[float, float]] = []
     theirs: list[tuple[float, float]] = []
     for _ in range(int(count)):

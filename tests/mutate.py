@@ -482,6 +482,8 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("algorithms/updates/muon_step.py", "alpha=of[3]", "alpha=of[4]", NEWEST_ROWS),
     ("algorithms/updates/muon_step.py", "div_((trace * most).sqrt())", "div_(most.sqrt())", NEWEST_ROWS),
     ("algorithms/updates/muon_step.py", "g.div_(trace) @ g", "g @ g", NEWEST_ROWS),
+    ("algorithms/updates/muon_step.py", "g = factor @ g @ factor", "g = factor @ g", NEWEST_ROWS),
+    ("algorithms/updates/muon_step.py", "torch.where(x > 0, x, 1)", "x", NEWEST_ROWS),
     ("algorithms/updates/muon_step.py", "            start += shape.numel()\n", "", NEWEST_ROWS),
     ("algorithms/diloco_recipes.py", "3 * period if first is None", "6 * period if first is None", NEWEST_ROWS),
     ("algorithms/diloco_recipes.py", "6 * period if second is None", "3 * period if second is None", NEWEST_ROWS),

@@ -344,7 +344,7 @@ def test_singular_vectors_remain_and_singular_values_come_near_one() -> None:
         s = torch.randn(shape, generator=generator)
         u, _, vt = torch.linalg.svd(s, full_matrices=False)
         values = (u.mT @ orthogonal(s) @ vt.mT).diagonal()
-        assert values.min() > 0.6 and values.max() < 1.3
+        assert values.min() > 0.77 and values.max() < 1.23
         assert torch.allclose(u @ torch.diag(values) @ vt, orthogonal(s), atol=1e-4)
     assert torch.equal(orthogonal(torch.zeros(3, 2)), torch.zeros(3, 2))
     assert torch.equal(orthogonal(torch.zeros(2, 7)), torch.zeros(2, 7))
@@ -354,10 +354,10 @@ def test_singular_vectors_remain_and_singular_values_come_near_one() -> None:
 
 @pytest.mark.parametrize("shape", [(24, 24), (32, 24), (24, 40), (96, 24)])
 @pytest.mark.parametrize("smallest", [1.0, 1e-3, 1e-6, 0.0])
-def test_muons_iterations_change_singular_values_alone(
+def test_the_polynomials_change_singular_values_alone(
     shape: tuple[int, int], smallest: float
 ) -> None:
-    """By the two polynomials."""
+    """By Chebyshev's polynomials for three intervals, one after the other."""
     generator = torch.Generator().manual_seed(1)
     random = torch.randn(shape, generator=generator, dtype=torch.float64)
     u, values, vt = torch.linalg.svd(random, full_matrices=False)
@@ -365,8 +365,9 @@ def test_muons_iterations_change_singular_values_alone(
     s = u @ values.diag() @ vt
     found = values / (values**8).sum() ** 0.125
     for p in (
-        (13.3353, -125.259, 411.677, -525.989, 228.036),
-        (4.20428, -8.82639, 7.98534, -2.97027, 0.383593),
+        (14.9373, -146.249, 486.661, -625.53, 272.151),
+        (6.75962, -16.3497, 13.8421, -4.55616, 0.508882),
+        (4.18824, -8.77688, 7.94461, -2.95883, 0.38272),
     ):
         found = sum(c * found ** (2 * k + 1) for k, c in enumerate(p))
     expected = u @ found.diag() @ vt

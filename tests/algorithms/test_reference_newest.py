@@ -27,8 +27,7 @@ from reference import (
     run,
 )
 from reference_newest import (
-    FIRST_POLYNOMIAL,
-    SECOND_POLYNOMIAL,
+    POLYNOMIALS,
     Outer,
     des_loc,
     diloco_rda,
@@ -234,7 +233,11 @@ def test_tensors_are_averaged_on_their_own() -> None:
 # ---------------------------------------------------------------- Muon's direction
 @pytest.mark.parametrize(
     ("coefficients", "least", "most", "apart"),
-    [(FIRST_POLYNOMIAL, 0.015, 1.0, 0.8004), (SECOND_POLYNOMIAL, 0.1996, 1.8004, 0.2285)],
+    [
+        (POLYNOMIALS[0], 0.0020, 1.0000, 0.9701),
+        (POLYNOMIALS[1], 0.0299, 1.9701, 0.7985),
+        (POLYNOMIALS[2], 0.2015, 1.7985, 0.2253),
+    ],
 )
 def test_each_polynomial_is_the_one_nearest_to_one(
     coefficients: tuple[float, ...], least: float, most: float, apart: float
@@ -267,8 +270,8 @@ def test_polar_by_hand() -> None:
 
 
 def scalar(sigma: float) -> float:
-    """What the two polynomials make of a singular value."""
-    for p in (FIRST_POLYNOMIAL, SECOND_POLYNOMIAL):
+    """What the polynomials make of a singular value."""
+    for p in POLYNOMIALS:
         square = sigma * sigma
         sigma *= p[0] + square * (p[1] + square * (p[2] + square * (p[3] + square * p[4])))
     return sigma

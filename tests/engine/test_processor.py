@@ -129,7 +129,7 @@ def test_turning_takes_time_by_the_operations_of_matrices() -> None:
     device = torch.device("cpu")
     assert turning([(64,), (64, 3, 3, 3), (1, 9)], device) == 0
     assert 0 < turning([(192, 192)], device) < turning([(768, 768)] * 8, device)
-    assert operations((4, 7)) == operations((7, 4)) == 4 * 16 * 7 + 14 * 64, "two, and 7 squares"
+    assert operations((4, 7)) == operations((7, 4)) == 4 * 16 * 7 + 24 * 64, "two, and 12 squares"
 
 
 def test_the_largest_fragment_by_layers() -> None:

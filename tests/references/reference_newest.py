@@ -142,8 +142,11 @@ class RadialDiLoCo(Outer):
         return radial_directional(d)
 
 
-FIRST_POLYNOMIAL = 13.3353, -125.259, 411.677, -525.989, 228.036
-SECOND_POLYNOMIAL = 4.20428, -8.82639, 7.98534, -2.97027, 0.383593
+POLYNOMIALS = (
+    (14.9373, -146.249, 486.661, -625.53, 272.151),
+    (6.75962, -16.3497, 13.8421, -4.55616, 0.508882),
+    (4.18824, -8.77688, 7.94461, -2.95883, 0.38272),
+)
 
 
 def odd(coefficients: Sequence[float], sigma: Array) -> Array:
@@ -156,9 +159,11 @@ def odd(coefficients: Sequence[float], sigma: Array) -> Array:
 
 def near_one(sigma: Array) -> Array:
     """What becomes of singular values: relative to (sum sigma^8)^(1/8), which is at least the
-    largest, by the first polynomial and then by the second."""
+    largest, by one polynomial after the other."""
     sigma = sigma / np.sum(sigma**8) ** (1 / 8)
-    return odd(SECOND_POLYNOMIAL, odd(FIRST_POLYNOMIAL, sigma))
+    for coefficients in POLYNOMIALS:
+        sigma = odd(coefficients, sigma)
+    return sigma
 
 
 def polar(s: Array) -> Array:

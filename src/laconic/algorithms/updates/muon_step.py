@@ -18,12 +18,14 @@ from laconic.algorithms.update import Clock, Slot, State
 from laconic.algorithms.updates.outer_step import OuterStep
 
 POLYNOMIALS = (
-    (13.3353, -125.259, 411.677, -525.989, 228.036),
-    (4.20428, -8.82639, 7.98534, -2.97027, 0.383593),
+    (14.9373, -146.249, 486.661, -625.53, 272.151),
+    (6.75962, -16.3497, 13.8421, -4.55616, 0.508882),
+    (4.18824, -8.77688, 7.94461, -2.95883, 0.38272),
 )
-"""Of the odd polynomials of degree 9, p_0 s + p_1 s^3 + ..., those that come nearest to 1: for s
-from 0.015 to 1 the first, with values from 0.2 to 1.8, and for these s the second. No two
-such polynomials, one after the other, come nearer (arXiv 2505.16932)."""
+"""Odd polynomials of degree 9, p_0 s + p_1 s^3 + ... + p_4 s^9. The first comes nearest to 1 for s
+in [0.002, 1], the second in [0.0299, 1.97], the third in [0.201, 1.8]: each interval is what the
+polynomial before makes of its own. No composition of three such polynomials comes nearer to 1
+(arXiv 2505.16932)."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,8 @@ class MuonStep(OuterStep):
     So the step is as long as that of `OuterStep`, and ``lr``, which is eta (> 0), means the same.
     ``momentum`` is mu (0 <= mu < 1). Matrices are all parameters of two dimensions that are both
     above 1, embeddings and output layers among them; all others take Nesterov's step. o is computed
-    by two polynomials of degree 9 (see `orthogonal`), in float32 or wider. Delays and ``merge`` are
-    those of `OuterStep`. Every worker stores ``a`` and ``m``, and computes the same step. For
+    by three polynomials of degree 9 (see `orthogonal`), in float32 or wider. Delays and ``merge``
+    are those of `OuterStep`. Every worker stores ``a`` and ``m``, and computes the same step. For
     models that are not sharded.
     """
 
@@ -81,18 +83,18 @@ def operations(shape: Sequence[int]) -> int:
     if len(shape) != 2 or min(shape) < 2:
         return 0
     a, b = min(shape), max(shape)
-    return 4 * a * a * b + 14 * a**3
+    return 4 * a * a * b + 24 * a**3
 
 
 def orthogonal(s: Tensor) -> Tensor:
     """Return U V^T of ``s = U S V^T``, approximately; zeros for zeros. ``s`` must have two
-    dimensions. Of r singular values, those above 0.015 r^(1/8) times the largest become 0.77 to
-    1.23, and smaller ones less.
+    dimensions, and be float32 or wider. Of r singular values, those above 0.002 r^(1/8) times the
+    largest become 0.77 to 1.23; smaller ones become less.
 
-    An iteration is X <- P X, where P is a polynomial of G = X X^T. All of these commute. So the
-    iterations are on the small matrix, G <- P G P, and the product of all P multiplies X once.
-    First, G is divided by its trace, so that the square of a small G does not vanish, and then by
-    ||G^2||^(1/2), which is at least its largest eigenvalue.
+    A polynomial replaces X by P X, where P is a polynomial of G = X X^T. All such matrices commute,
+    so G becomes P G P, and X is multiplied only once, by the product of all P. First, G is divided
+    by its trace, so that the square of a small G does not vanish, and then by ||G^2||^(1/2), which
+    is at least its largest eigenvalue.
     """
     x = s.mH if s.shape[0] > s.shape[1] else s
     with torch.autocast(s.device.type, enabled=False):
@@ -100,15 +102,18 @@ def orthogonal(s: Tensor) -> Tensor:
         trace = _positive(torch.linalg.vector_norm(g.diagonal(), 1))
         square = g.div_(trace) @ g
         most = _positive(torch.linalg.vector_norm(square).sqrt())
-        first = _polynomial(g.div_(most), square.div_(most * most), POLYNOMIALS[0])
-        g = first @ g @ first
-        product = _polynomial(g, g @ g, POLYNOMIALS[1]) @ first
+        g, square = g.div_(most), square.div_(most * most)
+        product = factor = _polynomial(g, square, POLYNOMIALS[0])
+        for of in POLYNOMIALS[1:]:
+            g = factor @ g @ factor
+            factor = _polynomial(g, g @ g, of)
+            product = factor @ product
         x = product.div_((trace * most).sqrt()) @ x
     return x.mH if s.shape[0] > s.shape[1] else x
 
 
 def _polynomial(g: Tensor, square: Tensor, of: Sequence[float]) -> Tensor:
-    """p_0 + p_1 G + ... + p_4 G^4, where ``of`` has the p and ``square`` is G^2."""
+    """p_0 + p_1 G + ... + p_4 G^4, where ``of`` has the p, and ``square`` is G^2."""
     upper = torch.add(of[4] * square, g, alpha=of[3])
     upper.diagonal().add_(of[2])
     whole = torch.addmm(g, square, upper, beta=of[1])
