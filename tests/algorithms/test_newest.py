@@ -352,6 +352,22 @@ def test_singular_vectors_remain_and_singular_values_come_near_one() -> None:
         assert torch.equal(orthogonal(scale * s), orthogonal(s))
 
 
+def test_the_direction_of_complex_and_broken_matrices_and_under_autocast() -> None:
+    generator = torch.Generator().manual_seed(1)
+    s = torch.randn(6, 4, generator=generator, dtype=torch.complex128)
+    before = s.clone()
+    u, _, vh = torch.linalg.svd(s, full_matrices=False)
+    values = (u.mH @ orthogonal(s) @ vh.mH).diagonal()
+    assert torch.equal(s, before)
+    assert values.real.min() > 0.77 and values.real.max() < 1.23 and values.imag.abs().max() < 1e-9
+    real = s.real.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = orthogonal(real)
+    assert torch.equal(inside, orthogonal(real))
+    real[2, 1] = float("nan")
+    assert orthogonal(real).isnan().all()
+
+
 @pytest.mark.parametrize("shape", [(24, 24), (32, 24), (24, 40), (96, 24)])
 @pytest.mark.parametrize("smallest", [1.0, 1e-3, 1e-6, 0.0])
 def test_the_polynomials_change_singular_values_alone(
