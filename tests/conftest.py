@@ -27,6 +27,9 @@ sys.dont_write_bytecode = False
 # handler, unlike SIG_IGN, ends with exec, and lets the tests themselves go on
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
+# in the background of a script (`make test &`) the same holds for SIGINT
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 HOSTS = {
     "advise_hosts",
