@@ -8,9 +8,11 @@ nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -247,6 +249,25 @@ def profiler_activities() -> list[ProfilerActivity]:
     """What torch's profiler can record here."""
     kinds = [kind.activity for kind in ACCELERATORS.values() if kind.count()]
     return [ProfilerActivity.CPU, *kinds]
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """A context in which matrices on ``device`` are multiplied in their own dtype: not under
+    autocast, nor in TF32 or bfloat16, whatever `torch.set_float32_matmul_precision` says. What it
+    says holds for the process, and is restored."""
+    with torch.autocast(device.type, enabled=False), contextlib.ExitStack() as stack:
+        if not hasattr(torch.backends, "fp32_precision"):  # before torch 2.9
+            stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision("highest")
+        else:  # the older functions raise in programs that use this
+            backends: Any = torch.backends
+            for kind in (backends.cuda.matmul, backends.mkldnn.matmul):
+                before = kind.fp32_precision
+                if before not in ("ieee", "none"):
+                    stack.callback(setattr, kind, "fp32_precision", before)
+                    kind.fp32_precision = "ieee"
+        yield
 
 
 # -- streams ----

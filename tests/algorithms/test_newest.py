@@ -368,6 +368,46 @@ def test_the_direction_of_complex_and_broken_matrices_and_under_autocast() -> No
     assert orthogonal(real).isnan().all()
 
 
+PRECISIONS = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="needs torch 2.9")
+@pytest.mark.parametrize("new", [False, True])
+def test_the_direction_is_computed_in_full_precision(
+    new: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As bfloat16 it would be wrong by several times its length. Only accelerators and some
+    processors can tell, so what torch is told is compared."""
+
+    def told() -> list[str]:
+        return [kind.fp32_precision for kind in PRECISIONS]
+
+    def norm(x: Tensor, *of: int) -> Tensor:
+        if inside.append(told()) or len(inside) > 1:
+            raise KeyboardInterrupt
+        return x.abs().sum()
+
+    inside: list[list[str]] = []
+    monkeypatch.setattr(torch.linalg, "vector_norm", norm)
+    before, chosen = told(), ["tf32", "bf16"]
+    try:
+        if new:
+            for kind, precision in zip(PRECISIONS, chosen, strict=True):
+                kind.fp32_precision = precision
+        else:
+            torch.set_float32_matmul_precision("medium")
+        assert told() == chosen
+        with pytest.raises(KeyboardInterrupt):
+            orthogonal(torch.eye(3))
+        assert inside == [["ieee", "ieee"]] * 2
+        assert told() == chosen
+        if not new:
+            assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        for kind, precision in zip(PRECISIONS, before, strict=True):
+            kind.fp32_precision = precision
+
+
 @pytest.mark.parametrize("shape", [(24, 24), (32, 24), (24, 40), (96, 24)])
 @pytest.mark.parametrize("smallest", [1.0, 1e-3, 1e-6, 0.0])
 def test_the_polynomials_change_singular_values_alone(

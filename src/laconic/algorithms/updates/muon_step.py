@@ -16,6 +16,7 @@ from torch import Tensor
 
 from laconic.algorithms.update import Clock, Slot, State
 from laconic.algorithms.updates.outer_step import OuterStep
+from laconic.device import full_precision
 
 POLYNOMIALS = (
     (14.9373, -146.249, 486.661, -625.53, 272.151),
@@ -97,7 +98,7 @@ def orthogonal(s: Tensor) -> Tensor:
     is at least its largest eigenvalue.
     """
     x = s.mH if s.shape[0] > s.shape[1] else s
-    with torch.autocast(s.device.type, enabled=False):
+    with full_precision(s.device):  # P is large for small singular values
         g = x @ x.mH
         trace = _positive(torch.linalg.vector_norm(g.diagonal(), 1))
         square = g.div_(trace) @ g
