@@ -420,11 +420,7 @@ def test_the_polynomials_change_singular_values_alone(
     values[len(values) // 2 :] *= smallest
     s = u @ values.diag() @ vt
     found = values / (values**8).sum() ** 0.125
-    for p in (
-        (14.9373, -146.249, 486.661, -625.53, 272.151),
-        (6.75962, -16.3497, 13.8421, -4.55616, 0.508882),
-        (4.18824, -8.77688, 7.94461, -2.95883, 0.38272),
-    ):
+    for p in newest.POLYNOMIALS:
         found = sum(c * found ** (2 * k + 1) for k, c in enumerate(p))
     expected = u @ found.diag() @ vt
     for dtype, least in ((torch.float64, 1e-12), (torch.float32, 1e-3)):

@@ -180,6 +180,10 @@ GOSSIP = [row for row in ROWS if "sgp(" in row or "d_psgd(" in row]
 NEWER = list(ROWS)[list(ROWS).index("sgp()") :]
 IN_PROCESSES = {row: 4 if row in NEWER or place % 2 else 2 for place, row in enumerate(ROWS)}
 """With how many workers `test_links_agree` compares a row, over both links, with its reference."""
+BOUND = {row: 1e-8 if "outer='muon'" in row else 1e-10 for row in ROWS}
+"""The largest difference from the reference. Muon's direction multiplies small singular values by
+up to 423, and with them the rounding errors, which depend on the processor: up to 3e-10 was seen.
+"""
 
 GROUPED: dict[str, tuple[la.Recipe, Callable[[int], ref.Recipe]]] = {
     "hierarchical(2, 6)": (
