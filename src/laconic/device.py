@@ -8,10 +8,10 @@ nothing.
 
 from __future__ import annotations
 
-import contextlib
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -255,19 +255,64 @@ def profiler_activities() -> list[ProfilerActivity]:
 def full_precision(device: torch.device) -> Iterator[None]:
     """A context in which matrices on ``device`` are multiplied in their own dtype: not under
     autocast, nor in TF32 or bfloat16, whatever `torch.set_float32_matmul_precision` says. What it
-    says holds for the process, and is restored."""
-    with torch.autocast(device.type, enabled=False), contextlib.ExitStack() as stack:
-        if not hasattr(torch.backends, "fp32_precision"):  # before torch 2.9
-            stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-            torch.set_float32_matmul_precision("highest")
-        else:  # the older functions raise in programs that use this
-            backends: Any = torch.backends
-            for kind in (backends.cuda.matmul, backends.mkldnn.matmul):
-                before = kind.fp32_precision
-                if before not in ("ieee", "none"):
-                    stack.callback(setattr, kind, "fp32_precision", before)
-                    kind.fp32_precision = "ieee"
+    says holds for the process, and is restored when the last thread leaves."""
+    with torch.autocast(device.type, enabled=False), _PRECISIONS[device.type == "cuda"].full():
         yield
+
+
+_BY_DEVICE = hasattr(torch.backends, "fp32_precision")
+"""Whether torch has a setting for each kind of device: since torch 2.9."""
+
+
+class _Precision:
+    """What torch multiplies float32 matrices in, by CUDA or by all other devices."""
+
+    def __init__(self, cuda: bool) -> None:
+        self._cuda = cuda
+        self._lock, self._inside = threading.Lock(), 0
+        self._restore: Callable[[], object] = _nothing
+
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        with self._lock:
+            if not self._inside:
+                self._restore = self._set()
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if not self._inside:
+                    self._restore()
+
+    def _set(self) -> Callable[[], object]:
+        """Set full precision; returns what undoes it."""
+        if not _BY_DEVICE:
+            before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("highest")
+            return lambda: torch.set_float32_matmul_precision(before)
+        backends: Any = torch.backends  # the older functions raise in programs that use this
+        setting = (backends.cuda if self._cuda else backends.mkldnn).matmul
+        before = setting.fp32_precision
+        if before in ("ieee", "none"):
+            return _nothing
+        setting.fp32_precision = "ieee"
+
+        def restore() -> None:
+            setting.fp32_precision = "none"  # follows `torch.backends.fp32_precision`
+            if setting.fp32_precision != before:
+                setting.fp32_precision = before
+
+        return restore
+
+
+def _nothing() -> None:
+    pass
+
+
+_OTHERS = _Precision(cuda=False)
+_PRECISIONS = {True: _Precision(cuda=True) if _BY_DEVICE else _OTHERS, False: _OTHERS}
 
 
 # -- streams ----

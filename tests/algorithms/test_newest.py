@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -19,8 +20,9 @@ from laconic.algorithms.exchanges import Mean, RadialMean, RadialQuorumMean, cod
 from laconic.algorithms.exchanges.quorum import Contribution
 from laconic.algorithms.update import Clock
 from laconic.algorithms.updates import MuonStep, OuterStep
-from laconic.algorithms.updates.muon_step import orthogonal
+from laconic.algorithms.updates.muon_step import orthogonal, turned
 from laconic.buckets import SECOND_MOMENTS, Moments, optimizer_state
+from laconic.device import full_precision
 from laconic.errors import NotFiniteError
 from laconic.links.simulated import current_link
 
@@ -369,18 +371,31 @@ def test_the_direction_of_complex_and_broken_matrices_and_under_autocast() -> No
 
 
 PRECISIONS = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+OF_ALL = pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="needs torch 2.9")
 
 
-@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="needs torch 2.9")
+def told() -> list[str]:
+    """What torch is told to multiply in, by CUDA and by CPUs."""
+    return [kind.fp32_precision for kind in PRECISIONS]
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    before = torch.backends.fp32_precision, told()
+    yield
+    torch.backends.fp32_precision = before[0]
+    for kind, precision in zip(PRECISIONS, before[1], strict=True):
+        kind.fp32_precision = precision
+
+
+@OF_ALL
 @pytest.mark.parametrize("new", [False, True])
+@pytest.mark.usefixtures("restored")
 def test_the_direction_is_computed_in_full_precision(
     new: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As bfloat16 it would be wrong by several times its length. Only accelerators and some
     processors can tell, so what torch is told is compared."""
-
-    def told() -> list[str]:
-        return [kind.fp32_precision for kind in PRECISIONS]
 
     def norm(x: Tensor, *of: int) -> Tensor:
         if inside.append(told()) or len(inside) > 1:
@@ -389,23 +404,82 @@ def test_the_direction_is_computed_in_full_precision(
 
     inside: list[list[str]] = []
     monkeypatch.setattr(torch.linalg, "vector_norm", norm)
-    before, chosen = told(), ["tf32", "bf16"]
-    try:
-        if new:
-            for kind, precision in zip(PRECISIONS, chosen, strict=True):
-                kind.fp32_precision = precision
-        else:
-            torch.set_float32_matmul_precision("medium")
-        assert told() == chosen
-        with pytest.raises(KeyboardInterrupt):
-            orthogonal(torch.eye(3))
-        assert inside == [["ieee", "ieee"]] * 2
-        assert told() == chosen
-        if not new:
-            assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        for kind, precision in zip(PRECISIONS, before, strict=True):
-            kind.fp32_precision = precision
+    if new:
+        for kind in PRECISIONS:
+            kind.fp32_precision = "bf16" if kind is PRECISIONS[1] else "tf32"
+    else:
+        torch.set_float32_matmul_precision("medium")
+    assert told() == ["tf32", "bf16"]
+    with pytest.raises(KeyboardInterrupt):
+        orthogonal(torch.eye(3))
+    assert inside == [["tf32", "ieee"]] * 2, "a model on a GPU is not compiled again"
+    assert told() == ["tf32", "bf16"]
+    with full_precision(torch.device("cuda")):
+        assert told() == ["ieee", "bf16"]
+    if not new:
+        assert torch.get_float32_matmul_precision() == "medium"
+
+
+@OF_ALL
+@pytest.mark.usefixtures("restored")
+def test_full_precision_lasts_until_the_last_thread_leaves() -> None:
+    cpu, (_, setting) = torch.device("cpu"), PRECISIONS
+    setting.fp32_precision = "tf32"
+    one, other = full_precision(cpu), full_precision(cpu)
+    for turn in (one, other):
+        turn.__enter__()
+    one.__exit__(None, None, None)
+    assert setting.fp32_precision == "ieee"
+    other.__exit__(None, None, None)
+    assert setting.fp32_precision == "tf32"
+
+
+@OF_ALL
+@pytest.mark.usefixtures("restored")
+def test_a_precision_that_follows_another_still_does() -> None:
+    setting = PRECISIONS[1]
+    torch.backends.fp32_precision = "tf32"
+    with full_precision(torch.device("cpu")):
+        assert setting.fp32_precision == "ieee"
+    assert setting.fp32_precision == "tf32"
+    torch.backends.fp32_precision = "ieee"
+    assert setting.fp32_precision == "ieee"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_direction_does_not_depend_on_the_scale(dtype: torch.dtype) -> None:
+    """Squares of the elements are beyond the dtype, and the smallest elements are denormal."""
+    s = torch.randn((6, 4), generator=torch.Generator().manual_seed(1), dtype=dtype)
+    expected = turned(s)
+    assert torch.allclose(expected.norm(), s.norm())
+    tiny, huge = torch.finfo(dtype).tiny, torch.finfo(dtype).max
+    for scale in (tiny, tiny**0.75, tiny**0.5, huge**0.5, huge / 100):
+        assert torch.allclose(turned(scale * s) / scale, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-3, 1e-2])
+@pytest.mark.parametrize("size", [300, 768, 1000])
+def test_one_large_singular_value_comes_no_further_than_others(size: int, noise: float) -> None:
+    """It is at the end of the first interval, where rounding must not bring it beyond."""
+    s = noise * torch.randn((size, size), generator=torch.Generator().manual_seed(1))
+    assert torch.linalg.matrix_norm(orthogonal(s + 1.0), 2) < 1.23
+
+
+def test_a_step_that_decays_ends_as_nothing() -> None:
+    """Of a layer that no longer changes: its momentum passes the smallest numbers of float32."""
+    shape, update = torch.Size([64, 64]), MuonStep(lr=1.0, momentum=0.6)
+    clock = replace(CLOCK, shapes=(shape,))
+    x = torch.zeros(shape.numel())
+    state = update.init(x)
+    change = 1e-3 * torch.randn(len(x), generator=torch.Generator().manual_seed(1))
+    moved = []
+    for _ in range(300):
+        update.fold(x, change, None, state, clock)
+        moved.append(float(x.norm()))
+        change = torch.zeros_like(change)
+    assert moved[-1] == moved[-50] and math.isfinite(moved[-1])
+    total = 1.6 + 0.6**2 / (1.0 - 0.6)  # (1 + mu)*D, then mu*m, where m is mu times the last one
+    assert moved[-1] == pytest.approx(total / 1.6 * moved[0], rel=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (32, 24), (24, 40), (96, 24)])
@@ -419,7 +493,7 @@ def test_the_polynomials_change_singular_values_alone(
     u, values, vt = torch.linalg.svd(random, full_matrices=False)
     values[len(values) // 2 :] *= smallest
     s = u @ values.diag() @ vt
-    found = values / (values**8).sum() ** 0.125
+    found = values / (newest.MARGIN**0.5 * (values**8).sum() ** 0.125)
     for p in newest.POLYNOMIALS:
         found = sum(c * found ** (2 * k + 1) for k, c in enumerate(p))
     expected = u @ found.diag() @ vt

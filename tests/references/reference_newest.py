@@ -9,6 +9,7 @@ Frobenius norm.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -149,6 +150,10 @@ POLYNOMIALS = (
 )
 
 
+MARGIN = 1.01
+"""On squares of singular values."""
+
+
 def odd(coefficients: Sequence[float], sigma: Array) -> Array:
     """p_0*sigma + p_1*sigma^3 + p_2*sigma^5 + ..."""
     total = np.zeros_like(sigma)
@@ -158,9 +163,9 @@ def odd(coefficients: Sequence[float], sigma: Array) -> Array:
 
 
 def near_one(sigma: Array) -> Array:
-    """What becomes of singular values: relative to (sum sigma^8)^(1/8), which is at least the
-    largest, by one polynomial after the other."""
-    sigma = sigma / np.sum(sigma**8) ** (1 / 8)
+    """What becomes of singular values: relative to a little more than (sum sigma^8)^(1/8), which is
+    at least the largest, by one polynomial after the other."""
+    sigma = sigma / (math.sqrt(MARGIN) * np.sum(sigma**8) ** (1 / 8))
     for coefficients in POLYNOMIALS:
         sigma = odd(coefficients, sigma)
     return sigma
