@@ -491,7 +491,6 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("algorithms/updates/muon_step.py", "g = factor @ g @ factor", "g = factor @ g", NEWEST_ROWS),
     ("algorithms/updates/muon_step.py", "torch.where(x == 0, 1, x)", "x", NEWEST_ROWS),
     ("algorithms/updates/muon_step.py", "MARGIN = 1.01", "MARGIN = 1.0", NEWEST),
-    ("algorithms/updates/muon_step.py", "x = s / _nonzero(s.abs().amax())", "x = s", NEWEST),
     ("algorithms/updates/muon_step.py", "most = _nonzero(s.abs().amax())  #", "most = torch.ones(())  #", NEWEST),
     ("algorithms/updates/muon_step.py", "            start += shape.numel()\n", "", NEWEST_ROWS),
     ("algorithms/diloco_recipes.py", "3 * period if first is None", "6 * period if first is None", NEWEST_ROWS),

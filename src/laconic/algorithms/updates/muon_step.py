@@ -103,13 +103,12 @@ def orthogonal(s: Tensor) -> Tensor:
     largest become 0.77 to 1.23; smaller ones become less.
 
     A polynomial replaces X by P X, where P is a polynomial of G = X X^T. All such matrices commute,
-    so G becomes P G P, and X is multiplied only once, by the product of all P. First, X is divided
-    by its largest element, so that no square overflows or vanishes. Then G is divided by its trace,
-    so that the square of a small G does not vanish, and by `MARGIN` times ||G^2||^(1/2), which is
-    at least its largest eigenvalue.
+    so G becomes P G P, and X is multiplied only once, by the product of all P. First, G is divided
+    by its trace, so that the square of a small G does not vanish, and then by `MARGIN` times
+    ||G^2||^(1/2), which is at least its largest eigenvalue. G itself must neither overflow nor
+    vanish: `turned` sees to that.
     """
-    x = s / _nonzero(s.abs().amax())
-    x = x.mH if s.shape[0] > s.shape[1] else x
+    x = s.mH if s.shape[0] > s.shape[1] else s
     with full_precision(s.device):  # P is large for small singular values
         g = x @ x.mH
         trace = _nonzero(torch.linalg.vector_norm(g.diagonal(), 1))
