@@ -188,6 +188,13 @@ def share(text: str, count: str = "16") -> None:
     bare, attached = Training(), Training()
     recipe = parse_recipe(text)
     assert isinstance(recipe, tuple), "auto is not supported here"
+    for r in recipe:
+        due = [r.when(step) for step in range(1, 2 * SHARE_STEPS + 1)]
+        if due[:SHARE_STEPS] != due[SHARE_STEPS:] or getattr(r, "delay", 0) > SHARE_AROUND:
+            raise SystemExit(
+                f"{text}: the period must divide {SHARE_STEPS}, and the delay be at most "
+                f"{SHARE_AROUND}: see SHARE_STEPS and SHARE_AROUND"
+            )
     laconic.attach(attached.model, attached.optimizer, recipe)
 
     def steps(training: Training, count: int) -> None:
