@@ -414,7 +414,8 @@ def test_a_change_that_is_not_finite_ends_the_run() -> None:
         return ""
 
     told = la.simulate(train, workers=2)
-    assert told == ["ranks [1] had NaN or infinite values to send"] * 2
+    label = "DelayedNesterov round after step 6"
+    assert told == [f"{label}: ranks [1] had NaN or infinite values to send"] * 2
 
 
 @pytest.mark.parametrize("codec", [None, "int8"])

@@ -198,7 +198,8 @@ def fail(rank: int, recipe: str) -> str:
 
 @pytest.mark.parametrize("recipe", ["int4", "power_sgd"])
 def test_what_is_not_finite_on_one_rank_is_an_error_on_all(pool: gloo.Pool, recipe: str) -> None:
-    assert all("had NaN" in text for text in pool.run(fail, recipe, ranks=3))
+    told = pool.run(fail, recipe, ranks=3)
+    assert all("had NaN" in text and " of step 2: " in text for text in told)
 
 
 def after_a_failure(rank: int) -> tuple[str, int]:

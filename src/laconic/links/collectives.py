@@ -300,6 +300,10 @@ class Collectives:
         self, transfer: Transfer, parts: Parts, order: Sequence[int], itemsize: int
     ) -> None:
         """Wait for all messages, and use each of the ``parts`` once it has come."""
+        if len(parts.ends) == 1:
+            self._wait(transfer)
+            parts.use_all(order)
+            return
         use = parts.use
         if use is not None:
             for part in parts:

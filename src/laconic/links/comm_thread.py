@@ -399,12 +399,14 @@ def _labeled(job: Callable[[], T], label: str) -> T:
     try:
         with torch.inference_mode(False), torch.no_grad():  # its tensors outlive the caller's mode
             return job()
-    except LinkError as error:
+    except (LinkError, NotFiniteError) as error:
         raise _with_label(error, label) from None  # it says all that its cause does
 
 
 def _with_label(error: BaseException, label: str) -> BaseException:
-    """``error``; a `LinkError` with ``label`` in front of its text."""
+    """``error``; a `LinkError` or `NotFiniteError` with ``label`` in front of its text."""
     if isinstance(error, LinkError):
         return LinkError(f"{label}: {error}", ranks=error.ranks)
+    if isinstance(error, NotFiniteError):
+        return NotFiniteError(f"{label}: {error}")
     return error

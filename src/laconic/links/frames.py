@@ -23,7 +23,7 @@ import struct
 import sys
 import zlib
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import ClassVar
 
 from laconic import native
@@ -76,6 +76,13 @@ class Message(ctypes.Structure):
         ("bbr", ctypes.c_int32),
         ("reserved", ctypes.c_int32),
     ]
+
+
+@lru_cache(maxsize=64)
+def array(count: int) -> type[ctypes.Array[Message]]:
+    """The type of arrays of ``count`` messages. ctypes makes a new type for a length whose type is
+    no longer in use, which takes longer than the array, and leaves it to the garbage collector."""
+    return Message * count
 
 
 _BEGUN = struct.Struct(f"@{HEADER_BYTES}s{HEADER_BYTES}x{CHECK_BYTES * AT_ONCE}xPqqqqqIiiii4x")

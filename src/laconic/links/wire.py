@@ -148,7 +148,7 @@ class Traffic:
     follows the one before it on the same connection in the same direction."""
 
     def __init__(self) -> None:
-        self.messages = (frames.Message * 0)()
+        self.messages = frames.array(0)()
         self.ranks: list[int] = []
         """The rank that each message is for, or comes from."""
         self.latest: dict[tuple[int, bool], int] = {}
@@ -167,7 +167,7 @@ class Traffic:
     def grow(self, count: int) -> None:
         """Make room for ``count`` more messages."""
         before = self.messages
-        self.messages = (frames.Message * (len(before) + count))()
+        self.messages = frames.array(len(before) + count)()
         ctypes.memmove(self.messages, before, ctypes.sizeof(before))
 
 

@@ -119,7 +119,7 @@ class CodedMean(SlicedMean, StagedExchange):
                 state["residual"].copy_(residual)  # e <- v - q
                 state["lag"].copy_(w)  # o <- w - p
 
-        if not (self.relative and w.device.type == "cpu"):
+        if not self.relative or len(split.ends) == 1:
             yield from link.all_gather(rows[rank], rows.view(-1), parts=split.parts(fill))
             raise_if_nonfinite(rows[:, split.end], failure)
             save_residuals()

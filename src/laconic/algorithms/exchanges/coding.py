@@ -260,8 +260,10 @@ def offset_note(start: int) -> str:
 
 def nonfinite_rows(rows: Tensor) -> list[int]:
     """Return the indices of the ``rows`` that hold nothing but `NOT_FINITE`."""
-    suspects = (rows[:, 0] == NOT_FINITE).tolist()
-    return [r for r, odd in enumerate(suspects) if odd and bool((rows[r] == NOT_FINITE).all())]
+    first = rows[:, 0].tolist()
+    return [
+        r for r, byte in enumerate(first) if byte == NOT_FINITE and bool((rows[r] == byte).all())
+    ]
 
 
 def raise_if_nonfinite(rows: Tensor, own: str) -> None:
