@@ -300,17 +300,15 @@ class Collectives:
         self, transfer: Transfer, parts: Parts, order: Sequence[int], itemsize: int
     ) -> None:
         """Wait for all messages, and use each of the ``parts`` once it has come."""
-        if len(parts.ends) == 1:
+        if parts.use is None or len(parts.ends) == 1:
             self._wait(transfer)
             parts.use_all(order)
             return
-        use = parts.use
-        if use is not None:
-            for part in parts:
-                for r in order:
-                    if r != self.rank:
-                        self._wait(transfer, r, part.stop * itemsize)
-                    use(r, part)
+        for part in parts:
+            for r in order:
+                if r != self.rank:
+                    self._wait(transfer, r, part.stop * itemsize)
+                parts.use(r, part)
         self._wait(transfer)
 
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
