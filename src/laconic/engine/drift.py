@@ -147,10 +147,29 @@ class DriftCheck:
             f"the workers' parameters have drifted apart: at step {session.step} ranks "
             f"{found.others} differ from rank {found.root}, though all took the same steps"
         )
-        self.report(found, repairs, what, session.world, "parameters and optimizer state")
+        settings = self._compare_settings() if repairs else ""
+        cause = f"Their optimizers differ: {settings}. Make them alike" if settings else None
+        handed = None if settings else "parameters and optimizer state"
+        self.report(found, repairs and not settings, what, session.world, handed, cause)
         if repairs:
-            self._repair(found.root)
+            if not settings:
+                self._repair(found.root)
             self.repaired[GRADIENTS] = session.step
+
+    def _compare_settings(self) -> str:
+        """What differs between the ranks in the numbers of the optimizer's parameter groups, such
+        as the learning rate; every rank takes part. A repair would hide it."""
+        session = self._session
+        session.call("comparing optimizers")
+        everyone = session.gather_json(_settings(session))
+        session.status("computing")
+        found = []
+        for key in sorted({key for own in everyone for key in own}, key=lambda k: "lr" not in k):
+            values = [own.get(key) for own in everyone]
+            if values.count(values[0]) < len(values):
+                each = ", ".join(f"{value} on rank {r}" for r, value in enumerate(values))
+                found.append(f"{key} is {each}")
+        return "; ".join(found[:3])
 
     def _repair(self, root: int) -> None:
         session = self._session
@@ -177,23 +196,48 @@ class DriftCheck:
         return partial(elastic.rank_of, elastic.contributor(root))
 
     def report(
-        self, found: Difference, repairs: bool, what: str, link: Link, repaired: str
+        self,
+        found: Difference,
+        repairs: bool,
+        what: str,
+        link: Link,
+        repaired: str | None,
+        cause: str | None = None,
     ) -> None:
         """Count the difference, and warn about the first one. ``what``: the warning's text.
-        ``repaired``: what the ranks of ``link`` receive from one of them."""
+        ``repaired``: what the ranks of ``link`` receive from one of them, if anything.
+        ``cause``: why they differ, if that is known."""
         session = self._session
         if session.elastic is not None and session.elastic.replaying:
             return  # this newcomer did not take part
         if self._found_in != session.step:
             self.found, self._found_in = self.found + 1, session.step
         if self.found == 1 and link.rank == 0:
-            warnings.warn(
-                f"{what}. Their processors round differently, memory is faulty, or the training "
-                f"program changes values on some ranks only. All ranks receive rank {found.root}'s "
-                f"{repaired}, now and at later differences, at most every {REPAIR_STEPS} steps",
-                stacklevel=2,
+            cause = cause or (
+                "Their processors round differently, memory is faulty, or the training program "
+                "changes values on some ranks only (such as a line search on each rank's own loss)"
             )
+            remedy = (
+                f". All ranks receive rank {found.root}'s {repaired}, now and at later "
+                f"differences, at most every {REPAIR_STEPS} steps"
+            )
+            warnings.warn(f"{what}. {cause}{remedy if repaired else ''}", stacklevel=2)
         session.recorder.event("drift", ranks=found.others, repaired=repairs)
+
+
+def _settings(session: Session) -> dict[str, str]:
+    """The options in the optimizer's parameter groups, by name and group, as text."""
+    assert session.optimizer is not None, "a step was taken"
+    return {
+        f"{name} of parameter group {number}": str(
+            float(value) if isinstance(value, Tensor) else value
+        )
+        for number, group in enumerate(session.optimizer.param_groups)
+        for name, value in group.items()
+        if name not in ("params", "param_names")
+        and (not isinstance(value, Tensor) or value.numel() == 1)
+        and not callable(value)
+    }
 
 
 class RoundCheck:
