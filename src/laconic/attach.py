@@ -36,6 +36,7 @@ from laconic.engine.ending import watch
 from laconic.engine.joint_optimizer import as_one, members
 from laconic.engine.model_checks import check_devices, check_unwrapped
 from laconic.engine.session import Settings
+from laconic.engine.steps import check_steps
 from laconic.engine.synchronizer import BUFFERS, Synchronizer
 from laconic.errors import TIMEOUT, check_bool, check_choice, check_float, check_int, error_text
 from laconic.links import Link, job_secret, rendezvous, slurm, tls
@@ -296,11 +297,19 @@ def release(optimizer: Optimizer) -> None:
     _attached.pop(optimizer, None)
 
 
-def check_free(optimizer: Optimizer) -> None:
-    """Raise if a synchronizer follows ``optimizer``."""
+def check_free(optimizer: Optimizer, params: Sequence[Tensor] = ()) -> None:
+    """Raise if a synchronizer follows ``optimizer``, or another one that holds any of ``params``:
+    both would average their gradients."""
     for sync in map(synchronizer_of, members(optimizer)):
         if sync is not None and sync.attached:
             raise ValueError("this optimizer is attached already: call sync.detach() first")
+    own = {id(p) for p in params}
+    for sync in filter(None, map(_alive, list(_attached.values()))):
+        if sync.attached and own.intersection(map(id, sync.driver.session.params())):
+            raise ValueError(
+                "the model's parameters are attached already, with another optimizer or in another "
+                "simulated worker: call sync.detach() first, or make a model for each worker"
+            )
 
 
 def _alive(reference: weakref.ref[Synchronizer] | None) -> Synchronizer | None:
@@ -319,6 +328,8 @@ def _check(model: nn.Module, optimizer: Optimizer, recipe: Recipe) -> None:
             f"{recipe!r}{hint}"
         )
     check_unwrapped(model)
+    for each in members(optimizer):
+        check_steps(each)
     known = {id(p) for p in model.parameters()}
     params = _params(optimizer)
     if not params or not any(id(p) in known for p in params):
@@ -327,7 +338,7 @@ def _check(model: nn.Module, optimizer: Optimizer, recipe: Recipe) -> None:
         )
     if any(p.device.type == "meta" for p in params):
         raise ValueError("the model's parameters are on the meta device: materialize them first")
-    check_free(optimizer)
+    check_free(optimizer, params)
 
 
 def _synchronizers_of(scaler: torch.amp.GradScaler) -> list[Synchronizer]:

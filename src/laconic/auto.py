@@ -471,7 +471,7 @@ class Chooser:
         turns = largest = 0.0
         if muon and optimizer is not None:
             turns = turning(shapes, self._device)
-            largest = largest_fragment(self._session.model, optimizer)
+            largest = largest_fragment(self._session.model, self._session.groups())
         slowest = [compute, -found.rate, found.latency, wall, elements, -elements, -float(muon)]
         slowest += [turns, largest, itemsize]
         rest = [found.packets, found.again, *used, *found.speeds]

@@ -21,6 +21,13 @@ BUCKET_BYTES = 25 * 2**20
 """Most bytes in a bucket: enough that a round's time depends on its bytes, not its messages."""
 
 
+RESHAPED = (
+    "a parameter has another shape, dtype or device than when laconic.attach was called (its .data "
+    "was replaced): before such a change call sync.finish() and sync.detach(), and laconic.attach "
+    "after it"
+)
+
+
 @dataclass(frozen=True)
 class Segment:
     """Elements ``start`` to ``stop`` of a tensor, in the tensor's own order."""
@@ -50,7 +57,8 @@ all ranks have."""
 
 
 def parameters(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Tensor]]:
-    """All parameters of the optimizer, in group order: the papers' ``x``."""
+    """The parameters of the optimizer, in group order; those that are trained are the papers'
+    ``x``. Rounds leave out the others (`Session.groups`)."""
     return [
         {str(index): p for index, p in enumerate(group["params"])}
         for group in optimizer.param_groups
@@ -80,12 +88,12 @@ class Fragment:
             raise ValueError(f"index must be below count, {self.count}, not {self.index}")
         check_choice("by", self.by, ("bytes", "layers"))
 
-    def segments(self, model: nn.Module, optimizer: Optimizer) -> list[list[Segment]]:
-        """Its segments of the parameters, by parameter group."""
+    def segments(self, model: nn.Module, groups: Sequence[Sequence[Tensor]]) -> list[list[Segment]]:
+        """Its segments of ``groups`` of parameters, by group."""
         names = {id(p): name for name, p in model.named_parameters()}
         return [
-            self._of([(names.get(id(p), str(index)), p) for index, p in enumerate(group["params"])])
-            for group in optimizer.param_groups
+            self._of([(names.get(id(p), str(index)), p) for index, p in enumerate(group)])
+            for group in groups
         ]
 
     def _of(self, group: Sequence[tuple[str, Tensor]]) -> list[Segment]:
@@ -303,6 +311,10 @@ class Bucket:
         again after a user rebinds ``p.data``, or FSDP pads a shard."""
         pointers = [_data_ptr(s.tensor) for s in self.segments]
         if self._views is None or pointers != self._pointers:
+            now = [local(s.tensor) for s in self.segments]
+            kinds = {(t.dtype, t.device) for t in now}
+            if [t.shape for t in now] != self.shapes or kinds != {(self.dtype, self.device)}:
+                raise ValueError(RESHAPED)
             contiguous = all(local(s.tensor).is_contiguous() for s in self.segments)
             self._views = [s.view() for s in self.segments] if contiguous else None
             self._pointers = pointers
@@ -357,7 +369,6 @@ def bucketize(
     groups: Sequence[Sequence[Tensor | Segment]],
     multiple: int,
     *,
-    first_group: int = 0,
     most_bytes: int | None = None,
     first_bytes: int | None = None,
     whole: bool = False,
@@ -365,11 +376,10 @@ def bucketize(
     """Make buckets of ``groups`` of tensors or segments. Each has one group, dtype and device, and
     at most ``most_bytes`` (the first of each dtype and device: ``first_bytes``). It is padded to a
     multiple of ``multiple`` elements. A tensor larger than a bucket is cut, unless ``whole``. The
-    same tensors give the same buckets on every rank. ``first_group``: the index of the first group.
-    """
+    same tensors give the same buckets on every rank."""
     buckets = []
     most_bytes = most_bytes or BUCKET_BYTES
-    for index, group in enumerate(groups, first_group):
+    for index, group in enumerate(groups):
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor | Segment]] = {}
         for tensor in group:
             whole_tensor = tensor.tensor if isinstance(tensor, Segment) else tensor

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laconic.algorithms.recipes import ddp, local_sgd, streaming_diloco
@@ -186,10 +186,10 @@ def turning(shapes: Sequence[Sequence[int]], device: torch.device) -> float:
     return min(seconds) * sum(map(operations, shapes)) / operations(small.shape)
 
 
-def largest_fragment(model: nn.Module, optimizer: Optimizer) -> float:
-    """The share of the parameters in the largest fragment of `muon`."""
+def largest_fragment(model: nn.Module, groups: Sequence[Sequence[Tensor]]) -> float:
+    """The share of the parameters, by group, in the largest fragment of `muon`."""
     sizes = [
-        sum(s.stop - s.start for group in fragment.segments(model, optimizer) for s in group)
+        sum(s.stop - s.start for group in fragment.segments(model, groups) for s in group)
         for fragment in (Fragment(k, FRAGMENTS, "layers") for k in range(FRAGMENTS))
     ]
     return max(sizes) / max(sum(sizes), 1)

@@ -107,7 +107,7 @@ def measure(
         skew=pace.skew,
         overlapping=bench.world.overlapping is not None,
         muon=bool(bench.gather(float(takes_muon(optimizer, [p.shape for p in params]))).min()),
-        largest=0.0 if optimizer is None else largest_fragment(model, optimizer),
+        largest=0.0 if optimizer is None else largest_fragment(model, _groups(optimizer)),
     )
     quorums = bench.replica.size == 1 and bench.device.type == "cpu"  # see `check_quorum`
     if quorums:
@@ -131,10 +131,14 @@ def trained(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
     if optimizer is None:
         found: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     else:
-        found = [p for group in optimizer.param_groups for p in group["params"]]
+        found = [p for group in _groups(optimizer) for p in group]
     if not found:
         raise ValueError("the model has no parameter to train")
     return found
+
+
+def _groups(optimizer: Optimizer) -> list[list[Tensor]]:
+    return [[p for p in g["params"] if p.requires_grad] for g in optimizer.param_groups]
 
 
 class _Arrivals:

@@ -60,7 +60,6 @@ def open_channels(
     exchange: Exchange,
     link: Link,
     replica: Link,
-    first_group: int = 0,
     number: int = 0,
     *,
     elastic: bool = False,
@@ -68,8 +67,8 @@ def open_channels(
     """Cut ``groups`` of tensors into buckets, and give each a channel without state.
 
     ``link``: to the other workers; ``replica``: to the other ranks of this worker, which share its
-    messages. ``first_group``: the optimizer's number of the first group; ``number``: of the first
-    bucket. ``elastic``: nothing may depend on the number of workers.
+    messages. ``number``: of the first bucket. ``elastic``: nothing may depend on the number of
+    workers.
     """
     workers = 1 if elastic else link.size
     owners = exchange.owners(workers) or workers
@@ -80,9 +79,7 @@ def open_channels(
     spans = groups if update.uses_lr else [[t for group in groups for t in group]]
     found = []
     whole = exchange.whole or update.whole
-    for bucket in bucketize(
-        spans, multiple, first_group=first_group, most_bytes=most_bytes, whole=whole
-    ):
+    for bucket in bucketize(spans, multiple, most_bytes=most_bytes, whole=whole):
         bucket.number, number = number, number + 1
         each = bucket.length // replica.size
         part = slice(replica.rank * each, (replica.rank + 1) * each)

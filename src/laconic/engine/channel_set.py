@@ -33,8 +33,8 @@ class ChannelSet:
         self._replica = replica
         self._context = context
         self.all: list[Channel] = []
-        self.joined: list[int] = []
-        """How many parameter groups were added each time: those share buckets."""
+        self.joined: list[list[Tensor]] = []
+        """The parameters that were taken in together: those share buckets."""
 
     @property
     def stateful(self) -> bool:
@@ -48,25 +48,29 @@ class ChannelSet:
         fixed = self._round.part is parameters or isinstance(self._round.part, Fragment)
         return not fixed and not self.stateful and not any(c.exchange_state for c in self.all)
 
-    def add_groups(self) -> None:
-        """Open channels for the parameter groups added since the last call. x is x0 then."""
-        self._add(self._selected()[sum(self.joined) :])
+    def add(self, params: Sequence[Tensor]) -> None:
+        """Open channels for ``params``, which join x with the same values on all workers: x0."""
+        self._add(self._selected({id(p) for p in params}))
+        self.joined.append(list(params))
 
-    def add_as(self, joined: Sequence[int]) -> None:
-        """Open channels as if parameter groups had been added in these numbers."""
-        groups = self._selected()
-        if sum(joined) != len(groups):
-            raise ValueError(
-                f"the state was saved with {sum(joined)} parameter groups, and the optimizer has "
-                f"{len(groups)}: add the same groups before loading it"
-            )
-        for count in joined:
-            start = sum(self.joined)
-            self._add(groups[start : start + count])
+    @property
+    def positions(self) -> list[list[int]]:
+        """`joined`, as positions in the optimizer's order."""
+        position = {id(p): k for k, p in enumerate(self._held())}
+        return [[position[id(p)] for p in batch] for batch in self.joined]
+
+    def add_at(self, positions: Sequence[Sequence[int]]) -> None:
+        """Open channels as if parameters had joined at these `positions`."""
+        held = self._held()
+        for batch in positions:
+            self.add([held[k] for k in batch])
+
+    def _held(self) -> list[Tensor]:
+        return [p for group in self._context.optimizer.param_groups for p in group["params"]]
 
     def replace(self, tensors: Tensors) -> None:
         """Open channels for ``tensors``, which vary, in place of those before."""
-        self.all, self.joined = [], []
+        self.all = []
         self._add(tensors)
         if not self.vary:
             raise ValueError(
@@ -74,11 +78,10 @@ class ChannelSet:
                 "all workers start with, and its part= had nothing then: use ones without state"
             )
 
-    def cut(self, tensors: Tensors, first_group: int = 0, number: int = 0) -> list[Channel]:
+    def cut(self, tensors: Tensors, number: int = 0) -> list[Channel]:
         """See `open_channels`."""
         at = self._round.update, self._round.exchange, self._link, self._replica
-        elastic = self._context.elastic
-        return open_channels(tensors, *at, first_group, number, elastic=elastic)
+        return open_channels(tensors, *at, number, elastic=self._context.elastic)
 
     def varying(self) -> Sequence[dict[str, Tensor]]:
         """The present tensors, by group and name, of a round whose tensors vary."""
@@ -102,15 +105,21 @@ class ChannelSet:
         ]
         return [(t, copy) for t, copy in pairs if (t.shape, t.dtype) == (copy.shape, copy.dtype)]
 
-    def _selected(self) -> Tensors:
+    def _selected(self, joining: set[int]) -> Tensors:
+        """The round's tensors among the parameters whose ids are ``joining``. The first time, also
+        those that are no parameters of the optimizer."""
         part, model, optimizer = self._round.part, self._context.model, self._context.optimizer
         if isinstance(part, Fragment):
-            return part.segments(model, optimizer)
-        return [list(group.values()) for group in part(model, optimizer)]
+            groups = [group["params"] for group in optimizer.param_groups]
+            return part.segments(model, [[p for p in g if id(p) in joining] for g in groups])
+        others = set() if self.joined else {id(p) for p in self._held()}
+        return [
+            [t for t in group.values() if id(t) in joining or (others and id(t) not in others)]
+            for group in part(model, optimizer)
+        ]
 
     def _add(self, tensors: Tensors) -> None:
-        new = self.cut(tensors, sum(self.joined), len(self.all))
-        self.joined += [len(tensors)] if tensors else []
+        new = self.cut(tensors, len(self.all))
         self.all += new
         for channel in new:
             state = self._initial_state(channel)

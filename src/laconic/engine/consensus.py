@@ -63,6 +63,8 @@ def consensus(run: RecipeRun, had_buffers: bool, *, mean: bool) -> Iterator[nn.M
         yield session.model
         return
     tensors = [*session.params(), *session.model.buffers()]
+    session.check_complete()
+    session.joining(fixed=bool(run.rounds))  # raises if x is no longer the optimizer's
     session.call("consensus()")
     with torch.no_grad():
         saved = [local(t).clone() for t in tensors]

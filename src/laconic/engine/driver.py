@@ -16,11 +16,12 @@ from laconic.buckets import module_buffers
 from laconic.device import refuse_capture
 from laconic.engine import consensus, loading
 from laconic.engine.ending import Ending
-from laconic.engine.joint_optimizer import JointOptimizer
+from laconic.engine.joint_optimizer import JointOptimizer, class_names, members
 from laconic.engine.loading import Loading, LoadModel
 from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.saved_state import Saved
 from laconic.engine.session import Session, Settings
+from laconic.engine.steps import StepHooks, UnseenSteps
 from laconic.engine.switching import Switcher
 from laconic.links.agreement import agree
 from laconic.links.calls import FINISH
@@ -70,6 +71,9 @@ class Driver:
         self.had_buffers = bool(module_buffers(model)[0])
         """When it was attached, and then on all ranks."""
         session.optimizer = optimizer
+        self._unseen: UnseenSteps | None = None
+        if optimizer is not None:
+            session.join(session.joining())
         self.run = RecipeRun(session, settings.arrange(recipe))
         session.settle = lambda: self.run.settle()
         self.run.check_alike()
@@ -79,7 +83,8 @@ class Driver:
                 self.run = RecipeRun(session, settings.arrange(session.policy.recipe))
                 self.run.check_alike(chosen=True)
         self.ending = Ending(self.run.recipe, session.comm)
-        session.broadcast([*model.parameters(), *model.buffers(), *session.params()])
+        held = [p for group in session.held() for p in group]
+        session.broadcast([*model.parameters(), *model.buffers(), *held])
         session.note_order()
         try:
             self.run.start_gradient_rounds({})
@@ -98,6 +103,7 @@ class Driver:
         common start. No communication: `agree_on_binding` must follow before any round."""
         assert self.session.optimizer is None, "an optimizer is bound once"
         self.session.optimizer = optimizer
+        self.session.join(self.session.joining())
         self.run.start(optimizer)
         self._listen(optimizer)
 
@@ -110,10 +116,14 @@ class Driver:
         self._listen(optimizer)
 
     def _listen(self, optimizer: Optimizer) -> None:
-        self._handles = [optimizer.register_step_pre_hook(self._before_optimizer)]
-        if self.session.settings.hooked:
-            after = optimizer.register_step_post_hook(self._after_step)
-            self._handles.append(after)
+        hooked = self.session.settings.hooked
+        hooks = self._before_optimizer, self._after_step if hooked else _do_nothing
+        if isinstance(optimizer, JointOptimizer):
+            self._handles = [*optimizer.listen(*hooks)]
+        else:
+            self._handles = [StepHooks(optimizer, *hooks)]
+        if hooked:
+            self._unseen = UnseenSteps(self.session.params(), class_names(members(optimizer)))
 
     def agree_on_binding(self, start: Tensor | None, problem: str | None) -> None:
         """Compare what the ranks have bound: the shapes, and ``start``, which sums up the common
@@ -158,9 +168,13 @@ class Driver:
     def begin_step(self, closure: bool) -> None:
         """Prepare a step of the optimizer. With a ``closure`` its gradients are still to come."""
         session, run = self.session, self.run
+        if self._unseen is not None:
+            self._unseen.end()
+            self._unseen = None
         refuse_capture(session.device, "optimizer.step()")
         session.refuse_in_consensus("optimizer.step()")
-        run.add_new_groups()
+        session.check_complete()
+        run.take_in()
         self._closure = closure
         if closure:
             run.refresh(keep=True)
@@ -241,7 +255,10 @@ class Driver:
     def communicate(self, *, now: bool = False) -> None:
         """Run the rounds that are due after this step; ``now``: all of the recipe's."""
         start = time.thread_time()
+        if self.run.quorum is None:  # those wait for a round again
+            self.session.interrupted = f"the rounds after step {self.session.step}"
         self.rounds_done += self.run.communicate(now=now)
+        self.session.interrupted = None
         self.session.round_seconds += time.thread_time() - start
 
     def note(self, *, skipped: bool = False) -> None:
@@ -255,6 +272,8 @@ class Driver:
         """See `Synchronizer.finish`."""
         session, run = self.session, self.run
         session.refuse_in_consensus("sync.finish()")
+        session.check_complete()
+        session.joining(fixed=bool(run.rounds))  # raises if x is no longer the optimizer's
         session.call(FINISH)
         run.finish()
         consensus.write_consensus(run, self.had_buffers, mean=mean)
@@ -345,6 +364,7 @@ class Driver:
 
     def state_dict(self) -> Saved:
         """See `Synchronizer.state_dict`."""
+        self.session.check_complete()
         saved = loading.state_dict(self.run, self._in_step)
         self.ending.complete = self.ending.step
         return saved
@@ -380,7 +400,12 @@ class Driver:
         self.run.forget_digests()
         loaded.complete()
         self.session.step, self._in_step = loaded.step, loaded.in_step
+        self.session.interrupted = None
         self.ending.follow(self.run.recipe)
         self.ending.restart(loaded.step)
         if isinstance(self.session.optimizer, JointOptimizer):
             self.session.optimizer.reset()
+
+
+def _do_nothing(*_: object) -> None:
+    """What follows the steps of an optimizer whose front end calls `Driver.advance`."""

@@ -27,7 +27,15 @@ from laconic.algorithms.exchange import Collect, Combine, Exchange, StagedExchan
 from laconic.algorithms.exchanges.mean import Mean
 from laconic.algorithms.round import GradientRound
 from laconic.algorithms.update import Clock, State
-from laconic.buckets import BUCKET_BYTES, Bucket, Segment, bucketize, local, state_dtype
+from laconic.buckets import (
+    BUCKET_BYTES,
+    RESHAPED,
+    Bucket,
+    Segment,
+    bucketize,
+    local,
+    state_dtype,
+)
 from laconic.device import Stream, refuse_capture
 from laconic.engine.channel import Channel
 from laconic.engine.flat_gradients import FlatGradients, nonzero, sample_positions
@@ -122,6 +130,7 @@ class GradientRunner:
         self._unsent = unsent
         self._trainable: list[int] = []
         self._params: list[Tensor] = []
+        self._sizes: list[tuple[int, torch.dtype]] = []
         self._hooks: dict[int, RemovableHandle] = {}
         self._flats: list[FlatGradients] = []
         self._pending: list[Pending[None]] = []
@@ -149,6 +158,8 @@ class GradientRunner:
         ]
         trainable = [id(p) for p in chosen]
         if trainable == self._trainable:
+            if self._sizes != [(p.numel(), p.dtype) for p in self._params]:
+                raise ValueError(RESHAPED)
             return False
         params = [p for p in chosen if local(p).numel()]
         if [id(p) for p in params] == [id(p) for p in self._params]:
@@ -170,6 +181,7 @@ class GradientRunner:
         samples = [sample_positions(bucket) for bucket in buckets]
         # what may fail is done: change this object
         self._params, self.channels, self._unsent = params, channels, {}
+        self._sizes = [(p.numel(), p.dtype) for p in params]
         self._samples, self._flats = samples, []
         largest = 0.0
         if self._link.overlapping is not None:
@@ -293,6 +305,8 @@ class GradientRunner:
                 "a parameter's gradient arrived twice in one backward pass, and may have been sent "
                 f"before: {REENTRANT}"
             )
+        if id(p) not in self._buckets_of:  # it left the optimizer: `_begin` has noticed
+            return
         self._arrived.add(id(p))
         self._follow_stream()
         for index in self._buckets_of[id(p)]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-Hook = Callable[..., Any]
+from laconic.engine.steps import Hook, StepHooks
 
 
 class JointOptimizer(Optimizer):
@@ -59,15 +58,11 @@ class JointOptimizer(Optimizer):
         for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
             optimizer.load_state_dict(state)
 
-    def register_step_pre_hook(self, hook: Hook) -> RemovableHandle:
-        """Call ``hook`` before each of the optimizers steps, since gradients may come between."""
-        before = partial(self._before, hook)
-        return _Handles([o.register_step_pre_hook(before) for o in self.optimizers])
-
-    def register_step_post_hook(self, hook: Hook) -> RemovableHandle:
-        """Call ``hook`` after the last of the optimizers has stepped."""
-        after = partial(self._after, hook)
-        return _Handles([o.register_step_post_hook(after) for o in self.optimizers])
+    def listen(self, before: Hook, after: Hook) -> list[StepHooks]:
+        """Call ``before`` before each of the optimizers steps, since gradients may come between,
+        and ``after`` after the last of them has stepped."""
+        hooks = partial(self._before, before), partial(self._after, after)
+        return [StepHooks(o, *hooks) for o in self.optimizers]
 
     def reset(self) -> None:
         """Forget which optimizers have stepped: a state was loaded."""
@@ -78,14 +73,19 @@ class JointOptimizer(Optimizer):
         that completes the step of all, whose hook is not called."""
         return self._complete(self._number(optimizer))
 
-    def _before(self, hook: Hook, optimizer: Optimizer, *arguments: Any) -> None:
+    def _before(
+        self,
+        hook: Hook,
+        optimizer: Optimizer,
+        positional: tuple[Any, ...],
+        options: dict[str, Any],
+    ) -> None:
         if self._number(optimizer) in self._done:
             missing = [o for k, o in enumerate(self.optimizers) if k not in self._done]
             raise ValueError(
                 f"{type(optimizer).__name__} stepped twice before {class_names(missing)} did: in "
                 "each training step call step() once on each optimizer given to laconic.attach"
             )
-        (positional, options) = arguments
         if any(callable(value) for value in (*positional[1:], options.get("closure"))):
             raise ValueError(
                 "closures work with one optimizer only: call backward() before the optimizers step"
@@ -133,18 +133,6 @@ class _JointState(MutableMapping[Tensor, Any]):
             if p in optimizer.state:
                 return optimizer
         raise KeyError(p)
-
-
-class _Handles(RemovableHandle):
-    """Several handles, removed together."""
-
-    def __init__(self, handles: Sequence[RemovableHandle]) -> None:
-        self._handles = handles
-
-    def remove(self) -> None:
-        """Remove all."""
-        for handle in self._handles:
-            handle.remove()
 
 
 def class_names(optimizers: Sequence[Optimizer]) -> str:

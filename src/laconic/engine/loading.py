@@ -43,7 +43,7 @@ def header(run: RecipeRun) -> Saved:
         session.world.size,
         session.workers.size,
         session.world.rank,
-        session.params(),
+        [p for group in session.held() for p in group],
     )
 
 
@@ -114,6 +114,7 @@ class Loading:
         policy = self.run.session.policy
         if policy is not None:
             self._undo.append(policy.undo())
+        parts = saved_state.upgraded(parts, self.run.session.held())
         mine = saved_state.own_part(parts, header(self.run), regroup=load_model is not None)
         if mine is None and self.run.quorum is not None:
             raise ValueError(
@@ -125,6 +126,8 @@ class Loading:
         saved = [parts[rank] for rank in sorted(parts)] if mine is None else [parts[mine]]
         first = saved[0]
         source: Source = Own(0) if mine is not None else _others(self.run.session, parts)
+        joined = [batch for r in first["rounds"] for batch in r["joined"]]
+        self._undo.append(self.run.session.join_at({k for batch in joined for k in batch}))
         self.run.refresh()
         if policy is not None:
             policy.load_state_dict(first["auto"])

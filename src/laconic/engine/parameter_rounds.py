@@ -82,17 +82,17 @@ class ParameterRunner:
         """What messages to the user call it."""
         return f"{self.round.name} after step {step}"
 
-    def like(self, joined: Sequence[int]) -> ParameterRunner:
-        """A new runner, as if parameter groups had been added in these numbers."""
+    def like(self, positions: Sequence[Sequence[int]]) -> ParameterRunner:
+        """A new runner, as if parameters had joined at these `ChannelSet.positions`."""
         fresh = ParameterRunner(self.round, self.link, self._context)
-        fresh.set.add_as(joined)
+        fresh.set.add_at(positions)
         return fresh
 
     def elsewhere(self, link: Link, replica: Link) -> ParameterRunner:
         """A new runner, as if on the rank of another run: over ``link``, in a worker of the ranks
         of ``replica``."""
         fresh = ParameterRunner(self.round, link, replace(self._context, replica=replica))
-        fresh.set.add_groups()
+        fresh.set.add([p for batch in self.set.joined for p in batch])
         return fresh
 
     def become(self, other: ParameterRunner) -> None:

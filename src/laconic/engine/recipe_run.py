@@ -27,6 +27,7 @@ from laconic.engine.drift import RoundCheck
 from laconic.engine.gradient_rounds import GradientContext, GradientRunner
 from laconic.engine.in_flight import RoundContext
 from laconic.engine.joint_optimizer import JointOptimizer
+from laconic.engine.model_checks import shared_memory
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.quorum_rounds import QuorumRounds
 from laconic.engine.session import Session
@@ -52,8 +53,6 @@ class RecipeRun:
         self._differ = workers_differ(recipe)
         self._checks: dict[int, RoundCheck] = {}
         """By the id of the runner."""
-        self.groups = 0
-        """Parameter groups that the rounds know."""
         self.quorum: QuorumRounds | None = None
         self._announced = -1
         """The step in which a round was announced last."""
@@ -89,9 +88,8 @@ class RecipeRun:
             ParameterRunner(r, session.links[r.over], self._context) for r in self._planned
         ]
         for running in self.rounds:
-            running.set.add_groups()
+            running.set.add(session.params())
         self._checks = {id(r): RoundCheck(session, r, i) for i, r in enumerate(self.rounds)}
-        self.groups = len(optimizer.param_groups)
         if any(isinstance(r.exchange, QuorumMean) for r in self._planned):
             self.quorum = QuorumRounds(session, self.rounds)
 
@@ -136,26 +134,26 @@ class RecipeRun:
         """Use ``optimizer``, which moves the same parameters, from now on."""
         self._context.optimizer = optimizer
 
-    def add_new_groups(self) -> None:
-        """Take in parameter groups that were added to the optimizer, with rank 0's values. Every
-        rank must have added them."""
+    def take_in(self) -> None:
+        """Take parameters that were added to the optimizer, or thawed, into x, with rank 0's
+        values. Every rank must have done the same with them."""
         session = self.session
-        new = session.groups()[self.groups :]
+        new = session.joining(fixed=bool(self.rounds))
         if not new:
             return
         if self.quorum is not None:
             raise ValueError(
-                "rounds with a quorum are about the parameter groups of the start: add groups "
-                "before laconic.attach"
+                "rounds with a quorum are about the parameters of the start: add groups, and thaw "
+                "parameters, before laconic.attach"
             )
-        session.call("groups added")
+        session.call("parameters added")
         self.check_alike()
-        session.broadcast([p for group in new for p in group])
+        session.broadcast(new)
+        session.join(new)
         if isinstance(session.optimizer, JointOptimizer):
             session.optimizer.keep_order()
         for running in self.rounds:
-            running.set.add_groups()
-        self.groups = len(session.groups())
+            running.set.add(new)
         session.note_order()
 
     def average_optimizer_state(self, r: Round) -> None:
@@ -235,14 +233,24 @@ class RecipeRun:
         session = self.session
         groups = [
             [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in group]
-            for group in session.groups()
+            for group in session.held()
         ]
         rest = [*session.model.parameters(), *session.model.buffers()] if module else []
         shapes = [(tuple(t.shape), str(t.dtype)) for t in rest]
         workers = None if session.elastic is not None else session.workers.size
         text = repr((self.describe(chosen=chosen), groups, shapes, workers))
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        everyone = session.gather(torch.tensor([digest], dtype=torch.int64)).flatten().tolist()
+        memory = shared_memory(session.params())
+        everyone = self._gather_number(-memory or digest)
+        memories = [number for number in everyone if number < 0]
+        if len({*memories}) < len(memories):
+            raise ValueError(
+                "several ranks have their parameters in the same memory (mp.spawn puts the models "
+                "that it passes on into shared memory), and each rank's optimizer would move them: "
+                "make the model in each process, or copy.deepcopy(model), before the optimizer"
+            )
+        if memories:
+            everyone = self._gather_number(digest)
         other = [rank for rank, value in enumerate(everyone) if value != everyone[0]]
         if other:
             raise ValueError(
@@ -250,6 +258,11 @@ class RecipeRun:
                 "parameters and buffers (shapes, dtypes) and the optimizer's groups (also "
                 "requires_grad) must be the same"
             )
+
+    def _gather_number(self, number: int) -> list[int]:
+        row = torch.tensor([number], dtype=torch.int64)
+        received: list[int] = self.session.gather(row).flatten().tolist()
+        return received
 
     @property
     def reweighted(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,7 +24,8 @@ from laconic.engine.in_flight import InFlightBucket, InFlightRound
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.links.comm_thread import Pending
 
-VERSION = 3
+VERSION, OLDER = 4, 3
+"""States of version 3 count the parameter groups that joined; see `upgraded`."""
 WRAPPER = "SlowMoDistributedDataParallel("
 """Begins the text of a recipe that a wrapped module has, and cannot switch."""
 Saved = dict[str, Any]
@@ -57,17 +59,44 @@ def header(
     }
 
 
+def upgraded(parts: Mapping[int, Saved], groups: Sequence[Sequence[Tensor]]) -> dict[int, Saved]:
+    """``parts`` with what `round_state` returns now. ``groups``: the optimizer's parameters. Raises
+    ``ValueError`` if they are of a version that cannot be read."""
+    version = parts[min(parts)]["version"]
+    if version == VERSION:
+        return dict(parts)
+    if version != OLDER:
+        raise ValueError(
+            f"the state has version {version}, not {VERSION} or {OLDER}: load it with the version "
+            "of laconic that saved it"
+        )
+    starts = list(accumulate(map(len, groups), initial=0))
+
+    def positions(counts: Sequence[int]) -> list[list[int]]:
+        ends = list(accumulate(counts, initial=0))
+        if ends[-1] > len(groups):
+            raise ValueError(
+                f"the state was saved with {ends[-1]} parameter groups, and the optimizer has "
+                f"{len(groups)}: add the same groups before loading it"
+            )
+        return [list(range(starts[a], starts[b])) for a, b in pairwise(ends)]
+
+    return {
+        rank: {
+            **part,
+            "version": VERSION,
+            "rounds": [{**r, "joined": positions(r["joined"])} for r in part["rounds"]],
+        }
+        for rank, part in parts.items()
+    }
+
+
 def own_part(parts: Mapping[int, Saved], here: Saved, *, regroup: bool) -> int | None:
     """Return the key (the saved rank) of the part that this rank, with `header` ``here``, loads
     unchanged. None if it combines all ``parts`` (`laconic.engine.regroup`): the number of ranks or
     workers has changed, parts are lost, or the ranks have decided to ``regroup``. Raises
     ``ValueError`` if the parts do not fit this run."""
     first = parts[min(parts)]
-    if first["version"] != VERSION:
-        raise ValueError(
-            f"the state has version {first['version']}, not {VERSION}: load it with the version of "
-            "laconic that saved it"
-        )
     same = all(first[key] == here[key] for key in ("ranks", "workers"))
     saved, now = first["recipe"], here["recipe"]
     if not same:
@@ -181,7 +210,7 @@ def round_state(running: ParameterRunner) -> Saved:
     flights = [_flight_state(f) for f in running.in_flight]  # first: arrivals may change the state
     return {
         **exchange_state(running),
-        "joined": list(running.set.joined),
+        "joined": running.set.positions,
         "executed": running.executed,
         "state": [{k: t.clone() for k, t in c.state.items()} for c in running.channels],
         "flights": flights,
@@ -342,10 +371,10 @@ def load_round(
     """
     mine = _index(source)
     own, target = parts[mine or 0], running
+    if not running.set.vary and own["joined"] != running.set.positions:
+        running = running.like(own["joined"])
     stateful, slots = running.set.stateful, running.exchange.slots
     if stateful or slots or (own["flights"] and not running.set.vary):
-        if own["joined"] != running.set.joined:
-            running = running.like(own["joined"])
         _check_sizes(own, running)
         if mine is None:
             running = running.like(own["joined"])  # begins at this x: lost state starts from it

@@ -4,7 +4,7 @@ the calls that all ranks make together."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from laconic.engine.batch_check import BatchCheck, check_first_gradients
 from laconic.engine.drift import DriftCheck
 from laconic.engine.nonfinite import NonfiniteCheck
 from laconic.engine.recorder import Recorder
+from laconic.errors import LinkError
 from laconic.links.calls import Call
 from laconic.links.comm_thread import CommThread
 from laconic.links.elastic.link import ElasticLink
@@ -136,19 +137,77 @@ class Session:
         self.settle: Callable[[], None] | None = None
         """Called before a call of all workers, to complete what a backward pass that raised has
         begun."""
+        self.interrupted: str | None = None
+        """The rounds that are at work, or that an exception, such as one that a signal handler
+        raises, has ended before this rank had what they bring."""
         self._order: list[Tensor] = []
+        self._x: dict[int, Tensor] = {}
+        """The optimizer's parameters that have joined x, by id."""
+        self._trained: list[int] | None = None
+        """The ids of those that were trained when `joining` looked last."""
 
     # -- parameters ----
 
-    def groups(self) -> list[list[Tensor]]:
-        """The papers' x, by parameter group."""
+    def held(self) -> list[list[Tensor]]:
+        """All parameters of the optimizer, by parameter group."""
         if self.optimizer is None:
             return [list(self.model.parameters())]
         return [group["params"] for group in self.optimizer.param_groups]
 
+    def groups(self) -> list[list[Tensor]]:
+        """The papers' x, by parameter group: what the optimizer trains. A parameter joins x when
+        it first requires a gradient, or has one, and stays. One that is frozen from the start
+        never leaves rank 0's value, so rounds would send it, and round it, in vain."""
+        if self.optimizer is None:
+            return self.held()
+        return [[p for p in group if id(p) in self._x] for group in self.held()]
+
     def params(self) -> list[Tensor]:
         """The papers' x."""
         return [p for group in self.groups() for p in group]
+
+    def joining(self, *, fixed: bool = False) -> list[Tensor]:
+        """The parameters that are trained now and are not in x: they were added to the optimizer,
+        or thawed. `join` takes them in. Parameters that are no longer the optimizer's leave x;
+        where rounds are about a ``fixed`` x, that raises ``ValueError``."""
+        held = [p for group in self.held() for p in group]
+        trained = [id(p) for p in held if p.requires_grad or p.grad is not None]
+        if trained == self._trained:
+            return []
+        gone = self._x.keys() - {id(p) for p in held}
+        if gone and fixed:
+            shapes = ", ".join(str(tuple(self._x[key].shape)) for key in sorted(gone)[:3])
+            raise ValueError(
+                f"{len(gone)} parameters that laconic keeps in step are no longer in the optimizer "
+                f"(of shape {shapes}): they were replaced or removed. Before such a change call "
+                "sync.finish() and sync.detach(), and laconic.attach after it"
+            )
+        for key in gone:
+            del self._x[key]
+        own, chosen = {id(p) for p in self.model.parameters()}, {*trained}
+        found = [
+            p for p in held if id(p) not in self._x and (id(p) in chosen or _moved_outside(p, own))
+        ]
+        if not found:
+            self._trained = trained
+        return found
+
+    def join(self, params: Sequence[Tensor]) -> None:
+        """Take ``params`` into x. Every rank must have given them the same values."""
+        self._x.update((id(p), p) for p in params)
+
+    def join_at(self, positions: Collection[int]) -> Callable[[], None]:
+        """Let x be the parameters at these ``positions`` in the optimizer's order, and those that
+        are in it already. Returns a function that undoes it."""
+        before = dict(self._x)
+        held = [p for group in self.held() for p in group]
+        if max(positions, default=-1) >= len(held):
+            raise ValueError(
+                f"the state was saved with {max(positions) + 1} parameters or more, and the "
+                f"optimizer has {len(held)}: add the same groups before loading it"
+            )
+        self.join([held[k] for k in positions])
+        return partial(setattr, self, "_x", before)
 
     @property
     def sharded(self) -> bool:
@@ -169,7 +228,8 @@ class Session:
         A front end's optimizer may move copies in another precision, so there all of the module's
         parameters count.
         """
-        params, own = self.params(), self._order or list(self.model.parameters())
+        params = [p for group in self.held() for p in group]
+        own = self._order or list(self.model.parameters())
         wanted, known = {id(p) for p in params}, {id(p) for p in own}
         hooked = self.settings.hooked
         first = [p for p in own if not hooked or id(p) in wanted]
@@ -253,6 +313,14 @@ class Session:
         row = self.batch_check.row([*self.params(), *self.model.parameters()])
         check_first_gradients(self.gather(row).tolist())
 
+    def check_complete(self) -> None:
+        """Raise if rounds were interrupted. The other ranks have what they brought."""
+        if self.interrupted is not None and not self.comm.failed:
+            raise LinkError(
+                f"{self.interrupted} were interrupted on this rank by an exception, and it lacks "
+                "what they brought: start again from the last checkpoint, on every rank"
+            )
+
     def refuse_in_consensus(self, call: str) -> None:
         """Raise where a call would change weights that leaving `consensus` puts back."""
         if self.holds_consensus is not None:
@@ -276,6 +344,12 @@ class Session:
     def usage(self) -> Usage:
         """What messages have used of the processors so far beside this thread, and this thread."""
         return Usage.now(self.traffic()[0], self.comm.processor_seconds)
+
+
+def _moved_outside(p: Tensor, own: Collection[int]) -> bool:
+    """Whether ``p`` is a copy that an optimizer moves in place of one of the model's parameters,
+    whose ids are ``own``: it gets its gradients from a front end."""
+    return id(p) not in own and (p.is_floating_point() or p.is_complex())
 
 
 def _broadcast(link: Link, flat: Tensor, root: Callable[[], int]) -> None:

@@ -64,7 +64,7 @@ class Switcher:
         session = self._session
         session.refuse_in_consensus("sync.switch()")
         check_groups(recipe, "group" in session.links)  # while the present rounds still work
-        run.add_new_groups()
+        run.take_in()
         session.call("switch()")
         run.finish()
         write_consensus(run, had_buffers)

@@ -1,0 +1,131 @@
+"""The steps of an optimizer: hooks around each, and a warning where parameters move without one."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from laconic.buckets import is_sharded, sums
+
+Hook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]
+WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__
+"""The code of torch's wrapper around each class's ``step``, which calls the hooks."""
+MOVES = 3
+"""How often parameters must have moved between backward passes, without a step, for a warning.
+Once or twice may be the program's own initialization."""
+
+
+class StepHooks(RemovableHandle):
+    """Calls ``before`` and ``after`` around each step of ``optimizer``.
+
+    A `step` that calls the parent class's is one step, although torch calls hooks in both: it wraps
+    the ``step`` of every class that was instantiated.
+    """
+
+    def __init__(self, optimizer: Optimizer, before: Hook, after: Hook) -> None:
+        optimizer._patch_step_function()  # a wrapper class may have skipped Optimizer.__init__
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            if type(hooks := getattr(optimizer, name)) is dict:  # it has no weak references
+                setattr(optimizer, name, OrderedDict(hooks))
+        self._before, self._after = before, after
+        self._depth = 0
+        """How many of torch's wrappers are at work; more than are if a step raised."""
+        self._handles = (
+            optimizer.register_step_pre_hook(self._enter),
+            optimizer.register_step_post_hook(self._leave),
+        )
+
+    def _enter(self, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self._depth = 1 if not self._depth else max(_wrappers_at_work(optimizer), 1)
+        if self._depth == 1:
+            self._before(optimizer, args, options)
+
+    def _leave(self, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._after(optimizer, args, options)
+
+    def remove(self) -> None:
+        """Call them no more."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _wrappers_at_work(optimizer: Optimizer) -> int:
+    """How many of torch's wrappers around ``optimizer``'s ``step`` are on this thread's stack."""
+    count, frame = 0, sys._getframe()
+    while frame is not None:
+        if frame.f_code is WRAPPER and frame.f_locals.get("self") is optimizer:
+            count += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return count
+
+
+class UnseenSteps:
+    """Warns if ``params`` move from one backward pass to the next, and the attached optimizer never
+    steps. ``name``: its class. `end` it with the first step."""
+
+    def __init__(self, params: Sequence[Tensor], name: str) -> None:
+        self._name = name
+        self._watched: Tensor | None = None
+        """The first parameter that received a gradient."""
+        self._seen: Tensor | None = None
+        self._moves = 0
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+            for p in params
+            if p.requires_grad and p.is_leaf and not is_sharded(p)
+        ]
+
+    def _on_gradient(self, p: Tensor) -> None:
+        if self._watched is None:
+            self._watched = p
+        if p is not self._watched:
+            return
+        now = sums([p])
+        if self._seen is not None and not torch.equal(now, self._seen):
+            self._moves += 1
+        self._seen = now
+        if self._moves == MOVES:
+            self.end()
+            warnings.warn(
+                f"the parameters move, and {self._name}.step() was never called: laconic "
+                "communicates after each step() of the attached optimizer. Attach the optimizer "
+                "whose step() the loop calls, or the one inside (SAM: base_optimizer)",
+                stacklevel=2,
+            )
+
+    def end(self) -> None:
+        """Watch no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def check_steps(optimizer: Optimizer) -> None:
+    """Raise ``ValueError`` if ``optimizer`` is none that laconic can follow."""
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}: attach "
+            "the optimizer inside it"
+        )
+    step = type(optimizer).step
+    if getattr(step, "__wrapped__", step) is _abstract_step():
+        raise ValueError(
+            f"{type(optimizer).__name__} has no step() of its own, after which laconic could "
+            "communicate: attach the optimizer inside it, whose step() it calls"
+        )
+
+
+def _abstract_step() -> Any:
+    """`Optimizer.step`, which raises, without the wrapper that an instance may have put on it."""
+    step = Optimizer.step
+    return getattr(step, "__wrapped__", step)
