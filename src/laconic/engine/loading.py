@@ -53,7 +53,7 @@ def state_dict(run: RecipeRun, in_step: bool) -> Saved:
     policy = run.session.policy
     if run.quorum is not None:
         run.quorum.settle(failed=True)
-    run.session.comm.drain()  # checks of delayed rounds may be repairing the state
+    run.session.comm.drain()  # what checks of delayed rounds have found is a part of the state
     with nullcontext() if run.quorum is None else run.quorum.port.quiet():
         return _state_dict(run, in_step, policy)
 

@@ -206,7 +206,6 @@ class Donor:
             "optimizer": _optimizer(session).state_dict(),
             "sync": self._driver.state_dict(),
             "policy": self._policy(),
-            "repaired": session.drift.repaired,
         }
         copied = {name: plain_copy(value) for name, value in state.items()}
         leave_out_residuals(copied["sync"])
@@ -333,7 +332,6 @@ class Newcomer:
         problem = driver.load_here(own)
         if problem is not None:
             raise LinkError(f"the state of another worker cannot be loaded: {problem}")
-        driver.session.drift.repaired = dict(state["repaired"])
         for running in driver.run.rounds:
             if isinstance(running.round.exchange, Gossip):
                 running.in_flight.clear()

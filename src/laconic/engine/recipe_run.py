@@ -195,11 +195,11 @@ class RecipeRun:
     def drift_state(self) -> dict[str, Any]:
         """What the next comparisons depend on, as plain data."""
         rounds = [check.state_dict() for check in self._checks.values()]
-        return {"repaired": dict(self.session.drift.repaired), "rounds": rounds}
+        return {"compared": self.session.drift.compared, "rounds": rounds}
 
     def load_drift_state(self, state: Mapping[str, Any]) -> None:
         """Restore a `drift_state` that this rank has saved."""
-        self.session.drift.repaired = dict(state["repaired"])
+        self.session.drift.compared = bool(state.get("compared"))
         for check, saved in zip(self._checks.values(), state.get("rounds", ()), strict=False):
             check.load_state_dict(saved)
 

@@ -227,14 +227,6 @@ class ElasticLink:
     def digests(self) -> Sequence[int]:
         return self.replay.digests if self.replaying else list(self.units.heard.values())
 
-    def contributor(self, rank: int) -> str:
-        """The id of the worker with `digests` ``rank``, for `rank_of`."""
-        return "" if self.replaying else list(self.units.heard)[rank]
-
-    def rank_of(self, id: str) -> int:
-        """The rank of that worker in the unit under way; 0 if it is lost, as on all workers."""
-        return self.units.ranks.index(id) if id in self.units.ranks else 0
-
     def sent(self) -> Mapping[int, Sent]:
         link = self.rendezvous.link
         return {} if link is None else link.sent()
