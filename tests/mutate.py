@@ -148,7 +148,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     # means, slices, schedules, delays
     ("buckets.py", "torch.full((), count, dtype=total.dtype", "torch.full((), count + 1, dtype=total.dtype", EXACT),
     ("buckets.py", "        total += x\n", "        total -= x\n", EXACT),
-    ("algorithms/schedules.py", "step % self.period == self.offset", "step % self.period == self.offset + 1", EXACT),
+    ("algorithms/schedules.py", "(step - self.offset) % self.period == 0", "(step - self.offset) % self.period == 1", EXACT),
     ("algorithms/schedules.py", "step > self.start and", "step >= self.start and", SCHEDULES),
     ("algorithms/schedules.py", "step <= self.end and", "step < self.end and", EXACT),
     ("algorithms/schedules.py", "and not self.skipped(step)", "", EXACT),
@@ -199,7 +199,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("algorithms/recipes.py", "LeaderPull(pull, drift / period)", "LeaderPull(pull, drift)", EXACT),
     ("algorithms/recipes.py", "LeaderPull(local_pull, local_drift / inner)", "LeaderPull(local_pull, local_drift)", GROUPS),
     ("algorithms/recipes.py", "if not inner:", "if local_period == 0:", ["tests/engine/test_defaults.py"]),
-    ("algorithms/recipes.py", "Unless(every(check_int(\"group_period\", group_period, 1)), over_all)", "every(group_period)", TRAFFIC),
+    ("algorithms/recipes.py", "Unless(every(group_period), over_all)", "every(group_period)", TRAFFIC),
     ("algorithms/scores.py", "torch.argmin", "torch.argmax", LEADER),
     ("algorithms/scores.py", "values.nan_to_num(nan=math.inf)", "values", LEADER),
     ("algorithms/scores.py", "[-window:]", "[:window]", LEADER),
@@ -297,7 +297,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("compat/state_keys.py", "if bare >= wrapped:", "if False:", SLOW_RESUME),
     ("engine/driver.py", "loaded.step, loaded.in_step", "loaded.step, False", USE),
     ("engine/driver.py", "check_alike(module=False)", "check_alike()", USE),
-    ("algorithms/updates/average.py", "(x - x.to(self.dtype)).add_(received)", "received.to(x.dtype)", USE),
+    ("algorithms/updates/average.py", "(x - y.to(self.dtype)).add_(received)", "received.to(x.dtype)", USE),
     ("algorithms/exchanges/mean.py", "n if self.shards is None else min(self.shards, n)", "n", SLOW),
     ("compat/gossip_graphs.py", "repeats=True", "repeats=False", SLOW),
     # P = mean(M Q) ; P <- orthonormal(P) ; Q = mean(M^T P) ; result = P Q^T ; e <- M - P Q^T
@@ -671,7 +671,7 @@ MUTATIONS: list[tuple[str, str, str, list[str]]] = [
     ("codecs/dct.py", "torch.autocast(x.device.type, enabled=False)", "torch.no_grad()", DEMO),
     # m <- mu*m + eta*mean(a - x) + gamma*(a - mean(a)) ; a <- a - m
     ("algorithms/updates/noloco.py", "[a - x, a]", "[x - a, a]", NOLOCO),
-    ("algorithms/updates/noloco.py", "delta.add_(a - x, alpha=own)", "delta.add_(a - x)", NOLOCO),
+    ("algorithms/updates/noloco.py", "delta.add_(a - y, alpha=own)", "delta.add_(a - y)", NOLOCO),
     ("algorithms/updates/noloco.py", "anchor.add_(a, alpha=own)", "anchor.add_(a)", NOLOCO),
     ("algorithms/updates/noloco.py", "own = state[\"anchor\"], state[\"m\"], 1 - clock.weight", "own = state[\"anchor\"], state[\"m\"], 0.5", NOLOCO),
     ("algorithms/updates/noloco.py", "m.mul_(self.momentum)", "m", NOLOCO),

@@ -229,7 +229,7 @@ def held(device: torch.device, offload: bool) -> float:
     synchronize(device)
     before = allocated(device)
     link = StagedLink(NullLink(2), device)
-    recipe = la.diloco(2, codec="int4", sharded=False)
+    recipe = la.diloco(2, codec="int4")
     with la.attach(model, optimizer, recipe, link=link, offload=offload) as sync:
         steps(model, optimizer, x, 4)()
         optimizer.zero_grad(set_to_none=True)

@@ -196,7 +196,7 @@ def attach(
         check_choice("buffers", buffers, BUFFERS)
         check_int("seed", seed, 0)
         check_bool("offload", offload)
-        elastic = asked_for(elastic, given, nprocs_per_node, group_size, mesh)
+        elastic = asked_for(elastic, link, nprocs_per_node, group_size, mesh)
         if elastic is not None:
             rounds = replicated(rounds)
             elastic_runs.check(elastic, recipe, params)

@@ -198,7 +198,7 @@ OUTSIDE: dict[str, tuple[Any, float, int, float | None]] = {
     "a large outer learning rate": (la.diloco(30, lr=100.0), 1e9, 4, 20.0),
     "another outer optimizer": (la.diloco(30, outer="muon"), 1e9, 4, 20.0),
     "another average": (la.diloco(30, average="rda"), 1e9, 4, 20.0),
-    "another merge": (la.diloco(30, merge="average"), 1e9, 4, 20.0),
+    "another merge": (la.diloco(30, delay=2, merge="average"), 1e9, 4, 20.0),
     "an eager step": (la.diloco(30, delay=4, merge="eager"), 1e9, 4, 20.0),
     "a delay": (la.diloco(30, delay=4), 1e9, 4, 20.0),
     "low-rank gradients": (la.power_sgd(2), 1e9, 4, 20.0),

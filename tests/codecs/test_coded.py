@@ -387,7 +387,7 @@ SAME = {
         1e-12,
     ),
     "average is mix": (
-        la.diloco(3, delay=2, mix=0.1, merge="average"),
+        la.diloco(3, delay=2, merge="average"),
         la.diloco(3, delay=2, mix=0.5),
         0.0,
     ),

@@ -799,3 +799,20 @@ def unlike_over(rank: int, what: str) -> str:
 def test_processes_that_attach_unlike_things_are_told_so(pool: gloo.Pool, what: str) -> None:
     for text in pool.run(unlike_over, what, ranks=2):
         assert "must be the same" in text and "ranks [1]" in text
+
+
+@pytest.mark.fault("attach(..., elastic=, link='nccl') and LACONIC_COORDINATOR ignored options")
+@pytest.mark.parametrize("option", [{"link": "nccl"}, {"link": "tcp"}, {"group_size": 2}])
+@pytest.mark.parametrize("by_environment", [False, True])
+def test_what_an_elastic_run_cannot_follow_is_refused(
+    option: dict[str, Any], by_environment: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if by_environment:
+        monkeypatch.setenv("LACONIC_COORDINATOR", "127.0.0.1:1")
+    else:
+        option = {**option, "elastic": la.Elastic("127.0.0.1:1", wait=0.1)}
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recipe = la.hierarchical(2, 4) if "group_size" in option else la.local_sgd(4)
+    with pytest.raises(ValueError, match="cannot be used with elastic="):
+        la.attach(model, optimizer, recipe, timeout=0.1, **option)

@@ -8,10 +8,14 @@ from laconic.algorithms.exchanges import GatheredMean, Mean
 from laconic.algorithms.exchanges.quorum import Pace, Weigh
 from laconic.algorithms.named import named
 from laconic.algorithms.recipe_parts import (
+    MIX,
     Averaging,
     CodecOption,
     Outer,
     check_delay,
+    check_effect,
+    check_merge,
+    check_sharded,
     eager,
     mean_over_workers,
     outer_step,
@@ -24,7 +28,7 @@ from laconic.algorithms.updates import Average, DelayedNesterov, OuterStep
 from laconic.algorithms.updates.outer_step import Merge
 from laconic.buckets import Fragment, Moments, parameters
 from laconic.codecs import Int2, TopK, codec_of
-from laconic.errors import check_bool, check_choice, check_float, check_int
+from laconic.errors import check_choice, check_float, check_int
 
 
 @named
@@ -55,9 +59,9 @@ def diloco(
         lr: the outer learning rate, above 0.
         momentum: of the outer steps, in [0, 1).
         outer: an elementwise torch optimizer to use instead of Nesterov SGD, such as ``lambda
-            tensors: torch.optim.Adam(tensors, lr=1e-3)``; ``lr`` and ``momentum`` then have no
-            effect. ``"muon"``: the steps of matrices have Muon's direction, see `MuonStep`. None:
-            Nesterov SGD. With either, every worker stores all outer state.
+            tensors: torch.optim.Adam(tensors, lr=1e-3)``, which has an lr and momentum of its
+            own. ``"muon"``: the steps of matrices have Muon's direction, see `MuonStep`; every
+            worker then stores all outer state. None: Nesterov SGD.
         average: ``"mean"``: of the pseudo-gradients. ``"rda"``: their lengths and directions are
             averaged separately, so that workers that move in different directions do not shorten
             the step; see `RadialMean`. With ``"rda"``, every worker stores all outer state.
@@ -87,18 +91,24 @@ def diloco(
     Examples:
         >>> sync = laconic.attach(model, optimizer, laconic.diloco(100, momentum=0.6))
     """
-    check_bool("sharded", sharded)
     check_int("period", period, 1)
+    check_choice("merge", merge, (*get_args(Merge), "eager"))
     some = quorum_mean(quorum, grace, pace, weigh, codec, delay, average=average, outer=outer)
-    if some is not None:
-        step = outer_step(lr, momentum, outer, "mix", mix)
-        late = step if outer is not None else DelayedNesterov(lr, momentum)
-        return (Round(every(period), late, some),)
+    decided = {"codec": codec is not None, "quorum": some is not None, "merge": merge == "eager"}
+    check_sharded(sharded, outer=outer == "muon", average=average == "rda", **decided)
     if merge == "eager":
         check_float("mix", mix, 0.0, most=1.0)
-        return eager(period, lr, momentum, outer, delay, codec, sharded, average)
-    check_choice("merge", merge, (*get_args(Merge), "eager"))
+        check_effect("with merge='eager'", mix=mix != MIX)
+        if some is not None:
+            raise ValueError("merge='eager' waits for all workers: leave out quorum= and pace=")
+        return eager(period, lr, momentum, outer, delay, codec, average)
+    check_merge(merge, mix, delay)
+    if callable(outer):
+        check_effect("with a function as outer=", lr=lr != 0.7, momentum=momentum != 0.9)
     update = outer_step(lr, momentum, outer, merge, mix)
+    if some is not None:
+        late = update if outer is not None else DelayedNesterov(lr, momentum)
+        return (Round(every(period), late, some),)
     exchange = pseudo_gradients(update, codec, average, sharded=sharded)
     check_delay(delay, period)
     return (Round(every(period), update, exchange, delay=delay),)
@@ -145,8 +155,8 @@ def streaming_diloco(
         lr: the outer learning rate, above 0. None: 0.7, with ``outer="muon"`` 1.0.
         momentum: of the outer steps, in [0, 1).
         outer: an elementwise torch optimizer to use instead of Nesterov SGD, such as ``lambda
-            tensors: torch.optim.Adam(tensors, lr=1e-3)``; ``lr`` and ``momentum`` then have no
-            effect. ``"muon"``: the steps of matrices have Muon's direction, see `MuonStep`. None:
+            tensors: torch.optim.Adam(tensors, lr=1e-3)``, which has an lr and momentum of its
+            own. ``"muon"``: the steps of matrices have Muon's direction, see `MuonStep`. None:
             Nesterov SGD. ``"muon"`` needs ``by="layers"``.
         average: ``"mean"``: of the pseudo-gradients. ``"rda"``: their lengths and directions are
             averaged separately, so that workers that move in different directions do not shorten
@@ -168,9 +178,13 @@ def streaming_diloco(
         >>> sync = laconic.attach(model, optimizer, laconic.streaming_diloco(16))
     """
     muon = outer == "muon"
+    check_merge("mix" if merge is None else merge, MIX if mix is None else mix, delay)
+    if callable(outer):
+        check_effect("with a function as outer=", lr=lr is not None, momentum=momentum != 0.6)
+    check_effect("with fragments=1", by=by is not None and fragments == 1)
     lr = (1.0 if muon else 0.7) if lr is None else lr
     merge = ("loscar" if muon and mix is None else "mix") if merge is None else merge
-    mix = 0.5 if mix is None else mix
+    mix = MIX if mix is None else mix
     by = ("layers" if muon or average == "rda" else "bytes") if by is None else by
     update: OuterStep | DelayedNesterov = outer_step(lr, momentum, outer, merge, mix)
     check_int("period", period, 1)
@@ -236,7 +250,7 @@ def muloco(
         >>> sync = laconic.attach(model, optimizers, laconic.muloco(30))
     """
     check_choice("outer", outer, ("nesterov", "muon"))
-    check_choice("merge", merge, get_args(Merge))
+    check_merge(merge, mix, delay)
     update = outer_step(lr, momentum, "muon" if outer == "muon" else None, merge, mix)
     exchange = pseudo_gradients(update, codec, average, sharded=True)
     check_delay(delay, check_int("period", period, 1))

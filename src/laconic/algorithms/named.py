@@ -7,7 +7,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from laconic.algorithms.round import NamedRecipe, Recipe, plain
+from laconic.algorithms.identity import plain
+from laconic.algorithms.round import NamedRecipe, Recipe
 from laconic.errors import did_you_mean
 
 P = ParamSpec("P")

@@ -18,11 +18,11 @@ from laconic.algorithms.exchanges import (
 )
 from laconic.algorithms.exchanges.quorum import Pace, Weigh
 from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round
-from laconic.algorithms.schedules import Schedule, Unless, every
+from laconic.algorithms.schedules import After, Every, Unless, every
 from laconic.algorithms.updates import DelayedNesterov, Eager, MuonStep, OuterStep
 from laconic.algorithms.updates.outer_step import Merge, OuterFactory
 from laconic.codecs import Codec, codec_of
-from laconic.errors import check_choice, check_float, check_int
+from laconic.errors import check_bool, check_choice, check_float, check_int
 
 CodecOption = Codec | str | None
 """How messages are coded: a codec, the name of one in `laconic.codecs.CODECS`, or None for no
@@ -32,6 +32,8 @@ coding. The next message sends what a code leaves out (error feedback)."""
 Averaging = Literal["mean", "rda"]
 """How pseudo-gradients are averaged: by their mean, or by their radial-directional average
 (`RadialMean`), which is as long as they are on average."""
+MIX = 0.5
+"""The fraction of x that remains with ``merge="mix"``, by default."""
 Outer = OuterFactory | Literal["muon"]
 """An outer optimizer in place of Nesterov SGD: a function that makes one from tensors, or
 ``"muon"`` (`MuonStep`)."""
@@ -50,6 +52,14 @@ def mean_over_workers(
     if codec is not None:
         return coded(codec, relative=relative)
     return ShardedMean() if sharded else Mean()
+
+
+def check_effect(why: str, **given: bool) -> None:
+    """Raise ``ValueError`` if any of these options is ``given``: it has no effect, and ``why``."""
+    names = [f"{name}=" for name, is_given in given.items() if is_given]
+    if names:
+        has = "has" if len(names) == 1 else "have"
+        raise ValueError(f"{' and '.join(names)} {has} no effect {why}: leave out {names[0]}")
 
 
 def quorum_mean(
@@ -101,8 +111,6 @@ def outer_step(
 ) -> OuterStep:
     check_float("momentum", momentum, 0.0, 1.0)
     check_float("lr", lr, 0.0, strict=True)
-    check_float("mix", mix, 0.0, most=1.0)
-    check_choice("merge", merge, get_args(Merge))
     if outer == "muon":
         return MuonStep(lr, momentum, None, mix, merge)
     if isinstance(outer, str) or not (outer is None or callable(outer)):
@@ -111,6 +119,24 @@ def outer_step(
             f"as lambda tensors: torch.optim.Adam(tensors, lr=1e-3), not {outer!r}"
         )
     return OuterStep(lr, momentum, outer, mix, merge)
+
+
+def check_merge(merge: Merge, mix: float, delay: int) -> None:
+    """Check how x and the new anchor are combined; raise ``ValueError`` for what has no effect."""
+    check_choice("merge", merge, get_args(Merge))
+    check_float("mix", mix, 0.0, most=1.0)
+    given = {"merge": merge != "mix", "mix": mix != MIX}
+    if not delay:
+        check_effect("without delay=", **given)
+    check_effect(f"with merge={merge!r}", mix=merge != "mix" and given["mix"])
+
+
+def check_sharded(sharded: bool, **others: bool) -> None:
+    """Raise ``ValueError`` if ``sharded`` is False beside ``others`` that decide where outer state
+    is stored."""
+    check_bool("sharded", sharded)
+    for name, given in others.items():
+        check_effect(f"with {name}=", sharded=given and not sharded)
 
 
 def pseudo_gradients(
@@ -130,13 +156,10 @@ def eager(
     outer: Outer | None,
     delay: int,
     codec: CodecOption,
-    sharded: bool,
     average: Averaging,
 ) -> Recipe:
     check_float("momentum", momentum, 0.0, 1.0)
     check_float("lr", lr, 0.0, strict=True)
-    if not sharded:
-        raise ValueError("merge='eager' stores all state on every worker: omit sharded=")
     if outer is not None:
         raise ValueError("merge='eager' supports only Nesterov SGD as outer optimizer: omit outer=")
     if average != "mean":
@@ -158,6 +181,18 @@ def check_delay(delay: int, period: int) -> None:
         )
 
 
-def skip(r: AnyRound, skipped: Schedule) -> AnyRound:
-    """Return ``r`` without the steps of ``skipped``. Rounds on gradients never skip a step."""
-    return r if isinstance(r, GradientRound) else replace(r, when=Unless(r.when, skipped))
+def skip(r: AnyRound, slow: Every) -> AnyRound:
+    """Return ``r`` without the steps of ``slow``. Rounds on gradients never skip a step."""
+    if isinstance(r, GradientRound):
+        return r
+    when, period = r.when.schedule if isinstance(r.when, After) else r.when, slow.period
+    if (
+        isinstance(when, Every)
+        and when.period > period
+        and not (when.period % period or when.offset % period)
+    ):
+        raise ValueError(
+            f"{r.name} of the base is due every {when.period} steps, and always replaced by a slow "
+            f"step, every {period}: use a longer period for slow steps, or base=None"
+        )
+    return replace(r, when=Unless(r.when, slow))

@@ -38,6 +38,8 @@ from laconic.algorithms.named import named
 from laconic.algorithms.recipe_parts import (
     CodecOption,
     check_delay,
+    check_effect,
+    check_sharded,
     mean_over_workers,
     quorum_mean,
     skip,
@@ -49,7 +51,7 @@ from laconic.algorithms.round import (
     Round,
     is_recipe,
 )
-from laconic.algorithms.schedules import Unless, after, every, until
+from laconic.algorithms.schedules import Every, Unless, after, every, until
 from laconic.algorithms.topology import Graph
 from laconic.algorithms.updates import (
     AnchoredAverage,
@@ -157,6 +159,7 @@ def post_local_sgd(
     Examples:
         >>> sync = laconic.attach(model, optimizer, laconic.post_local_sgd(1000, 16))
     """
+    check_int("start", start, 0)
     gradients = (replace(r, when=until(start, r.when)) for r in ddp(codec=codec))
     averages = local_sgd(period, delay=delay, codec=codec, optimizer_state=optimizer_state)
     return (*gradients, *(replace(r, when=after(start, r.when)) for r in averages))
@@ -182,7 +185,13 @@ def hierarchical(group_period: int, period: int, *, codec: CodecOption = None) -
         >>> sync = laconic.attach(model, optimizer, recipe, group_size=1)  # with more workers: more
     """
     over_all = every(period)
-    inside = Unless(every(check_int("group_period", group_period, 1)), over_all)
+    if check_int("group_period", group_period, 1) % period == 0:
+        raise ValueError(
+            f"group_period={group_period} is a multiple of period={period}, so that every average "
+            "inside a group gives way to one over all workers: use a shorter group_period, or "
+            f"local_sgd({period})"
+        )
+    inside = Unless(every(group_period), over_all)
     return (
         Round(inside, Average(), Mean(), over="group"),
         Round(over_all, Average(), mean_over_workers(codec)),
@@ -199,14 +208,19 @@ def sgp(graph: str = "exponential", peers: int = 1, *, delay: int = 0) -> Recipe
     Args:
         graph: who sends to whom: a name in `laconic.algorithms.topology`, such as ``"exponential"``
             or ``"ring"``.
-        peers: how many workers each one sends to, at least 1.
+        peers: how many workers each one sends to, at least 1. ``"ring"`` has at most 2;
+            ``"complete"`` and ``"random"`` have a number of their own.
         delay: steps after which a message is folded in (OSGP). Training continues meanwhile. 0:
             training waits.
 
     Examples:
         >>> sync = laconic.attach(model, optimizer, laconic.sgp(peers=2))
     """
-    return (Round(every(1), PushSum(), Push(Graph(graph, peers)), delay=delay),)
+    exchange = Push(Graph(graph, peers))  # checks them
+    check_effect(f"with graph={graph!r}", peers=graph in ("complete", "random") and peers != 1)
+    if graph == "ring" and peers > 2:
+        raise ValueError(f"peers must be 1 or 2 with graph='ring', not {peers}")
+    return (Round(every(1), PushSum(), exchange, delay=delay),)
 
 
 @named
@@ -338,6 +352,8 @@ def lsgd(
     everyone = Round(over_all, LeaderPull(pull, drift / period), exchange)
     inner = 0 if local_period is None else check_int("local_period", local_period, 0)
     if not inner:
+        names = "local_pull", "local_drift"
+        check_effect("without local_period=", **{name: pulls[name] != 0.1 for name in names})
         return (everyone,)
     local = LeaderPull(local_pull, local_drift / inner)
     return (Round(every(inner), local, exchange, over="group"), everyone)
@@ -389,7 +405,7 @@ def slowmo(
     Examples:
         >>> sync = laconic.attach(model, optimizer, laconic.slowmo(laconic.local_sgd(3), period=48))
     """
-    slow = every(period)
+    slow = Every(check_int("period", period, 1))
     if base is not None and not is_recipe(base):
         raise ValueError(
             f"base must be a recipe, such as laconic.local_sgd(12), or None, not {base!r}"
@@ -397,11 +413,13 @@ def slowmo(
     if momentum is not None:
         check_float("momentum", momentum, 0.0, 1.0)
     check_float("lr", lr, 0.0, strict=True)
-    sharded, average = check_bool("sharded", sharded), check_bool("average", average)
+    check_bool("average", average)
     if not average and codec is not None:
         raise ValueError("average=False sends nothing, so there is nothing to code: omit codec=")
-    exchange: Exchange = Alone() if not average else mean_over_workers(codec, sharded=sharded)
     some = quorum_mean(quorum, grace, pace, weigh, codec, 0, optimizer_state)
+    decided = {"average": not average, "codec": codec is not None, "quorum": some is not None}
+    check_sharded(sharded, **decided)
+    exchange: Exchange = Alone() if not average else mean_over_workers(codec, sharded=sharded)
     if some is not None:
         if base is not None or not average:
             raise ValueError(

@@ -6,12 +6,12 @@ update), with whom (its exchange), and over which tensors.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from laconic.algorithms.exchange import Exchange
+from laconic.algorithms.identity import plain
 from laconic.algorithms.schedules import Schedule, every
 from laconic.algorithms.update import Update, abilities
 from laconic.buckets import Fragment, Selector, is_of_optimizer, parameters
@@ -224,8 +224,3 @@ def recipe_text(recipe: Recipe) -> str:
     """A recipe as messages to the user call it: by the call that made it where that is known, else
     by all its rounds."""
     return plain(recipe)
-
-
-def plain(value: object) -> str:
-    """``repr(value)``, with functions by name, without their addresses."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))

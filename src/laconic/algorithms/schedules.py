@@ -27,7 +27,7 @@ class Every:
     offset: int = 0
 
     def __call__(self, step: int) -> bool:
-        return step % self.period == self.offset
+        return step >= self.offset and (step - self.offset) % self.period == 0
 
     def __repr__(self) -> str:
         offset = f", offset={self.offset}" if self.offset else ""
@@ -130,7 +130,8 @@ def every(period: int, *, offset: int = 0, unless: Schedule | None = None) -> Sc
         >>> [step for step in range(1, 21) if laconic.every(6)(step)]
         [6, 12, 18]
     """
-    schedule = Every(check_int("period", period, 1), check_int("offset", offset, 0) % period)
+    check_int("period", period, 1)
+    schedule = Every(period, 0 if check_int("offset", offset, 0) == period else offset)
     return schedule if unless is None else Unless(schedule, unless)
 
 

@@ -67,6 +67,13 @@ class SlowStep:
         """Whether there is a slow step."""
         return (self.slowmo_momentum, self.slowmo_lr) != (0.0, 1.0)
 
+    @property
+    def base_is_idle(self) -> bool:
+        """Whether slow steps are more frequent than local SGD's averages, and replace them all."""
+        local = self.slowmo_base_algorithm is SlowMoBaseAlgorithm.LOCALSGD
+        base, slow = self.localsgd_frequency, self.slowmo_frequency
+        return local and self.slow_step_on and base > slow and not base % slow
+
     def text(self) -> str:
         """Return the recipe's name for messages: the settings that define it."""
         names = ["slowmo_momentum", "slowmo_frequency", "slowmo_lr"]
@@ -111,9 +118,10 @@ class SlowStep:
         average = local or owners is not None or self.slowmo_sgp_average_params or not base
         period, momentum, lr = self.slowmo_frequency, self.slowmo_momentum, self.slowmo_lr
         sharded = owners is not None
-        *skipped, slow = recipes.slowmo(
-            base, period, momentum, lr, sharded=sharded, average=average
-        )
+        if self.base_is_idle:
+            base = ()
+        stored = sharded or not average  # without an average, every worker keeps its own state
+        *skipped, slow = recipes.slowmo(base, period, momentum, lr, sharded=stored, average=average)
         if sharded:
             slow = replace(slow, exchange=ShardedMean(owners))
         return (*(skipped if average else base), slow)
@@ -147,6 +155,7 @@ class SlowStep:
             "use_streams=False": not use_streams,
             "synch_freq (only for overlap=True)": idle_synch_freq,
             "graph, mixing (only for SGP)": local and graph is not None,
+            "localsgd_frequency (a multiple of slowmo_frequency)": self.base_is_idle,
         }
         if unused := [name for name, is_idle in idle.items() if is_idle]:
             warnings.warn(f"these arguments have no effect: {', '.join(unused)}", stacklevel=3)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from laconic.algorithms.round import plain
+from laconic.algorithms.identity import plain
 from laconic.buckets import is_sharded, local
 from laconic.links.comm_thread import Pending
 from laconic.links.frames import crc32

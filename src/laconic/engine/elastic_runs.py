@@ -52,16 +52,17 @@ class Joined:
 
 
 def asked_for(
-    elastic: Elastic | None, link: Link | None, nprocs: object, group: object, mesh: object
+    elastic: Elastic | None, link: Link | str | None, nprocs: object, group: object, mesh: object
 ) -> Elastic | None:
     """The argument ``elastic`` of `laconic.attach`, or what the environment asks for. Raises
     ``ValueError`` for other arguments that exclude it."""
-    if current_part.get() is not None and link is None:
+    own = link is not None and not isinstance(link, str)
+    if current_part.get() is not None and not own:
         elastic = elastic or Elastic()  # a simulated run with faults
     if elastic is None:
-        if link is not None or current_link.get() is not None:
+        if own or current_link.get() is not None or not os.environ.get(COORDINATOR_VARIABLE):
             return None
-        return Elastic() if os.environ.get(COORDINATOR_VARIABLE) else None
+        elastic = Elastic()
     if not isinstance(elastic, Elastic):
         raise ValueError(f"elastic must be a laconic.Elastic, not {elastic!r}")
     given = {"link": link, "group_size": group, "mesh": mesh}
@@ -70,8 +71,8 @@ def asked_for(
         named.append("nprocs_per_node")
     if named:
         raise ValueError(
-            f"{' and '.join(named)} cannot be used with elastic=: there each process is a worker "
-            "that comes and goes on its own"
+            f"{' and '.join(named)} cannot be used with elastic= or {COORDINATOR_VARIABLE}: there "
+            "each process is a worker that comes and goes on its own, and connects to all others"
         )
     return elastic
 

@@ -82,7 +82,7 @@ class _Kind:
         if pace:
             return max(self.since[worker] + pace, step + 1)
         period, offset = self.schedule.period, self.schedule.offset
-        return step + 1 + (offset - step - 1) % period
+        return max(step + 1 + (offset - step - 1) % period, offset)
 
 
 @dataclass(frozen=True)

@@ -35,14 +35,17 @@ class Average(Update):
 
 @dataclass(frozen=True)
 class RoundedAverage(Update):
-    """``x <- mean(q(x)) + (x - q(x))``, where q rounds to ``dtype``, the dtype of messages.
+    """``x <- mean(q(y)) + (x - q(y))``, where q rounds to ``dtype``, the dtype of messages.
 
     Local SGD for half-precision models with float32 master weights: messages take half the bytes.
-    Each worker keeps its rounding error (error feedback, Seide et al., Interspeech 2014), so a
-    round never changes the sum of x over workers. Works for any shape; no state; no delay.
+    ``y`` is the ``x`` that was sent. Each worker keeps its rounding error (error feedback, Seide et
+    al., Interspeech 2014), and with a delay its progress since, so a round never changes the sum of
+    x over workers. Works for any shape; no state.
     """
 
     dtype: torch.dtype
+
+    keeps_sent = True
 
     def send(self, x: Tensor, state: State, clock: Clock) -> Tensor:
         return x.to(self.dtype)
@@ -50,8 +53,8 @@ class RoundedAverage(Update):
     def fold(
         self, x: Tensor, received: Tensor, sent: Tensor | None, state: State, clock: Clock
     ) -> Tensor:
-        assert sent is None, "RoundedAverage does not support a delay"
-        return (x - x.to(self.dtype)).add_(received)  # rounding error + mean
+        y = x if sent is None else sent
+        return (x - y.to(self.dtype)).add_(received)  # rounding error and progress + mean
 
 
 @dataclass(frozen=True)

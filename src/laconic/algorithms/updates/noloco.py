@@ -26,7 +26,8 @@ class NoLoCo(Update):
     ``lr`` is eta (> 0) and ``momentum`` is mu (0 <= mu < 1). ``gamma`` (>= 0) pulls the anchors of
     a pair together. Its terms cancel in the sum over a pair, so the mean of a moves as if
     the mean were over all workers. Works for any shape. ``a`` and ``m`` are private to each worker
-    and have the unit of x. Messages are (a - x, a): twice as long as x, in float32 or wider.
+    and have the unit of x. Messages are (a - x, a): twice as long as x, in float32 or wider. With a
+    delay, ``x - a`` is that of when the message was sent, and each worker keeps its progress since.
     """
 
     lr: float
@@ -35,6 +36,7 @@ class NoLoCo(Update):
 
     models = 2
     slots: ClassVar[dict[str, Slot]] = {"anchor": "private", "m": "private"}
+    keeps_sent = True
 
     def init(self, x: Tensor) -> State:
         return {"anchor": x, "m": torch.zeros_like(x)}
@@ -49,7 +51,9 @@ class NoLoCo(Update):
         assert clock.weight is not None, "a gossip round needs the weight of what arrived"
         a, m, own = state["anchor"], state["m"], 1 - clock.weight
         delta, anchor = received.chunk(2)  # sums over neighbors, times their weights
-        delta = delta.add_(a - x, alpha=own)  # mean(a - x)
+        y = x if sent is None else sent
+        delta = delta.add_(a - y, alpha=own)  # mean(a - y)
         apart = torch.sub(a, anchor.add_(a, alpha=own))  # a - mean(a)
         m.mul_(self.momentum).add_(delta, alpha=self.lr).add_(apart, alpha=self.gamma)
-        return a.sub_(m)
+        a.sub_(m)
+        return a if sent is None else a + (x - sent)
