@@ -347,7 +347,7 @@ assert winner[1e8][0] == "ddp int4" and winner[1e7][0] == "streaming DiLoCo"
 #
 # Before a training, from numbers, or measured with your own workload:
 #
-#     laconic advise --params 865280 --step-time 100ms --bandwidth 10mbit --latency 1ms --nodes 2
+#     laconic advise --params 865280 --step-time 100ms --bandwidth 10mbit --latency 2ms --nodes 2
 #     laconic advise --workload my.py:make --hosts 4 --bandwidth 100mbit
 #
 # This is the output of the first command for these hosts, on each network, from the computing

@@ -11,7 +11,7 @@ from laconic.predict import Facts
 from tutorial.toy import FULL
 
 HOSTS = 2
-LATENCY = 1e-3
+ONE_WAY = 1e-3
 """Seconds of a message, for predictions: what it takes to wake a process on the other host."""
 
 
@@ -61,5 +61,5 @@ def on_paper(rate: float, compute: float) -> Facts:
     """What a prediction needs. It leaves out what was not measured: the processor time of packing
     and coding, and differences in speed between hosts."""
     return Facts(
-        workers=HOSTS, shapes=shapes(), itemsize=4, compute=compute, rate=rate, latency=LATENCY
+        workers=HOSTS, shapes=shapes(), itemsize=4, compute=compute, rate=rate, one_way=ONE_WAY
     )

@@ -49,9 +49,9 @@ MEDIAN, WORST = 0.05, 0.2
 
 @dataclass(frozen=True)
 class Setting:
-    """Hosts that each send at ``rate`` bit/s, or their own of ``rates``, ``latency`` seconds one
-    way; steps that take ``slow`` times as long on a host, with a ``spread``; and the hosts to
-    ``kill``."""
+    """Hosts that each send at ``rate`` bit/s, or their own of ``rates``, ``latency`` seconds of a
+    round trip; steps that take ``slow`` times as long on a host, with a ``spread``; and the hosts
+    to ``kill``."""
 
     name: str
     recipe: str
@@ -93,7 +93,7 @@ def settings() -> list[Setting]:
     found = []
     for recipe in (*recipes, quorum):
         found += [
-            Setting("far apart", recipe, 50e6, latency=0.01),
+            Setting("far apart", recipe, 50e6, latency=0.02),
             Setting("a slow link", recipe, 50e6, rates={2: 12.5e6}),
             Setting("stragglers", recipe, 100e6, slow={1: 2.0}, spread=0.3),
         ]
@@ -166,7 +166,7 @@ def command(setting: Setting, steps: int, directory: Path) -> list[str]:
     for host, rate in setting.rates.items():
         lab += ["--bandwidth-host", f"{host}={rate:.0f}bit"]
     if setting.latency:
-        lab += ["--latency", f"{2000 * setting.latency:g}ms"]
+        lab += ["--latency", f"{1000 * setting.latency:g}ms"]
     for host in setting.kill:
         lab += ["--kill", f"{host}@{KILL}s", "--restart", f"{RESTART}s"]
     return [*lab, "--", sys.executable, "-m", "benchmarks.plan.worker", json.dumps(spec)]

@@ -18,8 +18,8 @@ MOST_SECONDS, MOST_BYTES = 60.0, 4e9
 def cluster(workers: int) -> Cluster:
     """A failing cluster on 8 sites: a worker fails every 60 days."""
     failures = Failures(mtbf=60 * 86400.0)
-    sites = uniform(workers, 8, rate=10e9, latency=0.04, uplink=100e9)
-    return Cluster(10**8, sites, latency=0.04, failures=failures)
+    sites = uniform(workers, 8, rate=10e9, latency=0.08, uplink=100e9)
+    return Cluster(10**8, sites, latency=0.08, failures=failures)
 
 
 def timings() -> Iterator[str]:

@@ -174,7 +174,7 @@ def choose(
     lost = f", and {format_share(facts.loss)} of its packets are lost" if facts.loss else ""
     each = " per rank" if facts.ranks > 1 else ""
     network = (
-        f"{format_rate(facts.rate)}{each} and takes {facts.latency * 1e3:.2g} ms per message{lost}"
+        f"{format_rate(facts.rate)}{each} and takes {facts.one_way * 1e3:.2g} ms per message{lost}"
     )
     work = facts.contention * facts.carry
     slowed = f"; messages slow training by {work * 1e9:.2g} ns per byte" if work else ""
@@ -604,6 +604,7 @@ def _facts(saved: Mapping[str, Any]) -> Facts:
     alike = {
         name: tuple(saved.get(name, ())) for name in ("computes", "rates", "receives", "shared")
     }
+    saved = {"one_way" if name == "latency" else name: v for name, v in saved.items()}  # of 0.2.0
     facts = Facts(**{**saved, **alike, "shapes": shapes, "nets": {}})
-    nets = nets_of(facts.workers, facts.ranks, facts.rate, facts.latency)
+    nets = nets_of(facts.workers, facts.ranks, facts.rate, facts.one_way)
     return replace(facts, nets=nets)

@@ -226,8 +226,8 @@ def start(workers: int, facts: Facts | None = None) -> Candidate:
         return coded
     facts = replace(facts, overlapping=False)
     seconds = travel(coded.recipe[0], facts)
-    nets = {name: replace(net, latency=0.0) for name, net in facts.nets.items()}
-    sending = travel(coded.recipe[0], replace(facts, latency=0.0, nets=nets))
+    nets = {name: replace(net, one_way=0.0) for name, net in facts.nets.items()}
+    sending = travel(coded.recipe[0], replace(facts, one_way=0.0, nets=nets))
     if seconds <= max(SLOW, 2 * sending):
         return coded
     if facts.muon:

@@ -36,7 +36,7 @@ A packet that is lost arrives 1.25 round trips later: the sender detects the los
 a round trip, and sending again takes one more. A collective waits for the last packet of all of its
 n ranks, so each of its messages takes
 
-    (1.25 * 2 * latency - S / 2) * (1 - (1 - loss)**packets)
+    (1.25 * 2 * one_way - S / 2) * (1 - (1 - loss)**packets)
 
 longer on average. ``packets`` is the number of packets that the n ranks send in the last round trip
 of the message, which takes S seconds; half of them remain when a packet is lost. Packets that are
@@ -112,12 +112,11 @@ were sent a quarter of a round trip after it are acknowledged (RACK, RFC 8985)."
 class Net:
     """The network as one rank sees it.
 
-    ``rate`` is in bit/s, ``latency`` in seconds per message. ``burst`` is the number of bytes that
-    a traffic shaper lets through at once after a pause.
-    """
+    ``rate`` is in bit/s, ``one_way`` in seconds per message, half of a round trip. ``burst`` is the
+    number of bytes that a traffic shaper lets through at once after a pause."""
 
     rate: float
-    latency: float
+    one_way: float
     burst: float = 0.0
 
     def seconds(self, amount: Cost, buckets: int = 1) -> float:
@@ -126,8 +125,8 @@ class Net:
         Each bucket pays the latency of its messages. Only the first one benefits from the burst,
         because the network is idle before it.
         """
-        whole = amount.seconds(self.rate, self.latency)
-        whole += (buckets - 1) * amount.messages * self.latency
+        whole = amount.seconds(self.rate, self.one_way)
+        whole += (buckets - 1) * amount.messages * self.one_way
         return whole - 8 * min(self.burst, amount.bytes) / self.rate
 
 
@@ -136,8 +135,8 @@ class Facts:
     """Measurements that a prediction is based on.
 
     Required: ``compute``, seconds per step; ``rate``, bit/s of one worker's network interface;
-    ``latency``, seconds per message; the ``shapes`` of the model's tensors and the ``itemsize`` of
-    an element in bytes.
+    ``one_way``, seconds per message, half of a round trip; the ``shapes`` of the model's tensors
+    and the ``itemsize`` of an element in bytes.
 
     Optional: ``loss``, the share of packets that are lost; ``backward``, B; ``ranks`` per worker;
     ``work``, w by `work_key`; ``contention``, k; ``carry``, processor seconds per byte sent;
@@ -158,7 +157,7 @@ class Facts:
     itemsize: int
     compute: float
     rate: float
-    latency: float
+    one_way: float
     loss: float = 0.0
     backward: float = BACKWARD
     ranks: int = 1
@@ -187,11 +186,11 @@ class Facts:
         return sum(math.prod(shape) for shape in self.shapes)
 
     def net(self, *names: str) -> Net:
-        """Return the first known network among ``names``, else one of ``rate`` and ``latency``.
+        """Return the first known network among ``names``, else one of ``rate`` and ``one_way``.
 
         Its rate is at most what shared connections leave for each worker."""
         known = (self.nets[name] for name in names if name in self.nets)
-        net = next(known, Net(self.rate, self.latency))
+        net = next(known, Net(self.rate, self.one_way))
         least = min((each.per_rank(self.workers) for each in self.shared), default=math.inf)
         return net if net.rate <= least or "replica" in names else replace(net, rate=least)
 
@@ -211,9 +210,9 @@ class Facts:
         messages = amount.messages * buckets
         if not messages or not self.loss:
             return net.seconds(amount, buckets)
-        last = min(amount.bytes / messages, net.rate * 2 * net.latency / 8)
+        last = min(amount.bytes / messages, net.rate * 2 * net.one_way / 8)
         some_lost = 1 - (1 - self.loss) ** (n * math.ceil(last / PACKET))
-        late = RECOVERY * 2 * net.latency - 8 * last / net.rate / 2
+        late = RECOVERY * 2 * net.one_way - 8 * last / net.rate / 2
         return net.seconds(amount, buckets) + messages * late * some_lost
 
 
@@ -449,10 +448,10 @@ def _gradients(r: AnyRound, facts: Facts) -> Load:
     whole = sum(sizes)
     ready = [backward * part / whole for part in accumulate(sizes)]
     net, overlapping = facts.net(*names), facts.overlapping
-    overlapping = 2 * net.latency >= FAR_SECONDS if overlapping is None else overlapping
+    overlapping = 2 * net.one_way >= FAR_SECONDS if overlapping is None else overlapping
     if overlapping and len(sizes) > 1 and amount.messages and in_stages(r.exchange):
         way = facts.travel(names, amount, n, 1) / amount.messages
-        send = max(net.seconds(amount) / amount.messages - net.latency, 0.0)
+        send = max(net.seconds(amount) / amount.messages - net.one_way, 0.0)
         at_once = stages_at_once(amount.bytes / amount.messages * max(sizes) / sum(sizes))
         end = _overlapped(sizes, ready, send, way - send, amount.messages, work, at_once)
         seconds = min(facts.travel(names, amount, n, 1), end - ready[0])

@@ -83,7 +83,7 @@ def test_a_slow_host_a_slow_network_and_lost_packets_are_found(
     assert main(["advise", "--workload", f"{tmp_path}/mine.py:make", *network, *options]) == 0
     told = json.loads(capsys.readouterr().out)
     assert 0 < told["facts"]["loss"] < 0.2
-    assert 4.9e-3 < told["facts"]["latency"] < 1, "never less than was given"
+    assert 2.4e-3 < told["facts"]["one_way"] < 1, "never less than was given"
     assert [(s["rank"], s["what"]) for s in told["slow"]] == [(2, "steps"), (1, "network")]
     assert any("quorum=2" in row["recipe"] for row in told["rows"])
 

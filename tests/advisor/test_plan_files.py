@@ -37,12 +37,12 @@ def test_the_example_is_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[
     text = capsys.readouterr().out
     cluster = fields.read(written(tmp_path, text))
     assert [site.name for site in cluster.sites] == ["paris", "oslo", "ohio"]
-    assert cluster.workers == 8 and cluster.parameters == 10**9 and cluster.latency == 0.04
+    assert cluster.workers == 8 and cluster.parameters == 10**9 and cluster.latency == 0.08
     assert cluster.sites[2].step == 1.2 and cluster.sites[0].uplink == 500e6
-    assert cluster.link(1, 0).latency == 0.015 and cluster.link(0, 2).latency is None
+    assert cluster.link(1, 0).latency == 0.03 and cluster.link(0, 2).latency is None
     assert cluster.failures.mtbf == 30 * 86400 and cluster.gigabyte == 0.05
     facts = cluster.facts()
-    assert facts.latency == 0.04 and facts.compute == 1.2 and len(facts.shared) == 3
+    assert facts.one_way == 0.04 and facts.compute == 1.2 and len(facts.shared) == 3
 
 
 def test_json_is_the_same_without_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_json_is_the_same_without_yaml(tmp_path: Path, monkeypatch: pytest.Monke
 MISTAKES = {
     "a rate": ("uplink: 500mbit ", "uplink: 500mbut ", r"line 14: sites\[0\].uplink: not a rate"),
     "a field": ("    rate: 1gbit", "    rat: 1gbit", r"line 11: sites\[0\]: rate is missing"),
-    "unknown": ("latency: 40ms", "latencies: 40ms", "line 6: latencies: unknown field .did you me"),
+    "unknown": ("latency: 80ms", "latencies: 80ms", "line 6: latencies: unknown field .did you me"),
     "a choice": ("policy: elastic", "policy: elastik", "line 27: failures.policy: .*'static'"),
     "a number": ("price: 2.0", "price: two", r"line 16: sites\[0\].price: not a price: 'two'"),
     "a name": (
@@ -127,7 +127,7 @@ def test_json_has_ranges_and_the_timeline(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_recipes_are_those_of_advise_and_the_best_is_recommended() -> None:
-    cluster = Cluster(50_000_000, uniform(8, 2, rate=1e8, latency=0.02), latency=0.02)
+    cluster = Cluster(50_000_000, uniform(8, 2, rate=1e8, latency=0.04), latency=0.04)
     made = plan(cluster, steps=2000, seeds=1)
     assert made.rows[0].text == "ddp()" and len(made.rows) == 6 and made.compared > 20
     assert made.best.seconds.median < made.rows[0].seconds.median / 10

@@ -96,10 +96,10 @@ def test_a_shared_uplink_is_the_bottleneck_of_a_collective() -> None:
     cluster = replace(CALM, sites=(site, Site("b", 1, 1e9)), latency=0.05)
     found = per_step(la.local_sgd(1), cluster, 8) - 0.5
     buckets = 2  # of 25 MiB
-    assert found == pytest.approx(48e6 * 8 / 80e6 + 2 * buckets * 0.05)
+    assert found == pytest.approx(48e6 * 8 / 80e6 + 2 * buckets * 0.025)
     assert Shared(3, 1, 80e6).per_rank(4) == 80e6
     wide = replace(cluster, sites=(replace(site, uplink=None), cluster.sites[1]))
-    assert per_step(la.local_sgd(1), wide, 8) - 0.5 == pytest.approx(0.384 + 2 * buckets * 0.05)
+    assert per_step(la.local_sgd(1), wide, 8) - 0.5 == pytest.approx(0.384 + 2 * buckets * 0.025)
 
 
 def test_a_link_between_two_sites_has_its_own_rate_and_latency() -> None:
@@ -108,7 +108,7 @@ def test_a_link_between_two_sites_has_its_own_rate_and_latency() -> None:
     cluster = replace(CALM, sites=sites, latency=0.05, links=(link,))
     found = per_step(la.local_sgd(1), cluster, 8) - 0.5
     # from two workers to one, a third of 48 MB each
-    assert found == pytest.approx(32e6 * 8 / 40e6 + 2 * 2 * 0.2)
+    assert found == pytest.approx(32e6 * 8 / 40e6 + 2 * 2 * 0.1)
 
 
 def test_messages_on_a_shared_link_wait_for_each_other() -> None:
@@ -439,7 +439,7 @@ def test_jitter_delays_the_last_message() -> None:
     calm = replace(CALM, latency=0.1, sites=uniform(4, 2, rate=1e9, latency=0.1))
     late = per_step(la.local_sgd(1), replace(calm, jitter=0.05), 400)
     base = per_step(la.local_sgd(1), calm, 400)
-    expected = 0.05 * (2 * 12 / 13 - 1)  # of the largest of 12 messages, four times
+    expected = 0.025 * (2 * 12 / 13 - 1)  # of the largest of 12 messages, four times
     assert late - base == pytest.approx(4 * expected, rel=0.02)
 
 

@@ -72,7 +72,7 @@ def test_who_meets_as_often_waits_as_long(recipe: Recipe) -> None:
 
 def test_each_bucket_takes_its_messages_latencies() -> None:
     """25 MiB and the rest of 32 MB, two messages each; a fragment of a quarter is one bucket."""
-    late = {"latency": 0.1}
+    late = {"one_way": 0.1}
     assert seconds(la.local_sgd(1), **late) == pytest.approx(0.5 + WHOLE + 2 * 2 * 0.1)
     streaming = la.streaming_diloco(4, 4, 0, codec=None)
     assert seconds(streaming, **late) == pytest.approx(0.5 + WHOLE / 4 + 2 * 0.1)
@@ -111,7 +111,7 @@ def test_sums_travel_where_nothing_is_coded() -> None:
 
 def test_whole_tensors_make_larger_buckets() -> None:
     whole = Facts(4, ((4096, 4096),) * 4, 4, 0.5, 80e6, 0.1, backward=0.0, overlapping=False)
-    message = predict(la.power_sgd(4), replace(whole, latency=0.0)).exposed
+    message = predict(la.power_sgd(4), replace(whole, one_way=0.0)).exposed
     assert predict(la.power_sgd(4), whole).exposed == pytest.approx(message + 4 * 4 * 0.1)
 
 
@@ -155,7 +155,7 @@ def test_over_long_round_trips_buckets_overlap(
     def exposed(latency: float, backward: float, **more: Any) -> float:
         """``backward``: seconds."""
         known = {**same, "compute": 10.0, "backward": backward / 10}
-        return predict(coded, replace(FACTS, latency=latency, **known, **more)).seconds - 10
+        return predict(coded, replace(FACTS, one_way=latency, **known, **more)).seconds - 10
 
     def check(found: float, expected: float) -> None:
         assert found == pytest.approx(expected, rel=1e-4)
@@ -285,7 +285,7 @@ def test_the_guide_counts_latencies_as_the_rows_do() -> None:
 # -- from numbers ----
 
 NUMBERS: dict[str, Any] = {
-    "params": 8_000_000, "step_time": 0.5, "bandwidth": 80e6, "latency": 0.0, "nodes": 4,
+    "params": 8_000_000, "step_time": 0.5, "bandwidth": 80e6, "one_way": 0.0, "nodes": 4,
 }  # fmt: skip
 
 
@@ -313,7 +313,7 @@ def test_ranks_of_a_node_share_its_card() -> None:
         ({"params": 10**30}, "params must be at most 1e[+]13"),
         ({"step_time": 0.0}, "step-time"),
         ({"bandwidth": 0.0}, "bandwidth"),
-        ({"latency": -1.0}, "latency"),
+        ({"one_way": -1.0}, "latency"),
         ({"nodes": 1}, "nodes"),
         ({"nprocs_per_node": 0}, "nprocs-per-node"),
         ({"backward_share": 1.5}, "backward-share"),

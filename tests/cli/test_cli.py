@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import json
 import os
@@ -95,6 +96,49 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
         assert capsys.readouterr().out.startswith(f"usage: laconic {name} ")
     parser = parsers([name])[1][name]
     assert all(action.help for action in parser._actions)
+
+
+@pytest.mark.fault("a second value for the same option replaced the first silently")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_option_with_one_value_is_given_once(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for action in parsers([name])[1][name]._actions:
+        if isinstance(action, argparse._StoreAction) and action.option_strings:
+            option = action.option_strings[0]
+            value = str(next(iter(action.choices or ["1"])))
+            with pytest.raises(SystemExit) as ended:
+                parsers([name])[1][name].parse_args([option, value, option, value])
+            assert ended.value.code == 2
+            assert "is given twice" in capsys.readouterr().err
+
+
+@pytest.mark.fault("lab took the last of two values for a host; compare did not know host2")
+@pytest.mark.parametrize("option", ["bandwidth-host", "latency-host"])
+@pytest.mark.parametrize("command", [["lab", "true"], ["compare", "ddp"]])
+def test_a_host_has_one_value(
+    command: list[str], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    value = "1mbit" if option == "bandwidth-host" else "1ms"
+    first, *rest = command
+    twice = [f"--{option}", f"host1={value}", f"--{option}", f"1={value}"]
+    assert main([first, *twice, *rest]) == 2
+    assert f"--{option} has two values for host 1" in capsys.readouterr().err
+
+
+@pytest.mark.fault("--latency was a round trip in lab and compare, and half of one elsewhere")
+def test_a_latency_is_a_round_trip(capsys: pytest.CaptureFixture[str]) -> None:
+    """An average of two workers takes two messages, one round trip."""
+    network = ["--latency", "200ms", "--json"]
+    numbers = ["--params", "1k", "--step-time", "1s", "--bandwidth", "1000gbit", "--nodes", "2"]
+    assert main(["advise", *numbers, *network]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert rows[0]["recipe"] == "ddp()" and rows[0]["seconds"] == pytest.approx(1.2)
+    numbers = ["--parameters", "1k", "--step", "1s", "--rate", "1000gbit", "--spread", "0%"]
+    numbers += ["--workers", "2", "--sites", "2", "--steps", "8"]
+    assert main(["plan", *numbers, *network, "local_sgd(1)"]) == 0
+    found = json.loads(capsys.readouterr().out)["recipes"][0]
+    assert found["seconds"]["median"] == pytest.approx(8 * 1.2)
 
 
 def test_help_loads_no_other_command_and_no_torch() -> None:

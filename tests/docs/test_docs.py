@@ -169,7 +169,7 @@ SHAPES = ((1024, 1024),) * 4
 def test_what_pages_say_of_bytes_is_what_the_cost_model_says(
     recipe: laconic.Recipe, page: str, formula: str, share: Callable[[int], float], n: int
 ) -> None:
-    facts = Facts(n, SHAPES, 4, compute=1.0, rate=1e9, latency=0.0)
+    facts = Facts(n, SHAPES, 4, compute=1.0, rate=1e9, one_way=0.0)
     sent = predict(recipe, facts).bytes / (4 * facts.elements)
     assert formula in (DOCS / "algorithms" / f"{page}.md").read_text()
     assert sent == pytest.approx(share(n), rel=0.02)

@@ -15,7 +15,7 @@ from laconic.lab.race.result import Result, Rounds, Row
 from laconic.lab.race.workloads import ByteTransformer
 from laconic.predict import predict
 from tutorial import slow_network
-from tutorial.slow_network import HOSTS, LATENCY, on_paper, sent, train
+from tutorial.slow_network import HOSTS, ONE_WAY, on_paper, sent, train
 from tutorial.toy import count_parameters
 
 ROW = Row("local_sgd(4)", "ok", None, 10, 5.0, 0.5, 3.0, math.nan, None, 0.0, ())
@@ -35,7 +35,7 @@ def test_on_paper_a_round_takes_its_bytes_and_messages() -> None:
     assert predict(ddp(), facts).bytes == law
     assert predict(local_sgd(8), facts).bytes == law / 8
     seconds = predict(local_sgd(1), facts).seconds
-    assert seconds == pytest.approx(0.1 + 2 * LATENCY + 8 * law / 1e7)
+    assert seconds == pytest.approx(0.1 + 2 * ONE_WAY + 8 * law / 1e7)
 
 
 def test_sent_adds_up_rounds_and_divides_by_steps() -> None:

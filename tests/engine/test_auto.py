@@ -36,7 +36,7 @@ from clock import Clock, controlled
 
 auto_module = __import__("laconic.auto", fromlist=["choose"])
 
-TEXT = Facts(workers=4, shapes=((845, 1024),), itemsize=4, compute=0.15, rate=100e6, latency=1e-3)
+TEXT = Facts(workers=4, shapes=((845, 1024),), itemsize=4, compute=0.15, rate=100e6, one_way=1e-3)
 
 
 def chosen(facts: Facts, target: float | None = None) -> str:
@@ -132,7 +132,7 @@ def test_messages_one_after_the_other_take_their_latencies() -> None:
     facts = Facts(4, ((3 * 2**21,),), 4, 0.5, 1e15, 0.05, overlapping=False)
     first = 0.3 / 3
     assert predict(la.ddp(codec="int4"), facts).seconds == pytest.approx(0.2 + first + 3 * 0.1)
-    quick = replace(facts, latency=0.01)  # each has arrived when the next one leaves
+    quick = replace(facts, one_way=0.01)  # each has arrived when the next one leaves
     assert predict(la.ddp(codec="int4"), quick).seconds == pytest.approx(0.5 + 0.02)
     for overlapping in (True, None):  # all of them leave before the second message of any
         together = replace(facts, overlapping=overlapping)
@@ -162,7 +162,7 @@ def test_it_stands_for_a_recipe_in_attach_alone() -> None:
 
 # -- the start ----
 
-FAR = replace(TEXT, rate=50e6, latency=0.04, compute=0.0)
+FAR = replace(TEXT, rate=50e6, one_way=0.04, compute=0.0)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_it_starts_without_what_would_wait_for_latencies(
     rate: float, latency: float, text: str
 ) -> None:
     assert len(bucket_sizes(la.ddp(codec="int4")[0].exchange, FAR.elements * 4)) == 3
-    assert start(4, replace(FAR, rate=rate, latency=latency)).text == text
+    assert start(4, replace(FAR, rate=rate, one_way=latency)).text == text
 
 
 def test_one_worker_starts_without_a_codec() -> None:
@@ -240,7 +240,7 @@ def test_the_network_is_measured_before_the_first_step(
     for first, early, choices, same, _ in la.simulate(one, workers=4):
         assert first == recipe_text(parse_recipe(before)) and early == []
         assert [c.step for c in choices] == [after], "later if no step waits"
-        assert choices[0].facts.rate == rate and choices[0].facts.latency == latency
+        assert choices[0].facts.rate == rate and choices[0].facts.one_way == latency
         assert same == (choices[0].text == before)
         if latency:
             assert same
@@ -449,7 +449,7 @@ def test_it_chooses_again_when_a_byte_takes_another_time(
     monkeypatch.setattr(
         auto_module.Chooser,
         "_measure",
-        lambda self: (replace(TEXT, rate=rate(self), latency=0.0), 0.15),
+        lambda self: (replace(TEXT, rate=rate(self), one_way=0.0), 0.15),
     )
     for choices, _ in la.simulate(lambda rank: run(rank, 170, la.auto(), {}), workers=3):
         texts = [c.text for c in choices]
@@ -468,7 +468,7 @@ def test_a_network_that_changes_right_after_a_choice_is_not_taken_for_a_slow_rec
     """The first steps under a choice are what later ones are held against."""
 
     def measure(self: Any) -> tuple[Facts, float]:
-        return replace(TEXT, rate=1e6 if self.choices else 1e12, latency=0.0), 0.15
+        return replace(TEXT, rate=1e6 if self.choices else 1e12, one_way=0.0), 0.15
 
     monkeypatch.setattr(auto_module.Chooser, "_pace", lambda self: [40.0, 8 / 1e6, 0.15])
     monkeypatch.setattr(auto_module.Chooser, "_measure", measure)
@@ -580,7 +580,7 @@ def test_small_traffic_is_added_up_until_it_tells(monkeypatch: pytest.MonkeyPatc
 
 def test_a_fast_network_gets_gradients_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it begins with has no advantage in the first choice."""
-    fast = replace(TEXT, rate=1e12, latency=0.0)
+    fast = replace(TEXT, rate=1e12, one_way=0.0)
     monkeypatch.setattr(auto_module.Chooser, "_measure", lambda self: (fast, fast.compute))
     for choices, _ in la.simulate(lambda rank: run(rank, 20, la.auto(), {}), workers=3):
         assert [c.text for c in choices] == ["ddp()"]
@@ -655,7 +655,7 @@ def test_a_run_that_goes_on_elsewhere_measures_the_network_there(
     monkeypatch.setattr(
         auto_module.Chooser,
         "_measure",
-        lambda self: (replace(TEXT, workers=self._link.size, rate=rate["now"], latency=0.0), 0.15),
+        lambda self: (replace(TEXT, workers=self._link.size, rate=rate["now"], one_way=0.0), 0.15),
     )
     monkeypatch.setattr(auto_module.Chooser, "_pace", lambda self: [0.15, 0.0, 0.15])
 
@@ -669,7 +669,7 @@ def test_a_run_that_goes_on_elsewhere_measures_the_network_there(
 def test_a_comparison_behind_long_messages_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    slow = replace(TEXT, rate=1e6, latency=0.0)
+    slow = replace(TEXT, rate=1e6, one_way=0.0)
     monkeypatch.setattr(auto_module.Chooser, "_measure", lambda self: (slow, slow.compute))
     asked: list[tuple[int, int, int]] = []
 
@@ -939,7 +939,7 @@ def test_ranks_of_a_worker_share_its_messages() -> None:
         params=100_000_000,
         step_time=0.5,
         bandwidth=node,
-        latency=1e-3,
+        one_way=1e-3,
         nodes=4,
         nprocs_per_node=8,
         local_bandwidth=None,
@@ -1071,7 +1071,7 @@ def test_two_recipes_do_not_replace_each_other_in_turn() -> None:
     """With a delay that cannot be longer than its period, messages arrive late: so they do before
     the recipe is in force, and while it is."""
     for rate in (1e7, 2e7, 3e7, 5e7, 8e7):
-        facts = replace(TEXT, rate=rate, latency=0.02)
+        facts = replace(TEXT, rate=rate, one_way=0.02)
         found = [c for c in auto_module.candidates(facts) if isinstance(c.recipe[0], Round)]
         goes = {c.text: auto_module.choose(la.auto(), facts, c, {})[0] for c in found}
         for text, other in goes.items():

@@ -308,7 +308,7 @@ def test_hosts_that_are_well_find_so(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = json.loads(json.dumps(met[0].numbers()))["outlook"]
     assert seen["workers"] == 3 and seen["params"] == Task().params
     assert seen["rate"] == min(r.rate for r in met[0].rates)
-    assert seen["latency"] == max(p.latency for p in met[0].pairs)
+    assert seen["round_trip"] == max(p.latency for p in met[0].pairs)
     assert any(f"auto() would choose {seen['recipe']}" in text for text in told)
     assert "outlook" not in met[1].numbers()
     assert any(text.startswith("rank 0 reports") for text in texts(met[1].findings, "ok"))
@@ -334,9 +334,13 @@ def test_what_hosts_far_apart_are_told() -> None:
     assert "with 2,000,000 parameters, steps that compute for 200 ms, one worker per host" in told
     seen = said["outlook"]
     # a busy machine only makes them longer, and slower
-    assert 0.04 <= seen["latency"] < 1 and 1e5 < seen["rate"] < 40e6
+    assert 0.08 <= seen["round_trip"] < 2 and 1e5 < seen["rate"] < 40e6
     facts = facts_from(
-        params=2_000_000, step_time=0.2, bandwidth=seen["rate"], latency=seen["latency"], nodes=2
+        params=2_000_000,
+        step_time=0.2,
+        bandwidth=seen["rate"],
+        one_way=seen["round_trip"] / 2,
+        nodes=2,
     )
     assert seen["recipe"] == choose(Auto(), facts, None, {})[0]
 
@@ -626,7 +630,7 @@ def sent(
     settings = {"LACONIC_CONGESTION": named}
     return NetworkReport(
         hosts=[probes.HostInfo(r, f"host{r}", "127.0.0.1", 1, {}, settings) for r in range(world)],
-        pairs=[probes.Pair(0, r, trip / 2) for r in range(1, world)],
+        pairs=[probes.Pair(0, r, trip) for r in range(1, world)],
         rates=[
             probes.Rate(r, (r + 1) % world, 1e8, lost=lost and lost * (r + 1), congestion=name)
             for r, name in enumerate(names)
@@ -702,7 +706,7 @@ def test_the_settings_of_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_the_outlook_is_what_auto_and_advise_would_say() -> None:
     """Messages take half of a round trip, and the slowest host counts."""
     found = outlook.outlook(4, 50e6, 0.08, Task(10_000_000, 0.5))
-    facts = facts_from(params=10_000_000, step_time=0.5, bandwidth=50e6, latency=0.04, nodes=4)
+    facts = facts_from(params=10_000_000, step_time=0.5, bandwidth=50e6, one_way=0.04, nodes=4)
     text, _ = choose(Auto(), facts, None, {})
     assert found.recipe == text and found.recipe.startswith("streaming_diloco(")
     assert found.recipe == advice_on(facts).recommendation
@@ -719,7 +723,7 @@ def test_the_command_of_the_outlook_gives_the_same_numbers(
     assert main([*arguments, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["recommendation"] == found.recipe
-    assert said["facts"]["rate"] == 50e6 and said["facts"]["latency"] == pytest.approx(0.04)
+    assert said["facts"]["rate"] == 50e6 and said["facts"]["one_way"] == pytest.approx(0.04)
 
 
 def test_an_example_says_so() -> None:
@@ -728,7 +732,7 @@ def test_an_example_says_so() -> None:
     assert example.startswith(
         "for example, with 100,000,000 parameters, steps that compute for 1 s"
     )
-    assert "50 Mbit/s and 40 ms per message (half a round trip)" in example
+    assert "50 Mbit/s and 80 ms per round trip" in example
     assert found.recipe in example and "ddp() would take" in example
     assert "--params and --step-time" in hint and outlook.command(found) in hint
     own, hint = (f.text for f in outlook.outlook_findings(found, stated=True))

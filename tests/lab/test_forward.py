@@ -444,4 +444,4 @@ def test_impairments_are_described() -> None:
     words = "80 ms latency, host2 200 ms latency, 10 ms jitter, 0.1% loss, host1 5% loss"
     assert str(impairments) == words
     assert impairments.of_host(2) == (0.2, 0.01, 0.001)
-    assert impairments.message_seconds(2) == 0.1
+    assert impairments.round_trip(2) == 0.2

@@ -284,7 +284,7 @@ BAD: Mapping[str, tuple[list[str], str]] = {
     "loss": (["--loss", "2", "true"], "not a share: '2'; give a number from 0 to 1, or one with %"),
     "all lost": (["--loss", "100%", "true"], "loss must be from 0 to less than 1, not 1.0"),
     "no such host": (["--loss-host", "9=1%", "true"], "there is no host 9; hosts are numbered 0"),
-    "host's loss": (["--loss-host", "1%", "true"], "--loss-host must be HOST=SHARE, such as 2="),
+    "host's loss": (["--loss-host", "1%", "true"], "--loss-host must be HOST=VALUE, such as 2="),
     "twice": (
         ["--latency-host", "1=5ms", "--latency-host", "host1=6ms", "true"],
         "--latency-host has two values for host 1",
@@ -294,7 +294,7 @@ BAD: Mapping[str, tuple[list[str], str]] = {
     "per host": (["--per-host", "0", "true"], "per-host must be an integer of at least 1, not 0"),
     "host": (["--bandwidth-host", "4=1mbit", "true"], "there is no host 4; hosts are numbered 0"),
     "name": (["--bandwidth-host", "x=1mbit", "true"], "not a host: 'x'; give its number"),
-    "single": (["--bandwidth-host", "1", "true"], "not a host's bandwidth: '1'; give HOST=RATE"),
+    "single": (["--bandwidth-host", "1", "true"], "--bandwidth-host must be HOST=VALUE"),
     "shell": (["--hosts", "2", "--shell", "2"], "there is no host 2; hosts are numbered 0 to 1"),
     "no lab": (["--shell", "1@0"], "no lab of process '0' runs here; running labs: "),
     "both": (["--shell", "2", "--", "true"], "give a program or --shell, not both"),
@@ -345,7 +345,7 @@ def test_without_namespaces_it_says_what_is_not_slowed_down(
     assert main(["lab", *options, "--", "sh", "-c", script]) == 0
     said = capfd.readouterr()
     told = sorted(line.partition(" | ")[2] for line in said.out.splitlines())
-    assert told == [" 0.01"] * 2 + ["5000000.0 0.01"] * 2
+    assert told == [" 0.02"] * 2 + ["5000000.0 0.02"] * 2
     assert "laconic: no network namespaces: on purpose; all hosts are this machine\n" in said.err
     assert "laconic: NOT slowed down: programs without laconic." in said.err
     assert "laconic: latency: half of it is added by laconic to each of its own mess" in said.err

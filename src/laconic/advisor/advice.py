@@ -173,7 +173,7 @@ class Advice:
         >>> from laconic.advisor.advice import advice_on
         >>> from laconic.predict import Facts
         >>> shapes = ((1024, 1024),) * 4  # 4 workers, 0.1 s per step, 1 Gbit/s in bytes per second
-        >>> advice = advice_on(Facts(4, shapes, 4, compute=0.1, rate=1.25e8, latency=0.001))
+        >>> advice = advice_on(Facts(4, shapes, 4, compute=0.1, rate=1.25e8, one_way=0.001))
         >>> advice.recommendation in [row.recipe for row in advice.rows]
         True
     """

@@ -46,7 +46,7 @@ def measure_on_hosts(
             spec = replace(
                 spec,
                 bandwidths=[rate / settings.per_host for rate in rates],
-                latencies=[*map(settings.impairments.message_seconds, hosts)],
+                latencies=[*map(settings.impairments.round_trip, hosts)],
             )
         argv = ["-m", "laconic.advisor.worker", spec.to_json()]
         return measured_of(output_lines(cluster, argv, settings.per_host)[-1]), reason

@@ -97,7 +97,7 @@ def measure(
         itemsize=itemsize_of(params),
         compute=pace.compute,
         rate=net.rate,
-        latency=net.latency,
+        one_way=net.one_way,
         loss=network.loss,
         backward=backward,
         ranks=bench.replica.size,
@@ -454,9 +454,9 @@ def _far(
         if len(timings) > 1:
             slower = slower + 1 if timings[-1].seconds >= SETTLED * fastest else 0
     best = min(timings, key=lambda timing: timing.seconds)
-    latency = first / max(best.amount.messages, 1)
+    one_way = first / max(best.amount.messages, 1)
     rate = 8 * best.amount.bytes / max(best.seconds - first, 1e-9)
-    return Net(rate, latency), timings
+    return Net(rate, one_way), timings
 
 
 def _rates(bench: Bench, rate: float, size: int) -> tuple[float, ...]:

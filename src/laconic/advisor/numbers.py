@@ -17,7 +17,7 @@ def facts_from(
     params: int,
     step_time: float,
     bandwidth: float,
-    latency: float,
+    one_way: float,
     nodes: int,
     nprocs_per_node: int = 1,
     backward_share: float = BACKWARD,
@@ -29,8 +29,9 @@ def facts_from(
 
     The model has ``params`` parameters of ``dtype``. A step computes for ``step_time`` seconds, a
     ``backward_share`` of them in the backward pass. Each node's network interface has ``bandwidth``
-    bit/s and ``latency`` seconds per message. Ranks of a node are connected by ``local_bandwidth``
-    (None: averages inside a node are free). A share ``loss`` of the packets between nodes is lost.
+    bit/s and ``one_way`` seconds per message, half of a round trip. Ranks of a node are connected
+    by ``local_bandwidth`` (None: averages inside a node are free). A share ``loss`` of the packets
+    between nodes is lost.
 
     The ranks of a node share its interface: each sends its part of a round between nodes. An
     all-reduce over all ranks passes each interface once, like NCCL's rings. An exchange from every
@@ -42,7 +43,7 @@ def facts_from(
         raise ValueError(f"params must be at most {MOST_PARAMS:.0e}, not {params:.3g}")
     check_float("step-time", step_time, 0.0, strict=True)
     check_float("bandwidth", bandwidth, 0.0, strict=True)
-    check_float("latency", latency, 0.0)
+    check_float("latency", one_way, 0.0)
     check_int("nodes", nodes, 2)
     ranks = check_int("nprocs-per-node", nprocs_per_node, 1)
     check_float("backward-share", backward_share, 0.0, most=1.0)
@@ -60,12 +61,12 @@ def facts_from(
             )
     nets = {}
     if ranks > 1:
-        shared = Net(bandwidth / ranks, latency)
+        shared = Net(bandwidth / ranks, one_way)
         local = Net(local_bandwidth or float("inf"), 0.0)
         external = (nodes - 1) * ranks / (nodes * ranks - 1)  # the rest stays in the node
-        direct = Net(bandwidth / ranks / external, latency)
+        direct = Net(bandwidth / ranks / external, one_way)
         nets = {"workers": shared, "direct": direct, "replica": local}
-        nets["world"] = Net(bandwidth, latency)
+        nets["world"] = Net(bandwidth, one_way)
     squares, rest = divmod(params, SIDE * SIDE)
     rows, rest = divmod(rest, SIDE)
     shapes = ((SIDE, SIDE),) * squares + ((rows, SIDE),) * bool(rows) + ((rest,),) * bool(rest)
@@ -75,7 +76,7 @@ def facts_from(
         itemsize=ITEMSIZES[dtype],
         compute=step_time,
         rate=bandwidth,
-        latency=latency,
+        one_way=one_way,
         loss=loss,
         backward=backward_share,
         ranks=ranks,

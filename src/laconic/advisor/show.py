@@ -92,7 +92,7 @@ def facts_text(advice: Advice) -> Iterator[str]:
     yield (
         f"{f.workers} workers{ranks}, {f.elements:,} parameters of {f.itemsize} bytes; a step "
         f"computes for {format_seconds(f.compute)}, {f.backward:.0%} of it backward; network per "
-        f"rank: {format_rate(net.rate)}, {format_seconds(net.latency)} per message"
+        f"rank: {format_rate(net.rate)}, {format_seconds(2 * net.one_way)} per round trip"
         f"{lost}"
     )
     if advice.computes is not None and advice.held is not None and advice.peak is not None:

@@ -35,10 +35,9 @@ from laconic.predict import Facts, Net
 class Spec:
     """The specification of a measurement, equal on all ranks.
 
-    ``bandwidths`` (bit/s per rank) and ``latencies`` (s), by host, are for a link to be throttled
-    here. ``paces`` are the factors by which each host's compute time is extended. ``recipes`` are
-    the user's own, in addition to the advisor's.
-    """
+    ``bandwidths`` (bit/s per rank) and ``latencies`` (s, round trips), by host, are for a link to
+    be throttled here. ``paces`` are the factors by which each host's compute time is extended.
+    ``recipes`` are the user's own, in addition to the advisor's."""
 
     workload: str
     data: str | None

@@ -38,8 +38,31 @@ COMMANDS = {
 """All commands, those of one group together."""
 
 
+class Once(argparse._StoreAction):
+    """An option with one value. A second one is an error: it would replace the first silently."""
+
+    given = False
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if self.given and option_string:
+            raise argparse.ArgumentError(self, "is given twice: leave out one of them")
+        self.given = True
+        super().__call__(parser, namespace, values, option_string)
+
+
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line with the next step."""
+    """A parser whose errors are one line with the next step, and whose options are given once."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        for name in (None, "store"):
+            self.register("action", name, Once)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")

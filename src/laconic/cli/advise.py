@@ -39,7 +39,9 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--bandwidth", metavar="RATE", help="bandwidth of each node, such as 1gbit")
     parser.add_argument(
-        "--latency", metavar="TIME", help="latency of each message, half of a ping, such as 30ms"
+        "--latency",
+        metavar="TIME",
+        help="round-trip time of a packet and its answer (ping), such as 60ms",
     )
     parser.add_argument(
         "--loss", metavar="SHARE", help="share of packets that are lost each way, such as 0.1%%"
@@ -173,7 +175,7 @@ def _numbers(arguments: argparse.Namespace) -> Advice:
         params=parse_count(arguments.params),
         step_time=parse_duration(arguments.step_time),
         bandwidth=parse_bandwidth(arguments.bandwidth),
-        latency=parse_latency(arguments.latency),
+        one_way=parse_latency(arguments.latency) / 2,
         nodes=arguments.nodes,
         **optional,
     )
@@ -197,14 +199,12 @@ def _measured(arguments: argparse.Namespace) -> tuple[Advice, str | None]:
         hosts=hosts,
         per_host=per_host,
         bandwidth=parse_bandwidth(arguments.bandwidth or "100mbit"),
-        host_bandwidth=values_by_host(
-            "bandwidth-host", arguments.bandwidth_host or (), parse_bandwidth
-        ),
+        host_bandwidth=values_by_host("bandwidth-host", arguments.bandwidth_host, parse_bandwidth),
         impairments=Impairments(
-            latency=2 * parse_latency(arguments.latency or "0"),  # of a round trip
+            latency=parse_latency(arguments.latency or "0"),
             loss=parse_share(arguments.loss or "0"),
         ),
-        slow_hosts=values_by_host("slow-host", arguments.slow_host or (), parse_factor),
+        slow_hosts=values_by_host("slow-host", arguments.slow_host, parse_factor),
         workload=arguments.workload,
         data=arguments.data and str(Path(arguments.data).resolve()),
         seeds=(0 if arguments.seed is None else arguments.seed,),

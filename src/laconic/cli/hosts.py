@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-EXAMPLES = {"bandwidth-host": "10mbit", "slow-host": "1.5"}
+T = TypeVar("T")
+EXAMPLES = {
+    "bandwidth-host": "10mbit",
+    "slow-host": "1.5",
+    "latency-host": "50ms",
+    "jitter-host": "10ms",
+    "loss-host": "0.1%",
+}
 
 
 def values_by_host(
-    option: str, texts: Sequence[str], parse: Callable[[str], float]
-) -> dict[int, float]:
-    """Parse values by host, such as ``2=10mbit``."""
-    values: dict[int, float] = {}
-    for text in texts:
-        host, equals, value = text.partition("=")
-        if not equals or not host.strip().isdecimal():
+    option: str, texts: Sequence[str] | None, parse: Callable[[str], T]
+) -> dict[int, T]:
+    """Parse values by host, such as ``2=10mbit`` or ``host2=10mbit``."""
+    values: dict[int, T] = {}
+    for text in texts or ():
+        name, equals, value = text.partition("=")
+        if not equals:
             raise ValueError(
                 f"--{option} must be HOST=VALUE, such as 2={EXAMPLES[option]}, not {text!r}"
             )
-        if int(host) in values:
-            raise ValueError(f"--{option} has two values for host {int(host)}")
-        values[int(host)] = parse(value)
+        host = parse_host(name)
+        if host in values:
+            raise ValueError(f"--{option} has two values for host {host}")
+        values[host] = parse(value)
     return values
+
+
+def parse_host(text: str) -> int:
+    """Return the number of a host written as ``2`` or ``host2``."""
+    number = text.strip().removeprefix("host")
+    if not number.isascii() or not number.isdecimal():
+        raise ValueError(f"not a host: {text!r}; give its number, such as 2 or host2")
+    return int(number)
 
 
 def parse_factor(text: str) -> float:

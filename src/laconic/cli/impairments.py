@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from laconic.cli.hosts import values_by_host
 from laconic.units import parse_latency, parse_share
 
 if TYPE_CHECKING:
@@ -46,18 +47,13 @@ def impairments_of(arguments: argparse.Namespace) -> Impairments:
     from laconic.lab.emulation.impairments import Impairments
 
     latency, jitter, loss = (_value(arguments, name) for name in HELP)
-    by_host = (_by_host(f"{name}-host", getattr(arguments, f"{name}_host")) for name in HELP)
+    by_host = (
+        values_by_host(f"{name}-host", getattr(arguments, f"{name}_host"), _parser(name))
+        for name in HELP
+    )
     host_latency, host_jitter, host_loss = by_host
     seed = arguments.network_seed or 0
     return Impairments(latency, jitter, loss, host_latency, host_jitter, host_loss, seed)
-
-
-def parse_host(text: str) -> int:
-    """Return the number of a host written as ``2`` or ``host2``."""
-    number = text.strip().removeprefix("host")
-    if not number.isascii() or not number.isdecimal():
-        raise ValueError(f"not a host: {text!r}; give its number, such as 2 or host2")
-    return int(number)
 
 
 def _value(arguments: argparse.Namespace, name: str) -> float:
@@ -66,19 +62,4 @@ def _value(arguments: argparse.Namespace, name: str) -> float:
 
 
 def _parser(name: str) -> Callable[[str], float]:
-    return parse_share if name.startswith("loss") else parse_latency
-
-
-def _by_host(option: str, texts: Sequence[str] | None) -> dict[int, float]:
-    """Parse values by host, such as ``2=50ms``."""
-    kind, example, _ = HELP[option.removesuffix("-host")]
-    values: dict[int, float] = {}
-    for text in texts or ():
-        host, equals, value = text.partition("=")
-        if not equals:
-            raise ValueError(f"--{option} must be HOST={kind}, such as 2={example}, not {text!r}")
-        number = parse_host(host)
-        if number in values:
-            raise ValueError(f"--{option} has two values for host {number}")
-        values[number] = _parser(option)(value)
-    return values
+    return parse_share if name == "loss" else parse_latency

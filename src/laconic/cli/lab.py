@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laconic.cli import impairments
+from laconic.cli.hosts import parse_host, values_by_host
 from laconic.errors import install
 from laconic.units import format_rate, parse_bandwidth, parse_duration
 
@@ -142,16 +143,10 @@ def network_of(arguments: argparse.Namespace) -> Network:
     """Return the network that the options describe."""
     from laconic.lab.emulation.program import Network
 
-    single = {}
-    for text in arguments.bandwidth_host or ():
-        host, equals, rate = text.partition("=")
-        if not equals:
-            raise ValueError(f"not a host's bandwidth: {text!r}; give HOST=RATE, such as 2=10mbit")
-        single[impairments.parse_host(host)] = bandwidth_of(rate)
     network = Network(
         hosts=4 if arguments.hosts is None else arguments.hosts,
         bandwidth=bandwidth_of(arguments.bandwidth or "100mbit"),
-        host_bandwidth=single,
+        host_bandwidth=values_by_host("bandwidth-host", arguments.bandwidth_host, bandwidth_of),
         impairments=impairments.impairments_of(arguments),
     )
     network.check()
@@ -214,7 +209,7 @@ def shell(arguments: argparse.Namespace, network: Network) -> int:
     from laconic.lab.emulation.shell import open_shell
 
     text, at, launcher = arguments.shell.partition("@")
-    host = impairments.parse_host(text)
+    host = parse_host(text)
     options = (arguments.hosts, arguments.bandwidth, arguments.bandwidth_host)
     found = running()
     ours = [name for name in found if trusted(name)]

@@ -47,11 +47,11 @@ def add(commands: Any) -> None:
         epilog="""\
 8 machines with one GPU each, in 3 countries, and a model of a billion parameters:
 
-    laconic plan --workers 8 --sites 3 --rate 100mbit --latency 40ms --parameters 1b --step 1s
+    laconic plan --workers 8 --sites 3 --rate 100mbit --latency 80ms --parameters 1b --step 1s
 
 The same for one recipe, with a machine that fails once a month:
 
-    laconic plan --workers 8 --sites 3 --rate 100mbit --latency 40ms --parameters 1b --step 1s \\
+    laconic plan --workers 8 --sites 3 --rate 100mbit --latency 80ms --parameters 1b --step 1s \\
         --mtbf 30d 'diloco(100)'
 
 For unequal sites, write a file, and change it:
@@ -80,9 +80,9 @@ docs/planning.md explains every number.""",
         "--uplink", metavar="RATE", help="that a site's workers share toward others (no limit)"
     )
     what.add_argument(
-        "--latency", metavar="TIME", help="one way between sites, half of a ping, such as 40ms (0)"
+        "--latency", metavar="TIME", help="round trip between sites (ping), such as 80ms (0)"
     )
-    what.add_argument("--jitter", metavar="TIME", help="by which a message's latency varies (0)")
+    what.add_argument("--jitter", metavar="TIME", help="by which a round trip varies (0)")
     what.add_argument("--loss", metavar="SHARE", help="of packets that are lost, such as 0.1%% (0)")
     what.add_argument("--parameters", metavar="COUNT", help="of the model, such as 1b")
     what.add_argument("--dtype", help="of parameters and messages (float32)")
@@ -272,7 +272,7 @@ def _described(arguments: argparse.Namespace) -> Cluster:
     if missing:
         raise ValueError(
             f"plan also needs {', '.join(missing)}, or --cluster FILE; for example: laconic plan "
-            "--workers 8 --sites 3 --rate 100mbit --latency 40ms --parameters 1b --step 1s"
+            "--workers 8 --sites 3 --rate 100mbit --latency 80ms --parameters 1b --step 1s"
         )
     if arguments.mtbf is None:
         for name in ("repair", "checkpoint"):

@@ -72,7 +72,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--latency",
         default="0",
-        help="latency of each message, half of a ping, such as 20ms (default: 0)",
+        help="round-trip time of a packet and its answer (ping), such as 20ms (default: 0)",
     )
     parser.add_argument(
         "--compute",
@@ -201,7 +201,7 @@ def _space_and_task(arguments: argparse.Namespace) -> tuple[Space, Task]:
         per_host=1 if arguments.emulated else workers,
         group_size=arguments.group_size,
         bandwidth=parse_bandwidth(arguments.bandwidth),
-        impairments=Impairments(latency=2 * parse_latency(arguments.latency)),
+        impairments=Impairments(latency=parse_latency(arguments.latency)),
         workload=arguments.workload,
         data=arguments.data and str(Path(arguments.data).resolve()),
         seconds=length.amount if arguments.emulated and length.unit == "seconds" else None,
@@ -242,7 +242,7 @@ def _settings(arguments: argparse.Namespace, space: Space, task: Task) -> dict[s
         "workers": task.workers,
         "group_size": arguments.group_size,
         "bandwidth": task.race.bandwidth,
-        "latency": task.race.impairments.latency / 2,
+        "latency": task.race.impairments.latency,
         "compute": arguments.compute,
         "emulated": task.emulated,
         "no_stop": arguments.no_stop,
@@ -277,9 +277,8 @@ def _title(space: Space, task: Task) -> str:
     from laconic.units import format_rate, format_seconds
 
     how = "emulated hosts" if task.emulated else "simulated workers, times predicted"
-    network = (
-        f"{format_rate(task.race.bandwidth)}, {format_seconds(task.race.impairments.latency / 2)}"
-    )
+    latency = format_seconds(task.race.impairments.latency)
+    network = f"{format_rate(task.race.bandwidth)}, {latency} round trip"
     length = f"{task.length.amount:g} {task.length.unit} each"
     return f"{space.recipe}\n{task.race.workload}, {task.workers} {how}, {network}, {length}"
 

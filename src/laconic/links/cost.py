@@ -18,8 +18,8 @@ gather          (n-1) * B        1           direct exchange (B: one rank's byte
 swap            p * B            1           to p peers (B: one message's bytes)
 ==============  ===============  ==========  ========================================
 
-Seconds are ``messages * latency + 8 * bytes / rate``: latency in seconds, one way; rate in bit/s
-of one host's network interface in one direction.
+Seconds are ``messages * one_way + 8 * bytes / rate``: one_way in seconds, half of a round trip;
+rate in bit/s of one host's network interface in one direction.
 
 Where ranks share a connection, such as the uplink of a site, ``rate`` is that of the resource that
 is busy for longest: the slowest interface, or what `Shared` leaves for each rank.
@@ -41,9 +41,9 @@ class Cost:
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.bytes + other.bytes, self.messages + other.messages)
 
-    def seconds(self, rate: float, latency: float) -> float:
-        """Time on a link of ``rate`` bit/s and ``latency`` seconds."""
-        return self.messages * latency + 8 * self.bytes / rate
+    def seconds(self, rate: float, one_way: float) -> float:
+        """Time on a link of ``rate`` bit/s on which a message takes ``one_way`` seconds."""
+        return self.messages * one_way + 8 * self.bytes / rate
 
 
 @dataclass(frozen=True)

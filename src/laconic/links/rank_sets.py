@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 BANDWIDTH_VARIABLE = "LACONIC_BANDWIDTH"
 LATENCY_VARIABLE = "LACONIC_LATENCY"
 """Set by ``laconic lab`` where the system cannot slow down a host's network interface, or delay
-packets: the link over torch's process group is then throttled to that rate per rank and latency."""
+packets: the link over torch's process group is then throttled to that rate per rank and round
+trip."""
 
 _SHARD_INSIDE = (
     "Shard them inside each worker: mesh = init_device_mesh('cuda', (workers, ranks_per_worker), "

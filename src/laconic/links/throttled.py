@@ -13,13 +13,12 @@ from laconic.units import parse_duration, parse_rate
 
 
 class Throttled(Wrapped):
-    """``link``, slowed down to ``bandwidth`` per rank and ``latency`` per message.
+    """``link``, slowed down to ``bandwidth`` per rank and ``latency`` per round trip.
 
     ``bandwidth``: bit/s, or text such as ``"100mbit"``; None: unlimited. ``latency``: seconds, or
-    text such as ``"20ms"``. A collective returns the cost model's seconds after the last rank
-    joined it. That moment cannot be seen from outside the inner link, so the inner link's own
-    time is added: use it around links that are fast by comparison.
-    """
+    text such as ``"20ms"``; each message takes half of it. A collective returns the cost model's
+    seconds after the last rank joined it. That moment cannot be seen from outside the inner link,
+    so the inner link's own time is added: use it around links that are fast by comparison."""
 
     def __init__(
         self, link: Link, bandwidth: float | str | None = None, latency: float | str = 0.0
@@ -38,7 +37,7 @@ class Throttled(Wrapped):
         """The link is busy for the collective's time, from when the inner link completed it."""
         yield
         start = max(self.link.joined, self._free)
-        self._free = start + amount.seconds(self._rate, self.latency)
+        self._free = start + amount.seconds(self._rate, self.latency / 2)
         time.sleep(max(self._free - time.perf_counter(), 0.0))
 
     def like(self, link: Link) -> Link:

@@ -34,7 +34,7 @@ class Site:
 
     ``rate``: bit/s at which each worker sends. ``download``: bit/s at which it receives; None: as
     it sends. ``uplink``: bit/s that all its workers share toward other sites; None: no limit.
-    ``latency``: of messages between its workers. ``step``: seconds of a step of its workers; None:
+    ``latency``: a round trip between its workers. ``step``: seconds of a step of its workers; None:
     the cluster's. ``price``: of a worker per hour.
     """
 
@@ -66,8 +66,8 @@ class Site:
 
 @dataclass(frozen=True)
 class Path:
-    """The connection ``between`` two sites, where it differs from the others. ``rate``: bit/s that
-    all messages in one direction share; None: no limit."""
+    """The connection ``between`` two sites, where it differs from the others. ``latency``: a round
+    trip. ``rate``: bit/s that all messages in one direction share; None: no limit."""
 
     between: tuple[str, str]
     latency: float | None = None
@@ -138,14 +138,13 @@ class Cluster:
     """Workers that train a model together.
 
     ``parameters`` of ``dtype``. ``step``: mean seconds of a step without communication; ``spread``:
-    the standard deviation of a worker's step times, as a share of that, with this
-    ``distribution``. ``backward``: the share of a step in which gradients become available.
-    ``latency``: between workers of different sites. ``jitter``: each message takes up to so many
-    seconds more or less, uniformly. ``loss``: share of the packets that are lost, at most 10%.
+    the standard deviation of a worker's step times, as a share of that, with this ``distribution``.
+    ``backward``: the share of a step in which gradients become available. ``latency``: a round trip
+    between workers of different sites. ``jitter``: it takes up to so many seconds more or less, and
+    each message half of that, uniformly. ``loss``: share of the packets that are lost, at most 10%.
     ``tokens``: in a step of one worker, for the loss. ``chips`` and ``slices`` of a worker: see
     `Failures`. ``gigabyte``: price of 10**9 bytes that leave a site. ``measured``: costs to use in
-    place of those that follow from the numbers.
-    """
+    place of those that follow from the numbers."""
 
     parameters: int
     sites: tuple[Site, ...]
@@ -263,7 +262,7 @@ def _facts(cluster: Cluster, present: tuple[int, ...]) -> Facts:
             if link.rate is not None:
                 shared.append(Shared(present[a], present[b], link.rate, begins[a], begins[b]))
     rate = min(min(sites[s].rate, sites[s].receives) for s in here)
-    latency = max(latencies, default=0.0)
+    one_way = max(latencies, default=0.0) / 2
     steps = {s: cluster.step if (own := sites[s].step) is None else own for s in here}
     compute = max(steps.values())
     if cluster.measured is None:
@@ -271,7 +270,7 @@ def _facts(cluster: Cluster, present: tuple[int, ...]) -> Facts:
             params=cluster.parameters,
             step_time=compute,
             bandwidth=rate,
-            latency=latency,
+            one_way=one_way,
             nodes=max(n, 2),
             backward_share=cluster.backward,
             dtype=cluster.dtype,
@@ -288,7 +287,7 @@ def _facts(cluster: Cluster, present: tuple[int, ...]) -> Facts:
         workers=n,
         compute=compute,
         rate=rate,
-        latency=latency,
+        one_way=one_way,
         nets=known,
         rates=_by_worker(rates, present) if unlike else (),
         receives=_by_worker(receives, present) if unlike else (),
@@ -312,8 +311,8 @@ def uniform(
     download: float | None = None,
     price: float = 0.0,
 ) -> tuple[Site, ...]:
-    """Return ``sites`` with about equally many of the ``workers``. ``latency``: of messages inside
-    a site if there is only one; otherwise messages inside a site take no time."""
+    """Return ``sites`` with about equally many of the ``workers``. ``latency``: a round trip
+    inside a site if there is only one; otherwise messages inside a site take no time."""
     check_int("workers", workers, 1)
     if check_int("sites", sites, 1) > workers:
         raise ValueError(f"sites must be at most the number of workers, {workers}, not {sites}")

@@ -21,7 +21,7 @@ parameters: 1b        # of the model
 dtype: float32        # of parameters and messages
 step: 1s              # computing, of one step on one worker
 spread: 5%            # standard deviation of step times, relative to their mean
-latency: 40ms         # one way, between sites; half of a ping
+latency: 80ms         # a round trip between sites, as ping shows it
 loss: 0%              # packets that are lost
 tokens: 64k           # of one worker in one step, for the expected loss
 
@@ -36,7 +36,7 @@ sites:
   - {name: ohio, workers: 2, rate: 1gbit, uplink: 500mbit, price: 2.5, step: 1.2s}
 
 links:                # where a connection differs from the others
-  - {between: [paris, oslo], latency: 15ms}
+  - {between: [paris, oslo], latency: 30ms}
 
 failures:
   mtbf: 30d           # between two failures of one worker

@@ -173,7 +173,7 @@ class Quorum:
         self._constant = self._times.constant
         self._rows: dict[int, tuple[Tensor, int]] = {}
         self._facts = rounds.facts(cluster.everybody)
-        self._latency = self._facts.net("workers").latency
+        self._latency = self._facts.net("workers").one_way
         self._results: dict[tuple[int, int], list[float]] = {}
         self._given = send
         self.kinds: list[_Kind] = []
@@ -305,7 +305,7 @@ class Quorum:
         kind = self.kinds[index]
         sending = kind.send[worker]
         if self.cluster.jitter and sending:
-            jitter = self.cluster.jitter
+            jitter = self.cluster.jitter / 2  # that of a message
             sending = max(sending + self._jitter.uniform(-jitter, jitter), 0.0)
         self._spend(sending, kind.work)
         under_way = self._under_way[worker]

@@ -145,7 +145,7 @@ class Rounds:
 
     def _messages(self, r: AnyRound, facts: Facts, load: Load) -> int:
         """Return how many messages of a round follow one another."""
-        later = load_of(r, replace(facts, latency=facts.latency + 1.0, nets={}, loss=0.0))
+        later = load_of(r, replace(facts, one_way=facts.one_way + 1.0, nets={}, loss=0.0))
         sooner = load_of(r, replace(facts, nets={}, loss=0.0))
         return round(later.network - sooner.network)
 

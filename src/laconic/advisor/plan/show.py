@@ -192,8 +192,8 @@ def assumptions(plan: Plan) -> Iterator[str]:
     )
     yield (
         f"{c.parameters:,} parameters in {c.dtype}; a step computes for {format_seconds(c.step)}, "
-        f"spread {c.spread:.0%} ({c.distribution}); {sites}; {format_seconds(c.latency)} between "
-        f"sites{''.join(_links(c))}"
+        f"spread {c.spread:.0%} ({c.distribution}); {sites}; {format_seconds(c.latency)} "
+        f"round trip between sites{''.join(_links(c))}"
     )
     fails = c.failures
     if fails.happen:
@@ -214,7 +214,7 @@ def assumptions(plan: Plan) -> Iterator[str]:
 
 def _links(cluster: Cluster) -> Iterator[str]:
     for link in cluster.links:
-        parts = [] if link.latency is None else [format_seconds(link.latency)]
+        parts = [] if link.latency is None else [f"{format_seconds(link.latency)} round trip"]
         parts += [] if link.rate is None else [format_rate(link.rate)]
         yield f", {link.between[0]} to {link.between[1]} {' and '.join(parts)}"
 

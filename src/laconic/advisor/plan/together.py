@@ -368,7 +368,7 @@ class Together:
     def _late(self, price: Price) -> float:
         """Return by how much jitter delays the last of a round's messages: of m messages that come
         up to j sooner or later, the last is ``j * (2 * u**(1/m) - 1)`` late."""
-        jitter, n = self.cluster.jitter, len(self._alive)
+        jitter, n = self.cluster.jitter / 2, len(self._alive)  # that of a message
         if not jitter or not price.messages or n < 2:
             return 0.0
         draws = torch.rand(price.messages, dtype=torch.float64, generator=self._generator)

@@ -36,7 +36,7 @@ class NetworkReport:
     @property
     def round_trip(self) -> float | None:
         """The longest round trip in seconds, None if no host reaches another."""
-        return max((2 * pair.latency for pair in self.pairs if not pair.error), default=None)
+        return max((pair.latency for pair in self.pairs if not pair.error), default=None)
 
     @property
     def rate(self) -> float | None:
@@ -76,7 +76,7 @@ def connection_findings(report: NetworkReport) -> list[Finding]:
                 else connection_remedy(TimeoutError(), "that host")
             )
             found.append(Finding("problem", GROUP, text, remedy))
-    trips = [2 * pair.latency for pair in report.pairs if not pair.error]
+    trips = [pair.latency for pair in report.pairs if not pair.error]
     if trips:
         text = (
             f"{len(trips)} of {len(report.pairs)} connections to arbitrary ports work; round trips "

@@ -33,15 +33,14 @@ class Task:
 class Outlook:
     """The recipe that `laconic.auto` would choose on a network, and what it is based on.
 
-    ``rate`` is in bit/s of each host. ``latency`` is in seconds per message one way, half a round
-    trip. ``seconds`` are predicted per step of ``recipe``, ``ddp`` per step of ``ddp()``.
-    """
+    ``rate`` is in bit/s of each host, ``round_trip`` in seconds. ``seconds`` are predicted per step
+    of ``recipe``, ``ddp`` per step of ``ddp()``."""
 
     params: int
     step_time: float
     workers: int
     rate: float
-    latency: float
+    round_trip: float
     recipe: str
     seconds: float
     ddp: float
@@ -49,12 +48,11 @@ class Outlook:
 
 def outlook(workers: int, rate: float, round_trip: float, task: Task) -> Outlook:
     """Return the outlook for one worker on each host. Messages take half of ``round_trip``."""
-    latency = round_trip / 2
     facts = facts_from(
         params=task.params,
         step_time=task.step_time,
         bandwidth=rate,
-        latency=latency,
+        one_way=round_trip / 2,
         nodes=workers,
     )
     chosen, _ = choose(Auto(), facts, None, {})
@@ -64,7 +62,7 @@ def outlook(workers: int, rate: float, round_trip: float, task: Task) -> Outlook
         step_time=task.step_time,
         workers=workers,
         rate=rate,
-        latency=latency,
+        round_trip=round_trip,
         recipe=chosen,
         seconds=seconds[chosen],
         ddp=seconds["ddp()"],
@@ -76,7 +74,7 @@ def outlook_findings(found: Outlook, stated: bool) -> list[Finding]:
     text = (
         f"{'' if stated else 'for example, '}with {found.params:,} parameters, steps that compute "
         f"for {format_seconds(found.step_time)}, one worker per host, {format_rate(found.rate)} "
-        f"and {format_seconds(found.latency)} per message (half a round trip), auto() would choose "
+        f"and {format_seconds(found.round_trip)} per round trip, auto() would choose "
         f"{found.recipe}: {format_seconds(found.seconds)} per step, "
         f"{found.step_time / found.seconds:.0%} of the speed without communication"
     )
@@ -93,5 +91,5 @@ def command(found: Outlook) -> str:
     return (
         f"laconic advise --params {found.params} --step-time {found.step_time:g}s "
         f"--bandwidth {three_digits(found.rate / 1e6).replace(',', '')}mbit "
-        f"--latency {three_digits(1e3 * found.latency)}ms --nodes {found.workers} --all"
+        f"--latency {three_digits(1e3 * found.round_trip)}ms --nodes {found.workers} --all"
     )

@@ -43,7 +43,7 @@ class HostInfo:
 class Pair:
     """The connection from ``source`` to ``target``.
 
-    ``latency`` is half a round trip in seconds. The target's clock is ``offset`` seconds ahead,
+    ``latency`` is a round trip in seconds. The target's clock is ``offset`` seconds ahead,
     within ``uncertainty``. ``error`` says why the target could not be reached, if so.
     """
 
@@ -117,7 +117,7 @@ class Listener:
 def ping(source: int, target: HostInfo, clock: Callable[[], float]) -> Pair:
     """Measure latency and clock offset to a host, from the fastest of `PINGS` round trips.
 
-    As in NTP, the latency is half the round trip, and the target's clock is ahead by
+    As in NTP, the target's clock is ahead by
     ``remote - (sent + received) / 2``, with half the round trip as the uncertainty.
     """
     trips = []
@@ -136,7 +136,7 @@ def ping(source: int, target: HostInfo, clock: Callable[[], float]) -> Pair:
     except OSError as error:
         return Pair(source, target.rank, error=reason(error))
     trip, offset = min(trips)
-    return Pair(source, target.rank, trip / 2, offset, trip / 2)
+    return Pair(source, target.rank, trip, offset, trip / 2)
 
 
 def send(source: int, target: HostInfo) -> Rate:

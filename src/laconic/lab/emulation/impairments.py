@@ -75,9 +75,9 @@ class Impairments:
         if any((self.jitter, self.loss, *single)):
             raise OSError(f"jitter and loss need emulated hosts: {reason}")
 
-    def message_seconds(self, host: int) -> float:
-        """Return what a link that is throttled adds to each message of a host: half a ping."""
-        return self.of_host(host)[0] / 2
+    def round_trip(self, host: int) -> float:
+        """Return the round trip of a host, for a link that is throttled, in seconds."""
+        return self.of_host(host)[0]
 
     def forward(self, hosts: int) -> Forward:
         """Return the same for the forwarder of a cluster."""

@@ -410,7 +410,7 @@ def _processes(settings: Settings, cluster: Cluster | Loopback) -> Iterator[Proc
         if not cluster.emulated:
             if rate is not None:
                 env[BANDWIDTH_VARIABLE] = str(rate / per_host)
-            if seconds := settings.network.impairments.message_seconds(host):
+            if seconds := settings.network.impairments.round_trip(host):
                 env[LATENCY_VARIABLE] = str(seconds)
         if launcher is not None:
             address, port = cluster.addresses[0], int(shared["MASTER_PORT"])

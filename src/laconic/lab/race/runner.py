@@ -304,7 +304,7 @@ def _row(
         lr=settings.lr,
         # Emulated hosts have slow interfaces. Otherwise the link is throttled, shared by ranks.
         bandwidths=None if cluster.emulated else [rate / settings.per_host for rate in rates],
-        latencies=None if cluster.emulated else [*map(settings.impairments.message_seconds, hosts)],
+        latencies=None if cluster.emulated else [*map(settings.impairments.round_trip, hosts)],
         paces=[settings.slow_hosts.get(host, 1.0) for host in hosts],
         interface=cluster.interface if cluster.emulated else None,
         timeout=RANK_TIMEOUT,

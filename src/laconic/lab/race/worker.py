@@ -47,7 +47,7 @@ class Spec:
     ``recipe`` is empty for no communication, and the name of another library if ``peer``. ``rules``
     is the file with the user's own recipes. ``group_size`` is workers per group. ``lr`` is a factor
     on the workload's learning rate. ``seconds`` or ``steps`` ends the run. ``bandwidths`` (bit/s,
-    of a rank on each host) and ``latencies`` (s, of a message of each host) are for a link to be
+    of a rank on each host) and ``latencies`` (s, of a round trip of each host) are for a link to be
     throttled here. ``paces`` are the factors by which each host's compute time is extended.
     ``interface`` is the one whose counter is read.
     """
