@@ -49,6 +49,11 @@ def error_text(error: Exception) -> str:
     return str(error) if plain else f"{type(error).__name__}: {error}"
 
 
+def after_step(step: int) -> str:
+    """When something happens that comes after ``step`` steps, in words."""
+    return f"after step {step}" if step else "before the first step"
+
+
 def install(extra: str) -> str:
     """The command that installs one of laconic's extras, for messages."""
     return f"pip install -e '.[{extra}]' in laconic's repository"

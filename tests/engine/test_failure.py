@@ -816,3 +816,32 @@ def test_what_an_elastic_run_cannot_follow_is_refused(
     recipe = la.hierarchical(2, 4) if "group_size" in option else la.local_sgd(4)
     with pytest.raises(ValueError, match="cannot be used with elastic="):
         la.attach(model, optimizer, recipe, timeout=0.1, **option)
+
+
+@pytest.mark.fault("errors said 'after 0 steps' where no step was taken, or others had been")
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("name", ["load_state_dict()", "consensus()"])
+def test_an_error_names_no_step_that_was_not_taken(name: str, steps: int) -> None:
+    said: list[str] = []
+
+    def run(rank: int) -> None:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = la.attach(model, optimizer, la.local_sgd(1))
+        state = sync.state_dict()
+        for step in range(steps + rank):
+            model(torch.randn(4, 2) + rank + step).sum().backward()
+            optimizer.step()
+        try:
+            if name == "consensus()":
+                with sync.consensus():
+                    pass
+            else:
+                sync.load_state_dict(state)
+        except la.LinkError as error:
+            said.append(str(error))
+            raise
+
+    with pytest.raises(la.LinkError):
+        la.simulate(run, 2)
+    assert said and not re.search("after 0 steps|after step 0", said[0]), said

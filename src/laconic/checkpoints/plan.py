@@ -14,6 +14,7 @@ import torch
 from laconic.checkpoints.all_ranks import AllRanks, rank_list
 from laconic.checkpoints.manifest import Manifest, make_folder
 from laconic.engine.synchronizer import Synchronizer
+from laconic.errors import after_step
 
 RECEIVED = "received-"
 """Begins the names of temporary folders for the files that other ranks send."""
@@ -88,7 +89,7 @@ def make_plan(folder: Path, manifest: Manifest, sync: Synchronizer, all_ranks: A
     count = len({r // saved_per_worker for r in averaged})
     note = (
         f"{all_ranks.call}: {saved}{files}. {_count(workers, 'worker')} ({_count(ranks, 'rank')}) "
-        f"continue after step {manifest.step} from the mean of {_count(count, 'saved worker')}; "
+        f"continue {after_step(manifest.step)} from the mean of {_count(count, 'saved worker')}; "
         "outer state is redistributed, private state averaged"
     )
     return Plan(visible, available, averaged, True, shards, per_worker if same else 1, note)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from laconic.errors import install
+from laconic.errors import after_step, install
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -161,7 +161,7 @@ class LogFile:
             who = [f"{' '.join(joined)} joined"] * bool(joined)
             who += [f"{' '.join(left)} left"] * bool(left)
         lost = f"{record['workers_lost']} lost so far, with {record['steps_lost']} steps"
-        self.changes.append(f"after step {step}: {len(ids)} workers, {', '.join([*who, lost])}")
+        self.changes.append(f"{after_step(step)}: {len(ids)} workers, {', '.join([*who, lost])}")
         self._ids, self._workers = ids, len(ids)
 
     @property
@@ -321,7 +321,7 @@ def _format(rates: tuple[float, float, float]) -> tuple[str, str, str]:
 def _call(call: dict[str, Any]) -> str:
     count = max(call["count"], 1)
     seconds, megabytes = call["seconds"] / count, call["bytes"] / count / 1e6
-    return f"{call['name']}, last after step {call['step']}: {seconds:.3g} s, {megabytes:.3g} MB"
+    return f"{call['name']}, last {after_step(call['step'])}: {seconds:.3g} s, {megabytes:.3g} MB"
 
 
 def _line(file: LogFile) -> str:

@@ -32,7 +32,7 @@ from laconic.engine.joint_optimizer import members
 from laconic.engine.reports import Reports
 from laconic.engine.saved_state import checksum
 from laconic.engine.session import Session
-from laconic.errors import LinkError
+from laconic.errors import LinkError, after_step
 from laconic.links.calls import GRADIENTS, Call
 from laconic.links.elastic.feed import Feed
 from laconic.links.elastic.link import ElasticLink, Settings
@@ -171,7 +171,7 @@ class Donor:
             snapshot = Snapshot(session.step, self._state())
             self._link.relays.append(relay)
             relay.begin(snapshot)
-            log.info("sending the state after step %d to a newcomer", self._driver.session.step)
+            log.info("sending the state %s to a newcomer", after_step(self._driver.session.step))
 
     def _leave_run(self) -> None:
         session, link = self._driver.session, self._link
@@ -410,7 +410,7 @@ class Newcomer:
         session = self._driver.session
         for p in session.params():
             p.grad = None
-        log.info("caught up after step %d", session.step)
+        log.info("caught up %s", after_step(session.step))
 
 
 def _optimizer(session: Session) -> Optimizer:

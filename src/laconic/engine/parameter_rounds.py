@@ -24,6 +24,7 @@ from laconic.engine.channel import Channel, is_owned
 from laconic.engine.channel_set import ChannelSet
 from laconic.engine.in_flight import InFlightBucket, InFlightRound, RoundContext
 from laconic.engine.messages import Messenger
+from laconic.errors import after_step
 from laconic.links.comm_thread import Pending
 from laconic.links.link import Link, held_by_all
 from laconic.links.simulated import single_link
@@ -80,7 +81,7 @@ class ParameterRunner:
 
     def label(self, step: int) -> str:
         """What messages to the user call it."""
-        return f"{self.round.name} after step {step}"
+        return f"{self.round.name} {after_step(step)}"
 
     def like(self, positions: Sequence[Sequence[int]]) -> ParameterRunner:
         """A new runner, as if parameters had joined at these `ChannelSet.positions`."""
@@ -109,7 +110,7 @@ class ParameterRunner:
         """Send this round's messages after ``step``. Without a delay, also fold the answers."""
         if self.set.vary and not (self.round.delay and self._can_select_later):
             job = partial(held_by_all, self.link, self.set.varying())
-            self.set.replace(self._context.comm.call(job, self.label(0)))
+            self.set.replace(self._context.comm.call(job, self.label(step)))
         if self.round.delay:
             self.in_flight.append(self._launch(step))
         else:

@@ -19,7 +19,7 @@ from laconic.engine.batch_check import BatchCheck, check_first_gradients
 from laconic.engine.drift import DriftCheck
 from laconic.engine.nonfinite import NonfiniteCheck
 from laconic.engine.recorder import Recorder
-from laconic.errors import LinkError
+from laconic.errors import LinkError, after_step
 from laconic.links.calls import Call
 from laconic.links.comm_thread import CommThread
 from laconic.links.elastic.link import ElasticLink
@@ -245,7 +245,7 @@ class Session:
     def call(self, name: str, step: int | None = None) -> None:
         """Tell the other ranks which call comes next; raise on all if they make different ones.
         ``step``: None for the present one."""
-        label = f"{name} after step {self.step}"
+        label = f"{name} {after_step(self.step)}"
         self.status(label)
         if self.settle is not None:
             self.settle()

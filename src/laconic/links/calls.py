@@ -13,9 +13,10 @@ FINISH = "finish()"
 
 class Call(NamedTuple):
     """One thing that all ranks do together, such as a round: its ``name``, and the number of
-    optimizer steps taken before it. A call may consist of several collectives. ``starts``: it is
-    the first of the rounds of its step, from which newcomers can take part. ``digest``: of what all
-    ranks should hold alike, from 0 to 2**64 - 1; the messages carry it, and ranks compare it."""
+    optimizer steps taken before it; 0 also where ranks need not have taken equally many. A call may
+    consist of several collectives. ``starts``: it is the first of the rounds of its step, from
+    which newcomers can take part. ``digest``: of what all ranks should hold alike, from 0 to 2**64
+    - 1; the messages carry it, and ranks compare it."""
 
     step: int
     name: str
@@ -23,7 +24,7 @@ class Call(NamedTuple):
     digest: int = 0
 
     def __str__(self) -> str:
-        return f"{self.name} after {self.step} steps"
+        return f"{self.name} after {self.step} steps" if self.step else self.name
 
     @property
     def id(self) -> int:
