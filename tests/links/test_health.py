@@ -599,6 +599,22 @@ def test_a_rank_that_never_comes_to_attach_is_logged_before_the_timeout(
     ]
 
 
+def test_a_rank_that_ends_before_attach_is_named_within_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    clock = FakeTime()
+    monkeypatch.setattr(rendezvous, "time", clock)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = str(Address("127.0.0.1", server.getsockname()[1], "00" * 8))
+    dist.PrefixStore("laconic", store).set("beacon/1", address)  # type: ignore[attr-defined]
+    with pytest.raises(LinkError, match="rank 1 ") as caught:
+        rendezvous.Rendezvous(store).wait_for_all(600.0)
+    assert caught.value.ranks == (1,) and clock.now < 10
+
+
 def hears(rank: int) -> tuple[list[float], dict[int, bool], dict[int, bool]]:
     """What a connection tells of the other rank, before and after that one has closed it."""
     link = gloo.link_of(2)

@@ -25,7 +25,15 @@ from laconic.errors import LinkError
 from laconic.links import addresses, connect, frames, handshake
 from laconic.links.addresses import Address
 from laconic.links.talks import Talks
-from laconic.links.wire import ChangedError, Connections, LostError, OtherCallError, Transfer, Wire
+from laconic.links.wire import (
+    ChangedError,
+    Connections,
+    LostError,
+    OtherCallError,
+    Transfer,
+    Wire,
+    configure,
+)
 
 MORE_THAN_BUFFERS = 2**23
 HERE, THERE = (3, 7), (4, 7)
@@ -595,3 +603,14 @@ def test_the_address_without_an_interface(
     monkeypatch.setattr(addresses, "address_toward", toward)
     monkeypatch.setattr(socket, "gethostbyname", lambda _: "name")
     assert addresses.own_address() == address
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="the system has other options")
+def test_a_dead_connection_ends_after_half_a_minute() -> None:
+    """The kernel probes it while nothing is sent."""
+    with socket.socket() as connection:
+        configure(connection)
+        names = socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT
+        idle, interval, count = (connection.getsockopt(socket.IPPROTO_TCP, n) for n in names)
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert idle + interval * count == 30
