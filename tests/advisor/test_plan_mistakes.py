@@ -20,6 +20,14 @@ from laconic.cli import main
 
 SMALL = ["plan", "--workers", "4", "--sites", "2", "--rate", "100mbit", "--latency", "20ms",
          "--parameters", "2m", "--step", "200ms", "--steps", "64"]  # fmt: skip
+
+
+def but(option: str, value: str) -> list[str]:
+    """The same with another value of this option."""
+    at = SMALL.index(option) if option in SMALL else len(SMALL)
+    return [*SMALL[:at], option, value, *SMALL[at + 2 :]]
+
+
 TWO = """\
 parameters: 1m
 sites:
@@ -120,7 +128,7 @@ def test_errors_name_the_option(
         raise AssertionError("checked before the simulation")
 
     monkeypatch.setattr(reports, "runs", simulated)
-    assert main([*SMALL, *words.split(), "ddp()"]) == 2
+    assert main([*but(*words.split()), "ddp()"]) == 2
     assert capsys.readouterr().err.startswith(f"laconic: {OPTIONS[words]}")
 
 
@@ -235,7 +243,7 @@ def test_timelines_of_different_runs_are_not_compared(
     assert main([*SMALL, "--from-metrics", str(path)]) == 0
     out = capsys.readouterr().out
     assert "no timelines: 3 workers were measured, and 4 are planned" in out
-    three = [*SMALL, "--from-metrics", str(path), "--workers", "3"]
+    three = [*but("--workers", "3"), "--from-metrics", str(path)]
     assert main([*three, "ddp()"]) == 0
     out = capsys.readouterr().out
     assert "no timelines: local_sgd(8) was measured, and not ddp()" in out

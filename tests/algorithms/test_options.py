@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import laconic as la
+from laconic.algorithms.compile import has_quorum
 from laconic.algorithms.exchange import Gossip
 from laconic.algorithms.recipes import RECIPES
 from laconic.algorithms.round import describe
@@ -75,7 +76,7 @@ GIVEN: dict[str, Any] = {"period": 4, "group_period": 2, "base": la.local_sgd(2)
 """Where defaults are missing, or too large for a few steps."""
 NEEDED: tuple[Options, ...] = ({}, {"delay": 2}, {"quorum": 2}, {"local_period": 2})
 """What other options need."""
-STEPS, SECONDS = 10, (1.0, 1.2, 1.45, 1.9)
+STEPS, SECONDS = 8, (1.0, 1.2, 1.45, 1.9)
 
 
 def train(recipe: la.Recipe, rank: int) -> bytes:
@@ -125,7 +126,7 @@ class Runs:
         recipe = self.made(options)
         if recipe is not None and (text := describe(recipe)) not in self.seen:
             of_four = any(r.over == "group" or isinstance(r.exchange, Gossip) for r in recipe)
-            seconds = SECONDS[: 4 if of_four else 3]
+            seconds = SECONDS[: 4 if of_four else 3 if has_quorum(recipe) else 2]
             run = partial(train, recipe)
             self.seen[text] = (*la.simulate(run, len(seconds), step_seconds=seconds),)
         return None if recipe is None else self.seen[text]
