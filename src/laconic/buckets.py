@@ -7,7 +7,7 @@ rank's local shard.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,11 +140,20 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Te
         {
             f"{index}.{name}": value
             for index, p in enumerate(group["params"])
-            for name, value in optimizer.state.get(p, {}).items()
-            if isinstance(value, Tensor) and value.is_floating_point() and value.dim()
+            for name, value in _tensors_of(optimizer.state.get(p, {}))
+            if value.is_floating_point() and value.dim()
         }
         for group in optimizer.param_groups
     ]
+
+
+def _tensors_of(state: Mapping[Any, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in a parameter's state, by name; some optimizers nest dicts."""
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}.{inner}", each) for inner, each in _tensors_of(value))
+        elif isinstance(value, Tensor):
+            yield str(name), value
 
 
 SECOND_MOMENTS = (

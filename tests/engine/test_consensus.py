@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,3 +220,123 @@ def test_eager_outer_steps_lack_nothing() -> None:
 
     eager, plain = la.simulate(run, workers=4), la.simulate(averaged, workers=4)
     assert float((eager[0][0] - plain[0][0]).abs().max()) < 1e-12
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Schedule-free SGD (arXiv 2405.15682): parameters hold y in train mode, and x in eval mode.
+    ``swaps``: x is in the state meanwhile, and not computed from y and z."""
+
+    def __init__(self, params: Any, swaps: bool) -> None:
+        super().__init__(params, {"lr": 0.05, "train_mode": False, "steps": 0})
+        self.swaps = swaps
+
+    def _go(self, mode: bool, weight: float) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] != mode:
+                group["train_mode"] = mode
+                for p in (p for p in group["params"] if self.state[p]):
+                    z = self.state[p]["nested"]["z"]
+                    other = self.state[p].setdefault("other", p.detach().clone())
+                    if self.swaps:
+                        p.data, self.state[p]["other"] = other, p.detach().clone()
+                    else:
+                        p.data.lerp_(z, weight)
+
+    def train(self) -> None:
+        self._go(True, 1 - 0.9)
+
+    def eval(self) -> None:
+        self._go(False, 1 - 1 / 0.9)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            assert group["train_mode"]
+            group["steps"] += 1
+            for p in group["params"]:
+                if not self.state[p]:
+                    self.state[p]["nested"] = {"z": p.clone()}
+                z = self.state[p]["nested"]["z"]
+                p.lerp_(z, 1 / group["steps"])
+                p.add_(p.grad, alpha=-0.03)
+                z.sub_(p.grad, alpha=group["lr"])
+
+
+def vector(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+@pytest.mark.parametrize("recipe", [la.ddp(), la.local_sgd(2), la.diloco(4), la.sgp()])
+@pytest.mark.fault("evaluating in an optimizer's eval mode, as schedule-free ones need, trained on")
+def test_evaluating_in_another_mode_changes_no_training(recipe: la.Recipe, swaps: bool) -> None:
+    """A consensus is the mean of what one evaluates, and a finished model is one in both modes."""
+
+    def run(rank: int, evaluating: bool) -> tuple[Tensor, list[Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2).double()
+        optimizers = [ScheduleFree([p], swaps) for p in model.parameters()]
+        sync = la.attach(model, optimizers, recipe)
+        draw = torch.Generator().manual_seed(rank)
+        for step in range(6):
+            for each in optimizers:
+                each.train()
+                each.zero_grad()
+            model(torch.randn(4, 3, generator=draw).double()).square().mean().backward()
+            for each in optimizers:
+                each.step()
+            if evaluating and step % 2:
+                with sync.consensus():
+                    for each in optimizers:
+                        each.eval()
+                    for each in optimizers[: step // 2]:
+                        each.train()
+        trained = vector(model)
+        if not evaluating:
+            return trained, []
+        with sync.consensus():
+            found = [vector(model)]
+        sync.finish()
+        found += [vector(model)]
+        for each in optimizers:
+            each.eval()
+        found += [vector(model)]
+        return trained, found
+
+    plain, evaluated = (la.simulate(lambda r, e=e: run(r, e), workers=2) for e in (False, True))
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(plain, evaluated, strict=True))
+    (agreed, *finished), (_, *others) = (found for _, found in evaluated)
+    assert all(map(torch.equal, finished, others))
+    assert float((agreed - finished[1]).abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("first, last, warns", [(1, 1, 0), (0, 2, 0), (1, 2, 1), (0, 1, 1)])
+@pytest.mark.fault("weights swapped inside consensus() and swapped back after it, without a word")
+def test_a_swap_across_the_edge_of_the_block_warns(first: int, last: int, warns: int) -> None:
+    """``first``, ``last``: whether an average is swapped in, and out, before the block, inside or
+    after it."""
+
+    def run(rank: int) -> int:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        sync = la.attach(model, optimizer, la.local_sgd(2))
+        average = vector(model).mul(0.5)
+        backup = average
+
+        def place(at: int) -> None:
+            nonlocal backup
+            if at == first:
+                backup = vector(model)
+                nn.utils.vector_to_parameters(average, model.parameters())
+            if at == last:
+                nn.utils.vector_to_parameters(backup, model.parameters())
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            place(0)
+            with sync.consensus():
+                place(1)
+            place(2)
+        return sum("changed inside sync.consensus()" in str(w.message) for w in caught)
+
+    assert la.simulate(run, workers=1) == [warns]

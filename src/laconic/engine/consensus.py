@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,36 +12,64 @@ import torch
 from torch import Tensor, nn
 
 from laconic.algorithms.compile import workers_differ
-from laconic.buckets import local, module_buffers, reshard
+from laconic.algorithms.exchanges import Mean
+from laconic.algorithms.round import Round
+from laconic.algorithms.schedules import every
+from laconic.algorithms.updates import Average
+from laconic.buckets import local, module_buffers, optimizer_state, reshard, sums
+from laconic.engine.modes import evaluation, in_training, modal
+from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.recipe_run import RecipeRun
+from laconic.engine.session import Session
 from laconic.links.link import held_by_all
 
 
 @torch.no_grad()
-def write_consensus(run: RecipeRun, had_buffers: bool, *, mean: bool = True) -> None:
+def write_consensus(
+    run: RecipeRun, had_buffers: bool, *, mean: bool = True, state: bool = False
+) -> None:
     """Write the consensus weights, and averaged buffers, into the model.
 
     ``mean``: the mean over workers of x after `ParameterRunner.write_finished`; without parameter
     rounds all replicas are equal already. Otherwise anchors where rounds keep them, and the mean
     over workers of the rest. ``had_buffers``: the module had buffers when it was attached, on all
-    ranks.
+    ranks. ``state``: average the optimizer's state, too, where workers differ. That of optimizers
+    with modes always is, since it holds the weights of the other mode.
     """
+    optimizer = run.session.optimizer
+    training = in_training(optimizer)
+    _write_own(run, mean)
+    for each in training:
+        each.eval()
+    _write_mean(run, had_buffers, mean)
+    if workers_differ(run.recipe) and (state or modal(optimizer)):
+        run.average_optimizer_state(Round(every(1), Average(), Mean(), optimizer_state))
+    for each in training:
+        each.train()
+
+
+def _write_own(run: RecipeRun, mean: bool) -> None:
+    """Write what this worker contributes."""
     session = run.session
     reshard(session.model)
     for running in run.rounds:
         running.write_finished(session.step)
     if run.quorum is not None:
         run.quorum.catch_up(keep=False)
-    anchored = [r for r in run.rounds if r.round.update.anchor and not mean]
+    for running in _anchored(run, mean):
+        running.write_anchor(session.step)
+
+
+def _write_mean(run: RecipeRun, had_buffers: bool, mean: bool) -> None:
+    """Average what `_write_own` wrote, where it differs between workers."""
+    session = run.session
     covered = {
         id(segment.tensor)
-        for running in anchored
-        if running.round.exchange.agrees
+        for running in _anchored(run, mean)
+        if running.round.exchange.agrees and not modal(session.optimizer)
         for channel in running.channels
         for segment in channel.bucket.segments
     }
-    for running in anchored:
-        running.write_anchor(session.step)
     if workers_differ(run.recipe):
         groups = [[p for p in group if id(p) not in covered] for group in session.groups()]
         session.write_mean(groups, session.workers)
@@ -48,6 +77,10 @@ def write_consensus(run: RecipeRun, had_buffers: bool, *, mean: bool = True) -> 
     if session.settings.average_buffers and (had_buffers or buffers[0]):
         job = partial(held_by_all, session.world, buffers)
         session.write_mean(session.comm.call(job, "consensus"), session.world)
+
+
+def _anchored(run: RecipeRun, mean: bool) -> list[ParameterRunner]:
+    return [r for r in run.rounds if r.round.update.anchor and not mean]
 
 
 @contextmanager
@@ -70,9 +103,15 @@ def consensus(run: RecipeRun, had_buffers: bool, *, mean: bool) -> Iterator[nn.M
         saved = [local(t).clone() for t in tensors]
     session.holds_consensus = mean
     try:
-        write_consensus(run, had_buffers, mean=mean)
-        session.status("in consensus()")
-        yield session.model
+        with torch.no_grad():
+            _write_own(run, mean)
+        with evaluation(session.optimizer, session.params()):
+            with torch.no_grad():
+                _write_mean(run, had_buffers, mean)
+                written = sums([local(p) for p in session.params()])
+            session.status("in consensus()")
+            yield session.model
+            _check_unchanged(session, written)
     finally:
         with torch.no_grad():
             for tensor, values in zip(tensors, saved, strict=True):
@@ -80,6 +119,22 @@ def consensus(run: RecipeRun, had_buffers: bool, *, mean: bool) -> Iterator[nn.M
         reshard(session.model)
         session.holds_consensus = None
         session.status("computing")
+
+
+@torch.no_grad()
+def _check_unchanged(session: Session, written: Tensor) -> None:
+    """Warn if the program has replaced the consensus weights, whose `sums` were ``written``."""
+    if in_training(session.optimizer):
+        return  # it has asked for the other mode's weights
+    now = sums([local(p) for p in session.params()])
+    if not torch.allclose(now, written, 0, 0, equal_nan=True):
+        warnings.warn(
+            "the model's weights changed inside sync.consensus(), and leaving it discards that. If "
+            "the program swaps weights, such as a moving average, swap them in and out inside the "
+            "block, or in before and out after it: else it trains on with other weights than its "
+            "own",
+            stacklevel=5,
+        )
 
 
 def state_dict_copy(model: nn.Module) -> dict[str, Any]:

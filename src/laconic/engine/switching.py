@@ -9,11 +9,7 @@ import torch
 from torch import Tensor
 
 from laconic.algorithms.compile import check_groups, workers_differ
-from laconic.algorithms.exchanges import Mean
-from laconic.algorithms.round import Recipe, Round
-from laconic.algorithms.schedules import every
-from laconic.algorithms.updates import Average
-from laconic.buckets import optimizer_state
+from laconic.algorithms.round import Recipe
 from laconic.engine.consensus import write_consensus
 from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.session import Session
@@ -67,9 +63,8 @@ class Switcher:
         run.take_in()
         session.call("switch()")
         run.finish()
-        write_consensus(run, had_buffers)
+        write_consensus(run, had_buffers, state=True)
         if workers_differ(run.recipe):
-            run.average_optimizer_state(Round(every(1), Average(), Mean(), optimizer_state))
             self._align_optimizer_state()
             self._scalers_differ = True
         run.rebase()  # its rounds go on if the ranks do not agree

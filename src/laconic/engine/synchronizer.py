@@ -125,7 +125,8 @@ class Synchronizer:
         Every rank must enter it. The model holds what `finish` would leave now: the mean of the
         workers' models. Afterwards the worker's own weights are back, bit for bit. Steps of the
         optimizer are refused inside. Inside another `consensus` of the same kind it does nothing.
-        Needs memory for one copy of the model.
+        Needs memory for one copy of the model. Optimizers with ``train()`` and ``eval()`` modes,
+        such as schedule-free ones, are in eval mode inside, which needs another copy.
 
         Args:
             mean: False: what the last outer step or elastic round left (the anchor, the center)
