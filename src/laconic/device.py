@@ -330,6 +330,14 @@ def refuse_capture(device: torch.device, what: str) -> None:
         )
 
 
+def not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """``hook``, which torch.compile calls as it is and does not trace. It imports torch._dynamo, as
+    any optimizer of torch does."""
+    reason = "laconic's hook sends messages: call torch.compile without fullgraph=True"
+    disabled: Callable[..., Any] = torch.compiler.disable(hook, reason=reason)  # type: ignore[no-untyped-call]
+    return disabled
+
+
 def use_on_current_stream(tensor: Tensor) -> None:
     """Keep the memory of ``tensor``, made on another stream, until the current stream's work so far
     is done. Does nothing for a tensor on the CPU."""

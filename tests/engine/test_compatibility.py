@@ -280,6 +280,56 @@ def test_torch_compile_with_its_own_kernels(pool: gloo.Pool) -> None:
     assert largest(runs[0][0], plain[0][0]) < 1e-10
 
 
+def compiled_steps(rank: int, recipe: la.Recipe, several: bool) -> tuple[int, int, Tensor]:
+    torch._dynamo.reset()
+    model = language()
+    parts = [[p] for p in model.parameters()] if several else [[*model.parameters()]]
+    optimizers = [torch.optim.AdamW(part, lr=0.1) for part in parts]
+    steps = [torch.compile(each.step, backend="eager") for each in optimizers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        sync = la.attach(model, optimizers, recipe, link=gloo.link_of(2))
+        for step in range(4):
+            x, y = batch(step, rank)
+            model.zero_grad()
+            cross_entropy(model(x), y).backward()
+            for call in steps:
+                call()
+    sync.detach()
+    return sync.step, sync.stats().rounds, flat(model)
+
+
+@pytest.mark.parametrize("recipe, several", [(la.ddp(), False), (la.local_sgd(2), True)])
+@pytest.mark.fault("torch.compile(optimizer.step) died in Dynamo, in the optimizer's hooks")
+def test_rounds_follow_a_compiled_step(pool: gloo.Pool, recipe: la.Recipe, several: bool) -> None:
+    first, second = pool.run(compiled_steps, recipe, several, ranks=2)
+    assert torch.equal(first[2], second[2])
+    assert first[:2] == second[:2] == (4, 2 if several else 0)
+
+
+def compiled_autograd(rank: int) -> str:
+    torch._dynamo.reset()
+    model = language()
+    sync = la.attach(model, adamw(model), la.ddp(codec="int8"), link=gloo.link_of(1))
+    x, y = batch(0, rank)
+
+    def backward() -> None:
+        cross_entropy(model(x), y).backward()
+
+    with torch._dynamo.config.patch(compiled_autograd=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        with pytest.raises(ValueError) as caught:
+            torch.compile(backward, backend="eager")()
+    sync.detach()
+    return str(caught.value)
+
+
+@pytest.mark.fault("compiled autograd died in Dynamo, in the hooks of gradients")
+def test_compiled_autograd_is_refused_where_gradients_are_averaged(pool: gloo.Pool) -> None:
+    (said,) = pool.run(compiled_autograd, ranks=1)
+    assert "set torch._dynamo.config.compiled_autograd = False" in said
+
+
 # -- FSDP2 ----
 
 

@@ -36,7 +36,7 @@ from laconic.buckets import (
     local,
     state_dtype,
 )
-from laconic.device import Stream, refuse_capture
+from laconic.device import Stream, not_compiled, refuse_capture
 from laconic.engine.channel import Channel
 from laconic.engine.flat_gradients import FlatGradients, nonzero, sample_positions
 from laconic.engine.nonfinite import NonfiniteCheck
@@ -201,9 +201,10 @@ class GradientRunner:
 
     def listen(self) -> None:
         """Put a hook on every parameter, which is called when its gradient is complete."""
+        called = not_compiled(self._on_gradient)
         for p in self._params:
             if id(p) not in self._hooks:
-                hook = p.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+                hook = p.register_post_accumulate_grad_hook(called)  # type: ignore[no-untyped-call]
                 self._hooks[id(p)] = hook
 
     def left_over(self) -> dict[tuple[str, int], Tensor]:
@@ -268,7 +269,15 @@ class GradientRunner:
     # -- during backward ----
 
     def _begin(self, task: int) -> None:
+        from torch._dynamo import compiled_autograd  # slow, but any optimizer imports it
+
         refuse_capture(self._comm.device, "a backward pass whose gradients are averaged")
+        if compiled_autograd.in_compiled_autograd_region:
+            raise ValueError(
+                "compiled autograd does not say when a backward pass ends, and laconic cannot "
+                "average its gradients: set torch._dynamo.config.compiled_autograd = False, or "
+                "attach a recipe that averages parameters"
+            )
         if self.broken:
             raise LinkError(
                 f"{self._label}: a backward pass raised after a part of its gradients was sent (or "

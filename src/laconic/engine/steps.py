@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from laconic.buckets import is_sharded, sums
+from laconic.device import not_compiled
 
 Hook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]
 WRAPPER = Optimizer.profile_hook_step(lambda: None).__code__
@@ -39,8 +40,8 @@ class StepHooks(RemovableHandle):
         self._depth = 0
         """How many of torch's wrappers are at work; more than are if a step raised."""
         self._handles = (
-            optimizer.register_step_pre_hook(self._enter),
-            optimizer.register_step_post_hook(self._leave),
+            optimizer.register_step_pre_hook(not_compiled(self._enter)),
+            optimizer.register_step_post_hook(not_compiled(self._leave)),
         )
 
     def _enter(self, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -79,8 +80,9 @@ class UnseenSteps:
         """The first parameter that received a gradient."""
         self._seen: Tensor | None = None
         self._moves = 0
+        hook = not_compiled(self._on_gradient)
         self._handles = [
-            p.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+            p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             for p in params
             if p.requires_grad and p.is_leaf and not is_sharded(p)
         ]
