@@ -57,7 +57,7 @@ _on_link: weakref.WeakKeyDictionary[Link, weakref.ref[Synchronizer]] = weakref.W
 _by_scaler: weakref.WeakKeyDictionary[torch.amp.GradScaler, list[weakref.ref[Synchronizer]]] = (
     weakref.WeakKeyDictionary()
 )
-"""Its keys are the scalers whose methods `_watch` has replaced."""
+"""Its keys are the scalers whose class `_watch` has replaced."""
 
 
 def init() -> None:
@@ -348,27 +348,34 @@ def _synchronizers_of(scaler: torch.amp.GradScaler) -> list[Synchronizer]:
 
 
 def _watch(scaler: torch.amp.GradScaler) -> None:
-    """Wrap the methods of ``scaler`` so that synchronizers count the steps that it skips, which the
-    optimizer's hooks do not see, and see its updates. One scaler may serve several optimizers."""
-    if scaler in _by_scaler:
-        return
-    _by_scaler[scaler] = []
-    scaler_step, scaler_update = scaler.step, scaler.update
+    """Have synchronizers count the steps that ``scaler`` skips, which the optimizer's hooks do not
+    see, and see its updates. One scaler may serve several optimizers."""
+    if scaler not in _by_scaler:
+        _by_scaler[scaler] = []
+        scaler.__class__ = _watched(type(scaler))
 
-    def step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        for other in _synchronizers_of(scaler):
-            other.driver.scaler_steps()
-        sync = synchronizer_of(optimizer)
-        before = None if sync is None else sync.step
-        result = scaler_step(optimizer, *args, **kwargs)
-        if sync is not None and sync.attached and sync.driver.hooked and sync.step == before:
-            sync.driver.skip(optimizer)
-        return result
 
-    def update(*args: Any, **kwargs: Any) -> None:
-        scaler_update(*args, **kwargs)
-        for sync in _synchronizers_of(scaler):
-            sync.driver.scaler_updated()
+def _watched(kind: type[Any]) -> type[Any]:
+    """A subclass of ``kind``, a GradScaler, whose methods synchronizers notice. Copies, pickled or
+    not, are of ``kind`` itself."""
 
-    scaler.step = step  # type: ignore[method-assign]
-    scaler.update = update  # type: ignore[method-assign]
+    class Watched(kind):  # type: ignore[misc]
+        def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+            for other in _synchronizers_of(self):
+                other.driver.scaler_steps()
+            sync = synchronizer_of(optimizer)
+            before = None if sync is None else sync.step
+            result: float | None = super().step(optimizer, *args, **kwargs)
+            if sync is not None and sync.attached and sync.driver.hooked and sync.step == before:
+                sync.driver.skip(optimizer)
+            return result
+
+        def update(self, *args: Any, **kwargs: Any) -> None:
+            super().update(*args, **kwargs)
+            for sync in _synchronizers_of(self):
+                sync.driver.scaler_updated()
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return object.__new__, (kind,), *super().__reduce_ex__(protocol)[2:]
+
+    return Watched

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
+import pickle
 import time
 import warnings
 from collections.abc import Callable
@@ -1052,6 +1054,28 @@ def test_a_scaler_counts_for_what_is_attached_and_counts_once() -> None:
         return [first.step, second.step]
 
     assert la.simulate(run, workers=2) == [[1, 1]] * 2
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.fault("an attached GradScaler could not be pickled, and its copy drove the original")
+def test_a_copied_scaler_is_its_own(copied: Any) -> None:
+    def run(rank: int) -> tuple[float, float, int, bool]:
+        model = network(rank, torch.float32)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        sync = la.attach(model, optimizer, la.local_sgd(2), scaler=scaler)
+        scaler.scale(torch.zeros(()))  # makes its state
+        other = copied(scaler)
+        elsewhere = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+        other.scale(elsewhere.param_groups[0]["params"][0] * float("inf")).backward()
+        other.step(elsewhere)
+        other.update()
+        scaler.scale(loss_of(model, data()[rank][0].float())).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale(), other.get_scale(), sync.step, type(other) is torch.amp.GradScaler
+
+    assert la.simulate(run, workers=2) == [(4.0, 2.0, 1, True)] * 2
 
 
 # -- are the workers reading the same batches? ----

@@ -9,6 +9,7 @@ Start the program as for the Trainer's own data parallelism: with torchrun or ``
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,20 @@ class _Rounds(TrainerCallback):
         self._trainer.finish()
 
 
+class _NoSync:
+    """What Accelerate calls while batches accumulate. A copy of the model, pickled or not, has one
+    that does nothing."""
+
+    def __init__(self, sync: Synchronizer | None) -> None:
+        self._sync = sync
+
+    def __call__(self) -> AbstractContextManager[None]:
+        return common.no_sync(self._sync)
+
+    def __reduce__(self) -> Any:
+        return _NoSync, (None,)
+
+
 def _forget_preparation(model: nn.Module) -> None:
     """Have the next trainer or accelerator prepare ``model`` anew, with a wrapper of its own."""
     vars(model).pop("_is_accelerate_prepared", None)
@@ -295,7 +310,7 @@ class LaconicCallback(TrainerCallback):
         common.check_processes(self.attach_options, ADVICE)
         plain = getattr(optimizer, "optimizer", optimizer)
         self.sync = attach(model, plain, self.recipe, **self.attach_options)
-        model.no_sync = self.sync.no_sync  # type: ignore[assignment]  # Accelerate looks for it
+        model.no_sync = _NoSync(self.sync)  # type: ignore[assignment]  # Accelerate looks for it
 
     def on_train_end(self, *_: Any, model: nn.Module, **__: Any) -> None:
         """Leave the consensus model on every rank."""
