@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from laconic.errors import check_choice, check_int
 
@@ -141,10 +143,20 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Te
             f"{index}.{name}": value
             for index, p in enumerate(group["params"])
             for name, value in _tensors_of(optimizer.state.get(p, {}))
-            if value.is_floating_point() and value.dim()
+            if value.is_floating_point() and value.dim() and _is_plain(value, name)
         }
         for group in optimizer.param_groups
     ]
+
+
+def _is_plain(value: Tensor, name: str) -> bool:
+    """True, or raises ``ValueError`` for a tensor made of others, such as codes of 8 bits."""
+    if is_traceable_wrapper_subclass(value) and not is_sharded(value):
+        raise ValueError(
+            f"the optimizer keeps {name!r} in tensors of {type(value).__name__}, which cannot be "
+            "averaged: use optimizer_state='keep', or an optimizer with plain tensors"
+        )
+    return True
 
 
 def _tensors_of(state: Mapping[Any, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -240,7 +252,9 @@ def on_mesh_of(value: Any, like: Tensor) -> Any:
         mesh, placements = like.device_mesh, value.placements
         return DTensor.from_local(value.to_local(), mesh, placements, shape=shape, stride=stride)
     if isinstance(value, dict):
-        return type(value)((key, on_mesh_of(item, like)) for key, item in value.items())
+        placed = copy(value)  # with its attributes: a state_dict has its modules' versions
+        placed.update({key: on_mesh_of(item, like) for key, item in value.items()})
+        return placed
     if type(value) in (list, tuple):
         return type(value)(on_mesh_of(item, like) for item in value)
     return value

@@ -1464,3 +1464,120 @@ def test_simulations_repeat_bit_for_bit() -> None:
         return flat(model)
 
     assert equal([*la.simulate(run, workers=WORKERS), *la.simulate(run, workers=WORKERS)])
+
+
+# -- rare tensors and optimizers ----
+
+
+@pytest.mark.parametrize("recipe", [la.sgp(), la.sgp(delay=2), la.demo()])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.fault("complex parameters under sgp() and demo() failed in the middle of a step")
+def test_complex_parameters_are_trained_or_refused(recipe: la.Recipe, dtype: torch.dtype) -> None:
+    def run(rank: int) -> Tensor | str:
+        p = nn.Parameter(torch.arange(5).to(dtype))
+        optimizer = torch.optim.SGD([p], 0.1)
+        model = nn.ParameterList([p])
+        if recipe == la.demo():
+            with pytest.raises(ValueError, match=f"not {dtype}: choose a recipe"):
+                la.attach(model, optimizer, recipe)
+            return "refused"
+        with la.attach(model, optimizer, recipe):
+            for _ in range(4):
+                p.grad = torch.full_like(p, rank - 1j)
+                optimizer.step()
+        return p.detach()
+
+    expected = torch.arange(5).to(dtype) - 0.4 * (1 - 1j)
+    for found in la.simulate(run, workers=3):
+        assert found == "refused" or float((found - expected).abs().max()) < 1e-6
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Wraps an optimizer without torch's __init__, as Accelerate's does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    param_groups = property(lambda self: self.inner.param_groups)  # type: ignore[assignment]
+
+
+class Coded(Tensor):
+    """A tensor made of another one, as torchao's state of 8 bits."""
+
+    @staticmethod
+    def __new__(cls, codes: Tensor) -> Coded:
+        return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes: Tensor) -> None:
+        self.codes = codes
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> Coded:
+        return Coded(inner["codes"])
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise NotImplementedError(function)
+
+
+def wrapped(model: nn.Module) -> None:
+    la.attach(model, Wrapper(torch.optim.SGD(model.parameters(), 0.1)), la.local_sgd(2))
+
+
+def in_backward(model: nn.Module) -> None:
+    own = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
+    la.attach(model, list(own.values()), la.ddp())
+    for p in own:
+        p.register_post_accumulate_grad_hook(lambda p: own[p].step())
+    model(torch.ones(1, 3)).sum().backward()
+
+
+def coded_state(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    la.attach(model, optimizer, la.local_sgd(1, optimizer_state="average"))
+    for p in model.parameters():
+        optimizer.state[p]["exp_avg"] = Coded(torch.zeros(p.shape))
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "mistake, said",
+    [
+        (wrapped, "Wrapper has no hooks of torch's Optimizer"),
+        (in_backward, r"step\(\) was called inside the backward pass"),
+        (coded_state, "keeps 'exp_avg' in tensors of Coded"),
+    ],
+)
+@pytest.mark.fault("errors for wrapped, fused-in-backward and 8-bit optimizers named other causes")
+def test_unusual_optimizers_are_refused_by_name(mistake: Any, said: str) -> None:
+    def run(rank: int) -> None:
+        torch.manual_seed(rank)
+        with pytest.raises(ValueError, match=said):
+            mistake(nn.Linear(3, 2))
+
+    la.simulate(run, workers=2)
+
+
+class Versioned(nn.Linear):
+    """Refuses a state without its version, as torchvision's MNASNet does."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, about: Any, *others: Any) -> None:
+        assert about["version"] == 2
+        super()._load_from_state_dict(state, prefix, about, *others)
+
+
+@pytest.mark.fault("consensus_state_dict() lost the versions of modules, which then refused it")
+def test_the_consensus_has_the_versions_of_modules() -> None:
+    def run(rank: int) -> None:
+        model = nn.Sequential(Versioned(3, 2))
+        sync = la.attach(model, torch.optim.SGD(model.parameters(), 0.1), la.local_sgd(2))
+        model.load_state_dict(sync.consensus_state_dict())
+
+    la.simulate(run, workers=2)

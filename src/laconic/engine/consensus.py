@@ -138,8 +138,9 @@ def _check_unchanged(session: Session, written: Tensor) -> None:
 
 
 def state_dict_copy(model: nn.Module) -> dict[str, Any]:
-    """A copy of ``model.state_dict()``."""
-    return {
-        key: value.detach().clone() if isinstance(value, Tensor) else value
-        for key, value in model.state_dict().items()
-    }
+    """A copy of ``model.state_dict()``, with its attribute: the modules' versions."""
+    state = model.state_dict()
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            state[key] = value.detach().clone()
+    return state

@@ -419,6 +419,12 @@ class GradientRunner:
         joined = self.refresh(keep=self._active() and not self._averaged)
         if not (self._active() and self.channels) or (self._averaged and not joined):
             return
+        if torch._C._current_autograd_node() is not None:
+            raise ValueError(
+                "optimizer.step() was called inside the backward pass, by a hook, where gradients "
+                "are not averaged yet: call it after backward(), or attach a recipe that averages "
+                "parameters, such as laconic.local_sgd(1)"
+            )
         if self._averaged and self.exchange.slots:
             self._average_dense([p for p in self._params if id(p) not in before], joined=True)
             self._average_dense(params, joined=False)

@@ -346,7 +346,9 @@ class Newcomer:
 
     def _load_model(self, state: dict[str, Any]) -> None:
         session = self._driver.session
-        session.model.load_state_dict(state["model"])
+        weights = session.model.state_dict()  # with its modules' versions, which are not sent
+        weights.update(state["model"])
+        session.model.load_state_dict(weights)
         _optimizer(session).load_state_dict(state["optimizer"])
 
     def _replay(self, call: Call, feed: Feed) -> None:

@@ -119,6 +119,11 @@ def check_steps(optimizer: Optimizer) -> None:
             f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}: attach "
             "the optimizer inside it"
         )
+    if "_optimizer_step_pre_hooks" not in vars(optimizer):  # made by torch's __init__
+        raise ValueError(
+            f"{type(optimizer).__name__} has no hooks of torch's Optimizer, which run the rounds: "
+            "attach the optimizer inside it, or have it call super().__init__(...)"
+        )
     step = type(optimizer).step
     if getattr(step, "__wrapped__", step) is _abstract_step():
         raise ValueError(

@@ -210,7 +210,8 @@ class LaconicStrategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The consensus weights; during training, every rank must call it."""
         if self.sync is None or not self.sync.attached:
-            return dict(super().lightning_module_state_dict())
+            own: dict[str, Any] = super().lightning_module_state_dict()
+            return own
         return self.sync.consensus_state_dict()
 
     def save_checkpoint(

@@ -180,12 +180,12 @@ class SlicedMean(Coded):
         return residual, mean
 
 
-def check_codable(codec: Codec, x: Tensor) -> None:
+def check_codable(codec: object, x: Tensor) -> None:
     """Raise ``ValueError`` if ``codec`` cannot code parameters like ``x``."""
     if not x.is_floating_point():
         raise ValueError(
-            f"{codec} codes floating-point parameters only, not {x.dtype}: choose a recipe without "
-            "codec="
+            f"{codec} codes floating-point parameters only, not {x.dtype}: choose a recipe that "
+            "does not code them, without codec="
         )
 
 

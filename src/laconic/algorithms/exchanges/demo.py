@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from laconic.algorithms.exchange import Arrival, Combine, Exchange
+from laconic.algorithms.exchanges.coding import check_codable
 from laconic.algorithms.update import Clock, Slot, State
 from laconic.buckets import state_dtype
 from laconic.codecs import TopK
@@ -85,6 +86,7 @@ class FastComponents(Exchange):
 
     def init(self, x: Tensor, owned: slice) -> State:
         assert len(x) >= sum(shape.numel() for shape in self.shapes), "the bucket lacks tensors"
+        check_codable(self, x)
         return {"momentum": torch.zeros_like(x)}
 
     def cost(self, length: int, itemsize: int, n: int) -> Cost:

@@ -68,10 +68,11 @@ class Push(Exchange):
 
 
 def _with_weight(message: Tensor, weight: float) -> Tensor:
-    """Append the weight's 8 bytes to ``message``, as elements of its dtype."""
-    tail = torch.tensor([weight], dtype=torch.float64, device=message.device)
+    """Append the weight's 8 bytes to ``message``, as elements of its dtype, at least one."""
+    padding = [0.0] * (message.itemsize // 8 - 1)  # one number of complex128 has 16 bytes
+    tail = torch.tensor([weight, *padding], dtype=torch.float64, device=message.device)
     return torch.cat([message, tail.view(message.dtype)])
 
 
 def _weight(tail: Tensor) -> float:
-    return float(tail.clone().view(torch.float64))
+    return float(tail.clone().view(torch.float64)[0])
