@@ -12,7 +12,7 @@ from typing import Any
 import lightning
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import Tensor, nn
@@ -237,6 +237,23 @@ def in_bfloat16(rank: int, ranks: int) -> np.ndarray:
     return flat(module)
 
 
+def averaged(rank: int, ranks: int) -> list[np.ndarray]:
+    """What is validated with moving averages of the weights, and what is left."""
+    quiet()
+    module, data, seen = Module(), TensorDataset(*samples(8 * BATCH * ranks)), Consensus()
+    trainer = trainer_of(
+        *(ranks, "diloco", FOLDER),
+        max_epochs=1,
+        val_check_interval=3,
+        callbacks=[EMAWeightAveraging(decay=0.5), seen],
+        logger=False,
+        enable_checkpointing=False,
+    )
+    loaders = (DataLoader(data, batch_size=BATCH), DataLoader(data, batch_size=BATCH))
+    trainer.fit(module, *loaders)
+    return [*seen.weights.values(), flat(module)]
+
+
 class Random(Module):
     """Draws random numbers."""
 
@@ -309,6 +326,7 @@ def main() -> None:
         "after an epoch": resumed_with_dropout("epoch=1-step=12.ckpt", newest),
     }
     found["bfloat16"] = forked.run(2, in_bfloat16, 2)
+    found["averaged"] = forked.run(2, averaged, 2)
     found["refused"] = {"options": forked.run(2, refused, 2, "options")}
     for path in (FOLDER / "diloco-2" / f"step={SAVED}.ckpt.laconic").glob("*"):
         path.unlink()

@@ -163,6 +163,12 @@ def test_mixed_precision_in_lightning_leaves_all_ranks_alike(results: Results) -
     assert np.array_equal(first, second) and np.isfinite(first).all()
 
 
+@pytest.mark.fault("with Lightning's WeightAveraging, every rank validated an average of its own")
+def test_moving_averages_in_lightning_are_those_of_all_ranks(results: Results) -> None:
+    for own, other in zip(*results("lightning")["averaged"], strict=True):
+        assert np.array_equal(own, other)
+
+
 def test_lightnings_loggers_receive_what_was_sent(results: Results) -> None:
     (text, *_) = results("lightning")["diloco-2"]["trainer"][0]["logged"]
     assert "laconic_bytes_sent" in text and "laconic_rounds" in text

@@ -17,6 +17,7 @@ from laconic.integrations.versions import check_versions
 
 check_versions("lightning")
 
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -187,12 +188,26 @@ class LaconicStrategy(DDPStrategy):
     # -- the consensus ----
 
     def on_validation_start(self) -> None:
-        """Validate the consensus weights."""
+        """Validate the consensus weights, or the mean of the workers' moving averages."""
+        self._average_moving_averages()
         self._enter_consensus()
 
     def on_validation_end(self) -> None:
         """Restore this rank's own weights."""
         self._exit_consensus()
+
+    def _average_moving_averages(self) -> None:
+        """Replace what WeightAveraging keeps, which it swaps in to validate and saves as the model,
+        by its mean over the workers. The mean of moving averages is that of the mean."""
+        module, sync = self.lightning_module, self.sync
+        if sync is None or not sync.attached or module is None:
+            return
+        for each in module.trainer.callbacks:
+            if isinstance(each, WeightAveraging) and not common.averages_gradients(self.recipe):
+                average = each._average_model
+                assert average is not None, "made before training"
+                tensors = (*average.parameters(), *average.buffers())
+                sync.average(t for t in tensors if t.is_floating_point())
 
     def _enter_consensus(self) -> None:
         self._validating = common.consensus(self.sync)
@@ -212,6 +227,7 @@ class LaconicStrategy(DDPStrategy):
         if self.sync is None or not self.sync.attached:
             own: dict[str, Any] = super().lightning_module_state_dict()
             return own
+        self._average_moving_averages()
         return self.sync.consensus_state_dict()
 
     def save_checkpoint(
