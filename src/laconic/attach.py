@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from laconic.algorithms.compile import (
+    check_buffers,
     check_groups,
     check_order,
     check_quorum,
@@ -34,10 +35,10 @@ from laconic.engine.driver import Driver
 from laconic.engine.elastic_runs import Joined, asked_for
 from laconic.engine.ending import watch
 from laconic.engine.joint_optimizer import as_one, members
-from laconic.engine.model_checks import check_devices, check_unwrapped
-from laconic.engine.session import Settings
+from laconic.engine.model_checks import check_devices, check_tensors, check_unwrapped
+from laconic.engine.session import Buffers, Settings
 from laconic.engine.steps import check_steps
-from laconic.engine.synchronizer import BUFFERS, Synchronizer
+from laconic.engine.synchronizer import Synchronizer
 from laconic.errors import TIMEOUT, check_bool, check_choice, check_float, check_int, error_text
 from laconic.links import Link, job_secret, rendezvous, slurm, tls
 from laconic.links.attempts import open_store
@@ -109,7 +110,7 @@ def attach(
     nprocs_per_node: int | Literal["env"] = 1,
     group_size: int | None = None,
     mesh: DeviceMesh | None = None,
-    buffers: Literal["average", "keep"] = "average",
+    buffers: Literal["average", "keep", "broadcast"] = "average",
     scaler: torch.amp.GradScaler | None = None,
     link: Link | Choice | None = None,
     timeout: float = TIMEOUT,
@@ -143,8 +144,12 @@ def attach(
             in place of ``nprocs_per_node``. It is required if a worker's parameters are sharded
             over its ranks (FSDP's ``fully_shard``, over the one-dimensional mesh of these ranks).
             Each rank then communicates its shard, and FSDP averages gradients inside the worker.
-        buffers: ``"average"``: rounds average the module's floating-point buffers, too. ``"keep"``:
-            each worker keeps its own.
+        buffers: ``"average"``: rounds average the module's floating-point and complex buffers, as
+            far as they differ; with `ddp`, which has no such rounds, `finish` does. ``"keep"``:
+            each worker keeps its own. ``"broadcast"``: all ranks get rank 0's buffers after every
+            step, as before every forward pass in torch's DistributedDataParallel. Choose it for
+            buffers that the forward pass reads in training and that gradients depend on: codebooks,
+            queues, running normalizers. Not for elastic runs or rounds with a quorum.
         scaler: the loop's GradScaler, so that steps that it skips are counted.
         link: how messages of a model on a GPU travel between workers. ``"tcp"``: by way of host
             memory and laconic's own connections. ``"nccl"``. ``"auto"`` or None: the faster of the
@@ -191,15 +196,17 @@ def attach(
             choice = link
         check_devices(model, _params(optimizer), cpu_buffers=True if given is not None else None)
         params = _params(optimizer)
+        check_tensors(model, params)
         check_groups(rounds, group_size is not None)
         warn_of_groups(rounds, group_size)
-        check_choice("buffers", buffers, BUFFERS)
+        check_choice("buffers", buffers, get_args(Buffers))
         check_int("seed", seed, 0)
         check_bool("offload", offload)
         elastic = asked_for(elastic, link, nprocs_per_node, group_size, mesh)
         if elastic is not None:
             rounds = replicated(rounds)
             elastic_runs.check(elastic, recipe, params)
+        check_buffers(rounds, buffers, elastic=elastic is not None)
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise ValueError(f"scaler must be a torch.amp.GradScaler, not {scaler!r}")
         places = check_metrics(metrics)
@@ -242,6 +249,7 @@ def attach(
         places = agree_on_metrics(places, world, number)
 
         def arrange(recipe: Recipe) -> Recipe:
+            check_buffers(recipe, buffers, elastic=False)  # that was checked above
             check_order(recipe, sharded=sharded, queues=world.queues)
             check_whole(recipe, sharded=sharded, ranks=len(ranks[0]))
             plain = joined is None and len(ranks[0]) == 1 and device.type == "cpu"
@@ -259,7 +267,7 @@ def attach(
         rounds = rounds if policy is None else policy.recipe
         # a disabled scaler does not check for overflow
         scale = scaler.get_scale if scaler is not None and scaler.is_enabled() else None
-        at = buffers == "average", arrange, seed, scale, policy
+        at = buffers, arrange, seed, scale, policy
         elastic_link = None if joined is None else joined.link
         settings = Settings(*at, elastic=elastic_link, offload=offload)
         driver = Driver(model, optimizer, rounds, sets, device, settings)

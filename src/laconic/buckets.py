@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from laconic.errors import check_choice, check_int
+from laconic.tensors import overwrite, with_mean, writing
 
 BUCKET_BYTES = 25 * 2**20
 """Most bytes in a bucket: enough that a round's time depends on its bytes, not its messages."""
@@ -46,10 +47,10 @@ class Segment:
         """Write ``values`` to the elements."""
         shard = local(self.tensor)
         if shard.is_contiguous():
-            shard.view(-1)[self.start : self.stop].copy_(values)
+            overwrite(shard.view(-1)[self.start : self.stop], values)
         else:
             assert (self.start, self.stop) == (0, shard.numel()), "a strided tensor is never cut"
-            shard.copy_(values.view(shard.shape))
+            overwrite(shard, values.view(shard.shape))
 
 
 Selector = Callable[[nn.Module, Optimizer], list[dict[str, Tensor]]]
@@ -199,8 +200,10 @@ def is_of_optimizer(part: Selector | Fragment) -> bool:
 
 
 def module_buffers(model: nn.Module, optimizer: Optimizer | None = None) -> list[dict[str, Tensor]]:
-    """The model's floating-point buffers, such as running statistics; not its integer counters."""
-    return [{name: b for name, b in model.named_buffers() if b.is_floating_point()}]
+    """The numbers of the model's floating-point and complex buffers, such as running statistics;
+    not its integer counters. A round leaves out those that are the same on all ranks."""
+    found = {name: with_mean(local(b)) for name, b in model.named_buffers()}
+    return [{name: numbers for name, numbers in found.items() if numbers is not None}]
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -353,7 +356,8 @@ class Bucket:
         """Copy ``flat`` to the segments."""
         views = self.views()
         if views is not None:
-            torch._foreach_copy_(views, list(self.split(flat)))
+            with writing(views):
+                torch._foreach_copy_(views, list(self.split(flat)))
         else:
             for segment, values in zip(self.segments, self.split(flat), strict=True):
                 segment.write(values)

@@ -340,3 +340,121 @@ def test_a_swap_across_the_edge_of_the_block_warns(first: int, last: int, warns:
         return sum("changed inside sync.consensus()" in str(w.message) for w in caught)
 
     assert la.simulate(run, workers=1) == [warns]
+
+
+# -- tensors that no round is about ----
+
+
+class Encoder(nn.Module):
+    """A teacher that follows the student, a counter, a buffer that grows with the batch, and
+    weights that do not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.student, self.teacher = nn.Linear(3, 1), nn.Linear(3, 1).requires_grad_(False)
+        self.base = nn.Parameter(torch.randn(100, 100), requires_grad=False)
+        self.register_buffer("seen", torch.tensor(0))
+        self.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
+        self.register_buffer("table", torch.zeros(0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(self.table) < len(x):
+            self.register_buffer("table", torch.arange(1.0 * len(x)), persistent=False)
+        return self.student(x).squeeze(1) + self.table[: len(x)]
+
+    def step(self, optimizer: torch.optim.Optimizer, rank: int) -> None:
+        optimizer.zero_grad()
+        self(torch.ones(2, 3) * (rank + 1)).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.student.weight, 0.5)
+            self.teacher.weight += rank
+            self.seen += 10 + rank
+            self.phase += 1j * rank
+
+
+@pytest.mark.fault("finish() and consensus() left each rank its own momentum encoder or teacher")
+@pytest.mark.parametrize("recipe", [la.ddp(), la.local_sgd(2), la.diloco(2, sharded=True)])
+@pytest.mark.parametrize("buffers", ["average", "keep"])
+def test_what_no_round_is_about_is_equal_in_the_end(recipe: la.Recipe, buffers: Any) -> None:
+    """Floating-point and complex numbers are averaged, others are rank 0's; `buffers="keep"` keeps
+    buffers; inside `consensus()` nothing else is seen, and it undoes what it does. Weights that are
+    equal everywhere cost next to nothing."""
+
+    def run(rank: int) -> tuple[Any, ...]:
+        model = Encoder()
+        optimizer = torch.optim.SGD(model.student.parameters(), 0.01)
+        sync = la.attach(model, optimizer, recipe, buffers=buffers)
+        for _ in range(3):
+            model.step(optimizer, rank)
+        own = {name: t.clone() for name, t in model.state_dict().items()}
+        inside = sync.consensus_state_dict()
+        back = model.state_dict()
+        assert all(torch.equal(back[name], t) for name, t in own.items())
+        sync.finish()
+        assert all(torch.equal(t, inside[name]) for name, t in model.state_dict().items())
+        return own, inside, sync.stats().bytes_sent
+
+    runs = la.simulate(run, workers=3)
+    for name in runs[0][1]:
+        before = torch.stack([own[name] for own, _, _ in runs])
+        after = [inside[name] for _, inside, _ in runs]
+        if buffers == "keep" and name in ("seen", "phase"):
+            assert torch.equal(torch.stack(after), before)
+            continue
+        assert all(torch.equal(t, after[0]) for t in after), name
+        if name == "seen":
+            assert int(after[0]) == int(before[0])
+        elif name != "base":
+            assert torch.allclose(after[0], before.mean(0))
+    assert all(sent < 40_000 for _, _, sent in runs), "the base has 40,000 bytes"
+
+
+@pytest.mark.fault("finish() and consensus() left replicas under ddp() that had drifted apart")
+def test_replicas_that_drifted_are_averaged() -> None:
+    def run(rank: int) -> list[Tensor]:
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01 * (1 + rank))
+        sync = la.attach(model, optimizer, la.ddp())
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3) * (rank + step)).square().mean().backward()
+            optimizer.step()
+        inside = sync.consensus_state_dict()["weight"]
+        sync.finish()
+        return [inside, model.weight.detach()]
+
+    with pytest.warns(UserWarning, match="drifted apart"):
+        (first, second) = la.simulate(run, workers=2)
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+
+
+@pytest.mark.fault("a buffer that grew under inference_mode ended the next round or finish()")
+@pytest.mark.parametrize("recipe", [la.ddp(), la.local_sgd(2), la.local_sgd(2, delay=1)])
+@pytest.mark.parametrize("lengths", [(9, 9), (9, 7)], ids=["equal", "other shapes"])
+def test_buffers_may_be_made_under_inference_mode(
+    recipe: la.Recipe, lengths: tuple[int, int]
+) -> None:
+    def run(rank: int) -> Tensor:
+        model = Encoder()
+        optimizer = torch.optim.SGD(model.student.parameters(), 0.01)
+        sync = la.attach(model, optimizer, recipe)
+        model.step(optimizer, rank)
+        with torch.inference_mode():
+            model(torch.ones(lengths[rank], 3))
+            model.table += rank
+        with sync.consensus():
+            model(torch.ones(2, 3))
+        for _ in range(3):
+            model.step(optimizer, rank)
+        sync.finish()
+        return model.table
+
+    tables = la.simulate(run, workers=2)
+    if lengths[0] == lengths[1]:
+        assert torch.equal(tables[0], tables[1])
+        assert float(tables[0][0]) == 0.5
+    else:
+        assert [len(t) for t in tables] == list(lengths)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import laconic
 from laconic.algorithms.parse import parse_recipe
-from laconic.engine import drift
-from laconic.engine.drift import Difference, digest, part_of
+from laconic.engine import comparison, drift
+from laconic.engine.drift import Difference, part_of
 from laconic.links import Link
+from laconic.tensors import as_bytes
 
 import gloo
 
@@ -95,25 +96,33 @@ def test_nothing_is_found_where_workers_may_differ(recipe: str) -> None:
     assert results[0]["drifted"][-1] == 0
 
 
+def on_accelerator(pieces: Sequence[Tensor]) -> int:
+    data = torch.cat([as_bytes(piece).reshape(-1) for piece in pieces])
+    return 1 + comparison._on_accelerator(data)
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int8]
 )
-def test_a_digest_depends_on_every_bit(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("of", [comparison.digest, on_accelerator])
+def test_a_digest_depends_on_every_bit(
+    dtype: torch.dtype, of: Callable[[Sequence[Tensor]], int]
+) -> None:
     x = (100 * torch.randn(100, dtype=torch.float64)).to(dtype)
-    before = digest([x])
-    assert before == digest([x.clone()]) and 0 < before < 2**64
+    before = of([x])
+    assert before == of([x.clone()]) and 0 < before < 2**64
     bits = torch.view_as_real(x).view(torch.int32) if dtype.is_complex else x
     whole = bits.reshape(-1).view(torch.uint8)
     for place in range(0, len(whole), 7):
         whole[place] ^= 1 << place % 8
-        assert digest([x]) != before
+        assert of([x]) != before
         whole[place] ^= 1 << place % 8
-    assert digest([x]) == before
-    assert digest([x[:50], x[50:]]) != digest([x[50:], x[:50]])
+    assert of([x]) == before
+    assert of([x[:50], x[50:]]) != of([x[50:], x[:50]])
     x[3], x[4] = 1, 2
-    before = digest([x])
+    before = of([x])
     x[3], x[4] = 2, 1
-    assert digest([x]) != before, "the order counts inside a piece, too"
+    assert of([x]) != before, "the order counts inside a piece, too"
 
 
 def test_parts_cover_everything_once() -> None:

@@ -620,7 +620,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "over.*'workers'",
     ),
-    "buffers": (lambda: attach_in_simulation(buffers="mean"), "'average', 'keep', not 'mean'"),
+    "buffers": (lambda: attach_in_simulation(buffers="mean"), "'keep', 'broadcast', not 'mean'"),
     "nprocs_per_node 3 of 4": (
         lambda: attach_in_simulation(nprocs_per_node=3),
         "divide .* 4 ranks",

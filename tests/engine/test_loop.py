@@ -804,6 +804,129 @@ def test_buffers_are_averaged_at_rounds(recipe: str) -> None:
         assert counter == steps + 100 * rank, "counters are left alone"
 
 
+CONSTANT = {
+    "local_sgd": la.local_sgd(2),
+    "delayed": la.local_sgd(2, delay=1),
+    "streaming_diloco": la.streaming_diloco(8, 4),
+    "sgp": la.sgp(),
+}
+
+
+@pytest.mark.fault("constant buffers (causal masks, rotary tables) were sent with every round")
+@pytest.mark.parametrize("name", CONSTANT)
+def test_buffers_that_no_rank_changes_are_not_sent(name: str) -> None:
+    def sent(rank: int, mask: bool) -> int:
+        model = nn.Sequential(nn.Linear(5, 40), nn.Linear(40, 2)).double()
+        if mask:
+            model.register_buffer("mask", torch.ones(100, 100))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with la.attach(model, optimizer, CONSTANT[name]) as sync:
+            plain_loop(model, optimizer, data(16)[rank])
+        return sync.stats().bytes_sent
+
+    without, with_mask = (
+        la.simulate(partial(sent, mask=mask), workers=2)[0] for mask in (False, True)
+    )
+    assert with_mask < 1.05 * without
+
+
+@pytest.mark.fault("recipes of fragments sent all buffers with every fragment")
+def test_buffers_are_sent_once_per_period_of_fragments() -> None:
+    def run(rank: int) -> list[float]:
+        model = nn.Linear(4, 4)
+        model.register_buffer("rank", torch.tensor([float(rank)]))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        seen = []
+        with la.attach(model, optimizer, la.streaming_diloco(4, 2)):
+            for _ in range(8):
+                optimizer.step()
+                seen.append(float(model.rank))
+                model.rank.fill_(rank)
+        return seen
+
+    seen = la.simulate(run, workers=2)[0]
+    assert sum(value == 0.5 for value in seen) == 2
+
+
+class Codebook(nn.Module):
+    """A buffer that the forward pass reads and changes by what it reads, and a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("code", torch.zeros(2))
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) - self.code
+        if self.training:
+            with torch.no_grad():
+                self.code += 0.1 * y.mean(0)
+                self.seen += len(x)
+        return y
+
+
+@pytest.mark.fault(
+    "no choice gave all ranks rank 0's buffers before each forward pass, as DDP does"
+)
+@pytest.mark.parametrize("recipe", [la.ddp(), la.local_sgd(2), la.sgp(), la.streaming_diloco(4, 2)])
+def test_buffers_of_rank_0_before_every_forward_pass(recipe: la.Recipe) -> None:
+    """`buffers="broadcast"`; with `ddp` the parameters are those of torch's
+    DistributedDataParallel, which the loop on one model imitates here."""
+
+    def run(rank: int) -> list[Any]:
+        model = Codebook()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with la.attach(model, optimizer, recipe, buffers="broadcast"):
+            starts = []
+            for step in range(6):
+                starts.append((model.code.clone(), int(model.seen)))
+                optimizer.zero_grad()
+                model(batch(rank, step)).square().mean().backward()
+                optimizer.step()
+        return [starts, model.code, model.linear.weight.detach()]
+
+    def batch(rank: int, step: int) -> Tensor:
+        return torch.full((rank + 1, 3), 0.3 * (step + 1 + rank))
+
+    runs = la.simulate(run, workers=2)
+    for at_rank_0, at_rank_1 in zip(runs[0][0], runs[1][0], strict=True):
+        assert torch.equal(at_rank_0[0], at_rank_1[0])
+        assert at_rank_0[1] == at_rank_1[1]
+    assert torch.equal(runs[0][1], runs[1][1])
+    if recipe == la.ddp():
+        model = Codebook()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(6):
+            optimizer.zero_grad()
+            before = model.code.clone()
+            (model(batch(0, step)).square().mean() / 2).backward()
+            after = model.code.clone()
+            model.code.copy_(before)
+            (model(batch(1, step)).square().mean() / 2).backward()
+            model.code.copy_(after)
+            optimizer.step()
+        assert torch.allclose(model.linear.weight, runs[0][2], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"recipe": la.slowmo(None, 2, quorum=1)}, "rounds have a quorum"),
+        ({"recipe": la.ddp(), "elastic": la.Elastic()}, "workers come and go"),
+    ],
+)
+def test_buffers_are_broadcast_only_where_all_workers_meet(options: Any, why: str) -> None:
+    def run(rank: int) -> None:
+        model = Codebook()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        la.attach(model, optimizer, buffers="broadcast", **options)
+
+    with pytest.raises(ValueError, match=f"'broadcast' .*{why}"):
+        run(0) if "elastic" in options else la.simulate(run, workers=2)
+
+
 def test_buffers_of_a_delayed_round_are_folded_when_it_is() -> None:
     """As they were sent: what they took in meanwhile is lost, and no variance turns negative."""
     recipe = la.local_sgd(2, delay=1)

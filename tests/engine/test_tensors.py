@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -317,7 +318,8 @@ def test_selectors() -> None:
     ]
     assert [len(group) for group in buckets.optimizer_state(model, optimizer)] == [0, 0]
     (buffers,) = buckets.module_buffers(model, optimizer)
-    assert list(map(id, buffers.values())) == [id(norm.running_mean), id(norm.running_var)]
+    own = norm.running_mean, norm.running_var
+    assert [b.data_ptr() for b in buffers.values()] == [b.data_ptr() for b in own]
 
 
 def test_optimizer_state_is_the_momenta_of_the_parameters_that_have_some() -> None:
@@ -399,3 +401,142 @@ def test_when_the_recipes_communicate() -> None:
     assert due((base,), la.Round) == [4, 8, 16, 20]
     assert due((slow,), la.Round) == [6, 12, 18, 24]
     assert due(la.slowmo(la.ddp(), 6), la.GradientRound) == list(range(1, 25))
+
+
+# -- tensors that are not plain ----
+
+
+class Opaque(Tensor):
+    """Quantized weights that do not tell what they consist of."""
+
+    q: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, q: Tensor, scale: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, q.shape, dtype=torch.float32)  # type: ignore
+
+    def __init__(self, q: Tensor, scale: Tensor) -> None:
+        self.q, self.scale = q, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if f is torch.ops.aten.detach.default:
+            return cls(args[0].q, args[0].scale)
+        plain = [x.q.float() * x.scale if isinstance(x, cls) else x for x in args]
+        return f(*plain, **kwargs or {})
+
+
+class Scaled(Opaque):
+    """As torchao and optimum-quanto make them."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["q", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], *_: Any) -> Tensor:
+        return Scaled(parts["q"], parts["scale"])
+
+
+def quantized(value: float) -> Tensor:
+    return torch.quantize_per_tensor(torch.full((3,), value), 0.1, 0, torch.qint8)
+
+
+def jagged(value: float) -> Tensor:
+    rows = [torch.full((2, 3), value), torch.full((4, 3), value)]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+
+def made_in_inference_mode(value: float) -> Tensor:
+    with torch.inference_mode():
+        return torch.full((3,), value)
+
+
+SHARED: dict[str, Callable[[float], Tensor]] = {
+    "expanded": lambda v: torch.full((3,), v).expand(4, 3),
+    "overlapping": lambda v: torch.full((6,), v).as_strided((4, 3), (1, 1)),
+    "transposed": lambda v: torch.full((4, 3), v).t(),
+    "empty": lambda v: torch.zeros(0, 3),
+    "conjugate": lambda v: torch.full((3,), 1j * v).conj(),
+    "negative": lambda v: torch._neg_view(torch.full((3,), v)),
+    "sparse": lambda v: (torch.eye(3) * (1 + v)).to_sparse(),
+    "sparse rows": lambda v: (torch.eye(3) * (1 + v)).to_sparse_csr(),
+    "jagged": jagged,
+    "wrapper": lambda v: Scaled(torch.full((3,), int(v), dtype=torch.int8), torch.tensor(v + 1)),
+    "inference mode": made_in_inference_mode,
+    "bool": lambda v: torch.full((3,), bool(v)),
+    "uint16": lambda v: torch.full((3,), int(v), dtype=torch.uint16),
+    "float8": lambda v: torch.full((3,), v).to(torch.float8_e4m3fn),
+    "4 bits": lambda v: torch.full((2, 3), int(v), dtype=torch.uint8).view(torch.uint4).t(),
+}
+COMPARED: dict[str, Callable[[float], Tensor]] = {
+    "quantized": quantized,
+    "mkldnn": lambda v: torch.full((3, 3), v).to_mkldnn(),
+    "nested": lambda v: torch.nested.nested_tensor([torch.full((2,), v), torch.full((3,), v)]),
+}
+
+
+def odd_run(rank: int, make: Callable[[float], Tensor], start: Sequence[float]) -> list[str]:
+    """A strange buffer and a strange frozen parameter after a few rounds, as they print."""
+    model = nn.Linear(3, 1)
+    model.register_buffer("b", make(start[rank]))
+    model.register_buffer("none", None)
+    if make(0.0).is_floating_point() and not make(0.0).is_nested:
+        model.p = nn.Parameter(make(start[rank]), requires_grad=False)
+    optimizer = torch.optim.SGD([model.weight, model.bias], 0.1)
+    with la.attach(model, optimizer, la.local_sgd(2)) as sync:
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3) * rank).sum().backward()
+            optimizer.step()
+        with sync.consensus():
+            pass
+    shown = [model.b, *(p for p in model.parameters() if not p.requires_grad)]
+    shown = [t.t().view(torch.uint8) if t.dtype is torch.uint4 else t for t in shown]
+    shown = [t.values() if t.is_nested else t for t in shown]
+    return [repr(t + 0 if isinstance(t, Scaled) else t) for t in shown]
+
+
+@pytest.mark.fault(
+    "attach ended in torch's error for expanded, sparse, quantized tensors, or did not share"
+)
+@pytest.mark.filterwarnings("ignore")  # torch's, about nested, sparse and quantized tensors
+@pytest.mark.parametrize("kind", [*SHARED, *COMPARED])
+def test_frozen_tensors_of_every_kind_are_shared(kind: str) -> None:
+    make = {**SHARED, **COMPARED}[kind]
+    for start in [(0.0, 0.0), (2.0, 0.0)][: 2 if kind in SHARED else 1]:
+        run = partial(odd_run, make=make, start=start)
+        (alone,), both = (la.simulate(run, workers=workers) for workers in (1, 2))
+        assert both == [alone, alone]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", COMPARED)
+def test_what_cannot_be_written_must_be_equal(kind: str) -> None:
+    run = partial(odd_run, make=COMPARED[kind], start=(1.0, 0.0))
+    with pytest.raises(ValueError, match=r"'[bp]' is .*differ between ranks: .*Load the same"):
+        la.simulate(run, workers=2)
+
+
+@pytest.mark.fault("a LazyLinear ended attach in torch's error, which names no tensor")
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        (lambda: nn.LazyLinear(1), "'0.weight' has no shape yet.*run one batch"),
+        (lambda: Holder(Opaque, False), "'0.w' is a Opaque.*keep it outside"),
+        (lambda: Holder(Scaled, True), "the optimizer trains '0.w', a Scaled.*freeze it"),
+    ],
+    ids=["lazy", "opaque", "trained"],
+)
+def test_what_cannot_be_trained_is_named(module: Any, text: str) -> None:
+    model = nn.Sequential(module(), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(ValueError, match=text):
+        la.attach(model, optimizer, la.local_sgd(2))
+
+
+class Holder(nn.Module):
+    def __init__(self, kind: type[Opaque], trained: bool) -> None:
+        super().__init__()
+        weight = kind(torch.ones(3, dtype=torch.int8), torch.tensor(1.0))
+        self.w = nn.Parameter(weight, requires_grad=trained)

@@ -222,8 +222,8 @@ def test_sixty_four_workers_need_no_link_for_each_edge() -> None:
         for calls in [*setups, *(run[0] for run in runs)]:
             assert "split" not in {c.name for c in calls}
         assert len({tuple((c.name, c.size) for c in calls) for calls in setups}) == 1
-        # arguments, nprocs_per_node, group_size, metrics, the set-up's digest
-        assert [c.name for c in setups[0]] == ["gather"] * 5 + ["broadcast"]
+        # arguments, nprocs_per_node, group_size, metrics, the set-up's digest, the tensors' digests
+        assert [c.name for c in setups[0]] == ["gather"] * 7 + ["broadcast"]
 
 
 def count_groups(rank: int) -> tuple[int, int]:

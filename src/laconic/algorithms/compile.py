@@ -13,7 +13,7 @@ from laconic.algorithms.round import AnyRound, GradientRound, Recipe, Round, ren
 from laconic.algorithms.schedules import Every, Schedule, Unless, any_of, every
 from laconic.algorithms.update import abilities
 from laconic.algorithms.updates import Average, Mix, Replace
-from laconic.buckets import is_of_optimizer, module_buffers, optimizer_state
+from laconic.buckets import Fragment, is_of_optimizer, module_buffers, optimizer_state
 
 
 def parameter_rounds(recipe: Recipe, *, buffers: bool) -> list[Round]:
@@ -29,13 +29,18 @@ def parameter_rounds(recipe: Recipe, *, buffers: bool) -> list[Round]:
 
 
 def _buffer_rounds(rounds: Sequence[Round]) -> list[Round]:
-    """Rounds for module buffers at ``rounds``, with the same delays. Where a round gossips, buffers
-    are mixed with those of the same peers: an average over all workers would defeat the purpose.
-    Elsewhere they are averaged."""
+    """Rounds for module buffers at ``rounds``, with the same delays; of rounds on fragments at the
+    first, so once per period. Where a round gossips, buffers are mixed with those of the same
+    peers: an average over all workers would defeat the purpose. Elsewhere they are averaged."""
     found: list[Round] = []
+    first: dict[tuple[int, str], Fragment] = {}
     for r in rounds:
         if is_of_optimizer(r.part):
             continue  # x may differ then
+        if isinstance(r.part, Fragment):
+            kind = r.part.count, r.part.by
+            if first.setdefault(kind, r.part) != r.part:
+                continue
         like = Round(r.when, Replace(), Mean(), module_buffers, over="world", delay=r.delay)
         if isinstance(r.exchange, QuorumMean):
             like = replace(like, exchange=r.exchange.unanchored(), over=r.over)
@@ -86,6 +91,17 @@ def check_quorum(recipe: Recipe, workers: int | None, *, plain: bool) -> None:
         raise ValueError(
             "quorum= and pace='own' are for workers of one rank, with models on the CPU, so far: "
             "leave out nprocs_per_node=, mesh= and elastic="
+        )
+
+
+def check_buffers(recipe: Recipe, buffers: str, *, elastic: bool) -> None:
+    """Raise ``ValueError`` if ``buffers`` are shared after every step, and not all workers meet
+    there."""
+    if buffers == "broadcast" and (elastic or has_quorum(recipe)):
+        why = "workers come and go" if elastic else "rounds have a quorum"
+        raise ValueError(
+            "buffers='broadcast' sends rank 0's buffers to all workers after every step, and here "
+            f"{why}: use buffers='average' or 'keep'"
         )
 
 

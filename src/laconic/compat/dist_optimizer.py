@@ -21,12 +21,13 @@ from laconic.algorithms.schedules import every
 from laconic.attach import check_free, claim
 from laconic.buckets import is_sharded, local, sums
 from laconic.engine.driver import Driver
-from laconic.engine.model_checks import check_devices, check_unwrapped
+from laconic.engine.model_checks import check_devices, check_tensors, check_unwrapped
 from laconic.engine.session import Settings
 from laconic.engine.synchronizer import Stats, Synchronizer
 from laconic.errors import TIMEOUT, check_float, check_int
 from laconic.links import Link
 from laconic.links.rank_sets import agreed_link, layout_of, sets_of
+from laconic.tensors import copies, restore
 
 FRESH_START: dict[str, Any] = {"counter": 0, "sync": None}
 NO_STATS = Stats(0, 0, 0, 0, {}, {}, 0.0)
@@ -193,6 +194,7 @@ class DistOptimizer:
             if self.model is not None:
                 check_unwrapped(self.model)
             check_devices(whole, params, cpu_buffers=True if self._link is not None else None)
+            check_tensors(whole, params)
         except ValueError as error:
             problem = str(error)
         at = params[0].device
@@ -209,14 +211,13 @@ class DistOptimizer:
         shards = [p for p in params if is_sharded(p)]
         sets = sets_of(world, layout_of(world, 1, None, shards), None, bool(shards))
         tensors = [] if fresh else [*whole.parameters(), *whole.buffers()]
-        saved = [(local(t), local(t).clone()) for t in tensors]
-        settings = Settings(True, unchanged, hooked=False)
+        saved = copies(tensors)
+        settings = Settings("average", unchanged, hooked=False)
         driver = Driver(whole, None, recipe, sets, params[0].device, settings)
         sync = Synchronizer(driver)
         try:
             driver.bind(self.local_optimizer)
-            for tensor, values in saved:
-                tensor.copy_(values)
+            restore(saved)
             if not fresh:
                 sync.load_state_dict(start["sync"])
         except BaseException:

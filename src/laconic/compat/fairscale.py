@@ -210,7 +210,7 @@ class SlowMoDistributedDataParallel(nn.Module):
         inside = inside_of(world, device, timeout)
         sets = sets_of(world, layout, None, False, inside)
         rounds = NamedRecipe(rounds, slow_step.text())
-        settings = Settings(broadcast_buffers, unchanged, hooked=False)
+        settings = Settings("average" if broadcast_buffers else "keep", unchanged, hooked=False)
         self._driver = Driver(module, None, rounds, sets, device, settings)
         self._sync = Synchronizer(self._driver)
         weakref.finalize(self, self._sync.detach).atexit = False

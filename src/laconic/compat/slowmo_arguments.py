@@ -24,7 +24,7 @@ from laconic.compat.gossip_graphs import (
     NPeerDynamicDirectedExponentialGraph,
     UniformMixing,
 )
-from laconic.engine.model_checks import check_devices, check_unwrapped
+from laconic.engine.model_checks import check_devices, check_tensors, check_unwrapped
 from laconic.engine.saved_state import WRAPPER
 from laconic.errors import error_text
 from laconic.links import Link
@@ -183,6 +183,7 @@ def device_of(module: nn.Module, comm_device: torch.device | str | None) -> torc
 def check_module(module: nn.Module) -> None:
     check_unwrapped(module)
     check_devices(module, ())
+    check_tensors(module, ())
 
 
 def base_algorithm(given: SlowMoBaseAlgorithm) -> SlowMoBaseAlgorithm:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,32 +15,30 @@ from laconic.algorithms.exchanges import Mean
 from laconic.algorithms.round import Round
 from laconic.algorithms.schedules import every
 from laconic.algorithms.updates import Average
-from laconic.buckets import local, module_buffers, optimizer_state, reshard, sums
+from laconic.buckets import is_sharded, local, optimizer_state, reshard, sums
 from laconic.engine.modes import evaluation, in_training, modal
 from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.recipe_run import RecipeRun
 from laconic.engine.session import Session
-from laconic.links.link import held_by_all
+from laconic.tensors import copies, restore, with_mean
 
 
 @torch.no_grad()
-def write_consensus(
-    run: RecipeRun, had_buffers: bool, *, mean: bool = True, state: bool = False
-) -> None:
-    """Write the consensus weights, and averaged buffers, into the model.
+def write_consensus(run: RecipeRun, *, mean: bool = True, state: bool = False) -> None:
+    """Write the consensus into the model.
 
-    ``mean``: the mean over workers of x after `ParameterRunner.write_finished`; without parameter
-    rounds all replicas are equal already. Otherwise anchors where rounds keep them, and the mean
-    over workers of the rest. ``had_buffers``: the module had buffers when it was attached, on all
-    ranks. ``state``: average the optimizer's state, too, where workers differ. That of optimizers
-    with modes always is, since it holds the weights of the other mode.
+    ``mean``: the mean over workers of x after `ParameterRunner.write_finished`; otherwise anchors
+    where rounds keep them, and the mean over workers of the rest. What no round is about, and x
+    where workers should not differ, is compared: see `_make_equal`. ``state``: average the
+    optimizer's state, too, where workers differ. That of optimizers with modes always is, since it
+    holds the weights of the other mode.
     """
     optimizer = run.session.optimizer
     training = in_training(optimizer)
     _write_own(run, mean)
     for each in training:
         each.eval()
-    _write_mean(run, had_buffers, mean)
+    _write_mean(run, mean)
     if workers_differ(run.recipe) and (state or modal(optimizer)):
         run.average_optimizer_state(Round(every(1), Average(), Mean(), optimizer_state))
     for each in training:
@@ -60,7 +57,9 @@ def _write_own(run: RecipeRun, mean: bool) -> None:
         running.write_anchor(session.step)
 
 
-def _write_mean(run: RecipeRun, had_buffers: bool, mean: bool) -> None:
+def _write_mean(
+    run: RecipeRun, mean: bool, saved: list[tuple[Tensor, list[Tensor]]] | None = None
+) -> None:
     """Average what `_write_own` wrote, where it differs between workers."""
     session = run.session
     covered = {
@@ -73,10 +72,30 @@ def _write_mean(run: RecipeRun, had_buffers: bool, mean: bool) -> None:
     if workers_differ(run.recipe):
         groups = [[p for p in group if id(p) not in covered] for group in session.groups()]
         session.write_mean(groups, session.workers)
-    buffers = module_buffers(session.model)
-    if session.settings.average_buffers and (had_buffers or buffers[0]):
-        job = partial(held_by_all, session.world, buffers)
-        session.write_mean(session.comm.call(job, "consensus"), session.world)
+    _make_equal(run, saved)
+
+
+def _make_equal(run: RecipeRun, saved: list[tuple[Tensor, list[Tensor]]] | None) -> None:
+    """Make equal on all ranks what differs between them and was not just averaged: the mean of
+    floating-point and complex numbers, rank 0's values of the rest. Copies of what that changes are
+    added to ``saved``."""
+    session = run.session
+    buffers = {id(b) for b in session.model.buffers()}
+    kept = buffers if session.settings.buffers == "keep" else set()
+    alone = session.links["replica"].size == 1  # else a worker's ranks may have drifted apart
+    if workers_differ(run.recipe) and alone:
+        kept = kept.union(map(id, session.params()))
+    rest = {name: t for name, t in session.state().items() if id(t) not in kept}
+    differing = list(session.differing(rest).values())
+    if saved is not None:
+        saved += copies(differing)
+    shared = buffers if session.settings.buffers == "broadcast" else ()
+    means = [t for t in differing if id(t) not in shared and with_mean(local(t)) is not None]
+    for link, sharded in ((session.world, False), (session.workers, True)):
+        numbers = [with_mean(local(t)) for t in means if is_sharded(t) == sharded]
+        session.write_mean([[x for x in numbers if x is not None]], link)
+    averaged = set(map(id, means))
+    session.broadcast([t for t in differing if id(t) not in averaged])
 
 
 def _anchored(run: RecipeRun, mean: bool) -> list[ParameterRunner]:
@@ -84,7 +103,7 @@ def _anchored(run: RecipeRun, mean: bool) -> list[ParameterRunner]:
 
 
 @contextmanager
-def consensus(run: RecipeRun, had_buffers: bool, *, mean: bool) -> Iterator[nn.Module]:
+def consensus(run: RecipeRun, *, mean: bool) -> Iterator[nn.Module]:
     """See `Synchronizer.consensus`."""
     session = run.session
     if session.holds_consensus is not None:
@@ -95,27 +114,24 @@ def consensus(run: RecipeRun, had_buffers: bool, *, mean: bool) -> Iterator[nn.M
             )
         yield session.model
         return
-    tensors = [*session.params(), *session.model.buffers()]
     session.check_complete()
     session.joining(fixed=bool(run.rounds))  # raises if x is no longer the optimizer's
     session.call("consensus()")
     with torch.no_grad():
-        saved = [local(t).clone() for t in tensors]
+        saved = copies([*session.params(), *session.model.buffers()])
     session.holds_consensus = mean
     try:
         with torch.no_grad():
             _write_own(run, mean)
         with evaluation(session.optimizer, session.params()):
             with torch.no_grad():
-                _write_mean(run, had_buffers, mean)
+                _write_mean(run, mean, saved)
                 written = sums([local(p) for p in session.params()])
             session.status("in consensus()")
             yield session.model
             _check_unchanged(session, written)
     finally:
-        with torch.no_grad():
-            for tensor, values in zip(tensors, saved, strict=True):
-                local(tensor).copy_(values)
+        restore(reversed(saved))
         reshard(session.model)
         session.holds_consensus = None
         session.status("computing")

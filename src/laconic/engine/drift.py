@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,8 +26,8 @@ from torch import Tensor
 
 from laconic.algorithms.identity import plain
 from laconic.buckets import is_sharded, local
+from laconic.engine.comparison import digest
 from laconic.links.comm_thread import Pending
-from laconic.links.frames import crc32
 
 if TYPE_CHECKING:
     from laconic.engine.channel import Channel
@@ -41,16 +41,6 @@ part. A round carries the digest of one part for every step since the last round
 that the time per step is the same, but of at most `MOST` parts or a quarter of all parts, whichever
 is more."""
 MOST = 8
-
-
-def digest(pieces: Iterable[Tensor]) -> int:
-    """A number from 1 to 2**32 that depends on every bit of the flat tensors ``pieces``, and on
-    their order: the CRC-32 of all bytes, plus 1."""
-    crc = 0
-    for x in pieces:
-        x = x.contiguous()
-        crc = crc32(x.data_ptr(), x.numel() * x.element_size(), crc)
-    return 1 + crc
 
 
 def parts_of(total: int) -> tuple[int, int]:

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from laconic.algorithms.round import Recipe
-from laconic.buckets import module_buffers
 from laconic.device import refuse_capture
 from laconic.engine import consensus, loading
 from laconic.engine.ending import Ending
@@ -68,8 +67,6 @@ class Driver:
         self._closure = False
         """Whether a closure computes this step's gradients."""
         self._past_choices: list[Choice] = []
-        self.had_buffers = bool(module_buffers(model)[0])
-        """When it was attached, and then on all ranks."""
         session.optimizer = optimizer
         self._unseen: UnseenSteps | None = None
         if optimizer is not None:
@@ -83,8 +80,7 @@ class Driver:
                 self.run = RecipeRun(session, settings.arrange(session.policy.recipe))
                 self.run.check_alike(chosen=True)
         self.ending = Ending(self.run.recipe, session.comm)
-        held = [p for group in session.held() for p in group]
-        session.broadcast([*model.parameters(), *model.buffers(), *held])
+        session.share(session.state())
         session.note_order()
         try:
             self.run.start_gradient_rounds({})
@@ -197,6 +193,8 @@ class Driver:
         self.observe()
         self.pull()
         self.communicate()
+        if self.session.settings.buffers == "broadcast":
+            self.session.share_buffers()
         self.session.drift.after_step()
         self.note(skipped=skipped)
         policy, elastic = self.session.policy, self.session.elastic
@@ -276,7 +274,7 @@ class Driver:
         session.joining(fixed=bool(run.rounds))  # raises if x is no longer the optimizer's
         session.call(FINISH)
         run.finish()
-        consensus.write_consensus(run, self.had_buffers, mean=mean)
+        consensus.write_consensus(run, mean=mean)
         if session.elastic is not None:
             session.gather_json(None)  # after that all have it, and any may end
         if not mean:
@@ -301,7 +299,7 @@ class Driver:
         self._past_choices, self.session.policy = self.choices, None
 
     def _switch(self, recipe: Recipe) -> None:
-        before, self.run = self.run, self._switcher.switch(self.run, recipe, self.had_buffers)
+        before, self.run = self.run, self._switcher.switch(self.run, recipe)
         before.close()
         self.ending.follow(self.run.recipe)
         session = self.session

@@ -19,6 +19,7 @@ from laconic.engine.saved_state import Others, Own, Saved, Source
 from laconic.engine.session import Policy, Session
 from laconic.engine.switching import successor
 from laconic.links.agreement import agree
+from laconic.tensors import copies, overwrite, restore
 
 State = Mapping[str, Any]
 LoadModel = Callable[[int | None], None]
@@ -228,18 +229,18 @@ def _consensus_of(
     )
     params = {id(p): p for p in session.params()}
     tensors = {id(t): t for t in (*session.model.parameters(), *session.model.buffers())} | params
-    before = [] if load_model else [(t, local(t).clone()) for t in tensors.values()]
-    averaged = module_buffers(session.model)[0] if session.settings.average_buffers else {}
+    before = [] if load_model else copies(tensors.values())
+    kept = session.settings.buffers == "keep"
+    averaged = {} if kept else module_buffers(session.model)[0]
     buffers = {id(b): b for b in averaged.values()}
     try:
         found, mean = regroup.come_to_rest(
             run.rounds, parts, former, list(params.values()), list(buffers.values()), load_model
         )
     finally:
-        for tensor, values in before:
-            local(tensor).copy_(values)
+        restore(before)
     if load_model is not None:
         load_model(None)
         for tensor, values in zip((*params.values(), *buffers.values()), mean, strict=True):
-            local(tensor).copy_(values)
+            overwrite(local(tensor), values)
     return found

@@ -1,4 +1,5 @@
-"""Checks that laconic can train a model: it has no data-parallel wrapper and is on one device."""
+"""Checks that laconic can train a model: it has no data-parallel wrapper, is on one device, and its
+tensors can be compared and averaged."""
 
 from __future__ import annotations
 
@@ -13,6 +14,9 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from laconic.buckets import local
+from laconic.tensors import check_values, parts
 
 NO_DDP, IDLE_DDP, USED_DDP = 0.0, 1.0, 2.0
 """Results of `ddp_use`: no DDP wrapper, one that training does not use, one that it does."""
@@ -51,6 +55,21 @@ def _is_fsdp1(module: nn.Module) -> bool:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     return isinstance(module, FullyShardedDataParallel)
+
+
+def check_tensors(model: nn.Module, params: Iterable[Tensor]) -> None:
+    """Raise ``ValueError`` if a tensor of the model has no values that ranks can compare, or if one
+    of ``params`` is trained and consists of several tensors, so that rounds cannot average it."""
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        check_values(name, t)
+    names = {id(p): name for name, p in model.named_parameters()}
+    for p in params:
+        if p.requires_grad and "" not in parts(local(p)):
+            raise ValueError(
+                f"the optimizer trains {names.get(id(p), 'a parameter')!r}, a {type(p).__name__} "
+                f"(layout {p.layout}) that consists of several tensors, so it has no mean: freeze "
+                "it (requires_grad_(False)), and train plain parameters beside it, such as LoRA's"
+            )
 
 
 def check_devices(

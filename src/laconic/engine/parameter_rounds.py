@@ -19,15 +19,17 @@ from laconic.algorithms.update import (
     State,
     returned,
 )
-from laconic.buckets import Bucket, Fragment
+from laconic.buckets import Bucket, Fragment, module_buffers
 from laconic.engine.channel import Channel, is_owned
 from laconic.engine.channel_set import ChannelSet
+from laconic.engine.comparison import held_by_all
 from laconic.engine.in_flight import InFlightBucket, InFlightRound, RoundContext
 from laconic.engine.messages import Messenger
 from laconic.errors import after_step
 from laconic.links.comm_thread import Pending
-from laconic.links.link import Link, held_by_all
+from laconic.links.link import Link
 from laconic.links.simulated import single_link
+from laconic.tensors import overwrite
 
 
 class ParameterRunner:
@@ -109,7 +111,7 @@ class ParameterRunner:
     def start(self, step: int) -> None:
         """Send this round's messages after ``step``. Without a delay, also fold the answers."""
         if self.set.vary and not (self.round.delay and self._can_select_later):
-            job = partial(held_by_all, self.link, self.set.varying())
+            job = partial(self._to_send, self.set.varying())
             self.set.replace(self._context.comm.call(job, self.label(step)))
         if self.round.delay:
             self.in_flight.append(self._launch(step))
@@ -126,6 +128,13 @@ class ParameterRunner:
         self.executed += 1
         if self.round.optimizer_state == "reset":
             self._reset_optimizer()
+
+    def _to_send(self, groups: Sequence[dict[str, Tensor]]) -> list[list[Tensor]]:
+        """Of tensors that come and go, those that all ranks have; of buffers, whose mean this is
+        about, only those that differ."""
+        differing = self.round.part is module_buffers
+        found = held_by_all(self.link, groups, differing=differing)
+        return [list(group.values()) for group in found]
 
     @property
     def _can_select_later(self) -> bool:
@@ -185,7 +194,7 @@ class ParameterRunner:
 
         def send() -> list[InFlightBucket]:
             found = []
-            for channel in self.set.cut(held_by_all(self.link, copies)):
+            for channel in self.set.cut(self._to_send(copies)):
                 clock = messenger.clock(channel.bucket, step, executed)
                 message, sent = messenger.delayed(channel, clock)
                 arrival = messenger.carry(channel, message, clock)
@@ -217,7 +226,7 @@ class ParameterRunner:
         newer = self.in_flight[1 + self._place(flight) :]
         executed = self.executed - 1 - len(newer)
         for tensor, copy in copied:
-            copy.copy_(tensor)
+            overwrite(copy, tensor)
         for channel, sent, pending in buckets:
             arrival = pending.wait()
             received, weight = arrival.flat, arrival.weight
@@ -237,7 +246,7 @@ class ParameterRunner:
             if write:
                 bucket.unpack(x)
         for tensor, copy in copied:
-            tensor.copy_(copy)
+            overwrite(tensor, copy)
 
     def _place(self, flight: InFlightRound) -> int:
         """Its place among those in flight; -1 if it was the oldest, and is being folded."""

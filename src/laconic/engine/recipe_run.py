@@ -22,7 +22,7 @@ from laconic.algorithms.exchanges import QuorumMean
 from laconic.algorithms.round import GradientRound, Recipe, Round, describe, recipe_text
 from laconic.algorithms.scores import Scores
 from laconic.algorithms.update import Clock
-from laconic.buckets import Scratch, module_buffers
+from laconic.buckets import Scratch, is_sharded, module_buffers
 from laconic.engine.drift import RoundCheck
 from laconic.engine.gradient_rounds import GradientContext, GradientRunner
 from laconic.engine.in_flight import RoundContext
@@ -32,6 +32,7 @@ from laconic.engine.parameter_rounds import ParameterRunner
 from laconic.engine.quorum_rounds import QuorumRounds
 from laconic.engine.session import Session
 from laconic.links.calls import GRADIENTS, Call
+from laconic.tensors import describe as describe_tensor
 
 
 class RecipeRun:
@@ -44,7 +45,8 @@ class RecipeRun:
     def __init__(self, session: Session, recipe: Recipe) -> None:
         self.session = session
         self.recipe = recipe
-        buffers = session.settings.average_buffers and bool(module_buffers(session.model)[0])
+        averaged = session.settings.buffers == "average"
+        buffers = averaged and bool(module_buffers(session.model)[0])
         self._planned = parameter_rounds(recipe, buffers=buffers)
         window = score_window(recipe)
         self.scores = Scores(session.params, window) if window else None
@@ -217,10 +219,9 @@ class RecipeRun:
         own = tuple(r for r in self.recipe if r.over != "replica")
         policy = None if chosen else self.session.policy
         recipe = describe(own) if policy is None else policy.description
-        buffers = "average" if settings.average_buffers else "keep"
         links = self.session.links
         groups = f", group_size={links['group'].size}" if "group" in links else ""
-        return f"{recipe}, buffers={buffers}, seed={settings.seed}{groups}"
+        return f"{recipe}, buffers={settings.buffers}, seed={settings.seed}{groups}"
 
     def text(self, *, chosen: bool = False) -> str:
         """The recipe as a user wrote it; ``chosen`` as for `describe`."""
@@ -236,7 +237,7 @@ class RecipeRun:
             for group in session.held()
         ]
         rest = [*session.model.parameters(), *session.model.buffers()] if module else []
-        shapes = [(tuple(t.shape), str(t.dtype)) for t in rest]
+        shapes = [f"{t.shape} {t.dtype}" if is_sharded(t) else describe_tensor(t) for t in rest]
         workers = None if session.elastic is not None else session.workers.size
         text = repr((self.describe(chosen=chosen), groups, shapes, workers))
         digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

@@ -351,8 +351,10 @@ def _index(source: Source) -> int | None:
 
 def _flight_state(flight: InFlightRound) -> Saved:
     arrivals = [b.pending.wait() for b in flight.buckets]
+    sent = {id(s.tensor) for b in flight.buckets for s in b.channel.bucket.segments}
     return {
         "due": flight.due,
+        "names": [[k for k, t in group.items() if id(t) in sent] for group in flight.copies],
         "sizes": [b.channel.bucket.numel for b in flight.buckets],
         "sent": [None if b.sent is None else b.sent.clone() for b in flight.buckets],
         "received": [arrival.flat.clone() for arrival in arrivals],
@@ -450,7 +452,11 @@ def _load_flight(running: ParameterRunner, saved: Saved) -> InFlightRound:
     channels, copies = running.channels, []
     if running.set.vary:
         copies = running.set.copies()
-        channels = running.set.cut([list(group.values()) for group in copies])
+        names = saved.get("names", copies)  # older versions did not save them: all
+        sent = [
+            [group[k] for k in own if k in group] for group, own in zip(copies, names, strict=False)
+        ]
+        channels = running.set.cut(sent)
     sizes = [channel.bucket.numel for channel in channels]
     fewer = not running.set.vary and saved["sizes"] == sizes[: len(saved["sizes"])]
     if saved["sizes"] != sizes and not fewer:  # groups added since sent nothing

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from laconic.algorithms.round import Recipe
 from laconic.buckets import bucketize, is_sharded, itemsize_of, local, reshard
 from laconic.engine.batch_check import BatchCheck, check_first_gradients
+from laconic.engine.comparison import held_by_all
 from laconic.engine.drift import DriftCheck
 from laconic.engine.nonfinite import NonfiniteCheck
 from laconic.engine.recorder import Recorder
@@ -27,6 +28,7 @@ from laconic.links.link import Link
 from laconic.links.metered import Ledger, Metered
 from laconic.links.texts import exchange_texts
 from laconic.processor import Usage
+from laconic.tensors import as_bytes, parts, read_only
 
 
 class Policy(Protocol):
@@ -72,18 +74,22 @@ class Policy(Protocol):
         """Continue from another worker's `handover`, with the ``outputs`` since."""
 
 
+Buffers = Literal["average", "keep", "broadcast"]
+"""What happens to the module's buffers."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """What a front end decides, for every recipe of the run.
 
-    ``average_buffers``: average the module's floating-point buffers with the rounds. ``scale()``:
-    the GradScaler's scale, None without one. ``arrange``: adapts a recipe to the layout of ranks.
+    ``buffers``: the choice of `laconic.attach`. ``scale()``: the GradScaler's scale, None without
+    one. ``arrange``: adapts a recipe to the layout of ranks.
     ``policy``: what changes the recipe, if anything does. ``hooked``: the optimizer's hooks run the
     rounds; otherwise the front end calls `Driver.advance`. ``elastic``: the link to all workers,
     where they come and go. ``offload``: outer state is in host memory.
     """
 
-    average_buffers: bool
+    buffers: Buffers
     arrange: Callable[[Recipe], Recipe]
     seed: int = 0
     scale: Callable[[], float] | None = None
@@ -292,11 +298,54 @@ class Session:
         shards = [t for t in unique if is_sharded(t)]
         whole = [t for t in unique if not is_sharded(t)]
         for link, those in ((self.world, whole), (self.workers, shards)):
-            for bucket in bucketize([those], 1):
+            data = [as_bytes(part) for t in those for part in parts(local(t)).values()]
+            for bucket in bucketize([data], 1):
                 flat = bucket.pack(bucket.empty())
                 job = partial(_broadcast, link, flat, now)
                 self.comm.call(job, "sharing parameters")
                 bucket.unpack(flat)
+
+    def state(self) -> dict[str, Tensor]:
+        """All parameters and buffers of the module, and parameters that only the optimizer has, by
+        name."""
+        model = self.model
+        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        known = {id(t) for t in named.values()}
+        groups = enumerate(self.held())
+        own = {f"{g} {i}": p for g, group in groups for i, p in enumerate(group)}
+        return named | {f"parameter {k}": p for k, p in own.items() if id(p) not in known}
+
+    def differing(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of ``tensors`` that all ranks have, but not with the same values; of shards, those
+        that differ from the same shard of other workers. Raises ``ValueError``, on all of these
+        ranks, if one of them cannot be written."""
+        shards = {name: t for name, t in tensors.items() if is_sharded(t)}
+        whole = {name: t for name, t in tensors.items() if name not in shards}
+        found: dict[str, Tensor] = {}
+        for link, those in ((self.world, whole), (self.workers, shards)):
+            if those or link is self.world:  # other ranks may have buffers that this one lacks
+                job = partial(held_by_all, link, [those], differing=True)
+                found.update(self.comm.call(job, "comparing the models")[0])
+        for name, t in found.items():
+            if kind := read_only(local(t)):
+                raise ValueError(
+                    f"{name!r} is {kind}, and its values differ between ranks: laconic cannot "
+                    "write such a tensor. Load the same values on every rank before attaching, or "
+                    "keep it outside of the model's parameters and buffers"
+                )
+        return found
+
+    def share(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give all ranks rank 0's values of the ``tensors`` that differ."""
+        self.broadcast(list(self.differing(tensors).values()))
+
+    def share_buffers(self) -> None:
+        """Give all ranks rank 0's buffers, after a step."""
+        call = Call(self.step, "sharing buffers")
+        self.status("sharing buffers")
+        self.comm.before_next(partial(self.world.begin_call, call, wait=False))
+        self.share(dict(self.model.named_buffers()))
+        self.status("computing")
 
     def write_mean(self, groups: Sequence[Sequence[Tensor]], link: Link) -> None:
         """Replace the tensors of ``groups`` by their mean over the ranks of ``link``."""

@@ -54,7 +54,7 @@ class Switcher:
         self.scaler: torch.amp.GradScaler | None = None
         self.scaling = False
 
-    def switch(self, run: RecipeRun, recipe: Recipe, had_buffers: bool) -> RecipeRun:
+    def switch(self, run: RecipeRun, recipe: Recipe) -> RecipeRun:
         """Return a run of ``recipe`` that goes on from ``run``'s consensus; see
         `Synchronizer.switch`."""
         session = self._session
@@ -63,7 +63,7 @@ class Switcher:
         run.take_in()
         session.call("switch()")
         run.finish()
-        write_consensus(run, had_buffers, state=True)
+        write_consensus(run, state=True)
         if workers_differ(run.recipe):
             self._align_optimizer_state()
             self._scalers_differ = True

@@ -28,8 +28,6 @@ from laconic.metrics import Metrics
 if TYPE_CHECKING:
     from laconic.auto import Choice
 
-BUFFERS = ("average", "keep")
-"""What rounds do with the module's buffers."""
 SAVE = "laconic.save (every rank must call it)"
 LOAD = "laconic.load"
 """The calls of `Synchronizer.gathering`, as errors name them on all ranks."""
@@ -123,16 +121,17 @@ class Synchronizer:
         """A context in which the model holds the consensus weights, for validation.
 
         Every rank must enter it. The model holds what `finish` would leave now: the mean of the
-        workers' models. Afterwards the worker's own weights are back, bit for bit. Steps of the
-        optimizer are refused inside. Inside another `consensus` of the same kind it does nothing.
-        Needs memory for one copy of the model. Optimizers with ``train()`` and ``eval()`` modes,
-        such as schedule-free ones, are in eval mode inside, which needs another copy.
+        workers' models, and rank 0's integers. Afterwards the worker's own weights are back, bit
+        for bit. Steps of the optimizer are refused inside. Inside another `consensus` of the same
+        kind it does nothing. Needs memory for one copy of the trained parameters and buffers.
+        Optimizers with ``train()`` and ``eval()`` modes, such as schedule-free ones, are in eval
+        mode inside, which needs another copy.
 
         Args:
             mean: False: what the last outer step or elastic round left (the anchor, the center)
                 where the recipe keeps such a model; it lacks the steps taken since.
         """
-        with consensus.consensus(self._run, self.driver.had_buffers, mean=mean) as model:
+        with consensus.consensus(self._run, mean=mean) as model:
             self.driver.ending.complete = self.driver.ending.step
             yield model
 
@@ -144,7 +143,9 @@ class Synchronizer:
 
     def finish(self, *, mean: bool = True) -> None:
         """Leave every worker with the consensus model: the mean of the workers' models, which
-        contains every step taken.
+        contains every step taken. That includes what no round is about, as far as it differs:
+        buffers, and parameters that the optimizer does not move, such as a teacher's. Integers and
+        tensors that are not plain have no mean, and become rank 0's.
 
         Nothing is in flight afterward. Every rank must call it, after the same number of steps.
         Training may go on afterward. A program that ends without it, although its ranks hold

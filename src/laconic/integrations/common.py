@@ -96,7 +96,7 @@ def share_model(sync: Synchronizer) -> None:
     """Copy rank 0's model to all ranks."""
     session = sync.driver.session
     session.call("sharing the model")
-    session.broadcast([*session.model.parameters(), *session.model.buffers()])
+    session.share(session.state())
 
 
 def leave(sync: Synchronizer | None, error: BaseException) -> None:

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import pairwise
 from typing import NamedTuple, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from laconic.links.calls import Call
@@ -266,25 +264,3 @@ def arrivals(rank: int, size: int) -> list[int]:
     """The order in which messages reach rank ``rank`` if all ranks send in the order of `hops`; its
     own comes first."""
     return hops(rank, size)[::-1]
-
-
-def held_by_all(link: Link, groups: Sequence[Mapping[str, Tensor]]) -> list[list[Tensor]]:
-    """The tensors of each group that all ranks of ``link`` have, by name, shape and dtype."""
-    keys = [
-        [f"{g} {name} {tuple(t.shape)} {t.dtype}" for name, t in group.items()]
-        for g, group in enumerate(groups)
-    ]
-    everywhere = _common(link, [key for own in keys for key in own])
-    return [
-        [t for key, t in zip(own, group.values(), strict=True) if key in everywhere]
-        for own, group in zip(keys, groups, strict=True)
-    ]
-
-
-def _common(link: Link, names: Sequence[str]) -> set[str]:
-    digests = [int.from_bytes(blake2b(n.encode(), digest_size=7).digest(), "big") for n in names]
-    counts = link.gather(torch.tensor([len(names)])).flatten().tolist()
-    padded = torch.zeros(max(counts), dtype=torch.int64)
-    padded[: len(names)] = torch.tensor(digests, dtype=torch.int64)
-    held = [set(row.tolist()) for row in link.gather(padded)] if max(counts) else []
-    return {n for n, d in zip(names, digests, strict=True) if all(d in own for own in held)}

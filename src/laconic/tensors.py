@@ -1,0 +1,132 @@
+"""What a tensor of a model is made of: its plain parts, their bytes, and which numbers have a mean.
+
+Most tensors are plain: strided elements in memory. A sparse tensor, or a wrapper subclass such as a
+quantized weight of torchao, consists of several plain ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_OF_SPARSE = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+"""The methods that return the parts of a sparse tensor, by its layout."""
+_WITH_MEAN = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def read_only(tensor: Tensor) -> str:
+    """What ``tensor`` is if its values cannot be written part by part, such as ``quantized``; empty
+    if they can be."""
+    if is_traceable_wrapper_subclass(tensor):
+        return ""
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor.is_nested:
+        return "nested with the layout torch.strided"
+    known = tensor.layout is torch.strided or tensor.layout in _OF_SPARSE
+    return "" if known else f"of the layout {tensor.layout}"
+
+
+def parts(tensor: Tensor) -> dict[str, Tensor]:
+    """The plain tensors that hold the values of ``tensor``, by name, detached, in its memory: those
+    that a wrapper subclass or a sparse tensor consists of; else one without a name. A `read_only`
+    tensor's are copies. Dimensions in which a tensor is expanded have the size 1."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        own = {name: getattr(tensor, name) for name in names}
+        return _parts_of({name: t for name, t in own.items() if isinstance(t, Tensor)})
+    if tensor.layout in _OF_SPARSE:
+        tensor = tensor.detach()
+        return _parts_of({name: getattr(tensor, name)() for name in _OF_SPARSE[tensor.layout]})
+    tensor = tensor.detach()
+    if tensor.is_nested:
+        return _parts_of({str(index): each for index, each in enumerate(tensor.unbind())})
+    if read_only(tensor):
+        return {"values": tensor.dequantize() if tensor.is_quantized else tensor.to_dense()}
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    tensor = tensor.conj() if tensor.is_conj() else tensor
+    return {"": torch._neg_view(tensor) if tensor.is_neg() else tensor}
+
+
+def _parts_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{k}.{name}": t for k, whole in tensors.items() for name, t in parts(whole).items()}
+
+
+def as_bytes(plain: Tensor) -> Tensor:
+    """The bytes of a plain tensor, in its memory, with one dimension more."""
+    return plain.unsqueeze(-1).view(torch.uint8)
+
+
+def with_mean(tensor: Tensor) -> Tensor | None:
+    """The real numbers in the memory of ``tensor`` whose mean over ranks makes sense: of a plain
+    tensor of floating-point or complex numbers. None: a rank's values can only be taken whole."""
+    plain = parts(tensor).get("")
+    if plain is not None and plain.is_complex():
+        plain = torch.view_as_real(plain)
+    return plain if plain is not None and plain.dtype in _WITH_MEAN else None
+
+
+def describe(tensor: Tensor) -> str:
+    """The shapes and dtypes of all parts: equal on ranks that can exchange values."""
+    about = {name: (tuple(t.shape), str(t.dtype)) for name, t in parts(tensor).items()}
+    return str(about.get("", about))
+
+
+def writing(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
+    """A context in which ``tensors`` can be written: torch writes to those that were made under
+    inference mode only inside that mode."""
+    return torch.inference_mode() if any(t.is_inference() for t in tensors) else nullcontext()
+
+
+def overwrite(tensor: Tensor, values: Tensor) -> None:
+    """Copy ``values`` into ``tensor``, also into one that was made under inference mode."""
+    with writing([tensor]):
+        tensor.copy_(values)
+
+
+def copies(tensors: Iterable[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
+    """Those of ``tensors`` that can be written, each with copies of its parts, for `restore`."""
+    return [(t, [_copy(p) for p in parts(t).values()]) for t in tensors if not read_only(t)]
+
+
+def _copy(plain: Tensor) -> Tensor:
+    return (
+        as_bytes(plain).clone().view(plain.dtype).squeeze(-1)
+    )  # torch cannot clone 4-bit integers
+
+
+def restore(saved: Iterable[tuple[Tensor, Sequence[Tensor]]]) -> None:
+    """Write what `copies` has copied; FSDP may have moved a shard to other memory meanwhile."""
+    for tensor, values in saved:
+        for part, own in zip(parts(tensor).values(), values, strict=True):
+            same = part.dtype == own.dtype
+            overwrite(*((as_bytes(part), as_bytes(own)) if same else (part, own)))
+
+
+def check_values(name: str, tensor: Tensor) -> None:
+    """Raise ``ValueError`` if ``tensor``, a parameter or buffer called ``name``, has no values that
+    ranks can compare."""
+    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+        raise ValueError(
+            f"{name!r} has no shape yet, as in a LazyLinear: run one batch through the model "
+            "before making the optimizer"
+        )
+    if any(part.numel() and not part.data_ptr() for part in parts(tensor).values()):
+        raise ValueError(
+            f"{name!r} is a {type(tensor).__name__}, which does not tell what it consists of (it "
+            "has no __tensor_flatten__), so ranks cannot compare it: keep it outside of the "
+            "model's parameters and buffers"
+        )
