@@ -149,9 +149,10 @@ def check_two_messages(
     """``theirs`` sends, and ends; ``ours`` receives what `read` says. Returns the outcome."""
     rooms = [Room(size) for size in example.sizes]
     messages = (frames.Message * 2)()
+    checks = [ctypes.create_string_buffer(frames.check_bytes(size) + 1) for size in example.sizes]
     for index, (room, place) in enumerate(zip(rooms, (HERE, THERE), strict=True)):
         where = room.address, room.size, -1, ours.fileno(), True, index - 1
-        frames.begin(messages, index, place, 0, *where)
+        frames.begin(messages, index, place, 0, ctypes.addressof(checks[index]), *where)
     ours.setblocking(False)
     theirs.setblocking(False)
     outcome, which = FINE, 0

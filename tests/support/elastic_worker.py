@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+import forgetful
 import laconic
 
 OWN = ("samples", "clip", "fails_after", "linger", "signs")
@@ -122,6 +123,8 @@ def main(name: str, recipe: str, steps: int, coordinator: str, options: dict[str
 
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
+    if options.pop("hasten", False):
+        forgetful.hasten()
     if options.pop("hold", False):
         say("held")
         sys.stdin.readline()

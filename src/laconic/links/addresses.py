@@ -21,6 +21,7 @@ from typing import NamedTuple
 from laconic.errors import LinkError
 from laconic.links import forks
 from laconic.links.handshake import KEY_BYTES
+from laconic.links.sockets import watch
 from laconic.links.texts import clean
 
 PORTS, BIND, ADDRESS = "LACONIC_PORTS", "LACONIC_BIND", "LACONIC_ADDRESS"
@@ -99,6 +100,7 @@ def _listening(host: str, port: int) -> socket.socket:
             (host, port), family=family, backlog=socket.SOMAXCONN, dualstack_ipv6=both
         )
         forks.close_in_child(server)
+    watch(server)
     return server
 
 
@@ -110,6 +112,7 @@ def connect(host: str, port: int, seconds: float) -> socket.socket:
         with forks.guard:
             connection = socket.socket(family, socket.SOCK_STREAM)
             forks.close_in_child(connection)
+        watch(connection)
         connection.settimeout(seconds)
         try:
             connection.connect(address)

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_ti
 from torch.distributed.rendezvous import rendezvous
 
 from laconic.errors import LinkError
+from laconic.links.sockets import watch
 
 POLL = 0.02
 """Seconds between rank 0's looks for ranks that are missing."""
@@ -60,7 +61,9 @@ def listen_at(host: str, port: int) -> socket.socket | None:
     loopback = address.startswith("127.") or address == "::1"
     if not port or not host or (loopback and host not in (address, "localhost")):
         return None
-    return socket.create_server((address, port), family=found[0], backlog=socket.SOMAXCONN)
+    server = socket.create_server((address, port), family=found[0], backlog=socket.SOMAXCONN)
+    watch(server)
+    return server
 
 
 def serve(

@@ -18,11 +18,13 @@ import torch
 
 from laconic.errors import TIMEOUT, LinkError
 from laconic.links import health, job_secret, long_wait
+from laconic.links.addresses import Address
 from laconic.links.calls import FINISH, Call, CallPosition
 from laconic.links.handshake import SECRET_BYTES
 from laconic.links.health import NOTHING, Answer, Request, Verdict
 from laconic.links.long_wait import LongWait
 from laconic.links.rendezvous import ADVICE, UNREACHABLE_SECONDS
+from laconic.links.stalls import Counted, Stalls
 from laconic.links.texts import Gather, exchange_texts
 from laconic.links.wire import ChangedError, LostError, OtherCallError
 
@@ -168,6 +170,13 @@ class CallGuard:
         guard._addresses = [self._addresses[r] for r in members]
         return guard
 
+    def stalls(self, addresses: Sequence[str], connections: Counted) -> Stalls:
+        """What finds stalled ``connections``. ``addresses``: of all ranks' ends of them."""
+        keys = [Address.parse(address).key for address in addresses]
+        others = list(zip(self._addresses, keys, strict=True))
+        at = self._sequence.record, keys[self.rank], self.rank, self.ranks, others, connections
+        return Stalls(*at, resumes=True)
+
     def check_connecting(self) -> None:
         """Raise if a rank's process has ended while the ranks connect to each other."""
         self._raise_verdict()
@@ -295,13 +304,17 @@ class CallGuard:
 
     def _check_connections(self, transport: Transport) -> None:
         """Raise if a connection is closed that should be open."""
-        closed = {r: e for r, e in transport.closed().items() if r not in self._closed}
+        ended = transport.closed()
+        self._closed &= set(ended)  # the others were made again
+        closed = {r: e for r, e in ended.items() if r not in self._closed}
         if not closed or self._sequence.finished:
             return
         answers = self._ask()
         for r, failed in closed.items():
-            if self._ended_after(r) >= 0 or not (failed or answers[r].lost):
-                self._closed.add(r)  # in order, or its process lives and has closed its link
+            if self._ended_after(r) >= 0 or not answers[r].lost:
+                # in order, or its process lives: it has closed its link, or the next call makes
+                # the connection again
+                self._closed.add(r)
             elif failed or answers[r].missing == "gone":
                 self._blame(answers, "its connection is closed")
 

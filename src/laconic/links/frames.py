@@ -29,7 +29,7 @@ from typing import ClassVar
 from laconic import native
 from laconic.links import congestion
 
-VERSION = 8
+VERSION = 9
 """The version that ``wire.c`` must have."""
 
 FIELDS = struct.Struct("=QQQQ")  # the call's serial and id, bytes that follow, the digest
@@ -62,7 +62,7 @@ class Message(ctypes.Structure):
     _fields_: ClassVar = [
         ("header", ctypes.c_ubyte * HEADER_BYTES),
         ("got", ctypes.c_ubyte * HEADER_BYTES),
-        ("checks", ctypes.c_ubyte * CHECK_BYTES * AT_ONCE),
+        ("checks", ctypes.c_void_p),
         ("payload", ctypes.c_void_p),
         ("size", ctypes.c_int64),
         ("ready", ctypes.c_int64),
@@ -85,7 +85,7 @@ def array(count: int) -> type[ctypes.Array[Message]]:
     return Message * count
 
 
-_BEGUN = struct.Struct(f"@{HEADER_BYTES}s{HEADER_BYTES}x{CHECK_BYTES * AT_ONCE}xPqqqqqIiiii4x")
+_BEGUN = struct.Struct(f"@{HEADER_BYTES}s{HEADER_BYTES}xPPqqqqqIiiii4x")
 """Writes all fields of a `Message` at once, in a tenth of the time."""
 assert _BEGUN.size == ctypes.sizeof(Message), "laid out as the compiler does"
 
@@ -95,6 +95,7 @@ def begin(
     index: int,
     header: tuple[int, int],
     digest: int,
+    checks: int,
     address: int,
     size: int,
     ready: int,
@@ -103,14 +104,16 @@ def begin(
     after: int,
     bbr: bool = False,
 ) -> None:
-    """Begin ``messages[index]``, with ``size`` bytes at the ``address``. ``ready``: how many of
-    them can be sent; -1: not even the header. ``after``: the index of the preceding message on the
-    same connection in the same direction; -1: none. ``bbr``: whether it is sent over a connection
-    with BBR."""
+    """Begin ``messages[index]``, with ``size`` bytes at the ``address`` and room for its checksums
+    at ``checks``, see `check_bytes`. ``ready``: how many bytes can be sent; -1: not even the
+    header. ``after``: the index of the preceding message on the same connection in the same
+    direction; -1: none. ``bbr``: whether it is sent over a connection with BBR."""
     fields = FIELDS.pack(*header, size, digest)
     start = fields + _bytes(zlib.crc32(fields))
     counts = size, ready, 0, 0, 0, 0  # ready; moved, done, summed, sum
-    _BEGUN.pack_into(messages, index * _BEGUN.size, start, address, *counts, fd, comes, after, bbr)
+    _BEGUN.pack_into(
+        messages, index * _BEGUN.size, start, checks, address, *counts, fd, comes, after, bbr
+    )
 
 
 def move(
@@ -120,8 +123,8 @@ def move(
     `ALL`, until the first ``enough`` messages are complete; if `ALL_SENT`, until those of them are
     that are sent; if `WITHOUT_WAITING`, move whatever can move without waiting. Bytes of all
     messages move meanwhile. Gives up when no byte has moved for ``timeout`` ms. Returns the
-    outcome, the index of the message concerned (`INTERRUPTED`: 1 if bytes moved, else 0), and the
-    system's error number."""
+    outcome, the index of the message concerned (`INTERRUPTED` and `SILENT`: 1 if bytes moved, else
+    0), and the system's error number."""
     compiled = None if secured else library()
     if compiled is None:
         return _move_interpreted(messages, secured, until, enough, timeout)
@@ -135,7 +138,44 @@ def move(
 
 def is_complete(message: Message) -> bool:
     """Whether all of ``message`` has moved."""
-    return bool(message.moved == _on_wire(message, message.size))
+    return bool(message.moved == on_wire(message.size))
+
+
+def check_bytes(size: int) -> int:
+    """Bytes of the checksums in a message of ``size`` bytes."""
+    return -(-size // FRAME) * CHECK_BYTES
+
+
+def on_wire(size: int) -> int:
+    """Bytes of a message of ``size`` bytes, with its header and checksums."""
+    return HEADER_BYTES + size + check_bytes(size)
+
+
+def sent_bytes(message: Message, start: int) -> bytes | bytearray:
+    """What has been sent of ``message``, all of it, from byte ``start`` on."""
+    compiled = library()
+    if compiled is None:
+        return b"".join(_describe(message, start, message.size // FRAME + 1))
+    data = bytearray(message.moved - start)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(data))
+    compiled.laconic_sent(ctypes.byref(message), start, address)
+    return data
+
+
+def feed(message: Message, data: bytearray) -> int:
+    """Take the first bytes of ``data``, which have come already, into ``message``. Returns the
+    outcome."""
+    while data and _unfinished(message):
+        taken = 0
+        for part in _describe(message, message.moved):
+            piece = data[taken : taken + len(part)]
+            part[: len(piece)] = piece
+            taken += len(piece)
+        del data[:taken]
+        outcome = _advance(message, taken)
+        if outcome != FINE:
+            return outcome
+    return FINE
 
 
 @cache
@@ -147,6 +187,8 @@ def library() -> ctypes.CDLL | None:
             *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int),
             *(ctypes.c_void_p, ctypes.c_void_p),
         ]
+        found.laconic_sent.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+        found.laconic_sent.restype = None
         found.laconic_crc32.argtypes = [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int64]
         found.laconic_crc32.restype = ctypes.c_uint32
     return found
@@ -166,6 +208,7 @@ def crc32(address: int, size: int, before: int = 0) -> int:
 def _move_interpreted(
     messages: ctypes.Array[Message], secured: Secured, until: int, enough: int, timeout: int
 ) -> tuple[int, int, int]:
+    moved = False
     while True:
         waiting = [i for i in range(len(messages)) if _active(messages, i)]
         if not waiting or _reached(messages, until, enough):
@@ -178,8 +221,11 @@ def _move_interpreted(
                     return outcome, i, error
                 if messages[i].bbr:
                     _renew(messages, i)
-        if until == WITHOUT_WAITING or not ready:
-            return (FINE if until == WITHOUT_WAITING else SILENT), 0, 0
+        if until == WITHOUT_WAITING:
+            return FINE, 0, 0
+        if not ready:
+            return SILENT, int(moved), 0
+        moved = True
 
 
 def _reached(messages: ctypes.Array[Message], until: int, enough: int) -> bool:
@@ -229,8 +275,9 @@ def _on_wire(message: Message, size: int) -> int:
     """Bytes up to the first ``size`` bytes of the payload, with the checksum that ends them."""
     if size < 0:
         return 0
-    frames = -(-size // FRAME) if size == message.size else size // FRAME
-    return HEADER_BYTES + size + frames * CHECK_BYTES
+    if size == message.size:
+        return on_wire(size)
+    return HEADER_BYTES + size + size // FRAME * CHECK_BYTES
 
 
 def _unfinished(message: Message) -> bool:
@@ -243,7 +290,7 @@ def _active(messages: ctypes.Array[Message], index: int) -> bool:
     if not _unfinished(message):
         return False
     before = None if message.after < 0 else messages[message.after]
-    return before is None or before.moved == _on_wire(before, before.size)
+    return before is None or is_complete(before)
 
 
 def _payload(message: Message, start: int, end: int) -> memoryview:
@@ -273,14 +320,20 @@ def _begin_sum(message: Message) -> None:
     message.sum = zlib.crc32(bytes(header[: FIELDS.size]))
 
 
-def _describe(message: Message) -> list[memoryview]:
-    """What can be moved next."""
+def _check(message: Message, frame: int) -> memoryview:
+    """The checksum of a frame."""
+    at = message.checks + frame * CHECK_BYTES
+    return _view((ctypes.c_ubyte * CHECK_BYTES).from_address(at))
+
+
+def _describe(message: Message, moved: int, most: int = AT_ONCE) -> list[memoryview]:
+    """What can be moved next, once so many bytes have ``moved``: at most so many frames."""
     parts = []
-    if message.moved < HEADER_BYTES:
-        parts.append(_view(message.got if message.comes else message.header)[message.moved :])
+    if moved < HEADER_BYTES:
+        parts.append(_view(message.got if message.comes else message.header)[moved:])
     ready = message.size if message.comes else message.ready
-    frame, within = divmod(max(message.moved - HEADER_BYTES, 0), FRAME + CHECK_BYTES)
-    for check in message.checks:
+    first, within = divmod(max(moved - HEADER_BYTES, 0), FRAME + CHECK_BYTES)
+    for frame in range(first, first + most):
         start = frame * FRAME
         if start >= ready:
             break
@@ -293,9 +346,9 @@ def _describe(message: Message) -> list[memoryview]:
             if message.summed == 0:
                 _begin_sum(message)
             _sum_to(message, end)
-            check[:] = [*_bytes(message.sum)]
-        parts.append(_view(check)[max(within - (end - start), 0) :])
-        frame, within = frame + 1, 0
+            _check(message, frame)[:] = _bytes(message.sum)
+        parts.append(_check(message, frame)[max(within - (end - start), 0) :])
+        within = 0
     return parts
 
 
@@ -312,7 +365,7 @@ def _advance(message: Message, moved: int) -> int:
             return CHANGED
         if got[:CALL_BYTES] != bytes(message.header)[:CALL_BYTES]:
             return OTHER
-    first = frame = max(before - HEADER_BYTES, 0) // (FRAME + CHECK_BYTES)
+    frame = max(before - HEADER_BYTES, 0) // (FRAME + CHECK_BYTES)
     while (start := frame * FRAME) < message.size:
         end = min(start + FRAME, message.size)
         within = message.moved - HEADER_BYTES - frame * (FRAME + CHECK_BYTES)
@@ -322,22 +375,17 @@ def _advance(message: Message, moved: int) -> int:
             _sum_to(message, min(start + within, end))
         if within < end - start + CHECK_BYTES:
             break
-        came = bytes(message.checks[frame - first])
-        if message.comes and came != _bytes(message.sum):
+        if message.comes and _check(message, frame) != _bytes(message.sum):
             return CHANGED
         message.done = end
         frame += 1
-    if frame > first:
-        kept = [bytes(check) for check in message.checks[frame - first :]]
-        for check, value in zip(message.checks, kept, strict=False):
-            check[:] = [*value]
     return FINE
 
 
 def _step(message: Message, secured: ssl.SSLSocket | None) -> tuple[int, int]:
     """Move what can move without waiting."""
     while _unfinished(message):
-        parts = _describe(message)
+        parts = _describe(message, message.moved)
         try:
             if secured is not None:
                 moved = _move_secured(secured, parts, bool(message.comes))

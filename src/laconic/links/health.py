@@ -20,8 +20,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 from laconic.links import congestion, forks, handshake, tls
 from laconic.links.addresses import Address, listen
@@ -56,12 +57,16 @@ class Answer:
     """What a beacon answered about a link: the status of its process, the position in the link's
     calls, and the verdict that it knows. ``missing``, if there was no answer: ``"gone"`` (no
     program listens there any more), ``"silent"`` (the connection is open, and no answer came) or
-    ``"unreachable"`` (no connection). ``note``: what else the process says about the link."""
+    ``"unreachable"`` (no connection). ``note``: what else the process says about the link.
+    ``stalled``: the answer to `Again`; ``connection``: the one of this conversation, which remains
+    open then."""
 
     status: str
     position: CallPosition | None = None
     verdict: Verdict | None = None
     note: str = ""
+    stalled: bool = False
+    connection: socket.socket | None = None
     missing: Literal["", "gone", "silent", "unreachable"] = ""
 
     @property
@@ -80,16 +85,27 @@ UNREACHABLE = Answer("does not answer (its host is unreachable)", missing="unrea
 # -- what travels ----
 
 
+class Again(NamedTuple):
+    """The question whether the connection to the caller is stalled: its end of ``key`` has sent
+    more than the ``received`` bytes, or the caller's end has ``failed``."""
+
+    key: str
+    received: int
+    failed: bool
+
+
 class Request(NamedTuple):
     """What a caller sends to a beacon about a link: a verdict; or that its program ends in order,
-    and after how many calls (``left``); or nothing."""
+    and after how many calls (``left``); or a question about a connection; or nothing."""
 
     verdict: Verdict | None = None
     left: int | None = None
+    again: Again | None = None
 
     def pack(self) -> bytes:
         """As bytes, at most `MOST_BYTES` of them."""
-        return _json([_plain(self.verdict), self.left])
+        more = [] if self.again is None else [list(self.again)]
+        return _json([_plain(self.verdict), self.left, *more])
 
     @classmethod
     def unpack(cls, data: bytes) -> Request:
@@ -99,19 +115,25 @@ class Request(NamedTuple):
                 return cls(_verdict_of(verdict))
             case [verdict, left]:
                 return cls(_verdict_of(verdict), _integer(left))
-        raise ValueError("a request is a list of two")
+            case [None, None, [str(key), received, bool(failed)]]:
+                return cls(again=Again(key, _integer(received), failed))
+        raise ValueError("a request is a list of two, or of three")
 
 
 NOTHING = Request()
 
 
 def pack_answer(
-    status: str, position: CallPosition, verdict: Verdict | None, note: str = ""
+    status: str,
+    position: CallPosition,
+    verdict: Verdict | None,
+    note: str = "",
+    stalled: bool = False,
 ) -> bytes:
     """The answer of a beacon."""
     serial, call, left, broken = position
     where = [serial, None if call is None else [*shown(call)[:2]], left, broken]
-    more = [note[:MOST_NOTE]] if note else []
+    more = [note[:MOST_NOTE], stalled] if stalled else [note[:MOST_NOTE]] if note else []
     return _json([clean(status)[:MOST_STATUS], where, _plain(verdict), *more])
 
 
@@ -121,7 +143,8 @@ def unpack_answer(data: bytes) -> Answer:
         case [str(status), [serial, call, bool(left), bool(broken)], verdict, *more]:
             position = CallPosition(_integer(serial), _call_of(call), left, broken)
             note = "".join(clean(text)[:MOST_NOTE] for text in more[:1] if isinstance(text, str))
-            return Answer(clean(status)[:MOST_STATUS], position, _verdict_of(verdict), note=note)
+            at = clean(status)[:MOST_STATUS], position, _verdict_of(verdict), note
+            return Answer(*at, stalled=more[1:2] == [True])
     raise ValueError("an answer is a list of a status, a position and a verdict")
 
 
@@ -194,6 +217,18 @@ def _call_of(value: object) -> Call | None:
 # -- the beacon ----
 
 
+class End(Protocol):
+    """This rank's end of connections, as `laconic.links.stalls.Stalls` is."""
+
+    def is_stalled(self, number: int, again: Again) -> bool:
+        """Whether the connection to the rank ``number`` is."""
+        ...
+
+    def take(self, number: int, connection: socket.socket) -> bool:
+        """Take over a new ``connection`` to that rank, if it was stalled."""
+        ...
+
+
 @dataclass
 class LinkRecord:
     """What a beacon knows about one link of its process.
@@ -201,6 +236,7 @@ class LinkRecord:
     ``secret``: None until the ranks share one. ``left``: the ranks whose programs have ended in
     order, and after how many calls. ``rank``, ``others``: this rank, and the addresses of the other
     ranks' beacons, for when this program ends itself. ``note()``: what else callers are told.
+    ``ends``: this rank's connections, by key.
     """
 
     secret: bytes | None = None
@@ -210,6 +246,7 @@ class LinkRecord:
     rank: int = 0
     others: dict[int, str] = field(default_factory=dict)
     note: Callable[[], str] = str
+    ends: WeakValueDictionary[str, End] = field(default_factory=WeakValueDictionary)
 
     def adopt(self, verdict: Verdict) -> Verdict:
         """Adopt ``verdict`` unless the one before counts; returns the one that does."""
@@ -267,11 +304,11 @@ class Beacon:
                 request = Request(left=link.position.serial)
                 at = link.secret, link.rank, request
                 asked += [(a, *at) for r, a in link.others.items() if r not in link.left]
-        _ask_each(asked, ANSWER_SECONDS)
+        ask_each(asked, ANSWER_SECONDS)
 
     def _serve(self) -> None:
         talks = Talks()
-        talks.serve(self._server, self._exchange, ANSWER_SECONDS, lambda talk, error: None)
+        talks.serve(self._server, self._exchange, ANSWER_SECONDS, self._answered)
         while not self._closed:
             talks.turn()
         talks.close()
@@ -300,10 +337,21 @@ class Beacon:
             link.adopt(request.verdict)
         if request.left is not None:
             link.left[hello.number] = request.left
-        seconds = time.monotonic() - self._since
-        return pack_answer(
-            f"{self.status}, for {seconds:.0f} s", link.position, link.verdict, link.note()
-        )
+        again, end = request.again, self._end(hello, request)
+        stalled = again is not None and end is not None and end.is_stalled(hello.number, again)
+        status = f"{self.status}, for {time.monotonic() - self._since:.0f} s"
+        return pack_answer(status, link.position, link.verdict, link.note(), stalled)
+
+    def _end(self, hello: handshake.Hello, request: Request) -> End | None:
+        """What the caller asks about, if it does."""
+        ends = self.links[hello.key.hex()].ends
+        return None if request.again is None else ends.get(request.again.key)
+
+    def _answered(self, talk: Talk, error: Exception | None) -> None:
+        if error is None:
+            hello = handshake.Hello.unpack(talk.result[: handshake.HELLO_BYTES])
+            end = self._end(hello, Request.unpack(talk.result[handshake.HELLO_BYTES :]))
+            talk.kept = end is not None and end.take(hello.number, talk.connection)
 
 
 _beacons: list[Beacon] = []
@@ -352,7 +400,7 @@ def ask_all(
 ) -> list[Answer]:
     """As `ask`, all beacons at once. ``heard(index, answer)`` is called as soon as each answer, or
     that there is none, is known."""
-    return _ask_each([(a, secret, rank, request) for a in addresses], ANSWER_SECONDS, heard)
+    return ask_each([(a, secret, rank, request) for a in addresses], ANSWER_SECONDS, heard)
 
 
 class _Question:
@@ -380,6 +428,9 @@ class _Question:
             return
         try:
             self.answer = unpack_answer(talk.result)
+            if self.answer.stalled:
+                talk.kept = True
+                self.answer = replace(self.answer, connection=talk.connection)
         except ValueError:
             self.answer = OTHER  # it knows the secret, and runs another version
 
@@ -397,10 +448,13 @@ class _Question:
             self.answer = OTHER if isinstance(error, handshake.RefusedError) else ENDING
 
 
-def _ask_each(
-    asked: Sequence[tuple[str, bytes, int, Request]], seconds: float, heard: Heard | None = None
+def ask_each(
+    asked: Sequence[tuple[str, bytes, int, Request]],
+    seconds: float = ANSWER_SECONDS,
+    heard: Heard | None = None,
 ) -> list[Answer]:
-    """The answers, in that order. Waits for each at most ``seconds``."""
+    """The answers to questions, each an address, a secret, a rank and a request as in `ask`, in
+    that order. Waits for each at most ``seconds``."""
     questions = [_Question(*each) for each in asked]
     places = {question: index for index, question in enumerate(questions)}
     waiting, under_way = deque(questions), dict[_Question, float]()

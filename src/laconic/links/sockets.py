@@ -6,7 +6,12 @@ import contextlib
 import socket
 import struct
 import sys
+from array import array
 from collections.abc import Iterator
+
+if sys.platform.startswith("linux"):
+    import fcntl
+    import termios
 
 
 @contextlib.contextmanager
@@ -17,6 +22,37 @@ def borrowed(fd: int) -> Iterator[socket.socket]:
         yield connection
     finally:
         connection.detach()
+
+
+KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 5}
+"""A connection ends after 30 s in which the other host acknowledged none of 5 probes. That is long
+enough for a saturated network. The kernel of a stopped process still acknowledges them."""
+UNACKNOWLEDGED_MS = 30_000
+_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", None)  # only Linux has it
+
+
+def watch(connection: socket.socket, *, reads_at_once: bool = True) -> None:
+    """Have the system end ``connection``, or those that a listening socket accepts, after 30 s in
+    which the other host has acknowledged nothing. ``reads_at_once``: the other side reads whatever
+    comes. One that need not may be slow, and have full buffers. Linux would end the connection to
+    it, too, so what was sent and not acknowledged does not count then."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if name in vars(socket):  # not on every system
+            connection.setsockopt(socket.IPPROTO_TCP, vars(socket)[name], value)
+    if _USER_TIMEOUT is not None:
+        limit = UNACKNOWLEDGED_MS if reads_at_once else 0
+        connection.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, limit)
+
+
+def unacknowledged(fd: int) -> int:
+    """How many bytes were sent over a TCP connection that the other host has not acknowledged; 0 if
+    the system does not report it."""
+    if not sys.platform.startswith("linux"):
+        return 0
+    count = array("i", [0])
+    fcntl.ioctl(fd, termios.TIOCOUTQ, count)
+    return count[0]
 
 
 def tcp_info(fd: int, layout: struct.Struct) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from laconic.links import forks, secured, tls
 from laconic.links.handshake import Exchange, RefusedError
+from laconic.links.sockets import watch
 
 log = logging.getLogger("laconic")
 
@@ -166,6 +167,7 @@ class Talks:
         with forks.guard:
             connection = socket.socket(family, socket.SOCK_STREAM)
             forks.close_in_child(connection)
+        watch(connection)
         connection.setblocking(False)
         number = connection.connect_ex((host, port))
         if number not in (0, errno.EINPROGRESS):

@@ -28,7 +28,7 @@
 struct message {
     uint8_t header[HEADER]; /* what is sent, or expected, before the payload */
     uint8_t got[HEADER];    /* what came */
-    uint8_t checks[AT_ONCE][CHECK]; /* of the frames that are under way, the oldest first */
+    uint8_t *checks; /* the checksums of all frames */
     uint8_t *payload;
     int64_t size;  /* bytes of the payload */
     int64_t ready; /* how many of them may be sent; -1: not even the header */
@@ -47,7 +47,7 @@ enum { NOT = 0, USED = 1, RENEW = 2 };
 
 enum { FINE = 0, SILENT = 1, CLOSED = 2, OTHER = 3, FAILED = 4, INTERRUPTED = 5, CHANGED = 6 };
 
-EXPORT int laconic_version(void) { return 8; }
+EXPORT int laconic_version(void) { return 9; }
 
 /* -- checksums: CRC-32 as zlib computes it ---- */
 
@@ -182,10 +182,11 @@ static int describe(struct message *m, struct iovec *parts) {
             if (m->summed == 0)
                 begin_sum(m);
             sum_to(m, end);
-            memcpy(m->checks[i], &m->sum, CHECK);
+            memcpy(m->checks + CHECK * frame, &m->sum, CHECK);
         }
         int64_t passed = within > length ? within - length : 0;
-        parts[count++] = (struct iovec){m->checks[i] + passed, (size_t)(CHECK - passed)};
+        parts[count++] = (struct iovec){m->checks + CHECK * frame + passed,
+                                        (size_t)(CHECK - passed)};
     }
     return count;
 }
@@ -205,9 +206,8 @@ static int advance(struct message *m, int64_t moved) {
         if (memcmp(m->got, m->header, CALL))
             return OTHER;
     }
-    int64_t first = (before < HEADER ? 0 : before - HEADER) / (FRAME + CHECK);
-    int64_t body = m->moved - HEADER, frame = first;
-    for (;; frame++) {
+    int64_t body = m->moved - HEADER;
+    for (int64_t frame = (before < HEADER ? 0 : before - HEADER) / (FRAME + CHECK);; frame++) {
         int64_t start = frame * FRAME, end = least(start + FRAME, m->size);
         int64_t within = body - frame * (FRAME + CHECK);
         if (start >= m->size || within <= 0)
@@ -216,14 +216,28 @@ static int advance(struct message *m, int64_t moved) {
             sum_to(m, least(start + within, end));
         if (within < end - start + CHECK)
             break;
-        if (m->comes && memcmp(m->checks[frame - first], &m->sum, CHECK))
+        if (m->comes && memcmp(m->checks + CHECK * frame, &m->sum, CHECK))
             return CHANGED;
         m->done = end;
     }
-    if (frame > first) /* the checksums of frames that are not complete come first */
-        memmove(m->checks[0], m->checks[frame - first],
-                (size_t)(CHECK * (AT_ONCE - least(frame - first, AT_ONCE))));
     return FINE;
+}
+
+/* Copies what was sent of `m`, all of it, from byte `start` on. */
+EXPORT void laconic_sent(const struct message *m, int64_t start, uint8_t *out) {
+    if (start < HEADER)
+        memcpy(out, m->header + start, (size_t)(HEADER - start)), out += HEADER - start;
+    int64_t body = start < HEADER ? 0 : start - HEADER;
+    int64_t frame = body / (FRAME + CHECK), within = body % (FRAME + CHECK);
+    for (; frame * FRAME < m->size; frame++, within = 0) {
+        int64_t length = least(FRAME, m->size - frame * FRAME);
+        if (within < length)
+            memcpy(out, m->payload + frame * FRAME + within, (size_t)(length - within)),
+                out += length - within;
+        int64_t passed = within > length ? within - length : 0;
+        memcpy(out, m->checks + CHECK * frame + passed, (size_t)(CHECK - passed));
+        out += CHECK - passed;
+    }
 }
 
 /* Moves what can be moved at once. */
@@ -303,8 +317,8 @@ static int complete(const struct message *messages, int64_t end, int sent) {
 /* Until `enough` bytes of the payload of message `until` have come; for ALL and ALL_SENT, until the
    first `enough` messages are complete, or those of them that are sent; for AT_HAND, what can be
    moved at once. At most `timeout` ms in which not a byte moves: SILENT. CLOSED, OTHER, CHANGED,
-   FAILED with `error`: `which`. INTERRUPTED: to be called again, `which` tells whether any was
-   moved. */
+   FAILED with `error`: `which`. INTERRUPTED: to be called again. For this and SILENT, `which` tells
+   whether any was moved. */
 enum { ALL = -1, AT_HAND = -2, ALL_SENT = -3 };
 
 EXPORT int laconic_move(struct message *messages, int64_t count, int64_t until, int64_t enough,
@@ -326,10 +340,10 @@ EXPORT int laconic_move(struct message *messages, int64_t count, int64_t until, 
         if (n == 0 || reached)
             return FINE;
         int ready = poll(waits, n, until == AT_HAND ? 0 : timeout);
-        if (ready < 0 && errno == EINTR) { /* a signal may have to be handled */
+        if (ready == 0 || (ready < 0 && errno == EINTR))
             *which = moved(messages, count) != before;
+        if (ready < 0 && errno == EINTR) /* a signal may have to be handled */
             return INTERRUPTED;
-        }
         if (ready < 0) {
             *which = numbers[0], *error = errno;
             return FAILED;

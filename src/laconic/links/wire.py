@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import secrets
 import select
@@ -17,8 +18,11 @@ import socket
 import ssl
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from laconic.errors import LinkError
@@ -26,15 +30,21 @@ from laconic.links import congestion, forks, frames, handshake
 from laconic.links.addresses import Address, listen
 from laconic.links.connect import Connecting
 from laconic.links.link import Sent
-from laconic.links.sockets import borrowed, tcp_info
+from laconic.links.sockets import borrowed, tcp_info, unacknowledged, watch
+from laconic.links.stalls import Stalls
 
-KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 5}
-"""A connection ends after 30 s in which the other host acknowledged none of 5 probes. That is long
-enough for a saturated network. The kernel of a stopped process still acknowledges them."""
+log = logging.getLogger("laconic")
+
 _HANG_UP = getattr(select, "POLLRDHUP", 0)  # only Linux reports it before everything was read
 _INFO = struct.Struct("=52x2I")  # struct tcp_info up to tcpi_last_data_recv, tcpi_last_ack_recv
 _LEAST, NO_SAMPLE = struct.Struct("=148xI"), 2**32 - 1  # tcpi_min_rtt
 _SENT = struct.Struct("=100xI16xQ28xI8xQ")  # total_retrans, bytes_acked, data_segs_out, busy_time
+_POSITION = struct.Struct(">Q")
+SPARE = 2**19
+"""How many more bytes are kept than the other host has not acknowledged: TLS takes in whole records
+only, and a proxy acknowledges what it may lose."""
+STALLED = -1
+FORGOTTEN = "a firewall or NAT between them has forgotten it"
 
 
 class OtherCallError(LinkError):
@@ -65,6 +75,32 @@ class ChangedError(LinkError):
         self.rank = rank
 
 
+class Kept:
+    """The last bytes that were sent, up to byte ``end``."""
+
+    def __init__(self) -> None:
+        self.end = self._size = 0
+        self._pieces: deque[bytes | bytearray] = deque()
+
+    def add(self, end: int, data: bytes | bytearray, most: int) -> None:
+        """The next bytes up to ``end``, of which ``data`` are the last. ``most``: how many are
+        enough."""
+        if end - self.end > len(data):
+            self._pieces.clear()
+            self._size = 0
+        self._pieces.append(data)
+        self._size += len(data)
+        while self._size - len(self._pieces[0]) >= most:
+            self._size -= len(self._pieces.popleft())
+        self.end = end
+
+    def since(self, position: int) -> bytes | None:
+        """All from byte ``position`` on; None if it was not kept."""
+        if position < self.end - self._size:
+            return None
+        return b"".join(self._pieces)[max(self._size - (self.end - position), 0) :]
+
+
 class Connections(dict[int, int]):
     """The file descriptors of connected sockets, by rank. Closed when this object is freed."""
 
@@ -77,6 +113,15 @@ class Connections(dict[int, int]):
         """Those that use TLS, by file descriptor."""
         self.bbr: dict[int, congestion.Bbr] = {}
         """Those whose congestion control is BBR, by file descriptor."""
+        self.stalls: Stalls | None = None
+        self.totals: dict[tuple[int, bool], int] = {}
+        """How many bytes have moved before the messages under way, by rank, and by whether they
+        have come from there."""
+        self.early: dict[int, bytearray] = {}
+        """What was read from an earlier connection before its messages were due, by rank."""
+        self._kept: dict[int, Kept] = {}
+        """What may have to be sent again of messages whose memory may change, by the rank that they
+        are for."""
         self._process = os.getpid()
         forks.close_in_child(self)
 
@@ -100,6 +145,69 @@ class Connections(dict[int, int]):
             self.bbr[self[rank]] = bbr
         if before is not None:
             self._close(before)
+
+    # -- what has moved, over one connection after another ----
+
+    def moved(self, rank: int, comes: bool) -> int:
+        """How many bytes were sent to ``rank``, or have come from it (``comes``). For any
+        thread."""
+        traffic, total = self.traffic, self.totals.get((rank, comes), 0)
+        if traffic is not None:
+            at = zip(traffic.ranks, traffic.messages, strict=False)
+            total += sum(m.moved for r, m in at if r == rank and bool(m.comes) == comes)
+        return total + (len(self.early.get(rank, b"")) if comes else 0)
+
+    def feed(self) -> tuple[int, int, int]:
+        """Take in what was read early. Returns what `frames.move` does."""
+        traffic = self.traffic
+        for rank, data in self.early.items():
+            for i, r in enumerate(traffic.ranks if traffic is not None and data else ()):
+                assert traffic is not None
+                if r == rank and traffic.messages[i].comes:
+                    outcome = frames.feed(traffic.messages[i], data)
+                    if outcome != frames.FINE:
+                        return outcome, i, 0
+        return frames.FINE, 0, 0
+
+    def release(self, traffic: Traffic, messages: Mapping[int, int]) -> None:
+        """The memory of these ``messages``, which were sent, may change, by rank: keep what may
+        have to be sent again."""
+        for rank, index in messages.items():
+            message, most = traffic.messages[index], SPARE + unacknowledged(self[rank])
+            data = frames.sent_bytes(message, max(message.moved - most, 0))
+            if rank not in self._kept:
+                self._kept[rank] = Kept()
+            self._kept[rank].add(traffic.starts[index] + message.moved, data, most)
+
+    def drain(self, rank: int) -> int:
+        """Read what the system has received over the connection to ``rank``, which is used no more.
+        Returns how many bytes have come from there in all."""
+        fd, early = self[rank], self.early.setdefault(rank, bytearray())
+        with borrowed(fd) as plain, contextlib.suppress(OSError):  # there is nothing, or no more
+            while piece := self.secured.get(fd, plain).recv(2**16):
+                early += piece
+        return self.moved(rank, True)
+
+    def kept(self, rank: int, position: int) -> bytes | None:
+        """What was sent to ``rank`` from byte ``position`` on and is no message under way; None if
+        it was not kept."""
+        kept = self._kept.get(rank, Kept())
+        return kept.since(position)
+
+    def go_on(self, rank: int, connection: socket.socket, position: int) -> None:
+        """Messages go on over another connection to ``rank``, where all up to ``position`` has
+        come, or was sent again."""
+        self.keep(rank, connection)
+        traffic, fd = self.traffic, self[rank]
+        assert traffic is not None, "a message waits"
+        end = self._kept[rank].end if rank in self._kept else 0
+        for r, message, start in zip(traffic.ranks, traffic.messages, traffic.starts, strict=True):
+            if r != rank:
+                continue
+            message.fd = fd
+            if not message.comes and start >= end:
+                message.bbr = fd in self.bbr
+                message.moved = min(message.moved, max(position - start, 0))
 
     def sent(self) -> dict[int, Sent]:
         """What was sent to each rank so far; empty where the system does not report it."""
@@ -135,6 +243,8 @@ class Connections(dict[int, int]):
 
     def shutdown(self) -> None:
         """End all connections, here and at the other ranks, so that waiting threads return."""
+        if self.stalls is not None:
+            self.stalls.ended = True
         for fd in self.values():
             with borrowed(fd) as connection, contextlib.suppress(OSError):  # it has ended already
                 connection.shutdown(socket.SHUT_RDWR)
@@ -151,6 +261,10 @@ class Traffic:
         self.messages = frames.array(0)()
         self.ranks: list[int] = []
         """The rank that each message is for, or comes from."""
+        self.starts: list[int] = []
+        """How many bytes were sent to that rank, or came from it, before each message."""
+        self.ends: dict[tuple[int, bool], int] = {}
+        """How many will have been after all of these messages, as in `Connections.totals`."""
         self.latest: dict[tuple[int, bool], int] = {}
         """The last message by rank, and by whether it comes from there."""
         self.transfers = 0
@@ -158,7 +272,10 @@ class Traffic:
         self.tensors: list[Tensor] = []
         """Bytes of all messages move in any of the transfers, so all of their memory is kept."""
         self.failure: tuple[int, int, int] | None = None
-        """What `frames.move` has returned; not the error, which would hold the connections."""
+        """What `frames.move` has returned, or `STALLED`; not the error, which would hold the
+        connections."""
+        self.stalled = ""
+        """Why, where it is `STALLED`."""
 
     def is_complete(self, index: int) -> bool:
         """Whether a message has moved as a whole; -1: there is none."""
@@ -216,18 +333,27 @@ class Transfer:
                 raise ValueError(
                     f"a message is contiguous and on the CPU, not {x.device} {x.stride()}"
                 )
+        room = torch.empty(
+            sum(frames.check_bytes(x.nbytes) for _, x, _ in messages), dtype=torch.uint8
+        )
+        checks = room.data_ptr()
         idle = [r for r in sends if traffic.is_complete(traffic.latest.get((r, False), -1))]
         first = len(traffic.ranks)
         traffic.grow(len(messages))
         for index, (r, x, comes) in enumerate(messages, first):
-            size, after = x.numel() * x.element_size(), traffic.latest.get((r, comes), -1)
+            size, after = x.nbytes, traffic.latest.get((r, comes), -1)
             fd = connections[r]
-            where = x.data_ptr(), size, size if ready else -1, fd, comes, after
+            where = checks, x.data_ptr(), size, size if ready else -1, fd, comes, after
             bbr = fd in connections.bbr and not comes
             frames.begin(traffic.messages, index, header, digest, *where, bbr=bbr)
+            checks += frames.check_bytes(size)
+            start = traffic.ends.get((r, comes), connections.totals.get((r, comes), 0))
+            traffic.starts.append(start)
+            traffic.ends[r, comes] = start + frames.on_wire(size)
             traffic.latest[r, comes] = index
             traffic.ranks.append(r)
             traffic.tensors.append(x)
+        traffic.tensors.append(room)
         self._end = len(traffic.ranks)
         self._incoming = dict(zip(receives, range(first, self._end), strict=False))
         self._outgoing = dict(zip(sends, range(first + len(receives), self._end), strict=True))
@@ -259,9 +385,13 @@ class Transfer:
             self._move(index, traffic.messages[index].size if size is None else size)
             return
         self._wait_for_all(frames.ALL)
+        connections = self.connections
+        if connections.stalls is not None and connections.stalls.resumes:
+            connections.release(traffic, self._outgoing)
         traffic.transfers -= 1
         if not traffic.transfers:
-            self.connections.traffic = None
+            connections.traffic = None
+            connections.totals.update(traffic.ends)
 
     def wait_sent(self) -> None:
         """Wait until all messages are sent, as far as the kernel accepts them. Raises the same
@@ -282,23 +412,147 @@ class Transfer:
         traffic = self._traffic
         if traffic.failure is not None:  # what has moved since was not checked
             raise self._error(*traffic.failure)
-        outcome, left = frames.INTERRUPTED, self._timeout
-        while outcome == frames.INTERRUPTED and left > 0:  # Python's handlers run in between
-            start = time.monotonic()
-            milliseconds = min(max(round(1000 * left), 1), 2**31 - 1)
-            at = traffic.messages, self.connections.secured
-            outcome, index, error = frames.move(*at, until, enough, milliseconds)
-            if outcome == frames.INTERRUPTED:
-                moved = index  # whether any did
-                left = self._timeout if moved else left - (time.monotonic() - start)
-        if outcome == frames.FINE:
-            return
+        connections, now = self.connections, time.monotonic()
+        quiet_since = now
+        while True:
+            left = quiet_since + self._timeout - now
+            seconds = max(left, 0.001)
+            if connections.stalls is not None:
+                seconds = min(seconds, connections.stalls.look_seconds)
+            milliseconds = min(max(round(1000 * seconds), 1), 2**31 - 1)
+            outcome, index, error = connections.feed()
+            if outcome == frames.FINE:
+                at = traffic.messages, connections.secured, until, enough, milliseconds
+                outcome, index, error = frames.move(*at)
+            if outcome == frames.FINE:
+                return
+            now = time.monotonic()
+            if outcome in (frames.SILENT, frames.INTERRUPTED):
+                if index:  # whether any byte moved
+                    quiet_since = now if outcome == frames.INTERRUPTED else now - seconds
+                if self._look(quiet_since, now):
+                    quiet_since = now = time.monotonic()
+                elif now - quiet_since >= self._timeout:  # Python's handlers run in between
+                    break
+            elif outcome in (frames.CLOSED, frames.FAILED) and self._ended(index):
+                quiet_since = now = time.monotonic()
+            else:
+                break
         traffic.failure = outcome, index, error
         traffic.tensors.clear()  # nothing moves any more
+        if connections.stalls is not None:
+            connections.stalls.ended = True
         raise self._error(*traffic.failure)
 
+    # -- connections that are made again ----
+
+    def _look(self, quiet_since: float, now: float) -> bool:
+        """Nothing has moved since then. Returns whether a connection was made again."""
+        stalls, traffic = self.connections.stalls, self._traffic
+        if stalls is None:
+            return False
+        for rank in list(stalls.offered):
+            if self._go_on(stalls, rank, stalls.offered.pop(rank)):
+                return True
+        each = zip(traffic.ranks, traffic.messages, strict=True)
+        waited_for = sorted({r for r, m in each if m.comes and not frames.is_complete(m)})
+        found = stalls.ask(waited_for, now - quiet_since)
+        made = []
+        for rank, answer in found.items():
+            if answer.connection is None:
+                continue
+            if not stalls.resumes:
+                answer.connection.close()
+                why = f"the connection to rank {self.names[rank]} lets no byte pass: {FORGOTTEN}"
+                log.warning("%s. It is made again", why)
+                self._fail(why)
+            made.append(self._go_on(stalls, rank, answer.connection, calls=True))
+        return any(made)
+
+    def _ended(self, index: int) -> bool:
+        """The connection of message ``index`` has ended. Returns whether it was made again."""
+        stalls, rank = self.connections.stalls, self._traffic.ranks[index]
+        if stalls is None or not stalls.resumes:
+            return False
+        until = time.monotonic() + self._timeout
+        while not stalls.ended and time.monotonic() < until:
+            offered = stalls.offered.pop(rank, None)
+            if offered is not None and self._go_on(stalls, rank, offered):
+                return True
+            answer = stalls.call([rank], failed=True).get(rank)
+            if answer is None or answer.connection is None:
+                return False
+            if self._go_on(stalls, rank, answer.connection, calls=True):
+                return True
+            stalls.wait()
+        return False
+
+    def _go_on(
+        self, stalls: Stalls, rank: int, connection: socket.socket, *, calls: bool = False
+    ) -> bool:
+        """Go on over a new ``connection`` to ``rank``, which this rank has made (``calls``) or the
+        other one. Both say how much they have received, and send the rest again. Returns whether
+        that worked: the other one may be busy."""
+        connections, came = self.connections, bytearray()
+
+        def give_up() -> bool:
+            """While this rank waits, others may wait for it. Of two connections between two ranks,
+            the one that the higher rank has made is used."""
+            for r in [r for r in stalls.offered if r != rank]:
+                self._go_on(stalls, r, stalls.offered.pop(r))
+            return calls and stalls.rank < rank and rank in stalls.offered
+
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(connection.close)
+            try:
+                configure(connection)
+                received = connections.drain(rank)
+                own = _POSITION.pack(received)
+                # the caller may have given up: only its answer says that it goes on
+                first, second = (b"", own) if calls else (own, b"")
+                if not stalls.exchange(connection, first, len(own), came, give_up):
+                    return False
+                (position,) = _POSITION.unpack_from(came)
+                again = connections.kept(rank, position)
+                if again is None or stalls.in_vain(rank, (received, position)):
+                    self._fail(self._why(rank, again is None))
+                if not stalls.exchange(connection, second + again, 0, came, lambda: False):
+                    return False
+            except OSError:
+                return False
+            on_failure.pop_all()
+        stalls.offered.pop(rank, None)
+        connections.go_on(rank, connection, position)
+        connections.early[rank] += came[len(own) :]
+        log.warning(
+            "the connection to rank %d was lost while both processes live, and was made again: %s",
+            *(self.names[rank], FORGOTTEN),
+        )
+        return True
+
+    def _fail(self, why: str) -> NoReturn:
+        self._traffic.stalled = why
+        self._traffic.failure = STALLED, 0, 0
+        if self.connections.stalls is not None:
+            self.connections.stalls.ended = True
+        raise self._error(*self._traffic.failure)
+
+    def _why(self, rank: int, lost: bool) -> str:
+        pair = f"the connection to rank {self.names[rank]}"
+        if lost:
+            return (
+                f"{pair} was lost though both processes live, with bytes that it had acknowledged"
+            )
+        return (
+            f"{pair} was made again, and again lets nothing pass, though both processes live. If "
+            "small messages pass and large ones do not, lower the MTU of the path (`ip link set "
+            "mtu 1400`); see `laconic doctor`"
+        )
+
     def _error(self, outcome: int, index: int, number: int) -> LostError | LinkError:
-        """Of what `frames.move` has returned."""
+        """Of `Traffic.failure`."""
+        if outcome == STALLED:
+            return LostError(self._traffic.stalled)
         if outcome in (frames.SILENT, frames.INTERRUPTED):
             return LostError(f"nothing was sent or received for {self._timeout:g} s")
         rank, message = self._traffic.ranks[index], self._traffic.messages[index]
@@ -315,10 +569,7 @@ def configure(connection: socket.socket) -> None:
     """Set the options of a connection for messages."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     congestion.choose(connection)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():
-        if name in vars(socket):  # not on every system
-            connection.setsockopt(socket.IPPROTO_TCP, vars(socket)[name], value)
+    watch(connection, reads_at_once=False)
 
 
 class Wire:

@@ -17,6 +17,8 @@ from laconic.links.collectives import Collectives
 from laconic.links.connect import Connecting
 from laconic.links.elastic.view import Member, View
 from laconic.links.handshake import KEY_BYTES
+from laconic.links.health import LinkRecord
+from laconic.links.stalls import Stalls
 from laconic.links.wire import ChangedError, Connections, LostError, configure
 
 log = logging.getLogger("laconic")
@@ -40,9 +42,16 @@ class Mesh:
         self.names: Sequence[int] = range(len(view.members))
         self.connections = Connections()
 
-    def connect(self, server: socket.socket, secret: bytes, check: Callable[[], None]) -> None:
+    def connect(
+        self,
+        server: socket.socket,
+        secret: bytes,
+        check: Callable[[], None],
+        record: LinkRecord | None = None,
+    ) -> None:
         """Connect to all members, which must do so too. ``server`` accepts those that call;
-        ``check()`` raises where waiting is in vain."""
+        ``check()`` raises where waiting is in vain. ``record``: what this worker's beacon knows,
+        with which stalled connections are found."""
         key = blake2b(self.view.pack().encode(), key=secret, digest_size=KEY_BYTES).digest()
 
         def keep(rank: int, connection: socket.socket) -> None:
@@ -55,6 +64,10 @@ class Mesh:
             Connecting(*at).run(server, addresses, check)
         except LinkError as error:
             raise Interrupted(str(error)) from error
+        if record is not None:
+            beacons = [(m.beacon, key.hex()) for m in self.view.members]
+            where = record, key.hex(), self.place, self.names, beacons, self.connections
+            self.connections.stalls = Stalls(*where, resumes=False)
 
 
 class Guard:

@@ -28,6 +28,7 @@ from laconic.links import attempts, job_secret, tls
 from laconic.links.elastic import tls_store
 from laconic.links.elastic.view import MOST_MEMBERS, Member, View
 from laconic.links.handshake import SECRET_BYTES
+from laconic.links.sockets import watch
 from laconic.links.texts import clean
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def serve(host: str, port: int) -> Store | tls_store.Server:
         return tls_store.Server(host, port, contexts.server)
     address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listening = socket.create_server(address[4][:2], family=address[0], backlog=socket.SOMAXCONN)
+    watch(listening)
     return attempts.serve(listening, host, port, None, wait=False)
 
 

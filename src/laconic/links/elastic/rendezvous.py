@@ -135,7 +135,8 @@ class Rendezvous:
             mesh = Mesh(view, self._members.me, self._members.rules.limit)
             try:
                 check = partial(self._check_latest, view)
-                mesh.connect(self._server, self._members.secret, check)
+                members = self._members
+                mesh.connect(self._server, members.secret, check, members.record)
                 with self._lock:
                     self._mesh = mesh
                 check()

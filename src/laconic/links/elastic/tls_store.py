@@ -29,8 +29,9 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
-from laconic.links import forks, tls, wire
+from laconic.links import forks, tls
 from laconic.links.addresses import connect
+from laconic.links.sockets import watch
 from laconic.links.talks import log_refused
 from laconic.links.texts import clean
 
@@ -101,6 +102,7 @@ class Server:
                 address[4][:2], family=address[0], backlog=socket.SOMAXCONN
             )
             forks.close_in_child(listening)
+        watch(listening)
         serving = _Serving(listening, context)
         thread = threading.Thread(target=serving.run, daemon=True, name="laconic-coordinator")
         thread.start()
@@ -195,7 +197,7 @@ class _Serving:
             if self._ended:
                 return
             client.settimeout(None)
-            wire.configure(client)
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             client.sendall(_packed(GREETING))
             while True:
                 (length,) = _LENGTH.unpack(_read(client, _LENGTH.size))
@@ -255,7 +257,7 @@ class Client:
             greeting = None
         if greeting != GREETING:
             raise UntrustedError("is another program with a certificate of this job's CA")
-        wire.configure(self._connection)
+        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all ``keys`` have values."""
