@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from laconic.links.handshake import RefusedError
 from laconic.links.health import Request, Verdict
 from laconic.links.tcp import TcpLink
 from laconic.links.texts import clean
+from laconic.links.torch_link import TorchLink
 from laconic.links.wire import Connections, Wire
 
 import gloo
@@ -635,3 +637,22 @@ def test_what_a_connection_tells_without_a_message(pool: gloo.Pool) -> None:
     (times, before, after), _ = pool.run(hears, ranks=2)
     assert before == {} and after == {1: False}
     assert times[0] == 0.0 and 0.0 <= times[1] < 10.0
+
+
+def comes_and_sends_nothing(rank: int) -> str:
+    """What a rank raises whose message does not come, although the other one is in the same
+    call."""
+    link = TorchLink(gloo._groups[2], torch.device("cpu"), timedelta(seconds=2))
+    link.begin_call(Call(1, "a round"), wait=False)
+    try:
+        link.broadcast(torch.zeros(1000), 1 - rank) if rank == 0 else time.sleep(5)
+    except LinkError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.fault("a path that drops full packets was found by a time-out that did not say so")
+def test_large_messages_do_not_arrive_and_small_ones_do(pool: gloo.Pool) -> None:
+    first, _ = pool.run(comes_and_sends_nothing, ranks=2)
+    assert "nothing was sent or received for 2 s" in first
+    assert "MTU is smaller than this host's. `laconic doctor` tests that" in first

@@ -34,6 +34,12 @@ the second."""
 PEERS_SECONDS = 0.5
 """How often `CallGuard.check_peers` looks whether the connections are still open."""
 
+SWALLOWED = (
+    "all connections are open and small messages pass, but no large one arrives: a part of the "
+    "path may drop full packets, since its MTU is smaller than this host's. `laconic doctor` tests "
+    "that between hosts; a smaller MTU of the network interfaces avoids it"
+)
+
 Answers = dict[int, Answer]
 """What beacons answered, by rank of the link."""
 
@@ -434,6 +440,8 @@ class CallGuard:
         parts = [self._describe(r, answers[r]) for r in silent + gone or behind or answers]
         if len(silent) == self.size - 1 > 1:
             parts.append("all others at once: this rank's own network may be down")
+        if answers and not blamed and self._transport is not None and not self._transport.closed():
+            parts.append(SWALLOWED)
         who = "; ".join(parts) or "a rank was lost before the ranks had met"
         text = f"{who}. {ADVICE}. ({reason})"
         self.conclude(text, [self.ranks[r] for r in blamed], answers)
