@@ -18,9 +18,11 @@ import torch.distributed as dist
 
 from laconic.errors import LinkError
 from laconic.links.elastic import registry as module
+from laconic.links.elastic.founding import found
 from laconic.links.elastic.registry import CoordinatorError, Registry, parse_address, serve
 from laconic.links.elastic.view import Member, View
 from laconic.links.handshake import SECRET_BYTES
+from laconic.links.health import Beacon
 
 import gloo
 
@@ -355,6 +357,14 @@ def test_workers_enter(make: Made) -> None:
     assert first.entered(range(1, 9)) == {}
 
 
+def test_workers_that_have_ended_are_forgotten(make: Made) -> None:
+    registry = make()
+    for each in (A, B, C):
+        registry.enter(each)
+    registry.propose(View(1, (A,)), {B.id: "has ended"})
+    assert make().entered() == {1: A, 3: C} and make().enter(B) == 4
+
+
 def test_workers_of_another_program_are_no_part_of_a_run(make: Made) -> None:
     first, second = make(), make()
     first.program, second.program = "one", "two"
@@ -382,33 +392,47 @@ def test_many_enter_at_once(make: Made) -> None:
     assert make().entered() == {number: member(n + 1) for n, number in enumerate(numbers)}
 
 
-def test_a_ticket_that_is_being_written(make: Made, raw: Any) -> None:
-    registry = make()
-    registry.enter(A)
-    assert raw.add("tickets", 1) == 2
-    registry.enter(C)
-    assert registry.entered() == {1: A, 3: C}
-    raw.set("ticket/2", View(1, (B,)).pack())
-    assert registry.entered() == {1: A, 2: B, 3: C}
+@pytest.mark.parametrize("value", [*GARBAGE[:-1], "[[1, [], 2]]"])
+def test_a_list_of_workers_that_is_none(make: Made, raw: Any, value: Any) -> None:
+    raw.set("entered", value)
+    for use in (Registry.entered, lambda registry: registry.enter(A)):
+        with pytest.raises(LinkError, match=DAMAGED + "entered: ") as error:
+            use(make())
+        assert "\n" not in str(error.value) and len(str(error.value)) < 1000
 
 
-@pytest.mark.parametrize("value", GARBAGE)
-def test_a_ticket_that_is_none(make: Made, raw: Any, value: Any) -> None:
-    raw.add("tickets", 1)
-    raw.set("ticket/1", value)
-    with pytest.raises(LinkError, match=DAMAGED + "ticket/1: (not )?a view") as error:
-        make().entered()
-    assert "\n" not in str(error.value)
-
-
-def test_the_count_of_tickets_is_none(make: Made, raw: Any) -> None:
+def test_the_count_of_workers_is_none(make: Made, raw: Any) -> None:
     """The store closes that connection; the next call makes another one."""
-    raw.set("tickets", "garbage")
+    raw.set("numbers", "garbage")
     registry = make()
     with pytest.raises(CoordinatorError):
-        registry.entered()
+        registry.enter(A)
     registry.connect(time.monotonic() + 60)
     assert registry.latest() is None
+
+
+@pytest.mark.fault("joining took longer with every worker that had ever come")
+def test_joining_after_many_takes_as_many_calls_as_after_few(
+    monkeypatch: pytest.MonkeyPatch, make: Made
+) -> None:
+    calls, call = list[None](), module._Client.call
+    beacon = Beacon("127.0.0.1")
+    registry, newcomer = make(), make()
+    secret = registry.secret()
+    alive = A._replace(beacon=beacon.enroll(secret))
+    registry.enter(alive)
+    view = registry.propose(View(1, (alive,)))
+    monkeypatch.setattr(module._Client, "call", lambda *at: (calls.append(None), call(*at))[1])
+    taken = []
+    for number in range(2, 42):
+        registry.enter(member(number))
+        view = registry.propose(view.after({}, [member(number)]))
+        view = registry.propose(view.after({member(number).id: "has ended"}, []))
+        calls.clear()
+        assert found(newcomer, member(99), secret, need=1, expected=1, wait=9.0)[1]
+        taken.append(len(calls))
+    beacon.close()
+    assert taken[-1] <= taken[4]
 
 
 # -- a store that has lost what it knew ----

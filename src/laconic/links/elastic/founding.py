@@ -111,7 +111,8 @@ def found(
         elif first == number and len(living) >= need and settled and not before.unclear:
             members = tuple(m for _, m in sorted(known.items()) if m in living)
             epoch = 1 if latest is None else latest.epoch + 1
-            registry.propose(View(epoch, members, "the run begins"))
+            gone = [m.id for m in known.values() if m not in living]
+            registry.propose(View(epoch, members, "the run begins"), gone)
         elif now >= end:
             raise LinkError(
                 f"{len(living)} of {need} workers have come to the coordinator at {at} within "

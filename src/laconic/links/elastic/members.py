@@ -320,7 +320,7 @@ class Members:
             proposed = view.after(lost, new)
             if self._leaving:
                 proposed = replace(proposed, farewell=(self.me.id, self.farewell()))
-            self._decided(self.registry.propose(proposed))
+            self._decided(self.registry.propose(proposed, lost))
 
     def _due_newcomers(self, view: View) -> list[Member]:
         """Those to be in the next view. A view ends the transfers under way, so they wait until

@@ -9,6 +9,7 @@ know: `Registry.restore`. Under TLS the store is another one (`laconic.links.ela
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import queue
 import re
@@ -17,7 +18,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from laconic.errors import LinkError
 from laconic.links import attempts, job_secret, tls
 from laconic.links.elastic import tls_store
-from laconic.links.elastic.view import MOST_MEMBERS, Member, View
+from laconic.links.elastic.view import MOST_MEMBERS, Member, View, unpack_member
 from laconic.links.handshake import SECRET_BYTES
 from laconic.links.sockets import watch
 from laconic.links.texts import clean
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
+Entered = dict[int, tuple[Member, str]]
+"""By number: a worker, and what it is about."""
 
 log = logging.getLogger("laconic")
 
@@ -49,7 +52,10 @@ EXIT_SECONDS = CALL_SECONDS + 1
 """How long a process that ends waits for a call of the store to return."""
 _ADDRESS = re.compile(r"\[([0-9a-fA-F:.]+)\](?::(\d{1,5}))?|([\w.-]+)(?::(\d{1,5}))?", re.ASCII)
 """A host name, an IPv4 address, or an IPv6 address in brackets; and a port."""
-SECRET, ABOUT, LATEST, TICKETS = "secret", "about", "latest", "tickets"
+SECRET, ABOUT, LATEST = "secret", "about", "latest"
+ENTERED, NUMBERS = "entered", "numbers"
+"""The workers that want to take part and those that do, in one value, which takes one call to read;
+and how many there have ever been."""
 
 
 class CoordinatorError(LinkError):
@@ -232,9 +238,10 @@ class Registry:
                     say = until
             time.sleep(RETRY_SECONDS)
 
-    def _first(self, key: str, value: str) -> str:
-        """Write ``value`` unless there is one; returns what is there."""
-        found: bytes = self._call(lambda store: store.compare_set(key, "", value))
+    def _first(self, key: str, value: str, *, instead_of: str = "") -> str:
+        """Write ``value`` unless there is another one than ``instead_of``; returns what is
+        there."""
+        found: bytes = self._call(lambda store: store.compare_set(key, instead_of, value))
         return found.decode(errors="replace")
 
     def _read(self, key: str) -> str | None:
@@ -286,8 +293,7 @@ class Registry:
     def about(self, text: str, instead_of: str = "") -> str:
         """What the job is about: ``text``, unless another worker has said it before, and not what
         it is said ``instead_of``."""
-        found: bytes = self._call(lambda store: store.compare_set(ABOUT, instead_of, text))
-        said = found.decode(errors="replace")
+        said = self._first(ABOUT, text, instead_of=instead_of)
         if instead_of and said == text:
             self._replaced = instead_of, text
         return said
@@ -319,27 +325,33 @@ class Registry:
 
     def enter(self, member: Member) -> int:
         """Add ``member`` to those that want to take part; returns its number, from 1."""
-        number = int(self._call(lambda store: store.add(TICKETS, 1)))
-        text = View(1, (member,), self.program).pack()
-        self._call(lambda store: store.set(f"ticket/{number}", text))
-        self.number = number
+        self.number = number = int(self._call(lambda store: store.add(NUMBERS, 1)))
+        self._change_entered(lambda entered: {**entered, number: (member, self.program)})
         return number
 
     def entered(self, known: Container[int] = ()) -> dict[int, Member]:
         """The members that have entered, by number, without those ``known``, and without those that
         are about something else."""
-        last = int(self._call(lambda store: store.add(TICKETS, 0)))
-        found = {}
-        for number in range(1, last + 1):
-            if number not in known:
-                ticket = self._view_at(f"ticket/{number}")
-                if ticket is None:
-                    continue  # it is being written
-                if ticket.why == self.program:
-                    found[number] = ticket.members[0]
-                else:
-                    self.strangers.add(ticket.members[0].id)
-        return found
+        entered = self._unpack_entered(self._read(ENTERED) or "[]")
+        self.strangers.update(m.id for m, program in entered.values() if program != self.program)
+        new = ((n, m) for n, (m, program) in entered.items() if program == self.program)
+        return {n: m for n, m in new if n not in known}
+
+    def _unpack_entered(self, text: str) -> Entered:
+        try:
+            return {int(n): (unpack_member(m), str(program)) for n, m, program in json.loads(text)}
+        except (TypeError, ValueError, RecursionError) as error:
+            raise self._damaged(ENTERED, str(error)) from None
+
+    def _change_entered(self, change: Callable[[Entered], Entered]) -> None:
+        text = self._read(ENTERED) or ""
+        while True:
+            changed = change(self._unpack_entered(text or "[]"))
+            new = json.dumps([[n, *each] for n, each in sorted(changed.items())])
+            found = self._first(ENTERED, new, instead_of=text)
+            if found == new:
+                return
+            text = "" if found == text else found  # the store was started again, or is ahead
 
     # -- views ----
 
@@ -370,8 +382,9 @@ class Registry:
             found, epoch = view, epoch + 1
         return found
 
-    def propose(self, view: View) -> View:
-        """Decide ``view`` for its epoch, unless another one was; returns the one that counts."""
+    def propose(self, view: View, gone: Collection[str] = ()) -> View:
+        """Decide ``view`` for its epoch, unless another one was; returns the one that counts.
+        ``gone``: the ids of workers that have ended, to be forgotten."""
         assert 0 < len(view.members) <= MOST_MEMBERS, "else nobody could read it"
         self._first(f"view/{view.epoch}", view.pack())
         decided = self.view(view.epoch)
@@ -383,6 +396,8 @@ class Registry:
                 store.set(LATEST, str(view.epoch))
 
         self._call(note)
+        if gone:
+            self._change_entered(lambda old: {n: e for n, e in old.items() if e[0].id not in gone})
         return decided
 
 
